@@ -1,1 +1,1 @@
-"""How good and how fast a model pair answers, by method: measured on problems that can be graded."""
+"""What measures the product: quality, speed, costs, time to the first token, kernels and passes. The product does not need it."""

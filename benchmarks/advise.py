@@ -90,7 +90,7 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Services side by role, all alike, that share the requests."""
+    """Services side by side, all alike, that share the requests."""
 
     name: str
     form: str

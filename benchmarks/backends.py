@@ -85,7 +85,7 @@ class GpuBackend:
         **options: bool,
     ) -> None:
         """`models` gives the model of a role on a device, where it already is, and `draft_head` what the draft proposes
-        with there, if not with all of its head; options are those of `KernelForward`."""
+        with there, if not with all of its head; options are those of `TritonForward`."""
         self._models, self.tokenizer, self._draft_head, self._options = models, tokenizer, draft_head, options
 
     @contextmanager

@@ -1,24 +1,35 @@
-"""Exact decoding beside plain decoding on the shipped pair, by the hundred: `python -m
-benchmarks.exactness --problems 1000`.
+"""Exact decoding beside plain decoding on the shipped pair, by the hundred.
 
-Problems are spread over temperatures, truncations, stop strings, forms, N, K and F; half of them are decoded beside SMC
-requests. Prints what differs, how many of those answers are right, and tokens a round. The tests run fewer, on a
-smaller pair."""
+    python -m benchmarks.exactness equality --problems 1000 [--device cuda --dtype bfloat16] [--form lockstep]
+    python -m benchmarks.exactness misses --problems 24 [--temperature 1]
+
+`equality` spreads problems over temperatures, truncations, stop strings, forms, N, K and F, and decodes half of them
+beside SMC requests. It prints the answers that differ from plain decoding, how many of those are right, and tokens a
+round. The tests run fewer problems on a smaller pair.
+
+`misses` prints for every temperature and N the share of compared tokens that the target drew differently, and the
+exponent by which it falls with N; tokens a round with F = 4, and with F = 1. `smc.scheduler.acceptance.WIDTH_GAIN` is
+taken from it. With 48 problems it takes ten minutes."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections import Counter
+from typing import Any
 
 from smc import demo
 from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer
 from smc.api.request import Request
-from smc.api.sampling_params import POPULATIONS, SamplingParams
+from smc.api.sampling_params import POPULATIONS, Method, SamplingParams
 from smc.demo import MAX_ANSWER
-from smc.demo.problems import derived_seed, generate, grade
+from smc.demo.problems import Problem, derived_seed, generate, grade
 from smc.local_engine import ModelPair, local_engine
 from smc.model.linear import DTYPES
+from smc.scheduler.engine import Engine
+from smc.scheduler.stats import SpecStats
 
 CONFIGS = [
     EngineConfig(form="lockstep", block=5),
@@ -27,71 +38,132 @@ CONFIGS = [
     EngineConfig(block=4, branches=1),
     EngineConfig(block=8, branches=2),
 ]
-LAWS = [
-    {**law, **more}
-    for law, more in itertools.product(
-        ({"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.5}),
-        ({}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}, {"stop": ("so", ".")}),
-    )
-]
-PARTICLES = (1, 4, 8, 16)
+TEMPERATURES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 1.5},
+)
+CUTS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}, {"stop": ("so", ".")})
+SAMPLING = [{**law, **cut} for law, cut in itertools.product(TEMPERATURES, CUTS)]
+EQUALITY_PARTICLES = (1, 4, 8, 16)
+MISSES_PARTICLES = (1, 2, 4, 8)
+MISSES_SEED = 5
+BESIDE = 8
+"""Requests side by side whose misses are counted."""
 
 
-def asked(pair: ModelPair, index: int, question: str, method: str) -> Request:
-    """The problem's request by a method; its law and seed depend on the index alone."""
-    law = LAWS[index % len(LAWS)]
-    rows = {"particles": PARTICLES[index // len(LAWS) % len(PARTICLES)]} if method == "exact" else {}
-    params = SamplingParams(method=method, max_tokens=MAX_ANSWER, seed=derived_seed(3, index), **law, **rows)
-    return Request(f"{method} {index}", tuple(pair.tokenizer.chat([{"role": "user", "content": question}])), params)
+def problem_request(pair: ModelPair, name: str, problem: Problem, params: SamplingParams) -> Request:
+    prompt = pair.tokenizer.chat([{"role": "user", "content": problem.question}])
+    return Request(name, tuple(prompt), params)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--problems", type=int, default=1000)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="in any but float32 a row's company rounds it otherwise"
-    )
-    parser.add_argument("--device", default="cpu", help="where both models are, such as cuda")
-    parser.add_argument("--form", choices=sorted({config.form for config in CONFIGS}), help="default: both")
-    given = parser.parse_args()
-    count, dtype = given.problems, DTYPES[given.dtype]
+def request_by(method: str, pair: ModelPair, index: int, problem: Problem) -> Request:
+    """Its sampling settings and its seed depend on the index alone."""
+    rows = {}
+    if method == "exact":
+        rows = {"particles": EQUALITY_PARTICLES[index // len(SAMPLING) % len(EQUALITY_PARTICLES)]}
+    own: dict[str, Any] = {**SAMPLING[index % len(SAMPLING)], **rows}
+    params = SamplingParams(method=Method(method), max_tokens=MAX_ANSWER, seed=derived_seed(3, index), **own)
+    return problem_request(pair, f"{method} {index}", problem, params)
+
+
+def answers_of(engine: Engine, requests: list[Request]) -> dict[str, Answer]:
+    return {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
+
+
+def with_smc_beside(requests: list[Request]) -> list[Request]:
+    """Every second request of the result is decoded by SMC, until half of `requests` have one beside them."""
+    beside = [
+        Request(
+            f"smc {i}",
+            one.prompt,
+            SamplingParams(particles=4, population=POPULATIONS[i % 2], seed=i, max_tokens=40),
+        )
+        for i, one in enumerate(requests[: len(requests) // 2])
+    ]
+    return [one for two in itertools.zip_longest(requests, beside) for one in two if one]
+
+
+def compare(given: argparse.Namespace) -> None:
+    """Print every exact answer that is not the plain one, then the totals."""
     configs = [config for config in CONFIGS if given.form in (None, config.form)]
-    pair, problems = (
-        ModelPair.load(demo.TARGET, demo.DRAFT, dtype=dtype, device=given.device),
-        generate(11, count, "test"),
-    )
-    plain, found, different = {}, Counter(), 0
+    pair = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=DTYPES[given.dtype], device=given.device)
+    problems, found = generate(11, given.problems, "test"), Counter[str]()
     for number, config in enumerate(configs):
-        mine = range(number, count, len(configs))
+        own = range(number, given.problems, len(configs))
         engine = local_engine(pair, config)
-        requests = [asked(pair, i, problems[i].question, "target") for i in mine]
-        plain = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
-        requests = [asked(pair, i, problems[i].question, "exact") for i in mine]
-        company = [
-            Request(
-                f"smc {i}",
-                one.prompt,
-                SamplingParams(particles=4, population=POPULATIONS[i % 2], seed=i, max_tokens=40),
-            )
-            for i, one in enumerate(requests[: len(requests) // 2])
-        ]
-        beside = [one for pair_ in itertools.zip_longest(requests, company) for one in pair_ if one]
-        answers = {output.answer.request_id: output.answer for output in engine.run(beside) if output.answer}
-        for i in mine:
-            one, other = plain[f"target {i}"], answers[f"exact {i}"]
+        plain = answers_of(engine, [request_by("target", pair, i, problems[i]) for i in own])
+        exact = answers_of(engine, with_smc_beside([request_by("exact", pair, i, problems[i]) for i in own]))
+        for i in own:
+            one, other = plain[f"target {i}"], exact[f"exact {i}"]
             found.update(answers=1, tokens=len(other.tokens), rounds=other.statistics.rounds)
             if (one.tokens, one.text, one.finish_reason) != (other.tokens, other.text, other.finish_reason):
-                different += 1
-                found.update(plain_right=grade(problems[i], one.text), exact_right=grade(problems[i], other.text))
-                print(f"problem {i}, {config}, {LAWS[i % len(LAWS)]}: {one.tokens} {other.tokens}")
+                right = {"plain_right": grade(problems[i], one.text), "exact_right": grade(problems[i], other.text)}
+                found.update(different=1, **right)
+                print(f"problem {i}, {config}, {SAMPLING[i % len(SAMPLING)]}: {one.tokens} {other.tokens}")
         print(
-            f"{config.form} K={config.block} F={config.branches}: {len(mine)} problems, {different} different so far",
+            f"{config.form} K={config.block} F={config.branches}: {len(own)} problems, "
+            f"{found['different']} different so far",
             flush=True,
         )
-    print(f"{found['answers']} answers, {different} different, {found['tokens'] / found['rounds']:.2f} tokens a round")
+    rate = found["tokens"] / found["rounds"]
+    print(f"{found['answers']} answers, {found['different']} different, {rate:.2f} tokens a round")
     print(
         f"of those that differ, {found['plain_right']} of plain and {found['exact_right']} of exact decoding are right"
     )
+
+
+def misses_of(pair: ModelPair, problems: int, temperature: float, particles: int, branches: int) -> SpecStats:
+    """Statistics of look-ahead with blocks of 5."""
+    engine = local_engine(pair, EngineConfig(block=5, branches=branches, max_slots=BESIDE * particles))
+    requests = []
+    for i, problem in enumerate(generate(MISSES_SEED, problems, "test")):
+        params = SamplingParams(
+            method=Method.EXACT,
+            particles=particles,
+            temperature=temperature,
+            max_tokens=MAX_ANSWER,
+            seed=derived_seed(1, i),
+        )
+        requests.append(problem_request(pair, str(i), problem, params))
+    for _ in engine.run(requests):
+        pass
+    return engine.take_stats().spec["walk"]
+
+
+def count_misses(given: argparse.Namespace) -> None:
+    """Print a line for every temperature and N, then the exponent of the temperature."""
+    pair = ModelPair.load(demo.TARGET, demo.DRAFT)
+    for temperature in given.temperature or (1.0, 1.5, 2.0):
+        missed = {}
+        for particles in MISSES_PARTICLES:
+            wide, lean = (misses_of(pair, given.problems, temperature, particles, branches) for branches in (4, 1))
+            missed[particles] = wide.misses / (wide.accepted_tokens + wide.misses)
+            print(
+                f"temperature {temperature:g}, N={particles}: {100 * missed[particles]:.2f}% of the tokens missed; "
+                f"tokens a round {wide.tokens_a_round:.2f} with F=4, {lean.tokens_a_round:.2f} with F=1",
+                flush=True,
+            )
+        most = MISSES_PARTICLES[-1]
+        gain = math.log(missed[1] / missed[most]) / math.log(most)
+        print(f"temperature {temperature:g}: N rows miss N^{gain:.2f} times less often", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("equality", "misses"))
+    parser.add_argument("--problems", type=int, help="default: 1000 of equality, 48 of misses")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="other types round differently beside other requests"
+    )
+    parser.add_argument("--device", default="cpu", help="where both models are, such as cuda")
+    parser.add_argument("--form", choices=sorted({config.form for config in CONFIGS}), help="default: both")
+    parser.add_argument("--temperature", type=float, action="append", help="may be repeated; default: 1, 1.5, 2")
+    given = parser.parse_args()
+    if given.problems is None:
+        given.problems = 1000 if given.part == "equality" else 48
+    compare(given) if given.part == "equality" else count_misses(given)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What OpenAI's API costs beside gRPC: `python -m benchmarks.gateway`. The gateway runs in a process of its own.
 
 One request: time to the first token, and between tokens; of the demo pair, and of a backend that is always ready, so
-that nothing but the gateway is measured. Then 64 streams of that backend: tokens a second, and the gateway's CPU time
-for each."""
+that only the gateway is measured. Then 64 streams of that backend: tokens a second, and the gateway's CPU time for each
+token. Every line is JSON."""
 
 from __future__ import annotations
 
@@ -13,57 +13,109 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import aiohttp
 import grpc
 import psutil
 
+from services.backend import Model, ServingPair
+from services.coordinator.loop import EngineLoop
+from services.gateway.config import GatewayConfig
+from services.gateway.dispatch import Dispatcher
+from services.gateway.server import Gateway
+from services.gateway.status import ServiceStatus
+from services.metrics.metrics import Metrics
 from services.openai.requests import CHAT
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc
+from services.step import Step
 from smc import demo
+from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer, FinishReason, Output, Statistics
-from smc.local_engine import ModelPair
-from tests.gateway.harness import serving
-from tests.openai.asking import QUESTIONS, user
+from smc.api.request import Request
+from smc.demo.problems import generate
+from smc.local_engine import ModelPair, local_engine
+from smc.scheduler.stats import EngineStats
 
 STREAMS = 64
+WARM_UP = 4
+QUESTIONS = [problem.question for problem in generate(1, 16, "test")]
+ENGINE = EngineConfig(block=4, branches=2, max_slots=64, pages=12_288)
 Ask = Callable[[str, dict], AsyncIterator[None]]
 
 
-class Ready:
-    """A backend whose every answer is `max_tokens` tokens, each as soon as somebody takes it."""
+class ReadyBackend:
+    """Every answer is `max_tokens` tokens, each as soon as it is awaited."""
 
-    def __init__(self, backend) -> None:
-        pass
-
-    async def generate(self, request):
-        for number in range(request.params.max_tokens):
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        count = request.params.max_tokens or 1
+        for number in range(count):
             await asyncio.sleep(0)
             answer = None
-            if number == request.params.max_tokens - 1:
-                said = {"matched": None, "seed": 1, "prompt_tokens": 1, "statistics": Statistics(1), "seconds": 0.1}
+            if number == count - 1:
                 answer = Answer(
-                    request.request_id, (5,) * (number + 1), " word" * (number + 1), FinishReason.LENGTH, **said
+                    request.request_id,
+                    (5,) * count,
+                    " word" * count,
+                    FinishReason.LENGTH,
+                    matched=None,
+                    seed=1,
+                    prompt_tokens=1,
+                    statistics=Statistics(1),
+                    seconds=0.1,
                 )
             yield Output(request.request_id, (5,), " word", answer)
 
 
-def serve(ready: bool) -> None:
-    with serving(ModelPair.load(demo.TARGET, demo.DRAFT), http_port=0, **({"wrap": Ready} if ready else {})) as service:
-        print(service.gateway.port, service.gateway.http_port, flush=True)
-        sys.stdin.read()
+class EngineBackend:
+    """An engine in a thread of this process; its outputs are delivered in this asyncio loop."""
+
+    def __init__(self, engine: Any) -> None:
+        self._asyncio = asyncio.get_running_loop()
+        self._loop = EngineLoop(engine, self._hand_over)
+        self._dispatcher = Dispatcher(self._loop)
+        self._loop.start()
+
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        return self._dispatcher.generate(request)
+
+    def _hand_over(self, step: Step) -> None:
+        self._asyncio.call_soon_threadsafe(self._dispatcher.deliver, step)
+
+
+async def serve(ready: bool) -> None:
+    """Print both ports, then serve until standard input ends."""
+    pair = ModelPair.load(demo.TARGET, demo.DRAFT)
+
+    def model(name: str) -> Model:
+        decoder = getattr(pair, name)
+        return Model(f"demo-{name}", decoder.config, sum(p.numel() for p in decoder.parameters()), 1, f"{name}-weights")
+
+    serving = ServingPair(
+        model("target"), model("draft"), pair.tokenizer, pair.max_context, ENGINE, "local", demo.TARGET
+    )
+    backend: Any = ReadyBackend() if ready else EngineBackend(local_engine(pair, ENGINE))
+    config = GatewayConfig(port=0, http_port=0)
+    gateway = Gateway(config, serving, backend, Metrics(), lambda: ServiceStatus.of(1, EngineStats()))
+    await gateway.start()
+    gateway.set_health(True, True)
+    print(gateway.port, gateway.http_port, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await gateway.stop()
 
 
 @contextmanager
-def process(ready: bool):
+def process(ready: bool) -> Iterator[tuple[psutil.Process, tuple[int, int]]]:
+    """A process that serves, and its ports for gRPC and HTTP."""
     command = [sys.executable, "-m", "benchmarks.gateway", "--serve", "ready" if ready else "engine"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        ports = child.stdout.readline().split()
-        yield psutil.Process(child.pid), *map(int, ports)
+        assert child.stdin is not None and child.stdout is not None
+        grpc_port, http_port = map(int, child.stdout.readline().split())
+        yield psutil.Process(child.pid), (grpc_port, http_port)
         child.stdin.close()
 
 
@@ -72,8 +124,8 @@ def by_grpc(channel: grpc.aio.Channel) -> Ask:
 
     async def ask(text: str, settings: dict):
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=text)])
-        method = {"method": pb.METHOD_TARGET}
-        async for _ in stub.Generate(pb.GenerateRequest(chat=chat, sampling=pb.SamplingParams(**settings, **method))):
+        sampling = pb.SamplingParams(method=pb.METHOD_TARGET, **settings)
+        async for _ in stub.Generate(pb.GenerateRequest(chat=chat, sampling=sampling)):
             yield
 
     return ask
@@ -81,10 +133,10 @@ def by_grpc(channel: grpc.aio.Channel) -> Ask:
 
 def by_http(session: aiohttp.ClientSession, port: int) -> Ask:
     async def ask(text: str, settings: dict):
-        body = {"messages": user(text), "stream": True, "method": "target", **settings}
+        body = {"messages": [{"role": "user", "content": text}], "stream": True, "method": "target", **settings}
         async with session.post(f"http://127.0.0.1:{port}{CHAT}", json=body) as response:
             assert response.status == 200
-            # As it comes: what took apart lines would be measured, not the gateway.
+            # Chunks as they come: parsing lines would be measured, too.
             async for _ in response.content.iter_any():
                 yield
 
@@ -92,7 +144,7 @@ def by_http(session: aiohttp.ClientSession, port: int) -> Ask:
 
 
 async def times(ask: Ask, text: str, seed: int) -> tuple[float, list[float]]:
-    """Seconds to the first news, and between news."""
+    """Seconds to the first message, and between messages."""
     moments = [time.perf_counter()]
     async for _ in ask(text, {"seed": seed, "max_tokens": 40}):
         moments.append(time.perf_counter())
@@ -123,11 +175,11 @@ async def with_both(ports: tuple[int, int], work: Callable[[dict[str, Ask]], Awa
 
 
 async def latency(asks: dict[str, Ask], backend: str, requests: int) -> None:
-    found = {name: ([], []) for name in asks}
-    for number in range(requests + 4):
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in asks}
+    for number in range(requests + WARM_UP):
         for name, ask in asks.items():
             first, gaps = await times(ask, QUESTIONS[number % len(QUESTIONS)], number)
-            if number >= 4:
+            if number >= WARM_UP:
                 found[name][0].append(first)
                 found[name][1].extend(gaps)
     for name, (firsts, gaps) in found.items():
@@ -146,7 +198,7 @@ async def latency(asks: dict[str, Ask], backend: str, requests: int) -> None:
 
 
 async def throughput(asks: dict[str, Ask], tokens: int, server: psutil.Process) -> None:
-    found = {name: [] for name in asks}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in asks}
     for _ in range(5):
         for name, ask in asks.items():
             found[name].append(await rate(ask, tokens, server))
@@ -168,11 +220,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100)
     given = parser.parse_args()
     if given.serve:
-        serve(given.serve == "ready")
+        asyncio.run(serve(given.serve == "ready"))
         return
-    with process(ready=False) as (_, *ports):
+    with process(ready=False) as (_, ports):
         asyncio.run(with_both(ports, lambda asks: latency(asks, "engine", given.requests)))
-    with process(ready=True) as (server, *ports):
+    with process(ready=True) as (server, ports):
         asyncio.run(with_both(ports, lambda asks: latency(asks, "ready", given.requests)))
         asyncio.run(with_both(ports, lambda asks: throughput(asks, given.tokens, server)))
 

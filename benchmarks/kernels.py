@@ -1,19 +1,28 @@
 """Check every kernel of `smc.kernels` against torch on a GPU at real sizes, and time it against the physical limit.
 
     python -m benchmarks.kernels [PART ...]
-
-Products have a file of their own, `benchmarks.products`.
+    python -m benchmarks.kernels products [--models 1b,8b] [--rows 8,32,64,160,512] [--only "8b down"]
 
 Times are microseconds a call inside CUDA graphs of many calls, over copies of the data that together exceed the L2
-cache. The last line is JSON: {name: {"us", "floor_us", ...}}. Axes: see `smc.kernels`."""
+cache. The last line is JSON: {name: {"us", "floor_us", ...}}. Axes: see `smc.kernels`.
+
+`products` times the products of a decoder's matrices in bf16 and in FP8, ours and the library's, beside the time that
+reading the weights takes. Every tiling is checked against float32. It prints a line for each product and number of
+rows, in microseconds, then the products of a whole model, in milliseconds. Below each line are the fastest FP8 tilings
+as n/k/splits/warps/stages, with a star at that of `choose`; bf16 has one tiling, found by an earlier search. Our FP8
+products get rounded activations, as from a norm; "library fp8" rounds them first, "its product" does not. It takes
+about four minutes a model, most of them to compile."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,22 +32,103 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Kind
 from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.selection import select as torch_select
+from smc.arrays import to_device
 from smc.kernels.candidate_tokens import offer
 from smc.kernels.expansion import expand
-from smc.kernels.linear import reduce
-from smc.kernels.norm import add_norm, silu_mul
+from smc.kernels.linear import ProductTiling, choose, gate_up_silu, linear, reduce, token_block_of
+from smc.kernels.norm import add_norm, round_rows, silu_mul
 from smc.kernels.sampling import draw, score
 from smc.kernels.select import select
-from smc.kernels.truncation import truncate
+from smc.kernels.truncation import Cut, truncate
+from smc.laws import LawSpec
+from smc.model.linear import FP8, Rounded, quantise
 from smc.philox import exponentials, words
-from tests.kernels.cuts import arguments, kept
-from tests.test_laws import Spec, law_spec
 
 BANDWIDTH = 4.26e12
-"""Bytes a second that a large copy reaches on an H200 (README of the measurements: reading plus writing)."""
+"""Bytes a second that a large copy reads and writes on an H200."""
 BEYOND_L2 = 200 * 1024**2
 CALLS = 24
+
+PRODUCTS = {
+    "1b": {
+        "qkv": (2048, 3072, 16),
+        "o": (2048, 2048, 16),
+        "gate_up": (2048, 16384, 16),
+        "down": (8192, 2048, 16),
+        "head": (2048, 128256, 1),
+    },
+    "8b": {
+        "qkv": (4096, 6144, 32),
+        "o": (4096, 4096, 32),
+        "gate_up": (4096, 28672, 32),
+        "down": (14336, 4096, 32),
+        "head": (4096, 128256, 1),
+    },
+    "70b": {
+        "qkv": (8192, 10240, 80),
+        "o": (8192, 8192, 80),
+        "gate_up": (8192, 57344, 80),
+        "down": (28672, 8192, 80),
+        "head": (8192, 128256, 1),
+    },
+}
+"""Model, product: (inputs, outputs, how often a pass has it)."""
+PRODUCT_ROWS = (8, 32, 64, 160, 512)
+MOST_OWN = 256
+"""Rows in bf16; sums of more do not fit a program's registers."""
+BLOCKS = ((64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 128, 8), (128, 256, 4), (256, 128, 4), (256, 128, 8))
+"""(block_n, block_k, warps)"""
+SHARED_BYTES = 227 * 1024
+PRODUCT_COLUMNS = (
+    "floor fp8",
+    "own fp8",
+    "default",
+    "library fp8",
+    "its product",
+    "fast sums",
+    "floor bf16",
+    "own bf16",
+    "library bf16",
+)
+
 report: dict[str, dict] = {}
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Truncation settings of all rows; the defaults switch everything off."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def spec(self, rows: int) -> LawSpec:
+        fields = {"temperature": 1.0, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p, "alpha": 1.0}
+        kinds = {name: np.int64 if name == "top_k" else np.float32 for name in fields}
+        return LawSpec.of(**{f"{name}_R": np.full(rows, value, kinds[name]) for name, value in fields.items()})
+
+
+def truncate_arguments(spec: LawSpec, device: torch.device) -> list[Tensor | None]:
+    """Temperature, top-k, top-p and min-p as `truncate` takes them: None for what no row uses."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    used = {"temperature", *spec.active}
+    return [to_device(getattr(spec, f"{name}_R"), device) if name in used else None for name in names]
+
+
+def kept(logits_RV: Tensor, cut: Cut) -> Tensor:
+    """bool [R, V], the entries that a cut keeps of bfloat16 logits."""
+    bits_RV = (logits_RV.float() + 0.0).view(torch.int32)
+    key_RV = (bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)) >> 16
+    key_R1, column_V = cut.key_R[:, None], torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    return (key_RV > key_R1) | ((key_RV == key_R1) & (column_V <= cut.last_R[:, None]))
+
+
+TRUNCATIONS = (
+    Truncation(top_k=40),
+    Truncation(top_p=0.95),
+    Truncation(min_p=0.02),
+    Truncation(top_k=40, top_p=0.95, min_p=0.02),
+)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -124,16 +214,16 @@ def bench_score(rows: int, extra: int, vocab: int = 128256) -> None:
         note(f"score {rows} block {block} warps {warps}", us, rows * vocab * 2)
 
 
-def bench_truncate(rows: int, spec: Spec, vocab: int = 128256) -> None:
-    logits, every = copies(random(rows, vocab, scale=3.0)), law_spec(*[spec] * rows)
-    name, asked = "+".join(sorted(every.active)), arguments(every, logits[0].device)
+def bench_truncate(rows: int, truncation: Truncation, vocab: int = 128256) -> None:
+    logits, every = copies(random(rows, vocab, scale=3.0)), truncation.spec(rows)
+    name, asked = "+".join(sorted(every.active)), truncate_arguments(every, logits[0].device)
     torch_law = laws.Laws(every, logits[0].device)
     expected_RV = torch_law.target(logits[0].float()) > -torch.inf
     differ = (kept(logits[0], truncate(logits[0], vocab, *asked)) != expected_RV).sum().item()
     count_R = expected_RV.sum(-1)
     print(f"{name} {rows}: keeps {count_R.min().item()} to {count_R.max().item()}; {differ} entries otherwise")
     # Sums in another order may end top-p a few entries earlier or later.
-    assert differ <= (4 * rows if spec.top_p < 1 else 0)
+    assert differ <= (4 * rows if truncation.top_p < 1 else 0)
     sorting = microseconds(lambda x: torch_law.target(x.float()), logits[:2])
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)):
         us = microseconds(lambda x, b=block, w=warps: truncate(x, vocab, *asked, block=b, warps=w), logits)
@@ -217,8 +307,8 @@ def bench_laws() -> None:
         bench_draw(rows, draws)
     bench_score(72, 4)
     for rows in (8, 32, 64):
-        for spec in (Spec(top_k=40), Spec(top_p=0.95), Spec(min_p=0.02), Spec(top_k=40, top_p=0.95, min_p=0.02)):
-            bench_truncate(rows, spec)
+        for truncation in TRUNCATIONS:
+            bench_truncate(rows, truncation)
 
 
 def bench_norms() -> None:
@@ -237,6 +327,131 @@ def bench_expansions() -> None:
             bench_expansion(groups, rows, kind)
 
 
+def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Iterator[ProductTiling]:
+    """The chosen tiling, and for FP8 others, with as few splits as fill the machine; two programs share a
+    multiprocessor if they can."""
+    seen = [choose(rows, outputs, inputs, gated, fp8)]
+    yield seen[0]
+    padded = token_block_of(rows, fp8)
+    for block_n, block_k, warps in BLOCKS if fp8 else ():
+        # What a thread holds of the sums; with more than this there would be no room for anything else.
+        if inputs % block_k or block_n * padded > 32 * warps * 160 or (gated and block_n == 64):
+            continue
+        tiles, steps = -(-outputs // block_n) * -(-rows // padded), inputs // block_k
+        enough = [splits for splits in range(1, 17) if steps % splits == 0 and tiles * splits >= 120] or [1]
+        stage_bytes = block_k * (block_n + padded)
+        for splits in [1] if gated else enough[:2]:
+            for programs in (2, 1):
+                stages = min(6, SHARED_BYTES // programs // stage_bytes, max(2, steps // splits))
+                tiling = ProductTiling(block_n, block_k, splits, warps, stages)
+                if tiling not in seen and stages >= 2:
+                    seen.append(tiling)
+                    yield tiling
+
+
+def _own_product(
+    x: Tensor | Rounded, gated: bool, fields: dict[str, int], matrix: tuple[Tensor, Tensor | None]
+) -> Tensor:
+    weight, scale = matrix
+    if gated:
+        return gate_up_silu(
+            x, weight, scale=scale, **{name: value for name, value in fields.items() if name != "splits"}
+        )
+    return linear(x, weight, scale_N=scale, **fields)
+
+
+def _library_product(
+    x_TK: Tensor, gated: bool, matrix: tuple[Tensor, Tensor | None], rounded: tuple | None = None, fast: bool = False
+) -> Tensor:
+    weight, scale = matrix
+    if scale is None:
+        out_TN = F.linear(x_TK, weight)
+    else:
+        x8_TK, scale_T1 = rounded or round_rows(x_TK)
+        scales = {"scale_a": scale_T1, "scale_b": scale[None]}
+        out_TN = torch._scaled_mm(x8_TK, weight.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return silu_mul(out_TN) if gated and rounded is None else out_TN
+
+
+def own_products(x: Tensor | Rounded, gated: bool, matrices: list, expected: Tensor) -> tuple[dict[str, float], float]:
+    """Microseconds of every tiling, the fastest first, and of the one that is chosen."""
+    rows = len(x.number_TK if isinstance(x, Rounded) else x)
+    weight, scale = matrices[0]
+    inputs, outputs = weight.shape[1], weight.shape[0]
+    timed, default = {}, None
+    for tiling in tilings(rows, outputs, inputs, gated, scale is not None):
+        name = "/".join(map(str, vars(tiling).values())) + ("" if timed else "*")
+        try:
+            call = partial(_own_product, x, gated, vars(tiling))
+            made = call(matrices[0])
+            same(made.sum(0) if made.dim() == 3 else made, expected)
+            timed[name] = microseconds(call, matrices)
+        except Exception as failure:
+            print(f"    {name} failed: {type(failure).__name__}: {str(failure)[:120]}", flush=True)
+            timed[name] = float("inf")
+        default = timed[name] if default is None else default
+    return dict(sorted(timed.items(), key=lambda item: item[1])), default
+
+
+def bench_product(
+    inputs: int, outputs: int, rows: int, gated: bool
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Of one product: the columns, and all tilings by type."""
+    weights, x_TK = copies(random(outputs, inputs, scale=inputs**-0.5)), random(rows, inputs)
+    matrices = {"bf16": [(weight, None) for weight in weights]}
+    weight8, scale = quantise(weights[0])
+    matrices["fp8"] = [(weight.view(FP8), scale) for weight in copies(weight8.view(torch.uint8))]
+    rounded = round_rows(x_TK)
+    activations = {"bf16": x_TK, "fp8": rounded}
+    found, sweeps = {}, {}
+    for kind, bytes_each in (("fp8", 1), ("bf16", 2)):
+        weight, scale_N = matrices[kind][0]
+        exact_TK = x_TK.float() if scale_N is None else rounded.number_TK.float() * rounded.scale_T1
+        expected = exact_TK @ (weight.float() * (1.0 if scale_N is None else scale_N[:, None])).T
+        if gated:
+            expected = F.silu(expected[:, : outputs // 2]) * expected[:, outputs // 2 :]
+        found[f"floor {kind}"] = 1e6 * (bytes_each * inputs * outputs + 2 * rows * (inputs + outputs)) / BANDWIDTH
+        if rows <= MOST_OWN or kind == "fp8":
+            sweeps[kind], default = own_products(activations[kind], gated, matrices[kind], expected)
+            found[f"own {kind}"] = next(iter(sweeps[kind].values()))
+            if kind == "fp8":
+                found["default"] = default
+        same(_library_product(x_TK, gated, matrices[kind][0]), expected)
+        found[f"library {kind}"] = microseconds(partial(_library_product, x_TK, gated), matrices[kind])
+    for name, fast in (("its product", False), ("fast sums", True)):
+        found[name] = microseconds(
+            lambda matrix, fast=fast: _library_product(x_TK, gated, matrix, rounded, fast), matrices["fp8"]
+        )
+    return found, sweeps
+
+
+def bench_products(given: argparse.Namespace) -> None:
+    print(f"{'':22s}" + "".join(f"{column:>13s}" for column in PRODUCT_COLUMNS), flush=True)
+    for model in given.models.split(","):
+        for rows in map(int, given.rows.split(",")):
+            sums: dict[str, float] = {}
+            for product, (inputs, outputs, count) in PRODUCTS[model].items():
+                if given.only not in ("", f"{model} {product}"):
+                    continue
+                found, sweeps = bench_product(inputs, outputs, rows, product == "gate_up")
+                report[f"{model} {product} {rows}"] = {"us": found, "tilings": sweeps}
+                print(f"{model} {product:8s}{rows:5d} rows   " + _cells(found), flush=True)
+                for kind, timed in sweeps.items():
+                    print(
+                        f"    {kind:5s}" + "  ".join(f"{name} {us:.2f}" for name, us in list(timed.items())[:6]),
+                        flush=True,
+                    )
+                for name, us in found.items():
+                    sums[name] = sums.get(name, 0.0) + 1e-3 * count * us
+                torch.cuda.empty_cache()
+            report[f"{model} all {rows}"] = {"ms": sums}
+            print(f"{model} all, ms{rows:5d} rows  " + _cells(sums), flush=True)
+
+
+def _cells(found: dict[str, float]) -> str:
+    return "".join(f"{found[column]:13.2f}" if column in found else f"{'':13s}" for column in PRODUCT_COLUMNS)
+
+
 PARTS = {
     "laws": bench_laws,
     "norms": bench_norms,
@@ -246,13 +461,21 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+        "parts",
+        nargs="*",
+        choices=[*PARTS, "products", []],
+        metavar="PART",
+        help=f"of {', '.join(PARTS)}, products; default: all but products",
     )
+    parser.add_argument("--models", default="1b,8b", help="of products")
+    parser.add_argument("--rows", default=",".join(map(str, PRODUCT_ROWS)), help="of products")
+    parser.add_argument("--only", default="", help="a model and a product, as in '8b down'")
+    given = parser.parse_args()
     torch.manual_seed(0)
-    for part in parser.parse_args().parts or PARTS:
-        PARTS[part]()
+    for part in given.parts or PARTS:
+        bench_products(given) if part == "products" else PARTS[part]()
     print(json.dumps(report))
 
 

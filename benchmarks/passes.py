@@ -1,36 +1,56 @@
-"""Time one pass of a model in a CUDA graph, as a step of a draft or a target's pass is one, and its kernels.
+"""Time whole passes of a model on a GPU, and what they are made of: decoding passes, and passes over prompts.
 
-    python -m benchmarks.passes [llama-1b:bfloat16:32x1:256:1:8 llama-8b:bfloat16:64x1:1024:64 ...] [--no-pdl]
+    python -m benchmarks.passes decode [llama-1b:bfloat16:32x1:256:1:8 llama-8b:bfloat16:64x1:1024:64 ...] [--no-pdl]
     [--kernels]
+    python -m benchmarks.passes prompt|attention [--shapes llama-8b,llama-1b] [--queries 16,256,...] [--pasts 0,4096,...]
 
-A pass is a shape, a type, rows x tokens of a row, the positions that rows of a group share, groups, one if nothing is
-said, and the groups that there is room for: in a service as many as places, of which a row each is meant if nothing is
-said. Each row has some positions of its own. Random weights. All tokens' logits are made. With `--no-pdl` no kernel
-begins before the one before it has ended. The last line is JSON."""
+Random weights. The last line is JSON.
+
+`decode` times one pass in a CUDA graph, as a draft step or a target pass is one, and with `--kernels` its kernels. A
+pass is named by shape, type, rows x tokens of a row, positions that the rows of a group share, groups (default 1), and
+groups that there is room for (default: a row each; in a service as many as slots). Each row has some positions of its
+own. The logits of all tokens are made. With `--no-pdl` no kernel begins before the one before it has ended.
+
+`attention`: one layer in bfloat16, a row of so many queries behind a past, and 8 rows of an eighth each; by torch
+(fused), fa2 and fa3, checked against torch. `smc.attention.flashinfer.FEW_QUERIES` is where fa3 begins to win.
+`prompt`: whole passes of one row, the host's time to queue one, and the sum of its products alone. Shares are of 790
+TFLOP/s."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from benchmarks.attention import full
+from benchmarks.prompts import PEAK, operations
 from smc.api.limits import DTYPE_NAMES
+from smc.attention.base import ForwardBatch
+from smc.attention.flashinfer import FlashInferAttention, kernels_of, obstacle
+from smc.attention.fused import FusedAttention
 from smc.executor.forward import Rows
+from smc.executor.messages import PromptBatch
+from smc.executor.ops import TorchOps
 from smc.executor.plan import Contexts
 from smc.executor.triton_forward import TritonForward
+from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
+from smc.memory.kv_pool import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.linear import DTYPES
 from smc.model.presets import NoText, preset
 from smc.model.random_model import random_model
 from smc.stops import TokenBytes
+from smc.types import ModelRole
 
 PASSES = [
     *(f"llama-1b:{dtype}:{rows}x1:256:1:8" for dtype in ("bfloat16", "fp8") for rows in (8, 32)),
@@ -42,10 +62,13 @@ PASSES = [
 OWN, WIDTH, PAGES = 24, 16_800, 17_500
 """Positions that each row has for itself, positions of a row at most, and pages, of which there are as often as many as
 it takes."""
+DEVICE, DTYPE = torch.device("cuda:0"), torch.bfloat16
+LAYERS = 4
+"""Of a pool for attention alone, one after another: the L2 cache does not hold them."""
 
 
 @dataclass(frozen=True)
-class Pass:
+class DecodePass:
     shape: str
     dtype: str
     rows: int
@@ -56,11 +79,11 @@ class Pass:
     layers: int | None = None
 
     @staticmethod
-    def parse(text: str) -> Pass:
+    def parse(text: str) -> DecodePass:
         shape, dtype, block, *sizes = text.split(":")
         assert dtype in DTYPE_NAMES, f"{text!r}: allowed types: {', '.join(DTYPE_NAMES)}"
         rows, queries = map(int, block.split("x"))
-        made = Pass(shape, dtype, rows, queries, *map(int, sizes))
+        made = DecodePass(shape, dtype, rows, queries, *map(int, sizes))
         assert rows % made.groups == 0, f"{text!r}: allowed groups: those that divide {rows}"
         assert made.groups <= (made.room or rows) <= rows, f"{text!r}: allowed room: {made.groups} to {rows}"
         return made
@@ -71,8 +94,8 @@ class Pass:
         return self.groups * self.context + self.rows * (OWN + self.queries)
 
     @property
-    def worker(self) -> ModelWorker:
-        return worker(self.shape, self.dtype, self.layers, PAGES * -(-self.pages // PAGES))
+    def pass_worker(self) -> ModelWorker:
+        return pass_worker(self.shape, self.dtype, self.layers, PAGES * -(-self.pages // PAGES))
 
     def build(self, pdl: bool) -> Callable[[], Tensor]:
         """Something that runs it, for the logits of all tokens."""
@@ -95,20 +118,20 @@ class Pass:
         group_R, first_G, size_G, shared_G = slot_R // size, *(torch.zeros_like(slot_R[: self.room]) for _ in range(3))
         first_G[: self.groups], size_G[: self.groups], shared_G[: self.groups] = slot_R[::size], size, self.context
         bounds, contexts = (
-            (full(self.rows, self.context + OWN), full(self.rows, self.queries)),
+            (full_column(self.rows, self.context + OWN), full_column(self.rows, self.queries)),
             Contexts.of(self.context + own, self.room or self.rows, self.groups),
         )
         return Rows(table_SL, slot_R, None, None, *bounds, group_R, first_G, size_G, shared_G, self.queries, contexts)
 
 
 @lru_cache(2)
-def worker(shape: str, dtype: str, layers: int | None, pages: int) -> ModelWorker:
+def pass_worker(shape: str, dtype: str, layers: int | None, pages: int) -> ModelWorker:
     config = preset(shape)
     config = config if layers is None else replace(config, num_layers=layers)
     model = random_model(config, dtype=DTYPES[dtype], device="cuda")
     vocab = config.vocab_size
     made = ModelWorker(
-        "bench", model, width=WIDTH, pages=pages, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab))
+        ModelRole.TARGET, model, width=WIDTH, pages=pages, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab))
     )
     for store in (made.pool.keys, made.pool.values):
         store.normal_()
@@ -158,22 +181,160 @@ def kernels(graph: torch.cuda.CUDAGraph) -> dict[str, tuple[int, float]]:
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
+def full_column(count: int, value: int) -> Tensor:
+    return torch.full((count,), value, dtype=torch.int32, device="cuda")
+
+
+def call_milliseconds(call: Callable[[], object], times: int = 7) -> float:
+    """The median of a call, on the device."""
+    found = []
+    for _ in range(times + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found[2:])
+
+
+def batch_of(rows: int, queries: int, past: int) -> ForwardBatch:
+    """Pages in any order, none shared."""
+    length = past + queries
+    table_RL = 1 + np.random.default_rng(0).permutation(rows * length).reshape(rows, length).astype(np.int32)
+    starts_R, counts_R = np.full(rows, past, np.int32), np.full(rows, queries, np.int32)
+    positions_T = np.tile(np.arange(past, length), rows)
+    return ForwardBatch(
+        table_RL,
+        starts_R,
+        counts_R,
+        table_RL[:, past:].ravel(),
+        positions_T,
+        np.arange(rows + 1),
+        np.zeros(rows, np.int64),
+    )
+
+
+def time_attention(name: str, queries: int, past: int) -> list[dict]:
+    config = preset(name)
+    heads, dim, found = (config.num_heads, config.num_kv_heads), config.head_dim, []
+    why = obstacle(heads, dim, DTYPE, DEVICE)
+    if why is not None:
+        print("without flashinfer:", why)
+    flash = FlashInferAttention(heads, dim, DTYPE, DEVICE) if why is None else None
+    for rows in (1, 8) if queries >= 128 else (1,):
+        batch = batch_of(rows, queries // rows, past)
+        pool = KVPool(replace(config, num_layers=LAYERS), batch.table_RL.size, DTYPE, DEVICE)
+        pool.keys.normal_()
+        pool.values.normal_()
+        q_THD = torch.randn(queries, heads[0], dim, device=DEVICE).to(DTYPE)
+        plans = {"torch": lambda: FusedAttention().plan(pool, batch)}  # noqa: B023
+        if flash is not None:
+            plans |= {
+                kernel: (lambda kernel=kernel: flash.plan_with(kernel, pool, batch))  # noqa: B023
+                for kernel in kernels_of(DEVICE)
+            }
+        seen, expected = queries * past + queries * (queries // rows + 1) / 2, None
+        line = {"shape": name, "rows": rows, "queries": queries, "past": past}
+        for kernel, make in plans.items():
+            begin = time.perf_counter()
+            planned = make()
+            host = 1e3 * (time.perf_counter() - begin)
+            out = planned.read(0, q_THD).float()
+            expected = out if expected is None else expected
+            error = float((out - expected).norm() / expected.norm())
+            spent = call_milliseconds(lambda: [planned.read(layer, q_THD) for layer in range(LAYERS)]) / LAYERS  # noqa: B023
+            share = 4 * heads[0] * dim * seen / (1e-3 * spent * PEAK)
+            line |= {kernel: round(spent, 4), f"{kernel}_peak": round(share, 3), f"{kernel}_plan": round(host, 3)}
+            assert error < 2e-2, (line, kernel, error)
+        print(line, flush=True)
+        found.append(line)
+    return found
+
+
+def products(worker: ModelWorker, tokens: int) -> Callable[[], Tensor]:
+    """A pass's products and nothing else."""
+    config = worker.model.config
+    widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+    inputs = {width: torch.randn(tokens, width, device=DEVICE).to(DTYPE) for width in widths}
+
+    def call() -> Tensor:
+        for layer in worker.model.layers:
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                out = F.linear(inputs[linear.weight.shape[1]], linear.weight)
+        return out
+
+    return call
+
+
+def time_passes(name: str, queries: list[int], pasts: list[int]) -> list[dict]:
+    model, found = random_model(preset(name), dtype=DTYPE, device=DEVICE), []
+    vocab, width = model.config.vocab_size, max(queries) + max(pasts)
+    worker = ModelWorker(
+        ModelRole.TARGET, model, width=width, pages=width, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab))
+    )
+    pages_X = 1 + np.random.default_rng(0).permutation(width).astype(np.int32)
+    for count in queries:
+        alone = call_milliseconds(products(worker, count))
+        for past in pasts:
+            held, tokens = np.array([past], np.int32), np.arange(count) % vocab
+            batch = PromptBatch(pages_X[: past + count], held, np.array([count], np.int32), tokens)
+            line = {"shape": name, "queries": count, "past": past, "products": round(alone, 3)}
+            for which, ops in {"fused": TritonOps(), "decoder": TorchOps()}.items():
+                worker.ops = ops
+                call = torch.inference_mode()(lambda: worker._forward(batch, np.array([count - 1])))  # noqa: B023
+                spent = call_milliseconds(call, 5)
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                call()
+                host = 1e3 * (time.perf_counter() - begin)
+                torch.cuda.synchronize()
+                share = operations(model.config, count, past) / (1e-3 * spent * PEAK)
+                line |= {which: round(spent, 3), f"{which}_peak": round(share, 3), f"{which}_host": round(host, 2)}
+            print(line, flush=True)
+            found.append(line)
+    return found
+
+
 @torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("passes", nargs="*", default=PASSES)
-    parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--kernels", action="store_true")
-    given = parser.parse_args()
+def time_decode_passes(given: argparse.Namespace) -> dict[str, float]:
     found = {}
-    for name in given.passes:
-        call = Pass.parse(name).build(pdl=not given.no_pdl)
+    for name in given.passes or PASSES:
+        call = DecodePass.parse(name).build(pdl=not given.no_pdl)  # must outlive the recording, which uses its tensors
         graph, _ = record(call)
         found[name] = round(milliseconds(graph), 3)
         print(f"{name:36s} {found[name]:8.3f} ms", flush=True)
         for kernel, (launches, spent) in kernels(graph).items() if given.kernels else ():
             print(f"    {kernel[:60]:60s} {launches:5d} x {spent / launches:8.2f} us = {spent:8.1f}", flush=True)
-    print(json.dumps(found))
+    return found
+
+
+def time_prompts(given: argparse.Namespace) -> dict[str, list[dict]]:
+    # Before the first import of flashinfer, which may compile for minutes otherwise.
+    os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+    torch.manual_seed(0)
+    queries, pasts = (list(map(int, values.split(","))) for values in (given.queries, given.pasts))
+    found: list[dict] = []
+    for name in given.shapes.split(","):
+        if given.part == "attention":
+            found += [line for count in queries for past in pasts for line in time_attention(name, count, past)]
+        else:
+            found += time_passes(name, queries, pasts)
+        torch.cuda.empty_cache()
+    return {given.part: found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("decode", "prompt", "attention"))
+    parser.add_argument("passes", nargs="*", help="of decode")
+    parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--shapes", default="llama-8b,llama-1b")
+    parser.add_argument("--queries", default="16,128,256,512,1024,4096")
+    parser.add_argument("--pasts", default="0,4096,16384,61440")
+    given = parser.parse_args()
+    print(json.dumps(time_decode_passes(given) if given.part == "decode" else time_prompts(given)))
 
 
 if __name__ == "__main__":

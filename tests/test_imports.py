@@ -23,10 +23,9 @@ LIBRARY = [
     ("smc.local_engine",),
     ("smc.demo",),
     ("smc.loading",),
-    ("benchmarks",),
 ]
 """Layers, lowest first; those of one layer may import each other."""
-FORBIDDEN = {"ray", "grpc", "prometheus_client", "services", "loadtest", "tests"}
+FORBIDDEN = {"ray", "grpc", "prometheus_client", "services", "loadtest", "benchmarks", "tests"}
 """What the library must not know."""
 NOUNS = {"backend", "step"}
 SERVICES = {
@@ -52,6 +51,8 @@ SERVICES = {
     "cli": {"batch", "client", "connection", "gateway", "launch", "security"},
 }
 """What each package of the service may import of the others."""
+MEASURING = "services.cli.measuring"
+"""The commands that measure: the only module of the product that imports `benchmarks`, when one of them is called."""
 LOADTEST = {"services.client", "services.connection", "services.pb", "services.security", "services.wire"}
 """What the load generator may: it is a client."""
 GENERATED = ROOT / "services" / "pb"
@@ -117,10 +118,24 @@ def test_the_service_s_packages_import_what_the_table_says():
         own = package(name_of(path)).partition(".")[2]
         for module in imports(path):
             other = package(module).partition(".")[2]
-            back = module.split(".")[0] in ("loadtest", "tests")
+            back = module.split(".")[0] in ("loadtest", "benchmarks", "tests") and name_of(path) != MEASURING
             if back or (module.startswith("services.") and other != own and other not in SERVICES[own]):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_measures_is_imported_by_its_commands_alone():
+    """Inside a function, so that the product runs where `benchmarks` is not installed."""
+    tree = ast.parse(ROOT.joinpath(*MEASURING.split(".")).with_suffix(".py").read_text())
+    at_start = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert not any(module and module.startswith("benchmarks") for module in at_start)
+    found = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources("benchmarks")
+        for module in imports(path)
+        if module.split(".")[0] in ("loadtest", "tests")
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_the_load_generator_is_a_client():
@@ -128,14 +143,14 @@ def test_the_load_generator_is_a_client():
         f"{path.relative_to(ROOT)} imports {module}"
         for path in sources("loadtest")
         for module in imports(path)
-        if module.split(".")[0] in ("services", "tests") and package(module) not in LOADTEST
+        if module.split(".")[0] in ("services", "benchmarks", "tests") and package(module) not in LOADTEST
     ]
     assert not found, "\n".join(found)
 
 
 def test_no_two_modules_of_a_package_import_each_other():
     """No circle of any length, within a package or across packages; CycleError names one."""
-    modules = {name_of(path): path for root in ("smc", "services", "loadtest") for path in sources(root)}
+    modules = {name_of(path): path for root in ("smc", "services", "loadtest", "benchmarks") for path in sources(root)}
     TopologicalSorter(
         {name: {module for module in imports(path) if module in modules} for name, path in modules.items()}
     ).prepare()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 FEW_QUERIES = 256
-"""Of a row, in the mean: below this fa2 is faster (tests/gpu/bench_prompts.py)."""
+"""Of a row, in the mean: below this fa2 is faster (benchmarks/passes.py)."""
 MOST_TOKENS, MOST_ROWS, MOST_HEADS = 1 << 16, 1 << 10, 128
 """Of a pass: what the plan of any batch within these takes fits into the wrapper's 8 MiB of integers (28 bytes a head
 and tile)."""

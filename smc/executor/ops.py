@@ -77,7 +77,7 @@ class RoundOps(Protocol):
 
     def expand(
         self,
-        offers: Offers,
+        candidates: Offers,
         mass_R: Tensor,
         there_R: Tensor,
         sources: Groups,

@@ -30,7 +30,7 @@ INDEPENDENT, BEST = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.B
 
 
 def expand(
-    offers: Offers,
+    candidates: Offers,
     mass_R: Tensor,
     there_R: Tensor,
     sources: tuple[Tensor, Tensor],
@@ -47,12 +47,12 @@ def expand(
 ) -> Expansion:
     """As `smc.algorithm.expansion.expand`. Where nothing goes on in a group, its rows repeat the first offer of its
     first source."""
-    count, width = offers.share_RC.shape
+    count, width = candidates.share_RC.shape
     parent_X, offer_X = mass_R.new_empty((2, total), dtype=torch.int64)
     mass_X, ess_G = (mass_R.new_empty(size, dtype=torch.float64) for size in (total, len(kind_G)))
     alive_X, collapsed_G, nan_G = (there_R.new_empty(size) for size in (total, len(kind_G), len(kind_G)))
     scratch_2M = mass_X.new_empty((2, count * width))
-    offered = contiguous(OfferedTensors(offers.share_RC, mass_R, there_R, ended_R))
+    offered = contiguous(OfferedTensors(candidates.share_RC, mass_R, there_R, ended_R))
     groups = contiguous(ExpandGroups(*sources, *rows, most_G, kind_G, *keys[:2]))
     out = ExpandTensors(parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G)
     # One program more, for the rows that are of no group.

@@ -57,7 +57,7 @@ def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: boo
     """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs."""
     if fp8:
         return _choose_fp8(tokens, outputs, inputs, gated)
-    # Of those tried on an H200 (`python -m benchmarks.products`), as below.
+    # Of those tried on an H200 (`python -m benchmarks.kernels products`), as below.
     wide = outputs >= 64 * 1024 or (gated and outputs >= 24 * 1024)
     block_n = 128 if (wide and tokens <= 64) or 64 < tokens <= 256 else 64
     block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= 8192)

@@ -218,7 +218,7 @@ class Forecast:
     def branches(self, places: int, context: int) -> int:
         """As many as cost nothing, for the target takes as long: trees are seldom wrong for want of them. On the
         shipped pair, rounds with F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to 8;
-        `benchmarks.confirmed_tokens`)."""
+        `benchmarks.exactness`)."""
         most = self._config.branches
         wide, lean = (self._seconds_of(places, context, 0.0, branches) for branches in (most, 1))
         return most if wide <= FREE * lean else 1

@@ -34,6 +34,15 @@ def test_what_needs_no_model_loads_no_model_library(words, code):
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.parametrize("command", ["eval", "bench", "grow", "timeline"])
+def test_commands_that_measure_need_a_checkout(smcserve, monkeypatch, command):
+    """The wheel does not hold the package `benchmarks`."""
+    for name in ("benchmarks", "benchmarks.cli"):
+        monkeypatch.setitem(sys.modules, name, None)
+    ran = smcserve(command, "--help")
+    assert ran.code == 2 and f"smcserve {command} needs the package benchmarks" in ran.err and "checkout" in ran.err
+
+
 def test_version(smcserve):
     assert smcserve("--version").out == "smcserve 0.1.0\n"
 

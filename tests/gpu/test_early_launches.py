@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.passes import Pass, record
+from benchmarks.passes import DecodePass, record
 from smc.executor.forward import Rows
 from smc.executor.triton_forward import TritonForward
 
@@ -19,7 +19,7 @@ REPLAYS = 20
 class Moving:
     """A pass whose tokens, tables and lengths a kernel writes just before it, each time others."""
 
-    def __init__(self, one: Pass) -> None:
+    def __init__(self, one: DecodePass) -> None:
         self.one, self.stores = one, (one.worker.pool.keys, one.worker.pool.values)
         self.rows, self.tokens_T = one.places(), one.tokens()
         self.written = (self.tokens_T, self.rows.table_SL, self.rows.start_R)
@@ -54,17 +54,17 @@ class Moving:
 @pytest.mark.parametrize("context", [256, 4096])
 @pytest.mark.parametrize("shape", ["llama-1b", "llama-8b", "qwen3-0.6b"])
 def test_a_pass_is_the_same_bit_for_bit(shape, context, block, dtype):
-    assert_same(Pass(shape, dtype, *block, context, layers=4))
+    assert_same(DecodePass(shape, dtype, *block, context, layers=4))
 
 
 @pytest.mark.parametrize("block", [(2, 5), (32, 1)], ids=str)
 @pytest.mark.parametrize("shape", ["llama-1b", "llama-8b"])
 def test_of_rows_that_share_nothing(shape, block):
-    assert_same(Pass(shape, "bfloat16", *block, 1024, groups=block[0], layers=4))
+    assert_same(DecodePass(shape, "bfloat16", *block, 1024, groups=block[0], layers=4))
 
 
 @torch.inference_mode()
-def assert_same(one: Pass) -> None:
+def assert_same(one: DecodePass) -> None:
     moving = Moving(one)
     # Recordings run in what these hold.
     calls = [moving.call(pdl) for pdl in (False, True)]
