@@ -44,7 +44,7 @@ def make_engine(args: argparse.Namespace, config: EngineConfig, *, warm: bool = 
     pages = config.pool_pages(context, config.pages)
     workers = {side: ModelWorker(side, model, pages=pages, **sizes) for side, model in models.items()}
     pair = LocalRoundExecutor(config, workers, TritonOps())
-    engine = Engine(config, workers, NoText(vocab), pair=pair, pages=dict.fromkeys(ModelRole, pages), context=context)
+    engine = Engine(config, workers, NoText(vocab), executor=pair, pages=dict.fromkeys(ModelRole, pages), context=context)
     begin = time.monotonic()
     if warm:
         rehearse(engine, rehearsal(config, context), rare_requests(config, context, vocab))
@@ -53,7 +53,7 @@ def make_engine(args: argparse.Namespace, config: EngineConfig, *, warm: bool = 
 
 
 def recorded(engine: Engine) -> dict[str, str]:
-    stages = engine.pair.stages
+    stages = engine.executor.stages
     return {
         side: f"{s.recorded_keys} kinds, {s.recorded_bytes / 2**30:.2f} GiB, {s.evicted} given up"
         for side, s in stages.items()
@@ -70,13 +70,13 @@ def mixed(args: argparse.Namespace) -> dict:
     config = EngineConfig(block=args.block, branches=2, max_slots=512, max_context=1024, pages=200_000)
     engine, rng = make_engine(args, config), random.Random(1)
     vocab, asked = engine.tokenizer.size, 0
-    plans, ask = [], engine.pair.round
+    plans, ask = [], engine.executor.round
 
     def told(plan: RoundPlan) -> LocalRound:
         plans.append((plan.program, len(plan.slot_A), int((plan.slot_A < config.max_slots).sum())))
         return ask(plan)
 
-    engine.pair.round = told
+    engine.executor.round = told
 
     def one() -> Request:
         law = rng.choice([{}, {}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}])
@@ -104,7 +104,10 @@ def mixed(args: argparse.Namespace) -> dict:
         lengths.append(1e3 * (time.monotonic() - begin))
         if len(lengths) % 200 == 0:
             memory.append(
-                (sum(allocated()), round(sum(stage.recorded_bytes for stage in engine.pair.stages.values()) / 2**30, 3))
+                (
+                    sum(allocated()),
+                    round(sum(stage.recorded_bytes for stage in engine.executor.stages.values()) / 2**30, 3),
+                )
             )
             held, recordings = memory[-1]
             print(

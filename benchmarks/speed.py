@@ -153,7 +153,7 @@ class ModeTimer:
         asked = load.make_requests(params, _stride(mode) * (rounds + untimed + 4) + 1)
         with self._backend.engine(mode, sized_config(mode.config, asked, load.requests)) as engine:
             if costs is not None:
-                engine.costs = costs
+                engine.latency = costs
                 _rehearse(engine)
             loop = (ClosedLoop if load.answer is None else Waves)(engine, repeated(asked), load.requests)
             while engine.num_running < load.requests:

@@ -82,7 +82,7 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
         config,
         workers,
         pair.tokenizer,
-        pair=rounds,
+        executor=rounds,
         pages=dict.fromkeys(ModelRole, pages),
         context=context,
         **engine_options,

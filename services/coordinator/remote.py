@@ -66,7 +66,7 @@ class RemoteEngine:
         """Epoch of the draft that was lost last."""
         self._pair = RemotePair(self.workers)
         self.engine = Engine(
-            spec.engine, self.workers, spec.target.tokenizer(), pair=self._pair, pages=pages, context=spec.context
+            spec.engine, self.workers, spec.target.tokenizer(), executor=self._pair, pages=pages, context=spec.context
         )
         try:
             self._warm_up()
@@ -177,5 +177,5 @@ class RemoteEngine:
 
     def _time_costs(self, effort: Effort) -> None:
         begin = time.monotonic()
-        self.engine.costs = costs = time_costs(self.engine, effort)
+        self.engine.latency = costs = time_costs(self.engine, effort)
         logger.info("costs, timed in %.1f s: %s", time.monotonic() - begin, costs or "none, contexts are too short")

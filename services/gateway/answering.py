@@ -25,7 +25,7 @@ from services.gateway.status import ServiceStatus
 from smc.api.outputs import Output
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.scheduler.admission import check_waiting, longest_answer
+from smc.scheduler.admission import check_waiting
 
 MAX_ID_SIZE = 256
 DEADLINE_SLACK = 0.05
@@ -99,6 +99,8 @@ class Answering:
     def longest(self, params: SamplingParams, prompt: int, negative: int = 0) -> int:
         """Most tokens that such a request could be answered with here, after a prompt of so many, and a negative
         one."""
+        from smc.scheduler.capacity import longest_answer  # imports torch
+
         return longest_answer(params, self.pair.engine, self.status().pages, self.pair.context, prompt, negative)
 
     async def news(

@@ -155,8 +155,8 @@ class Timer:
         plan = live_plan(program, engine.config, count, context, tree)
         for turn in range(untimed + repeats):
             for role, group in joins(program, engine, count, context, tree).items():
-                engine.pair.join(role, group)
-            pending = engine.pair.round(plan)
+                engine.executor.join(role, group)
+            pending = engine.executor.round(plan)
             pending.result()
             spans = pending.spans()
             for role in (role for role in found if turn >= untimed):

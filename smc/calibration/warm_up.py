@@ -177,7 +177,7 @@ def rehearse(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence
     last: Pending | None = None
     for plan in plans:
         # One is asked for while the one before goes on.
-        pending, last = last, engine.pair.round(plan)
+        pending, last = last, engine.executor.round(plan)
         if pending is not None:
             pending.result()
     if last is not None:

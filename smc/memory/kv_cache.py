@@ -29,8 +29,10 @@ class KVCacheManager:
 
     def __init__(self, capacity: dict[ModelRole, int], *, prefix_cache: bool) -> None:
         self.capacity = dict(capacity)
-        self.ledgers = {role: PageAllocator(pages) for role, pages in capacity.items()}
-        self.caches = {role: PrefixCache(ledger) for role, ledger in self.ledgers.items()} if prefix_cache else {}
+        self.allocators = {role: PageAllocator(pages) for role, pages in capacity.items()}
+        self.caches = (
+            {role: PrefixCache(allocator) for role, allocator in self.allocators.items()} if prefix_cache else {}
+        )
         self.expected = dict.fromkeys(capacity, 0)
         """Pages that requests which have been admitted are likely to hold."""
         self.next_round = dict.fromkeys(capacity, 0)
@@ -43,12 +45,12 @@ class KVCacheManager:
         one."""
         if role in self.caches:
             self.caches[role].clear()
-        ledger = self.ledgers[role]
-        assert ledger.num_free == self.capacity[role], f"pages of the {role} model are held although it is lost"
+        allocator = self.allocators[role]
+        assert allocator.num_free == self.capacity[role], f"pages of the {role} model are held although it is lost"
         self.capacity[role] = pages
-        self.ledgers[role] = PageAllocator(pages)
+        self.allocators[role] = PageAllocator(pages)
         if role in self.caches:
-            self.caches[role] = PrefixCache(self.ledgers[role])
+            self.caches[role] = PrefixCache(self.allocators[role])
 
     def admits(self, pages: dict[ModelRole, int]) -> bool:
         """Whether what is expected leaves the watermark free; a request alone is always admitted."""
@@ -92,31 +94,34 @@ class KVCacheManager:
         wanted = pages if spare is None else {role: count + spare[role] for role, count in pages.items()}
         hopeless = [] if spare is None else [role for role, count in wanted.items() if count > self.room(role)]
         for role in hopeless or self.short(wanted):
-            raise OutOfPages(f"{wanted[role]} pages of the {role} model wanted, {self.ledgers[role].num_free} free")
-        return {role: self.ledgers[role].allocate(count) for role, count in pages.items()}
+            raise OutOfPages(f"{wanted[role]} pages of the {role} model wanted, {self.allocators[role].num_free} free")
+        return {role: self.allocators[role].allocate(count) for role, count in pages.items()}
 
     def short(self, pages: dict[ModelRole, int]) -> list[ModelRole]:
         """Pools with fewer free pages than these, after the cache has let go of as many as it can and must."""
         for role, count in pages.items():
-            missing = count - self.ledgers[role].num_free
+            missing = count - self.allocators[role].num_free
             if missing > 0 and role in self.caches:
                 self.caches[role].evict(missing)
-        return [role for role, count in pages.items() if count > self.ledgers[role].num_free]
+        return [role for role, count in pages.items() if count > self.allocators[role].num_free]
 
     def room(self, role: ModelRole) -> int:
         """Pages that are free or would be if the cache let go, about: what nobody runs in is all of it."""
         if not self.expected[role]:
             return self.capacity[role]
-        return self.ledgers[role].num_free + (self.caches[role].pages if role in self.caches else 0)
+        return self.allocators[role].num_free + (self.caches[role].pages if role in self.caches else 0)
 
     def held(self, role: ModelRole) -> int:
         """Pages that are not free; with those that only the cache holds."""
-        return self.capacity[role] - self.ledgers[role].num_free
+        return self.capacity[role] - self.allocators[role].num_free
 
     def leaked(self) -> dict[ModelRole, int]:
         """References and loose pages of nobody, seen while no request runs: only the cache may hold anything then."""
-        cached = {role: self.caches[role].entries if role in self.caches else 0 for role in self.ledgers}
-        return {role: ledger.num_loose + ledger.num_holds - cached[role] for role, ledger in self.ledgers.items()}
+        cached = {role: self.caches[role].entries if role in self.caches else 0 for role in self.allocators}
+        return {
+            role: allocator.num_loose + allocator.num_holds - cached[role]
+            for role, allocator in self.allocators.items()
+        }
 
     def keys(self, tokens: Sequence[int] | np.ndarray, salt: str) -> list[bytes]:
         """Of the blocks of a sequence, by which either side's cache knows them."""
@@ -129,7 +134,7 @@ class KVCacheManager:
             return 0, DUMMY_PAGE
         cache = self.caches[role]
         count, page = cache.find(keys[: most // cache.block])
-        self.ledgers[role].hold([page])
+        self.allocators[role].hold([page])
         return count, page
 
     def common(self, role: ModelRole, one: list[bytes], other: list[bytes], most: int) -> int:
@@ -155,5 +160,5 @@ class KVCacheManager:
             cache.forget(keys)
 
     def check(self) -> None:
-        for ledger in self.ledgers.values():
-            ledger.check()
+        for allocator in self.allocators.values():
+            allocator.check()

@@ -34,10 +34,10 @@ class PrefixCache:
     """Cached blocks of one pool. The key of a block covers all tokens before it and a salt: what differs in either
     shares nothing."""
 
-    def __init__(self, ledger: PageAllocator, block: int = 16) -> None:
+    def __init__(self, allocator: PageAllocator, block: int = 16) -> None:
         if block < 1:
             raise ValueError(f"a block of the prefix cache needs at least 1 token, got {block}")
-        self.ledger = ledger
+        self.allocator = allocator
         self.block = block
         self.queried_tokens = 0
         """Tokens that `match` was asked about."""
@@ -103,21 +103,21 @@ class PrefixCache:
                 self._pages[key] = page
                 new_pages.append(page)
             self._pages.move_to_end(key)
-        self.ledger.hold(new_pages)
+        self.allocator.hold(new_pages)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Let go of these blocks, as far as they are here. Those that continue them are not found before they are kept
         again."""
-        self.ledger.release([self._pages.pop(key) for key in keys if key in self._pages])
+        self.allocator.release([self._pages.pop(key) for key in keys if key in self._pages])
 
     def evict(self, count: int) -> int:
         """Let go of the least recently used blocks until `count` more pages are free or none is left. Returns how many
         became free."""
-        before = self.ledger.num_free
-        while self._pages and self.ledger.num_free < before + count:
-            missing = before + count - self.ledger.num_free
+        before = self.allocator.num_free
+        while self._pages and self.allocator.num_free < before + count:
+            missing = before + count - self.allocator.num_free
             self._let_go(-(-missing // self.block))
-        return self.ledger.num_free - before
+        return self.allocator.num_free - before
 
     def take_counts(self) -> tuple[int, int]:
         """(`queried_tokens`, `hit_tokens`), which begin again at 0."""
@@ -132,7 +132,7 @@ class PrefixCache:
         """Drop the `count` least recently used blocks; together, because a release of many costs little more than one
         of one."""
         count = min(count, len(self._pages))
-        self.ledger.release([self._pages.popitem(last=False)[1] for _ in range(count)])
+        self.allocator.release([self._pages.popitem(last=False)[1] for _ in range(count)])
 
     def _keys(self, tokens: Tokens, length: int, salt: str) -> Iterator[bytes]:
         """Keys of the whole blocks of the first `length` tokens, in order."""

@@ -13,7 +13,7 @@ import numpy as np
 WIDTH_GAIN = 0.6
 """Eight rows miss 3.5 times less often than one. On the shipped pair it is 3.7 times at temperature 1, 3.0 at 1.5 and
 1.5 at 2 (`python -m benchmarks.exactness misses --problems 24`)."""
-PRIOR_HAZARD = 0.03
+PRIOR_MISS_RATE = 0.03
 """Before anything has been seen, as if the draft were a good one: nothing is learnt of one that is never asked."""
 PRIOR_WEIGHT = 4.0
 """Tokens of one row that what is known of others counts for."""
@@ -40,14 +40,14 @@ class Acceptance:
         self.misses *= share
         self.exposure *= share
 
-    def hazard(self, prior: float = PRIOR_HAZARD) -> float:
+    def miss_rate(self, prior: float = PRIOR_MISS_RATE) -> float:
         """Of one row; `prior`: what is expected where little has been seen."""
         return (self.misses + prior * PRIOR_WEIGHT) / (self.exposure + PRIOR_WEIGHT)
 
 
-def tokens_a_round(hazard_G: np.ndarray, rows_GL: np.ndarray, block: int, lookahead: bool) -> np.ndarray:
+def tokens_a_round(miss_rate_G: np.ndarray, rows_GL: np.ndarray, block: int, lookahead: bool) -> np.ndarray:
     """Tokens that a round confirms on average [G, L], of requests with these hazards and trees of so many rows."""
-    right_GL = 1 - np.minimum(hazard_G[:, None] / rows_GL**WIDTH_GAIN, 1.0)
+    right_GL = 1 - np.minimum(miss_rate_G[:, None] / rows_GL**WIDTH_GAIN, 1.0)
     reached_GL = sum(right_GL**k for k in range(block))
     if not lookahead:
         return reached_GL + right_GL**block

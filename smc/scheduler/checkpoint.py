@@ -1,93 +1,118 @@
-"""The record of a group's particles while they hold no slots: what it goes on from when it is taken up again, or
-decoded in another way."""
+"""The checkpoint of a request's particles while they hold no slots: what a preempted request resumes from, and what a
+request goes on from when it changes between the draft-target pair and the target alone."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.expansion import Offers, expand
+from smc.algorithm.expansion import Kind, Offers, expand
 from smc.algorithm.selection import select
 from smc.api.limits import SCHEME_NAMES
-from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 
 SAVED = ("tokens_SL", "logp_SL", "logq_SL", "length_S", "block_S", "logw_S", "ended_S")
-"""Arrays of `Slots` that a group's record is made of."""
+"""Arrays of `Slots` that a checkpoint copies."""
 SHRINK_ROUND = 1 << 30
-"""Random numbers of choices between rounds are numbered from here: no round's are used twice."""
+"""Choices between rounds number their random numbers from here on, so that they use none of a round's."""
 
 
-def record_of(group: SequenceGroup, slots: Slots) -> dict[str, np.ndarray]:
-    """Of the particles that a running group has; of exact decoding, of what has been confirmed."""
-    slots_N = group.living(slots)
-    record = {name: getattr(slots, name)[slots_N].copy() for name in SAVED}
-    if group.decoding.confirms:
-        _take_back(record)
-    return record
+@dataclass(eq=False)
+class Checkpoint:
+    """Rows of particles, as arrays of `Slots` by name."""
+
+    arrays: dict[str, np.ndarray]
+    _pages: dict[object, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(slots: Slots, slots_N: np.ndarray) -> Checkpoint:
+        return Checkpoint({name: getattr(slots, name)[slots_N].copy() for name in SAVED})
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.arrays["length_S"])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest particle."""
+        return int(self.arrays["length_S"].max())
+
+    def pages(self, key: object, count: Callable[[], int]) -> int:
+        """Pages that are needed to resume, as far as `key` tells: counted once."""
+        if key not in self._pages:
+            self._pages[key] = count()
+        return self._pages[key]
+
+    def restore(self, slots: Slots, slots_N: np.ndarray) -> None:
+        """Write the rows back. Slots beyond them repeat the first row and hold no particle."""
+        row_N = row_of_batch(len(self), len(slots_N))
+        for name, values in self.arrays.items():
+            getattr(slots, name)[slots_N] = values[row_N]
+        rest_X = slots_N[len(self) :]
+        slots.ended_S[rest_X], slots.logw_S[rest_X] = True, -np.inf
 
 
-def particle_of(group: SequenceGroup, slots: Slots, particle: int, length: int) -> dict[str, np.ndarray]:
-    """Of one particle alone, in slots or saved, and of so many of its tokens."""
-    source = group.saved if group.saved else {name: getattr(slots, name)[group.slots] for name in SAVED}
-    record = {name: source[name][particle : particle + 1].copy() for name in SAVED}
-    record["length_S"][:], record["block_S"][:], record["ended_S"][:] = length, length - 1, True
-    return record
+def row_of_batch(rows: int, size: int) -> np.ndarray:
+    """Row that each index of a batch takes: its own, or the first where there are too few."""
+    index_N = np.arange(size)
+    return np.where(index_N < rows, index_N, 0)
 
 
-def shrink_saved(group: SequenceGroup, particles: int) -> None:
-    """A saved population becomes smaller, by the unbiased choice of a round, made here."""
-    arrays = group.saved
-    assert arrays is not None, "a group that is saved"
-    if group.decoding.competes:
-        _expand_saved(group, arrays, particles)
-    else:
-        _select_saved(group, arrays, particles)
-    group.count = len(group.particles)
-    group.needs = None
+class RandomKeys(NamedTuple):
+    """What the random numbers of a choice between rounds depend on."""
+
+    seed: int
+    choice: int
+    """Number of the choice, of one request."""
 
 
-def _expand_saved(group: SequenceGroup, arrays: dict[str, np.ndarray], particles: int) -> None:
-    whole = Offers.whole(torch.from_numpy(arrays["logw_S"]))
-    n, one_G = len(arrays["logw_S"]), torch.ones(1, dtype=torch.int64)
-    random = (torch.tensor([group.seed]), one_G * (SHRINK_ROUND + group.tally.preemptions), 0)
-    sources, rows = ((one_G * 0, one_G * size) for size in (n, particles))
-    weights, there_N = torch.from_numpy(arrays["logw_S"]), torch.ones(n, dtype=torch.bool)
-    chosen = expand(
-        whole, weights, there_N, sources, rows, one_G * particles, one_G * int(group.decoding.kind), random, particles
-    )
+class ShrunkCheckpoint(NamedTuple):
+    checkpoint: Checkpoint
+    kept_X: np.ndarray
+    """Indices of the particles that stay."""
+    log_z: float
+    """Increment of the request's log Z."""
+
+
+def expand_rows(checkpoint: Checkpoint, rows: int, kind: Kind, keys: RandomKeys) -> ShrunkCheckpoint:
+    """Keep `rows` of a population that is drawn without replacement: `smc.algorithm.expansion`."""
+    logw_N = torch.from_numpy(checkpoint["logw_S"])
+    n, one_G = len(logw_N), torch.ones(1, dtype=torch.int64)
+    random = (torch.tensor([keys.seed]), one_G * (SHRINK_ROUND + keys.choice), 0)
+    sources, kept = ((one_G * 0, one_G * size) for size in (n, rows))
+    there_N = torch.ones(n, dtype=torch.bool)
+    whole = Offers.whole(logw_N)
+    chosen = expand(whole, logw_N, there_N, sources, kept, one_G * rows, one_G * int(kind), random, rows)
     parent_X = chosen.parent_X[chosen.alive_X].numpy()
-    for name, values in arrays.items():
-        arrays[name] = values[parent_X]
+    arrays = {name: values[parent_X] for name, values in checkpoint.arrays.items()}
     arrays["logw_S"] = chosen.mass_X[chosen.alive_X].numpy()
-    group.particles = group.particles[:particles]
+    return ShrunkCheckpoint(Checkpoint(arrays), np.arange(rows), 0.0)
 
 
-def _select_saved(group: SequenceGroup, arrays: dict[str, np.ndarray], particles: int) -> None:
-    n = len(arrays["logw_S"])
-    bounds = Bounds(*(torch.tensor([value], dtype=torch.int32) for value in (0, n, n, particles)))
+def select_rows(checkpoint: Checkpoint, rows: int, scheme: str | None, keys: RandomKeys) -> ShrunkCheckpoint:
+    """Keep `rows` of independent particles: `smc.algorithm.selection`."""
+    assert scheme is not None, "the resampling scheme of independent particles is filled in"
+    n = len(checkpoint)
+    bounds = Bounds(*(torch.tensor([value], dtype=torch.int32) for value in (0, n, n, rows)))
     chosen = select(
-        torch.from_numpy(arrays["logw_S"])[:, None],
+        torch.from_numpy(checkpoint["logw_S"])[:, None],
         torch.ones(n, dtype=torch.bool),
         bounds,
         torch.zeros(1, dtype=torch.float64),
-        torch.tensor([SCHEME_NAMES.index(group.params.resampling)], dtype=torch.int32),
-        torch.tensor([group.seed]),
-        torch.tensor([SHRINK_ROUND + group.tally.preemptions]),
+        torch.tensor([SCHEME_NAMES.index(scheme)], dtype=torch.int32),
+        torch.tensor([keys.seed]),
+        torch.tensor([SHRINK_ROUND + keys.choice]),
     )
     alive_N = chosen.alive_A.numpy()
     ancestor_X = chosen.ancestor_A.numpy()[alive_N]
-    for name, values in arrays.items():
-        arrays[name] = values[ancestor_X]
+    arrays = {name: values[ancestor_X] for name, values in checkpoint.arrays.items()}
     arrays["logw_S"] = chosen.logw_A.numpy()[alive_N]
-    group.log_z += float(chosen.log_z_G[0])
-    group.particles = group.particles[alive_N]
-
-
-def _take_back(saved: dict[str, np.ndarray]) -> None:
-    """Of a record, keep what has been confirmed."""
-    confirmed_N = saved["block_S"] + 1
-    saved["ended_S"] &= saved["length_S"] == confirmed_N
-    saved["length_S"] = confirmed_N
-    saved["logw_S"][:] = 0.0
+    return ShrunkCheckpoint(Checkpoint(arrays), np.flatnonzero(alive_N), float(chosen.log_z_G[0]))

@@ -1,31 +1,41 @@
 """Methods of decoding: what each asks of the models in a round, what it may hold, and how its answer grows.
 
-Whatever differs between methods on the scheduler's side is said here, once; nothing else in the engine asks which
-method a request has."""
+Everything in which methods differ on the scheduler's side is here. Other files of the scheduler call these verbs and
+never ask which method a request has.
+
+Axes: N rows of one request."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from smc.algorithm.expansion import Kind
+from smc.algorithm.selection import final_weights
 from smc.algorithm.weights import log_mean_weight, normalise
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.plan import Program
+from smc.scheduler.checkpoint import Checkpoint, RandomKeys, ShrunkCheckpoint, expand_rows, select_rows
 from smc.types import ModelRole
 
+if TYPE_CHECKING:
+    from smc.scheduler.acceptance import Acceptance
+    from smc.scheduler.sequence_group import SequenceGroup
+    from smc.scheduler.stats import EngineStats
+
 ROUNDS_IN_FLIGHT = 2
-"""At most, of one request: the one that is read, and the next."""
+"""Rounds of one request that may be in flight at once: the one that is read, and the next."""
 
 
 @dataclass(frozen=True)
 class PagesPerRow:
-    """Pages of one place of a round."""
+    """KV pages that a round allocates for each row."""
 
     target: int = 0
     """Tokens that the target runs."""
@@ -36,72 +46,112 @@ class PagesPerRow:
     """Tokens of each branch that are run within the round."""
 
 
+class RoundFacts(NamedTuple):
+    """What one round did to one request."""
+
+    ess: float
+    log_z: float
+    resampled: bool
+    collapsed: bool
+    confirmed: int
+    """Answer tokens that became certain."""
+    rows: int
+    block: int
+    """Tokens that were drafted for each row, at most."""
+    ahead: bool
+    """The round drafted the next block while the target scored this one."""
+    hit: bool
+    """What had been drafted ahead continued the target's own tokens."""
+    open: bool
+    """A row of the request has not ended."""
+
+
 class Decoding(ABC):
     """How requests of one method are decoded."""
 
     program: Program
-    """Rounds that they take part in."""
+    """Rounds that its requests take part in."""
     roles: tuple[ModelRole, ...]
-    """Models that run their prompts."""
+    """Models that run its prompts."""
     first: ModelRole
-    """The one whose law the first token is drawn from."""
+    """The model whose distribution the first token is drawn from."""
     kind = Kind.INDEPENDENT
     """How rows are continued."""
-    records_population = False
-    """Weights, effective sample sizes and resampling mean something."""
-    elastic = False
-    """How many rows it has, or none at all, decides its speed and nothing else."""
-    confirms = False
-    """Only what the target has drawn itself is part of the answer: what particles agree on may still be taken back."""
+    resizable = False
+    """The caller, or a shortage of pages, may change the number of particles."""
 
     @property
-    def chained(self) -> bool:
-        """Rows are chains, whose laws are kept."""
-        return self.kind is Kind.CHAINS
+    def without_draft(self) -> Decoding | None:
+        """How its requests go on while there is no draft; None: they cannot."""
+        return None if ModelRole.DRAFT in self.roles else self
 
-    @property
-    def competes(self) -> bool:
-        """Rows are dealt out among all of a group, so that a place may be without one: it then repeats another, and has
-        no weight."""
-        return self.kind is not Kind.INDEPENDENT
+    def adaptive(self, params: SamplingParams) -> bool:
+        """Whether the number of rows, or whether anything is drafted, decides the speed of a request and nothing
+        else."""
+        return False
 
     def rows(self, params: SamplingParams) -> int:
-        """Sequences of a request that are decoded side by side."""
+        """Sequences of a request that are decoded in parallel."""
         return params.rows
+
+    def chains(self, rows: int) -> int:
+        """Draft chains among so many rows whose token distributions are stored."""
+        return 0
+
+    def draft_temperature(self, params: SamplingParams) -> float:
+        return params.temperature if params.draft_temperature is None else params.draft_temperature
 
     @abstractmethod
     def stride(self, config: EngineConfig) -> int:
         """Tokens by which an open answer grows in a round, at most."""
 
     def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
-        """Tokens of an open answer that will have been weighed after so many rounds that are under way: of `length`
-        now, the block in flight from index `block` on."""
+        """Tokens of an open answer that will have been scored after so many in-flight rounds: of `length` now, the
+        block in flight from index `block` on."""
         return length + self.stride(config) * rounds
 
     def ahead(self, config: EngineConfig) -> bool:
-        """The tokens of a round are weighed in the next."""
+        """Whether the tokens of a round are scored in the next one."""
         return False
+
+    def settled(self, length_N: np.ndarray, block_N: np.ndarray) -> np.ndarray:
+        """Leading tokens of each row that later rounds cannot take back."""
+        return length_N
+
+    def drafting(self, open_A: np.ndarray, any_open_A: np.ndarray) -> np.ndarray:
+        """Rows that the draft extends in a round, of those that are open and of those whose request has an open row."""
+        return open_A
+
+    def alive(self, logw_N: np.ndarray) -> np.ndarray:
+        """Which rows hold a particle."""
+        return np.ones(len(logw_N), dtype=bool)
+
+    def living(self, slots_N: np.ndarray, logw_N: np.ndarray) -> np.ndarray:
+        """Slots whose particles differ from all others of the request."""
+        return slots_N[self.alive(logw_N)]
+
+    def kept_rows(self, alive_N: np.ndarray, rows: int) -> np.ndarray:
+        """Which rows stay after the round that leaves a request so many."""
+        return alive_N
 
     @abstractmethod
     def shape(self, config: EngineConfig) -> PagesPerRow:
-        """Pages of a place in a round."""
+        """Pages of a row in a round."""
 
     @abstractmethod
     def held_tokens(
         self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
     ) -> int:
-        """Answer tokens of a particle that have keys and values on a side after so many rounds: of `length`, the block
-        in flight from index `block` on. What has ended needs none at the draft, or where one model decodes alone."""
+        """Answer tokens of a particle that a model has keys and values of after so many rounds: of `length`, the block
+        in flight from index `block` on. An ended particle needs none at the draft, or where one model decodes alone."""
 
-    def round_pages(
-        self, config: EngineConfig, places: int, guided: Collection[ModelRole] = ()
-    ) -> dict[ModelRole, int]:
-        """Pages that one round is given on each side: the first drafts, or decodes alone. On sides that are `guided`,
+    def round_pages(self, config: EngineConfig, rows: int, guided: Collection[ModelRole] = ()) -> dict[ModelRole, int]:
+        """Pages that one round allocates in each pool: the first model drafts, or decodes alone. A `guided` model needs
         as many again."""
         shape = self.shape(config)
         drafting, *scoring = self.roles
-        pages = {drafting: places * (shape.begin + shape.branches * shape.branch)} | dict.fromkeys(
-            scoring, places * shape.target
+        pages = {drafting: rows * (shape.begin + shape.branches * shape.branch)} | dict.fromkeys(
+            scoring, rows * shape.target
         )
         return {role: count * (1 + (role in guided)) for role, count in pages.items()}
 
@@ -109,7 +159,7 @@ class Decoding(ABC):
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
     ) -> dict[ModelRole, int]:
         """Pages that so many particles of a request, by default as few as it allows, may hold at once if they share
-        nothing of its past. `prompt`, `negative`: tokens of its prompts."""
+        nothing of their answers. `prompt`, `negative`: tokens of its prompts."""
         n, answer = rows or params.least_rows, params.max_tokens
         few, all_rows = (self.round_pages(config, size, params.guided_roles) for size in (n, self.rows(params)))
         begins, answers = self._prompts(params, prompt, negative), self._sequences(params, n * answer)
@@ -122,8 +172,8 @@ class Decoding(ABC):
     def ample_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, negative: int = 0
     ) -> dict[ModelRole, int]:
-        """Pages with which no round of all its rows waits for any; `most_pages` will do, with one round after the other
-        if need be."""
+        """Pages with which no round of all its rows waits for any. `most_pages` suffices if rounds may run one after
+        the other."""
         most = self.most_pages(config, params, prompt, negative=negative)
         few, all_rows = (
             self.round_pages(config, n, params.guided_roles) for n in (params.least_rows, self.rows(params))
@@ -140,30 +190,49 @@ class Decoding(ABC):
         own: int,
         negative: int = 0,
     ) -> dict[ModelRole, int]:
-        """Pages that `rows` particles are likely to hold: of an answer of so many tokens each but the first has `own`
-        for itself."""
+        """Pages that `rows` particles are likely to hold, where each but the first shares all but `own` of the `answer`
+        tokens."""
         rounds, begins = self.round_pages(config, rows, params.guided_roles), self._prompts(params, prompt, negative)
         held = self._sequences(params, answer + own * (rows - 1))
-        # Rows of exact decoding share all but what has not been confirmed.
-        most = self.most_pages(config, params, prompt, None if self.confirms else rows, negative)
+        most = self.most_pages(config, params, prompt, self._rows_apart(rows), negative)
         likely = {role: begins[role] + held[role] + ROUNDS_IN_FLIGHT * rounds[role] for role in self.roles}
         return {role: min(pages, max(most[role], begins[role])) for role, pages in likely.items()}
 
+    def _rows_apart(self, rows: int) -> int | None:
+        """Rows whose answers may share nothing, of so many; None: as few as the request allows."""
+        return rows
+
     def _prompts(self, params: SamplingParams, prompt: int, negative: int) -> dict[ModelRole, int]:
-        """Tokens of prompts on each side."""
+        """Tokens of prompts at each model."""
         return {role: prompt + negative * (role in params.guided_roles) for role in self.roles}
 
     def _sequences(self, params: SamplingParams, tokens: int) -> dict[ModelRole, int]:
-        """Pages of so many answer tokens on each side, with those of companions."""
+        """Pages of so many answer tokens at each model, with those of unconditional rows."""
         return {role: tokens * (1 + (role in params.guided_roles)) for role in self.roles}
 
-    def log_z(self, logw_N: Tensor, count: int) -> float:
-        """What a population's weights say of the target's total mass on answers."""
+    def log_z(self, logw_N: np.ndarray, count: int) -> float:
+        """Log of what a population's weights estimate of the target's total mass on answers."""
         return 0.0
+
+    def population(self, logw_N: np.ndarray) -> list[tuple[int, float]]:
+        """Particles and their normalised weights; empty where a method has no population."""
+        return []
+
+    def count_round(self, group: SequenceGroup, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
+        """Record what a round did: for the request, and in the stats and the acceptance of the whole engine."""
+        return
+
+    def trim_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Drop from a checkpoint what the request must not go on from."""
+        return
+
+    def shrink(self, checkpoint: Checkpoint, rows: int, params: SamplingParams, keys: RandomKeys) -> ShrunkCheckpoint:
+        """A smaller saved population, by the unbiased choice of a round."""
+        return select_rows(checkpoint, rows, params.resampling, keys)
 
 
 class DraftTargetDecoding(Decoding):
-    """The draft proposes, the target has the last word."""
+    """The draft proposes, the target accepts."""
 
     program = Program.PAIR
     roles = (ModelRole.DRAFT, ModelRole.TARGET)
@@ -181,7 +250,7 @@ class DraftTargetDecoding(Decoding):
     def held_tokens(
         self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
     ) -> int:
-        if role == ModelRole.TARGET:
+        if role is ModelRole.TARGET:
             return block
         # In lockstep, after its first round, neither the draft's last token nor the bonus.
         pending = config.begin_tokens if rounds else 1
@@ -191,50 +260,135 @@ class DraftTargetDecoding(Decoding):
 class Independent(DraftTargetDecoding):
     """Particles draw for themselves and are resampled: `smc.algorithm.selection`."""
 
-    records_population = True
+    resizable = True
 
     def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
         if not config.lookahead:
             return super().known_tokens(config, length=length, block=block, rounds=rounds)
-        # What was drafted in a round is weighed in the next.
+        # What was drafted in a round is scored in the next.
         return length + self.stride(config) * (rounds - 1) if rounds else block
 
-    def log_z(self, logw_N: Tensor, count: int) -> float:
-        return log_mean_weight(normalise(logw_N[None])[1], torch.tensor([count])).item()
+    def log_z(self, logw_N: np.ndarray, count: int) -> float:
+        return log_mean_weight(normalise(torch.from_numpy(logw_N)[None])[1], torch.tensor([count])).item()
+
+    def population(self, logw_N: np.ndarray) -> list[tuple[int, float]]:
+        return list(enumerate(final_weights(torch.from_numpy(logw_N)).tolist()))
+
+    def count_round(self, group: SequenceGroup, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
+        group.tally.count_population(facts.ess, facts.resampled, facts.collapsed)
+        group.log_z += facts.log_z
+        stats.count_round(self._ess_share(facts.ess, len(group.slots)), group.lag, facts.resampled, facts.collapsed)
+
+    def _ess_share(self, ess: float, particles: int) -> float | None:
+        """Effective sample size before resampling, as a share of the particles."""
+        return ess / particles
 
 
-class Distinct(Independent):
-    """Particles are drawn without replacement: `smc.algorithm.expansion`."""
+class Competing(DraftTargetDecoding):
+    """Rows are assigned among all of a request, so that a row may be without a particle: it then repeats another, and
+    has no weight: `smc.algorithm.expansion`."""
+
+    def alive(self, logw_N: np.ndarray) -> np.ndarray:
+        return logw_N > -np.inf
+
+    def kept_rows(self, alive_N: np.ndarray, rows: int) -> np.ndarray:
+        # It has fewer particles than it may have, whenever there were no more.
+        return alive_N | (np.cumsum(~alive_N) <= rows - alive_N.sum())
+
+    def drafting(self, open_A: np.ndarray, any_open_A: np.ndarray) -> np.ndarray:
+        return any_open_A
+
+    def shrink(self, checkpoint: Checkpoint, rows: int, params: SamplingParams, keys: RandomKeys) -> ShrunkCheckpoint:
+        return expand_rows(checkpoint, rows, self.kind, keys)
+
+
+class Distinct(Competing, Independent):
+    """Particles are drawn without replacement."""
 
     kind = Kind.DISTINCT
 
-    def log_z(self, logw_N: Tensor, count: int) -> float:
-        return normalise(logw_N[None])[1].item()
+    def log_z(self, logw_N: np.ndarray, count: int) -> float:
+        return normalise(torch.from_numpy(logw_N)[None])[1].item()
+
+    def population(self, logw_N: np.ndarray) -> list[tuple[int, float]]:
+        # Rows without weight are without a particle, too.
+        return [(n, weight) for n, weight in super().population(logw_N) if weight]
+
+    def _ess_share(self, ess: float, particles: int) -> float | None:
+        # Distinct particles are of unequal weight by construction: their effective number says little.
+        return None
 
 
-class Exact(DraftTargetDecoding):
-    """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.walk`."""
+class Exact(Competing):
+    """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.walk`. Only what the
+    target has drawn is part of the answer: what all rows agree on may still be taken back."""
 
     kind = Kind.BEST
-    elastic = True
-    confirms = True
+
+    @property
+    def without_draft(self) -> Decoding | None:
+        return TARGET_ALONE
+
+    def adaptive(self, params: SamplingParams) -> bool:
+        # A guided request runs two positions for one, which the latency model does not cover.
+        return not params.guided
+
+    def draft_temperature(self, params: SamplingParams) -> float:
+        # Greedy decoding drafts at 1: a distribution with all mass on one token has no second row.
+        return super().draft_temperature(params) or 1.0
 
     def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
         return (block if config.lookahead else length) + rounds
 
+    def settled(self, length_N: np.ndarray, block_N: np.ndarray) -> np.ndarray:
+        return block_N + 1
+
+    def living(self, slots_N: np.ndarray, logw_N: np.ndarray) -> np.ndarray:
+        # Rows differ in nothing that is confirmed.
+        return super().living(slots_N, logw_N)[:1]
+
     def held_tokens(
         self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
     ) -> int:
-        # Taken up again, one sequence goes on from its last confirmed token.
+        # When resumed, one sequence goes on from its last confirmed token.
         return length - 1
+
+    def _rows_apart(self, rows: int) -> int | None:
+        # Rows share all but what has not been confirmed.
+        return None
+
+    def count_round(self, group: SequenceGroup, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
+        if group.error:
+            return
+        confirmed, block, ahead, hit = facts.confirmed, facts.block, facts.ahead, facts.hit
+        group.tally.count_tree(confirmed, facts.rows, ahead, hit)
+        if self.adaptive(group.params) and facts.open:
+            for counted in (group.acceptance, acceptance):
+                counted.count(min(confirmed, block), not hit if ahead else confirmed <= block, facts.rows)
+        # The token that the target draws after them is its own, unless rows that begin with it had been drafted ahead.
+        accepted = confirmed if hit else max(confirmed - 1, 0)
+        verification = group.params.verification
+        assert verification is not None, "the verification of exact decoding is filled in"
+        stats.spec[verification].count(accepted, block, facts.rows, ahead, hit)
+
+    def trim_checkpoint(self, checkpoint: Checkpoint) -> None:
+        confirmed_N = checkpoint["block_S"] + 1
+        checkpoint["ended_S"][:] &= checkpoint["length_S"] == confirmed_N
+        checkpoint["length_S"][:] = confirmed_N
+        checkpoint["logw_S"][:] = 0.0
 
 
 class Rejection(Exact):
-    """The draft's draws are kept or replaced, so that the target's law comes out: `smc.algorithm.rejection`. Its
-    answers depend on how many chains there are, so there are always as many as were asked for."""
+    """The draft's tokens are kept or replaced, so that the target's distribution comes out: `smc.algorithm.rejection`.
+    Answers depend on how many chains there are, so there are always as many as were requested."""
 
     kind = Kind.CHAINS
-    elastic = False
+
+    def adaptive(self, params: SamplingParams) -> bool:
+        return False
+
+    def chains(self, rows: int) -> int:
+        return rows
 
     def most_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
@@ -268,42 +422,6 @@ class SingleModelDecoding(Decoding):
         return 0 if ended else length - 1
 
 
-class Rescoring(Decoding):
-    """The answer has been drawn, and runs through the target once more, for what else could have stood there: in no
-    round, and no slot."""
-
-    program, roles, first = Program.TARGET, (ModelRole.TARGET,), ModelRole.TARGET
-
-    def rows(self, params: SamplingParams) -> int:
-        return 0
-
-    def stride(self, config: EngineConfig) -> int:
-        return 0
-
-    def shape(self, config: EngineConfig) -> PagesPerRow:
-        return PagesPerRow()
-
-    def held_tokens(
-        self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
-    ) -> int:
-        # Nothing comes after the last one.
-        return length - 1
-
-    def expected_pages(
-        self,
-        config: EngineConfig,
-        params: SamplingParams,
-        prompt: int,
-        rows: int,
-        answer: int,
-        own: int,
-        negative: int = 0,
-    ) -> dict[ModelRole, int]:
-        begins, answers = self._prompts(params, prompt, negative), self._sequences(params, answer)
-        return {role: begins[role] + answers[role] for role in self.roles}
-
-
-RESCORING = Rescoring()
 TARGET_ALONE = SingleModelDecoding(ModelRole.TARGET)
 """Plain decoding, and exact decoding while nothing is drafted: their draws are the same."""
 DECODINGS: dict[tuple[Method, str | None], Decoding] = {
@@ -320,10 +438,10 @@ PROGRAMS: dict[Program, Decoding] = {decoding.program: decoding for decoding in 
 
 
 def decoding_of(params: SamplingParams) -> Decoding:
-    """How a request is decoded, unless exact decoding goes on with `TARGET_ALONE`."""
+    """How a request is decoded, unless exact decoding falls back to `TARGET_ALONE`."""
     return DECODINGS[params.method, params.population or params.verification]
 
 
 def program_of(method: Method) -> Program:
-    """Whose rounds requests of a method take part in."""
+    """Rounds that requests of a method take part in."""
     return next(decoding.program for (name, _), decoding in DECODINGS.items() if name is method)

@@ -1,5 +1,5 @@
-"""Pages for rounds, and who gives way where there are too few: first particles that may go, then the youngest
-request."""
+"""Pages for rounds, and what is preempted where there are too few: first particles that policies may drop, then the
+youngest request."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ import numpy as np
 
 from smc.executor.messages import Stream
 from smc.memory.pages import OutOfPages
-from smc.scheduler.checkpoint import shrink_saved
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.results import ResultReporter
-from smc.scheduler.round_plan import RoundPages
-from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.sequence_group import RoundPages, SequenceGroup
 from smc.scheduler.tree_policy import ParticlePolicy
 from smc.types import ModelRole
 
 
 class Preemption:
-    """`policy` decides how many particles requests of SMC are left where memory is short."""
+    """`policy` decides how many particles requests of SMC keep where memory is short."""
 
     def __init__(
-        self, registry: RequestRegistry, starts: PrefillManager, reports: ResultReporter, policy: ParticlePolicy
+        self, registry: RequestRegistry, prefill: PrefillManager, reports: ResultReporter, policy: ParticlePolicy
     ) -> None:
-        self._registry, self._starts, self._reports, self._policy = registry, starts, reports, policy
-        self._config, self._memory = starts.config, starts.memory
+        self._registry, self._prefill, self._reports, self._policy = registry, prefill, reports, policy
+        self._config, self._memory = prefill.config, prefill.memory
         self._shrinks = 0
 
     def take_shrinks(self) -> int:
@@ -34,9 +32,9 @@ class Preemption:
         count, self._shrinks = self._shrinks, 0
         return count
 
-    def provide(self, wanting: list[SequenceGroup]) -> list[tuple[SequenceGroup, RoundPages]]:
-        """Pages for a round of each group, oldest first. Who gets none is left out; if nobody could go on then,
-        somebody gives way."""
+    def allocate(self, wanting: list[SequenceGroup]) -> list[tuple[SequenceGroup, RoundPages]]:
+        """Pages for a round of each request, oldest first. Requests that get none are left out; if no request could go
+        on then, the youngest is preempted."""
         wanting = sorted(wanting, key=attrgetter("number"))
         given = self._give(wanting)
         while len(given) < len(wanting) and (
@@ -68,34 +66,33 @@ class Preemption:
         return group.decoding.round_pages(self._config, len(group.slots), group.params.guided_roles)
 
     def _shrink(self, group: SequenceGroup) -> None:
-        """In the round that is about to be asked for, as far as the policy wants it."""
-        if group.decoding.records_population and group.wanted is None:
-            wanted = self._policy.wanted(group, short=True)
-            if wanted < group.count:
-                self._starts.resize(group, wanted)
+        """In the round that is about to be launched, as far as the policy wants it."""
+        if group.decoding.resizable and group.next_rows is None:
+            particles = self._policy.wanted(group, short=True)
+            if particles < group.count:
+                self._prefill.resize(group, particles)
                 self._shrinks += 1
 
     def _make_room(self, first: SequenceGroup) -> bool:
-        """Nothing is on its way that would free pages, and not even the first group has enough: the youngest of those
-        that hold pages where they are short gives up its own. False: something is, or there are older ones, which are
-        not ready for a round yet."""
+        """If nothing is in flight that would free pages, and not even the first request has enough: preempt the
+        youngest of those that hold pages where they are short. False: something is in flight, an answer is rescored, or
+        older requests are not ready for a round yet."""
         admitted = self._registry.admitted
-        if any(group.in_flight for group in admitted):
+        if self._prefill.num_rescoring or any(group.in_flight for group in admitted):
             return False
         short = self._memory.short(self._round_pages(first))
         *older, youngest = (group for group in admitted if set(short) & set(group.decoding.roles))
         if youngest is first and older:
             return False
-        # One that was about to have more particles gives that up with its slots.
+        # One that was about to have more particles loses these with its slots.
         grows = len(youngest.slots) > youngest.count
         self._registry.preempt(youngest)
         if youngest is first:
-            # Nobody is left who could give way, so it may not try again.
-            first.wish = None
+            # No other request is left to preempt, so it may not try to grow again.
+            first.cancel_change()
         if youngest is first and not grows:
-            wanted = max(first.params.least_rows, first.count // 2)
-            assert wanted < first.count, "a request alone has too few pages"
-            shrink_saved(first, wanted)
-            first.most_rows = wanted
+            rows = max(first.params.least_rows, first.count // 2)
+            assert rows < first.count, "a request alone has too few pages"
+            first.shrink_checkpoint(rows)
             self._shrinks += 1
         return True

@@ -1,10 +1,9 @@
-"""Runs what groups start from through the models, a chunk at a time: prompts, and the answers of groups that are taken
-up again.
+"""What requests run through the models before their rounds, or after them, and the batches of it: prompts, answers of
+resumed requests, and answers that are rescored.
 
-Sequences of a group share the pages of what they have in common. A prompt is run once per model; when its last chunk
-has been asked for, so have the first tokens of all particles, drawn from the target independently (design section 2).
-Nothing here waits: a chunk is asked for beside the rounds of other groups, and what it draws is read when those have
-been asked for, too."""
+Sequences of a request share the pages of what they have in common. A prompt is run once per model; the last chunk of it
+also draws the first tokens of all particles, independently, from the target. Nothing here waits: a chunk is scheduled
+beside the rounds of other requests, and what it draws is read when those have been scheduled, too."""
 
 from __future__ import annotations
 
@@ -14,10 +13,13 @@ from itertools import accumulate
 
 import numpy as np
 
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Alternatives, Answer
 from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, Tops, Worker
 from smc.memory.kv_cache import KVCacheManager
 from smc.memory.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
+from smc.scheduler.methods import TARGET_ALONE
 from smc.scheduler.round_plan import Population
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.types import ModelRole
@@ -25,15 +27,15 @@ from smc.types import ModelRole
 
 @dataclass
 class PromptRow:
-    """A sequence that is to have keys and values on one side."""
+    """A sequence that is to have keys and values at one model."""
 
     tokens_L: np.ndarray
     pages_L: np.ndarray
     """int32 page of every position."""
     known: int
-    """Positions that were there, or asked for by others, when it was planted."""
+    """Positions that were cached, or scheduled by other requests, when pages were allocated."""
     done: int = field(init=False)
-    """Positions that are there, or have been asked for."""
+    """Positions that are there, or have been scheduled."""
 
     def __post_init__(self) -> None:
         self.done = self.known
@@ -44,31 +46,176 @@ class PromptRow:
 
 
 @dataclass(eq=False)
-class PrefillRequest:
-    """A group on its way to its first round."""
+class PrefillJob:
+    """Sequences of one request that are to run through the models."""
 
     group: SequenceGroup
-    rows: dict[Stream, list[PromptRow]]
-    """By lane: a side, or of a guided request its companion there."""
-    begun: bool = False
-    """Some of it has been asked for."""
-    waited: bool = False
-    """For what an earlier one has in common with it; what there is of that now has not been looked at."""
-    first: Pending[PromptResult[np.ndarray]] | None = None
-    """First tokens, asked for with the prompt's last chunk."""
-    place: int = 0
-    """Of the group among those that were asked for together."""
-    tops: list[tuple[Pending[PromptResult[np.ndarray]], slice]] = field(default_factory=list)
-    """Of an answer that is rescored: results in the order of its tokens, and where in each its own stand."""
+    config: EngineConfig
+    rows: dict[Stream, list[PromptRow]] = field(init=False, default_factory=dict)
+    """By stream, once pages have been allocated."""
+    begun: bool = field(init=False, default=False)
+    """Some of it has been scheduled."""
+    waited: bool = field(init=False, default=False)
+    """It waited for what an earlier job has in common with it, and has not looked at the cache since."""
 
     @property
-    def asked(self) -> bool:
-        """All has been asked for."""
+    def scheduled(self) -> bool:
+        """All of it has been scheduled."""
         return not any(row.left for rows in self.rows.values() for row in rows)
 
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        return self.group.streams
+
+    @property
+    def round_pages(self) -> dict[ModelRole, int]:
+        """Pages that the first round after it allocates."""
+        group = self.group
+        return group.decoding.round_pages(self.config, group.rows, group.params.guided_roles)
+
     def on(self, role: ModelRole) -> list[PromptRow]:
-        """What its model is to run."""
+        """What a model is to run."""
         return [*self.rows.get(Stream(role), ()), *self.rows.get(Stream(role, unconditional=True), ())]
+
+    def pages(self, stream: Stream) -> int:
+        """Pages that its sequences need."""
+        raise NotImplementedError
+
+    def sequences(self, stream: Stream) -> list[np.ndarray]:
+        """Tokens that are to have keys and values."""
+        raise NotImplementedError
+
+    def most_cached(self, stream: Stream) -> int:
+        """Tokens of the prompt that may come from the prefix cache: the last one runs where its logits are needed."""
+        raise NotImplementedError
+
+    def count_cached(self, tokens: int) -> None:
+        """So many tokens of the prompt need not be run."""
+
+
+class PrefillRequest(PrefillJob):
+    """A request between its admission and its first round: its prompt, or what it resumes from."""
+
+    first: Pending[PromptResult[np.ndarray]] | None = None
+    """First tokens, scheduled with the last chunk of the prompt."""
+    batch_index: int = 0
+    """Row of the request in the batch that draws its first tokens."""
+
+    def draws_at(self, role: ModelRole) -> bool:
+        """First tokens are drawn from this model."""
+        return role is self.group.decoding.first and self.group.draws_first_token
+
+    def pages(self, stream: Stream) -> int:
+        group = self.group
+        if group.checkpoint is None:
+            return len(group.prompt_of(stream))
+        return group.checkpoint.pages((group.decoding, stream), lambda: count_pages(self.sequences(stream)))
+
+    def sequences(self, stream: Stream) -> list[np.ndarray]:
+        group = self.group
+        prompt = np.array(group.prompt_of(stream), dtype=np.int64)
+        if group.checkpoint is None:
+            return [prompt]
+        held, sequences = group.decoding.held_tokens, []
+        for tokens_L, length, block, ended in zip(
+            *(group.checkpoint[name] for name in ("tokens_SL", "length_S", "block_S", "ended_S"))
+        ):
+            count = held(
+                self.config,
+                stream.role,
+                length=int(length),
+                block=int(block),
+                ended=bool(ended),
+                rounds=group.rounds,
+            )
+            sequences.append(np.concatenate((prompt, tokens_L[:count])))
+        return sequences
+
+    def most_cached(self, stream: Stream) -> int:
+        return len(self.group.prompt_of(stream)) - self.draws_at(stream.role)
+
+    def count_cached(self, tokens: int) -> None:
+        if self.group.draws_first_token:
+            self.group.cached_tokens = tokens
+
+
+@dataclass(eq=False)
+class RescoringJob(PrefillJob):
+    """An answer that has been drawn and runs through the target once more, as a prompt does, for the likeliest tokens
+    at each of its positions. It takes part in no round and holds no slot."""
+
+    answer: Answer
+    tops: list[tuple[Pending[PromptResult[np.ndarray]], slice]] = field(init=False, default_factory=list)
+    """Results in the order of the answer's tokens, and where in each its own are."""
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        return self.group.streams_by(TARGET_ALONE)
+
+    @property
+    def round_pages(self) -> dict[ModelRole, int]:
+        return {ModelRole.TARGET: 0}
+
+    @property
+    def expected_pages(self) -> dict[ModelRole, int]:
+        """Pages that it is likely to hold."""
+        return {ModelRole.TARGET: sum(map(self.pages, self.streams))}
+
+    def pages(self, stream: Stream) -> int:
+        # Nothing comes after the answer's last token, so that it need not run.
+        return len(self.group.prompt_of(stream)) + len(self.answer.tokens) - 1
+
+    def sequences(self, stream: Stream) -> list[np.ndarray]:
+        return [np.array((*self.group.prompt_of(stream), *self.answer.tokens[:-1]), dtype=np.int64)]
+
+    def most_cached(self, stream: Stream) -> int:
+        return len(self.group.prompt_of(stream)) - 1
+
+    def top_logprobs(self) -> tuple[Alternatives, ...]:
+        """Waits for them. Fails the request if the model's logits are NaN."""
+        found: list[Alternatives] = []
+        for result, at in [(pending.result(), at) for pending, at in self.tops]:
+            token_YK, logp_YK = (
+                top_YK[at, : self.group.params.top_logprobs] for top_YK in (result.top_YK, result.top_logp_YK)
+            )
+            if np.isnan(logp_YK).any():
+                self.group.fail(ModelRole.TARGET)
+            # Tokens outside of a truncated distribution come last.
+            count_Y = (logp_YK > -np.inf).sum(1)
+            found += [
+                tuple(zip(*row[:2]))[: row[2]] for row in zip(token_YK.tolist(), logp_YK.tolist(), count_Y.tolist())
+            ]
+        return tuple(found)
+
+    def before_answer(self, rows: list[PromptRow]) -> list[int]:
+        """Tokens that are left to run in each row after which no token of the answer comes."""
+        return [max(0, row.left - len(self.answer.tokens)) for row in rows]
+
+    def next_part(
+        self,
+        rows: list[PromptRow],
+        chunk: int,
+        plain: list[tuple[PromptRow, int]],
+        scored: list[tuple[RescoringJob, int]],
+    ) -> int:
+        """Add what is scheduled next: to `plain`, of what comes before the answer; or if all of that fits, to `scored`,
+        with as many of the answer's tokens, of all rows alike, as fit. Returns how many tokens this is."""
+        if not rows or not chunk:
+            return 0
+        before = self.before_answer(rows)
+        # Both rows of a guided request are scored at the same tokens.
+        answer = len(self.answer.tokens)
+        count = min([(max(chunk, len(rows)) - sum(before)) // len(rows), answer, *(row.left for row in rows)])
+        if count > 0:
+            scored.append((self, count))
+            return sum(before) + count * len(rows)
+        added = 0
+        for row, left in zip(rows, before):
+            part = min(left, chunk - added)
+            if part > 0:
+                plain.append((row, part))
+                added += part
+        return added
 
 
 def count_pages(sequences: Sequence[np.ndarray]) -> int:
@@ -84,22 +231,22 @@ def allocate_from_cache(
 ) -> list[PromptRow]:
     """Pages for sequences that all begin with the `cached` (positions, page); what they have in common they share.
 
-    `loose` are as many as `count_pages` says, less the cached ones. The last page of every sequence is held once, by
-    whoever asked."""
-    ledger = memory.ledgers[role]
+    `loose`: unassigned pages, as many as `count_pages` says less the cached ones. The caller holds one reference to the
+    last page of every sequence."""
+    allocator = memory.allocators[role]
     rows: list[PromptRow] = []
     for i, tokens_L in enumerate(sequences):
         shared = [common_length(tokens_L, other) for other in sequences[:i]]
-        known, pages_L = cached[0], ledger.path(cached[1], cached[0])
+        known, pages_L = cached[0], allocator.path(cached[1], cached[0])
         if shared and max(shared) > known:
             known = max(shared)
             pages_L = rows[shared.index(known)].pages_L[:known]
         own_L, loose = loose[: len(tokens_L) - known], loose[len(tokens_L) - known :]
-        ledger.chain(int(pages_L[-1]) if known else DUMMY_PAGE, own_L)
+        allocator.chain(int(pages_L[-1]) if known else DUMMY_PAGE, own_L)
         pages_L = np.concatenate((pages_L, own_L)).astype(np.int32)
-        ledger.hold(pages_L[-1:])
+        allocator.hold(pages_L[-1:])
         rows.append(PromptRow(tokens_L, pages_L, known))
-    assert not len(loose), "more pages were set aside than sequences need"
+    assert not len(loose), "more pages were allocated than sequences need"
     return rows
 
 
@@ -111,105 +258,80 @@ def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
 
 
 def prefill_step(
-    starts: list[PrefillRequest], worker: Worker, role: ModelRole, chunk: int
+    jobs: list[PrefillJob], worker: Worker, role: ModelRole, chunk: int
 ) -> list[tuple[int, Pending[PromptResult[np.ndarray]]]]:
-    """Ask for up to `chunk` tokens of one side, oldest request first. Returns what was asked for: tokens, and what
-    comes of them."""
-    asked: list[tuple[int, Pending[PromptResult[np.ndarray]]]] = []
+    """Schedule up to `chunk` tokens at one model, oldest job first. Returns what was scheduled: tokens, and their
+    pending result."""
+    scheduled: list[tuple[int, Pending[PromptResult[np.ndarray]]]] = []
     plain: list[tuple[PromptRow, int]] = []
     drawing: list[PrefillRequest] = []
-    rescoring: list[tuple[PrefillRequest, int]] = []
-    for start in starts:
-        if start.group.answer is not None:
-            chunk = max(0, chunk - _part_of_answer(start, start.on(role), chunk, plain, rescoring))
-            continue
-        rows, draws = start.on(role), role == start.group.decoding.first and start.group.saved is None
-        left = sum(row.left for row in rows)
-        if draws and chunk and 0 < left <= max(chunk, len(rows)):
-            drawing.append(start)
-            chunk = max(0, chunk - left)
-            continue
-        for row in rows:
-            # First tokens are drawn from what both rows of a guided request say: their last tokens are run together.
-            count = min(row.left - (draws and len(rows) > 1), chunk)
-            if count > 0:
-                chunk -= count
-                plain.append((row, count))
+    scored: list[tuple[RescoringJob, int]] = []
+    for job in jobs:
+        if isinstance(job, RescoringJob):
+            chunk = max(0, chunk - job.next_part(job.on(role), chunk, plain, scored))
+        else:
+            assert isinstance(job, PrefillRequest)
+            chunk = _next_part(job, role, chunk, plain, drawing)
+
+    def run(parts: list[tuple[PromptRow, int]], batch: PromptBatch) -> Pending[PromptResult[np.ndarray]]:
+        pending = worker.run_prompts(batch)
+        scheduled.append((sum(count for _, count in parts), pending))
+        return pending
+
     if plain:
-        asked.append((sum(count for _, count in plain), worker.run_prompts(_batch(plain))))
+        run(plain, _batch(plain))
     last = _last_parts(drawing, role)
     if drawing:
-        pending = worker.run_prompts(_batch(last, _first_draws([start.group for start in drawing])))
-        asked.append((sum(count for _, count in last), pending))
-        for place, start in enumerate(drawing):
-            start.first, start.place = pending, place
-    parts = _answer_parts(rescoring)
-    if rescoring:
-        pending = worker.run_prompts(_batch(parts, tops=_tops(rescoring)))
-        asked.append((sum(count for _, count in parts), pending))
-        ends = accumulate(count for _, count in rescoring)
-        for (start, count), end in zip(rescoring, ends):
-            start.tops.append((pending, slice(end - count, end)))
+        first = run(last, _batch(last, _first_draws([job.group for job in drawing])))
+        for index, job in enumerate(drawing):
+            job.first, job.batch_index = first, index
+    parts = _answer_parts(scored)
+    if scored:
+        tops = run(parts, _batch(parts, tops=_tops(scored)))
+        for (rescoring, count), end in zip(scored, accumulate(count for _, count in scored)):
+            rescoring.tops.append((tops, slice(end - count, end)))
     for row, count in (*plain, *last, *parts):
         row.done += count
-    for start in starts:
-        start.begun |= any(row.done > row.known for row in start.on(role))
-    return asked
+    for job in jobs:
+        job.begun |= any(row.done > row.known for row in job.on(role))
+    return scheduled
 
 
-def _last_parts(starts: list[PrefillRequest], role: ModelRole) -> list[tuple[PromptRow, int]]:
-    """What is left of prompts after which tokens are drawn, then of those that guide them."""
-    rows = [start.rows[Stream(role)][0] for start in starts]
-    guiding = [start.rows[Stream(role, unconditional=True)][0] for start in starts if start.group.params.guided]
-    return [(row, row.left) for row in (*rows, *guiding)]
-
-
-def _part_of_answer(
-    start: PrefillRequest,
-    rows: list[PromptRow],
-    chunk: int,
-    plain: list[tuple[PromptRow, int]],
-    rescoring: list[tuple[PrefillRequest, int]],
+def _next_part(
+    job: PrefillRequest, role: ModelRole, chunk: int, plain: list[tuple[PromptRow, int]], drawing: list[PrefillRequest]
 ) -> int:
-    """What is asked for next of an answer that is rescored: of what comes before it, in `plain`, or if all of that can
-    be, in `rescoring`: with as many of its tokens, of all rows alike, as there is room for. Returns how many tokens
-    this is."""
-    if not rows or not chunk:
-        return 0
-    answer, before = _answer_size(start), _before_answer(start, rows)
-    # Both rows of a guided request are asked about the same tokens at a time.
-    count = min([(max(chunk, len(rows)) - sum(before)) // len(rows), answer, *(row.left for row in rows)])
-    if count > 0:
-        rescoring.append((start, count))
-        return sum(before) + count * len(rows)
-    asked = 0
-    for row, left in zip(rows, before):
-        part = min(left, chunk - asked)
-        if part > 0:
-            plain.append((row, part))
-            asked += part
-    return asked
+    """Add what is scheduled next of a request: to `drawing` if first tokens are drawn after it, else to `plain`.
+    Returns what is left of the chunk."""
+    rows, draws = job.on(role), job.draws_at(role)
+    left = sum(row.left for row in rows)
+    if draws and chunk and 0 < left <= max(chunk, len(rows)):
+        drawing.append(job)
+        return max(0, chunk - left)
+    for row in rows:
+        # First tokens of a guided request depend on both of its rows: their last tokens run together.
+        count = min(row.left - (draws and len(rows) > 1), chunk)
+        if count > 0:
+            chunk -= count
+            plain.append((row, count))
+    return chunk
 
 
-def _answer_parts(rescoring: list[tuple[PrefillRequest, int]]) -> list[tuple[PromptRow, int]]:
-    """Rows that are asked about, then those that guide them, each with what comes before the answer."""
+def _last_parts(drawing: list[PrefillRequest], role: ModelRole) -> list[tuple[PromptRow, int]]:
+    """What is left of prompts after which tokens are drawn, then of their unconditional rows."""
+    rows = [job.rows[Stream(role)][0] for job in drawing]
+    unconditional = [job.rows[Stream(role, True)][0] for job in drawing if job.group.params.guided]
+    return [(row, row.left) for row in (*rows, *unconditional)]
+
+
+def _answer_parts(scored: list[tuple[RescoringJob, int]]) -> list[tuple[PromptRow, int]]:
+    """Rows that are scored, then unconditional ones, each with what comes before the answer."""
     parts = [
-        (start.rows[stream], start, count)
+        (job.rows[stream], job, count)
         for stream in (Stream(ModelRole.TARGET), Stream(ModelRole.TARGET, unconditional=True))
-        for start, count in rescoring
-        if stream in start.rows
+        for job, count in scored
+        if stream in job.rows
     ]
-    return [(rows[0], _before_answer(start, rows)[0] + count) for rows, start, count in parts]
-
-
-def _before_answer(start: PrefillRequest, rows: list[PromptRow]) -> list[int]:
-    """Tokens that are left to run in each row after which no token of the answer comes."""
-    return [max(0, row.left - _answer_size(start)) for row in rows]
-
-
-def _answer_size(start: PrefillRequest) -> int:
-    assert start.group.answer is not None
-    return len(start.group.answer.tokens)
+    return [(rows[0], job.before_answer(rows)[0] + count) for rows, job, count in parts]
 
 
 def _batch(parts: list[tuple[PromptRow, int]], draws: Draws | None = None, tops: Tops | None = None) -> PromptBatch:
@@ -224,16 +346,16 @@ def _batch(parts: list[tuple[PromptRow, int]], draws: Draws | None = None, tops:
     )
 
 
-def _tops(rescoring: list[tuple[PrefillRequest, int]]) -> Tops:
+def _tops(scored: list[tuple[RescoringJob, int]]) -> Tops:
     groups, guided = (
-        [start.group for start, _ in rescoring],
-        [count for start, count in rescoring if start.group.params.guided],
+        [job.group for job, _ in scored],
+        [count for job, count in scored if job.group.params.guided],
     )
     is_biased = [bool(g.params.logit_bias or g.params.min_tokens) for g in groups]
     return Tops(
         law=Population(groups).target_law,
         count=max(g.params.top_logprobs for g in groups),
-        asked_R=np.array([*(count for _, count in rescoring), *guided], dtype=np.int32),
+        asked_R=np.array([*(count for _, count in scored), *guided], dtype=np.int32),
         least_R=np.array([g.prompt_size + g.params.min_tokens for g in groups], dtype=np.int32),
         machines=tuple(g.rules.machine if biased else None for g, biased in zip(groups, is_biased)),
         **_guidance(groups),
@@ -243,9 +365,8 @@ def _tops(rescoring: list[tuple[PrefillRequest, int]]) -> Tops:
 def _first_draws(groups: list[SequenceGroup]) -> Draws:
     population = Population(groups)
     biases = [(row, token, bias) for row, group in enumerate(groups) for token, bias in group.first_biases()]
-    role = groups[0].decoding.first
     return Draws(
-        law=population.draft_law if role == ModelRole.DRAFT else population.target_law,
+        law=population.law_of(groups[0].decoding.first),
         seed_R=population.seed_G,
         round_R=np.zeros(len(groups), dtype=np.int64),
         stream_RD=np.tile(np.arange(population.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),
@@ -259,7 +380,7 @@ def _first_draws(groups: list[SequenceGroup]) -> Draws:
 
 
 def _guidance(groups: list[SequenceGroup]) -> dict[str, np.ndarray]:
-    """Which rows guide others: they come after all of those."""
+    """Which unconditional row belongs to each row: they come after all rows."""
     guided = np.array([g.params.guided for g in groups])
     if not guided.any():
         return {}

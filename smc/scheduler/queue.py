@@ -1,8 +1,5 @@
-"""Who waits, and who runs out of time: requests in the orders that a step needs, kept up as they come and go, so that
-none is searched.
-
-Which requests there are, and where each of them stands: it waits, or holds slots and pages, or takes part in rounds.
-"""
+"""Which requests there are and where they stand: in the queue, holding slots and pages, or in rounds. Requests are kept
+in the orders that a step needs, so that none is searched."""
 
 from __future__ import annotations
 
@@ -10,23 +7,23 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
+from smc.api.outputs import Answer
 from smc.executor.plan import Program
 from smc.scheduler.decode import MicroBatches
 from smc.scheduler.prefill import PrefillManager
-from smc.scheduler.sequence_group import Phase, SequenceGroup
+from smc.scheduler.request_state import RequestState
+from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 
 
 class RequestQueue:
-    """Groups that wait, the next one first: those that have been preempted, then the others, each in order of
-    submission."""
+    """Requests that wait to be admitted, the next one first: those that resume from a checkpoint, then the others, each
+    in order of submission."""
 
     def __init__(self) -> None:
         self._groups: list[SequenceGroup] = []
-        self.waiting = 0
-        """Those whose answers have not been drawn yet."""
         self.pages = 0
-        """That these were likely to need when they were submitted, in all pools together."""
+        """Pages that these were likely to need when they were submitted, in all pools together."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -41,23 +38,18 @@ class RequestQueue:
         return self._groups[0] if self._groups else None
 
     def push(self, group: SequenceGroup) -> None:
-        insort(self._groups, group, key=_turn)
-        self._count(group, 1)
+        insort(self._groups, group, key=_order)
+        self.pages += sum(group.expected.values())
 
     def remove(self, group: SequenceGroup) -> None:
-        place = bisect_left(self._groups, _turn(group), key=_turn)
-        assert self._groups[place] is group, "a request is not where it should wait"
-        del self._groups[place]
-        self._count(group, -1)
-
-    def _count(self, group: SequenceGroup, sign: int) -> None:
-        if group.answer is None:
-            self.waiting += sign
-            self.pages += sign * sum(group.expected.values())
+        at = bisect_left(self._groups, _order(group), key=_order)
+        assert self._groups[at] is group, "a request is not where it should wait"
+        del self._groups[at]
+        self.pages -= sum(group.expected.values())
 
 
 class Deadlines:
-    """When the time of requests is up: of those that have a budget."""
+    """When the time budgets of requests end."""
 
     def __init__(self) -> None:
         self._ends: list[tuple[float, int, SequenceGroup]] = []
@@ -71,7 +63,7 @@ class Deadlines:
             del self._ends[bisect_left(self._ends, self._end(group))]
 
     def passed(self, now: float) -> list[SequenceGroup]:
-        """Those whose time is up, in order of submission."""
+        """Requests whose time is used up, in order of submission."""
         count = bisect_right(self._ends, now, key=lambda end: end[0])
         return [group for _, _, group in sorted(self._ends[:count], key=lambda end: end[1])]
 
@@ -82,33 +74,34 @@ class Deadlines:
         return group.submitted + group.params.time_budget, group.number, group
 
 
-def _turn(group: SequenceGroup) -> tuple[bool, int]:
-    return group.saved is None, group.number
+def _order(group: SequenceGroup) -> tuple[bool, int]:
+    return group.checkpoint is None, group.number
 
 
 class RequestRegistry:
-    """Requests come by `add`, and are gone by `release`."""
+    """All requests that are not finished."""
 
-    def __init__(self, slots: Slots, starts: PrefillManager, cohorts: Mapping[Program, MicroBatches]) -> None:
-        self.cohorts = cohorts
-        """In whose rounds groups take part, by how they are decoded."""
+    def __init__(self, slots: Slots, prefill: PrefillManager, batches: Mapping[Program, MicroBatches]) -> None:
+        self.batches = batches
+        """Micro-batches of running requests, by the program that decodes them."""
         self.groups: dict[str, SequenceGroup] = {}
-        """All, by the ids of their requests."""
+        """All requests, by their ids."""
         self.queue = RequestQueue()
-        """Those that wait."""
         self.admitted: list[SequenceGroup] = []
-        """The others, which hold slots and pages, oldest first."""
+        """Requests that hold slots and pages, oldest first."""
         self.deadlines = Deadlines()
-        self._slots, self._starts = slots, starts
+        self._slots, self._prefill = slots, prefill
         self._preemptions = 0
 
     @property
     def num_running(self) -> int:
         """Requests past their prefill."""
-        return sum(group.phase is Phase.RUNNING for group in self.admitted)
+        return sum(group.is_running for group in self.admitted)
 
     def complete(self, group: SequenceGroup) -> bool:
-        """All particles of a running group have ended, and all their tokens are weighed."""
+        """It runs, all its particles have ended, and all their tokens are scored."""
+        if not group.is_running:
+            return False
         return bool(self._slots.ended_S[group.slots].all()) and not self._slots.unscored(group.slots).any()
 
     def add(self, group: SequenceGroup) -> None:
@@ -116,44 +109,52 @@ class RequestRegistry:
         self.deadlines.add(group)
         self.queue.push(group)
 
-    def admit(self, group: SequenceGroup) -> bool:
-        """One that waits gets slots and pages; False if there are not enough."""
-        if not self._starts.admit(group):
+    def admit(self, group: SequenceGroup, now: float) -> bool:
+        """A queued request gets slots and pages; False if there are not enough."""
+        if not self._prefill.admit(group, now):
             return False
         self.queue.remove(group)
         insort(self.admitted, group, key=attrgetter("number"))
         return True
 
+    def run(self, group: SequenceGroup) -> None:
+        """It takes part in rounds, unless it has ended already."""
+        if not group.error and not self.complete(group):
+            self.batches[group.decoding.program].add(group)
+
     def preempt(self, group: SequenceGroup) -> None:
-        """It gives up its slots and pages, and waits to be taken up again."""
-        if group.phase is Phase.RUNNING:
-            self.cohorts[group.decoding.program].leave(group)
-            self._starts.preempt(group)
-        else:
-            self._starts.give_up(group)
-            group.phase = Phase.QUEUED
+        """It releases its slots and pages, and waits to be admitted again."""
+        if group.is_running:
+            self.batches[group.decoding.program].remove(group)
+        self._prefill.preempt(group)
         self.admitted.remove(group)
         self.queue.push(group)
-        group.tally.preemptions += 1
         self._preemptions += 1
 
     def take_preemptions(self) -> int:
-        """Since the last call."""
+        """Preemptions since the last call."""
         count, self._preemptions = self._preemptions, 0
         return count
 
-    def withdraw(self, group: SequenceGroup) -> None:
-        """It neither waits nor runs, and holds nothing."""
-        if group.phase is Phase.RUNNING:
-            self.cohorts[group.decoding.program].leave(group)
-        if group.phase is Phase.QUEUED:
-            self.queue.remove(group)
-        else:
-            self._starts.give_up(group)
-            self.admitted.remove(group)
+    def rescore(self, group: SequenceGroup, answer: Answer) -> None:
+        """Its answer is drawn, and waits for its top logprobs."""
+        self._withdraw(group)
+        group.rescore()
+        self._prefill.rescore(group, answer)
 
     def release(self, group: SequenceGroup) -> None:
-        """Nobody knows it any more."""
-        self.withdraw(group)
+        """It ends, and everything that it holds is free."""
+        self._withdraw(group)
+        group.finish()
         self.deadlines.remove(group)
         del self.groups[group.id]
+
+    def _withdraw(self, group: SequenceGroup) -> None:
+        if group.is_running:
+            self.batches[group.decoding.program].remove(group)
+        if group.is_queued:
+            self.queue.remove(group)
+            return
+        self._prefill.release(group)
+        if group.state is not RequestState.RESCORING:
+            self.admitted.remove(group)

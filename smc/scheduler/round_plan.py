@@ -1,20 +1,12 @@
-"""The particles of several groups side by side, and what each group asks of its laws, as arrays.
+"""Plans of rounds: what the models are told of a round, as arrays. All of it follows from the state of the requests when
+the round is launched; nothing depends on results that are in flight. Changes nothing.
 
-Axes: A slots of all groups, G groups.
+A guided request has an unconditional row for every row, in a slot of its own, of which only its pages count. In a round
+every page that is allocated for a row has one for its unconditional row beside it, so the row's lineage says what
+becomes of either.
 
-Companions of guided groups on the scheduler's side: what a round is told of them, and how their pages follow it.
-
-A particle's companion is in a slot of its own, of which only heads and what is held count, at the sides that are
-guided. In a round every page that the particle is given there has one for the companion beside it, so the particle's
-lineage says what becomes of either.
-
-Axes: A places of a batch, G groups, H guided ones, U companions of a batch, W pages of a place, T pages.
-
-The plan of a round: all of it that does not depend on what a model says, of groups as they are known to be when it is
-asked for.
-
-Axes: A places of a batch, G groups, C chains, Q tokens of a block.
-"""
+Axes: A rows of a batch, G requests, H guided ones, U unconditional rows of a batch, C chains, Q tokens of a block, W
+pages of a row, T pages."""
 
 from __future__ import annotations
 
@@ -25,25 +17,25 @@ import numpy as np
 from smc.algorithm.expansion import Kind
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import SCHEME_NAMES
-from smc.api.sampling_params import Method, SamplingParams
+from smc.api.sampling_params import SamplingParams
 from smc.executor.messages import Lineage, Stream
 from smc.executor.plan import Contexts, RoundPlan, UnconditionalRows
 from smc.executor.state import width_of
 from smc.laws import LawSpec
 from smc.memory.pages import PageAllocator
 from smc.scheduler.methods import Decoding
-from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.sequence_group import RoundPages, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.types import ModelRole
 
 
 class Population:
-    """The slots of several groups, one group after another: A slots in all."""
+    """The slots of several requests, one request after another: A slots in all."""
 
     def __init__(
         self, groups: Sequence[SequenceGroup], members: Sequence[tuple[np.ndarray, np.ndarray]] | None = None
     ) -> None:
-        """`members`: slots and particles of every group, where they are not what the groups have now."""
+        """`members`: slots and particles of every request, where they are not its current ones."""
         self.groups = list(groups)
         self._members = members or [(g.slots, g.particles) for g in self.groups]
         slots, particles = zip(*self._members)
@@ -56,7 +48,7 @@ class Population:
         self.seed_G = np.array([g.seed for g in self.groups], dtype=np.int64)
 
     def take(self, index_G: np.ndarray) -> Population:
-        """Some of the groups, with the slots that they have here."""
+        """Some of the requests, with the slots that they have here."""
         return Population([self.groups[g] for g in index_G], [self._members[g] for g in index_G])
 
     @property
@@ -65,13 +57,24 @@ class Population:
 
     @property
     def target_law(self) -> LawSpec[np.ndarray]:
-        """Per group."""
+        """Token distribution of the target, per request."""
         return self._law([p.temperature for p in self.params])
 
     @property
     def draft_law(self) -> LawSpec[np.ndarray]:
-        """Per group: of the proposal; of a plainly decoding draft, its own."""
-        return self._law([_draft_temperature(p) for p in self.params])
+        """Token distribution of the proposal, per request; of a draft that decodes alone, its own."""
+        return self._law([g.method.draft_temperature(g.params) for g in self.groups])
+
+    def law_of(self, role: ModelRole) -> LawSpec[np.ndarray]:
+        return self.draft_law if role is ModelRole.DRAFT else self.target_law
+
+    def by_decoding(self) -> list[tuple[Decoding, np.ndarray | slice]]:
+        """Decodings of the requests, and which of the A slots are decoded so."""
+        decodings = list(dict.fromkeys(g.decoding for g in self.groups))
+        if len(decodings) == 1:
+            return [(decodings[0], slice(None))]
+        index_A = np.array([decodings.index(g.decoding) for g in self.groups])[self.group_A]
+        return [(decoding, np.flatnonzero(index_A == i)) for i, decoding in enumerate(decodings)]
 
     @property
     def scheme_G(self) -> np.ndarray:
@@ -102,34 +105,23 @@ class Population:
         return law.canonical()
 
 
-def _draft_temperature(params: SamplingParams) -> float:
-    if params.draft_temperature is not None:
-        return params.draft_temperature
-    # Greedy exact decoding drafts at 1: of a law with all mass on one token there would be no second row.
-    return 1.0 if params.method is Method.EXACT and params.temperature == 0 else params.temperature
-
-
-RoundPages = dict[Stream, np.ndarray]
-"""Of a round, by lane: a side, or of a guided request its companion there."""
-
-
-def room(count: int, places: int) -> int:
-    """For so many companions in a round of so many places. Few sizes: a round pays for at most twice what is guided,
-    and never for more than all of it."""
-    return min(1 << (count - 1).bit_length(), places)
+def room(count: int, size: int) -> int:
+    """Unconditional rows of a round of `size` rows, padded, of which `count` are guided. Few sizes: a round runs at most
+    twice the rows that are guided, and never more than it has."""
+    return min(1 << (count - 1).bit_length(), size)
 
 
 def plan_unconditional_rows(
     role: ModelRole,
     population: Population,
     pages: list[RoundPages],
-    places: int,
+    size: int,
     shared_G: np.ndarray,
     slots: Slots,
     dummy: int,
 ) -> UnconditionalRows[np.ndarray] | None:
-    """Of the groups of a round of so many places that are guided at a side; None: there are none. `shared`: of the
-    groups themselves; `dummy`: the slot of padding."""
+    """Unconditional rows of the requests of a round that are guided at a model, for a batch of `size` rows; None: there
+    are none. `shared_G`: shared positions of the conditional rows; `dummy`: slot of padding."""
     groups, group_A, stream = population.groups, population.group_A, Stream(role, unconditional=True)
     guided_G = np.array([stream in given for given in pages])
     if not guided_G.any():
@@ -137,12 +129,12 @@ def plan_unconditional_rows(
     is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
     place_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
     count, scale_G = len(place_U), np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
-    most = room(count, places)
+    most = room(count, size)
     return UnconditionalRows(
-        scale_A=padded(scale_G[group_A], places, 1.0),
-        of_A=padded(np.where(is_guided_A, np.cumsum(is_guided_A) - 1, 0), places, 0),
+        scale_A=padded(scale_G[group_A], size, 1.0),
+        of_A=padded(np.where(is_guided_A, np.cumsum(is_guided_A) - 1, 0), size, 0),
         place_U=padded(place_U, most, 0),
-        slot_U=padded(slots.companion_S[population.slot_A[place_U]].astype(np.int64), most, dummy),
+        slot_U=padded(slots.unconditional_S[population.slot_A[place_U]].astype(np.int64), most, dummy),
         shift_U=padded(shift_G[group_A[place_U]], most, 0),
         group_U=padded(np.repeat(np.arange(len(size_H)), size_H), most, most - 1),
         first_U=padded((np.cumsum(size_H) - size_H).astype(np.int32), most, 0),
@@ -157,7 +149,7 @@ def plan_unconditional_rows(
 def remap_unconditional_rows(
     role: ModelRole,
     slots: Slots,
-    ledger: PageAllocator,
+    allocator: PageAllocator,
     population: Population,
     source_A: np.ndarray,
     lineage: Lineage[np.ndarray],
@@ -177,25 +169,25 @@ def remap_unconditional_rows(
     order_T = np.argsort(own_T)
     # What is not kept may be any page.
     at_AW = np.searchsorted(own_T, path_AW, sorter=order_T).clip(max=len(own_T) - 1)
-    to_A, of_A = (slots.companion_S[slot_A[is_guided_A]] for slot_A in (population.slot_A, source_A))
-    slots.descend(role, ledger, to_A, of_A, Lineage(theirs_T[order_T[at_AW]], kept_A, dropped_A), theirs_T)
+    to_A, of_A = (slots.unconditional_S[slot_A[is_guided_A]] for slot_A in (population.slot_A, source_A))
+    slots.descend(role, allocator, to_A, of_A, Lineage(theirs_T[order_T[at_AW]], kept_A, dropped_A), theirs_T)
 
 
-def padded(values_A: np.ndarray, places: int, fill: float) -> np.ndarray:
-    """`places` rows, `fill` in those past the values'."""
-    if len(values_A) == places:
+def padded(values_A: np.ndarray, size: int, fill: float) -> np.ndarray:
+    """`size` rows; those past the values hold `fill`."""
+    if len(values_A) == size:
         return values_A
-    padded = np.full((places, *values_A.shape[1:]), fill, dtype=values_A.dtype)
+    padded = np.full((size, *values_A.shape[1:]), fill, dtype=values_A.dtype)
     padded[: len(values_A)] = values_A
     return padded
 
 
 COMMON_KINDS = frozenset({Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST})
-"""Rounds of more than one kind are of all of these, so that there are few sorts of rounds."""
+"""Rounds of more than one kind count as rounds of all of these, so that few kinds of rounds are captured."""
 
 
 class RoundPlanner:
-    """Plans rounds of groups that are decoded alike. Changes nothing."""
+    """Plans rounds of requests of one program."""
 
     def __init__(
         self,
@@ -205,21 +197,21 @@ class RoundPlanner:
         width: int,
         branches: Callable[[int, int], int] | None = None,
     ) -> None:
-        """`width`: positions of the models' block tables. `branches`: F of a round of so many places and tokens of
-        context whose groups all are decoded exactly, by the walk, up to the config's, which others have."""
+        """`width`: positions of the models' block tables. `branches`: F of a round of so many rows and tokens of context
+        whose requests all have an adaptive tree, up to the config's, which others have."""
         self.config, self.slots, self.decoding = config, slots, decoding
         self.shape, self.width = decoding.shape(config), width
         self._branches = branches
 
     def plan(self, population: Population, pages: list[RoundPages]) -> RoundPlan[np.ndarray]:
         groups, slots, shape = population.groups, self.slots, self.shape
-        total, places = len(population.slot_A), bucket(len(population.slot_A))
+        total, size = len(population.slot_A), bucket(len(population.slot_A))
         stride = self.decoding.stride(self.config)
         launched_G = np.array([g.launched for g in groups], dtype=np.int64)
         prompt_G = np.array([g.prompt_size for g in groups], dtype=np.int64)
         length_A = slots.length_S[population.slot_A]
         flying_G = np.array([len(g.in_flight) for g in groups], dtype=np.int64)
-        # What the host knows of an earlier round stays true: all particles to come are copies of these.
+        # Later particles are copies of the ones that the host knows of an earlier round.
         shared_G = prompt_G + np.minimum([g.committed for g in groups], population.least(length_A) - 1)
         longest_G = np.maximum(prompt_G, [g.negative_size for g in groups])
         columns = (
@@ -231,14 +223,14 @@ class RoundPlanner:
             for role in self.decoding.roles
         }
         begun = own[ModelRole.DRAFT] if ModelRole.DRAFT in own else own[ModelRole.TARGET]
-        decide = self._branches if all(g.elastic for g in groups) else None
-        branches = decide(places, int(shared_G.sum())) if decide else shape.branches
-        # Pages of branches that there are not come back with those of branches that are not taken.
+        decide = self._branches if all(g.adaptive for g in groups) else None
+        branches = decide(size, int(shared_G.sum())) if decide else shape.branches
+        # Pages of branches beyond these are freed with those of branches that are not taken.
         branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(
             total * branches, shape.branch
         )
         count_G = np.array([g.count for g in groups])
-        draws_G = np.array([g.count if g.wanted is None else g.wanted for g in groups])
+        draws_G = np.array([g.count if g.next_rows is None else g.next_rows for g in groups])
         params = population.params
         kind_G = np.array([g.decoding.kind for g in groups], dtype=np.int32)
         kinds = frozenset(g.decoding.kind for g in groups)
@@ -247,47 +239,45 @@ class RoundPlanner:
         if len(chain_C):
             chains = min(bucket(len(chain_C)), self.slots.chains)
             chain_C, law_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, law_C))
-        beside = (places, shared_G, slots, self.config.max_slots)
+        beside = (size, shared_G, slots, self.config.max_slots)
         return RoundPlan(
             program=self.decoding.program,
             contexts=Contexts.of(columns, total, len(groups)),
             columns=columns,
             kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
-            target_law=_spread(population.target_law, population.group_A, places),
-            draft_law=_spread(population.draft_law, population.group_A, places),
-            slot_A=padded(population.slot_A, places, self.config.max_slots),
-            group_A=padded(population.group_A, places, places - 1),
-            particle_A=padded(population.particle_A, places, 0),
-            seed_A=padded(population.seed_G[population.group_A], places, 0),
-            round_A=padded(launched_G[population.group_A] + 1, places, 1),
+            target_law=_spread(population.target_law, population.group_A, size),
+            draft_law=_spread(population.draft_law, population.group_A, size),
+            slot_A=padded(population.slot_A, size, self.config.max_slots),
+            group_A=padded(population.group_A, size, size - 1),
+            particle_A=padded(population.particle_A, size, 0),
+            seed_A=padded(population.seed_G[population.group_A], size, 0),
+            round_A=padded(launched_G[population.group_A] + 1, size, 1),
             alpha_A=padded(
-                population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], places, 1.0
+                population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], size, 1.0
             ),
-            first_G=padded(population.first_G.astype(np.int32), places, 0),
-            size_G=padded(population.size_G.astype(np.int32), places, 0),
-            count_G=padded(count_G.astype(np.int32), places, 0),
-            draws_G=padded(draws_G.astype(np.int32), places, 0),
-            shared_G=padded(shared_G.astype(np.int32), places, 0),
-            threshold_G=padded(population.per_group([p.ess_threshold for p in params], np.float64), places, 0.0),
-            kind_G=padded(kind_G, places, int(Kind.INDEPENDENT)),
+            first_G=padded(population.first_G.astype(np.int32), size, 0),
+            size_G=padded(population.size_G.astype(np.int32), size, 0),
+            count_G=padded(count_G.astype(np.int32), size, 0),
+            draws_G=padded(draws_G.astype(np.int32), size, 0),
+            shared_G=padded(shared_G.astype(np.int32), size, 0),
+            threshold_G=padded(population.per_group([p.ess_threshold for p in params], np.float64), size, 0.0),
+            kind_G=padded(kind_G, size, int(Kind.INDEPENDENT)),
             chain_C=chain_C,
             law_C=law_C,
-            scheme_G=padded(population.scheme_G, places, 0),
-            target_pages_AQ=padded(
-                own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32), places, 0
-            ),
-            begin_pages_AP=padded(begun[:, : shape.begin], places, 0),
-            branch_pages_XB=padded(branches_XB.astype(np.int32), places * branches, 0),
+            scheme_G=padded(population.scheme_G, size, 0),
+            target_pages_AQ=padded(own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32), size, 0),
+            begin_pages_AP=padded(begun[:, : shape.begin], size, 0),
+            branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
             target_companions=plan_unconditional_rows(ModelRole.TARGET, population, pages, *beside),
             draft_companions=plan_unconditional_rows(ModelRole.DRAFT, population, pages, *beside),
             biased=self._biased(population),
         )
 
     def _biased(self, population: Population) -> int:
-        """Width of what is added to logits; none once all answers are past where they must not end."""
+        """Tokens whose logits are changed, at most; 0 once all answers are longer than their `min_tokens`."""
         if not any(group.params.logit_bias or group.params.min_tokens for group in population.groups):
             return 0
-        # What comes after the first token of a block may be drawn, or weighed, yet.
+        # Tokens after the first of a block may still be drawn or scored.
         next_G = population.least(self.slots.block_S[population.slot_A]) + 1
         widths = [
             width_of(group.rules.machine)
@@ -303,6 +293,6 @@ def bucket(count: int) -> int:
     return -(-count // step) * step
 
 
-def _spread(law: LawSpec[np.ndarray], group_A: np.ndarray, places: int) -> LawSpec[np.ndarray]:
-    """A law per group -> one per place."""
-    return law.take(padded(group_A, places, 0))
+def _spread(law: LawSpec[np.ndarray], group_A: np.ndarray, size: int) -> LawSpec[np.ndarray]:
+    """A token distribution per request -> one per row."""
+    return law.take(padded(group_A, size, 0))

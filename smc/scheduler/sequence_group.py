@@ -1,33 +1,33 @@
-"""One request inside the engine: its particles' slots, how far it has come, and what has been streamed."""
+"""A sequence group: one request inside the engine. Its state machine (`smc.scheduler.request_state`), the slots of its
+particles, and what has been committed and streamed.
+
+Other files read its attributes and call its transitions; only this file assigns what belongs to the state machine."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 
-from smc.api.outputs import Alternatives, Answer, Statistics, Times
+from smc.api.outputs import Statistics, Times
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.messages import Stream
 from smc.executor.state import biased_tokens
 from smc.scheduler.acceptance import Acceptance
+from smc.scheduler.checkpoint import Checkpoint, RandomKeys
 from smc.scheduler.detokenizer import StopRules, TextStream
-from smc.scheduler.methods import RESCORING, TARGET_ALONE, Decoding, decoding_of
+from smc.scheduler.methods import TARGET_ALONE, Decoding, decoding_of
+from smc.scheduler.request_state import ADMITTED, QUEUED, UNFINISHED, PendingChange, RequestState
 from smc.scheduler.slots import Slots
 from smc.types import ModelRole
 
 MEMORY = 0.97
-"""Of what a request's rounds have shown, by the next one."""
+"""Weight that the acceptance of a request's earlier rounds keeps after each round."""
 
-
-class Phase(Enum):
-    QUEUED = "queued"
-    """It waits to start, or to be taken up again."""
-    PREFILL = "prefill"
-    RUNNING = "running"
+RoundPages = dict[Stream, np.ndarray]
+"""Pages that a round has allocated for a request, by stream."""
 
 
 @dataclass(eq=False)
@@ -38,50 +38,47 @@ class SequenceGroup:
     seed: int
     rules: StopRules
     submitted: float
-    """Engine clock at its arrival, seconds."""
+    """Engine time of the request's arrival, seconds."""
     number: int
-    """Of requests in the order of submission."""
+    """Position of the request in the order of submission."""
     expected: dict[ModelRole, int]
-    """KV pages in each pool that it was likely to need when it was submitted."""
-    taken_up: float | None = None
-    """Engine clock when it was first given slots and pages."""
-    begun: float | None = None
-    """And when its first token was there."""
-    keys: dict[str, list[bytes]] = field(default_factory=dict)
-    """Of its prompts' blocks in the prefix caches, `prompt` and `negative`, once they have been asked for."""
-    needs: dict[Stream, int] | None = None
-    """Pages of what it is to start from, by lane, once they have been counted; while it waits."""
-    phase: Phase = Phase.QUEUED
+    """KV pages in each pool that the request was likely to need when it was submitted."""
+    state: RequestState = field(init=False, default=RequestState.WAITING)
+    pending: PendingChange | None = field(init=False, default=None)
+    """The change that is applied when no round of the request is in flight."""
+    method: Decoding = field(init=False)
+    """How the request's method decodes it while there is a draft."""
     decoding: Decoding = field(init=False)
-    """How it is decoded: of exact decoding by the pair, or by the target alone. It may change between two rounds."""
-    turn: int | None = None
-    """Of exact decoding, if it shall be decoded in another way as soon as no round of it is under way: by the pair with
-    a tree of so many rows, or by the target alone: 0."""
-    most_rows: int = field(init=False)
-    """That it may have: fewer than were asked for where there was too little memory for more."""
-    acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY))
-    """Of exact decoding."""
-    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    particles: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """How it is decoded now: by its method, or exact decoding by the target alone."""
+    checkpoint: Checkpoint | None = field(init=False, default=None)
+    """The particles that the request resumes from, while they hold no slots."""
+    slots: np.ndarray = field(init=False, default_factory=lambda: np.zeros(0, dtype=np.int32))
+    particles: np.ndarray = field(init=False, default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Number of the particle in each slot: part of the key of its random numbers."""
-    stops: int = 0
-    """Entry of the stop tables."""
-    count: int = 0
+    count: int = field(init=False, default=0)
     """Slots that hold a particle."""
-    cached_tokens: int | None = None
-    """Prompt tokens that needed not be run, on the side where they were fewest."""
-    saved: dict[str, np.ndarray] | None = None
-    """The record of particles whose slots and pages were given up, to go on from: arrays of `Slots`, by name."""
-    lives: int = 0
-    """How often it has been taken up; what was asked for in an earlier life concerns it no more."""
-    rounds: int = 0
-    """That have been read."""
-    in_flight: deque[dict[Stream, np.ndarray]] = field(default_factory=deque)
-    """Pages, by lane, of every round that has been asked for and not read."""
-    wanted: int | None = None
-    """Particles that it shall have after its next round, where that is a change."""
-    wish: int | None = None
-    """Particles that its caller has asked for, or rows that the policy has, until it has them."""
+    next_rows: int | None = field(init=False, default=None)
+    """Particles after the next round, if that round changes their number."""
+    most_rows: int = field(init=False)
+    """Rows that the request may have: fewer than requested where there was too little memory for more."""
+    generation: int = field(init=False, default=0)
+    """How often the request has released its slots; results of rounds of an earlier generation are discarded."""
+    in_flight: deque[RoundPages] = field(init=False, default_factory=deque)
+    """Pages of every round in flight, oldest first."""
+    rounds: int = field(init=False, default=0)
+    """Rounds whose results have been processed."""
+    admitted_at: float | None = field(init=False, default=None)
+    """Engine time at which the request first got slots and pages, seconds."""
+    first_token_at: float | None = field(init=False, default=None)
+    """Engine time of the first token, seconds."""
+    stop_entry: int = 0
+    """Entry of the workers' stop tables that holds the request's stop machine."""
+    cached_tokens: int = 0
+    """Prompt tokens that need not be run, at the model where they are fewest."""
+    keys: dict[str, list[bytes]] = field(default_factory=dict)
+    """Prefix cache keys of the blocks of its prompts, by `prompt` and `negative`, once they have been computed."""
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY))
+    """How often drafted tokens were accepted (exact decoding)."""
     committed: int = 0
     """Answer tokens on which all particles agree."""
     streamed: int = 0
@@ -89,22 +86,165 @@ class SequenceGroup:
     lag: int = 0
     """Tokens between the committed prefix and the longest particle."""
     log_z: float = 0.0
-    answer: Answer | None = None
-    """Once it has been drawn, while it is rescored."""
-    top_logprobs: tuple[Alternatives, ...] | None = None
-    """What has come of that."""
+    """Running log of the estimate of the target's total mass on answers."""
     error: str | None = None
+    """Why the request fails; the next report ends it."""
     text: TextStream = field(init=False)
     tally: RequestCounters = field(init=False)
 
     def __post_init__(self) -> None:
-        self.decoding, self.most_rows = decoding_of(self.params), self.params.rows
+        self.method = self.decoding = decoding_of(self.params)
+        self.most_rows = self.params.rows
         self.text = TextStream(self.rules)
-        self.tally = RequestCounters(self.request.params.rows)
+        self.tally = RequestCounters(self.params.rows)
+
+    # Transitions.
+
+    def admit(self, slots: np.ndarray, now: float) -> None:
+        """It gets slots, one for each of its `rows`, and pages."""
+        if self.state is RequestState.WAITING:
+            self._have_rows(self.rows)
+        self._enter(RequestState.PREFILL, QUEUED)
+        self.slots = slots
+        self.admitted_at = now if self.admitted_at is None else self.admitted_at
+
+    def run(self, now: float) -> None:
+        """Its particles are in slots, and it takes part in rounds."""
+        self._enter(RequestState.RUNNING, {RequestState.PREFILL})
+        self.checkpoint = None
+        self.first_token_at = now if self.first_token_at is None else self.first_token_at
+
+    def preempt(self, checkpoint: Checkpoint | None = None) -> None:
+        """It has released slots and pages, and waits to be admitted again. `checkpoint`: of the particles of a running
+        request."""
+        assert (checkpoint is not None) == (self.state is RequestState.RUNNING), "only what runs is saved"
+        if checkpoint is not None:
+            self.checkpoint = checkpoint
+            self._enter(RequestState.PREEMPTED, {RequestState.RUNNING})
+            if self.pending is not None and self.pending.switches:
+                self._apply_switch(self.pending.rows)
+        else:
+            resumes = self.checkpoint is not None
+            self._enter(RequestState.PREEMPTED if resumes else RequestState.WAITING, {RequestState.PREFILL})
+        self.tally.preemptions += 1
+
+    def switch(self, decoding: Decoding, rows: int, checkpoint: Checkpoint, slots: np.ndarray) -> None:
+        """It has released its slots for others, in which it goes on by another decoding from what is confirmed."""
+        self._enter(RequestState.PREFILL, {RequestState.RUNNING})
+        self.checkpoint = checkpoint
+        self._decode_by(decoding, rows)
+        self.slots = slots
+
+    def rescore(self) -> None:
+        """Its answer is drawn; slots and pages are released."""
+        assert self.has_particles, "an answer is rescored that was not drawn"
+        self._enter(RequestState.RESCORING, {*ADMITTED, RequestState.PREEMPTED})
+        self.pending = self.checkpoint = None
+
+    def finish(self) -> None:
+        self._enter(RequestState.FINISHED, UNFINISHED)
+        self.pending = self.checkpoint = None
+
+    # Changes within a state.
+
+    def choose(self, decoding: Decoding, rows: int | None = None) -> None:
+        """While it is queued: how it is decoded from its admission on; `rows` if not as many as it asks for."""
+        assert self.state in QUEUED, f"a request changes its decoding while it is {self.state.value}"
+        self._decode_by(decoding, rows)
+
+    def narrow(self, decoding: Decoding, rows: int | None = None) -> np.ndarray:
+        """During prefill: it needs no more slots than these rows. Returns the slots that it does not need."""
+        assert self.state is RequestState.PREFILL, f"a request begins with fewer rows while it is {self.state.value}"
+        self._decode_by(decoding, rows)
+        spare = self.slots[self.count :]
+        self.slots = self.slots[: self.count]
+        return spare
+
+    def shrink_checkpoint(self, rows: int) -> None:
+        """While it is preempted: fewer particles than it had, by an unbiased choice."""
+        assert self.state is RequestState.PREEMPTED, "a request that is preempted"
+        assert self.checkpoint is not None, "a preempted request has a checkpoint"
+        keys = RandomKeys(self.seed, self.tally.preemptions)
+        self.checkpoint, kept_X, log_z = self.decoding.shrink(self.checkpoint, rows, self.params, keys)
+        self.particles = self.particles[kept_X]
+        self.count = len(self.particles)
+        self.most_rows = rows
+        self.log_z += log_z
+
+    def request_rows(self, rows: int) -> None:
+        """It is to have so many rows; replaces any other pending change."""
+        self.pending = PendingChange(rows, switches=False)
+
+    def request_switch(self, rows: int) -> None:
+        """It is to be decoded by the draft-target pair with so many rows, or by the target alone: 0. Replaces any other
+        pending change."""
+        assert self.state in ADMITTED, f"a request switches while it is {self.state.value}"
+        self.pending = PendingChange(rows, switches=True)
+
+    def cancel_change(self) -> None:
+        self.pending = None
+
+    def cancel_switch(self) -> None:
+        if self.switches:
+            self.pending = None
+
+    def begin_resize(self, rows: int, new_slots: np.ndarray) -> None:
+        """The next round leaves it so many particles; `new_slots` hold those that it has not had before."""
+        assert self.state is RequestState.RUNNING and self.next_rows is None, "one change of rows at a time"
+        self.next_rows = rows
+        if len(new_slots):
+            more = self.particles.max() + 1 + np.arange(len(new_slots))
+            self.particles = np.concatenate((self.particles, more))
+            self.slots = np.concatenate((self.slots, new_slots))
+
+    def end_resize(self, kept_N: np.ndarray) -> np.ndarray:
+        """The round has left it the particles in these of its slots. Returns the others."""
+        assert self.next_rows is not None, "the number of its particles was not to change"
+        dropped = self.slots[~kept_N]
+        self.slots, self.particles, self.next_rows = self.slots[kept_N], self.particles[kept_N], None
+        self.count = len(self.slots)
+        return dropped
+
+    def release_slots(self) -> None:
+        """Slots and pages are no longer its own; rounds in flight are discarded."""
+        assert self.state in ADMITTED, f"slots of a request that is {self.state.value}"
+        # Slots that were to hold a particle after the next round hold none yet.
+        self.particles = self.particles[: self.count]
+        self.slots = self.slots[:0]
+        self.in_flight.clear()
+        self.next_rows = None
+        self.generation += 1
+
+    def begin_round(self, pages: RoundPages) -> None:
+        assert self.state is RequestState.RUNNING, f"a round of a request that is {self.state.value}"
+        self.in_flight.append(pages)
+
+    def end_round(self) -> None:
+        self.in_flight.popleft()
+        self.rounds += 1
+        self.tally.rounds += 1
+        self.tally.alone_rounds += self.alone
 
     def fail(self, role: ModelRole) -> None:
-        """Its request ends with an error that names the model."""
+        """The request ends with an error that names the model."""
         self.error = self.error or f"the {role} model returned NaN logits: its weights or its numeric type are at fault"
+
+    def _enter(self, state: RequestState, allowed: frozenset[RequestState] | set[RequestState]) -> None:
+        assert self.state in allowed, f"a request becomes {state.value} that is {self.state.value}"
+        self.state = state
+
+    def _apply_switch(self, rows: int) -> None:
+        self._decode_by(self.method, rows) if rows else self._decode_by(TARGET_ALONE, 1)
+
+    def _decode_by(self, decoding: Decoding, rows: int | None = None) -> None:
+        self.decoding, self.pending = decoding, None
+        self._have_rows(rows or decoding.rows(self.params))
+
+    def _have_rows(self, rows: int) -> None:
+        self.particles = np.arange(rows)
+        self.count = rows
+
+    # What others read.
 
     @property
     def id(self) -> str:
@@ -115,74 +255,74 @@ class SequenceGroup:
         return self.request.params
 
     @property
+    def is_queued(self) -> bool:
+        return self.state in QUEUED
+
+    @property
+    def is_running(self) -> bool:
+        return self.state is RequestState.RUNNING
+
+    @property
     def alone(self) -> bool:
-        """Nothing is drafted for it, although its method would."""
-        return self.decoding is not decoding_of(self.params)
+        """The target decodes it, although its method would draft."""
+        return self.decoding is not self.method
 
     @property
-    def turned(self) -> tuple[Decoding, int]:
-        """How it is decoded after its turn, and with how many rows."""
-        return (decoding_of(self.params), self.turn) if self.turn else (TARGET_ALONE, 1)
-
-    def decode_by(self, decoding: Decoding, rows: int | None = None) -> None:
-        """Of particles that hold no slots, or have not begun; `rows`, if not as many as the request asks for."""
-        self.decoding, self.turn, self.wish = decoding, None, None
-        self.particles = np.arange(rows or decoding.rows(self.params))
-        self.count = len(self.particles)
-
-    def rescore(self, answer: Answer, record: dict[str, np.ndarray]) -> None:
-        """What is left to do for it, which holds neither slots nor pages: `record`, of the drawn particle, shall run
-        through the target."""
-        self.answer, self.saved = answer, record
-        self.decode_by(RESCORING)
-        self.needs = None
-        self.phase = Phase.QUEUED
+    def switches(self) -> bool:
+        """It changes between the draft-target pair and the target alone as soon as no round of it is in flight."""
+        return self.pending is not None and self.pending.switches
 
     @property
-    def asks_beyond_prompt(self) -> bool:
-        """What comes after its prompt is asked of its first model, whatever is cached: to draw first tokens, or to
-        rescore."""
-        return self.saved is None or self.answer is not None
+    def after_switch(self) -> tuple[Decoding, int]:
+        """How it is decoded after its pending switch, and with how many rows."""
+        assert self.pending is not None and self.pending.switches, "a switch is pending"
+        return (self.method, self.pending.rows) if self.pending.rows else (TARGET_ALONE, 1)
 
-    def first_biases(self) -> list[tuple[int, float]]:
-        """What is added to the logits that its first token is drawn by, by token."""
-        if not self.params.min_tokens:
-            return list(self.params.logit_bias)
-        return [(token, early) for token, (early, _) in biased_tokens(self.rules.machine).items()]
-
-    def times(self, now: float) -> Times:
-        """Until `now`, by the engine's clock."""
-        taken_up = now if self.taken_up is None else self.taken_up
-        begun = now if self.begun is None else self.begun
-        return Times(taken_up - self.submitted, begun - taken_up, now - begun)
+    @property
+    def tree_rows(self) -> int:
+        """Rows that are drafted for it after all changes; 0: the target decodes it alone."""
+        if self.pending is not None:
+            return self.pending.rows
+        return 0 if self.alone else self.next_rows or self.count
 
     @property
     def has_particles(self) -> bool:
-        """In slots, or in a record to go on from."""
-        return self.phase is Phase.RUNNING or self.saved is not None
+        """In slots, or in a checkpoint."""
+        return self.state is RequestState.RUNNING or self.checkpoint is not None
+
+    @property
+    def draws_first_token(self) -> bool:
+        """Its prefill ends with the draw of first tokens; otherwise it resumes from a checkpoint."""
+        return self.checkpoint is None
 
     @property
     def has_begun(self) -> bool:
-        """It has been taken up at least once."""
-        return self.phase is not Phase.QUEUED or self.tally.preemptions > 0
+        """It has been admitted at least once."""
+        return self.admitted_at is not None
+
+    @property
+    def adaptive(self) -> bool:
+        """A policy decides how many rows it has, and whether anything is drafted."""
+        return self.method.adaptive(self.params)
 
     @property
     def rows(self) -> int:
-        """Slots that it has, or wants."""
-        return len(self.particles) if len(self.particles) else self.decoding.rows(self.params)
+        """Slots that it has, or is to have."""
+        return len(self.particles) or self.decoding.rows(self.params)
 
-    def living(self, slots: Slots) -> np.ndarray:
-        """Its slots that stand for something of their own; of exact decoding one, since its rows differ in nothing that
-        is confirmed."""
-        slots_N = self.slots[: self.count]
-        if not self.decoding.competes:
-            return slots_N
-        alive_N = slots_N[slots.alive(slots_N)]
-        return alive_N[:1] if self.decoding.confirms else alive_N
+    @property
+    def slots_needed(self) -> int:
+        """Slots of its rows, with those of unconditional rows."""
+        return self.rows * self.params.slots_per_row
+
+    @property
+    def chains_needed(self) -> int:
+        """Draft chains whose token distributions are stored."""
+        return self.decoding.chains(self.rows)
 
     @property
     def launched(self) -> int:
-        """Rounds that have been asked for."""
+        """Rounds that have been launched."""
         return self.rounds + len(self.in_flight)
 
     @property
@@ -190,46 +330,57 @@ class SequenceGroup:
         return len(self.request.prompt)
 
     @property
-    def context(self) -> int:
-        """Tokens that a model reads to go on with it."""
-        return len(self.request.prompt) + self.committed
-
-    @property
-    def elastic(self) -> bool:
-        """A policy says how many rows it has, and with what ahead. A guided request takes two positions for one, which
-        costs are not known of: its tree stays."""
-        return decoding_of(self.params).elastic and not self.params.guided and self.answer is None
-
-    @property
     def negative_size(self) -> int:
-        """0: it is not guided."""
+        """Tokens of the negative prompt; 0: the request is not guided."""
         return self.request.negative_size
 
     @property
+    def context(self) -> int:
+        """Tokens of the prompt and of the committed prefix."""
+        return self.prompt_size + self.committed
+
+    @property
     def streams(self) -> tuple[Stream, ...]:
-        """What the models run of it."""
+        """What the models run for it."""
         return self.streams_by(self.decoding)
 
     def streams_by(self, decoding: Decoding) -> tuple[Stream, ...]:
-        """If it was decoded so."""
+        """What the models would run for it, decoded so."""
         guided = (role for role in decoding.roles if role in self.params.guided_roles)
         return (*map(Stream, decoding.roles), *(Stream(role, unconditional=True) for role in guided))
 
     def prompt_of(self, stream: Stream) -> tuple[int, ...]:
         if not stream.unconditional:
             return self.request.prompt
-        assert self.request.negative_prompt is not None, "nobody guides it"
+        assert self.request.negative_prompt is not None, "only guided requests have unconditional rows"
         return self.request.negative_prompt
 
-    @property
-    def slots_needed(self) -> int:
-        """Slots that its rows take, with those of companions."""
-        return self.rows * self.params.slots_per_row
+    def living(self, slots: Slots) -> np.ndarray:
+        """Its slots whose particles differ from each other."""
+        slots_N = self.slots[: self.count]
+        return self.decoding.living(slots_N, slots.logw_S[slots_N])
 
-    @property
-    def chains_needed(self) -> int:
-        """Rows whose laws are kept."""
-        return self.rows if self.decoding.chained else 0
+    def save(self, slots: Slots) -> Checkpoint:
+        """A checkpoint of the particles that a running request has; of exact decoding, of what is confirmed."""
+        checkpoint = Checkpoint.of(slots, self.living(slots))
+        self.decoding.trim_checkpoint(checkpoint)
+        return checkpoint
+
+    def array(self, slots: Slots, name: str) -> np.ndarray:
+        """Rows of an array of `Slots` that are its particles, in slots or in its checkpoint."""
+        return self.checkpoint[name] if self.checkpoint is not None else getattr(slots, name)[self.slots]
+
+    def first_biases(self) -> list[tuple[int, float]]:
+        """What is added to the logits that its first token is drawn from, by token."""
+        if not self.params.min_tokens:
+            return list(self.params.logit_bias)
+        return [(token, early) for token, (early, _) in biased_tokens(self.rules.machine).items()]
+
+    def times(self, now: float) -> Times:
+        """Seconds in the queue, in prefill and in decoding, until `now` by the engine's clock."""
+        admitted = now if self.admitted_at is None else self.admitted_at
+        began = now if self.first_token_at is None else self.first_token_at
+        return Times(admitted - self.submitted, began - admitted, now - began)
 
 
 @dataclass
@@ -253,10 +404,22 @@ class RequestCounters:
     lag_sum: int = 0
 
     def count_tokens(self, role: ModelRole, tokens: int) -> None:
-        if role == ModelRole.DRAFT:
+        if role is ModelRole.DRAFT:
             self.draft_tokens += tokens
         else:
             self.target_tokens += tokens
+
+    def count_population(self, ess: float, resampled: bool, collapsed: bool) -> None:
+        self.resamples += resampled
+        self.collapses += collapsed
+        self.ess_sum += ess
+        self.ess_min = min(self.ess_min, ess)
+
+    def count_tree(self, confirmed: int, rows: int, ahead: bool, hit: bool) -> None:
+        self.confirmed += confirmed
+        self.rows_sum += rows
+        self.hits += hit
+        self.misses += ahead and not hit
 
     def statistics(self, log_z: float, particles_left: int) -> Statistics:
         rounds, drafted = max(self.rounds, 1), max(self.rounds - self.alone_rounds, 1)

@@ -43,7 +43,7 @@ class Slots:
         it."""
         self.held_S = {role: np.zeros(count, dtype=np.int32) for role in ModelRole}
         """Positions that a model has keys and values of, the prompt's included."""
-        self.companion_S = np.full(count, -1, dtype=np.int32)
+        self.unconditional_S = np.full(count, -1, dtype=np.int32)
         """Slot of the particle's companion; -1: it has none."""
         self.law_S = np.full(count, -1, dtype=np.int32)
         """Where the draft keeps the laws of the particle, which is a chain; -1: it is none."""
@@ -64,7 +64,7 @@ class Slots:
         `chained` one with places for laws. The caller has checked that there are enough."""
         slots = self._claim(count)
         if guided:
-            self.companion_S[slots] = self._claim(count)
+            self.unconditional_S[slots] = self._claim(count)
         if chained:
             assert count <= len(self._free_laws), "more chains than there are places for their laws"
             self.law_S[slots] = [self._free_laws.pop() for _ in range(count)]
@@ -78,34 +78,34 @@ class Slots:
         self.logp_SL[slots] = np.nan
         return slots
 
-    def give_back(self, slots: np.ndarray) -> None:
-        self.leave_laws(slots)
-        companions = self.companions(slots)
-        self.companion_S[slots] = -1
-        self._free.extend([*companions.tolist(), *slots.tolist()])
+    def release(self, slots: np.ndarray) -> None:
+        self.release_laws(slots)
+        unconditional_slots = self.unconditional_slots(slots)
+        self.unconditional_S[slots] = -1
+        self._free.extend([*unconditional_slots.tolist(), *slots.tolist()])
 
-    def leave_laws(self, slots_X: np.ndarray) -> None:
+    def release_laws(self, slots_X: np.ndarray) -> None:
         """The particles of these slots are chains no longer."""
         law_X = self.law_S[slots_X]
         self._free_laws.extend(law_X[law_X >= 0].tolist())
         self.law_S[slots_X] = -1
 
-    def companions(self, slots_X: np.ndarray) -> np.ndarray:
+    def unconditional_slots(self, slots_X: np.ndarray) -> np.ndarray:
         """Slots of the companions that particles have: one for each of a guided request, none of another."""
-        companion_X = self.companion_S[slots_X]
+        companion_X = self.unconditional_S[slots_X]
         return companion_X[companion_X >= 0]
 
-    def let_go(self, slots_X: np.ndarray, ledgers: dict[ModelRole, PageAllocator]) -> None:
+    def release_pages(self, slots_X: np.ndarray, allocators: dict[ModelRole, PageAllocator]) -> None:
         """The particles of these slots no longer refer to pages."""
-        for held_X in (slots_X, self.companions(slots_X)):
-            for role, ledger in ledgers.items():
-                ledger.release(self.head_S[role][held_X])
+        for held_X in (slots_X, self.unconditional_slots(slots_X)):
+            for role, allocator in allocators.items():
+                allocator.release(self.head_S[role][held_X])
                 self.head_S[role][held_X] = 0
 
     def descend(
         self,
         role: ModelRole,
-        ledger: PageAllocator,
+        allocator: PageAllocator,
         slot_X: np.ndarray,
         source_X: np.ndarray,
         lineage: Lineage[np.ndarray],
@@ -115,10 +115,13 @@ class Slots:
         kept are free."""
         head_S, held_S = self.head_S[role], self.held_S[role]
         path_XW, kept_X, dropped_X = map(np.asarray, (lineage.path_AW, lineage.kept_A, lineage.dropped_A))
-        before_X, after_X = head_S[slot_X], ledger.grow(ledger.ancestors(head_S[source_X], dropped_X), path_XW, kept_X)
-        ledger.hold(after_X)
-        ledger.release(before_X)
-        ledger.settle(given_T, np.where(np.arange(path_XW.shape[1]) < kept_X[:, None], path_XW, 0))
+        before_X, after_X = (
+            head_S[slot_X],
+            allocator.grow(allocator.ancestors(head_S[source_X], dropped_X), path_XW, kept_X),
+        )
+        allocator.hold(after_X)
+        allocator.release(before_X)
+        allocator.settle(given_T, np.where(np.arange(path_XW.shape[1]) < kept_X[:, None], path_XW, 0))
         held_S[slot_X] = held_S[source_X] - dropped_X + kept_X
         head_S[slot_X] = after_X
 

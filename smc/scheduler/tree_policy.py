@@ -47,7 +47,7 @@ class TreeRequest:
 
     most: int
     """Rows that it may have."""
-    hazard: float
+    miss_rate: float
     """How often the target's draw is not what one row drafted: `smc.scheduler.acceptance`."""
     context: int
     """Tokens of its prompt, and of its answer so far."""
@@ -173,8 +173,8 @@ class Forecast:
         """Tokens a second of all requests, with trees of so many rows."""
         config, rows_G, context_G = self._config, np.array(rows), np.array([tree.context for tree in trees])
         drafted_G = rows_G > 0
-        hazard_G = np.array([tree.hazard for tree in trees])[drafted_G]
-        confirmed = tokens_a_round(hazard_G, rows_G[drafted_G][:, None], config.block, config.lookahead).sum()
+        miss_rate_G = np.array([tree.miss_rate for tree in trees])[drafted_G]
+        confirmed = tokens_a_round(miss_rate_G, rows_G[drafted_G][:, None], config.block, config.lookahead).sum()
         alone = int((~drafted_G).sum()) + beside.target
         tokens = float(confirmed) + alone * config.block + beside.pair * config.target_tokens
         by_itself = self._by_itself(alone, int(context_G[~drafted_G].sum()) + beside.target_context)
@@ -188,7 +188,9 @@ class Forecast:
         config, level_L = self._config, np.array(_levels(max(tree.most for tree in trees)))
         most_G1 = np.array([[tree.most] for tree in trees])
         rows_GL = np.minimum(level_L, most_G1)
-        tokens_GL = tokens_a_round(np.array([tree.hazard for tree in trees]), rows_GL, config.block, config.lookahead)
+        tokens_GL = tokens_a_round(
+            np.array([tree.miss_rate for tree in trees]), rows_GL, config.block, config.lookahead
+        )
         added_GL, gain_GL = np.diff(rows_GL), np.diff(tokens_GL)
         # Nobody gets the second helping before the first.
         worth_GL = np.minimum.accumulate(gain_GL / np.maximum(added_GL, 1), axis=1)

@@ -64,8 +64,8 @@ def test_costs_are_timed_before_anybody_is_served(caplog):
         (line,) = [
             record.getMessage() for record in caplog.records if record.getMessage().startswith("costs, timed in ")
         ]
-        assert line.endswith(str(engine.costs)) and engine.idle
-        assert [part.curve.points[0][0] for part in engine.costs.parts.values()] == [1, ENGINE.target_tokens, 1]
+        assert line.endswith(str(engine.latency)) and engine.idle
+        assert [part.curve.points[0][0] for part in engine.latency.parts.values()] == [1, ENGINE.target_tokens, 1]
 
 
 def test_load_on_one_model_does_not_starve_the_other():

@@ -159,7 +159,7 @@ def test_populations_that_change_their_size_are_those_of_the_reference(config, m
         while not engine.idle:
             outputs = engine.step()
             for group in running(engine):
-                if sizes and group.wanted is None and group.count != sizes[-1]:
+                if sizes and group.next_rows is None and group.count != sizes[-1]:
                     engine.resize("r", sizes.pop())
         assert_empty(engine)
         assert not sizes

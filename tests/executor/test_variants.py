@@ -53,9 +53,11 @@ def noted(engine: Engine) -> list[Call]:
     """What the engine will ask of its pair."""
     calls: list[Call] = []
     for name in ("join", "round"):
-        method = getattr(engine.pair, name)
+        method = getattr(engine.executor, name)
         setattr(
-            engine.pair, name, lambda *args, name=name, method=method: (calls.append((name, args)), method(*args))[1]
+            engine.executor,
+            name,
+            lambda *args, name=name, method=method: (calls.append((name, args)), method(*args))[1],
         )
     return calls
 

@@ -21,16 +21,22 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def state(ledger: PageAllocator) -> tuple:
-    arrays = (ledger._free[: ledger.num_free], ledger._state, ledger._parent, ledger._heads, ledger._refs)
+def state(allocator: PageAllocator) -> tuple:
+    arrays = (
+        allocator._free[: allocator.num_free],
+        allocator._state,
+        allocator._parent,
+        allocator._heads,
+        allocator._refs,
+    )
     return tuple(array.tolist() for array in arrays)
 
 
-def chained(ledger: PageAllocator, length: int, parent: int = DUMMY_PAGE) -> np.ndarray:
+def chained(allocator: PageAllocator, length: int, parent: int = DUMMY_PAGE) -> np.ndarray:
     """A chain of new pages below `parent` whose last page is held once."""
-    pages_T = ledger.allocate(length)
-    ledger.chain(parent, pages_T)
-    ledger.hold(pages_T[-1:])
+    pages_T = allocator.allocate(length)
+    allocator.chain(parent, pages_T)
+    allocator.hold(pages_T[-1:])
     return pages_T
 
 
@@ -63,14 +69,14 @@ class Ledger(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = PageAllocator(CAPACITY)
+        self.allocator = PageAllocator(CAPACITY)
         self.model = Model()
 
     @initialize(length=st.integers(1, 6), heads=st.integers(1, 4))
     def prompt(self, length, heads):
-        pages = chained(self.ledger, length).tolist()
+        pages = chained(self.allocator, length).tolist()
         self.model.parent.update(zip(pages, [DUMMY_PAGE, *pages]))
-        self.ledger.hold(pages[-1:] * (heads - 1))
+        self.allocator.hold(pages[-1:] * (heads - 1))
         self.model.heads[pages[-1]] = heads
 
     def places(self) -> list[int]:
@@ -79,12 +85,12 @@ class Ledger(RuleBasedStateMachine):
     @rule(count=st.integers(0, 12))
     def allocate(self, count):
         if count > CAPACITY - len(self.model.held()):
-            before = state(self.ledger)
+            before = state(self.allocator)
             with pytest.raises(OutOfPages):
-                self.ledger.allocate(count)
-            assert state(self.ledger) == before
+                self.allocator.allocate(count)
+            assert state(self.allocator) == before
             return
-        pages = self.ledger.allocate(count)
+        pages = self.allocator.allocate(count)
         assert pages.dtype == np.int32
         assert len(set(pages.tolist()) - self.model.held() - {DUMMY_PAGE}) == count
         self.model.loose += pages.tolist()
@@ -92,7 +98,7 @@ class Ledger(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data):
         pages = data.draw(st.lists(st.sampled_from(self.model.loose), unique=True)) if self.model.loose else []
-        self.ledger.free(pages)
+        self.allocator.free(pages)
         self.model.loose = [page for page in self.model.loose if page not in pages]
 
     @rule(data=st.data())
@@ -100,11 +106,11 @@ class Ledger(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(self.places()))
         length = data.draw(st.integers(0, len(self.model.loose)))
         pages = [self.model.loose.pop() for _ in range(length)]
-        self.ledger.chain(parent, pages)
+        self.allocator.chain(parent, pages)
         for page in pages:
             self.model.parent[page] = parent
             parent = page
-        self.ledger.hold(pages[-1:])
+        self.allocator.hold(pages[-1:])
         self.model.heads.update(pages[-1:])
 
     @precondition(lambda self: +self.model.heads)
@@ -115,16 +121,16 @@ class Ledger(RuleBasedStateMachine):
         held = sorted((+self.model.heads).elements())
         old = [held[i] for i in data.draw(st.lists(st.integers(0, len(held) - 1), min_size=1, max_size=4, unique=True))]
         ancestors = data.draw(st.lists(st.sampled_from(old), max_size=6))
-        allocated = [*self.model.loose, *self.ledger.allocate(min(wanted, self.ledger.num_free)).tolist()]
+        allocated = [*self.model.loose, *self.allocator.allocate(min(wanted, self.allocator.num_free)).tolist()]
         rows = self.branches(data, ancestors, list(allocated))
         width = max((len(row) for row in rows), default=0)
         paths_NW = np.array([row + [0] * (width - len(row)) for row in rows], dtype=np.int32).reshape(len(rows), width)
-        new_N = self.ledger.grow(ints(*ancestors), paths_NW, ints(*(len(row) for row in rows)))
+        new_N = self.allocator.grow(ints(*ancestors), paths_NW, ints(*(len(row) for row in rows)))
         assert new_N.dtype == np.int32
         assert new_N.tolist() == [row[-1] if row else head for row, head in zip(rows, ancestors)]
-        self.ledger.hold(new_N)
-        self.ledger.release(ints(*old))
-        self.ledger.settle(allocated, paths_NW)
+        self.allocator.hold(new_N)
+        self.allocator.release(ints(*old))
+        self.allocator.settle(allocated, paths_NW)
         for row, head in zip(rows, ancestors):
             self.model.parent.update(zip(row, [head, *row]))
         self.model.loose = []
@@ -149,14 +155,14 @@ class Ledger(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold(self, data):
         pages = data.draw(st.lists(st.sampled_from(self.places()), max_size=4))
-        self.ledger.hold(pages)
+        self.allocator.hold(pages)
         self.model.heads.update(page for page in pages if page != DUMMY_PAGE)
 
     @rule(data=st.data())
     def release(self, data):
         heads = [*self.model.heads.elements(), DUMMY_PAGE, DUMMY_PAGE]
         pages = data.draw(st.lists(st.integers(0, len(heads) - 1), unique=True).map(lambda at: [heads[i] for i in at]))
-        self.ledger.release(pages)
+        self.allocator.release(pages)
         self.model.heads.subtract(page for page in pages if page != DUMMY_PAGE)
         self.model.sweep()
 
@@ -165,18 +171,20 @@ class Ledger(RuleBasedStateMachine):
         page = data.draw(st.sampled_from(self.places()))
         whole = self.model.path(page)
         length = data.draw(st.integers(0, len(whole)))
-        assert self.ledger.path(page, length).tolist() == whole[len(whole) - length :]
+        assert self.allocator.path(page, length).tolist() == whole[len(whole) - length :]
         with pytest.raises(AssertionError):
-            self.ledger.path(page, len(whole) + 1)
+            self.allocator.path(page, len(whole) + 1)
 
     @invariant()
     def follows_the_model(self):
-        self.ledger.check()
+        self.allocator.check()
         held = self.model.held()
-        assert self.ledger.num_held == len(held) == CAPACITY - self.ledger.num_free
-        assert set(self.ledger._free[: self.ledger.num_free].tolist()) == set(range(1, CAPACITY + 1)) - held
-        assert {page: int(self.ledger._parent[page]) for page in self.model.parent} == self.model.parent
-        assert {page: int(holds) for page, holds in enumerate(self.ledger._heads) if holds} == dict(+self.model.heads)
+        assert self.allocator.num_held == len(held) == CAPACITY - self.allocator.num_free
+        assert set(self.allocator._free[: self.allocator.num_free].tolist()) == set(range(1, CAPACITY + 1)) - held
+        assert {page: int(self.allocator._parent[page]) for page in self.model.parent} == self.model.parent
+        assert {page: int(holds) for page, holds in enumerate(self.allocator._heads) if holds} == dict(
+            +self.model.heads
+        )
 
 
 TestLedger = Ledger.TestCase
@@ -189,207 +197,207 @@ def test_capacity_is_checked():
 
 
 def test_shared_branches_are_one_child():
-    ledger = PageAllocator(20)
-    prompt_T = chained(ledger, 4)
+    allocator = PageAllocator(20)
+    prompt_T = chained(allocator, 4)
     head = int(prompt_T[-1])
-    a, b, c, d, unused = ledger.allocate(5).tolist()
+    a, b, c, d, unused = allocator.allocate(5).tolist()
     paths_NW = np.array([[a, b, 0], [a, b, c], [a, d, unused]], dtype=np.int32)
-    new_N = ledger.grow(ints(head, head, head), paths_NW, ints(2, 3, 2))
+    new_N = allocator.grow(ints(head, head, head), paths_NW, ints(2, 3, 2))
     assert new_N.tolist() == [b, c, d]
-    ledger.hold(new_N)
-    ledger.release(ints(head))
-    ledger.settle(ints(a, b, c, d, unused), new_N.tolist() + [a])
-    ledger.check()
-    assert ledger.num_held == 8
-    ledger.release(ints(b, c))
-    ledger.check()
-    assert ledger.num_held == 6
-    assert ledger.path(d, 6).tolist() == [*prompt_T.tolist(), a, d]
-    ledger.release(ints(d))
-    assert ledger.num_free == 20
+    allocator.hold(new_N)
+    allocator.release(ints(head))
+    allocator.settle(ints(a, b, c, d, unused), new_N.tolist() + [a])
+    allocator.check()
+    assert allocator.num_held == 8
+    allocator.release(ints(b, c))
+    allocator.check()
+    assert allocator.num_held == 6
+    assert allocator.path(d, 6).tolist() == [*prompt_T.tolist(), a, d]
+    allocator.release(ints(d))
+    assert allocator.num_free == 20
 
 
 def test_a_row_without_new_pages_keeps_its_head():
-    ledger = PageAllocator(3)
-    head_N = chained(ledger, 2)[-1:]
-    new_N = ledger.grow(head_N, np.zeros((1, 0), dtype=np.int32), ints(0))
-    ledger.hold(new_N)
-    ledger.release(head_N)
-    ledger.check()
+    allocator = PageAllocator(3)
+    head_N = chained(allocator, 2)[-1:]
+    new_N = allocator.grow(head_N, np.zeros((1, 0), dtype=np.int32), ints(0))
+    allocator.hold(new_N)
+    allocator.release(head_N)
+    allocator.check()
     assert new_N.tolist() == head_N.tolist()
-    assert ledger.num_held == 2
+    assert allocator.num_held == 2
 
 
 def misuses():
-    def again(ledger, held, loose):
-        ledger.free(loose)
-        ledger.free(loose)
+    def again(allocator, held, loose):
+        allocator.free(loose)
+        allocator.free(loose)
 
     def consistent(*rows, heads=None):
-        def grow(ledger, held, loose):
+        def grow(allocator, held, loose):
             paths_NW = np.array([[loose[i] for i in row] for row in rows])
-            ledger.grow(heads or [held[-1]] * len(rows), paths_NW, np.full(len(rows), paths_NW.shape[1]))
+            allocator.grow(heads or [held[-1]] * len(rows), paths_NW, np.full(len(rows), paths_NW.shape[1]))
 
         return grow
 
     return {
         "free twice": again,
-        "free twice in one call": lambda ledger, held, loose: ledger.free(ints(loose[0], loose[0])),
-        "free what is in the forest": lambda ledger, held, loose: ledger.free(held[:1]),
-        "free the dummy page": lambda ledger, held, loose: ledger.free(ints(0)),
-        "settle what is free": lambda ledger, held, loose: ledger.settle(ints(12), []),
-        "chain twice": lambda ledger, held, loose: ledger.chain(0, held),
-        "chain a page twice in one call": lambda ledger, held, loose: ledger.chain(
+        "free twice in one call": lambda allocator, held, loose: allocator.free(ints(loose[0], loose[0])),
+        "free what is in the forest": lambda allocator, held, loose: allocator.free(held[:1]),
+        "free the dummy page": lambda allocator, held, loose: allocator.free(ints(0)),
+        "settle what is free": lambda allocator, held, loose: allocator.settle(ints(12), []),
+        "chain twice": lambda allocator, held, loose: allocator.chain(0, held),
+        "chain a page twice in one call": lambda allocator, held, loose: allocator.chain(
             0, ints(loose[0], loose[1], loose[0])
         ),
-        "chain below a loose page": lambda ledger, held, loose: ledger.chain(loose[0], loose[1:]),
-        "hold a loose page": lambda ledger, held, loose: ledger.hold(loose),
-        "release a loose page": lambda ledger, held, loose: ledger.release(loose),
-        "release what only its child holds": lambda ledger, held, loose: ledger.release(held[:1]),
-        "release once too often": lambda ledger, held, loose: ledger.release(ints(held[-1], held[-1])),
-        "release a free page": lambda ledger, held, loose: ledger.release(ints(12)),
+        "chain below a loose page": lambda allocator, held, loose: allocator.chain(loose[0], loose[1:]),
+        "hold a loose page": lambda allocator, held, loose: allocator.hold(loose),
+        "release a loose page": lambda allocator, held, loose: allocator.release(loose),
+        "release what only its child holds": lambda allocator, held, loose: allocator.release(held[:1]),
+        "release once too often": lambda allocator, held, loose: allocator.release(ints(held[-1], held[-1])),
+        "release a free page": lambda allocator, held, loose: allocator.release(ints(12)),
         "grow from a loose page": consistent([0], heads=[12]),
-        "grow a page of the forest": lambda ledger, held, loose: ledger.grow(held[-1:], held[None, :1], ints(1)),
+        "grow a page of the forest": lambda allocator, held, loose: allocator.grow(held[-1:], held[None, :1], ints(1)),
         "two parents": consistent([0, 2], [1, 2]),
         "two columns": consistent([0, 1], [1, 0]),
         "below itself": consistent([0, 0]),
-        "path of a loose page": lambda ledger, held, loose: ledger.path(loose[0], 1),
-        "path too long": lambda ledger, held, loose: ledger.path(held[-1], 5),
+        "path of a loose page": lambda allocator, held, loose: allocator.path(loose[0], 1),
+        "path too long": lambda allocator, held, loose: allocator.path(held[-1], 5),
     }
 
 
 @pytest.mark.parametrize("what", misuses())
 def test_misuse_is_caught(what):
-    ledger = PageAllocator(12)
-    held_T = chained(ledger, 4)
-    loose_T = ledger.allocate(3)
+    allocator = PageAllocator(12)
+    held_T = chained(allocator, 4)
+    loose_T = allocator.allocate(3)
     with pytest.raises(AssertionError):
-        misuses()[what](ledger, held_T, loose_T)
+        misuses()[what](allocator, held_T, loose_T)
 
 
 def test_check_finds_broken_books():
-    def leak(ledger):
-        ledger.chain(0, ledger.allocate(2))
+    def leak(allocator):
+        allocator.chain(0, allocator.allocate(2))
 
-    def count(ledger):
-        ledger._refs[ledger._free[0]] += 1
+    def count(allocator):
+        allocator._refs[allocator._free[0]] += 1
 
-    def both(ledger):
-        ledger._state[ledger._free[0]] = 1
+    def both(allocator):
+        allocator._state[allocator._free[0]] = 1
 
     for breakage in (leak, count, both):
-        ledger = PageAllocator(12)
-        chained(ledger, 4)
-        ledger.check()
-        breakage(ledger)
+        allocator = PageAllocator(12)
+        chained(allocator, 4)
+        allocator.check()
+        breakage(allocator)
         with pytest.raises(AssertionError):
-            ledger.check()
+            allocator.check()
 
 
 def test_many_particles_share_a_past():
     """64 particles end one after another, in any order; the past goes with the last of them."""
     rng = np.random.default_rng(0)
-    ledger = PageAllocator(4096)
-    prompt_T = chained(ledger, 1000)
+    allocator = PageAllocator(4096)
+    prompt_T = chained(allocator, 1000)
     heads_N = np.repeat(prompt_T[-1], 64)
-    ledger.hold(heads_N)
-    ledger.release(prompt_T[-1:])
+    allocator.hold(heads_N)
+    allocator.release(prompt_T[-1:])
     for _ in range(3):
-        heads_N = one_round(ledger, heads_N, ledger.allocate(64 * 5).reshape(64, 5))
+        heads_N = one_round(allocator, heads_N, allocator.allocate(64 * 5).reshape(64, 5))
     for left, n in enumerate(rng.permutation(64)):
-        assert ledger.num_held == 1000 + 15 * (64 - left)
-        ledger.release(heads_N[n : n + 1])
-        ledger.check()
-    assert ledger.num_free == 4096
+        assert allocator.num_held == 1000 + 15 * (64 - left)
+        allocator.release(heads_N[n : n + 1])
+        allocator.check()
+    assert allocator.num_free == 4096
 
 
 @pytest.mark.parametrize("chains", [1, WIDE - 1, WIDE, WIDE + 1, 2 * WIDE])
 def test_a_cascade_takes_all_and_no_more(chains):
     """Chains of many lengths below a shared page that is held, below one that is not, and below none."""
-    ledger = PageAllocator(200_000)
-    kept = chained(ledger, 50)
-    doomed = chained(ledger, 30, int(kept[20]))
+    allocator = PageAllocator(200_000)
+    kept = chained(allocator, 50)
+    doomed = chained(allocator, 30, int(kept[20]))
     tips = [
-        int(chained(ledger, 1 + n % 7 * 20, int(below))[-1])
+        int(chained(allocator, 1 + n % 7 * 20, int(below))[-1])
         for n, below in enumerate(np.resize([kept[40], doomed[10], 0], chains))
     ]
-    ledger.release(doomed[-1:])
-    ledger.check()
-    ledger.release(tips)
-    ledger.check()
-    assert ledger.num_held == 50
-    ledger.release(kept[-1:])
-    assert ledger.num_free == 200_000
+    allocator.release(doomed[-1:])
+    allocator.check()
+    allocator.release(tips)
+    allocator.check()
+    assert allocator.num_held == 50
+    allocator.release(kept[-1:])
+    assert allocator.num_free == 200_000
 
 
 def test_a_long_chain_goes_at_once():
-    ledger = PageAllocator(4096)
+    allocator = PageAllocator(4096)
     rng = np.random.default_rng(0)
-    ledger.free(rng.permutation(ledger.allocate(4096)))
+    allocator.free(rng.permutation(allocator.allocate(4096)))
     fastest = np.inf
     for _ in range(5):
-        tip_N = chained(ledger, 2048)[-1:]
+        tip_N = chained(allocator, 2048)[-1:]
         start = time.perf_counter()
-        ledger.release(tip_N)
+        allocator.release(tip_N)
         fastest = min(fastest, time.perf_counter() - start)
-    assert ledger.num_free == 4096
+    assert allocator.num_free == 4096
     assert fastest < 0.020
 
 
-def one_round(ledger: PageAllocator, heads_N: np.ndarray, paths_NW: np.ndarray) -> np.ndarray:
-    new_N = ledger.grow(heads_N, paths_NW, np.full(len(heads_N), paths_NW.shape[1]))
-    ledger.hold(new_N)
-    ledger.release(heads_N)
-    ledger.settle(paths_NW.ravel(), paths_NW)
+def one_round(allocator: PageAllocator, heads_N: np.ndarray, paths_NW: np.ndarray) -> np.ndarray:
+    new_N = allocator.grow(heads_N, paths_NW, np.full(len(heads_N), paths_NW.shape[1]))
+    allocator.hold(new_N)
+    allocator.release(heads_N)
+    allocator.settle(paths_NW.ravel(), paths_NW)
     return new_N
 
 
 def test_rounds_of_a_population_conserve_pages():
     """Ancestors are drawn at random round after round: what is held is what the heads descend from, counted anew."""
     rng = np.random.default_rng(1)
-    ledger = PageAllocator(20_000)
+    allocator = PageAllocator(20_000)
     requests, particles, width = 24, 8, 5
-    prompts = [chained(ledger, 10 + 3 * r)[-1] for r in range(requests)]
+    prompts = [chained(allocator, 10 + 3 * r)[-1] for r in range(requests)]
     heads_N = np.repeat(prompts, particles)
-    ledger.hold(heads_N)
-    ledger.release(prompts)
+    allocator.hold(heads_N)
+    allocator.release(prompts)
     lengths = 10 + 3 * np.repeat(np.arange(requests), particles)
     for _ in range(30):
-        allocated_NW = ledger.allocate(len(heads_N) * width).reshape(-1, width)
+        allocated_NW = allocator.allocate(len(heads_N) * width).reshape(-1, width)
         ancestor_N = np.arange(len(heads_N)) // particles * particles + rng.integers(0, particles, len(heads_N))
         counts_N = rng.integers(0, width + 1, len(heads_N))[ancestor_N]
         paths_NW = np.where(np.arange(width) < counts_N[:, None], allocated_NW[ancestor_N], DUMMY_PAGE)
-        new_N = ledger.grow(heads_N[ancestor_N], paths_NW, counts_N)
-        ledger.hold(new_N)
-        ledger.release(heads_N)
-        ledger.settle(allocated_NW.ravel(), paths_NW)
+        new_N = allocator.grow(heads_N[ancestor_N], paths_NW, counts_N)
+        allocator.hold(new_N)
+        allocator.release(heads_N)
+        allocator.settle(allocated_NW.ravel(), paths_NW)
         heads_N = new_N
         lengths = lengths[ancestor_N] + counts_N
-        ledger.check()
-        alive = {page for head, length in zip(heads_N, lengths) for page in ledger.path(head, length).tolist()}
-        assert ledger.num_held == len(alive)
-    ledger.release(heads_N)
-    ledger.check()
-    assert ledger.num_free == 20_000
+        allocator.check()
+        alive = {page for head, length in zip(heads_N, lengths) for page in allocator.path(head, length).tolist()}
+        assert allocator.num_held == len(alive)
+    allocator.release(heads_N)
+    allocator.check()
+    assert allocator.num_free == 20_000
 
 
 def test_grown_pages_are_counted():
     """Those of rows, not those of chains, as long as they live; any page of the forest can be counted in or out."""
-    ledger = PageAllocator(40)
-    prompt_T = chained(ledger, 5)
-    pages_T = ledger.allocate(6)
-    ends = ledger.grow(prompt_T[[-1, -1]], pages_T.reshape(2, 3), np.array([3, 2]))
-    ledger.hold(ends)
-    ledger.settle(pages_T, [*pages_T[:5]])
-    assert ledger.num_grown == 5
-    ledger.count_grown(prompt_T[:2], True)
-    ledger.count_grown(pages_T[:1], False)
-    ledger.count_grown([DUMMY_PAGE], True)
-    assert ledger.num_grown == 6
-    ledger.release(ends[1:])
-    assert ledger.num_grown == 4
-    ledger.check()
+    allocator = PageAllocator(40)
+    prompt_T = chained(allocator, 5)
+    pages_T = allocator.allocate(6)
+    ends = allocator.grow(prompt_T[[-1, -1]], pages_T.reshape(2, 3), np.array([3, 2]))
+    allocator.hold(ends)
+    allocator.settle(pages_T, [*pages_T[:5]])
+    assert allocator.num_grown == 5
+    allocator.count_grown(prompt_T[:2], True)
+    allocator.count_grown(pages_T[:1], False)
+    allocator.count_grown([DUMMY_PAGE], True)
+    assert allocator.num_grown == 6
+    allocator.release(ends[1:])
+    assert allocator.num_grown == 4
+    allocator.check()
     with pytest.raises(AssertionError, match="counted that is not in the forest"):
-        ledger.count_grown(pages_T[3:4], True)
-    ledger.release([ends[0], prompt_T[-1]])
-    assert ledger.num_grown == 0 and ledger.num_free == 40
+        allocator.count_grown(pages_T[3:4], True)
+    allocator.release([ends[0], prompt_T[-1]])
+    assert allocator.num_grown == 0 and allocator.num_free == 40

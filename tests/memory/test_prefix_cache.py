@@ -19,19 +19,19 @@ texts = st.lists(st.integers(0, 1), max_size=9)
 salts = st.sampled_from(["", "a"])
 
 
-def written(ledger: PageAllocator, count: int, parent: int = 0) -> np.ndarray:
+def written(allocator: PageAllocator, count: int, parent: int = 0) -> np.ndarray:
     """Pages of a new sequence below `parent`, whose last one is held once."""
-    pages_T = ledger.allocate(count)
-    ledger.chain(parent, pages_T)
-    ledger.hold(pages_T[-1:])
+    pages_T = allocator.allocate(count)
+    allocator.chain(parent, pages_T)
+    allocator.hold(pages_T[-1:])
     return pages_T
 
 
 def cached(cache: PrefixCache, text: list[int], salt: str = "") -> np.ndarray:
     """Run a text that nobody has run before, keep it in the cache, and end the request. Returns its pages."""
-    pages_T = written(cache.ledger, len(text))
+    pages_T = written(cache.allocator, len(text))
     cache.insert(text, pages_T, salt)
-    cache.ledger.release(pages_T[-1:])
+    cache.allocator.release(pages_T[-1:])
     return pages_T
 
 
@@ -41,8 +41,8 @@ class Cache(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = PageAllocator(CAPACITY)
-        self.cache = PrefixCache(self.ledger, BLOCK)
+        self.allocator = PageAllocator(CAPACITY)
+        self.cache = PrefixCache(self.allocator, BLOCK)
         self.order: list[tuple[str, tuple[int, ...]]] = []
         self.paths: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         """Pages of the positions of a cached text."""
@@ -80,16 +80,16 @@ class Cache(RuleBasedStateMachine):
         self.touch(self.beginnings(text[:length], salt))
         self.asked += len(text)
         self.found += length
-        if len(text) - length > self.ledger.num_free:
+        if len(text) - length > self.allocator.num_free:
             return
         before = self.paths[(salt, tuple(text[:length]))] if length else []
-        self.ledger.hold([page])
+        self.allocator.hold([page])
         if length < len(text):
-            pages = before + written(self.ledger, len(text) - length, page).tolist()
-            self.ledger.release([page])
+            pages = before + written(self.allocator, len(text) - length, page).tolist()
+            self.allocator.release([page])
         else:
             pages = list(before)
-        assert self.ledger.path(pages[-1], len(text)).tolist() == pages
+        assert self.allocator.path(pages[-1], len(text)).tolist() == pages
         self.cache.insert(np.array(text), pages, salt)
         self.requests.append(pages)
         for key in self.beginnings(text, salt):
@@ -100,18 +100,18 @@ class Cache(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data):
         pages = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
-        self.ledger.release(pages[-1:])
+        self.allocator.release(pages[-1:])
 
     @rule(count=st.integers(0, 12))
     def evict(self, count):
-        free = self.ledger.num_free
+        free = self.allocator.num_free
         freed = self.cache.evict(count)
         while self.order and CAPACITY - len(self.held()) < free + count:
             missing = free + count - (CAPACITY - len(self.held()))
             for key in self.order[: -(-missing // BLOCK)]:
                 self.order.remove(key)
                 del self.paths[key]
-        assert freed == self.ledger.num_free - free
+        assert freed == self.allocator.num_free - free
         assert freed >= count or not self.cache.entries
 
     @rule()
@@ -122,11 +122,11 @@ class Cache(RuleBasedStateMachine):
 
     @invariant()
     def follows_the_model(self):
-        self.ledger.check()
+        self.allocator.check()
         assert self.cache.entries == len(self.order) == len(self.paths)
         assert self.cache.pages == len(self.order) * BLOCK
         assert list(self.cache._pages.values()) == [self.paths[key][-1] for key in self.order]
-        assert self.ledger.num_held == len(self.held())
+        assert self.allocator.num_held == len(self.held())
         assert (self.cache.queried_tokens, self.cache.hit_tokens) == (self.asked, self.found)
         assert all(
             self.order.index(key) > self.order.index(longer)
@@ -158,7 +158,7 @@ def test_whole_blocks_only():
     cache = PrefixCache(PageAllocator(100))
     pages_T = cached(cache, list(range(40)))
     assert cache.entries == 2
-    assert cache.ledger.num_held == 32
+    assert cache.allocator.num_held == 32
     assert cache.match(list(range(40))) == (32, pages_T[31])
     assert cache.match(list(range(31))) == (16, pages_T[15])
     assert cache.match(list(range(40)), most=31) == (16, pages_T[15])
@@ -181,7 +181,7 @@ def test_salts_share_nothing():
     assert cache.match([1] * 8) == (0, 0)
     assert cache.match([1] * 8, "ours") == (8, ours_T[-1])
     assert cache.match([1] * 8, "theirs") == (8, theirs_T[-1])
-    assert cache.ledger.num_held == 16
+    assert cache.allocator.num_held == 16
 
 
 def test_lists_and_arrays_are_the_same_text():
@@ -214,38 +214,38 @@ def key_of(cache: PrefixCache, text: list[int]) -> bytes:
 
 
 def test_eviction_frees_nothing_that_somebody_holds():
-    ledger = PageAllocator(100)
-    cache = PrefixCache(ledger, 4)
-    pages_T = written(ledger, 12)
+    allocator = PageAllocator(100)
+    cache = PrefixCache(allocator, 4)
+    pages_T = written(allocator, 12)
     cache.insert([1] * 12, pages_T)
     assert cache.evict(1) == 0
     assert cache.entries == 0
-    assert ledger.path(pages_T[-1], 12).tolist() == pages_T.tolist()
-    ledger.check()
-    ledger.release(pages_T[-1:])
-    assert ledger.num_free == 100
+    assert allocator.path(pages_T[-1], 12).tolist() == pages_T.tolist()
+    allocator.check()
+    allocator.release(pages_T[-1:])
+    assert allocator.num_free == 100
 
 
 def test_computed_twice_at_once():
     """Of two requests that compute one beginning, the second goes on from its own pages; both lineages live as long as
     they are needed."""
-    ledger = PageAllocator(100)
-    cache = PrefixCache(ledger, 4)
-    first_T = written(ledger, 4)
-    second_T = written(ledger, 8)
+    allocator = PageAllocator(100)
+    cache = PrefixCache(allocator, 4)
+    first_T = written(allocator, 4)
+    second_T = written(allocator, 8)
     cache.insert([1] * 4, first_T)
     cache.insert([1] * 8, second_T)
-    ledger.release([first_T[-1], second_T[-1]])
+    allocator.release([first_T[-1], second_T[-1]])
     assert cache.match([1] * 4) == (4, first_T[-1])
     length, page = cache.match([1] * 8)
     assert (length, page) == (8, second_T[-1])
-    assert ledger.path(page, length).tolist() == second_T.tolist()
-    assert ledger.num_held == 12
+    assert allocator.path(page, length).tolist() == second_T.tolist()
+    assert allocator.num_held == 12
     assert cache.evict(1) == 8
     assert cache.match([1] * 8) == (4, first_T[-1])
     cache.clear()
-    ledger.check()
-    assert ledger.num_free == 100
+    allocator.check()
+    assert allocator.num_free == 100
 
 
 def test_a_long_prompt_is_matched_in_time():
@@ -258,15 +258,15 @@ def test_a_long_prompt_is_matched_in_time():
     assert cache.evict(500) == 512
     assert cache.match(text_T)[0] == 100_000 - 512
     cache.clear()
-    cache.ledger.check()
-    assert cache.ledger.num_free == 100_000
+    cache.allocator.check()
+    assert cache.allocator.num_free == 100_000
 
 
 def test_what_is_forgotten_is_not_found():
     """Nor what continues it, until it is kept again; who holds pages keeps them, and another text of the same beginning
     is not touched."""
     cache = PrefixCache(PageAllocator(100), 4)
-    held_T = written(cache.ledger, 8)
+    held_T = written(cache.allocator, 8)
     cache.insert([1] * 8, held_T)
     cached(cache, [2] * 8)
     cache.forget(cache.keys([1] * 4))
@@ -275,11 +275,11 @@ def test_what_is_forgotten_is_not_found():
     assert cache.find(cache.keys([1] * 8)) == (8, held_T[-1])
     cache.forget([*cache.keys([1] * 8), *cache.keys([3] * 4)])
     assert cache.match([1] * 8) == (0, 0) and cache.match([2] * 8)[0] == 8
-    assert cache.ledger.path(held_T[-1], 8).tolist() == held_T.tolist()
-    cache.ledger.release(held_T[-1:])
+    assert cache.allocator.path(held_T[-1], 8).tolist() == held_T.tolist()
+    cache.allocator.release(held_T[-1:])
     cache.clear()
-    cache.ledger.check()
-    assert cache.ledger.num_free == 100
+    cache.allocator.check()
+    assert cache.allocator.num_free == 100
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,7 +12,7 @@ from services.openai.requests import Asked, understood
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.model.tokenizer import Tokenizer
-from smc.scheduler.admission import longest_answer
+from smc.scheduler.capacity import longest_answer
 
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }} {{ tool.function.parameters | tojson }}]{% endfor %}"

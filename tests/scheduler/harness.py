@@ -11,7 +11,7 @@ import torch
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer, Output
 from smc.api.request import Request
-from smc.api.sampling_params import SamplingParams
+from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.forward import Rows, StaticForward
 from smc.executor.graph_runner import StageRunner
 from smc.executor.model_runner import ModelRunner
@@ -20,7 +20,7 @@ from smc.executor.plan import Contexts, Program
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.engine import Engine
-from smc.scheduler.sequence_group import Phase, SequenceGroup
+from smc.scheduler.sequence_group import SequenceGroup
 
 FORMS = [
     EngineConfig(form="lockstep", block=3),
@@ -59,9 +59,9 @@ def assert_empty(engine: Engine) -> None:
     engine.check_books()
     for cache in engine.memory.caches.values():
         cache.clear()
-    for ledger in engine.memory.ledgers.values():
-        ledger.check()
-        assert ledger.num_free == ledger.capacity
+    for allocator in engine.memory.allocators.values():
+        allocator.check()
+        assert allocator.num_free == allocator.capacity
 
 
 def step_through(engine: Engine, check: Callable[[Engine], None]) -> list[Output]:
@@ -88,7 +88,7 @@ class TokenLedger:
             return model(tokens_T, rope_T2D, attend)
 
         worker.model = Listening(model, listening)
-        engine.pair.runners[side]._forward.model = worker.model
+        engine.executor.runners[side]._forward.model = worker.model
 
     def tokens(self, pages: Sequence[int]) -> list[int]:
         return self.token_of_page[pages].tolist()
@@ -112,7 +112,7 @@ def open_particles(engine: Engine, group: SequenceGroup, side: str) -> list[tupl
             )
             pending = slots.length_S[slot] + group.prompt_size - slots.held_S[side][slot]
             kept = slots.length_S[slot] - (
-                pending if both and group.decoding.confirms and pending in (1, 2) else 2 if both else 1
+                pending if both and group.params.method is Method.EXACT and pending in (1, 2) else 2 if both else 1
             )
         found.append((slot, [*group.request.prompt, *slots.tokens_SL[slot, :kept].tolist()]))
     return found
@@ -125,19 +125,19 @@ def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
     engine.memory.check()
     for group in running(engine):
         for side in group.decoding.roles:
-            ledger, table_SL = engine.memory.ledgers[side], engine.pair.runners[side].state.table_SL
+            allocator, table_SL = engine.memory.allocators[side], engine.executor.runners[side].state.table_SL
             assert (slots.head_S[side][group.slots[group.count :]] == 0).all(), "a slot without a particle holds pages"
             for slot, tokens in open_particles(engine, group, side):
                 assert slots.held_S[side][slot] == len(tokens)
                 if not group.in_flight:  # else the model may be a round ahead of the record
                     assert (
                         table_SL[slot, : len(tokens)].tolist()
-                        == ledger.path(slots.head_S[side][slot], len(tokens)).tolist()
+                        == allocator.path(slots.head_S[side][slot], len(tokens)).tolist()
                     )
             for slot in group.slots[: group.count].tolist():
                 held = int(slots.held_S[side][slot])
                 tokens = [*group.request.prompt, *slots.tokens_SL[slot, : slots.length_S[slot]].tolist()]
-                assert written[side].tokens(ledger.path(slots.head_S[side][slot], held)) == tokens[:held]
+                assert written[side].tokens(allocator.path(slots.head_S[side][slot], held)) == tokens[:held]
                 seen += 1
         for side in {stream.role for stream in group.streams if stream.unconditional}:
             seen += _check_companions(engine, group, side, written[side])
@@ -146,16 +146,16 @@ def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
 
 def _check_companions(engine: Engine, group: SequenceGroup, side: str, written: TokenLedger) -> int:
     """Those of a guided group hold its answers after its negative prompt, as far as the side has them."""
-    slots, ledger = engine.slots, engine.memory.ledgers[side]
+    slots, allocator = engine.slots, engine.memory.allocators[side]
     for slot in group.slots[: group.count].tolist():
-        companion = int(slots.companion_S[slot])
+        companion = int(slots.unconditional_S[slot])
         held = int(slots.held_S[side][companion])
         assert held - group.negative_size == slots.held_S[side][slot] - group.prompt_size
         tokens = [*group.request.negative_prompt, *slots.tokens_SL[slot, : held - group.negative_size].tolist()]
-        path = ledger.path(int(slots.head_S[side][companion]), held)
+        path = allocator.path(int(slots.head_S[side][companion]), held)
         assert written.tokens(path) == tokens
         if not group.in_flight and not slots.ended_S[slot]:
-            assert engine.pair.runners[side].state.table_SL[companion, :held].tolist() == path.tolist()
+            assert engine.executor.runners[side].state.table_SL[companion, :held].tolist() == path.tolist()
     return group.count
 
 
@@ -211,4 +211,4 @@ class PaddingOps(TorchOps):
 
 
 def running(engine: Engine) -> list[SequenceGroup]:
-    return [group for group in engine.registry.groups.values() if group.phase is Phase.RUNNING]
+    return [group for group in engine.registry.groups.values() if group.is_running]

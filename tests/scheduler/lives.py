@@ -100,10 +100,10 @@ def small_engine(
         if ahead:
             patch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
         engine = local_engine(pair(), config, **options)
-    engine.expectation.learn_answer = lambda _share: None
+    engine.forecast.learn_answer = lambda _share: None
     if not follows:
-        engine.expectation.follow = lambda _groups: None
-    engine.expectation.answer_share = 0.1
+        engine.forecast.follow = lambda _groups: None
+    engine.forecast.answer_share = 0.1
     return engine
 
 
@@ -152,7 +152,7 @@ def live(
 
 
 def _resize(engine: Engine, rng: random.Random, lives: Lives) -> None:
-    groups = [group for group in running(engine) if group.params.method is Method.SMC and group.wanted is None]
+    groups = [group for group in running(engine) if group.params.method is Method.SMC and group.next_rows is None]
     if not groups:
         return
     group = rng.choice(groups)

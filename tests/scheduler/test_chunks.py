@@ -10,7 +10,6 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
 from smc.scheduler.prefill import IN_FLIGHT, LEAST, PrefillBudget
-from smc.scheduler.sequence_group import Phase
 from smc.types import ModelRole
 from tests.scheduler.harness import answers, assert_empty, request
 from tests.scheduler.lives import assert_same, pair
@@ -36,6 +35,14 @@ class Ran:
         return {"prompt": (10, 10 + round(1e9 * self.seconds))}
 
 
+@dataclass
+class Round:
+    times: dict
+
+    def spans(self) -> dict:
+        return self.times
+
+
 class Simulation:
     """Steps of an engine whose models take `floor` seconds for a chunk of up to 200 tokens, and as much more for
     more."""
@@ -49,13 +56,15 @@ class Simulation:
         """Tokens that were asked for; `round_seconds` None: nobody is in rounds."""
         tokens = min(left, self.chunks.most(round_seconds is not None))
         seconds = {side: floor * max(tokens, 200) / 200 for side, floor in self.floors.items()}
-        self.chunks.ask(
+        self.chunks.spend(
             {side: [(tokens, Ran(seconds[side]))] if tokens else [] for side in ModelRole}, round_seconds is not None
         )
         for side in ModelRole:
             self.took[side] += seconds[side] if tokens else 0.0
-        self.chunks.earn(
-            [] if round_seconds is None else [{side: (0, round(1e9 * round_seconds[side])) for side in ModelRole}]
+        self.chunks.accrue(
+            []
+            if round_seconds is None
+            else [Round({side: (0, round(1e9 * round_seconds[side])) for side in ModelRole})]
         )
         self.asked.append(tokens)
         return tokens
@@ -101,7 +110,7 @@ def test_rounds_that_bring_nothing_keep_no_prompt_from_going_on():
     simulation = Simulation(AHEAD, {"draft": 0.05, "target": 0.1})
     for _ in range(20):
         simulation.step()
-    simulation.chunks.earn([])
+    simulation.chunks.accrue([])
     assert simulation.chunks.most(beside=True) == LEAST
 
 
@@ -117,7 +126,7 @@ def test_no_more_than_two_chunks_are_on_their_way(share):
     for i in range(10):
         chunks.most(beside=False)
         assert len(read) == 2 * max(0, i + 1 - IN_FLIGHT)
-        chunks.ask({side: [(1, Slow(0.1))] for side in ModelRole}, beside=False)
+        chunks.spend({side: [(1, Slow(0.1))] for side in ModelRole}, beside=False)
 
 
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])
@@ -141,7 +150,7 @@ def test_a_prompt_is_not_forgotten_beside_rounds():
         engine.step()
     engine.submit(request([0, 1, 2, 2] * 100, "long", particles=2, seed=2, max_tokens=4, ignore_eos=True))
     long, rounds = engine.registry.groups["long"], engine.registry.groups["running"]
-    while long.phase is not Phase.RUNNING:
+    while not long.is_running:
         before = rounds.launched
         engine.step()
         assert rounds.launched == before + 1

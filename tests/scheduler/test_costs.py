@@ -112,7 +112,7 @@ def watched(config: EngineConfig, clock: Clock | None = None) -> tuple[Engine, d
         def forward(self, reader):
             return Watched(reader)
 
-    engine.pair = LocalRoundExecutor(config, engine.workers, WatchedOps())
+    engine.executor = LocalRoundExecutor(config, engine.workers, WatchedOps())
     return engine, passes
 
 
@@ -162,7 +162,7 @@ def test_timed_rounds_change_nothing(config):
     asked = [request([1, 2], str(i), particles=n, seed=i, max_tokens=20) for i, n in enumerate((3, 5))]
     expected = answers(local_engine(tiny_pair(), config), asked)
     engine = local_engine(tiny_pair(), config)
-    assert engine.costs is None and time_costs(engine, BRIEF)
+    assert engine.latency is None and time_costs(engine, BRIEF)
     engine.check_books()
     assert engine.rounds_of(Method.EXACT).acceptance.exposure == 0, "what was timed decides about users"
     found = answers(engine, asked)

@@ -40,8 +40,8 @@ class Breaking:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.there = engine, True
-        self._round, self._run = engine.pair.round, engine.workers["draft"].run_prompts
-        engine.pair.round = self._ask_round
+        self._round, self._run = engine.executor.round, engine.workers["draft"].run_prompts
+        engine.executor.round = self._ask_round
         engine.workers["draft"].run_prompts = lambda batch: self._run(batch) if self.there else Lost()
 
     def _ask_round(self, plan) -> object:
@@ -79,14 +79,14 @@ def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead
         outputs, dropped = breaking.step()
         final |= {output.request_id: output.answer for output in outputs if output.answer}
         ended |= set(dropped)
-        if not breaking.there and not engine.changes.has_draft and rng.random() < 0.2:
+        if not breaking.there and not engine.fallback.has_draft and rng.random() < 0.2:
             breaking.there = True
             engine.attach_draft(pages=rng.choice((790, 800)))
             seen["back"] += 1
         elif breaking.there and rng.random() < 0.12:
             breaking.there = False
             seen["lost"] += 1
-    if not engine.changes.has_draft:
+    if not engine.fallback.has_draft:
         engine.attach_draft(pages=800)
     assert_empty(engine)
     assert seen["back"] > 3 and min(len(refused), len(ended)) > 5, (seen, refused, ended)

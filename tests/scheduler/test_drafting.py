@@ -71,8 +71,8 @@ ONE_H200 = LatencyModel(
 """The same pair on one."""
 
 
-def tree(hazard: float, rows: int = 0, context: int = SHORT, most: int = 8) -> TreeRequest:
-    return TreeRequest(most, hazard, context, rows)
+def tree(miss_rate: float, rows: int = 0, context: int = SHORT, most: int = 8) -> TreeRequest:
+    return TreeRequest(most, miss_rate, context, rows)
 
 
 def settled(
@@ -87,7 +87,7 @@ def settled(
     policy, now = CostBasedTreePolicy(config), [rows] * len(hazards)
     for _ in range(3):
         changed = policy.change(
-            [tree(hazard, count, context) for hazard, count in zip(hazards, now)], [], beside, costs
+            [tree(miss_rate, count, context) for miss_rate, count in zip(hazards, now)], [], beside, costs
         )
         if changed is None:
             return now
@@ -105,9 +105,9 @@ def test_one_request_has_the_whole_tree_and_a_crowd_none(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
 def test_what_is_hard_to_guess_is_given_up_earlier(config):
-    def last(hazard: float) -> int:
+    def last(miss_rate: float) -> int:
         return max(
-            (count for count in (1, 2, 4, 8, 16, 32, 64, 128) if any(settled(config, [hazard] * count))), default=0
+            (count for count in (1, 2, 4, 8, 16, 32, 64, 128) if any(settled(config, [miss_rate] * count))), default=0
         )
 
     assert last(EASY) > last(HARD) > last(HOPELESS) == 0
@@ -142,7 +142,7 @@ def test_a_crowd_is_decoded_alone_as_long_as_little_is_read(rows):
 def test_a_crowd_that_comes_first_is_drafted_for_until_its_draft_is_known(rows):
     """Nothing is learnt of a draft that is never asked. Taken to miss one token in ten, 128 requests were decoded alone
     for good, at 165 tokens a second each, by a pair that makes a third more."""
-    config, unknown = EngineConfig(form="lockstep", block=8, max_slots=256), Acceptance(MEMORY).hazard()
+    config, unknown = EngineConfig(form="lockstep", block=8, max_slots=256), Acceptance(MEMORY).miss_rate()
     assert all(settled(config, [unknown] * 128, costs=ONE_H200, rows=rows))
     assert all(settled(config, [EASY] * 128, costs=ONE_H200, rows=rows))
     assert not any(settled(config, [3 * HARD] * 128, costs=ONE_H200, rows=rows))
@@ -199,13 +199,13 @@ def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
             rng.choice((EASY, HARD, HOPELESS)) * rng.uniform(0.5, 2) for _ in range(rng.choice((1, 3, 10, 50, 200)))
         ]
         beside = OtherLoad(pair=(extra := rng.choice((0, 0, 3))), pair_rows=8 * extra, target=rng.choice((0, 0, 2)))
-        rows, trees = settled(config, hazards, beside), [tree(hazard) for hazard in hazards]
+        rows, trees = settled(config, hazards, beside), [tree(miss_rate) for miss_rate in hazards]
         speed = forecast.speed(trees, rows, beside)
         assert speed >= forecast.speed(trees, [0] * len(trees), beside)
         assert MARGIN * max(speed, 1e-9) >= forecast.speed(trees, [rng.randint(1, 8) for _ in trees], beside)
         policy, changes = CostBasedTreePolicy(config), 0
         for _ in range(20):
-            wavering = [tree(hazard * rng.uniform(0.97, 1.03), count) for hazard, count in zip(hazards, rows)]
+            wavering = [tree(miss_rate * rng.uniform(0.97, 1.03), count) for miss_rate, count in zip(hazards, rows)]
             if (changed := policy.change(wavering, [], beside, MADE)) is not None:
                 rows, changes = list(changed), changes + 1
         assert changes <= 1
@@ -261,7 +261,7 @@ def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
     """Eight slots and twelve requests of eight rows: eight run side by side. Without costs they would run one after
     another."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=8))
-    engine.costs = made(round_overhead=0.0, target=(4e-3, 5e-4))
+    engine.latency = made(round_overhead=0.0, target=(4e-3, 5e-4))
     for i in range(12):
         engine.submit(
             Request(str(i), (0, 1, 2), SamplingParams(method="exact", seed=i, max_tokens=30, ignore_eos=True))
@@ -283,16 +283,16 @@ def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
 def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead):
     """Against a simulation of 10,000 rounds, which hang together: within ten standard errors of as many that do not."""
     rng, block = np.random.default_rng(1), 5
-    for hazard, rows in ((0.3, 1), (0.3, 4), (2.0, 8), (0.01, 8)):
+    for miss_rate, rows in ((0.3, 1), (0.3, 4), (2.0, 8), (0.01, 8)):
         found = []
         whole = True
         for _ in range(10_000):
             tries = block if whole or not lookahead else 1
-            right = rng.random(tries) > hazard / rows**WIDTH_GAIN
+            right = rng.random(tries) > miss_rate / rows**WIDTH_GAIN
             first = tries if right.all() else int(right.argmin())
             found.append(min(first + 1, tries) if lookahead else first + 1)
             whole = bool(right.all())
-        (mean,) = tokens_a_round(np.array([hazard]), np.array([[rows]]), block, lookahead)[0]
+        (mean,) = tokens_a_round(np.array([miss_rate]), np.array([[rows]]), block, lookahead)[0]
         assert mean == pytest.approx(np.mean(found), abs=5 * np.std(found) / 50 + 1e-3)
 
 
@@ -300,12 +300,12 @@ def test_a_hazard_is_found_whatever_the_rows_were():
     """Of 0.2: by rounds of trees of 1 to 8 rows. It begins at what is known of others."""
     rng = random.Random(2)
     acceptance = Acceptance(0.999)
-    assert acceptance.hazard(0.7) == 0.7
+    assert acceptance.miss_rate(0.7) == 0.7
     for _ in range(4000):
         rows = rng.choice((1, 2, 8))
         first = next((i for i in range(6) if rng.random() < 0.2 / rows**WIDTH_GAIN), 6)
         acceptance.count(min(first + 1, 6), first < 6, rows)
-    assert acceptance.hazard() == pytest.approx(0.2, rel=0.1)
+    assert acceptance.miss_rate() == pytest.approx(0.2, rel=0.1)
 
 
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])
@@ -315,7 +315,7 @@ def test_an_engine_follows_its_costs(form):
     config = EngineConfig(form=form, block=3, max_slots=256)
     engine = local_engine(pair(), config)
     # The tiny pair is often wrong: drafting is worth it where it is nearly free.
-    engine.costs = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))
+    engine.latency = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))
     law = {"method": "exact", "ignore_eos": True}
     crowd = [Request(str(i), (0, 1, i % 3), SamplingParams(seed=i, max_tokens=40, **law)) for i in range(30)]
     engine.submit(Request("long", (0, 1, 2), SamplingParams(seed=99, max_tokens=120, **law)))
@@ -338,7 +338,7 @@ def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     ever again."""
     monkeypatch.setattr("smc.scheduler.tree_controller.FADE", 0.97)
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
-    engine.costs = made()
+    engine.latency = made()
     acceptance, alone = engine.rounds_of(Method.EXACT).acceptance, []
     acceptance.misses, acceptance.exposure = 900.0, 300.0
     for seed in range(9):
@@ -406,7 +406,7 @@ def test_an_engine_drafts_where_much_is_read():
     """By itself the target reads a context for every token of a block, and once for what a round of the pair brings."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     free, target = ModelLatency(LatencyCurve(((1, 1e-6), (512, 1e-6)))), LatencyCurve(((1, 4e-3), (512, 4e-3)))
-    engine.costs = LatencyModel(
+    engine.latency = LatencyModel(
         free, ModelLatency(target), ModelLatency(LatencyCurve(((1, 1e-3), (512, 1e-3))), 4e-5), 0.0
     )
     for size, alone in ((1, True), (33, False)):
@@ -424,7 +424,7 @@ def test_of_a_crowd_that_comes_and_goes_the_draft_hears_nothing(monkeypatch):
     drafted."""
     engine, asked = local_engine(pair(), EngineConfig(block=3, max_slots=256, prefix_cache=False)), []
     monkeypatch.setattr(engine.workers["draft"], "run_prompts", asked.append)
-    engine.costs, rng, seeds = (
+    engine.latency, rng, seeds = (
         made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4)),
         random.Random(3),
         itertools.count(),
@@ -445,7 +445,7 @@ def test_of_a_crowd_that_comes_and_goes_the_draft_hears_nothing(monkeypatch):
 def test_a_crowd_after_a_crowd_is_asked_about_at_once():
     """What was changed for others, who are gone, is nothing to wait for."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=256))
-    engine.costs = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))
+    engine.latency = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))
     for wave in range(3):
         for i in range(30):
             params = SamplingParams(method="exact", ignore_eos=True, seed=i, max_tokens=100)
@@ -464,13 +464,13 @@ def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     """Each alone would have all rows. Its first round has as many as suit all, and nobody sits out one to come to have
     fewer."""
     engine, asked = local_engine(pair(), EngineConfig(form=form, block=3, max_slots=256, prefill_chunk=16)), []
-    run = engine.pair.round
-    engine.pair.round = lambda plan: (asked.append(int(plan.size_G.sum())), run(plan))[1]
+    run = engine.executor.round
+    engine.executor.round = lambda plan: (asked.append(int(plan.size_G.sum())), run(plan))[1]
     # More rows than one for each of them would take longer than they could bring.
-    engine.costs = made(draft=(1e-4, 0.0), target=(4e-3, 0.0), round_overhead=0.0)
+    engine.latency = made(draft=(1e-4, 0.0), target=(4e-3, 0.0), round_overhead=0.0)
     count, most = 32, 256
     steep = ModelLatency(LatencyCurve(((1, 4e-3), (most, 4e-3), (2 * most, 1.0))))
-    engine.costs = replace(engine.costs, target=steep)
+    engine.latency = replace(engine.latency, target=steep)
     requests = [
         Request(
             str(i), (0, 1, i % 3), SamplingParams(method="exact", particles=8, seed=i, max_tokens=20, ignore_eos=True)

@@ -43,7 +43,7 @@ def test_particles_that_share_nothing(config):
         preempted.append(engine.take_stats().preemptions)
         at_once.append(len(running(engine)))
     assert_empty(engine)
-    assert engine.expectation.own_share > 0.95
+    assert engine.forecast.own_share > 0.95
     half = len(at_once) // 2
     assert max(at_once[:half]) * WHOLE > engine.memory.capacity["draft"] >= max(at_once[half:]) * WHOLE
     assert max(at_once[half:]) >= 4, "room is left unused"
@@ -61,7 +61,7 @@ def test_particles_that_share_nearly_all(config):
         preempted += engine.take_stats().preemptions
         at_once.append(len(running(engine)))
     assert_empty(engine)
-    assert engine.expectation.own_share < 0.1 and preempted == 0
+    assert engine.forecast.own_share < 0.1 and preempted == 0
     assert max(at_once[len(at_once) // 2 :]) >= 8
 
 
@@ -77,13 +77,15 @@ def test_grown_pages_are_those_of_running_particles(config, ahead, monkeypatch):
     engine, seen = small_engine(small, monkeypatch, ahead=ahead, follows=True), []
 
     def count(engine: Engine) -> None:
-        for side, ledger in engine.memory.ledgers.items():
+        for side, allocator in engine.memory.allocators.items():
             pages = set()
             for group in running(engine):
                 for slot in group.slots[: group.count] if side in group.decoding.roles else ():
                     held = int(engine.slots.held_S[side][slot])
-                    pages.update(ledger.path(int(engine.slots.head_S[side][slot]), held)[group.prompt_size :].tolist())
-            assert ledger.num_grown == len(pages)
+                    pages.update(
+                        allocator.path(int(engine.slots.head_S[side][slot]), held)[group.prompt_size :].tolist()
+                    )
+            assert allocator.num_grown == len(pages)
             seen.append(len(pages))
         assert bool(engine.registry.admitted) == any(engine.memory.expected.values())
 
@@ -96,7 +98,7 @@ def test_grown_pages_are_those_of_running_particles(config, ahead, monkeypatch):
     )
     assert_empty(engine)
     assert not any(engine.memory.next_round.values()) and not any(
-        ledger.num_grown for ledger in engine.memory.ledgers.values()
+        allocator.num_grown for allocator in engine.memory.allocators.values()
     )
 
 
@@ -123,7 +125,7 @@ def test_an_answer_does_not_depend_on_what_has_been_learnt():
     law = {"particles": 4, "max_tokens": 100, "ignore_eos": True, "ess_threshold": 0.0}
     requests = [request((0, 1, 2), str(i), seed=i % 3, **law) for i in range(9)]
     found = {output.request_id: output.answer for output in engine.run(requests) if output.answer}
-    assert engine.expectation.own_share > 0.9
+    assert engine.forecast.own_share > 0.9
     expected = with_endless_memory(config, requests[:3])
     for name, answer in found.items():
         assert_same(answer, expected[str(int(name) % 3)])

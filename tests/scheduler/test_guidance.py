@@ -148,8 +148,8 @@ def test_a_scale_of_1_is_no_guidance_and_costs_no_companion(config):
     without, plans = local_engine(tiny_pair(), config), []
     expected = answers(without, requests)
     engine = local_engine(tiny_pair(), config)
-    asks = engine.pair.round
-    engine.pair.round = lambda plan: plans.append(plan) or asks(plan)
+    asks = engine.executor.round
+    engine.executor.round = lambda plan: plans.append(plan) or asks(plan)
     found = answers(engine, [replace(one, params=replace(one.params, guidance_scale=1.0)) for one in requests])
     for request_id, one in expected.items():
         other = found[request_id]
@@ -163,18 +163,18 @@ def test_a_round_pays_for_what_is_guided(config, monkeypatch):
     request alone for its own; never for more than the round has places. At the draft F for each of the 2 whose request
     asks for it."""
     engine = local_engine(tiny_pair(), config)
-    asks, runs, found = engine.pair.round, StaticForward.__call__, []
+    asks, runs, found = engine.executor.round, StaticForward.__call__, []
 
     def counting(self, tokens_T, rows):
         plan, more = found[-1]
-        side = next(side for side in ModelRole if self is engine.pair.runners[side]._forward)
+        side = next(side for side in ModelRole if self is engine.executor.runners[side]._forward)
         # Pending tokens are run from the tables, of a row a place; what is drafted is not.
         width = plan.branches if side == "draft" and rows.tail_RB is not None else 1
         more[side].append((len(rows.slot_R) - width * len(plan.slot_A)) / width)
         return runs(self, tokens_T, rows)
 
     monkeypatch.setattr(StaticForward, "__call__", counting)
-    engine.pair.round = lambda plan: found.append((plan, {side: [] for side in ModelRole})) or asks(plan)
+    engine.executor.round = lambda plan: found.append((plan, {side: [] for side in ModelRole})) or asks(plan)
     law = {"ignore_eos": True, "population": "independent"}
     requests = [
         asked("0", particles=3, max_tokens=16, **law),
@@ -234,7 +234,7 @@ def test_companions_live_as_their_particles_do(config, ahead, monkeypatch):
     chances = {"submit": 0.9, "cancel": 0.04, "resize": 0.8}
     lives = live(engine, requests, rng, **chances, after_step=lambda engine: seen.append(check_kv(engine, written)))
     assert_empty(engine)
-    assert (engine.slots.companion_S < 0).all() and sum(seen) > 500
+    assert (engine.slots.unconditional_S < 0).all() and sum(seen) > 500
     missing = [
         event for event in ("cached", "preempted", "made smaller", "grown", "cancelled") if not lives.events[event]
     ]
@@ -254,7 +254,7 @@ def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config, gui
     engine = local_engine(tiny_pair(), config)
     written = {side: TokenLedger(engine, side) for side in ModelRole}
     engine.submit(asked(method="exact", particles=4, guide_draft=guide_draft, **law))
-    changes = {3: engine.changes.go_alone, 7: engine.changes.rejoin, 12: engine.changes.go_alone}
+    changes = {3: engine.fallback.fall_back, 7: engine.fallback.rejoin, 12: engine.fallback.fall_back}
     steps = 0
     while not engine.idle:
         outputs, steps = engine.step(), steps + 1
@@ -299,7 +299,7 @@ def test_what_cannot_be_is_refused_by_name(given, says):
 
 
 def test_the_longest_answer_leaves_room_for_the_negative_prompt():
-    from smc.scheduler.admission import longest_answer
+    from smc.scheduler.capacity import longest_answer
 
     params = SamplingParams(guidance_scale=2)
     assert longest_answer(params, FORMS[2], {}, 64, 10, negative=40) == 24

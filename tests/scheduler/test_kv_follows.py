@@ -58,14 +58,14 @@ def mixed_requests(count: int, rng: random.Random, vocab: int = 4) -> list[Reque
 def test_slots_hold_the_tokens_of_their_particles(config):
     """After every step, every open particle's pages were written for exactly its tokens, prompt included."""
     engine = local_engine(pairs.tiny_pair(), config)
-    ledgers = {side: TokenLedger(engine, side) for side in ModelRole}
+    allocators = {side: TokenLedger(engine, side) for side in ModelRole}
     for r in mixed_requests(70, random.Random(0)):
         engine.submit(r)
     seen = 0
 
     def check(engine) -> None:
         nonlocal seen
-        seen += check_kv(engine, ledgers)
+        seen += check_kv(engine, allocators)
 
     step_through(engine, check)
     assert seen > 300
@@ -89,7 +89,7 @@ def test_next_token_law_equals_recomputation(config):
             for side in ModelRole:
                 for slot, tokens in open_particles(engine, group, side)[::3]:
                     for token in (0, 2):
-                        ours = next_log_probs(engine.pair.runners[side], slot, len(tokens), token)
+                        ours = next_log_probs(engine.executor.runners[side], slot, len(tokens), token)
                         fresh = pairs.next_log_probs(getattr(pair, side), [*tokens, token])
                         assert (ours - fresh).abs().max() < 1e-4
                         compared += 1
@@ -132,7 +132,7 @@ def test_what_all_particles_agree_on_is_read_once():
     engine.submit(
         Request("r", (0, 1, 2), SamplingParams(particles=8, temperature=0.01, seed=0, max_tokens=30, ignore_eos=True))
     )
-    shared, run = [], engine.pair.round
-    engine.pair.round = lambda plan: (shared.append(int(plan.shared_G[0])), run(plan))[1]
+    shared, run = [], engine.executor.round
+    engine.executor.round = lambda plan: (shared.append(int(plan.shared_G[0])), run(plan))[1]
     step_through(engine, lambda _: None)
     assert shared == sorted(shared) and shared[0] == 3 and shared[-1] > 3 + 30 - 3 * 2

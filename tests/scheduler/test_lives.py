@@ -51,7 +51,7 @@ def check_lives(config: EngineConfig, ahead: bool, monkeypatch: pytest.MonkeyPat
         engine, requests, rng, submit=0.9, cancel=0.04, resize=0.5, after_step=lambda engine: engine.memory.check()
     )
     assert_empty(engine)
-    assert not any(engine.memory.leaked().values()) and not engine.starts.stops.used
+    assert not any(engine.memory.leaked().values()) and not engine.prefill.stops.used
     untouched = [request for request in requests if lives.untouched(request.request_id)]
     expected = with_endless_memory(config, untouched)
     for request in untouched:

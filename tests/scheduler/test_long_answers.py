@@ -55,8 +55,8 @@ def test_past_short_rows(config, monkeypatch):
     assert lengths == {True, False}
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(made, replace(config, cohorts=2, prefill_chunk=100, pages=1900, max_slots=24))
-    shapes, run = set(), engine.pair.round
-    engine.pair.round = lambda plan: (shapes.add((plan.program, plan.contexts, len(plan.slot_A))), run(plan))[1]
+    shapes, run = set(), engine.executor.round
+    engine.executor.round = lambda plan: (shapes.add((plan.program, plan.contexts, len(plan.slot_A))), run(plan))[1]
     for again in range(2):
         found = answers(engine, [replace(one, request_id=f"{again}-{one.request_id}") for one in asked])
         for one in asked:

@@ -15,7 +15,6 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.plan import Program
 from smc.scheduler.engine import Engine
-from smc.scheduler.sequence_group import Phase
 from tests.scheduler.harness import CASES, FORMS, answers, assert_empty, config_id, request, running
 from tests.scheduler.lives import assert_same, live, small_engine, with_endless_memory
 
@@ -77,7 +76,9 @@ def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, mon
     outputs, ended = [], set()
     while not engine.idle:
         outputs += engine.step()
-        waiting = [g for g in engine.registry.groups.values() if g.phase is Phase.QUEUED and g.saved and g.streamed]
+        waiting = [
+            g for g in engine.registry.groups.values() if g.is_queued and g.checkpoint is not None and g.streamed
+        ]
         if waiting and end == "cancelled":
             ended.add(waiting[0].id)
             assert engine.abort(waiting[0].id)
@@ -101,9 +102,9 @@ def test_what_was_given_up_is_not_taken_back_before_the_older_has_gone_on(monkey
         engine.submit(one)
     idle_steps = 0
     while not engine.idle:
-        before = [(g.rounds, g.phase) for g in engine.registry.groups.values()]
+        before = [(g.rounds, g.state) for g in engine.registry.groups.values()]
         ended = any(o.answer for o in engine.step())
-        idle_steps += not ended and before == [(g.rounds, g.phase) for g in engine.registry.groups.values()]
+        idle_steps += not ended and before == [(g.rounds, g.state) for g in engine.registry.groups.values()]
     assert idle_steps < 30, "only prompts' chunks may be run meanwhile"
 
 
@@ -173,21 +174,22 @@ def test_one_that_has_ended_is_answered_and_not_interrupted(monkeypatch):
     engine = starved_engine(replace(FORMS[0], prefix_cache=False), monkeypatch)
     engine.submit(request(request_id="older", method="target", max_tokens=100, ignore_eos=True, seed=1))
     engine.submit(request(request_id="ends", particles=3, max_tokens=30, ignore_eos=True, seed=2))
-    cohorts, ledger, taken = engine.registry.cohorts[Program.PAIR], engine.memory.ledgers["target"], []
-    advance = cohorts.advance
+    cohorts, allocator, taken = engine.registry.batches[Program.PAIR], engine.memory.allocators["target"], []
+    advance = cohorts.step
 
-    def advance_and_take_all(provide) -> None:
-        advance(provide)
+    def advance_and_take_all(provide) -> list:
+        read = advance(provide)
         if not taken and any(group.id == "ends" and engine.registry.complete(group) for group in running(engine)):
-            taken.append(ledger.allocate(ledger.num_free))
+            taken.append(allocator.allocate(allocator.num_free))
+        return read
 
-    cohorts.advance, found = advance_and_take_all, {}
+    cohorts.step, found = advance_and_take_all, {}
     while not taken:
         before = {group.id: group.rounds for group in running(engine)}
         found |= {o.request_id: o.answer for o in engine.step() if o.answer}
     assert found["ends"].statistics.preemptions == 0 and found["ends"].finish_reason is FinishReason.LENGTH
     (older,) = running(engine)
     assert older.rounds == before["older"] + 1, "it took part in the round for which it had found no pages"
-    ledger.free(taken[0])
+    allocator.free(taken[0])
     assert engine.abort("older") and engine.step()
     assert_empty(engine)

@@ -182,9 +182,7 @@ def test_who_waits_is_hashed_once(monkeypatch):
         engine.step()
     assert len(hashed) == blocks
     assert engine.abort("no slots")
-    engine.expectation.answer_share = (
-        0.1  # it is thought to be short, and would start if there were pages for its prompt
-    )
+    engine.forecast.answer_share = 0.1  # it is thought to be short, and would start if there were pages for its prompt
     engine.submit(
         request((2, *PROMPT), "no pages", particles=2, seed=2, max_tokens=40, ignore_eos=True, ess_threshold=0.0)
     )
@@ -196,13 +194,13 @@ def test_who_waits_is_hashed_once(monkeypatch):
     while not running(engine) or running(engine)[0].rounds < 4:
         engine.step()
     engine.registry.preempt(running(engine)[0])
-    before, ledger = len(hashed), engine.memory.ledgers["draft"]
-    taken = ledger.allocate(ledger.num_free)
+    before, allocator = len(hashed), engine.memory.allocators["draft"]
+    taken = allocator.allocate(allocator.num_free)
     for _ in range(5):
         engine.step()
     assert engine.num_queued == 1 and len(hashed) == before and len(counted) == 2, (
         "what it is to have on either side is counted once"
     )
-    ledger.free(taken)
+    allocator.free(taken)
     step_through(engine, lambda _: None)
     assert_empty(engine)

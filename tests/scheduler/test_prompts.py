@@ -8,7 +8,6 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
-from smc.scheduler.sequence_group import Phase
 from tests.scheduler.harness import PaddingOps, answers, assert_empty, request
 from tests.scheduler.lives import assert_same, pair
 
@@ -26,10 +25,10 @@ def test_running_requests_get_a_round_in_every_step(form, ahead, monkeypatch):
     for _ in range(4):
         engine.step()
     groups = list(engine.registry.groups.values())
-    assert all(group.phase is Phase.RUNNING for group in groups)
+    assert all(group.is_running for group in groups)
     engine.submit(request([0, 1, 2, 2] * 20, "long", particles=2, seed=2, max_tokens=4, ignore_eos=True))
     long, steps = engine.registry.groups["long"], 0
-    while long.phase is not Phase.RUNNING:
+    while not long.is_running:
         before = [group.launched for group in groups]
         engine.step()
         assert [group.launched for group in groups] == [rounds + 1 for rounds in before]
@@ -69,7 +68,7 @@ def test_a_short_prompt_behind_a_long_one_takes_its_turn():
         engine.step()
         counts.append([sum(count for side, count in most if side == name) for name in engine.workers])
         most.clear()
-        began += [g.id for g in engine.registry.groups.values() if g.phase is Phase.RUNNING and g.id not in began]
+        began += [g.id for g in engine.registry.groups.values() if g.is_running and g.id not in began]
     assert began == ["0", "1", "2"]
     assert counts == [[10, 10], [10, 10], [10, 10], [7, 7]]
 

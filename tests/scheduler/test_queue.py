@@ -9,6 +9,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
 from smc.scheduler.admission import DuplicateRequest, QueueFull
+from smc.scheduler.checkpoint import Checkpoint
 from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.methods import decoding_of
 from smc.scheduler.queue import RequestQueue
@@ -77,8 +78,8 @@ def test_who_waits_costs_a_step_nothing():
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
     engine.submit(request(request_id="runs", particles=4, seed=1, max_tokens=60, ignore_eos=True))
     engine.step()
-    for cohorts in engine.registry.cohorts.values():
-        cohorts.advance = lambda provide: None
+    for cohorts in engine.registry.batches.values():
+        cohorts.step = lambda provide: []
 
     def fastest() -> float:
         times = []
@@ -105,7 +106,7 @@ def test_the_order_of_turns():
         for n in range(6)
     ]
     for n in (3, 0, 5, 1, 4, 2):
-        groups[n].saved = {} if n in (2, 4) else None
+        groups[n].checkpoint = Checkpoint({}) if n in (2, 4) else None
         queue.push(groups[n])
     assert len(queue) == 6 and queue.pages == 15
     queue.remove(groups[1])

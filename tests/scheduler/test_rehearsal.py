@@ -33,7 +33,7 @@ def layout(plan: RoundPlan) -> list[tuple]:
 @pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
 def test_usual_requests_meet_no_new_kind_of_round(pair, config):
     engine, asked = local_engine(pair, config), []
-    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
     for sizes in ((8,), (3,), (1, 5, 2, 9), (16, 4)):
         requests = [
             Request(str(i), tuple(range(9 + i)), SamplingParams(particles=n, max_tokens=14, seed=i))
@@ -59,7 +59,7 @@ def test_usual_requests_meet_no_new_kind_of_round(pair, config):
 @pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
 def test_nor_do_they_behind_long_prompts(config):
     engine, asked = local_engine(tiny_pair(max_context=SHORT_SINGLE + 60), config), []
-    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
     kinds = [
         {"method": "exact", "particles": 1},
         {"method": "exact", "particles": 4},
@@ -82,7 +82,7 @@ def test_nor_do_they_where_no_context_is_quite_long(context):
     """A round may be given more positions than there can be."""
     config = EngineConfig(block=8, max_slots=8)
     engine, asked = local_engine(tiny_pair(max_context=context), config), []
-    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
     for kind in ({"method": "exact", "particles": 4}, {"method": "exact", "particles": 1}):
         list(engine.run([request([1, 2] * (context // 2 - 10), max_tokens=20, ignore_eos=True, **kind)]))
     assert asked and {plan.key for plan in asked} <= {plan.key for plan in rehearsal(config, engine.context)}
@@ -104,6 +104,6 @@ def test_rounds_of_nobody_change_nothing(config):
     expected = answers(local_engine(tiny_pair(), config), asked)
     engine = local_engine(tiny_pair(), config)
     for plan in list(rehearsal(config, engine.context))[:: TURNS * 3]:
-        engine.pair.round(plan).result()
+        engine.executor.round(plan).result()
     found = answers(engine, asked)
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}

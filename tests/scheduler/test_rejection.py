@@ -20,7 +20,7 @@ from smc.executor.ops import TorchOps
 from smc.local_engine import local_engine
 from smc.memory.kv_pool import pages_that_fit
 from smc.model.draft_vocab import DraftVocab
-from smc.scheduler.admission import sized_for
+from smc.scheduler.capacity import sized_for
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
 from smc.types import ModelRole
@@ -296,7 +296,7 @@ def test_laws_take_what_has_been_set_aside(config, monkeypatch):
             replace(one, request_id=f"cut {one.request_id}", params=replace(one.params, top_k=3)) for one in asked
         ]
         answers(engine, asked)
-        assert engine.pair.stages["draft"].recorded_keys > 6
+        assert engine.executor.stages["draft"].recorded_keys > 6
         laws = [nbytes for where, nbytes in storages(wide=vocab).items() if where not in before]
         assert sum(laws) == sum(sized.law_bytes(side, vocab) for side in ModelRole)
 

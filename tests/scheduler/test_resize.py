@@ -13,7 +13,8 @@ from smc.api.sampling_params import POPULATIONS
 from smc.local_engine import local_engine
 from smc.scheduler.checkpoint import shrink_saved
 from smc.scheduler.engine import Engine
-from smc.scheduler.sequence_group import Phase, SequenceGroup
+from smc.scheduler.request_state import RequestState
+from smc.scheduler.sequence_group import SequenceGroup
 from tests.scheduler.harness import CASES, FORMS, PaddingOps, assert_empty, config_id, request, running
 from tests.scheduler.lives import pair
 from tests.scheduler.pairs import exact_law, tiny_pair
@@ -35,7 +36,7 @@ def down(engine: Engine, group: SequenceGroup) -> None:
 def up(engine: Engine, group: SequenceGroup) -> None:
     if group.rounds == 0 and group.count == MANY:
         engine.resize(group.id, FEW)
-    if group.rounds and group.count == FEW and group.wanted is None:
+    if group.rounds and group.count == FEW and group.next_rows is None:
         engine.resize(group.id, MANY - 1)
 
 
@@ -60,7 +61,7 @@ def resized(form: str, change: Callable[[Engine, SequenceGroup], None], ahead: b
     while not engine.idle:
         found += [output.answer for output in engine.step() if output.answer]
         for group in running(engine):
-            if group.wanted is None:
+            if group.next_rows is None:
                 change(engine, group)
     assert_empty(engine)
     return found
@@ -115,7 +116,7 @@ def test_the_next_round_has_the_particles_that_were_asked_for(config, population
         engine.resize("r", wanted)
         for _ in range(3):
             engine.step()
-        alive_S = engine.pair.runners["target"].state.alive_S
+        alive_S = engine.executor.runners["target"].state.alive_S
         alive = int(alive_S[group.slots].sum())
         if population == "distinct":  # as many as are not negligible
             alive = group.count if 0 < alive <= group.count else alive
@@ -154,7 +155,7 @@ def test_particles_that_are_wanted_are_none_yet(end, monkeypatch):
     engine.resize("r", 6)
     if end == "preempted":
         engine.registry.preempt(group)
-        assert group.saved["logw_S"].tolist() == weights.tolist() and len(group.particles) == group.count == 2
+        assert group.checkpoint["logw_S"].tolist() == weights.tolist() and len(group.particles) == group.count == 2
     before = group.log_z
     now[0] = 2.0
     answer = engine.step()[-1].answer
@@ -181,7 +182,7 @@ def test_the_latest_wish_holds(config, ahead, monkeypatch):
         for _ in range(6):
             engine.step()
             counts.append(group.count)
-        assert group.count == len(group.slots) == wishes[-1] and group.wish is group.wanted is None
+        assert group.count == len(group.slots) == wishes[-1] and group.wish is group.next_rows is None
     assert 8 not in counts[6:], "a wish that another had replaced before its turn"
     assert engine.abort("r")
     engine.step()
@@ -200,14 +201,14 @@ def test_a_wish_outlives_an_interruption(when):
         if when == "before":
             engine.resize("r", wish)
         engine.registry.preempt(group)
-        assert group.phase is Phase.QUEUED
+        assert group.is_queued
         if when == "while it waits":
             engine.resize("r", wish)
         engine.step()
-        assert group.phase is Phase.PREFILL
+        assert group.state is RequestState.PREFILL
         if when == "while it is computed again":
             engine.resize("r", wish)
-        while group.phase is Phase.PREFILL:
+        while group.state is RequestState.PREFILL:
             engine.step()
         engine.step()
         assert group.count == wish

@@ -17,7 +17,7 @@ from smc.api.sampling_params import SamplingParams
 from smc.executor import worker as tops
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
-from smc.scheduler.methods import RESCORING
+from smc.scheduler.request_state import RequestState
 from tests.scheduler.harness import FORMS, answers, assert_empty, config_id, request
 from tests.scheduler.lives import assert_same, guided, live, random_requests, small_engine, with_endless_memory
 from tests.scheduler.pairs import next_log_probs, tiny_pair
@@ -120,8 +120,8 @@ def test_the_prompt_is_not_run_again():
 
 
 def test_lives_with_tops(monkeypatch):
-    """In pools too small for all: preempted, before their end and after it, cancelled, out of time; all pages are free
-    afterwards."""
+    """In pools too small for all: preempted, cancelled while they run and while they are rescored, out of time; all
+    pages are free afterwards."""
     rng, ticks, seen = random.Random(4), iter(range(1 << 30)), set()
     config = EngineConfig(form="lookahead", block=3, branches=2, max_slots=60, pages=700, prefill_chunk=24)
     requests = [
@@ -129,26 +129,17 @@ def test_lives_with_tops(monkeypatch):
         for one in guided(random_requests(50, rng, longest=30, budgets=True), rng)
     ]
     engine = small_engine(config, monkeypatch, ahead=True, clock=lambda: float(next(ticks)))
-    preempt = engine.registry.preempt
-
-    def preempting(group) -> None:
-        seen.add(("preempted", group.answer is not None))
-        preempt(group)
 
     def disturb(engine: Engine) -> None:
-        rescored = [group for group in engine.registry.groups.values() if group.answer is not None]
-        for group in rescored:
-            seen.add((group.phase, group.answer.finish_reason))
+        for group in [g for g in engine.registry.groups.values() if g.state is RequestState.RESCORING]:
+            seen.add(engine.prefill.answer_of(group).finish_reason)
             if rng.random() < 0.1:
                 engine.abort(group.id)
                 seen.add("cancelled")
-            elif group in engine.registry.admitted and rng.random() < 0.3:
-                engine.registry.preempt(group)
 
-    engine.registry.preempt = preempting
     lives = live(engine, requests, rng, submit=0.9, cancel=0.02, after_step=disturb)
     assert_empty(engine)
-    assert {("preempted", True), ("preempted", False), "cancelled"} <= seen
+    assert "cancelled" in seen and lives.events["preempted"]
     untouched = [one for one in requests if lives.untouched(one.request_id)]
     assert sum(bool(one.params.top_logprobs) for one in untouched) > 15
     expected = with_endless_memory(config, untouched)
@@ -182,7 +173,7 @@ def test_time_that_is_up_ends_decoding_and_not_what_comes_after_it(preempted):
 def rescored(engine: Engine, one: Request) -> None:
     """Until the request waits for nothing else."""
     engine.submit(one)
-    while engine.registry.groups[one.request_id].answer is None:
+    while engine.registry.groups[one.request_id].state is not RequestState.RESCORING:
         engine.step()
 
 
@@ -194,7 +185,7 @@ def test_the_draft_may_be_lost_meanwhile_and_come_back():
         assert engine.detach_draft() == []
         engine.attach_draft(engine.memory.capacity["draft"])
         group = engine.registry.groups[one.request_id]
-        assert group.decoding is RESCORING and group.turn is None
+        assert group.state is RequestState.RESCORING
         assert_right(one, next(output.answer for output in engine.run([]) if output.answer))
         assert_empty(engine)
 
@@ -243,7 +234,7 @@ def test_time_that_is_up_while_one_waits_for_memory(monkeypatch):
     found = {}
     while not engine.idle:
         group = engine.registry.groups.get("young")
-        if group and group.saved is not None and group.needs:
+        if group and group.checkpoint is not None:
             now[0] = 6.0
         found |= {output.request_id: output.answer for output in engine.step() if output.answer}
     assert_empty(engine)
@@ -256,7 +247,7 @@ def test_what_is_drawn_takes_no_place_in_the_queue():
     engine = local_engine(tiny_pair(), EngineConfig(block=3, branches=2, max_queue=2))
     for number in range(2):
         engine.submit(replace(asked(3, ignore_eos=True, max_tokens=8), request_id=str(number)))
-    while engine.num_queued < 2:
+    while not all(group.state is RequestState.RESCORING for group in engine.registry.groups.values()):
         engine.step()
     for number in range(2):
         engine.submit(request((0, 1), f"new {number}", max_tokens=4))
@@ -270,7 +261,8 @@ def test_no_more_is_expected_of_an_answer_than_it_has():
         PROMPT, "short", seed=3, max_tokens=60, method="target", logprobs=True, top_logprobs=2, stop_token_ids=(0, 1, 2)
     )
     rescored(engine, one)
-    group = engine.registry.groups["short"]
-    assert len(group.answer.tokens) == 1 and engine.expectation.of(group)["target"] <= len(PROMPT) + 1
+    assert len(engine.prefill.answer_of(engine.registry.groups["short"]).tokens) == 1
+    engine.prefill.admit_rescoring()
+    assert engine.memory.expected["target"] <= len(PROMPT) + 1
     answers(engine, [])
     assert_empty(engine)

@@ -16,7 +16,7 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import LatencyModel
-from smc.scheduler.sequence_group import Phase, SequenceGroup
+from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.tree_policy import OtherLoad, TreeRequest
 from tests.scheduler.harness import TokenLedger, answers, assert_empty, check_kv, request, running
 from tests.scheduler.lives import live, pair, random_requests, small_engine, with_endless_memory
@@ -98,19 +98,19 @@ class Turns:
         if self.written:
             self.seen["looked at"] += check_kv(engine, self.written)
         for group in [group for group in engine.registry.groups.values() if group.params.method is Method.EXACT]:
-            if group.phase is Phase.RUNNING:
+            if group.is_running:
                 rows = 0 if group.alone else group.count
                 before = self._were.get(group, rows)
                 self.seen["back"] += bool(rows and not before)
                 self.seen["alone"] += bool(before and not rows)
                 self.seen["resized"] += bool(rows and before and rows != before)
                 self._were[group] = rows
-            chance = 0.06 if group.phase is not Phase.QUEUED else 0.01 if group.saved is None else 0.5
+            chance = 0.06 if not group.is_queued else 0.01 if group.checkpoint is None else 0.5
             if self.rng.random() < chance:
                 self.seen[
-                    f"{group.phase.value}{' again' * (group.saved is not None)}{' flying' * bool(group.in_flight)}"
+                    f"{group.state.value}{' again' * (group.checkpoint is not None)}{' flying' * bool(group.in_flight)}"
                 ] += 1
-                engine.changes.go_alone(group)
+                engine.fallback.fall_back(group)
 
 
 @pytest.mark.parametrize(("form", "ahead"), CASES)
@@ -129,9 +129,9 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     turns = Turns(rng, {} if ahead else {side: TokenLedger(engine, side) for side in ("draft", "target")})
     lives = live(engine, requests, rng, submit=0.9, cancel=0.04, interrupt=0.05, after_step=turns)
     assert_empty(engine)
-    assert not any(engine.memory.leaked().values()) and not engine.starts.stops.used
+    assert not any(engine.memory.leaked().values()) and not engine.prefill.stops.used
     assert min(turns.seen[name] for name in ("alone", "back", "resized")) > 5, turns.seen
-    phases = {"queued", "queued again", "prefill", "prefill again", "running flying" if ahead else "running"}
+    phases = {"waiting", "preempted again", "prefill", "prefill again", "running flying" if ahead else "running"}
     assert phases <= set(turns.seen) and lives.events["preempted"] > 5 and lives.events["cached"], (
         turns.seen,
         lives.events,
@@ -164,16 +164,16 @@ def test_the_target_runs_nothing_again_and_the_draft_what_it_lacks(form, cached)
         engine.step()
     (group,), prompts = running(engine), _prompts(engine)
     held = int(engine.slots.held_S["target"][group.slots[0]])
-    engine.changes.go_alone(group)
+    engine.fallback.fall_back(group)
     engine.step()
     assert group.alone and len(group.slots) == 1 and engine.slots.num_free == 63 and not prompts
     assert int(engine.slots.held_S["target"][group.slots[0]]) == held
-    draft = engine.memory.ledgers["draft"]
+    draft = engine.memory.allocators["draft"]
     assert draft.num_held == (held // 16 * 16 if cached else 0), "nothing of it but what is cached"
     while group.committed < 40:
         engine.step()
-    engine.changes.rejoin(group)
-    while group.alone or group.phase is not Phase.RUNNING:
+    engine.fallback.rejoin(group)
+    while group.alone or not group.is_running:
         engine.step()
     lacks = 21 + group.committed - 1 - (held // 16 * 16 if cached else 0)
     assert prompts == [("draft", lacks)] and len(group.slots) == 4
@@ -206,16 +206,16 @@ def test_one_that_finds_no_slots_stays_alone():
     while not running(engine) or not running(engine)[0].rounds:
         engine.step()
     (first,) = running(engine)
-    engine.changes.go_alone(first)
+    engine.fallback.fall_back(first)
     while len(running(engine)) < 2:
         engine.step()
-    engine.changes.rejoin(first)
+    engine.fallback.rejoin(first)
     for _ in range(5):
         engine.step()
-    assert first.alone and first.phase is Phase.RUNNING and first.turn is None
+    assert first.alone and first.is_running and first.pending is None
     engine.abort("other")
-    engine.changes.rejoin(first)
-    while first.alone or first.phase is not Phase.RUNNING:
+    engine.fallback.rejoin(first)
+    while first.alone or not first.is_running:
         engine.step()
     assert len(first.slots) == 8
     found = {output.answer.request_id: output.answer for output in engine.run([]) if output.answer}

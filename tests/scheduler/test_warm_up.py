@@ -42,7 +42,7 @@ def test_every_rarer_kind_has_its_rounds():
     config, shape = CONFIG, tiny_config(vocab_size=300, num_layers=1, max_context=128, tied_embeddings=False)
     target, draft = (random_decoder(shape, seed) for seed in (1, 2))
     engine, asked = local_engine(ModelPair(target, draft, NoText(300), shape.max_context), config), []
-    run, engine.pair.round = engine.pair.round, lambda plan: (asked.append(plan), run(plan))[1]
+    run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
     seen = [len(asked)]
     for requests in rare_requests(config, engine.context, engine.tokenizer.size):
         rehearse(engine, (), [requests])
