@@ -111,7 +111,9 @@ class GpuBackend:
         for device in devices.values():
             torch.cuda.reset_peak_memory_stats(device)
         pair = LocalRoundExecutor(config, workers, TritonOps(**self._options))
-        yield Engine(config, workers, self.tokenizer, executor=pair, pages=dict.fromkeys(ModelRole, pages), context=context)
+        yield Engine(
+            config, workers, self.tokenizer, executor=pair, pages=dict.fromkeys(ModelRole, pages), context=context
+        )
         del pair, workers
         gc.collect()
         torch.cuda.empty_cache()

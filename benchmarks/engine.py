@@ -44,7 +44,9 @@ def make_engine(args: argparse.Namespace, config: EngineConfig, *, warm: bool = 
     pages = config.pool_pages(context, config.pages)
     workers = {side: ModelWorker(side, model, pages=pages, **sizes) for side, model in models.items()}
     pair = LocalRoundExecutor(config, workers, TritonOps())
-    engine = Engine(config, workers, NoText(vocab), executor=pair, pages=dict.fromkeys(ModelRole, pages), context=context)
+    engine = Engine(
+        config, workers, NoText(vocab), executor=pair, pages=dict.fromkeys(ModelRole, pages), context=context
+    )
     begin = time.monotonic()
     if warm:
         rehearse(engine, rehearsal(config, context), rare_requests(config, context, vocab))

@@ -21,7 +21,7 @@ from smc.demo import MAX_ANSWER
 from smc.demo.problems import generate
 from smc.memory.kv_cache import pool_for
 from smc.model.tokenizer import Tokenizer
-from smc.scheduler.admission import sized_for
+from smc.scheduler.capacity import sized_for
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
 from smc.types import ModelRole

@@ -18,7 +18,7 @@ from services.launch.config import GangConfig
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import ModelPair, fitted_engine
-from smc.scheduler.admission import sized_for
+from smc.scheduler.capacity import sized_for
 from smc.scheduler.timeline import RoundTimes
 
 WARM_UP = 3

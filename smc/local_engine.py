@@ -21,7 +21,7 @@ from smc.model.decoder import Decoder
 from smc.model.draft_vocab import DraftHead
 from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer
-from smc.scheduler.admission import check_fits
+from smc.scheduler.capacity import check_fits
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
 from smc.stops import TokenBytes

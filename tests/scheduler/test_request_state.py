@@ -12,7 +12,6 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.model_runner import Parts
 from smc.local_engine import local_engine
 from smc.scheduler.admission import NoDraft
 from smc.scheduler.checkpoint import SAVED, Checkpoint
@@ -20,7 +19,7 @@ from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.methods import TARGET_ALONE
 from smc.scheduler.request_state import TRANSITIONS, PendingChange, RequestState
 from smc.scheduler.sequence_group import SequenceGroup
-from tests.scheduler.harness import Padding, assert_empty, request
+from tests.scheduler.harness import PaddingOps, assert_empty, request
 from tests.scheduler.lives import guided, pair, random_requests
 from tests.scheduler.pairs import tiny_pair
 
@@ -144,7 +143,7 @@ def test_a_real_engine_makes_legal_transitions_only(seed, monkeypatch):
         object.__setattr__(group, name, value)
 
     monkeypatch.setattr(SequenceGroup, "__setattr__", watched)
-    monkeypatch.setattr("smc.local_engine.parts_for", lambda _device: Parts(stages=Padding))
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     config = EngineConfig(block=3, branches=2, max_slots=60, pages=800, prefill_chunk=24, cohorts=2)
     engine, rng = local_engine(pair(), config), random.Random(seed)
     engine.forecast.learn_answer, engine.forecast.answer_share = lambda _share: None, 0.1
