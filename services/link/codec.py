@@ -158,8 +158,7 @@ def _to_machine(machine: pb.StopMachine) -> StopMachine:
 
 
 def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
-    parts = {name: getattr(plan, name) for name in ("target_companions", "draft_companions")}
-    companions = {name: pb.Companions(**_fields(part, _COMPANIONS)) for name, part in parts.items() if part}
+    companions = plan.target_companions
     return pb.RoundCommand(
         program=plan.program,
         contexts=plan.contexts,
@@ -170,7 +169,7 @@ def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
         target_law=_law_message(plan.target_law),
         draft_law=_law_message(plan.draft_law),
         **_fields(plan, _PLAN),
-        **companions,
+        target_companions=pb.Companions(**_fields(companions, _COMPANIONS)) if companions else None,
     )
 
 
@@ -190,7 +189,6 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
         target_law=_to_law(command.target_law),
         draft_law=_to_law(command.draft_law),
         target_companions=_to_companions(command.target_companions) if command.HasField("target_companions") else None,
-        draft_companions=_to_companions(command.draft_companions) if command.HasField("draft_companions") else None,
         **arrays,
     )
 

@@ -240,13 +240,6 @@ class SamplingParams:
     """s of the target law of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after the negative
     prompt; temperature and truncation come afterwards. 1 = none. A guided request takes two slots a row, and twice the
     pages at the target. Not of `draft`."""
-    guide_draft: bool = setting(
-        False,
-        flag(),
-        option=Option("Guide what is drafted, too: it costs the draft twice the rows. Not of --method target."),
-    )
-    """The draft's law is guided by the same formula, with twice its rows and pages. With a `guidance_scale` above 1;
-    not of `target`."""
     logprobs: bool = setting(False, flag(), report=True)
     """Report the log-probability of every answer token under the target law (after temperature and truncation)."""
     top_logprobs: int = setting(
@@ -282,7 +275,7 @@ class SamplingParams:
     @property
     def guided_roles(self) -> tuple[ModelRole, ...]:
         """Where it has one."""
-        return () if not self.guided else tuple(ModelRole) if self.guide_draft else (ModelRole.TARGET,)
+        return (ModelRole.TARGET,) if self.guided else ()
 
     @property
     def slots_per_row(self) -> int:
@@ -345,14 +338,6 @@ class SamplingParams:
             scale = self.guidance_scale
             raise ValueError(
                 f"guidance_scale={scale!r} has no effect with method='draft', where the target does not run; leave it out"
-            )
-        if self.guide_draft and not self.guided:
-            raise ValueError(
-                "guide_draft=True has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out"
-            )
-        if self.guide_draft and self.method.plain:
-            raise ValueError(
-                f"guide_draft=True has no effect with method={self.method.value!r}, where nothing is drafted; leave it out"
             )
         if self.method is not Method.SMC:
             return

@@ -145,7 +145,6 @@ RARE: tuple[RequestKind, ...] = (
     GUIDED | REJECTION,
     GUIDED | {"method": "exact"},
     GUIDED | {"method": "target"},
-    *(GUIDED | kind | {"guide_draft": True} for kind in ({}, INDEPENDENT, REJECTION, {"method": "exact"})),
 )
 """Kinds of requests of which there are no rounds of nobody."""
 LONG: tuple[tuple[RequestKind, ...], ...] = (({"method": "draft"},), ({"method": "draft"},) * 2)
@@ -233,8 +232,7 @@ def _crowd(kind: RequestKind, prompt: tuple[int, ...], tokens: int, config: Engi
     together are most."""
     counts = range(1, config.max_slots // 2 + 1)
     guided = max(counts, key=lambda count: crowded(count, config.max_slots - 2 * count), default=0)
-    guidance = GUIDED if kind["method"] == "target" else GUIDED | {"guide_draft": True}
-    parts = [*_parts(kind | guidance, guided), *_parts(kind, config.max_slots - 2 * guided)]
+    parts = [*_parts(kind | GUIDED, guided), *_parts(kind, config.max_slots - 2 * guided)]
     return _numbered(_request(part, prompt, tokens, config, vocab) for part in parts)
 
 

@@ -3,7 +3,7 @@
 
 Logits, not log-probabilities: the two differ by a constant of the row, which the softmax after it takes away, so
 nothing is normalised twice. Temperature and truncation come afterwards. Companions are further rows of the same pass:
-at the target of every guided request, at the draft of those that ask for it (`guide_draft`). A round names a page
+at the target of every guided request. A round names a page
 beside each one that it gives a guided place, so wherever names of pages go, through trees that are re-parented and
 after the choice, companions follow. See the package's legend for axes; U companions of places, Y companions of their
 rows."""

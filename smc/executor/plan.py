@@ -23,7 +23,7 @@ ALIGNMENT = 16
 SHORT, SHORT_SINGLE = 384, 640
 """Positions up to which it is cheaper that each row reads them by itself, in general and where hardly anybody shares
 them."""
-PARTS = ("target_law", "draft_law", "target_companions", "draft_companions")
+PARTS = ("target_law", "draft_law", "target_companions")
 """Of a plan, those that hold arrays themselves."""
 IN_FLIGHT = 9
 """Rounds of one shape whose memory must not be used again yet: two for each of at most four cohorts, and the next."""
@@ -179,8 +179,6 @@ class RoundPlan(Generic[Array]):
     """Tokens at most whose logits are changed for a row, of `smc.executor.state.WIDTHS`; 0: of no row."""
     target_companions: UnconditionalRows[Array] | None = None
     """None: nobody is guided."""
-    draft_companions: UnconditionalRows[Array] | None = None
-    """None: nobody's draft is."""
 
     @property
     def branches(self) -> int:
@@ -211,11 +209,11 @@ class RoundPlan(Generic[Array]):
             self.biased,
             tuple(sorted(self.kinds)),
             *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),
-            *(len(there.place_U) if there else 0 for there in (self.target_companions, self.draft_companions)),
+            len(self.target_companions.place_U) if self.target_companions else 0,
         )
 
     def companions_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
-        return self.draft_companions if role == ModelRole.DRAFT else self.target_companions
+        return self.target_companions if role is ModelRole.TARGET else None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays, by name."""
@@ -233,11 +231,7 @@ class RoundPlan(Generic[Array]):
             if "." in name:
                 part, field = name.split(".")
                 parts[part][field] = tensor
-        companions = {
-            name: UnconditionalRows(**values)
-            for name, values in parts.items()
-            if name.endswith("companions") and values
-        }
+        companions = parts["target_companions"]
         return RoundPlan(
             program=self.program,
             contexts=self.contexts,
@@ -246,8 +240,7 @@ class RoundPlan(Generic[Array]):
             target_law=LawSpec(**parts["target_law"], active=self.target_law.active),
             draft_law=LawSpec(**parts["draft_law"], active=self.draft_law.active),
             biased=self.biased,
-            target_companions=companions.get("target_companions"),
-            draft_companions=companions.get("draft_companions"),
+            target_companions=UnconditionalRows(**companions) if companions else None,
             **{name: tensor for name, tensor in tensors.items() if "." not in name},
         )
 

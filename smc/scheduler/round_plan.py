@@ -269,7 +269,6 @@ class RoundPlanner:
             begin_pages_AP=padded(begun[:, : shape.begin], size, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
             target_companions=plan_unconditional_rows(ModelRole.TARGET, population, pages, *beside),
-            draft_companions=plan_unconditional_rows(ModelRole.DRAFT, population, pages, *beside),
             biased=self._biased(population),
         )
 

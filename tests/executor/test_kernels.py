@@ -95,12 +95,12 @@ def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
     "config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form
 )
 def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
-    """Of two methods in rounds of one kind each, beside who is not guided; rows are a model's own and companions',
-    padded: at the target of all that are guided, at the draft of a tree."""
+    """Of two methods in rounds of one kind each, beside a request that is not guided; the target runs conditional and
+    unconditional rows, padded."""
     law = {"max_tokens": 3, "logprobs": True, "guidance_scale": 2.0}
     asked = [
         replace(
-            request([1, 2, 3], "0", method="exact", particles=3, seed=1, guide_draft=True, **law),
+            request([1, 2, 3], "0", method="exact", particles=3, seed=1, **law),
             negative_prompt=(4, 5, 6, 7, 1),
         ),
         replace(request([1, 2], "1", particles=2, seed=2, **law), negative_prompt=(3,)),

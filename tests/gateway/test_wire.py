@@ -65,8 +65,6 @@ def settings_of(draw) -> dict:
         if population == "independent":
             possible |= {"ess_threshold": share, "resampling": st.sampled_from(SCHEME_NAMES)}
     chosen = {"method": method} | {name: draw(values) for name, values in possible.items() if draw(st.booleans())}
-    if method in ("smc", "exact") and chosen.get("guidance_scale", 1.0) > 1:
-        chosen["guide_draft"] = draw(st.booleans())
     if draw(st.booleans()):
         chosen["min_tokens"] = draw(st.integers(0, chosen.get("max_tokens", 256)))
     if method == "smc" and draw(st.booleans()):

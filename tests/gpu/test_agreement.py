@@ -76,19 +76,18 @@ def test_laws_and_schemes_on_the_device(on_cpu, truncation):
     assert sum(found[i].tokens == one.tokens for i, one in expected.items()) >= 3
 
 
-@pytest.mark.parametrize("guide_draft", [False, True], ids=["", "guided draft"])
 @pytest.mark.parametrize(
     "kind",
     [{"method": "exact"}, {}, {"population": "independent"}, {"method": "exact", "verification": "rejection"}],
     ids=str,
 )
-def test_guided_answers_are_the_cpu_s(on_cpu, kind, guide_draft):
+def test_guided_answers_are_the_cpu_s(on_cpu, kind):
     """In look-ahead, with rounds recorded: answers are long enough for each to be replayed."""
     config, negative = (
         EngineConfig(block=5, branches=4),
         tuple(on_cpu.tokenizer.chat([{"role": "user", "content": "What is 2 + 2?"}])),
     )
-    settings = {"particles": 4, "guidance_scale": 1.4, "guide_draft": guide_draft, **kind}
+    settings = {"particles": 4, "guidance_scale": 1.4, **kind}
     asked = [replace(one, negative_prompt=negative) for one in requests(on_cpu, 6, **settings)]
     expected = answers(local_engine(on_cpu, config), asked)
     found = answers(local_engine(load(torch.float32, DEVICES[0]), config), asked)

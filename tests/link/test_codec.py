@@ -183,7 +183,6 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         begin_pages_AP=ints(a, 1 + flag, dtype=np.int32),
         branch_pages_XB=ints(a * f, b, dtype=np.int32),
         target_companions=companions if rng.random() < 0.5 else None,
-        draft_companions=companions if rng.random() < 0.5 else None,
     )
     found = codec.to_plan(over_the_wire(codec.round_command(plan)))
     assert equal(found, plan) and found.key == plan.key

@@ -58,7 +58,6 @@ def _more(draw: random.Random, method: str, tokens: int) -> Settings:
         given["alpha"] = 2.0
     if method != "draft" and draw.random() < 0.3:
         given["guidance_scale"] = 1.5
-        given["guide_draft"] = method != "target" and draw.random() < 0.5
     if draw.random() < 0.25:
         given["logit_bias"] = dict.fromkeys(range(draw.choice(BIASES)), 1.0)
     if draw.random() < 0.15:

@@ -78,14 +78,12 @@ def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: 
 
 
 def guided(requests: Sequence[Request], rng: random.Random) -> list[Request]:
-    """The same with guidance for most that can have it: by a few negative prompts, or by the default; of the draft for
-    half of them."""
+    """The same with guidance for most that can have it: by a few negative prompts, or by the default."""
     negatives = [tuple(rng.randrange(3) for _ in range(size)) for size in (3, 20, 45)] + [None]
     found = []
     for one in requests:
         if one.params.method is not Method.DRAFT and rng.random() < 0.7:
             params = replace(one.params, guidance_scale=rng.choice((1.3, 3.0)))
-            params = replace(params, guide_draft=not params.method.plain and rng.random() < 0.5)
             one = replace(one, params=params, negative_prompt=rng.choice(negatives))
         found.append(one)
     return found

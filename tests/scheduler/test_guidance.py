@@ -30,7 +30,6 @@ EVERY = [
     {"particles": 3, "population": "distinct"},
     {"particles": 3, "population": "independent"},
 ]
-DRAFTED = [{"guide_draft": True} | how for how in EVERY[1:]]
 ENDS = [FORMS[0], FORMS[2]]
 SHORT = EngineConfig(block=1, branches=3)
 SLOW = pytest.mark.slow
@@ -56,9 +55,7 @@ def test_every_method_weighs_by_the_formula(config):
     """Temperature and truncation come after it. Beside each other, in rounds of all kinds, and beside who is not
     guided."""
     law = {"temperature": 0.8, "top_k": 3, "max_tokens": 12, "ignore_eos": True, "logprobs": True}
-    requests = [
-        asked(f"{i} {seed}", seed=seed, **law, **how) for i, how in enumerate(EVERY + DRAFTED) for seed in range(3)
-    ]
+    requests = [asked(f"{i} {seed}", seed=seed, **law, **how) for i, how in enumerate(EVERY) for seed in range(3)]
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=12, **how) for i, how in enumerate(EVERY)]
     found = answers(local_engine(tiny_pair(), config), [*requests, *company])
     for one in requests:
@@ -67,16 +64,9 @@ def test_every_method_weighs_by_the_formula(config):
         assert answer.logprobs == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("config", "guide_draft"),
-    [
-        pytest.param(ENDS[0], False, marks=SLOW),
-        (ENDS[1], True),
-    ],
-    ids=["lockstep", "ahead, draft guided"],
-)
-def test_answers_follow_the_guided_law(config, guide_draft):
-    """Whether the draft is guided or not. Enumerated. 400 answers of plain decoding, and of rejection, whose distance
+@pytest.mark.parametrize("config", [pytest.param(ENDS[0], marks=SLOW), ENDS[1]], ids=config_id)
+def test_answers_follow_the_guided_law(config):
+    """Enumerated. 400 answers of plain decoding, and of rejection, whose distance
     to it is sampling noise, 0.16; without guidance it is above 0.25. Of SMC E[Z-hat] = 1, at 4.5 standard errors in
     four cases (one false alarm in 30,000 choices of seeds), and many particles are as near."""
     law = law_of(lambda prefix: log_law(prefix, 1.0, 4).tolist(), 4, EOS)
@@ -84,7 +74,6 @@ def test_answers_follow_the_guided_law(config, guide_draft):
     assert sum(abs(law[answer] - plain[answer]) for answer in law) / 2 > 0.25
 
     def population(count: int, **params) -> list[Answer]:
-        params |= {} if "method" in params and params["method"] == "target" else {"guide_draft": guide_draft}
         engine = local_engine(tiny_pair(), replace(config, max_slots=1024, pages=40_000))
         return list(
             answers(engine, [asked(str(seed), seed=seed, max_tokens=4, **params) for seed in range(count)]).values()
@@ -126,7 +115,7 @@ def test_exact_decoding_is_plain_decoding_seed_by_seed(config):
         ]
         for how in (
             lambda _: {"method": "target"},
-            lambda i: {"method": "exact", "particles": particles, "guide_draft": i % 3 > 0},
+            lambda _: {"method": "exact", "particles": particles},
         )
     )
     company = [request((1, 2), f"beside {i}", seed=i, max_tokens=9, **how) for i, how in enumerate(EVERY)]
@@ -154,49 +143,42 @@ def test_a_scale_of_1_is_no_guidance_and_costs_no_companion(config):
     for request_id, one in expected.items():
         other = found[request_id]
         assert (other.tokens, other.logprobs, other.statistics) == (one.tokens, one.logprobs, one.statistics)
-    assert plans and all(plan.companions_at(side) is None for plan in plans for side in ModelRole)
+    assert plans and all(plan.target_companions is None for plan in plans)
 
 
 @pytest.mark.parametrize("config", ENDS, ids=config_id)
 def test_a_round_pays_for_what_is_guided(config, monkeypatch):
     """Of 5 guided particles of two requests beside 12 others: rows for 5 more at the target, padded to 8, and of one
-    request alone for its own; never for more than the round has places. At the draft F for each of the 2 whose request
-    asks for it."""
+    request alone for its own; never for more than the round has rows."""
     engine = local_engine(tiny_pair(), config)
     asks, runs, found = engine.executor.round, StaticForward.__call__, []
 
     def counting(self, tokens_T, rows):
         plan, more = found[-1]
         side = next(side for side in ModelRole if self is engine.executor.runners[side]._forward)
-        # Pending tokens are run from the tables, of a row a place; what is drafted is not.
-        width = plan.branches if side == "draft" and rows.tail_RB is not None else 1
-        more[side].append((len(rows.slot_R) - width * len(plan.slot_A)) / width)
+        if side == "target":
+            more.append(len(rows.slot_R) - len(plan.slot_A))
         return runs(self, tokens_T, rows)
 
     monkeypatch.setattr(StaticForward, "__call__", counting)
-    engine.executor.round = lambda plan: found.append((plan, {side: [] for side in ModelRole})) or asks(plan)
+    engine.executor.round = lambda plan: found.append((plan, [])) or asks(plan)
     law = {"ignore_eos": True, "population": "independent"}
     requests = [
         asked("0", particles=3, max_tokens=16, **law),
-        asked("1", particles=2, max_tokens=40, guide_draft=True, **law),
+        asked("1", particles=2, max_tokens=40, **law),
     ]
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=28, particles=4, **law) for i in range(3)]
     answers(engine, [company[0], requests[0], *company[1:], requests[1]])
-    assert all(len(set(more[side])) == 1 for _, more in found for side in ModelRole)
-    counts = {
-        (int((plan.slot_A < engine.config.max_slots).sum()), *(more[side][0] for side in ModelRole))
-        for plan, more in found
-    }
-    assert counts == {(17, 2, 8), (14, 2, 2), (2, 2, 2)}
+    assert all(len(set(more)) == 1 for _, more in found)
+    counts = {(int((plan.slot_A < engine.config.max_slots).sum()), more[0]) for plan, more in found}
+    assert counts == {(17, 8), (14, 2), (2, 2)}
 
 
 @pytest.mark.parametrize("config", [pytest.param(ENDS[0], marks=SLOW), ENDS[1]], ids=config_id)
 def test_answers_do_not_depend_on_company_or_chunks(config):
     """Alone, in prompts' passes of one token each, after a cached negative prompt: the same. A pair's last tokens are
     run in one pass."""
-    requests = [
-        asked(str(i), (1, 0) * 20, seed=i, max_tokens=12, logprobs=True, **how) for i, how in enumerate(EVERY + DRAFTED)
-    ]
+    requests = [asked(str(i), (1, 0) * 20, seed=i, max_tokens=12, logprobs=True, **how) for i, how in enumerate(EVERY)]
     together = answers(local_engine(tiny_pair(), config), requests)
     engine = local_engine(tiny_pair(), config)
     alone = {one.request_id: answers_of_one(engine, one) for one in requests}
@@ -246,14 +228,13 @@ def test_companions_live_as_their_particles_do(config, ahead, monkeypatch):
         assert_same(lives.final[one.request_id], expected[one.request_id])
 
 
-@pytest.mark.parametrize("guide_draft", [False, True])
 @pytest.mark.parametrize("config", ENDS, ids=config_id)
-def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config, guide_draft):
+def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config):
     law = {"seed": 4, "max_tokens": 40, "ignore_eos": True}
     expected = answers(local_engine(tiny_pair(), config), [asked(method="target", **law)])["r"]
     engine = local_engine(tiny_pair(), config)
     written = {side: TokenLedger(engine, side) for side in ModelRole}
-    engine.submit(asked(method="exact", particles=4, guide_draft=guide_draft, **law))
+    engine.submit(asked(method="exact", particles=4, **law))
     changes = {3: engine.fallback.fall_back, 7: engine.fallback.rejoin, 12: engine.fallback.fall_back}
     steps = 0
     while not engine.idle:
@@ -274,15 +255,6 @@ def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config, gui
         ({"guidance_scale": True}, "guidance_scale=True; allowed: 1 to 1000"),
         ({"method": "draft"}, "guidance_scale=2.5 has no effect with method='draft'"),
         ({"guidance_scale": 1}, "negative_prompt has no effect with guidance_scale=1"),
-        (
-            {"guidance_scale": 1, "negative": None, "guide_draft": True},
-            "guide_draft=True has no effect with guidance_scale=1; give a",
-        ),
-        (
-            {"method": "target", "guide_draft": True},
-            "guide_draft=True has no effect with method='target', where nothing is drafted",
-        ),
-        ({"guide_draft": 1}, "guide_draft=1; allowed: true, false"),
         ({"negative": ()}, "negative_prompt is empty"),
         (
             {"negative": (0,) * 40},

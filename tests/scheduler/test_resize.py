@@ -11,7 +11,6 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer, FinishReason
 from smc.api.sampling_params import POPULATIONS
 from smc.local_engine import local_engine
-from smc.scheduler.checkpoint import shrink_saved
 from smc.scheduler.engine import Engine
 from smc.scheduler.request_state import RequestState
 from smc.scheduler.sequence_group import SequenceGroup
@@ -43,7 +42,7 @@ def up(engine: Engine, group: SequenceGroup) -> None:
 def saved(engine: Engine, group: SequenceGroup) -> None:
     if group.rounds == 1 and group.count == MANY:
         engine.registry.preempt(group)
-        shrink_saved(group, FEW)
+        group.shrink_checkpoint(FEW)
 
 
 def resized(form: str, change: Callable[[Engine, SequenceGroup], None], ahead: bool, monkeypatch) -> list[Answer]:

@@ -17,7 +17,6 @@ from smc.model.presets import NoText
 from smc.scheduler.acceptance import Acceptance
 from smc.scheduler.decode import MEMORY
 from smc.scheduler.round_plan import COMMON_KINDS
-from smc.types import ModelRole
 from tests.kernels.sizes import possible
 from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.harness import answers, assert_empty, request
@@ -28,13 +27,13 @@ CONFIG = EngineConfig(block=3, max_slots=16)
 
 def traits(plan: RoundPlan) -> tuple:
     """What decides which kernels run, but for sizes."""
-    guided = tuple(plan.companions_at(side) is not None for side in ModelRole)
+    guided = plan.target_companions is not None
     return plan.program, tuple(sorted(plan.kinds)), plan.biased, guided
 
 
 def rows_of(plan: RoundPlan) -> int:
     """At the target, padded."""
-    companions = plan.companions_at("target")
+    companions = plan.target_companions
     return len(plan.slot_A) + (0 if companions is None else len(companions.place_U))
 
 

@@ -28,7 +28,7 @@ GUIDED = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE}
 TOPS = {"logprobs": True, "top_logprobs": 5}
 KINDS = [
     {"particles": 8, "max_tokens": 30},
-    {"method": "exact", "particles": 4, "max_tokens": 24, "guide_draft": True, **GUIDED},
+    {"method": "exact", "particles": 4, "max_tokens": 24, **GUIDED},
     {"particles": 4, "max_tokens": 30, "ess_threshold": 1.0},
     {"particles": 3, "max_tokens": 24, "guidance_scale": 1.3, **TOPS, "min_tokens": 12},
     {"method": "target", "max_tokens": 30, **TOPS},
