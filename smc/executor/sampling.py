@@ -1,4 +1,4 @@
-"""Draws and log-probabilities of fixed shape. The reference, in plain torch; `smc.executor.kernels` has what GPUs use.
+"""Draws and log-probabilities of fixed shape. The reference, in plain torch; `smc.executor.triton_ops` has what GPUs use.
 
 Axes: R rows, D draws a row, V columns of the logits, of which the first `vocab` count.
 
@@ -14,7 +14,7 @@ are part of. Of exact decoding the tree is of what is likely itself, so it has t
 
 Besides the variates of the law itself, drawn with two of a key's four words, there is one uniform for which part of q a
 token comes from and one for which of the tokens without a row it is: the other two words. `HeadSampling` is the
-reference, in plain torch; `smc.executor.kernels` has what GPUs use.
+reference, in plain torch; `smc.executor.triton_ops` has what GPUs use.
 
 Axes: R rows, D draws a row, C offers, M columns, U tokens without a row.
 """
