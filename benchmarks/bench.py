@@ -38,7 +38,7 @@ from benchmarks.reports.speed import (
     speed_table,
     time_rounds,
 )
-from services.cli import gang, options
+from services.cli import options, service_options
 from services.cli.options import with_options
 from smc.terminal import out, progress_bar
 
@@ -193,11 +193,11 @@ class BenchOptions:
     link: Annotated[
         list[str] | None,
         options.option(
-            gang.CLUSTER, "Each model in its own process, over this link; may be repeated.", metavar="nccl|grpc"
+            service_options.CLUSTER, "Each model in its own process, over this link; may be repeated.", metavar="nccl|grpc"
         ),
     ] = None
-    draft_tp: gang.DraftTp = None
-    target_tp: gang.TargetTp = None
+    draft_tp: service_options.DraftTp = None
+    target_tp: service_options.TargetTp = None
     drafting: Annotated[
         str | None,
         options.option(
@@ -422,7 +422,7 @@ def _bench_rounds(asked: BenchOptions) -> None:
     sampling, rounds = {"particles": particles, **asked.decoding}, asked.timed_rounds
     rows: list[Any]
     if asked.link:
-        config = gang.gang_config(asked.named(*PLACES, "draft_tp", "target_tp", "threads", *OWN))
+        config = service_options.gang_config(asked.named(*PLACES, "draft_tp", "target_tp", "threads", *OWN))
         rows = _measure_processes(
             [replace(config, link=name) for name in asked.link], configs, asked.loads, sampling, rounds
         )
@@ -467,7 +467,7 @@ def _measure_processes(
 
 def _gang_config(asked: BenchOptions) -> GangConfig:
     """Raises ValueError for wrong options before torch is imported."""
-    return gang.gang_config(asked.named("load", *PLACES, "device", "threads", *OWN))
+    return service_options.gang_config(asked.named("load", *PLACES, "device", "threads", *OWN))
 
 
 @contextmanager

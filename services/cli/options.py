@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from typer.models import ArgumentInfo
 
 from smc.api.sampling_params import SETTINGS, SamplingParams
 from smc.api.settings import Scope
@@ -77,15 +80,50 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def with_options(record: type[Record]) -> Callable[[Callable[[Record], None]], Callable[..., None]]:
-    """A command whose options are the fields of a dataclass; it is called with one."""
-    kinds = get_type_hints(record, include_extras=True)
-    parameters = [one.replace(annotation=kinds[one.name]) for one in inspect.signature(record).parameters.values()]
+FILE_ONLY = object()
+"""Marks a field of a record: a key of the configuration file that is no option of the command."""
 
-    def of(command: Callable[[Record], None]) -> Callable[..., None]:
+
+@dataclass(frozen=True)
+class Key:
+    """An option as a key of the configuration file."""
+
+    name: str
+    """That of the option without its dashes in front."""
+    kind: Any
+    """Its type, or a union of it with None."""
+    help: str
+    panel: str
+
+
+def keys_of(record: type) -> dict[str, Key]:
+    """By field, those of a panel together. The options that name or print the file itself, and arguments, are no
+    keys."""
+    keys, kinds = {}, get_type_hints(record, include_extras=True)
+    for field in inspect.signature(record).parameters:
+        kind, *extras = get_args(kinds[field])
+        made = next(one for one in extras if hasattr(one, "param_decls"))
+        if field in ("config", "print_config") or isinstance(made, ArgumentInfo):
+            continue
+        names = [one[2:] for one in (made.default, *(made.param_decls or ())) if str(one).startswith("--")]
+        keys[field] = Key(names[0] if names else field.replace("_", "-"), kind, made.help, made.rich_help_panel)
+    panels = list(dict.fromkeys(key.panel for key in keys.values()))
+    return dict(sorted(keys.items(), key=lambda item: panels.index(item[1].panel)))
+
+
+def with_options(record: type[Record]) -> Callable[[Callable[[Record], int | None]], Callable[..., int | None]]:
+    """A command whose options are the fields of a dataclass; it is called with one. Fields with FILE_ONLY are none."""
+    kinds = get_type_hints(record, include_extras=True)
+    parameters = [
+        one.replace(annotation=kinds[one.name])
+        for one in inspect.signature(record).parameters.values()
+        if FILE_ONLY not in get_args(kinds[one.name])
+    ]
+
+    def of(command: Callable[[Record], int | None]) -> Callable[..., int | None]:
         @wraps(command)
-        def wrapped(**asked: Any) -> None:
-            command(record(**asked))
+        def wrapped(**asked: Any) -> int | None:
+            return command(record(**asked))
 
         call: Any = wrapped
         call.__signature__ = inspect.Signature(parameters)
@@ -114,16 +152,16 @@ TargetDtype = Annotated[
     str | None,
     option(
         MODELS,
-        "Of the target alone. fp8: its matrices, with a scale for each output; all else is bfloat16.",
+        "Type of the target alone. fp8: its matrices, with a scale for each output; all else is bfloat16.",
         metavar="TYPE",
     ),
 ]
-DraftDtype = Annotated[str | None, option(MODELS, "Of the draft alone.", metavar="TYPE")]
+DraftDtype = Annotated[str | None, option(MODELS, "Type of the draft alone.", metavar="TYPE")]
 DraftVocab = Annotated[
     int | None,
     option(
         MODELS,
-        "Propose from the likeliest N tokens alone, by --draft-vocab-text. Default: all.",
+        "Draft only the N tokens that are most frequent in --draft-vocab-text. Default: all tokens.",
         "--draft-vocab",
         metavar="N",
     ),
@@ -132,7 +170,7 @@ DraftVocabText = Annotated[
     Path | None,
     option(
         MODELS,
-        "A text in UTF-8, like those to be written: its most frequent tokens are proposed.",
+        "A UTF-8 text like those to be generated, whose most frequent tokens are drafted.",
         "--draft-vocab-text",
         metavar="FILE",
     ),
@@ -174,7 +212,7 @@ NoPrefixCache = Annotated[
     bool,
     option(
         ENGINE,
-        "Compute every prompt anew, even where another began alike.",
+        "Compute every prompt in full, even where an earlier prompt had the same beginning.",
         "--no-prefix-cache",
         show_default=False,
         metavar="",

@@ -14,8 +14,8 @@ import pytest
 import typer
 import yaml
 
-from services.cli.gang import gang_config
 from services.cli.main import app
+from services.cli.service_options import gang_config
 from services.gateway.config import GatewayConfig
 from services.metrics.metrics import Metrics
 from smc.scheduler.stats import EngineStats

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from services.cli.gang import gang_config
+from services.cli.service_options import gang_config
 from smc import demo
 from smc.demo.problems import generate
 from smc.model import padded

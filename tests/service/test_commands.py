@@ -41,7 +41,6 @@ def test_bench_over_a_link(smcserve, tmp_path, monkeypatch, ray_cluster):
         (("serve", "--device", "tpu"), "device='tpu'; allowed: cpu, cuda"),
         (("serve", "--form", "lockstep", "-f", 2), "branches=2 has no effect with form='lockstep'"),
         (("serve", "--tls-key", "key.pem"), "tls_key is given without tls_cert"),
-        (("serve", "--heartbeat", 100), "heartbeat=100; allowed: below link_timeout=60"),
         (("serve", "--trace", "/nowhere/x.json"), "its directory does not exist"),
         (("serve", "--max-context", 4096), "max_context=4096; allowed: 2..512"),
         (("serve", "--target", "/nowhere"), "--target is given without --draft"),

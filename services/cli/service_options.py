@@ -1,0 +1,383 @@
+"""The options of `serve` and `batch`, each defined once: keys of the configuration file, and most of them flags, too.
+Imports nothing heavy: `--help` must come at once.
+
+A field of a record below is an option. What its configuration class (`GangConfig`, `GatewayConfig`, `EngineConfig`)
+calls by the same name gets its value; that class has the default and the check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from services.cli import options
+from services.cli.options import ENGINE, FILE_ONLY, MODELS, option
+
+if TYPE_CHECKING:
+    from services.gateway.config import GatewayConfig
+    from services.launch.config import GangConfig
+
+CLUSTER, LISTEN, SECURITY, BATCH = "Cluster", "Where it listens", "Security and limits", "Batch"
+CONFIGURATION = "Configuration"
+MAX_QUEUE = 256
+"""Requests that may wait for a service, unless its user says otherwise."""
+
+TargetTp = Annotated[
+    int | None,
+    option(MODELS, "Processes, and GPUs, that share the target. Default: 1.", "--target-tp", metavar="COUNT"),
+]
+DraftTp = Annotated[
+    int | None, option(MODELS, "Processes, and GPUs, that share the draft. Default: 1.", "--draft-tp", metavar="COUNT")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangOptions:
+    """Of every command that starts the processes that decode. What was not given is None."""
+
+    target: options.Target = None
+    draft: options.Draft = None
+    target_tp: TargetTp = None
+    draft_tp: DraftTp = None
+    device: Annotated[str | None, option(MODELS, "Device that runs both models. Default: cpu.", metavar="cpu|cuda")] = (
+        None
+    )
+    dtype: options.Dtype = None
+    target_dtype: options.TargetDtype = None
+    draft_dtype: options.DraftDtype = None
+    draft_vocab: options.DraftVocab = None
+    draft_vocab_text: options.DraftVocabText = None
+
+    form: options.Form = None
+    block: options.Block = None
+    branches: options.Branches = None
+    cohorts: Annotated[
+        int | None,
+        option(ENGINE, "Sets of requests whose rounds alternate, 1 to 4. Default: 1, with form lockstep 2."),
+        FILE_ONLY,
+    ] = None
+    max_slots: Annotated[
+        int | None,
+        option(ENGINE, "Particles of all running requests together. Default: 64.", "--max-slots", metavar="COUNT"),
+    ] = None
+    max_chains: Annotated[
+        int | None,
+        option(
+            ENGINE,
+            "Draft chains of all running requests with verification rejection; 0 refuses such requests. Default: as "
+            "many as take 1 GiB of memory at either model.",
+        ),
+        FILE_ONLY,
+    ] = None
+    max_context: options.MaxContext = None
+    pages: Annotated[
+        int | None,
+        option(
+            ENGINE,
+            "Token positions in the KV pool of each model. Default: what fits on the GPU; on a CPU 512 for each slot.",
+            metavar="COUNT",
+        ),
+    ] = None
+    prefill_chunk: Annotated[
+        int | None,
+        option(ENGINE, "Prompt tokens that are run between two rounds at most. Default: 128, on GPUs 4096."),
+        FILE_ONLY,
+    ] = None
+    prefill_share: Annotated[
+        float | None,
+        option(
+            ENGINE,
+            "Most time that prompts take beside rounds, as a share of the rounds' time. Default: 0.4 on GPUs, on a CPU "
+            "no limit.",
+        ),
+        FILE_ONLY,
+    ] = None
+    drafting: Annotated[
+        str | None,
+        option(
+            ENGINE,
+            "How much is drafted for exact decoding: `costs`, as much as measured costs justify, or `always`, the whole "
+            "tree that the request asks for. Answers are the same. Default: costs.",
+        ),
+        FILE_ONLY,
+    ] = None
+    no_prefix_cache: options.NoPrefixCache = None
+    threads: Annotated[int | None, option(ENGINE, "CPU threads of torch in each process. Default: 1."), FILE_ONLY] = (
+        None
+    )
+
+    ray_address: Annotated[
+        str | None,
+        option(
+            CLUSTER,
+            "Cluster to run on. Default: the one in RAY_ADDRESS, else a cluster that is started here and stopped again.",
+            "--ray-address",
+            metavar="ADDRESS",
+        ),
+    ] = None
+    target_resource: Annotated[
+        str | None,
+        option(
+            CLUSTER,
+            "Ray resource of the hosts that may run the target. Default: any host.",
+            "--target-resource",
+            metavar="NAME",
+        ),
+    ] = None
+    draft_resource: Annotated[
+        str | None,
+        option(
+            CLUSTER,
+            "Ray resource of the hosts that may run the draft. Default: any host.",
+            "--draft-resource",
+            metavar="NAME",
+        ),
+    ] = None
+    link: Annotated[
+        str | None,
+        option(
+            CLUSTER,
+            "nccl: torch.distributed, with gloo on CPUs; grpc: for hosts that it does not connect. Default: nccl.",
+            metavar="nccl|grpc",
+        ),
+    ] = None
+    start_timeout: Annotated[
+        float | None,
+        option(
+            CLUSTER, "Seconds until every process must be ready. Default: 600.", "--start-timeout", metavar="SECONDS"
+        ),
+    ] = None
+    link_timeout: Annotated[
+        float | None,
+        option(
+            CLUSTER,
+            "Seconds after which a process that is alive but makes no progress counts as dead. Default: 60.",
+        ),
+        FILE_ONLY,
+    ] = None
+    heartbeat: Annotated[
+        float | None,
+        option(CLUSTER, "Seconds between two messages of an idle process that say it is alive. Default: 2."),
+        FILE_ONLY,
+    ] = None
+    max_failed_starts: Annotated[
+        int | None,
+        option(CLUSTER, "Failed restarts of the processes in a row after which the service ends. Default: 5."),
+        FILE_ONLY,
+    ] = None
+    trace: Annotated[Path | None, option(CLUSTER, "Write a Chrome trace of all rounds at the end.", metavar="FILE")] = (
+        None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(GangOptions):
+    """Of `smcserve serve`."""
+
+    config: Annotated[
+        Path | None,
+        option(
+            CONFIGURATION,
+            "YAML file of options by their names; flags override it. --print-config lists all of them.",
+            "--config",
+            metavar="FILE",
+        ),
+    ] = None
+    print_config: Annotated[
+        bool,
+        option(
+            CONFIGURATION,
+            "Print the configuration that would be served, as a file for --config, and exit.",
+            "--print-config",
+            show_default=False,
+            metavar="",
+        ),
+    ] = False
+
+    host: Annotated[
+        str | None, option(LISTEN, "Address. Default: 127.0.0.1; 0.0.0.0 = every network.", metavar="HOST")
+    ] = None
+    port: Annotated[int | None, option(LISTEN, "Of gRPC. Default: 50051; 0 = any free one.", metavar="PORT")] = None
+    http_port: Annotated[
+        int | None,
+        option(LISTEN, "Of OpenAI's API; 0 = any free one. Default: none.", "--http-port", metavar="PORT"),
+    ] = None
+    metrics_port: Annotated[
+        int | None,
+        option(LISTEN, "Of the metrics for Prometheus; 0 = any free one. Default: none.", metavar="PORT"),
+    ] = None
+    served_model_names: Annotated[
+        list[str] | None,
+        option(
+            LISTEN,
+            "Name of the target for clients and metrics; may be repeated. Default: the name of its directory.",
+            "--served-model-name",
+            metavar="NAME",
+        ),
+    ] = None
+    default_method: Annotated[
+        str | None,
+        option(
+            LISTEN,
+            "Method of requests that name none: smc, exact, target or draft. Default: smc, at temperature 0 exact.",
+            "--default-method",
+            metavar="METHOD",
+        ),
+    ] = None
+
+    max_queue: Annotated[
+        int | None,
+        option(ENGINE, f"Requests that may wait. Default: {MAX_QUEUE}.", "--max-queue", metavar="COUNT"),
+    ] = None
+    max_queue_pages: Annotated[
+        int | None,
+        option(ENGINE, "KV pages that waiting requests may ask for together. Default: no limit."),
+        FILE_ONLY,
+    ] = None
+
+    tls_cert: Annotated[Path | None, option(SECURITY, "Certificate chain, PEM; with --tls-key.", metavar="FILE")] = None
+    tls_key: Annotated[Path | None, option(SECURITY, "Private key of --tls-cert, PEM.", metavar="FILE")] = None
+    tls_client_ca: Annotated[
+        Path | None, option(SECURITY, "Only clients with a certificate of these authorities.", metavar="FILE")
+    ] = None
+    auth_token_file: Annotated[
+        Path | None, option(SECURITY, "Bearer tokens that callers must send one of, one a line.", metavar="FILE")
+    ] = None
+    max_message_bytes: Annotated[
+        int | None,
+        option(SECURITY, "Bytes of the largest request. Default: as the context needs, at most 4 MiB."),
+        FILE_ONLY,
+    ] = None
+    max_concurrent_streams: Annotated[
+        int | None, option(SECURITY, "Calls at a time on one connection. Default: 1024."), FILE_ONLY
+    ] = None
+    max_calls: Annotated[
+        int | None,
+        option(SECURITY, "Generate calls at a time, over all connections. Default: 1024.", metavar="COUNT"),
+    ] = None
+    keepalive_time: Annotated[
+        float | None, option(SECURITY, "Seconds of silence after which a client is pinged. Default: 60."), FILE_ONLY
+    ] = None
+    keepalive_timeout: Annotated[
+        float | None,
+        option(SECURITY, "Seconds in which a client must answer a ping, or its calls are cancelled. Default: 20."),
+        FILE_ONLY,
+    ] = None
+    min_ping_interval: Annotated[
+        float | None,
+        option(SECURITY, "Seconds between pings of a client; one that pings more often is disconnected. Default: 10."),
+        FILE_ONLY,
+    ] = None
+    max_connection_age: Annotated[
+        float | None, option(SECURITY, "Seconds after which a client has to reconnect. Default: 900."), FILE_ONLY
+    ] = None
+    max_connection_age_grace: Annotated[
+        float | None,
+        option(SECURITY, "Seconds for calls in flight on a connection of that age. Default: 3600."),
+        FILE_ONLY,
+    ] = None
+    write_timeout: Annotated[
+        float | None,
+        option(SECURITY, "Seconds for a client to send its request, and to read its answer. Default: 30."),
+        FILE_ONLY,
+    ] = None
+    drain_timeout: Annotated[
+        float | None,
+        option(
+            SECURITY,
+            "Seconds for calls in flight once the service is told to stop. Default: 30.",
+            "--drain-timeout",
+            metavar="SECONDS",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(GangOptions):
+    """Of `smcserve batch`."""
+
+    input: Annotated[
+        Path, typer.Argument(help="Requests, JSON lines in the shape of OpenAI's batches.", metavar="IN.jsonl")
+    ]
+    output: Annotated[
+        Path,
+        typer.Argument(help="Answers, in the order of the input; an existing file is resumed.", metavar="OUT.jsonl"),
+    ]
+    config: Annotated[
+        Path | None,
+        option(
+            CONFIGURATION,
+            "YAML file of options by their names, as for `smcserve serve`; flags override it.",
+            "--config",
+            metavar="FILE",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool | None,
+        option(
+            BATCH, "Start from the beginning, whatever OUT.jsonl holds.", "--overwrite", show_default=False, metavar=""
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        option(
+            BATCH,
+            "With the custom_id, makes the seed of a line that has none of its own. Default: 0.",
+            metavar="SEED",
+        ),
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        option(
+            BATCH,
+            "Requests in flight. Default: as many as fill the slots.",
+            "--concurrency",
+            "-c",
+            metavar="COUNT",
+        ),
+    ] = None
+
+
+def gang_config(given: Mapping[str, Any]) -> GangConfig:
+    """The gang that these options describe. Options of other kinds, and those that are None, are passed over.
+
+    Only what was given is passed on: the service knows its own defaults. Raises ValueError for what cannot be.
+    """
+    from services.launch.config import GangConfig
+    from smc.api.engine_config import GPU_PREFILL, EngineConfig
+    from smc.loading import pair_places
+
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("load") in ("random", "grown") and not (given.get("target") and given.get("draft")):
+        raise ValueError(f"--load {given['load']} needs --target and --draft, each the name of a published shape")
+    target, draft = pair_places(given.get("target"), given.get("draft"))
+    # In lockstep one model waits for the other; two cohorts let both work. In look-ahead form both work already.
+    cohorts = 2 if given.get("form") == "lockstep" else 1
+    settings: dict[str, Any] = {"cohorts": cohorts, "prefix_cache": not given.get("no_prefix_cache", False)}
+    if given.get("device") == "cuda":
+        settings |= GPU_PREFILL
+    engine = EngineConfig(**settings | _fields_of(EngineConfig, given))
+    return GangConfig(**_fields_of(GangConfig, given) | {"target": target, "draft": draft, "engine": engine})
+
+
+def gateway_config(given: Mapping[str, Any]) -> GatewayConfig:
+    """The gateway that these options describe; otherwise as `gang_config`."""
+    from services.gateway.config import GatewayConfig
+
+    return GatewayConfig(**_fields_of(GatewayConfig, given))
+
+
+def effective(gang: GangConfig, gateway: GatewayConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of `serve` with the value in use; None: it is decided once the models are known."""
+    engine = gang.engine
+    values: dict[str, Any] = {"no_prefix_cache": not engine.prefix_cache}
+    for part in (engine, gang, gateway):
+        values |= {one.name: getattr(part, one.name) for one in fields(part)}
+    return {name: values[name] if name in values else given.get(name) for name in options.keys_of(ServeOptions)}
+
+
+def _fields_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {one.name: given[one.name] for one in fields(kind) if given.get(one.name) is not None}

@@ -1,0 +1,114 @@
+"""The configuration file of `serve` and `batch`: what it takes, what it refuses, and what overrides it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.cli import config_file
+from services.cli.options import keys_of
+from services.cli.service_options import BatchOptions, GangOptions, ServeOptions, gang_config, gateway_config
+from services.gateway.config import GatewayConfig
+from services.launch.config import GangConfig
+from smc.api.engine_config import EngineConfig
+
+NOT_OPTIONS = {"load", "engine", "defensive_share", "prefix_cache"}
+"""Of `bench` alone; of other options; of the library alone; `no_prefix_cache`."""
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "serve.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def printed(smcserve, *arguments) -> dict:
+    ran = smcserve("serve", "--print-config", *arguments)
+    assert (ran.code, ran.err) == (0, "")
+    return yaml.safe_load(ran.out)
+
+
+def test_every_option_of_the_configuration_is_a_key():
+    known = {field.name for kind in (GatewayConfig, GangConfig, EngineConfig) for field in fields(kind)} - NOT_OPTIONS
+    assert known | {"no_prefix_cache", "ray_address"} == keys_of(ServeOptions).keys()
+    assert keys_of(GangOptions).keys() | {"overwrite", "seed", "concurrency"} == keys_of(BatchOptions).keys()
+
+
+def test_the_effective_configuration_can_be_given_back(smcserve, file):
+    given = ("--form", "lockstep", "--device", "cuda", "--served-model-name", "a", "--served-model-name", "b")
+    ran = smcserve("serve", "--print-config", *given, "--no-prefix-cache", "--http-port", 0)
+    again = smcserve("serve", "--print-config", "--config", file(ran.out))
+    assert again.code == 0 and again.out == ran.out
+    known = yaml.safe_load(ran.out)
+    assert (known["dtype"], known["cohorts"], known["prefill-chunk"]) == ("bfloat16", 2, 4096)
+    assert (known["served-model-name"], known["no-prefix-cache"], known["http-port"]) == (["a", "b"], True, 0)
+
+
+def test_a_flag_overrides_the_file(smcserve, file):
+    path = file("block: 5\nbranches: 2\nkeepalive_time: 90\nmax-queue: 7\nserved-model-name: small\n")
+    known = printed(smcserve, "--config", path, "--block", 3)
+    assert (known["block"], known["branches"], known["max-queue"]) == (3, 2, 7)
+    assert (known["keepalive-time"], known["served-model-name"]) == (90.0, ["small"])
+    assert printed(smcserve)["max-queue"] == 256 != printed(smcserve, "--max-queue", 3)["max-queue"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("blok: 3", "unknown key 'blok'. Did you mean block? Allowed: auth-token-file, block,"),
+        ("config: other.yaml", "unknown key 'config'."),
+        ("block: eight", "block='eight'; allowed: a whole number"),
+        ("block: 8.5", "block=8.5; allowed: a whole number"),
+        ("threads: true", "threads=True; allowed: a whole number"),
+        ("heartbeat: [1]", "heartbeat=[1]; allowed: a number"),
+        ("no-prefix-cache: 1", "no-prefix-cache=1; allowed: true, false"),
+        ("host: 5", "host=5; allowed: text"),
+        ("tls-key: 5", "tls-key=5; allowed: a path"),
+        ("served-model-name: [a, 5]", "served-model-name=['a', 5]; allowed: text, or a list of such"),
+        ("block: 99", "block=99; allowed: 1..32"),
+        ("heartbeat: 100", "heartbeat=100; allowed: below link_timeout=60"),
+        ("prefill_share: 0", "prefill_share=0.0; allowed: above 0"),
+        ("max-calls: 1\nmax_calls: 2", "max-calls is given twice, with dashes and with underscores"),
+        ("port: 1\nport: 2", "is not YAML: 'port' is given twice"),
+        ("port: [", "is not YAML: "),
+        ("- port", "holds ['port']; allowed: a mapping of options"),
+    ],
+)
+def test_mistakes(smcserve, file, text, message):
+    ran = smcserve("serve", "--config", file(text))
+    assert (ran.code, ran.out) == (2, "") and message in ran.err
+
+
+def test_a_file_that_is_not_there(smcserve, tmp_path):
+    assert smcserve("serve", "--config", tmp_path / "no.yaml").code == 2
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "port: null\n"])
+def test_a_file_may_give_nothing(file, text):
+    given = config_file.read(file(text), ServeOptions)
+    assert (gang_config(given), gateway_config(given)) == (GangConfig(), GatewayConfig())
+
+
+def test_batch_reads_one_of_its_own(smcserve, file, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text("")
+    output = tmp_path / "out.jsonl"
+    assert smcserve("batch", source, output, "--config", file("link-timeout: 30\nconcurrency: 2\n")).code == 0
+    assert smcserve("batch", source, output, "--config", file("concurrency: 0\n"), "--concurrency", 2).code == 0
+    refused = smcserve("batch", source, output, "--config", file("concurrency: 0\n"))
+    assert refused.code == 2 and "concurrency=0; allowed: >= 1" in refused.err
+    refused = smcserve("batch", source, output, "--config", file("port: 50051\n"))
+    assert refused.code == 2 and "unknown key 'port'" in refused.err
+
+
+def test_what_few_people_set_is_no_flag(smcserve):
+    ran = smcserve("serve", "--keepalive-time", 5)
+    assert ran.code == 2 and "No such option: --keepalive-time" in ran.err
+    assert "keepalive" not in smcserve("serve", "--help").out
