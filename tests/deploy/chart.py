@@ -139,6 +139,18 @@ def _definitions(version: str) -> dict:
     return json.loads((folder / f"v{version}-local-strict/_definitions.json").read_text())
 
 
+def config_of(objects: list[dict], command: str) -> str:
+    """The configuration file that the command is started with, of the ConfigMap that its pod mounts."""
+    pods = [pod for pod in pod_specs(objects) if any(each["name"] == "config" for each in pod["volumes"])]
+    mounted = {volume["configMap"]["name"] for pod in pods for volume in pod["volumes"] if volume["name"] == "config"}
+    (found,) = [
+        each["data"][f"{command}.yaml"]
+        for name, each in all_of_kind(objects, "ConfigMap").items()
+        if name in mounted and f"{command}.yaml" in each["data"]
+    ]
+    return found
+
+
 def pod_specs(objects: list[dict]) -> list[dict]:
     """Of every pod that these objects lead to."""
     return [template["spec"] for template in templates(objects).values()]

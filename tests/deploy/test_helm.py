@@ -7,16 +7,15 @@ import functools
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import helm_python
 import promql_parser
 import pytest
-import typer
 import yaml
 
-from services.cli.main import app
-from services.cli.service_options import gang_config
-from services.gateway.config import GatewayConfig
+from services.cli import config_file
+from services.cli.service_options import BatchOptions, ServeOptions, gang_config, gateway_config
 from services.metrics.metrics import Metrics
 from smc.scheduler.stats import EngineStats
 from tests.deploy.binaries import binary
@@ -24,7 +23,9 @@ from tests.deploy.chart import (
     CHART,
     KUBERNETES,
     PROFILES,
+    all_of_kind,
     check,
+    config_of,
     containers,
     of_kind,
     pod_specs,
@@ -116,7 +117,7 @@ EVERYTHING = {
     },
     "gateway": {
         "httpPort": 8000,
-        "extraArgs": ["--write-timeout=60"],
+        "config": {"write-timeout": 60, "served-model-name": ["a", "b"]},
         "terminationGracePeriod": 300,
         "preStopDelay": 0,
         "drainTimeout": 0.5,
@@ -253,7 +254,9 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"engine": {"block": "8"}}, "/engine/block"),
         ({"engine": {"prefixCache": "no"}}, "/engine/prefixCache"),
         ({"image": {"digest": "latest"}}, "/image/digest"),
-        ({"gateway": {"extraArgs": ["write-timeout"]}}, "/gateway/extraArgs"),
+        ({"gateway": {"config": {"--write-timeout": 60}}}, "/gateway/config"),
+        ({"gateway": {"config": {"max_queue": 60}}}, "gateway.config.max_queue: the chart writes this key itself"),
+        ({"batch": {"config": {"block": 5}, "enabled": True}}, "batch.config.block: the chart writes this key itself"),
         ({"target": {"shm": "much"}}, "/target/shm"),
         ({"keda": {"minReplicas": 0}}, "/keda/minReplicas"),
         ({"models": {"target": {"path": "/models/t"}}}, "give both, or neither"),
@@ -384,25 +387,26 @@ def test_the_schema_knows_every_value():
     ]
 
 
-def flags_of(objects: list[dict]) -> list[str]:
-    """Of `smcserve serve`, as the gateway gets them."""
-    (gateway,) = [each for pod in pod_specs(objects) for each in pod["containers"] if each["name"] == "gateway"]
-    return [flag for flag in gateway["args"] if flag != "serve"]
+CONFIG = "/etc/smcserve/config/"
 
 
-def parsed(command: str, flags: list[str]) -> dict:
-    """What the command line makes of them; a flag that it does not know raises."""
-    return typer.main.get_command(app).commands[command].make_context(command, list(flags)).params
+def read_config(objects: list[dict], command: str, folder: Path) -> dict:
+    """What the command makes of its file; a key that it does not know raises."""
+    path = folder / f"{command}.yaml"
+    path.write_text(config_of(objects, command))
+    return config_file.read(path, {"serve": ServeOptions, "batch": BatchOptions}[command])
 
 
 @every_variant
-def test_the_commands_accept_their_flags(variant):
+def test_the_commands_accept_their_files(variant, tmp_path):
     objects, given = rendered(variant), this_chart().merge_values(values(*VARIANTS[variant]))
     asked = []
     if given["serve"]["enabled"]:
-        asked.append(parsed("serve", flags_of(objects)))
-        fields = GatewayConfig.__dataclass_fields__.keys() - {"tls_cert", "tls_key", "tls_client_ca", "auth_token_file"}
-        gateway = GatewayConfig(**{name: asked[0][name] for name in fields if asked[0][name] is not None})
+        (container,) = [each for pod in pod_specs(objects) for each in pod["containers"] if each["name"] == "gateway"]
+        assert [flag for flag in container["args"] if flag != "serve"] == [f"--config={CONFIG}serve.yaml"]
+        asked.append(read_config(objects, "serve", tmp_path))
+        secrets = {"tls_cert", "tls_key", "tls_client_ca", "auth_token_file"}
+        gateway = gateway_config({name: value for name, value in asked[0].items() if name not in secrets})
         assert (gateway.host, gateway.port, gateway.drain_timeout) == (
             "0.0.0.0",
             50051,
@@ -414,12 +418,13 @@ def test_the_commands_accept_their_flags(variant):
             capture_output=True,
             text=True,
         )
-        name, command, *flags = split.stdout.splitlines()
+        name, command, *arguments = split.stdout.splitlines()
         assert (name, command) == ("smcserve", "batch")
-        asked.append(parsed("batch", flags))
+        assert arguments == [given["batch"]["input"], given["batch"]["output"], f"--config={CONFIG}batch.yaml"]
+        asked.append(read_config(objects, "batch", tmp_path))
     for params in asked:
         config = gang_config({name: value for name, value in params.items() if name not in ("target", "draft")})
-        assert bool(params["target"]) == bool(params["draft"]) == any(given["models"]["target"].values())
+        assert bool(params.get("target")) == bool(params.get("draft")) == any(given["models"]["target"].values())
         assert (config.draft_tp, config.target_tp, config.device) == (
             given["draft"]["tp"],
             given["target"]["tp"],
@@ -459,9 +464,11 @@ def test_mounts_and_references_fit(variant):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         mounted = {mount["name"] for container in containers(pod) for mount in container["volumeMounts"]}
         assert mounted == volumes.keys() and len(volumes) == len(pod["volumes"])
-        assert not [volume for volume in volumes.values() if "configMap" in volume], (
-            "an upgrade would change it under a running pod"
-        )
+        for name in [volume["configMap"]["name"] for volume in volumes.values() if "configMap" in volume]:
+            config = all_of_kind(objects, "ConfigMap")[name]
+            assert config["immutable"] and re.search(r"-(serve|batch)-[0-9a-f]{8}$", name), (
+                "an upgrade would change it under a running pod"
+            )
         for container in containers(pod):
             limits = container["resources"]["limits"]
             assert "memory" in limits

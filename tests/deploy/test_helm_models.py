@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.deploy.chart import CHART, all_of_kind, containers, of_kind, render, templates
+from tests.deploy.chart import CHART, all_of_kind, config_of, containers, of_kind, render, templates
 
 SCRIPTS = CHART / "files/scripts"
 POD = {"topology": "pod"}
@@ -37,9 +38,8 @@ def sums(kind: str, where: str, **more: str) -> dict:
     return {kind: {"url" if kind == "http" else "uri": where, "sha256": "0" * 64, **more}}
 
 
-def flags(objects: list[dict], component: str) -> dict[str, str]:
-    (gateway,) = [each for each in templates(objects)[component]["spec"]["containers"] if each["name"] == "gateway"]
-    return dict(flag.removeprefix("--").split("=", 1) for flag in gateway["args"] if "=" in flag)
+def config(objects: list[dict]) -> dict:
+    return yaml.safe_load(config_of(objects, "serve"))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_pods_wait_for_what_a_job_downloads(layer, gateway):
     assert secrets["TARGET_TOKEN"] == {"name": "hub", "key": "token"}
     assert secrets["DRAFT_AWS_SECRET_ACCESS_KEY"] == {"name": "keys", "key": "AWS_SECRET_ACCESS_KEY", "optional": False}
     assert {"name": "models", "mountPath": "/models"} in container["volumeMounts"], "the job alone may write"
-    given = flags(objects, gateway)
+    given = config(objects)
     for name, template in templates(objects).items():
         if name in ("test", "models"):
             continue
@@ -102,7 +102,7 @@ def test_another_source_has_another_directory_and_another_job():
 
     def of(layer: dict, **more: object) -> tuple[str, str]:
         objects = render(layer, POD, more)
-        return flags(objects, "gang")["target"], of_kind(objects, "Job")["metadata"]["name"]
+        return config(objects)["target"], of_kind(objects, "Job")["metadata"]["name"]
 
     first = models(hub(), hub(), volume=CLAIM)
     other = models({"huggingFace": {"repository": "org/model", "revision": "b" * 40}}, hub(), volume=CLAIM)
@@ -120,7 +120,7 @@ def test_models_of_a_claim_or_an_image_are_mounted_as_they_are():
         models({"persistentVolumeClaim": {"claimName": "w", "directory": "a/b"}}, {"image": {"reference": "r/draft:1"}})
     )
     assert not all_of_kind(objects, "Job")
-    given = flags(objects, "head")
+    given = config(objects)
     assert (given["target"], given["draft"]) == ("/models-target/a/b", "/models-draft")
     for side in ("head", "draft", "target"):
         pod = templates(objects)[side]["spec"]

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.deploy.chart import all_of_kind, containers, of_kind, pod_specs, render, templates
+from tests.deploy.chart import all_of_kind, config_of, containers, of_kind, pod_specs, render, templates
 
 POD = {"topology": "pod"}
 TLS = {"tls": {"secret": "certificate"}}
@@ -66,7 +66,8 @@ def test_openais_api_has_a_port_where_it_is_wanted(layer, protocol):
         next(each for pod in pod_specs(some) for each in pod["containers"] if each["name"] == "gateway")
         for some in (objects, plain)
     )
-    assert [flag for flag in gateway["args"] if flag not in before["args"]] == ["--http-port=8000"]
+    lines, plain_lines = (config_of(some, "serve").splitlines() for some in (objects, plain))
+    assert [line for line in lines if line not in plain_lines] == ["http-port: 8000"]
     probes = ("startupProbe", "readinessProbe", "livenessProbe")
     assert {"name": "http", "containerPort": 8000} in gateway["ports"] and all(
         gateway[probe] == before[probe] for probe in probes

@@ -30,6 +30,7 @@ class Cluster:
         self.pods: list[Pod] = []
         self.ended: list[Pod] = []
         self._services: dict[str, dict] = {}
+        self._configs: dict[str, dict[str, str]] = {}
         self._deployments: dict[str, dict] = {}
         self._numbers = itertools.count(1)
         self._turns = itertools.count()
@@ -51,6 +52,7 @@ class Cluster:
     def apply(self, objects: list[dict]) -> None:
         """Install, or upgrade: Deployments whose pods differ are rolled. Returns when all is as it should be."""
         self._services = all_of_kind(objects, "Service")
+        self._configs |= {name: each["data"] for name, each in all_of_kind(objects, "ConfigMap").items()}
         rolls: list[str] = []
         for name, wanted in all_of_kind(objects, "Deployment").items():
             before, self._deployments[name] = self._deployments.get(name), wanted
@@ -130,7 +132,18 @@ class Cluster:
         account = self._api.kubeconfig() if template["spec"].get("automountServiceAccountToken") else None
         ready = {service: self.endpoints(service) for service in self._services}
         hosts = {f"{service}.llm.svc": pods[0].address for service, pods in ready.items() if pods}
-        pod = Pod(name, template, self._network, self._folder, self._secrets, hosts, self._changed, self.say, account)
+        pod = Pod(
+            name,
+            template,
+            self._network,
+            self._folder,
+            self._secrets,
+            self._configs,
+            hosts,
+            self._changed,
+            self.say,
+            account,
+        )
         with self._guard:
             self.pods.append(pod)
         self._api.tell("ADDED", pod)

@@ -37,6 +37,7 @@ class Pod:
         network: Network,
         folder: Path,
         secrets: dict[str, dict[str, str]],
+        configs: dict[str, dict[str, str]],
         hosts: dict[str, str],
         changed: Callable[[Pod], None],
         say: Callable[[str], None],
@@ -51,7 +52,7 @@ class Pod:
         _wait_for_namespace(self._pause.pid)
         self.address = network.connect(self._pause.pid)
         self._tmpfs: list[Path] = []
-        volumes = {each["name"]: self._volume(each) for each in self.spec.get("volumes", ())}
+        volumes = {each["name"]: self._volume(each, configs) for each in self.spec.get("volumes", ())}
         env = {"KUBECONFIG": "/tmp/kubeconfig"} if account else {}
         if account:
             (volumes["tmp"] / "kubeconfig").write_text(account)
@@ -77,14 +78,20 @@ class Pod:
         for thread in self._threads:
             thread.start()
 
-    def _volume(self, volume: dict) -> Path:
+    def _volume(self, volume: dict, configs: dict[str, dict[str, str]]) -> Path:
         """Where it is on this machine."""
         if "hostPath" in volume:
             return Path(volume["hostPath"]["path"])
-        if "emptyDir" not in volume:
-            raise ValueError(f"volume {volume['name']!r} of pod {self.name}; the rehearsal has emptyDir and hostPath")
+        if "emptyDir" not in volume and "configMap" not in volume:
+            raise ValueError(
+                f"volume {volume['name']!r} of pod {self.name}; the rehearsal has configMap, emptyDir and hostPath"
+            )
         place = self._folder / volume["name"]
         place.mkdir()
+        if "configMap" in volume:
+            for name, text in configs[volume["configMap"]["name"]].items():
+                (place / name).write_text(text)
+            return place
         place.chmod(0o777)
         if volume["emptyDir"].get("medium") == "Memory":
             size = volume["emptyDir"]["sizeLimit"].removesuffix("i").lower()

@@ -122,7 +122,7 @@
 {{- define "smcserve.checkPods" -}}
 {{- $v := .Values -}}
 {{- $own := include "smcserve.labels" . | fromYaml -}}
-{{- $volumes := list "tmp" "shm" "models" "model-target" "model-draft" "triton" "data" "tls" "client-ca" "ca" "probe" "tokens" -}}
+{{- $volumes := list "tmp" "shm" "models" "model-target" "model-draft" "triton" "data" "config" "tls" "client-ca" "ca" "probe" "tokens" -}}
 {{- $places := dict "podTemplate" $v.podTemplate "ray.head.podTemplate" $v.ray.head.podTemplate "pod.podTemplate" $v.pod.podTemplate "draft.podTemplate" $v.draft.podTemplate "target.podTemplate" $v.target.podTemplate "models.download.podTemplate" $v.models.download.podTemplate "router.podTemplate" $v.router.podTemplate -}}
 {{- range $place, $pod := $places -}}
 {{- range $label, $_ := $pod.labels -}}
@@ -188,7 +188,7 @@
 {{- end -}}
 {{- if not $v.serve.enabled -}}
 {{- $unused = list "tls" "auth" "service" "keda" "podDisruptionBudget" "monitoring.serviceMonitor" "monitoring.podMonitor" -}}
-{{- $unused = concat $unused (list "gateway.port" "gateway.httpPort" "gateway.metricsPort" "gateway.resources" "gateway.extraArgs" "test" "ingress" "route" "router") -}}
+{{- $unused = concat $unused (list "gateway.port" "gateway.httpPort" "gateway.metricsPort" "gateway.resources" "gateway.config" "test" "ingress" "route" "router") -}}
 {{- $unused = concat $unused (list "engine.maxQueue" "engine.maxQueuePages") -}}
 {{- include "smcserve.unused" (dict "root" . "paths" $unused "where" "serve.enabled=false") -}}
 {{- end -}}

@@ -93,7 +93,7 @@ spec:
         - 127.0.0.1:6379
         - /tmp/gateway.lock
       args:
-        {{- include "smcserve.serveArgs" .root | nindent 8 }}
+        - {{ include "smcserve.configFlag" (dict "command" "serve") }}
       ports:
         {{- include "smcserve.gatewayPorts" .root | nindent 8 }}
       env:
@@ -104,11 +104,13 @@ spec:
         {{- toYaml $v.gateway.resources | nindent 8 }}
       volumeMounts:
         {{- include "smcserve.baseMounts" . | nindent 8 }}
+        {{- include "smcserve.configMount" . | nindent 8 }}
         {{- include "smcserve.modelMounts" . | nindent 8 }}
         {{- include "smcserve.secretMounts" .root | nindent 8 }}
     {{- include "smcserve.sidecars" . | nindent 4 }}
   volumes:
     {{- include "smcserve.baseVolumes" (merge (dict "shm" $v.ray.head.shm) .) | nindent 4 }}
+    {{- include "smcserve.configVolume" (dict "root" .root "command" "serve") | nindent 4 }}
     {{- include "smcserve.modelVolumes" . | nindent 4 }}
     {{- include "smcserve.secretVolumes" .root | nindent 4 }}
 {{- end -}}
@@ -128,11 +130,13 @@ spec:
       volumeMounts:
         {{- include "smcserve.baseMounts" . | nindent 8 }}
         - {name: data, mountPath: {{ $v.batch.mountPath }}}
+        {{- include "smcserve.configMount" . | nindent 8 }}
         {{- include "smcserve.modelMounts" . | nindent 8 }}
     {{- include "smcserve.sidecars" . | nindent 4 }}
   volumes:
     {{- include "smcserve.baseVolumes" (merge (dict "shm" $v.ray.head.shm) .) | nindent 4 }}
     - name: data
       {{- toYaml $v.batch.volume | nindent 6 }}
+    {{- include "smcserve.configVolume" (dict "root" .root "command" "batch") | nindent 4 }}
     {{- include "smcserve.modelVolumes" . | nindent 4 }}
 {{- end -}}
