@@ -45,7 +45,7 @@ from smc.terminal import out, progress_bar
 if TYPE_CHECKING:
     from benchmarks.backends import BenchBackend, CpuBackend, PromptBackend
     from benchmarks.rounds import ProcessRoundTime
-    from services.launch.config import GangConfig
+    from services.launch.config import WorkerGroupConfig
     from smc.api.engine_config import EngineConfig
     from smc.local_engine import ModelPair
 
@@ -193,7 +193,9 @@ class BenchOptions:
     link: Annotated[
         list[str] | None,
         options.option(
-            service_options.CLUSTER, "Each model in its own process, over this link; may be repeated.", metavar="nccl|grpc"
+            service_options.CLUSTER,
+            "Each model in its own process, over this link; may be repeated.",
+            metavar="nccl|grpc",
         ),
     ] = None
     draft_tp: service_options.DraftTp = None
@@ -422,7 +424,7 @@ def _bench_rounds(asked: BenchOptions) -> None:
     sampling, rounds = {"particles": particles, **asked.decoding}, asked.timed_rounds
     rows: list[Any]
     if asked.link:
-        config = service_options.gang_config(asked.named(*PLACES, "draft_tp", "target_tp", "threads", *OWN))
+        config = service_options.worker_group_config(asked.named(*PLACES, "draft_tp", "target_tp", "threads", *OWN))
         rows = _measure_processes(
             [replace(config, link=name) for name in asked.link], configs, asked.loads, sampling, rounds
         )
@@ -447,7 +449,7 @@ def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfi
 
 
 def _measure_processes(
-    gangs: Sequence[GangConfig],
+    gangs: Sequence[WorkerGroupConfig],
     configs: Sequence[EngineConfig],
     concurrency: Sequence[int],
     sampling: dict[str, Any],
@@ -465,14 +467,14 @@ def _measure_processes(
     return rows
 
 
-def _gang_config(asked: BenchOptions) -> GangConfig:
+def _gang_config(asked: BenchOptions) -> WorkerGroupConfig:
     """Raises ValueError for wrong options before torch is imported."""
-    return service_options.gang_config(asked.named("load", *PLACES, "device", "threads", *OWN))
+    return service_options.worker_group_config(asked.named("load", *PLACES, "device", "threads", *OWN))
 
 
 @contextmanager
 def _backend(
-    link: Sequence[str] | None, config: GangConfig, degrees: tuple[int, int]
+    link: Sequence[str] | None, config: WorkerGroupConfig, degrees: tuple[int, int]
 ) -> Iterator[tuple[BenchBackend, int | None]]:
     """With how many GPUs there are (None on a CPU): in this process, or with `link` each rank in one of its own.
     `degrees`: of draft and target, where each has its own."""

@@ -23,16 +23,17 @@ import grpc
 import psutil
 
 from services.backend import Model, ServingPair
-from services.coordinator.loop import EngineLoop
+from services.coordinator.client import Dispatcher
+from services.coordinator.service import EngineLoop
 from services.gateway.config import GatewayConfig
-from services.gateway.dispatch import Dispatcher
+from services.gateway.request_handler import ServiceStatus
 from services.gateway.server import Gateway
-from services.gateway.status import ServiceStatus
-from services.metrics.metrics import Metrics
+from services.launch.service import FRONT_ENDS
+from services.metrics import Metrics
 from services.openai.requests import CHAT
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc
-from services.step import Step
+from services.protobuf.coordinator import EngineStep
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer, FinishReason, Output, Statistics
@@ -83,7 +84,7 @@ class EngineBackend:
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         return self._dispatcher.generate(request)
 
-    def _hand_over(self, step: Step) -> None:
+    def _hand_over(self, step: EngineStep) -> None:
         self._asyncio.call_soon_threadsafe(self._dispatcher.deliver, step)
 
 
@@ -100,7 +101,8 @@ async def serve(ready: bool) -> None:
     )
     backend: Any = ReadyBackend() if ready else EngineBackend(local_engine(pair, ENGINE))
     config = GatewayConfig(port=0, http_port=0)
-    gateway = Gateway(config, serving, backend, Metrics(), lambda: ServiceStatus.of(1, EngineStats()))
+    status = ServiceStatus.of(1, EngineStats())
+    gateway = Gateway(config, serving, backend, Metrics(), lambda: status, FRONT_ENDS)
     await gateway.start()
     gateway.set_health(True, True)
     print(gateway.port, gateway.http_port, flush=True)

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.backends import Mode, read_bytes
-from services.coordinator.remote import RemoteEngine
-from services.launch.config import GangConfig
-from services.launch.errors import GangError, RemoteTraceback
-from services.launch.specs import coordinator_spec, rank_spec
+from services.coordinator.remote_engine import RemoteEngine
+from services.launch.config import WorkerGroupConfig
+from services.launch.errors import RemoteTraceback, WorkerGroupError
+from services.launch.worker_group import coordinator_spec, rank_spec
 from services.link.base import failure_text
 from services.link.connect import Rendezvous
 from services.workers.process import load_rank, run_rank
@@ -42,7 +42,9 @@ END_SECONDS = 20.0
 class RankProcesses:
     """Every rank in a process of its own; `close` ends them."""
 
-    def __init__(self, config: GangConfig, gpus: dict[str, list[int]] | None = None, *, rehearse: bool = False) -> None:
+    def __init__(
+        self, config: WorkerGroupConfig, gpus: dict[str, list[int]] | None = None, *, rehearse: bool = False
+    ) -> None:
         """`gpus`: the GPU that each rank of a role sees, of those that this process sees; two ranks may share one.
         `rehearse`: warm up every engine, as a service does before it serves."""
         self._config, self._epoch, self._rehearse = config, 0, rehearse
@@ -67,7 +69,7 @@ class RankProcesses:
 
     @contextmanager
     def engine(self, engine: EngineConfig) -> Iterator[RemoteEngine]:
-        """An engine of these settings over the models. Raises GangError if it fails; the processes are of no use
+        """An engine of these settings over the models. Raises WorkerGroupError if it fails; the processes are of no use
         after that."""
         self._epoch += 1
         config = replace(self._config, engine=engine)
@@ -90,25 +92,25 @@ class RankProcesses:
                 remote.stop()
         except RuntimeError as error:  # of the link, or of the store where the ranks meet
             self._hear("ended", END_SECONDS)
-            raise GangError(str(error)) from error
+            raise WorkerGroupError(str(error)) from error
         self._hear("ended", END_SECONDS)
 
     def _hear(self, word: str, timeout: float) -> None:
-        """Wait until every rank has sent this word. Raises GangError, naming the rank, if one fails, dies or stays
+        """Wait until every rank has sent this word. Raises WorkerGroupError, naming the rank, if one fails, dies or stays
         silent."""
         silent, deadline = {rank.pipe: rank.name for rank in self._ranks.values()}, time.monotonic() + timeout
         while silent:
             ready: list[Any] = multiprocessing.connection.wait(list(silent), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise GangError(f"{', '.join(silent.values())}: not {word} within {timeout:g} s")
+                raise WorkerGroupError(f"{', '.join(silent.values())}: not {word} within {timeout:g} s")
             for pipe in ready:
                 name = silent.pop(pipe)
                 try:
                     said = pipe.recv()
                 except (EOFError, OSError):
-                    raise GangError(f"{name} died") from None
+                    raise WorkerGroupError(f"{name} died") from None
                 if isinstance(said, _Failure):
-                    raise GangError(f"{name}: {said.text}") from RemoteTraceback(
+                    raise WorkerGroupError(f"{name}: {said.text}") from RemoteTraceback(
                         f"in the process of {name}\n{said.traceback}"
                     )
                 assert said == word, f"{name} said {said!r} where {word!r} comes next"
@@ -176,7 +178,7 @@ def see_only(gpu: int) -> None:
 class ProcessBackend:
     """A `BenchBackend` whose ranks are processes, each with a GPU of its own."""
 
-    def __init__(self, config: GangConfig, gpus: int | None = None) -> None:
+    def __init__(self, config: WorkerGroupConfig, gpus: int | None = None) -> None:
         """`gpus` there are; None on CPUs."""
         self._config, self._gpus = config, gpus
         self.tokenizer = config.serving_pair().tokenizer

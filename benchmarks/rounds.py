@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.load import ClosedLoop, endless_problem_requests
 from benchmarks.processes import RankProcesses
-from services.coordinator.remote import RemoteEngine
-from services.launch.config import GangConfig
+from services.coordinator.remote_engine import RemoteEngine
+from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import ModelPair, fitted_engine
@@ -94,7 +94,7 @@ def measure_rounds(
 
 
 def measure_process_rounds(
-    config: GangConfig,
+    config: WorkerGroupConfig,
     engines: list[EngineConfig],
     concurrency: list[int],
     sampling: Mapping[str, Any],
@@ -102,7 +102,7 @@ def measure_process_rounds(
     done: Callable[[], None],
 ) -> list[ProcessRoundTime]:
     """`concurrency` requests side by side in turn, with every engine, each rank in a process of its own; `done` is
-    called after each. Raises GangError.
+    called after each. Raises WorkerGroupError.
 
     `sampling`: settings of `SamplingParams`, by name.
     """
@@ -151,7 +151,7 @@ def _process_times(remote: RemoteEngine, requests: int, sampling: Mapping[str, A
 
 
 def _process_row(
-    config: GangConfig, requests: int, params: SamplingParams, times: list[RoundTimes]
+    config: WorkerGroupConfig, requests: int, params: SamplingParams, times: list[RoundTimes]
 ) -> ProcessRoundTime:
     engine = config.engine
     medians = {

@@ -25,7 +25,7 @@ from loadtest.laws import FORMS
 from loadtest.runs import Site
 from loadtest.served import serve as serve_child
 from loadtest.settings import Settings
-from services.connection import DEFAULT_ADDRESS, SERVICE, Tls, TlsCa, TlsCert, TlsKey, TokenFile
+from services.connection_options import DEFAULT_ADDRESS, SERVICE, Tls, TlsCa, TlsCert, TlsKey, TokenFile
 from services.security import read_tokens
 from smc.terminal import err, finite, option, print_error
 

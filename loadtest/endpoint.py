@@ -18,7 +18,7 @@ from loadtest.record import Planned, Record
 from services.client import Client, Message, ModelInfo, ServerInfo, ServiceError
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
-from services.wire.sampling import FINISH_REASONS, name_of, sampling_message
+from services.protobuf.generation import FINISH_REASONS, name_of, sampling_message
 
 ABORT_TIMEOUT = 10.0
 WAIT_EVERY = 0.5

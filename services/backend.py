@@ -1,7 +1,7 @@
 """What the gateway and the batch command need of whoever decodes: a request in, what becomes final out.
 
 The service's is `services.launch.supervisor.Supervisor`; what it hands on to is
-`services.gateway.coordinator.CoordinatorClient`."""
+`services.coordinator.client.CoordinatorClient`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.backend import RequestAborted, RequestFailed, Unavailable, Unimplemented
-from services.wire import RETRY_TRAILER
+from services.protobuf import RETRY_TRAILER
 from smc.scheduler.admission import DuplicateRequest, QueueFull
 
 

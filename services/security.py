@@ -98,6 +98,19 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
     )
 
 
+def token_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """The bearer token in the metadata of a gRPC call; empty if there is none."""
+    for key, value in metadata:
+        if key == "authorization":
+            return bearer_token(str(value))
+    return ""
+
+
+def caller_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """Who calls, by the token in the metadata of a gRPC call."""
+    return caller_with(token_of(metadata))
+
+
 def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
     """The same, for servers of Python's."""
 

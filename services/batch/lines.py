@@ -1,16 +1,33 @@
-"""Lines of the input: what a request line must look like around its body. Knows nothing about models, settings or
-answers."""
+"""A line of the input, the request that it stands for, and the line of the output that answers it, as in OpenAI's batch
+files. Knows nothing about files."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from services.openai.document import kind_of, parse
-from services.openai.requests import CHAT, COMPLETIONS
+from services.backend import ServingPair
+from services.errors import status_of
+from services.openai.requests import (
+    CHAT,
+    COMPLETIONS,
+    BadRequest,
+    CompletionRequest,
+    derived_seed,
+    kind_of,
+    parse,
+    understood,
+)
+from services.openai.responses import ResponseHeader, choice, response
+from smc.api.limits import DEFAULT_MAX_TOKENS
+from smc.api.outputs import Answer
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
 
 URLS = (COMPLETIONS, CHAT)
 FIELDS = ("custom_id", "method", "url", "body")
@@ -69,3 +86,92 @@ def _mistake(document: dict[str, Any]) -> str | None:
     if not isinstance(document.get("body"), dict):
         return f"body={document.get('body')!r}; allowed: an object with the request"
     return None
+
+
+class RequestReader:
+    """Makes requests for one pair of models."""
+
+    def __init__(self, pair: ServingPair, seed: int) -> None:
+        """`seed`: see `BatchConfig.seed`."""
+        self._pair, self._seed = pair, seed
+
+    def build(self, line: Line) -> Request:
+        """Raises ValueError naming the field, the value and what is allowed."""
+        if line.mistake is not None:
+            raise ValueError(line.mistake)
+        asked = understood(line.body, line.url == CHAT, (self._pair.target.name,), self._pair.tokenizer.size)
+        _check_is_for_a_file(asked)
+        prompt = tuple(asked.prompts[0].encode(self._pair.tokenizer, self._pair.context - 1))
+        negative = asked.negative_tokens(self._pair.tokenizer, self._pair.context - 1)
+        longest = min(DEFAULT_MAX_TOKENS, max(1, self._pair.context - max(len(prompt), len(negative or ()))))
+        params = asked.params(longest, self.seed_of(line))
+        return Request(str(line.number), prompt, params, asked.cache_salt, negative_prompt=negative)
+
+    def seed_of(self, line: Line) -> int:
+        """The seed of this line: its own, or else one that is the same whenever and wherever it is decoded."""
+        own = line.body.get("seed")
+        return own if own is not None else derived_seed(f"{self._seed}:{line.custom_id}")
+
+
+def _check_is_for_a_file(asked: CompletionRequest) -> None:
+    """Of what a service has, one value only is possible here. Raises BadRequest."""
+    for name, value, fixed, why in (
+        ("n", asked.n * len(asked.prompts), 1, "one answer a line"),
+        ("stream", asked.stream, False, "an answer is one line"),
+        ("request_id", asked.request_id, None, "a line has a custom_id"),
+        ("timeout", asked.timeout, None, "nobody waits for a line"),
+    ):
+        if value != fixed:
+            raise BadRequest(f"{name}={value!r}; allowed: {fixed!r}, {why}; or leave it out", name)
+
+
+ENGINE_FIELDS = ("form", "block", "branches", "defensive_share")
+"""Settings of the engine that answers depend on."""
+
+
+def fingerprint(pair: ServingPair, dtypes: str) -> str:
+    """What answers depend on besides the request: two runs of the same fingerprint give the same answers to the same
+    seeds."""
+    settings = {name: getattr(pair.engine, name) for name in ENGINE_FIELDS}
+    models = [(model.name, model.parameters) for model in (pair.target, pair.draft)]
+    # What a line leaves out has the library's defaults.
+    return "smc_" + _digest([models, settings, asdict(SamplingParams()), pair.context, dtypes])
+
+
+def record_id(line: Line) -> str:
+    """Tells whether a record answers this very line."""
+    return f"batch_req_{line.digest}"
+
+
+def answered(
+    line: Line, request: Request, answer: Answer, pair: ServingPair, fingerprint: str, created: int
+) -> dict[str, Any]:
+    """`created`: seconds since the epoch."""
+    chat = line.url == CHAT
+    heading = ResponseHeader(line.digest, created, pair.target.name, chat, fingerprint)
+    body = response(
+        heading, [choice(0, answer, request.params, chat, pair.tokenizer, _echo(line, request, pair))], [answer]
+    )
+    said = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
+    return {"id": record_id(line), "custom_id": line.custom_id, "response": said, "error": None}
+
+
+def refused(line: Line, error: Exception) -> dict[str, Any]:
+    status = status_of(error)
+    return {
+        "id": record_id(line),
+        "custom_id": line.custom_id,
+        "response": None,
+        "error": {"code": status.cause, "message": f"line {line.number}: {status.message}"},
+    }
+
+
+def _echo(line: Line, request: Request, pair: ServingPair) -> str:
+    if not line.body.get("echo"):
+        return ""
+    prompt = line.body["prompt"]
+    return prompt if isinstance(prompt, str) else pair.tokenizer.decode(request.prompt)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,24 +1,159 @@
-"""One run from its settings to its end: what is left to do, the gang that does it, and how it ends, whatever ends
-it."""
+"""One run of `smcserve batch`: its settings, the worker group that it starts, its progress and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from services.batch.config import BatchConfig
-from services.batch.decoder import Decoder, Serving
-from services.batch.output import OutputFile
-from services.batch.progress import Display, Tally
-from services.batch.requests import Requests
-from services.batch.results import fingerprint
-from services.batch.resume import rest, survey
-from services.batch.runner import Limit, Runner
-from services.launch.config import GangConfig
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from services.batch.lines import RequestReader, fingerprint
+from services.batch.output_file import OutputFile, Survey, rest, survey
+from services.batch.runner import BatchRunner, Limit, RetryingDecoder, ServiceState
+from services.launch.config import WorkerGroupConfig
 from smc.model.source import name_dtypes
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Raises ValueError naming the field, the value and what is allowed."""
+
+    input: Path
+    """Requests, one JSON object a line. Read twice: once to check it, once to send it."""
+    output: Path
+    """Answers, one JSON object a line, in the order of the input. What is there already is gone on with."""
+    overwrite: bool = False
+    """Start anew, whatever `output` holds."""
+    seed: int = 0
+    """A line without a seed of its own gets one made of this and its custom_id."""
+    concurrency: int | None = None
+    """Requests in flight; default: as many as keep every slot of the engine full."""
+
+    def __post_init__(self) -> None:
+        if not self.input.is_file():
+            raise ValueError(f"{self.input} is not a file; give a file of requests, one JSON object a line")
+        if not self.output.absolute().parent.is_dir():
+            raise ValueError(f"cannot write {self.output}: its directory does not exist")
+        if self.output.exists():
+            if not self.output.is_file():
+                raise ValueError(
+                    f"cannot write {self.output}: it is not a regular file, and answers could not be gone on with"
+                )
+            if self.output.samefile(self.input):
+                raise ValueError(f"{self.output} is the input; give another output file")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ValueError(f"concurrency={self.concurrency}; allowed: >= 1")
+
+
+LINE_SECONDS = 5.0
+
+
+@dataclass
+class BatchProgress:
+    """Counts of a run as it goes."""
+
+    before: Survey
+    """What earlier runs had done."""
+    written: int = 0
+    failed: int = 0
+    tokens: int = 0
+    """Of this run's answers, like the two above."""
+    began: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    """From `start` to the last line."""
+
+    def start(self) -> None:
+        """Now, rather than when this was made: speed is that of decoding, not of starting."""
+        self.began = time.monotonic()
+
+    def count(self, record: dict[str, Any]) -> None:
+        self.written += 1
+        if record["error"] is not None:
+            self.failed += 1
+        else:
+            self.tokens += record["response"]["body"]["usage"]["completion_tokens"]
+        self.seconds = time.monotonic() - self.began
+
+    @property
+    def done(self) -> int:
+        return self.before.done + self.written
+
+    @property
+    def all_failed(self) -> int:
+        """Of this run and those before."""
+        return self.before.failed + self.failed
+
+    @property
+    def speed(self) -> str:
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        return f"{self.tokens:,} tokens, {rate:,.0f} tok/s"
+
+    def summary(self) -> str:
+        parts = [f"{self.done:,} of {self.before.total:,} lines done"]
+        if self.before.done:
+            parts.append(f"{self.before.done:,} by earlier runs")
+        parts.append(f"{self.all_failed:,} failed")
+        if self.written:
+            parts.append(f"{self.speed} in {self.seconds:.1f} s")
+        return ", ".join(parts)
+
+
+class Display:
+    """Shows a progress on a console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._shown = time.monotonic()
+
+    @contextmanager
+    def showing(self, progress: BatchProgress) -> Iterator[None]:
+        if not self._console.is_terminal:
+            self._shown = time.monotonic()
+            yield
+            return
+        columns = (
+            TextColumn("lines"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._console, transient=True) as self._bar:
+            self._task = self._bar.add_task("", total=progress.before.total, completed=progress.done)
+            yield
+
+    def say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def update(self, progress: BatchProgress) -> None:
+        """A line has been written."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=progress.done, description=_words(progress))
+        elif time.monotonic() - self._shown >= LINE_SECONDS:
+            self._shown = time.monotonic()
+            self.say(
+                f"{progress.done:,} of {progress.before.total:,} lines, {_words(progress)}, about {_left(progress)} left"
+            )
+
+
+def _words(progress: BatchProgress) -> str:
+    return f"{progress.all_failed:,} failed, {progress.speed}"
+
+
+def _left(progress: BatchProgress) -> str:
+    minutes, seconds = divmod(round(progress.seconds / progress.written * (progress.before.total - progress.done)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -31,50 +166,52 @@ class Stopped(Exception):
         self.number = number
 
 
-class Batch:
+class BatchRun:
     """One run."""
 
-    def __init__(self, config: BatchConfig, gang: GangConfig, ray_address: str | None, display: Display) -> None:
+    def __init__(
+        self, config: BatchConfig, group: WorkerGroupConfig, ray_address: str | None, display: Display
+    ) -> None:
         """Raises ValueError for models that cannot be served this way."""
-        self._config, self._gang, self._ray_address, self._display = config, gang, ray_address, display
-        self._pair = gang.serving_pair()
-        self._fingerprint = fingerprint(self._pair, name_dtypes(gang.dtypes))
-        self._requests = Requests(self._pair, config.seed)
+        self._config, self._group, self._ray_address, self._display = config, group, ray_address, display
+        self._pair = group.serving_pair()
+        self._fingerprint = fingerprint(self._pair, name_dtypes(group.dtypes))
+        self._requests = RequestReader(self._pair, config.seed)
 
-    def run(self) -> Tally:
+    def run(self) -> BatchProgress:
         """Answer what has no answer yet. However this ends, no process is left, and the output is a beginning of the
         answers.
 
-        Raises ValueError for what the user got wrong; ConnectionError, GangError or ServiceLost for what the cluster
+        Raises ValueError for what the user got wrong; ConnectionError, WorkerGroupError or ServiceLost for what the cluster
         did; Stopped on a signal."""
         with OutputFile(self._config.output, self._config.overwrite) as output:
-            tally = Tally(survey(self._config.input, output, self._requests, self._fingerprint))
-            if tally.done < tally.before.total:
-                asyncio.run(self._answer_rest(output, tally))
-        return tally
+            progress = BatchProgress(survey(self._config.input, output, self._requests, self._fingerprint))
+            if progress.done < progress.before.total:
+                asyncio.run(self._answer_rest(output, progress))
+        return progress
 
-    async def _answer_rest(self, output: OutputFile, tally: Tally) -> None:
+    async def _answer_rest(self, output: OutputFile, progress: BatchProgress) -> None:
         def write(record: dict[str, Any]) -> None:
             output.append(record)
-            tally.count(record)
-            self._display.update(tally)
+            progress.count(record)
+            self._display.update(progress)
 
         self._display.say(
-            f"{tally.before.total - tally.done:,} of {tally.before.total:,} lines to do; starting the models"
+            f"{progress.before.total - progress.done:,} of {progress.before.total:,} lines to do; starting the models"
         )
         async with _connected(self._ray_address):
             from services.launch.supervisor import Supervisor
 
-            serving = Serving(self._gang.start_timeout)
-            supervisor = Supervisor(self._gang, self._pair, on_health=serving.set_health)
-            decode = Decoder(supervisor, serving).decode
-            runner = Runner(self._pair, self._requests, decode, write, self._fingerprint, self._limit())
+            serving = ServiceState(self._group.start_timeout)
+            supervisor = Supervisor(self._group, self._pair, on_health=serving.set_health)
+            decode = RetryingDecoder(supervisor, serving).decode
+            runner = BatchRunner(self._pair, self._requests, decode, write, self._fingerprint, self._limit())
             try:
                 with _ended_by_signals():
                     await supervisor.start()
-                    tally.start()
-                    with self._display.showing(tally):
-                        await runner.run(rest(self._config.input, tally.before.done))
+                    progress.start()
+                    with self._display.showing(progress):
+                        await runner.run(rest(self._config.input, progress.before.done))
             finally:
                 await supervisor.stop()
 
@@ -82,7 +219,7 @@ class Batch:
         if self._config.concurrency is not None:
             return Limit(requests=self._config.concurrency)
         # Twice what can run: whatever ends in a round, the next is there already.
-        return Limit(rows=2 * self._gang.engine.max_slots)
+        return Limit(rows=2 * self._group.engine.max_slots)
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
-"""Lines in, records out, in the same order, with many requests in flight. Knows nothing about files or processes.
+"""Lines in, output records out in the same order, with many requests in flight on a service that may be lost and come
+back. Knows nothing about files or processes.
 
-Memory is bounded: reading stops while too many lines wait, whether for a decoder or for an earlier line's answer.
-"""
+Memory is bounded: reading pauses while too many lines wait, for a decoder or for an earlier line's answer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,84 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from services.backend import ServingPair
-from services.batch.decoder import ServiceLost
-from services.batch.lines import Line
-from services.batch.requests import Requests
-from services.batch.results import answered, refused
+from services.backend import Backend, ServingPair, Unavailable
+from services.batch.lines import Line, RequestReader, answered, refused
 from smc.api.outputs import Answer
 from smc.api.request import Request
 
-WINDOW = 1024
-"""Lines read and not yet written. One slow line lets so many later ones finish before the rest has to wait for it."""
+ATTEMPTS = 3
+"""How often a request is sent to a service that is lost while it decodes it."""
 
 logger = logging.getLogger(__name__)
+
+
+class ServiceLost(RuntimeError):
+    """The service is gone and does not come back."""
+
+
+class ServiceState:
+    """Whether the service decodes now; for those who wait until it does."""
+
+    def __init__(self, patience: float) -> None:
+        """`patience`: seconds after which a service that has not come back is given up."""
+        self._patience = patience
+        self._now = asyncio.Event()
+
+    def set_health(self, draft: bool, target: bool) -> None:
+        """What a `Supervisor` tells as `on_health`. Lines wait for both: each may need the draft."""
+        if draft and target:
+            self._now.set()
+        else:
+            self._now.clear()
+
+    async def wait(self) -> None:
+        """Raises ServiceLost."""
+        try:
+            async with asyncio.timeout(self._patience):
+                while not self._now.is_set():  # it may be lost again before this task's turn comes
+                    await self._now.wait()
+        except TimeoutError as error:
+            raise ServiceLost(f"the service did not come back within {self._patience:g} s") from error
+
+
+class RetryingDecoder:
+    """Sends a request again when the service is lost over it: nothing of its answer has been given out by then."""
+
+    def __init__(self, backend: Backend, serving: ServiceState) -> None:
+        self._backend, self._serving = backend, serving
+        self._last_attempts = asyncio.Lock()
+
+    async def decode(self, request: Request) -> Answer:
+        """Raises ValueError, RequestFailed, Unavailable after the last attempt, ServiceLost."""
+        for attempt in range(1, ATTEMPTS):
+            try:
+                return await self._once(request)
+            except Unavailable as error:
+                logger.warning("line %s, attempt %d of %d: %s", request.request_id, attempt, ATTEMPTS, error)
+        # One at a time: if one of those in flight is what the service dies of, the others must not fail with it.
+        async with self._last_attempts:
+            try:
+                return await self._once(request)
+            except Unavailable as error:
+                raise Unavailable(
+                    f"the service was lost {ATTEMPTS} times while it decoded this line; at last: {error}"
+                ) from error
+
+    async def _once(self, request: Request) -> Answer:
+        await self._serving.wait()
+        async with aclosing(self._backend.generate(request)) as news:
+            async for output in news:
+                if output.answer is not None:
+                    return output.answer
+        raise AssertionError("the news of a request ended without an answer")
+
+
+WINDOW = 1024
+"""Lines read and not yet written. One slow line lets so many later ones finish before the rest has to wait for it."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +107,13 @@ class Limit:
         return room
 
 
-class Runner:
+class BatchRunner:
     """One run over some lines. Use it in one asyncio loop."""
 
     def __init__(
         self,
         pair: ServingPair,
-        requests: Requests,
+        requests: RequestReader,
         decode: Callable[[Request], Awaitable[Answer]],
         write: Callable[[dict[str, Any]], None],
         fingerprint: str,

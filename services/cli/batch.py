@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from services.cli import config_file, options
-from services.cli.service_options import BatchOptions, gang_config
+from services.cli.service_options import BatchOptions, worker_group_config
 from smc.terminal import err, print_error, print_warning
 
 JOB_DIRECTORIES = "working_dir_files"
@@ -20,11 +20,9 @@ def batch(asked: BatchOptions) -> int:
     import logging
     from dataclasses import fields
 
-    from services.batch.config import BatchConfig
-    from services.batch.decoder import ServiceLost
-    from services.batch.progress import Display
-    from services.batch.run import Batch, Stopped
-    from services.launch.errors import GangError
+    from services.batch.run import BatchConfig, BatchRun, Display, Stopped
+    from services.batch.runner import ServiceLost
+    from services.launch.errors import WorkerGroupError
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given: dict[str, Any] = {} if asked.config is None else config_file.read(asked.config, BatchOptions)
@@ -36,12 +34,12 @@ def batch(asked: BatchOptions) -> int:
             "give an absolute path"
         )
     try:
-        tally = Batch(config, gang_config(given), given.get("ray_address"), Display(err)).run()
+        progress = BatchRun(config, worker_group_config(given), given.get("ray_address"), Display(err)).run()
     except Stopped as error:
         print_error(str(error))
         return 128 + error.number
-    except (GangError, ServiceLost, ConnectionError) as error:
+    except (WorkerGroupError, ServiceLost, ConnectionError) as error:
         print_error(f"{error}; the same command goes on from here")
         return 1
-    err.print(f"{tally.summary()}; answers in {asked.output.absolute()}", soft_wrap=True, markup=False)
-    return 1 if tally.all_failed else 0
+    err.print(f"{progress.summary()}; answers in {asked.output.absolute()}", soft_wrap=True, markup=False)
+    return 1 if progress.all_failed else 0

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from services.cli import options
 from services.cli.generate import answer_dict, read_prompt, summary, warn_of_collapses
-from services.connection import DEFAULT_ADDRESS, SERVICE, Address, Tls, TlsCa, TlsCert, TlsKey, TokenFile
+from services.connection_options import DEFAULT_ADDRESS, SERVICE, Address, Tls, TlsCa, TlsCert, TlsKey, TokenFile
 from smc.terminal import err, finite, out, print_error
 
 if TYPE_CHECKING:

@@ -209,7 +209,7 @@ MaxContext = Annotated[
     ),
 ]
 NoPrefixCache = Annotated[
-    bool,
+    bool | None,
     option(
         ENGINE,
         "Compute every prompt in full, even where an earlier prompt had the same beginning.",

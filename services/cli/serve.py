@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from services.cli import config_file, options
-from services.cli.service_options import MAX_QUEUE, ServeOptions, effective, gang_config, gateway_config
+from services.cli.service_options import MAX_QUEUE, ServeOptions, effective, gateway_config, worker_group_config
 from smc.terminal import err, print_error
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ def serve(asked: ServeOptions) -> int:
     if asked.config is not None:
         given |= config_file.read(asked.config, ServeOptions)
     given |= options.given(asdict(asked))
-    gang, gateway = gang_config(given), gateway_config(given)
-    gang.serving_pair()
+    group, gateway = worker_group_config(given), gateway_config(given)
+    group.serving_pair()
     if asked.print_config:
-        print(config_file.text_of(effective(gang, gateway, given), ServeOptions), end="")
+        print(config_file.text_of(effective(group, gateway, given), ServeOptions), end="")
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     err.print("starting Ray; then draft, target and coordinator, each in a process of its own", soft_wrap=True)
@@ -43,15 +43,15 @@ def serve(asked: ServeOptions) -> int:
         err.print(f"serving on {where} (ready after {time.monotonic() - begin:.1f} s); Ctrl-C stops", soft_wrap=True)
 
     from services.launch import cluster
-    from services.launch.errors import GangError
+    from services.launch.errors import WorkerGroupError
 
     try:
         cluster.import_meanwhile("services.launch.service")
         cluster.connect(given.get("ray_address"))
         from services.launch.service import serve as run
 
-        asyncio.run(run(gang, gateway, announce))
-    except (GangError, ConnectionError) as error:
+        asyncio.run(run(group, gateway, announce))
+    except (WorkerGroupError, ConnectionError) as error:
         print_error(str(error))
         return 1
     return 0

@@ -1,7 +1,7 @@
 """The options of `serve` and `batch`, each defined once: keys of the configuration file, and most of them flags, too.
 Imports nothing heavy: `--help` must come at once.
 
-A field of a record below is an option. What its configuration class (`GangConfig`, `GatewayConfig`, `EngineConfig`)
+A field of a record below is an option. What its configuration class (`WorkerGroupConfig`, `GatewayConfig`, `EngineConfig`)
 calls by the same name gets its value; that class has the default and the check."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.cli.options import ENGINE, FILE_ONLY, MODELS, option
 
 if TYPE_CHECKING:
     from services.gateway.config import GatewayConfig
-    from services.launch.config import GangConfig
+    from services.launch.config import WorkerGroupConfig
 
 CLUSTER, LISTEN, SECURITY, BATCH = "Cluster", "Where it listens", "Security and limits", "Batch"
 CONFIGURATION = "Configuration"
@@ -35,7 +35,7 @@ DraftTp = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class GangOptions:
+class WorkerGroupOptions:
     """Of every command that starts the processes that decode. What was not given is None."""
 
     target: options.Target = None
@@ -174,7 +174,7 @@ class GangOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(GangOptions):
+class ServeOptions(WorkerGroupOptions):
     """Of `smcserve serve`."""
 
     config: Annotated[
@@ -296,7 +296,7 @@ class ServeOptions(GangOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(GangOptions):
+class BatchOptions(WorkerGroupOptions):
     """Of `smcserve batch`."""
 
     input: Annotated[
@@ -341,12 +341,12 @@ class BatchOptions(GangOptions):
     ] = None
 
 
-def gang_config(given: Mapping[str, Any]) -> GangConfig:
-    """The gang that these options describe. Options of other kinds, and those that are None, are passed over.
+def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
+    """The worker group that these options describe. Options of other kinds, and those that are None, are passed over.
 
     Only what was given is passed on: the service knows its own defaults. Raises ValueError for what cannot be.
     """
-    from services.launch.config import GangConfig
+    from services.launch.config import WorkerGroupConfig
     from smc.api.engine_config import GPU_PREFILL, EngineConfig
     from smc.loading import pair_places
 
@@ -360,21 +360,23 @@ def gang_config(given: Mapping[str, Any]) -> GangConfig:
     if given.get("device") == "cuda":
         settings |= GPU_PREFILL
     engine = EngineConfig(**settings | _fields_of(EngineConfig, given))
-    return GangConfig(**_fields_of(GangConfig, given) | {"target": target, "draft": draft, "engine": engine})
+    return WorkerGroupConfig(
+        **_fields_of(WorkerGroupConfig, given) | {"target": target, "draft": draft, "engine": engine}
+    )
 
 
 def gateway_config(given: Mapping[str, Any]) -> GatewayConfig:
-    """The gateway that these options describe; otherwise as `gang_config`."""
+    """The gateway that these options describe; otherwise as `worker_group_config`."""
     from services.gateway.config import GatewayConfig
 
     return GatewayConfig(**_fields_of(GatewayConfig, given))
 
 
-def effective(gang: GangConfig, gateway: GatewayConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+def effective(group: WorkerGroupConfig, gateway: GatewayConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """Every option of `serve` with the value in use; None: it is decided once the models are known."""
-    engine = gang.engine
+    engine = group.engine
     values: dict[str, Any] = {"no_prefix_cache": not engine.prefix_cache}
-    for part in (engine, gang, gateway):
+    for part in (engine, group, gateway):
         values |= {one.name: getattr(part, one.name) for one in fields(part)}
     return {name: values[name] if name in values else given.get(name) for name in options.keys_of(ServeOptions)}
 

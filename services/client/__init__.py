@@ -13,20 +13,18 @@ with Client("127.0.0.1:50051") as client:
 """
 
 from services.client.client import Client, Stream
-from services.client.nouns import (
+from services.client.types import (
     Chunk,
     Completion,
     Message,
     ModelDescription,
     ModelInfo,
-    Particle,
     Prompt,
     ServerInfo,
     ServiceError,
-    Statistics,
-    Times,
     Usage,
 )
+from smc.api.outputs import Particle, Statistics, Times
 
 __all__ = [
     "Chunk",

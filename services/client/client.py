@@ -11,25 +11,23 @@ from typing import Any, TypeVar, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.client.nouns import (
+from services.client.types import (
     Chunk,
     Completion,
     Message,
     ModelDescription,
     ModelInfo,
-    Particle,
     Prompt,
     ServerInfo,
     ServiceError,
-    Statistics,
-    Times,
     Usage,
 )
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
+from services.protobuf import RETRY_TRAILER
+from services.protobuf.generation import FINISH_REASONS, REPORTS, name_of, sampling_message
 from services.security import is_loopback
-from services.wire import RETRY_TRAILER
-from services.wire.sampling import FINISH_REASONS, REPORTS, name_of, sampling_message
+from smc.api.outputs import FinishReason, Particle, Statistics, Times
 
 ASK_TIMEOUT = 30.0
 """Seconds for everything but Generate: a service that needs longer is not there."""
@@ -255,8 +253,8 @@ def _set_prompt(request: pb.GenerateRequest | pb.NegativePrompt, prompt: Prompt)
 
 
 def _particle(message: pb.Particle) -> Particle:
-    reason = name_of(FINISH_REASONS, message.reason, "particle.reason")
-    return Particle(message.text, tuple(message.token_ids), reason, message.weight)
+    reason = FinishReason(name_of(FINISH_REASONS, message.reason, "particle.reason"))
+    return Particle(tuple(message.token_ids), message.text, reason, message.weight)
 
 
 def _stays_here(target: str) -> bool:

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from services.coordinator.loop import EngineLoop
-from services.coordinator.remote import CoordinatorSpec, RemoteEngine
-from services.coordinator.service import CoordinatorServer
+from services.coordinator.remote_engine import CoordinatorSpec, RemoteEngine
+from services.coordinator.service import CoordinatorServer, EngineLoop
 from services.link.base import LinkError
-from services.step import Step
+from services.protobuf.coordinator import EngineStep
 
 WATCH_SECONDS = 0.5
 """Between two looks at the engine's thread."""
@@ -98,7 +97,7 @@ class Coordinator:
             draft.close()
             raise
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: EngineStep) -> None:
         self._server.deliver(replace(step, lost_draft=self._remote.lost_draft))
         for side, leaked in step.stats.pages_leaked.items():
             if leaked:

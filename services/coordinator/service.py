@@ -1,29 +1,199 @@
-"""The coordinator's gRPC server: one stream, from the one gateway, that carries every request."""
+"""The coordinator's gRPC server, and the thread that runs its engine: requests and aborts come in on one stream from the
+gateway, and the result of every engine step goes out on it. Knows nothing about Ray."""
 
 from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import grpc
 
-from services.coordinator.loop import EngineLoop
+from services.backend import RequestFailed, Unavailable
 from services.link.streams import OPTIONS, is_proven
 from services.pb import coordinator_pb2 as pb
 from services.pb import coordinator_pb2_grpc as pb_grpc
-from services.step import Step
-from services.wire.generation import to_sampling
-from services.wire.steps import to_response
+from services.protobuf.coordinator import EngineStep, to_response
+from services.protobuf.generation import to_sampling
+from smc.api.outputs import Output
 from smc.api.request import Request
+from smc.executor.messages import ModelLost
+from smc.scheduler.admission import NoDraft, QueueFull
+from smc.scheduler.engine import Engine
 from smc.scheduler.stats import EngineStats
+from smc.scheduler.timeline import RoundTimes, Timeline
+
+logger = logging.getLogger(__name__)
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Work(Generic[Result]):
+    """To be done in the engine's thread."""
+
+    work: Callable[[], Result]
+    done: Future[Result]
+
+    def do(self) -> None:
+        try:
+            self.done.set_result(self.work())
+        except Exception as error:  # of whoever asked
+            self.done.set_exception(error)
+
+
+class EngineLoop:
+    """One engine, one thread. `deliver` is called in that thread after every turn that brought something."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[EngineStep], None],
+        *,
+        timeline: Timeline | None = None,
+        when_idle: Callable[[], None] | None = None,
+        idle_period: float | None = None,
+        on_draft_lost: Callable[[str], list[str]] | None = None,
+    ) -> None:
+        """`when_idle` is called every `idle_period` seconds while there is nothing to do, `on_draft_lost` when the
+        draft is lost, with the reason; it returns the ids of requests that end then. What either raises ends the loop.
+
+        Statistics are delivered in idle periods, too.
+        """
+        self._engine, self._deliver = engine, deliver
+        self._timeline, self._idle_period, self._on_draft_lost = timeline, idle_period, on_draft_lost
+        self._when_idle = when_idle or (lambda: None)
+        self._inbox: queue.SimpleQueue[Request | str | _Work | None] = queue.SimpleQueue()
+        self._refusals: dict[str, Exception] = {}
+        """That have not been delivered."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.failure: Exception | None = None
+        """What ended the loop, if anything but `stop` did."""
+        self.ended = threading.Event()
+        self._turned = time.monotonic()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the engine's thread last began or ended a turn. It does so in each step, and in each idle
+        period."""
+        return time.monotonic() - self._turned
+
+    def stack(self) -> str:
+        """What the engine's thread is at."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread has ended"
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Hand in a request; a refusal comes with the next step."""
+        self._inbox.put(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored. Its last Output says `cancelled`."""
+        self._inbox.put(request_id)
+
+    def do(self, work: Callable[[], Result]) -> Future[Result]:
+        """Let the engine's thread do it, between two steps."""
+        item = _Work(work, Future())
+        self._inbox.put(item)
+        return item.done
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the loop after the current step. What still runs is dropped."""
+        self._inbox.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:  # whatever it is, requests must not wait for ever
+            logger.exception("the engine has stopped")
+            self.failure = error
+        finally:
+            self.ended.set()
+
+    def _turn(self) -> bool:
+        """Take what has come in, then advance the engine once. An idle engine waits for something to come. False:
+        stop."""
+        engine = self._engine
+        wait = engine.idle
+        while wait or not self._inbox.empty():
+            self._turned = time.monotonic()
+            try:
+                item, wait = self._inbox.get(timeout=self._idle_period), False
+            except queue.Empty:
+                self._outliving_draft(self._when_idle)
+                self._deliver_step([], None)
+                continue
+            if item is None:
+                return False
+            self._take(item)
+        self._turned = time.monotonic()
+        begin = time.monotonic_ns()
+        outputs = self._outliving_draft(engine.step) or []
+        times = self._timeline.end_step(begin, time.monotonic_ns()) if self._timeline else None
+        self._deliver_step(outputs, times)
+        return True
+
+    def _deliver_step(self, outputs: list[Output], times: RoundTimes | None) -> None:
+        refusals, self._refusals = self._refusals, {}
+        step = EngineStep(outputs, refusals, self._engine.take_stats(), times)
+        self._outliving_draft(lambda: self._deliver(step))
+
+    def _outliving_draft(self, work: Callable[[], Any]) -> Any:
+        """What it returns, or None if the draft was lost meanwhile: requests that need it have ended, the others go
+        on."""
+        try:
+            return work()
+        except ModelLost as lost:
+            self.detach_draft(str(lost))
+            return None
+
+    def detach_draft(self, why: str) -> None:
+        """In the engine's thread."""
+        logger.warning("%s; the target goes on alone", why)
+        self._turned = time.monotonic()
+        assert self._on_draft_lost is not None, "only a draft that may be lost raises SideLost"
+        error = Unavailable("the draft's workers were lost, and start again; try again later")
+        self._refusals |= dict.fromkeys(self._on_draft_lost(why), error)
+
+    def _take(self, item: Request | str | _Work) -> None:
+        if isinstance(item, _Work):
+            item.do()
+        elif isinstance(item, str):
+            self._engine.abort(item)
+        else:
+            self._submit(item)
+
+    def _submit(self, item: Request) -> None:
+        refusals = self._refusals
+        try:
+            self._engine.submit(item)
+        except (ValueError, QueueFull) as error:
+            refusals[item.request_id] = error
+        except NoDraft as error:
+            refusals[item.request_id] = Unavailable(str(error))
+        except Exception as error:  # of this request alone, as long as the engine can let go of it
+            logger.exception("request %s could not be taken in", item.request_id)
+            self._engine.abort(item.request_id)
+            refusals[item.request_id] = RequestFailed(
+                f"the request could not be taken in ({type(error).__name__}: {error})"
+            )
+
 
 MAX_BEHIND = 10_000
 """Steps that may wait for the gateway: minutes of them. A gateway that far behind has stopped."""
-
-logger = logging.getLogger(__name__)
 
 
 class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
@@ -33,7 +203,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         self._secret = secret
         self._loop: EngineLoop | None = None
         """There before the first call: the server starts with it."""
-        self._outbox: queue.SimpleQueue[Step | None] | None = None
+        self._outbox: queue.SimpleQueue[EngineStep | None] | None = None
         self._turn = threading.Lock()
         self._server = grpc.server(ThreadPoolExecutor(4, "attach"), options=OPTIONS)
         pb_grpc.add_CoordinatorServiceServicer_to_server(self, self._server)
@@ -43,7 +213,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         self._loop = loop
         self._server.start()
 
-    def deliver(self, step: Step) -> None:
+    def deliver(self, step: EngineStep) -> None:
         """In the engine's thread: only puts the step into a queue. Without a gateway nobody waits for it."""
         if (outbox := self._outbox) is None:
             return
@@ -57,12 +227,12 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.AttachResponse]:
         if not is_proven(context.invocation_metadata(), self._secret, self.address):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "this coordinator belongs to another gang")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "this coordinator belongs to another worker group")
         if not self._turn.acquire(blocking=False):
             context.abort(grpc.StatusCode.ALREADY_EXISTS, "a gateway is attached already")
         outbox = self._outbox = queue.SimpleQueue()
         context.send_initial_metadata(())  # from now on the gateway can be told
-        asked = _Asked()
+        asked = _Submissions()
         threading.Thread(target=self._take_all, args=(request_iterator, outbox, asked), daemon=True).start()
         try:
             for step in iter(outbox.get, None):
@@ -77,7 +247,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             outbox.put(None)
         self._server.stop(grace=0.5)
 
-    def _take_all(self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue, asked: _Asked) -> None:
+    def _take_all(self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue, asked: _Submissions) -> None:
         """Everything the gateway asks. When it goes, so do its requests."""
         loop = self._loop
         assert loop is not None
@@ -98,13 +268,13 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         try:
             params = to_sampling(submission)
         except ValueError as error:
-            self.deliver(Step(refusals={submission.request_id: error}, stats=EngineStats()))
+            self.deliver(EngineStep(refusals={submission.request_id: error}, stats=EngineStats()))
             return
         prompt, negative = tuple(submission.prompt), tuple(submission.negative_prompt) or None
         loop.submit(Request(submission.request_id, prompt, params, submission.cache_salt, submission.waited, negative))
 
 
-class _Asked:
+class _Submissions:
     """Requests that have not ended yet. One thread adds them, another takes away those that have ended."""
 
     def __init__(self) -> None:
@@ -115,7 +285,7 @@ class _Asked:
         with self._guard:
             self._ids.add(request_id)
 
-    def end(self, step: Step) -> None:
+    def end(self, step: EngineStep) -> None:
         with self._guard:
             self._ids.difference_update(step.refusals, (o.request_id for o in step.outputs if o.answer is not None))
 

@@ -5,40 +5,48 @@ from __future__ import annotations
 import importlib.metadata
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import grpc
 
 from services.backend import Model, check_cache_salt
-from services.gateway.answering import Answering
-from services.gateway.interceptors import caller_of
+from services.gateway.request_handler import ApiServer, RequestHandler
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
-from services.wire.generation import to_finish, to_sampling
+from services.protobuf.generation import to_finish, to_sampling
+from services.security import caller_of
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.outputs import Output
 from smc.api.request import Request, check_guidance
 
-METHOD = "smc.v1.GenerationService/Generate"
+API = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+METHOD = f"{API}/Generate"
+
+
+def add_to(server: ApiServer) -> None:
+    """A front end: see `FrontEnd`."""
+    service = GenerationService(server.handler)
+    server.add_grpc_service(API, partial(pb_grpc.add_GenerationServiceServicer_to_server, service))
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
     """Use it in one asyncio loop. Methods raise what is wrong."""
 
-    def __init__(self, answering: Answering) -> None:
-        self._answering, self._pair = answering, answering.pair
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler, self._pair = handler, handler.pair
         self._started = time.monotonic()
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        async def ask(request_id: str) -> list[Request]:
+        async def parse(request_id: str) -> list[Request]:
             return [await self._request(request_id, message)]
 
-        await self._answering.serve(METHOD, message.request_id, context, ask, _responses)
+        await self._handler.serve(METHOD, message.request_id, context, parse, _responses)
 
     async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         if not message.request_id:
             raise ValueError("request_id=''; allowed: the id of a request, which every response of it carries")
         key = (caller_of(context.invocation_metadata()), message.request_id)
-        return pb.AbortResponse(aborted=self._answering.calls.abort(key))
+        return pb.AbortResponse(aborted=self._handler.calls.abort(key))
 
     async def GetModelInfo(
         self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
@@ -56,7 +64,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def GetServerInfo(
         self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        engine, status, config = self._pair.engine, self._answering.status(), self._answering.config
+        engine, status, config = self._pair.engine, self._handler.status(), self._handler.config
         return pb.GetServerInfoResponse(
             version=importlib.metadata.version("smcserve"),
             form=engine.form,
@@ -65,7 +73,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             max_slots=engine.max_slots,
             link=self._pair.link,
             epoch=status.epoch,
-            serving=self._answering.calls.closed is None,
+            serving=self._handler.calls.closed is None,
             running=status.running,
             queued=status.queued,
             uptime_seconds=time.monotonic() - self._started,
@@ -78,11 +86,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         check_cache_salt(message.cache_salt)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
-        method = self._answering.config.method
+        method = self._handler.config.method
         has_negative = message.HasField("negative_prompt")
         check_guidance(to_sampling(message, method=method), has_negative)
-        prompt = await self._answering.prompts.encode(message)
-        negative = await self._answering.prompts.negative(message.negative_prompt if has_negative else None)
+        prompt = await self._handler.prompts.encode(message)
+        negative = await self._handler.prompts.negative(message.negative_prompt if has_negative else None)
         room = max(1, self._pair.context - max(len(prompt), len(negative or ())))
         params = to_sampling(message, method=method, max_tokens=min(DEFAULT_MAX_TOKENS, room))
         return Request(request_id, prompt, params, message.cache_salt, negative_prompt=negative)

@@ -1,23 +1,31 @@
-"""Who may call: bearer tokens, checked before a method is even looked up. Knows nothing about the methods."""
+"""Interceptors of the gRPC server: bearer tokens are checked before a method is looked up; requests are received within
+the limits of `services.gateway.limits`; exceptions become status codes. Knows nothing about the methods.
+
+Every method is served as one of streams, which is the same on the wire: messages are then received here, and not before
+the call is known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from services.errors import Unauthenticated, status_of
-from services.metrics.metrics import Metrics
-from services.security import bearer_token, caller_with, is_known
+from services.errors import SlowSender, Status, Unauthenticated, status_of
+from services.gateway.limits import CallLimit, ReceiveLimit
+from services.metrics import Metrics
+from services.security import is_known, token_of
+from smc.scheduler.admission import QueueFull
 
+logger = logging.getLogger(__name__)
+
+Parse = Callable[[bytes], Any]
 OPEN = "/grpc.health.v1."
 """Probes of an orchestrator carry no token."""
-
-
-def caller_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Who calls, by the token in a call's metadata."""
-    return caller_with(_token(metadata))
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -37,7 +45,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         return self._refusal
 
     def _is_let_in(self, details: grpc.HandlerCallDetails) -> bool:
-        return is_known(_token(details.invocation_metadata), self._tokens)
+        return is_known(token_of(details.invocation_metadata), self._tokens)
 
     async def _refuse(self, _: Any, context: grpc.aio.ServicerContext) -> None:
         status = status_of(Unauthenticated("a valid token is needed; send the metadata `authorization: Bearer TOKEN`"))
@@ -45,9 +53,113 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         await context.abort(status.code, status.message, status.trailers)
 
 
-def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The bearer token in a call's metadata; empty if there is none, which is nobody's token."""
-    for key, value in metadata:
-        if key == "authorization":
-            return bearer_token(str(value))
-    return ""
+class CallRefused(Exception):
+    """A call that is not let in."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class ReceivingInterceptor(grpc.aio.ServerInterceptor):
+    """Stands before all methods. Use it in one asyncio loop."""
+
+    def __init__(
+        self, limited: Collection[str], call_limit: CallLimit, receive_limit: ReceiveLimit, metrics: Metrics
+    ) -> None:
+        """A call of one of the methods `limited` takes a place."""
+        self._limited, self._call_limit, self._receive_limit, self._metrics = (
+            limited,
+            call_limit,
+            receive_limit,
+            metrics,
+        )
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        is_limited = details.method in self._limited
+
+        async def serve(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            status = await self._ending(handler, context, is_limited)
+            # Only now: gRPC keeps what `abort` raises, and with it every frame that it was raised in, with its
+            # requests.
+            if status is not None:
+                await context.abort(status.code, status.message, status.trailers)
+
+        return grpc.stream_stream_rpc_method_handler(serve, None, handler.response_serializer)
+
+    async def _ending(self, handler: Any, context: grpc.aio.ServicerContext, is_limited: bool) -> Status | None:
+        """Serve the call. The status that it ends with, if something went wrong."""
+        try:
+            with self._place() if is_limited else nullcontext():
+                await self._serve(handler, context)
+        except CallRefused as error:
+            status = status_of(error.cause)
+            self._metrics.request_rejected(status.code.name, status.cause)
+            if is_limited:
+                self._metrics.request_failed(status.code.name)
+            return status
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            status = status_of(error)
+            if status.cause == "internal":
+                logger.error("unexpected error", exc_info=error)
+            return status
+        return None
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._call_limit.taken())
+            except QueueFull as error:
+                raise CallRefused(error) from error
+            yield
+
+    async def _serve(self, handler: Any, context: grpc.aio.ServicerContext) -> None:
+        behavior = next(
+            filter(None, (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream))
+        )
+        parse = handler.request_deserializer or bytes
+        request = self._each(context, parse) if handler.request_streaming else await self._one(context, parse)
+        answer = behavior(request, context)
+        if hasattr(answer, "__aiter__"):
+            async for response in answer:
+                await context.write(response)
+            return
+        response = await answer
+        if not handler.response_streaming:
+            await context.write(response)
+
+    async def _each(self, context: grpc.aio.ServicerContext, parse: Parse) -> AsyncIterator[Any]:
+        while (request := await self._next(context, parse)) is not None:
+            yield request
+
+    async def _one(self, context: grpc.aio.ServicerContext, parse: Parse) -> Any:
+        if (request := await self._next(context, parse)) is None:
+            raise CallRefused(ValueError("the call came without a request; send one"))
+        return request
+
+    async def _next(self, context: grpc.aio.ServicerContext, parse: Parse) -> Any:
+        """None: there are no more."""
+        try:
+            async with self._receive_limit.let_in():
+                # Not from the iterator that gRPC brings: it keeps the last message for as long as the call is
+                # remembered.
+                data = await self._receive_limit.arrived(context.read())
+                return None if data is grpc.aio.EOF else await self._read(data, parse)
+        except (QueueFull, SlowSender) as error:
+            raise CallRefused(error) from error
+
+    async def _read(self, data: bytes, parse: Parse) -> Any:
+        try:
+            return await self._receive_limit.read(data, parse)
+        except DecodeError as error:
+            raise CallRefused(
+                ValueError(f"the request of {len(data)} bytes is no message of this method; see its .proto file")
+            ) from error

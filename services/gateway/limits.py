@@ -1,17 +1,48 @@
-"""How much comes in at a time, over every port: so many calls, so many bytes on their way, one large request read after
-the other. Knows nothing of what they ask."""
+"""Limits of what is received at a time, over every port: calls in flight, bytes in transit, and one large request parsed
+after the other. Knows nothing about what requests contain.
+
+After large requests, memory that the C library keeps is returned to the machine."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import ctypes.util
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import islice
 from typing import TypeVar
 
 from services.errors import SlowSender
-from services.gateway.memory import Trimmer
 from smc.scheduler.admission import QueueFull
+
+
+class Trimmer:
+    """Gives freed memory back some time after it was wanted, however often that is. Use it in one asyncio loop."""
+
+    def __init__(self, delay: float = 1.0) -> None:
+        """`delay` in seconds."""
+        self._delay, self._trim = delay, _malloc_trim()
+        self._planned: asyncio.TimerHandle | None = None
+
+    def plan(self) -> None:
+        if self._planned is None and self._trim is not None:
+            self._planned = asyncio.get_running_loop().call_later(self._delay, self._begin)
+
+    def close(self) -> None:
+        if self._planned is not None:
+            self._planned.cancel()
+
+    def _begin(self) -> None:
+        self._planned = None
+        assert self._trim is not None
+        asyncio.get_running_loop().run_in_executor(None, self._trim, 0)
+
+
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Of glibc; other C libraries have none, and need none."""
+    return getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
+
 
 LARGE = 64 << 10
 """Bytes from which on a request is large: to read it takes long enough for others to wait for. Of a request that has
@@ -25,7 +56,7 @@ Data = TypeVar("Data")
 Request = TypeVar("Request")
 
 
-class Places:
+class CallLimit:
     """Calls that may be in flight. Use it in one asyncio loop."""
 
     def __init__(self, limit: int) -> None:
@@ -44,7 +75,7 @@ class Places:
             self._taken -= 1
 
 
-class Turns:
+class ReceiveLimit:
     """Lets requests in and reads them, large ones one after the other. Use it in one asyncio loop.
 
     As many are let in as have room if each is as large as allowed, so what they take does not depend on how many are

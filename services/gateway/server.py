@@ -1,5 +1,5 @@
-"""The gateway: gRPC with the API, health and reflection, OpenAI's API beside it, from their start to their drain. Knows
-no workers."""
+"""The gateway: the gRPC server with health and reflection, and the front ends that are added to it, from their start to
+their drain. Knows neither the APIs nor the workers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,22 @@ import asyncio
 import importlib.metadata
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.backend import Backend, ServingPair
-from services.gateway.answering import Answering
-from services.gateway.calls import Calls
 from services.gateway.config import GatewayConfig
-from services.gateway.generation import GenerationService
-from services.gateway.health import Health
-from services.gateway.http import HttpEdge
-from services.gateway.intake import Intake
-from services.gateway.interceptors import TokenInterceptor
-from services.gateway.limits import Places, Turns
-from services.gateway.status import ServiceStatus
+from services.gateway.health import Health, Watchdog
+from services.gateway.interceptors import ReceivingInterceptor, TokenInterceptor
+from services.gateway.limits import CallLimit, ReceiveLimit
+from services.gateway.request_handler import Calls, FrontEnd, HttpServer, RequestHandler, ServiceStatus
 from services.gateway.tracing import Tracing
-from services.gateway.watchdog import Watchdog
-from services.metrics.metrics import Metrics
-from services.pb import generation_pb2, generation_pb2_grpc
+from services.metrics import Metrics
 from services.security import server_credentials
-from services.vllm.service import VLLM, VllmService, add_to_server
 
-API = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 DRAFT, TARGET = "smc.draft", "smc.target"
 """Names of the groups for health checks."""
@@ -57,16 +48,22 @@ class Gateway:
         backend: Backend,
         metrics: Metrics,
         status: Callable[[], ServiceStatus],
+        front_ends: Sequence[FrontEnd],
     ) -> None:
-        self._config, self._pair, self._metrics = config, pair, metrics
+        self._config, self._pair, self.metrics = config, pair, metrics
         self._tracing = Tracing.from_environment()
         self._calls = Calls(metrics, self._tracing)
-        self._health = Health(("", API, VLLM, DRAFT, TARGET, GATEWAY))
+        self.handler = RequestHandler(pair, backend, self._calls, status, config)
+        self.call_limit = CallLimit(config.max_calls)
+        self.receive_limit = ReceiveLimit(config.message_bytes(pair.context), config.write_timeout)
+        self._services: dict[str, Callable[[grpc.aio.Server], None]] = {}
+        """By full name: what adds each to a server."""
+        self._http: HttpServer | None = None
+        for add_to in front_ends:
+            add_to(self)
+        self._health = Health(("", *self._services, DRAFT, TARGET, GATEWAY))
         self._health.set({GATEWAY: True})
-        self._answering = Answering(pair, backend, self._calls, status, config)
         self._server: grpc.aio.Server | None = None
-        self._edge: HttpEdge | None = None
-        self._turns: Turns | None = None
         self._watchdog: Watchdog | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self._ending = False
@@ -87,31 +84,33 @@ class Gateway:
         Raises OSError if a port cannot be had.
         """
         config, tokens = self._config, self._config.tokens()
-        places, self._turns = (
-            Places(config.max_calls),
-            Turns(config.message_bytes(self._pair.context), config.write_timeout),
-        )
-        intake = Intake({f"/{api}/Generate" for api in (API, VLLM)}, places, self._turns, self._metrics)
-        interceptors = [*([TokenInterceptor(tokens, self._metrics)] if tokens else []), intake]
+        limited = {f"/{name}/Generate" for name in self._services}
+        receiving = ReceivingInterceptor(limited, self.call_limit, self.receive_limit, self.metrics)
+        interceptors = [*([TokenInterceptor(tokens, self.metrics)] if tokens else []), receiving]
         self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._pair.context))
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self._answering), self._server)
-        add_to_server(VllmService(self._answering), self._server)
+        for register in self._services.values():
+            register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((API, VLLM, HEALTH, reflection.SERVICE_NAME), self._server)
+        reflection.enable_server_reflection((*self._services, HEALTH, reflection.SERVICE_NAME), self._server)
         if config.metrics_port is not None:
-            self.metrics_port, self._stop_metrics = self._metrics.serve(config.metrics_port, config.host)
+            self.metrics_port, self._stop_metrics = self.metrics.serve(config.metrics_port, config.host)
         try:
             self.port = self._bind(self._server)
-            if config.http_port is not None:
-                self._edge = HttpEdge(self._answering, places, self._turns, self._metrics)
-                self.http_port = await self._edge.start()
+            if self._http is not None:
+                self.http_port = await self._http.start()
         except OSError:
             self._close_metrics()
             raise
         await self._server.start()
-        self._watchdog = Watchdog(self._metrics.gateway_paused)
+        self._watchdog = Watchdog(self.metrics.gateway_paused)
         logger.info("listening on %s:%d%s", config.host, self.port, " with TLS" if config.tls else "")
         return self.port
+
+    def add_grpc_service(self, name: str, register: Callable[[grpc.aio.Server], None]) -> None:
+        self._services[name] = register
+
+    def add_http_server(self, server: HttpServer) -> None:
+        self._http = server
 
     def set_health(self, draft: bool, target: bool) -> None:
         """Which groups are ready. Generate is served while the target is: without a draft it decodes alone what it can.
@@ -133,8 +132,8 @@ class Gateway:
         leaving = None
         if self._server is not None:
             leaving = asyncio.create_task(self._server.stop(grace=timeout + LEAVE_SECONDS))
-        if self._edge is not None:
-            await self._edge.close()
+        if self._http is not None:
+            await self._http.close()
         if not await self._calls.ended(timeout):
             logger.warning("calls still in flight after %g s of draining are ended", timeout)
         await self.stop()
@@ -150,10 +149,10 @@ class Gateway:
         await self._health.delivered(DELIVERY_SECONDS)
         if self._server is not None:
             await self._server.stop(grace=None)
-        if self._edge is not None:
-            await self._edge.stop()
-        self._answering.close()
-        for part in (self._turns, self._watchdog):
+        if self._http is not None:
+            await self._http.stop()
+        self.handler.close()
+        for part in (self.receive_limit, self._watchdog):
             if part is not None:
                 part.close()
         self._close_metrics()
@@ -169,8 +168,9 @@ class Gateway:
         self._set_health(draft=False, target=False, serving=False)
 
     def _set_health(self, draft: bool, target: bool, serving: bool) -> None:
-        self._health.set({"": serving, API: serving, VLLM: serving, DRAFT: draft, TARGET: target})
-        self._metrics.set_health(draft, target, serving)
+        apis = dict.fromkeys(("", *self._services), serving)
+        self._health.set({**apis, DRAFT: draft, TARGET: target})
+        self.metrics.set_health(draft, target, serving)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         config = self._config

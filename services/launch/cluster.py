@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from smc.types import ModelRole
 
 if TYPE_CHECKING:
-    from services.coordinator.remote import CoordinatorSpec
+    from services.coordinator.remote_engine import CoordinatorSpec
     from services.workers.process import RankSpec
 
 logger = logging.getLogger(__name__)

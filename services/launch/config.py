@@ -24,7 +24,7 @@ LONGEST = 1_000_000
 
 
 @dataclass(frozen=True)
-class GangConfig:
+class WorkerGroupConfig:
     """The processes that decode. Raises ValueError naming the field, the value and what is allowed."""
 
     target: Path = demo.TARGET
@@ -62,7 +62,7 @@ class GangConfig:
     kind."""
     link_timeout: float = 60.0
     """Seconds after which a process that lives but does no work counts as dead; one that says nothing at all does
-    sooner (`services.launch.gang.PROBE_SECONDS`). It must exceed the longest prefill chunk and the longest round."""
+    sooner (`services.launch.worker_group.PROBE_SECONDS`). It must exceed the longest prefill chunk and the longest round."""
     heartbeat: float = 2.0
     """Seconds between signs of life while nothing runs."""
     max_failed_starts: int = 5

@@ -1,8 +1,8 @@
-"""What can go wrong with a gang."""
+"""What can go wrong with a worker group."""
 
 
-class GangError(RuntimeError):
-    """The gang did not start, or one of its processes has ended. The message says which and why."""
+class WorkerGroupError(RuntimeError):
+    """The worker group did not start, or one of its processes has ended. The message says which and why."""
 
     def __init__(self, message: str, *, fault: bool = False, draft: bool = False) -> None:
         """`fault`: a process has found something wrong with what it was asked to do; it was neither killed, nor did it

@@ -1,4 +1,4 @@
-"""The whole service in one call: Ray, the gang and its supervisor, the gateway, and their end on a signal."""
+"""The whole service in one call: Ray, the worker group and its supervisor, the gateway, and their end on a signal."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services import vllm
+from services.gateway import generation
 from services.gateway.config import GatewayConfig
+from services.gateway.request_handler import ServiceStatus
 from services.gateway.server import Gateway
-from services.gateway.status import ServiceStatus
 from services.launch import cluster
-from services.launch.config import GangConfig
+from services.launch.config import WorkerGroupConfig
 from services.launch.supervisor import Supervisor
-from services.metrics.metrics import Metrics
-from services.step import Step
+from services.metrics import Metrics
+from services.openai import server as openai_server
+from services.protobuf.coordinator import EngineStep
 
 logger = logging.getLogger(__name__)
+
+FRONT_ENDS = (generation.add_to, vllm.add_to, openai_server.add_to)
+"""The APIs that are served."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +38,17 @@ class Ready:
 class Service:
     """Gateway, supervisor and metrics, wired together. Needs Ray to be connected; lives in one asyncio loop."""
 
-    def __init__(self, gang: GangConfig, gateway: GatewayConfig) -> None:
+    def __init__(self, group: WorkerGroupConfig, gateway: GatewayConfig) -> None:
         """Raises ValueError for models that cannot be served this way."""
-        pair = gang.serving_pair()
+        pair = group.serving_pair()
         self.metrics = Metrics()
         self._ready = (False, False)
         """Draft, target."""
-        self.supervisor = Supervisor(gang, pair, on_health=self._health, on_step=self._step)
-        self.gateway = Gateway(gateway, pair, self.supervisor, self.metrics, self._status)
+        self.supervisor = Supervisor(group, pair, on_health=self._health, on_step=self._step)
+        self.gateway = Gateway(gateway, pair, self.supervisor, self.metrics, self._status, FRONT_ENDS)
 
     async def start(self) -> Ready:
-        """Listen at once, as NOT_SERVING; return when the gang has warmed up. Raises OSError, GangError."""
+        """Listen at once, as NOT_SERVING; return when the worker group has warmed up. Raises OSError, WorkerGroupError."""
         port = await self.gateway.start()
         await self.supervisor.start()
         return Ready(port, self.gateway.http_port, self.gateway.metrics_port)
@@ -66,7 +72,7 @@ class Service:
         self._ready = (draft, target)
         self.gateway.set_health(draft=draft, target=target)
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: EngineStep) -> None:
         self.metrics.observe_step(step.stats)
         if step.times is not None:
             self.metrics.observe_round(**vars(step.times))
@@ -75,12 +81,12 @@ class Service:
         return ServiceStatus.of(self.supervisor.epoch, self.supervisor.stats)
 
 
-async def serve(gang: GangConfig, gateway: GatewayConfig, announce: Callable[[Ready], None]) -> None:
+async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Callable[[Ready], None]) -> None:
     """Run until SIGTERM or SIGINT, on the cluster that Ray is connected to; leave it at the end. A second signal ends
     what is still in flight at once."""
     stopping = _signals()  # Ray has installed handlers of its own
     try:
-        service = Service(gang, gateway)
+        service = Service(group, gateway)
         starting = asyncio.create_task(service.start())
         interrupted = asyncio.create_task(stopping.wait())
         await asyncio.wait((starting, interrupted), return_when=asyncio.FIRST_COMPLETED)

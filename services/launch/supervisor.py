@@ -1,11 +1,11 @@
-"""Keeps a gang alive and is the backend in front of it: what to do when a process dies is decided here, and only here.
+"""Keeps a worker group alive and is the backend in front of it: what to do when a process dies is decided here, and only here.
 
 A lost draft costs speed: its processes are ended, and start again beside the target, which meanwhile decodes alone what
 it can. Requests that need the draft end with UNAVAILABLE, in flight and new ones.
 
-Any other dead process means a dead gang, and so does a dead draft whose link to the target cannot be made again: every
-process is ended, and a new gang starts. Until it has warmed up, requests are refused with UNAVAILABLE. Those in flight
-end with UNAVAILABLE if they are of SMC; the others wait for it and go on. Every start, of a gang or of a draft, has the
+Any other dead process means a dead worker group, and so does a dead draft whose link to the target cannot be made again: every
+process is ended, and a new worker group starts. Until it has warmed up, requests are refused with UNAVAILABLE. Those in flight
+end with UNAVAILABLE if they are of SMC; the others wait for it and go on. Every start, of a worker group or of a draft, has the
 next epoch."""
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 from services.backend import ServingPair, Unavailable
-from services.gateway.coordinator import CoordinatorClient
-from services.launch.config import GangConfig
-from services.launch.errors import GangError
-from services.launch.gang import Gang
-from services.launch.resume import resuming
-from services.launch.suspects import Suspects
-from services.step import Step
+from services.coordinator.client import CoordinatorClient
+from services.launch.config import WorkerGroupConfig
+from services.launch.errors import WorkerGroupError
+from services.launch.recovery import Quarantine, resuming
+from services.launch.worker_group import WorkerGroup
+from services.protobuf.coordinator import EngineStep
 from smc.api.outputs import Output
 from smc.api.request import Request
 from smc.scheduler.stats import EngineStats
@@ -34,32 +33,32 @@ CHECK_SECONDS = 0.5
 SILENCE_SECONDS = 5.0
 """Beyond the link's timeout: the coordinator, which sees more, may say first what is wrong."""
 BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Before the next attempt to start a gang, or a draft, by attempts that have failed in a row."""
+"""Before the next attempt to start a worker group, or a draft, by attempts that have failed in a row."""
 
 
 class Supervisor:
-    """A `services.backend.Backend` that outlives its gang. Needs Ray to be connected."""
+    """A `services.backend.Backend` that outlives its worker group. Needs Ray to be connected."""
 
     def __init__(
         self,
-        config: GangConfig,
+        config: WorkerGroupConfig,
         pair: ServingPair,
         *,
         on_health: Callable[[bool, bool], None] = lambda draft, target: None,
-        on_step: Callable[[Step], None] = lambda step: None,
+        on_step: Callable[[EngineStep], None] = lambda step: None,
     ) -> None:
         """`on_health` is told whether there is a draft, and a target, whenever that changes: with a target, the service
         decodes. `on_step` is told of every engine step."""
         self._config, self.pair = config, pair
         self._on_health, self._on_step = on_health, on_step
-        self._gang: Gang | None = None
+        self._group: WorkerGroup | None = None
         self._client: CoordinatorClient | None = None
         self._watch: asyncio.Task | None = None
-        self._suspects = Suspects()
+        self._quarantine = Quarantine()
         self._changed = asyncio.Event()
         """It has come back, or is over."""
         self._over = False
-        """There will be no other gang."""
+        """There will be no other worker group."""
         self._heard = 0.0
         """When the engine's last step came."""
         self._draft_epoch = 0
@@ -69,7 +68,7 @@ class Supervisor:
         self._draft_start: asyncio.Task | None = None
         self.epoch = 0
         self.stats = EngineStats()
-        """Of the engine's last step; of one that holds nothing once its gang is lost."""
+        """Of the engine's last step; of one that holds nothing once its worker group is lost."""
 
     @property
     def serving(self) -> bool:
@@ -84,16 +83,16 @@ class Supervisor:
         return self._client.num_calls if self._client else 0
 
     @property
-    def gang(self) -> Gang | None:
-        return self._gang
+    def group(self) -> WorkerGroup | None:
+        return self._group
 
     async def start(self) -> None:
-        """The first gang. Raises GangError if it does not start: whatever stands in its way is not a passing thing."""
-        await self._start_gang()
+        """The first worker group. Raises WorkerGroupError if it does not start: whatever stands in its way is not a passing thing."""
+        await self._start_group()
         self._watch = asyncio.create_task(self._keep_alive())
 
     async def given_up(self) -> None:
-        """Returns never; raises GangError when the service does not come back: too many starts in a row have failed."""
+        """Returns never; raises WorkerGroupError when the service does not come back: too many starts in a row have failed."""
         assert self._watch is not None
         await asyncio.shield(self._watch)
 
@@ -105,20 +104,20 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._detach("the service has stopped")
-        if self._gang is not None:
-            await asyncio.to_thread(self._gang.stop)
+        if self._group is not None:
+            await asyncio.to_thread(self._group.stop)
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """See `Backend.generate`. Answers of the target's own draws survive the loss of the gang."""
+        """See `Backend.generate`. Answers of the target's own draws survive the loss of the worker group."""
         return resuming(request, self._ask, self._is_back)
 
     def _ask(self, request: Request) -> AsyncGenerator[Output, None]:
         client = self._ready()
-        self._suspects.check(request)
+        self._quarantine.check(request)
         return client.generate(request)
 
     async def _is_back(self) -> None:
-        """Until the next gang serves. Raises Unavailable if there will be none."""
+        """Until the next worker group serves. Raises Unavailable if there will be none."""
         while not self.serving:
             self._changed.clear()
             if self._over:
@@ -130,16 +129,16 @@ class Supervisor:
             raise Unavailable("the service is starting; try again in a few seconds")
         return self._client
 
-    async def _start_gang(self) -> None:
+    async def _start_group(self) -> None:
         self.epoch += 1
-        self._gang = Gang(self._config, self.pair, self.epoch)
-        await asyncio.to_thread(self._gang.start)
-        client = CoordinatorClient(self._gang.address, self._gang.secret, self._step, self._lost)
+        self._group = WorkerGroup(self._config, self.pair, self.epoch)
+        await asyncio.to_thread(self._group.start)
+        client = CoordinatorClient(self._group.address, self._group.secret, self._step, self._lost)
         try:
             await client.attached(self._config.link_timeout)
         except Unavailable as error:
             await client.close()
-            raise GangError(f"the gang did not start: {error}") from error
+            raise WorkerGroupError(f"the worker group did not start: {error}") from error
         self._client, self._heard = client, time.monotonic()
         self._draft_epoch, self._in_flight = self.epoch, None
         self._changed.set()
@@ -152,58 +151,60 @@ class Supervisor:
             try:
                 if self._client is None:
                     await asyncio.sleep(BACKOFF_SECONDS[min(failed, len(BACKOFF_SECONDS) - 1)])
-                    await self._start_gang()
+                    await self._start_group()
                     failed = 0
                 lost, in_flight = not self.serving, self._in_flight
-                assert self._gang is not None
-                await asyncio.to_thread(self._gang.check, CHECK_SECONDS)
+                assert self._group is not None
+                await asyncio.to_thread(self._group.check, CHECK_SECONDS)
                 if in_flight is not None and not lost:  # and no process has ended: one is silent, or the link broke
-                    raise GangError("the coordinator has lost the draft", draft=True)
+                    raise WorkerGroupError("the coordinator has lost the draft", draft=True)
                 if lost:  # and no process has died: it was silent for too long, and its requests are gone
-                    raise GangError("the connection to the coordinator broke")
+                    raise WorkerGroupError("the connection to the coordinator broke")
                 if (silence := time.monotonic() - self._heard) > self._config.link_timeout + SILENCE_SECONDS:
-                    raise GangError(f"the coordinator has been silent for {silence:.0f} s")
+                    raise WorkerGroupError(f"the coordinator has been silent for {silence:.0f} s")
             except Exception as error:  # whatever it is, the service must come back
-                if isinstance(error, GangError) and error.draft and self.serving:
+                if isinstance(error, WorkerGroupError) and error.draft and self.serving:
                     try:
                         await self._detach_draft(error)
                         continue
-                    except GangError as more:
+                    except WorkerGroupError as more:
                         error = more
                 failed += self._client is None
-                await self._end_gang(error)
+                await self._end_group(error)
                 if failed >= self._config.max_failed_starts:
                     self._end()
-                    raise GangError(f"{failed} starts in a row have failed, the last one because: {error}") from error
+                    raise WorkerGroupError(
+                        f"{failed} starts in a row have failed, the last one because: {error}"
+                    ) from error
 
-    async def _detach_draft(self, error: GangError) -> None:
-        """The target goes on alone until another draft has come. Raises GangError if that or the coordinator is lost,
+    async def _detach_draft(self, error: WorkerGroupError) -> None:
+        """The target goes on alone until another draft has come. Raises WorkerGroupError if that or the coordinator is lost,
         too."""
-        gang, client = self._gang, self._client
-        assert gang is not None and client is not None
-        await asyncio.to_thread(gang.probe)
+        group, client = self._group, self._client
+        assert group is not None and client is not None
+        await asyncio.to_thread(group.probe)
         logger.error("%s; the target goes on alone", error)
         if error.fault:
-            self._suspects.gang_failed(client.requests if self._in_flight is None else self._in_flight)
+            self._quarantine.group_failed(client.requests if self._in_flight is None else self._in_flight)
         self._draft_epoch, self._in_flight = 0, None
         self._on_health(False, True)
         # Who waits for a draft that hangs goes on when that is ended.
-        await asyncio.to_thread(gang.end_draft)
-        self._draft_start = asyncio.create_task(self._restart_draft(gang))
+        await asyncio.to_thread(group.end_draft)
+        self._draft_start = asyncio.create_task(self._restart_draft(group))
 
-    async def _restart_draft(self, gang: Gang) -> None:
+    async def _restart_draft(self, group: WorkerGroup) -> None:
         """Whatever else goes wrong meanwhile, `_keep_alive` sees."""
         try:
-            await asyncio.to_thread(gang.detach_draft)
-        except GangError as error:
+            await asyncio.to_thread(group.detach_draft)
+        except WorkerGroupError as error:
             logger.error("%s", error)
         for failed in range(self._config.max_failed_starts):
             await asyncio.sleep(BACKOFF_SECONDS[min(failed, len(BACKOFF_SECONDS) - 1)])
             self.epoch += 1
             epoch = self.epoch
             try:
-                await asyncio.to_thread(gang.start_draft, epoch)
-            except GangError as error:
+                await asyncio.to_thread(group.start_draft, epoch)
+            except WorkerGroupError as error:
                 logger.error("%s", error)
             else:
                 self._draft_epoch = epoch
@@ -214,18 +215,18 @@ class Supervisor:
             "%d starts of the draft in a row have failed; the target stays alone", self._config.max_failed_starts
         )
 
-    async def _end_gang(self, error: Exception) -> None:
-        if not isinstance(error, GangError):
+    async def _end_group(self, error: Exception) -> None:
+        if not isinstance(error, WorkerGroupError):
             logger.exception("unexpected error", exc_info=error)
-        logger.error("%s; the gang of epoch %d ends", error, self.epoch)
+        logger.error("%s; the worker group of epoch %d ends", error, self.epoch)
         client = self._client
         if self._draft_start is not None:
             self._draft_start.cancel()
         await self._detach(f"a process of the service has ended ({error}); it is starting again")
-        if client is not None and isinstance(error, GangError) and error.fault:
-            self._suspects.gang_failed(client.interrupted)
-        assert self._gang is not None
-        await asyncio.to_thread(self._gang.kill)
+        if client is not None and isinstance(error, WorkerGroupError) and error.fault:
+            self._quarantine.group_failed(client.interrupted)
+        assert self._group is not None
+        await asyncio.to_thread(self._group.kill)
 
     def _end(self) -> None:
         self._over = True
@@ -238,17 +239,17 @@ class Supervisor:
             await client.close()
 
     def _lost(self) -> None:
-        """Nothing is held any more; its last numbers would otherwise stand until the next gang's first step."""
+        """Nothing is held any more; its last numbers would otherwise stand until the next worker group's first step."""
         if total := self.stats.pages_total:  # else no step has come
             nothing = dict.fromkeys(total, 0)
             room = EngineStats(
                 slots_free=self.pair.engine.max_slots, pages_used=nothing, pages_total=total, pages_leaked=nothing
             )
-            self._step(Step(stats=room))
+            self._step(EngineStep(stats=room))
         self._draft_epoch, self._in_flight = 0, None
         self._on_health(False, False)
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: EngineStep) -> None:
         self._heard = time.monotonic()
         if step.lost_draft and step.lost_draft == self._draft_epoch and self._in_flight is None:
             assert self._client is not None

@@ -87,7 +87,7 @@ def is_renewable(link: str, device: str) -> bool:
 
 
 def check_envelope(message: Message, epoch: int) -> None:
-    """Refuse a message of another layout or of another life of the gang. Raises LinkError."""
+    """Refuse a message of another layout or of another incarnation of the worker group. Raises LinkError."""
     if message.version != LAYOUT_VERSION:
         raise LinkError(f"a message of layout version {message.version} arrived; this side speaks {LAYOUT_VERSION}")
     if message.epoch != epoch:

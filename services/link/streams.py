@@ -1,7 +1,7 @@
 """The link over gRPC streams, for hosts that torch.distributed does not reach. Same messages, same deadlines.
 
 Each leader runs a `WorkerService`; the coordinator calls `Work` on both, the draft's leader calls `Exchange` on the
-target's. Calls carry a proof of the gang's secret: nobody else can give orders to a worker, and nobody who listens at a
+target's. Calls carry a proof of the worker group's secret: nobody else can give orders to a worker, and nobody who listens at a
 forged address learns it."""
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ OPTIONS = (
     # Between our own processes; a proxy is for the world outside.
     ("grpc.enable_http_proxy", 0),
 )
-PROOF_KEY = "smc-gang-proof"
+PROOF_KEY = "smc-group-proof"
 
 
 def proof(secret: str, what: str) -> str:
-    """That whoever says `what` knows the gang's secret. It shows nothing of it, and is worth nothing for anything else
+    """That whoever says `what` knows the worker group's secret. It shows nothing of it, and is worth nothing for anything else
     that is said."""
     return hmac.new(secret.encode(), what.encode(), "sha256").hexdigest()
 
 
 def is_proven(metadata: Iterable[tuple[str, str | bytes]], secret: str, address: str) -> bool:
-    """Whether a call's metadata proves that it comes from the gang, and that it was meant for this address."""
+    """Whether a call's metadata proves that it comes from the worker group, and that it was meant for this address."""
     return hmac.compare_digest(str(dict(metadata).get(PROOF_KEY, "")), proof(secret, address))
 
 
@@ -152,7 +152,7 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
 
     def _admit(self, context: grpc.ServicerContext) -> None:
         if not is_proven(context.invocation_metadata(), self._secret, self.address):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "this port belongs to another gang")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "this port belongs to another worker group")
 
 
 def _pump(messages: Iterator, inbox: Inbox, other: str) -> None:

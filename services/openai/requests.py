@@ -1,25 +1,284 @@
-"""From a body to what is asked of the library. Knows nothing about servers, files or about who decodes."""
+"""A body of OpenAI's API, parsed strictly into a request of the library, and its errors in OpenAI's terms. Knows nothing
+about servers, files or decoding.
+
+Sampling settings are named and checked by the library. Fields that this service does not support are refused unless set
+to their no-op value: no setting is silently ignored. docs/errors.md has the table of errors for users."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from services.backend import check_cache_salt
-from services.openai.bodies import Body, ChatBody, CompletionBody, Message, Tool, ToolCall
-from services.openai.document import is_text
-from services.openai.errors import BadRequest, named
-from services.prompt import Prompt, of_negative
+from services.errors import status_of
+from services.prompts import Prompt, of_negative
 from smc.api.limits import MAX_TOP_LOGPROBS
 from smc.api.request import check_guidance
 from smc.api.sampling_params import SETTINGS, SamplingParams
 from smc.model.tokenizer import Tokenizer
+from smc.scheduler.admission import DuplicateRequest
+
+
+def parse(data: bytes) -> Any:
+    """Raises ValueError: no JSON, a field given twice, a number that JSON does not know, or deeper than can be read."""
+    try:
+        return json.loads(data, object_pairs_hook=_once, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is not JSON: {error.msg} at character {error.pos + 1}") from error
+    except RecursionError as error:
+        raise ValueError("this is nested too deeply to be read") from error
+    except ValueError as error:  # not UTF-8, a number of thousands of digits, or what is refused below
+        raise ValueError(f"this cannot be read as JSON: {error}") from error
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls it."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
+    return kinds.get(type(value), "a number")
+
+
+def is_text(value: Any) -> bool:
+    """Whether every string in `value` has a UTF-8 form: JSON can write half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{name!r} is given twice")
+            seen.add(name)
+    return fields
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+HTTP = {
+    "invalid": (400, "invalid_request_error"),
+    "unauthenticated": (401, "authentication_error"),
+    "slow_sender": (408, "invalid_request_error"),
+    "duplicate": (409, "conflict_error"),
+    "too_large": (413, "invalid_request_error"),
+    "queue_full": (429, "rate_limit_error"),
+    "abort": (499, "aborted_error"),
+    "failed": (500, "server_error"),
+    "internal": (500, "server_error"),
+    "unavailable": (503, "server_error"),
+    "deadline": (504, "timeout_error"),
+}
+"""Status and type, by `services.errors.Status.cause`. Whoever does not read its answer is not answered."""
+_FIRST_WORD = re.compile(r"[a-z_]+")
+_OF_PROMPTS = re.compile("the prompt|chat|cannot encode|the chat template")
+
+
+class BadRequest(ValueError):
+    """Something is wrong with the request itself."""
+
+    def __init__(self, message: str, param: str | None = None, http_status: int = 400, code: str | None = None) -> None:
+        """`param`: the field; `code`: OpenAI's word for what is wrong, where it has one."""
+        super().__init__(message)
+        self.param, self.http_status, self.code = param, http_status, code
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a caller is sent instead of an answer."""
+
+    http_status: int
+    body: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def refusal(error: Exception) -> Refusal:
+    status = status_of(error)
+    http_status, kind = HTTP[status.cause]
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    body = {"error": {"message": status.message, "type": kind, "param": param, "code": code or status.cause}}
+    # OpenAI's clients try again after most errors, unless they are told; with a hint it makes sense, without one it
+    # does not.
+    headers = {"x-should-retry": str(status.retry_after is not None).lower()}
+    if status.retry_after is not None:
+        headers["retry-after"] = str(math.ceil(status.retry_after))
+    return Refusal(getattr(error, "http_status", http_status), body, headers)
+
+
+def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:
+    """`error` with the field that its message begins with, if it is one of `names`; `prompt`: the field that holds the
+    prompt."""
+    if isinstance(error, (BadRequest, DuplicateRequest)):
+        return error
+    message = str(error)
+    first = _FIRST_WORD.match(message)
+    return BadRequest(
+        message, first[0] if first and first[0] in names else prompt if _OF_PROMPTS.match(message) else None
+    )
+
+
+def _neutral(*values: Any, why: str = "there is no such setting here") -> AfterValidator:
+    """A field that is accepted with one of these values, which change nothing."""
+    written = ", ".join(json.dumps(value) for value in values)
+
+    def check(value: Any) -> Any:
+        # True == 1, which JSON keeps apart.
+        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values):
+            raise PydanticCustomError("neutral", "{allowed}", {"allowed": f"{written}, as {why}; or leave it out"})
+        return value
+
+    return AfterValidator(check)
+
+
+def _parts(content: Any) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if content is not None and not isinstance(content, list):
+        raise PydanticCustomError("content", "a string, or a list of parts with text")
+    return content
+
+
+class Strict(BaseModel):
+    """No other fields, no other types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stranger(cls, data: Any) -> Any:
+        """One field that there is not is enough to be refused for; each would cost an error of its own."""
+        fields = cls.model_fields
+        if not isinstance(data, dict) or len(data) <= len(fields):
+            return data
+        known = {name: value for name, value in data.items() if name in fields}
+        stranger = next(name for name in data if name not in fields)
+        return known | {stranger: data[stranger]}
+
+
+class Part(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Annotated[list[Part], Field(fail_fast=True)] | None, BeforeValidator(_parts)] = None
+    """None: of an assistant that only called tools."""
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[Any, _neutral(None, [])] = None
+
+
+class Function(Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: Annotated[Any, _neutral(False)] = False
+    continuous_usage_stats: Annotated[Any, _neutral(False)] = False
+
+
+class Body(Strict):
+    """What chats and completions have in common, but for the settings of `smc.api.sampling_params`, which have the same
+    names. `null` is taken out before: it means that a field is not given."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    request_id: Annotated[str, Field(max_length=256, pattern="^[!-~]*$")] | None = None
+    """Ours: unique among running requests of the same token; a header of the answer."""
+    cache_salt: str = ""
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Ours: seconds from arrival, after which the call is dropped."""
+    negative_prompt: Any = None
+    """Ours: a string, a list of token ids, or a list of messages; with `guidance_scale`."""
+
+    # Said about the caller, and no business of decoding.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    best_of: Annotated[Any, _neutral(1)] = 1
+    frequency_penalty: Annotated[Any, _neutral(0)] = 0
+    presence_penalty: Annotated[Any, _neutral(0)] = 0
+    repetition_penalty: Annotated[Any, _neutral(1)] = 1
+    service_tier: Annotated[Any, _neutral("auto", "default")] = None
+    store: Annotated[Any, _neutral(False)] = False
+    response_format: Annotated[Any, _neutral({"type": "text"})] = None
+    skip_special_tokens: Annotated[Any, _neutral(True)] = True
+    spaces_between_special_tokens: Annotated[Any, _neutral(True)] = True
+    include_stop_str_in_output: Annotated[Any, _neutral(False)] = False
+
+
+class ChatBody(Body):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    max_completion_tokens: Any = None
+    tool_choice: Annotated[
+        Any, _neutral("auto", "none", why="the template offers the tools, and what the model writes is text")
+    ] = None
+    parallel_tool_calls: Annotated[Any, _neutral(True)] = True
+    modalities: Annotated[Any, _neutral(["text"])] = None
+    functions: Annotated[Any, _neutral([])] = None
+    function_call: Annotated[Any, _neutral("auto", "none")] = None
+    reasoning_effort: Annotated[Any, _neutral("none")] = None
+    verbosity: Annotated[Any, _neutral("medium")] = None
+    add_generation_prompt: Annotated[Any, _neutral(True)] = True
+    continue_final_message: Annotated[Any, _neutral(False)] = False
+
+
+class CompletionBody(Body):
+    prompt: Any
+    """One string or list of token ids, or a list of such."""
+    echo: bool = False
+    suffix: Annotated[Any, _neutral("")] = None
+    add_special_tokens: Annotated[Any, _neutral(True)] = True
+
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ANSWERS = 128
@@ -44,7 +303,7 @@ NAMES = {chat: frozenset(body.model_fields) | SETTINGS.keys() for chat, body in 
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """One body, understood."""
 
     chat: bool
@@ -90,7 +349,9 @@ def derived_seed(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) >> 1
 
 
-def understood(document: Any, chat: bool, models: tuple[str, ...], vocabulary: int, method: str | None = None) -> Asked:
+def understood(
+    document: Any, chat: bool, models: tuple[str, ...], vocabulary: int, method: str | None = None
+) -> CompletionRequest:
     """`models`: names of the model that is served; `vocabulary`: its tokens; `method`: of a body that says nothing.
 
     Raises BadRequest naming the field, the value and what is allowed.
@@ -106,7 +367,7 @@ def understood(document: Any, chat: bool, models: tuple[str, ...], vocabulary: i
 
 def _understood(
     body: AnyBody, settings: dict[str, Any], models: tuple[str, ...], vocabulary: int, method: str | None
-) -> Asked:
+) -> CompletionRequest:
     chat = isinstance(body, ChatBody)
     if body.model is not None and body.model not in models:
         raise BadRequest(
@@ -136,7 +397,7 @@ def _understood(
     echo = isinstance(body, CompletionBody) and body.echo
     if echo and settings.get("logprobs"):
         raise BadRequest("echo=true; allowed: false with logprobs, which are of the answer alone", "echo")
-    return Asked(
+    return CompletionRequest(
         chat=chat,
         prompts=prompts,
         negative=None if body.negative_prompt is None else _negative(body.negative_prompt, vocabulary),
@@ -250,7 +511,7 @@ def _negative(prompt: Any, vocabulary: int) -> Prompt:
             f"{name} holds other things; allowed: a string, a list of token ids, or a list of messages", name
         )
     try:
-        messages = [Message.model_validate(item) for item in prompt]
+        messages = [ChatMessage.model_validate(item) for item in prompt]
     except ValidationError as error:
         place = error.errors(include_url=False)[0]["loc"]
         raise BadRequest(
@@ -273,7 +534,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
     return {"type": tool.type, "function": function}
 
 
-def _message(index: int, message: Message) -> dict[str, Any]:
+def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     """As chat templates read it."""
     if message.content is None and not message.tool_calls:
         raise BadRequest(
@@ -297,7 +558,7 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     return read
 
 
-def _text(message: Message) -> str:
+def _text(message: ChatMessage) -> str:
     return "\n".join(part.text for part in message.content or ())
 
 

@@ -1,10 +1,14 @@
-"""What one rank of a model does with the commands of the coordinator. Knows nothing about requests, particles or Ray.
+"""Executes the coordinator's commands on one rank of a model, and sends responses once their results have left the device.
+Knows nothing about requests, particles or Ray.
 
 The leader (rank 0) gets commands over the link and hands their bytes to the other ranks of its tensor-parallel group;
-every rank carries out all of them, so what they hold stays equal. Only the leader answers."""
+every rank executes all of them, so their states stay equal. Only the leader responds."""
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +18,59 @@ import torch
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, LeaderEnd, check_envelope, failure_text
 from services.pb import particles_pb2 as pb
-from services.workers.answers import Answers
 from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
+
+CLOSE_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class ResponseSender:
+    """`waits`: what responses tell of may take a while; a thread waits for it, so that the next command can be carried
+    out."""
+
+    def __init__(self, end: LeaderEnd, epoch: int, *, waits: bool) -> None:
+        self._end, self._epoch = end, epoch
+        self._turn = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[int, Callable[[], pb.WorkResponse]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="answers", daemon=True) if waits else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def put(self, sequence: int, respond: Callable[[], pb.WorkResponse]) -> None:
+        """Send what `respond` returns for command `sequence`, after all that was put before it."""
+        if self._thread is None:
+            self._send(respond())
+        else:
+            self._queue.put((sequence, respond))
+
+    def fail(self, sequence: int, error: Exception) -> None:
+        """Say that the worker could not carry out a command and stops; whatever else was put may never be sent."""
+        failure = pb.Failure(message=failure_text(error))
+        self._send(pb.WorkResponse(version=LAYOUT_VERSION, epoch=self._epoch, sequence=sequence, failure=failure))
+
+    def close(self) -> None:
+        """After everything has been sent, or has taken too long."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        for sequence, respond in iter(self._queue.get, None):
+            try:
+                self._send(respond())
+            except Exception as error:  # of the device, met by whoever waits for it
+                logger.exception("command %d failed", sequence)
+                self.fail(sequence, error)
+                return
+
+    def _send(self, response: pb.WorkResponse) -> None:
+        """A failure is reported by another thread than what was put before it, and an end takes one message at a
+        time."""
+        with self._turn:
+            self._end.send(response)
+
 
 Respond = Callable[[], pb.WorkResponse]
 """Waits for what a response tells of."""
@@ -40,7 +94,7 @@ class Rank:
         self.worker, self.side, self.epoch, self.timeout = worker, side, epoch, timeout
         self._reconnect_to = reconnect
 
-    def carry_out(self, request: pb.WorkRequest, answers: Answers | None = None) -> None:
+    def carry_out(self, request: pb.WorkRequest, answers: ResponseSender | None = None) -> None:
         """Do it, and give `answers` the response, for those commands that have one. Raises LinkError for a message of
         another life."""
         check_envelope(request, self.epoch)
@@ -110,7 +164,7 @@ class Rank:
 def lead(rank: Rank, end: LeaderEnd, spread: Callable[[bytes], None] | None) -> None:
     """Serve the coordinator until it says stop. `spread` hands a command to the other ranks. Raises what went wrong,
     after telling it."""
-    answers = Answers(end, rank.epoch, waits=rank.worker.device.type == "cuda")
+    answers = ResponseSender(end, rank.epoch, waits=rank.worker.device.type == "cuda")
     try:
         while True:
             request = end.receive(rank.timeout)

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from services.backend import ServingPair
-from services.batch.lines import CHAT, COMPLETIONS, Line, parse_line
-from services.batch.output import OutputFile
-from services.batch.requests import Requests
-from services.batch.resume import Survey, rest, survey
-from services.batch.runner import Limit, Runner
+from services.batch.lines import CHAT, COMPLETIONS, Line, RequestReader, parse_line
+from services.batch.output_file import OutputFile, Survey, rest, survey
+from services.batch.runner import BatchRunner, Limit
 from smc.api.outputs import Answer, FinishReason, Statistics
 from smc.api.request import Request
 
@@ -77,10 +75,10 @@ def answer_file(
     limit: Limit | None = None,
     fingerprint: str = PRINT,
 ) -> Survey:
-    """What `services.batch.run.Batch` does, without a cluster. Returns what was there before."""
-    requests = Requests(pair, seed)
+    """What `services.batch.run.BatchRun` does, without a cluster. Returns what was there before."""
+    requests = RequestReader(pair, seed)
     with OutputFile(output, overwrite) as file:
         before = survey(source, file, requests, fingerprint)
-        runner = Runner(pair, requests, decode, file.append, fingerprint, limit or Limit(requests=4))
+        runner = BatchRunner(pair, requests, decode, file.append, fingerprint, limit or Limit(requests=4))
         asyncio.run(runner.run(rest(source, before.done)))
     return before

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 from services.backend import ServingPair
-from services.launch.config import GangConfig
+from services.launch.config import WorkerGroupConfig
 from tests.batch.running import Cluster
 
 
 @pytest.fixture(scope="session")
 def pair() -> ServingPair:
     """The demo pair, as a run sees it before any model is loaded."""
-    return GangConfig().serving_pair()
+    return WorkerGroupConfig().serving_pair()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 from ray.util.state import list_placement_groups
 
-from services.batch.requests import Requests
+from services.batch.lines import RequestReader
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.demo.problems import generate
@@ -47,7 +47,7 @@ def asked() -> list[dict]:
 @pytest.fixture(scope="module")
 def expected(pair, asked) -> list[tuple]:
     """What an engine in this process answers."""
-    requests, wanted = Requests(pair, 3), {}
+    requests, wanted = RequestReader(pair, 3), {}
     for number, document in enumerate(asked, 1):
         if document["custom_id"].startswith("q"):
             wanted[document["custom_id"]] = requests.build(line(document, number))

@@ -7,8 +7,8 @@ import fcntl
 
 import pytest
 
-from services.batch.results import fingerprint
-from services.launch.config import GangConfig
+from services.batch.lines import fingerprint
+from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 from tests.batch.asking import answer_file, chat, write_lines
 
@@ -24,7 +24,7 @@ def files(tmp_path):
 
 
 def finish(source, output) -> None:
-    pair = GangConfig(engine=EngineConfig(cohorts=2)).serving_pair()
+    pair = WorkerGroupConfig(engine=EngineConfig(cohorts=2)).serving_pair()
     answer_file(pair, source, output, fingerprint=fingerprint(pair, "float32"))
 
 

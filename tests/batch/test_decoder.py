@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.backend import Unavailable
-from services.batch.decoder import ATTEMPTS, Decoder, ServiceLost, Serving
+from services.batch.runner import ATTEMPTS, RetryingDecoder, ServiceLost, ServiceState
 from smc.api.outputs import Output
 from smc.api.request import Request
 from tests.batch.asking import answer_of
@@ -16,7 +16,7 @@ from tests.batch.asking import answer_of
 class Shaky:
     """A backend that is lost whenever it decodes one of `deadly`, and comes back after a while."""
 
-    def __init__(self, serving: Serving, deadly: dict[str, int]) -> None:
+    def __init__(self, serving: ServiceState, deadly: dict[str, int]) -> None:
         self._serving, self._left, self.calls = serving, dict(deadly), []
         self._lost = asyncio.Event()
 
@@ -41,10 +41,10 @@ class Shaky:
 
 def decode_all(deadly: dict[str, int], ids: str) -> tuple[dict, list[str]]:
     async def run():
-        serving = Serving(patience=1)
+        serving = ServiceState(patience=1)
         serving.set_health(True, True)
         backend = Shaky(serving, deadly)
-        decoder = Decoder(backend, serving)
+        decoder = RetryingDecoder(backend, serving)
         requests = [Request(each, (1, 2)) for each in ids]
         found = await asyncio.gather(*(decoder.decode(request) for request in requests), return_exceptions=True)
         return dict(zip(ids, found)), backend.calls
@@ -67,8 +67,8 @@ def test_a_line_that_the_service_dies_of_fails_alone():
 
 def test_a_service_that_does_not_come_back():
     async def run():
-        serving = Serving(patience=0.05)
-        await Decoder(Shaky(serving, {}), serving).decode(Request("a", (1,)))
+        serving = ServiceState(patience=0.05)
+        await RetryingDecoder(Shaky(serving, {}), serving).decode(Request("a", (1,)))
 
     with pytest.raises(ServiceLost, match=r"did not come back within 0\.05 s"):
         asyncio.run(run())

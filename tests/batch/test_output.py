@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.batch.output import OutputFile
+from services.batch.output_file import OutputFile
 
 RECORDS = [
     {"id": f"batch_req_{i}", "custom_id": name, "response": None, "error": {"code": "x"}}

@@ -6,9 +6,9 @@ import io
 
 from rich.console import Console
 
-from services.batch import progress
-from services.batch.progress import Display, Tally
-from services.batch.resume import Survey
+from services.batch import run as progress
+from services.batch.output_file import Survey
+from services.batch.run import BatchProgress, Display
 
 ANSWER = {"error": None, "response": {"body": {"usage": {"completion_tokens": 50}}}}
 FAILED = {"error": {"code": "invalid"}}
@@ -18,7 +18,7 @@ def test_a_line_every_few_seconds_and_a_summary(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), force_terminal=False, width=400)
-    tally, display = Tally(Survey(total=1000, done=200, failed=1)), Display(console)
+    tally, display = BatchProgress(Survey(total=1000, done=200, failed=1)), Display(console)
     tally.start()
     with display.showing(tally):
         for record in [ANSWER] * 100 + [FAILED]:

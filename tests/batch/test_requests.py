@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from services.batch.requests import Requests
+from services.batch.lines import RequestReader
 from smc.api.sampling_params import Method
 from tests.batch.asking import chat, completion, line
 
 
 @pytest.fixture(scope="module")
-def requests(pair) -> Requests:
-    return Requests(pair, 0)
+def requests(pair) -> RequestReader:
+    return RequestReader(pair, 0)
 
 
 def test_defaults(pair, requests):
@@ -172,7 +172,7 @@ def test_seeds_come_from_the_name_of_the_line_and_the_seed_of_the_run(pair, requ
     assert len(set(seeds)) == 1001 and all(0 <= seed < 2**63 for seed in seeds)
     assert requests.seed_of(line(chat("line 3", "other text"), 77)) == seeds[3]
     assert requests.build(line(chat("line 3"))).params.seed == seeds[3]
-    assert Requests(pair, 1).seed_of(line(chat("line 3"))) != seeds[3]
+    assert RequestReader(pair, 1).seed_of(line(chat("line 3"))) != seeds[3]
     assert requests.seed_of(line(chat("line 3", seed=0))) == 0
     assert requests.seed_of(line(chat("line 0"))) == 801005201466570759, (
         "answers of earlier releases would no longer reproduce"

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from services.backend import RequestFailed, Unavailable
-from services.batch.requests import Requests
-from services.batch.results import answered, fingerprint, refused
-from services.launch.config import GangConfig
+from services.batch.lines import RequestReader, answered, fingerprint, refused
+from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason
 from tests.batch.asking import answer_of, chat, completion, line
@@ -19,7 +18,7 @@ from tests.batch.asking import answer_of, chat, completion, line
 
 def record_of(pair, document, **changes):
     asked = line(document, 3)
-    request = Requests(pair, 0).build(asked)
+    request = RequestReader(pair, 0).build(asked)
     record = answered(asked, request, replace(answer_of(request), **changes), pair, "smc_1", 1234)
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     return record
@@ -107,10 +106,10 @@ def test_why_there_is_no_answer(error, code, message):
 
 def test_the_fingerprint_changes_with_what_answers_depend_on():
     def of(**engine) -> str:
-        return fingerprint(GangConfig(engine=EngineConfig(**engine)).serving_pair(), "float32")
+        return fingerprint(WorkerGroupConfig(engine=EngineConfig(**engine)).serving_pair(), "float32")
 
     plain = of()
     assert of(max_slots=8, cohorts=2, prefill_chunk=64, prefix_cache=False) == plain
     changed = [of(block=4), of(branches=2), of(form="lockstep"), of(max_context=100)]
     assert len({plain, *changed}) == 5
-    assert fingerprint(GangConfig().serving_pair(), "bfloat16") != plain
+    assert fingerprint(WorkerGroupConfig().serving_pair(), "bfloat16") != plain

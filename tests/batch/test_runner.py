@@ -9,16 +9,15 @@ import pytest
 
 from services.backend import RequestFailed, Unavailable
 from services.batch import runner as module
-from services.batch.decoder import ServiceLost
-from services.batch.requests import Requests
-from services.batch.runner import Limit, Runner
+from services.batch.lines import RequestReader
+from services.batch.runner import BatchRunner, Limit, ServiceLost
 from smc.scheduler.admission import QueueFull
 from tests.batch.asking import PRINT, answer_of, chat, decode_at_once, line
 
 
 def run(pair, lines, decode, limit, write=None) -> list[dict]:
     records = []
-    asyncio.run(Runner(pair, Requests(pair, 0), decode, write or records.append, PRINT, limit).run(lines))
+    asyncio.run(BatchRunner(pair, RequestReader(pair, 0), decode, write or records.append, PRINT, limit).run(lines))
     return records
 
 

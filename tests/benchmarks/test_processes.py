@@ -23,8 +23,8 @@ from benchmarks.processes import ProcessBackend, RankProcesses, placed, see_only
 from benchmarks.reports.speed import WIDE, SpeedPlan, in_turn, measure_speed
 from benchmarks.rounds import measure_process_rounds
 from benchmarks.speed import ModeTimer, Speed, TimedRounds, median_length, unattended
-from services.launch.config import GangConfig
-from services.launch.errors import GangError
+from services.launch.config import WorkerGroupConfig
+from services.launch.errors import WorkerGroupError
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
@@ -35,7 +35,7 @@ from smc.scheduler.timeline import LANES
 from tests.scheduler.harness import answers
 
 pytestmark = pytest.mark.xdist_group("ray")
-CONFIG = GangConfig(start_timeout=60.0, link_timeout=20.0)
+CONFIG = WorkerGroupConfig(start_timeout=60.0, link_timeout=20.0)
 
 
 def pids(processes: RankProcesses) -> list[int]:
@@ -62,7 +62,7 @@ def test_one_engine_after_another_over_the_same_models():
 
 
 def test_a_rank_that_dies_is_named():
-    lost = pytest.raises(GangError, match=r"draft0 died|target0 died")
+    lost = pytest.raises(WorkerGroupError, match=r"draft0 died|target0 died")
     with (
         RankProcesses(CONFIG) as processes,
         lost,
@@ -82,7 +82,7 @@ def test_where_a_rank_failed_comes_with_its_name(monkeypatch):
     """The message is its failure alone; the traceback is the cause, which whoever prints or logs the error shows with
     it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    failed = pytest.raises(GangError, match=r"^(draft|target)0: ValueError: GPU number 1 is asked for.*$")
+    failed = pytest.raises(WorkerGroupError, match=r"^(draft|target)0: ValueError: GPU number 1 is asked for.*$")
     with (
         RankProcesses(CONFIG, {"draft": [1], "target": [1]}) as processes,
         failed as found,
@@ -96,7 +96,7 @@ def test_where_a_rank_failed_comes_with_its_name(monkeypatch):
 @pytest.mark.slow
 def test_a_rank_that_cannot_load_says_so_at_once():
     begin = time.monotonic()
-    failed = pytest.raises(GangError, match=r"(draft|target)0: \w+Error: .*(CUDA|cuda)")
+    failed = pytest.raises(WorkerGroupError, match=r"(draft|target)0: \w+Error: .*(CUDA|cuda)")
     with RankProcesses(replace(CONFIG, device="cuda")) as processes, failed, processes.engine(EngineConfig()):
         pass
     assert time.monotonic() - begin < 45
@@ -225,7 +225,7 @@ def test_processes_are_started_no_more_often_than_targets_are_split(monkeypatch)
     started = []
 
     class Counted(RankProcesses):
-        def __init__(self, config: GangConfig, gpus: dict[str, list[int]] | None = None) -> None:
+        def __init__(self, config: WorkerGroupConfig, gpus: dict[str, list[int]] | None = None) -> None:
             started.append((config.draft_tp, config.target_tp))
             super().__init__(config, gpus)
 

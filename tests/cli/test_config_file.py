@@ -10,9 +10,15 @@ import yaml
 
 from services.cli import config_file
 from services.cli.options import keys_of
-from services.cli.service_options import BatchOptions, GangOptions, ServeOptions, gang_config, gateway_config
+from services.cli.service_options import (
+    BatchOptions,
+    ServeOptions,
+    WorkerGroupOptions,
+    gateway_config,
+    worker_group_config,
+)
 from services.gateway.config import GatewayConfig
-from services.launch.config import GangConfig
+from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 
 NOT_OPTIONS = {"load", "engine", "defensive_share", "prefix_cache"}
@@ -36,9 +42,11 @@ def printed(smcserve, *arguments) -> dict:
 
 
 def test_every_option_of_the_configuration_is_a_key():
-    known = {field.name for kind in (GatewayConfig, GangConfig, EngineConfig) for field in fields(kind)} - NOT_OPTIONS
+    known = {
+        field.name for kind in (GatewayConfig, WorkerGroupConfig, EngineConfig) for field in fields(kind)
+    } - NOT_OPTIONS
     assert known | {"no_prefix_cache", "ray_address"} == keys_of(ServeOptions).keys()
-    assert keys_of(GangOptions).keys() | {"overwrite", "seed", "concurrency"} == keys_of(BatchOptions).keys()
+    assert keys_of(WorkerGroupOptions).keys() | {"overwrite", "seed", "concurrency"} == keys_of(BatchOptions).keys()
 
 
 def test_the_effective_configuration_can_be_given_back(smcserve, file):
@@ -93,7 +101,7 @@ def test_a_file_that_is_not_there(smcserve, tmp_path):
 @pytest.mark.parametrize("text", ["", "# nothing\n", "port: null\n"])
 def test_a_file_may_give_nothing(file, text):
     given = config_file.read(file(text), ServeOptions)
-    assert (gang_config(given), gateway_config(given)) == (GangConfig(), GatewayConfig())
+    assert (worker_group_config(given), gateway_config(given)) == (WorkerGroupConfig(), GatewayConfig())
 
 
 def test_batch_reads_one_of_its_own(smcserve, file, tmp_path):

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from services.connection import DEFAULT_ADDRESS
+from services.connection_options import DEFAULT_ADDRESS
 from services.gateway.config import GatewayConfig
 from smc.demo.problems import generate
 from tests.gateway.harness import LONG, PLAIN_CONFIG, local_answer, serving

@@ -1,4 +1,4 @@
-"""A gang without Ray: the coordinator in this thread, every rank in a thread beside it, a real link between them."""
+"""A worker group without Ray: the coordinator in this thread, every rank in a thread beside it, a real link between them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from services.coordinator.process import Coordinator
-from services.coordinator.remote import CoordinatorSpec
-from services.launch.config import GangConfig
-from services.launch.specs import coordinator_spec, rank_spec
+from services.coordinator.remote_engine import CoordinatorSpec
+from services.launch.config import WorkerGroupConfig
+from services.launch.worker_group import coordinator_spec, rank_spec
 from services.link.connect import Rendezvous
 from services.workers.process import RankSpec, run_rank
 from smc.api.engine_config import EngineConfig
@@ -27,9 +27,11 @@ SIDES = ("draft", "target")
 def coordinator(
     engine: EngineConfig, *, watched: bool = True, **settings: Any
 ) -> Iterator[tuple[Coordinator, CoordinatorSpec]]:
-    """Of the demo pair, warmed up; `settings` of the gang. At the end every rank must have heard that it is to stop.
+    """Of the demo pair, warmed up; `settings` of the worker group. At the end every rank must have heard that it is to stop.
     `watched`: nothing may stop it before."""
-    config = GangConfig(engine=engine, **{"start_timeout": 30.0, "link_timeout": 20.0, "heartbeat": 0.2, **settings})
+    config = WorkerGroupConfig(
+        engine=engine, **{"start_timeout": 30.0, "link_timeout": 20.0, "heartbeat": 0.2, **settings}
+    )
     pair = config.serving_pair()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     rendezvous = Rendezvous(HOST, store.port, 1, SECRET, config.link, config.start_timeout)

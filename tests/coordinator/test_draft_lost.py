@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 
 from services.backend import Unavailable
-from services.gateway.coordinator import CoordinatorClient
-from services.launch.config import GangConfig
-from services.launch.specs import rank_spec
+from services.coordinator.client import CoordinatorClient
+from services.launch.config import WorkerGroupConfig
+from services.launch.worker_group import rank_spec
 from services.link import connect
-from services.step import Step
+from services.protobuf.coordinator import EngineStep
 from services.workers import process
 from services.workers.process import run_rank
 from smc.api.engine_config import EngineConfig
@@ -60,7 +60,7 @@ def test_one_draft_after_the_other(link, form, monkeypatch):
 
     monkeypatch.setattr(DraftRunner, "draft", draft)
 
-    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+    async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         plain = (await ask(client, method="target")).tokens
         for epoch in (2, 3):
             calls = [asyncio.create_task(outcome(client, **params)) for params in NEEDS_DRAFT]
@@ -82,7 +82,7 @@ def test_one_draft_after_the_other(link, form, monkeypatch):
             assert [await outcome(client, **params) for params in NEEDS_DRAFT] == ["answered"] * 3
 
     def start_draft(epoch: int) -> None:
-        config = GangConfig(**settings)
+        config = WorkerGroupConfig(**settings)
         rank = rank_spec(config, config.serving_pair(), replace(spec.rendezvous, epoch=epoch), "draft", Shard())
         drafts.append(threading.Thread(target=run, args=(rank,), daemon=True))
         drafts[-1].start()
@@ -125,7 +125,7 @@ def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
     monkeypatch.setattr(DraftRunner, "draft", draft)
     monkeypatch.setattr(connect, "peer_end", peer_end)
 
-    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+    async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         fails.set()
         plain = (await ask(client, method="exact", particles=4)).tokens
         fails.clear()
@@ -143,7 +143,7 @@ def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
         assert again.tokens == plain and again.statistics.draft_tokens
 
     with coordinator(**settings) as (made, spec):
-        config = GangConfig(**settings)
+        config = WorkerGroupConfig(**settings)
         rank = rank_spec(config, config.serving_pair(), replace(spec.rendezvous, epoch=2), "draft", Shard())
         try:
             asyncio.run(_attached(made, spec, work))
@@ -152,7 +152,7 @@ def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
 
 
 async def _attached(made, spec, work) -> None:
-    steps: list[Step] = []
+    steps: list[EngineStep] = []
     client = CoordinatorClient(made.address, spec.rendezvous.secret, steps.append, lambda: None)
     try:
         await work(client, steps)

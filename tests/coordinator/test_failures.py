@@ -9,13 +9,13 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from services.coordinator.remote import RemoteEngine
-from services.launch.config import GangConfig
-from services.launch.specs import coordinator_spec, rank_spec
+from services.coordinator.remote_engine import RemoteEngine
+from services.launch.config import WorkerGroupConfig
+from services.launch.worker_group import coordinator_spec, rank_spec
 from services.link.base import LinkError
 from services.link.connect import Rendezvous
-from services.workers.answers import Answers
 from services.workers.process import run_rank
+from services.workers.rank import ResponseSender
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
@@ -41,14 +41,16 @@ def test_the_error_is_that_of_the_worker_that_failed(monkeypatch, link, side, wh
 
 
 def test_the_error_is_known_when_its_message_is_lost(monkeypatch):
-    monkeypatch.setattr(Answers, "fail", lambda *_: None)
+    monkeypatch.setattr(ResponseSender, "fail", lambda *_: None)
     fails(monkeypatch, "nccl", "target", "round")
 
 
 def fails(monkeypatch, link: str, side: str, what: str) -> None:
     """A pair of workers, one of which raises ValueError in its first `what`; the coordinator says which and why. The
     target outlives it."""
-    config = GangConfig(engine=EngineConfig(block=3, branches=2), start_timeout=30.0, link_timeout=20.0, link=link)
+    config = WorkerGroupConfig(
+        engine=EngineConfig(block=3, branches=2), start_timeout=30.0, link_timeout=20.0, link=link
+    )
     pair = config.serving_pair()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     rendezvous = Rendezvous(HOST, store.port, 1, SECRET, link, config.start_timeout)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from services.backend import RequestFailed
+from services.coordinator.client import CoordinatorClient
 from services.coordinator.process import EngineStuck
-from services.gateway.coordinator import CoordinatorClient
-from services.step import Step
+from services.protobuf.coordinator import EngineStep
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason
 from smc.api.request import Request
@@ -23,11 +23,11 @@ from tests.coordinator.harness import coordinator
 ENGINE = EngineConfig(block=4, branches=2, max_slots=200, cohorts=2)
 
 
-def attached(made, spec, work: Callable[[CoordinatorClient, list[Step]], Coroutine]) -> None:
+def attached(made, spec, work: Callable[[CoordinatorClient, list[EngineStep]], Coroutine]) -> None:
     """Run `work` with a client of this coordinator and the steps it hears of."""
 
     async def run() -> None:
-        steps: list[Step] = []
+        steps: list[EngineStep] = []
         client = CoordinatorClient(made.address, spec.rendezvous.secret, steps.append, lambda: None)
         try:
             await work(client, steps)
@@ -45,7 +45,7 @@ async def ask(client: CoordinatorClient, name: str, **params) -> FinishReason:
 
 
 def test_idle_time_is_no_part_of_the_next_round():
-    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+    async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         await asyncio.sleep(1.0)
         await ask(client, "first", particles=2, max_tokens=10)
         times = [step.times for step in steps if step.times]
@@ -58,7 +58,7 @@ def test_idle_time_is_no_part_of_the_next_round():
 
 
 def test_costs_are_timed_before_anybody_is_served(caplog):
-    caplog.set_level("INFO", logger="services.coordinator.remote")
+    caplog.set_level("INFO", logger="services.coordinator.remote_engine")
     with coordinator(ENGINE) as (made, _):
         engine = made._remote.engine
         (line,) = [
@@ -71,7 +71,7 @@ def test_costs_are_timed_before_anybody_is_served(caplog):
 def test_load_on_one_model_does_not_starve_the_other():
     """A worker takes silence for death. Here the draft has nothing to do, and the engine is never idle."""
 
-    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+    async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         heard, send = [], made._remote.workers["draft"]._send
         made._remote.workers["draft"]._send = lambda **command: (heard.append(time.monotonic()), send(**command))[1]
         end = time.monotonic() + 2.0
@@ -91,7 +91,7 @@ def test_load_on_one_model_does_not_starve_the_other():
 def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
     """They wait as long as their leader does: only the coordinator knows when it will speak again."""
 
-    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+    async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         await asyncio.sleep(8.0)
         assert await ask(client, "later", particles=2, max_tokens=10, ignore_eos=True) is FinishReason.LENGTH
 
@@ -101,7 +101,7 @@ def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
 
 @pytest.mark.parametrize("link", ["nccl", "grpc"])
 def test_everybody_leaves_at_once(link):
-    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+    async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         calls = [
             asyncio.create_task(ask(client, str(i), particles=1, max_tokens=400, ignore_eos=True)) for i in range(200)
         ]
@@ -121,7 +121,7 @@ def test_a_step_that_does_not_end_is_noticed():
     """Nobody but the engine's thread could say so, and it cannot."""
     go_on = threading.Event()
 
-    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+    async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         made._remote.engine.step = lambda: go_on.wait(30) and []
         asking = asyncio.create_task(ask(client, "x", particles=1, max_tokens=5))
         waiting = asyncio.create_task(asyncio.to_thread(made.wait))
@@ -137,7 +137,7 @@ def test_a_step_that_does_not_end_is_noticed():
 
 
 def test_a_request_that_cannot_be_taken_in_or_reported_ends_alone(monkeypatch):
-    async def work(client: CoordinatorClient, steps: list[Step]) -> None:
+    async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         others = [
             asyncio.create_task(ask(client, str(i), particles=2, max_tokens=60, ignore_eos=True)) for i in range(3)
         ]

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from services.gateway.coordinator import CoordinatorClient
+from services.coordinator.client import CoordinatorClient
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer

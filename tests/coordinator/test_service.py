@@ -14,10 +14,10 @@ import pytest
 from services.backend import Unavailable
 from services.client import Client, ServiceError
 from services.coordinator import service
+from services.coordinator.client import CoordinatorClient
 from services.coordinator.service import CoordinatorServer
-from services.gateway.coordinator import CoordinatorClient
 from services.link.streams import StreamCaller, StreamServer
-from services.step import Step
+from services.protobuf.coordinator import EngineStep
 from smc.api.outputs import Answer, FinishReason, Output, Statistics
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
@@ -37,10 +37,10 @@ class FakeLoop:
         self.salts.add(request.cache_salt)
         number = int(request.request_id)
         if number % 3 == 0:
-            self._server.deliver(Step([], {request.request_id: QueueFull("later")}, STATS))
+            self._server.deliver(EngineStep([], {request.request_id: QueueFull("later")}, STATS))
         elif number % 2 == 0:
             answer = Answer(request.request_id, (1,), "x", FinishReason.LENGTH, None, 1, 1, Statistics(1), 0.0)
-            self._server.deliver(Step([Output(request.request_id, (1,), "x", answer)], {}, STATS))
+            self._server.deliver(EngineStep([Output(request.request_id, (1,), "x", answer)], {}, STATS))
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(int(request_id))
@@ -108,7 +108,7 @@ def test_a_gateway_that_takes_nothing_is_given_up(monkeypatch):
     server = CoordinatorServer("127.0.0.1", "secret")
     server._outbox = outbox = SimpleQueue()
     for _ in range(100):
-        server.deliver(Step([], {}, STATS))
+        server.deliver(EngineStep([], {}, STATS))
     assert outbox.qsize() == 7 and [outbox.get() for _ in range(7)][-1] is None
     server.close()
 

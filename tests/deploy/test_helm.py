@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from services.cli import config_file
-from services.cli.service_options import BatchOptions, ServeOptions, gang_config, gateway_config
-from services.metrics.metrics import Metrics
+from services.cli.service_options import BatchOptions, ServeOptions, gateway_config, worker_group_config
+from services.metrics import Metrics
 from smc.scheduler.stats import EngineStats
 from tests.deploy.binaries import binary
 from tests.deploy.chart import (
@@ -423,7 +423,7 @@ def test_the_commands_accept_their_files(variant, tmp_path):
         assert arguments == [given["batch"]["input"], given["batch"]["output"], f"--config={CONFIG}batch.yaml"]
         asked.append(read_config(objects, "batch", tmp_path))
     for params in asked:
-        config = gang_config({name: value for name, value in params.items() if name not in ("target", "draft")})
+        config = worker_group_config({name: value for name, value in params.items() if name not in ("target", "draft")})
         assert bool(params.get("target")) == bool(params.get("draft")) == any(given["models"]["target"].values())
         assert (config.draft_tp, config.target_tp, config.device) == (
             given["draft"]["tp"],

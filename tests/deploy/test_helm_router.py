@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.metrics.metrics import Metrics
+from services.metrics import Metrics
 from tests.deploy.binaries import binary
 from tests.deploy.chart import all_of_kind, of_kind, render, templates
 

@@ -8,7 +8,7 @@ import pytest
 
 from services.cli.options import keys_of
 from services.cli.service_options import ServeOptions
-from services.metrics.metrics import Metrics
+from services.metrics import Metrics
 from tests.deploy import promql
 from tests.deploy.sources import BOARDS_BY_TITLE, ROOT, rules
 

@@ -12,16 +12,19 @@ from typing import Any
 
 import grpc
 
+from services import vllm
 from services.backend import Model, ServingPair
 from services.client import Client
-from services.coordinator.loop import EngineLoop
+from services.coordinator.client import Dispatcher
+from services.coordinator.service import EngineLoop
+from services.gateway import generation
 from services.gateway.config import GatewayConfig
-from services.gateway.dispatch import Dispatcher
+from services.gateway.request_handler import ServiceStatus
 from services.gateway.server import Gateway
-from services.gateway.status import ServiceStatus
-from services.metrics.metrics import Metrics
+from services.metrics import Metrics
+from services.openai import server as openai_server
 from services.pb import generation_pb2_grpc
-from services.step import Step
+from services.protobuf.coordinator import EngineStep
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer, Output
@@ -56,7 +59,7 @@ class LocalBackend:
         self._loop.stop()
         assert self._loop.failure is None, self._loop.failure
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: EngineStep) -> None:
         self.stats = step.stats
         self._metrics.observe_step(step.stats)
         self.dispatcher.deliver(step)
@@ -85,6 +88,7 @@ class Service:
             self._wrap(self.backend),
             self.metrics,
             self.backend.status,
+            (generation.add_to, vllm.add_to, openai_server.add_to),
         )
         await self.gateway.start()
 

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.client import Message, ServiceError
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc
-from services.wire import RETRY_TRAILER
+from services.protobuf import RETRY_TRAILER
 from tests.gateway.harness import LONG, serving, until
 
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.pb import generation_pb2 as pb
-from services.wire import RETRY_TRAILER
+from services.protobuf import RETRY_TRAILER
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair
 from tests.gateway.harness import LONG, Service, serving, until

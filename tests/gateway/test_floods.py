@@ -15,10 +15,9 @@ import grpc
 import psutil
 import pytest
 
-from services.gateway.limits import ARRIVING, LARGE, PATIENCE
-from services.gateway.memory import _malloc_trim
-from services.gateway.prompts import Prompts
+from services.gateway.limits import ARRIVING, LARGE, PATIENCE, _malloc_trim
 from services.pb import generation_pb2 as pb
+from services.prompts import PromptEncoder
 from smc.api.engine_config import EngineConfig
 from smc.scheduler.admission import QueueFull
 from tests.gateway.harness import LONG, serving, until
@@ -69,7 +68,7 @@ def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
 
     async def work() -> tuple[int, ...]:
         watching = asyncio.create_task(pauses.watch())
-        prompts = Prompts(pair.tokenizer, context=1 << 30)
+        prompts = PromptEncoder(pair.tokenizer, context=1 << 30)
         try:
             return await prompts.encode(FLOODS["text"])
         finally:
@@ -83,7 +82,7 @@ def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
 @pytest.mark.slow
 def test_texts_that_wait_for_the_encoder_are_bounded(pair):
     async def work() -> list[object]:
-        prompts = Prompts(pair.tokenizer, context=1 << 30)
+        prompts = PromptEncoder(pair.tokenizer, context=1 << 30)
         try:
             return await asyncio.gather(*(prompts.encode(FLOODS["text"]) for _ in range(8)), return_exceptions=True)
         finally:

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
-from services.vllm.service import VLLM
+from services.vllm import VLLM
 from tests.gateway.harness import serving
 
 SERVING, NOT_SERVING, UNKNOWN = (

@@ -15,9 +15,9 @@ import pytest
 from loadtest.monitor import parse
 from services.client import Message, ServiceError
 from services.launch import supervisor as launch
-from services.launch.config import GangConfig
-from services.metrics.metrics import Metrics
-from services.step import Step
+from services.launch.config import WorkerGroupConfig
+from services.metrics import Metrics
+from services.protobuf.coordinator import EngineStep
 from smc.api.outputs import Answer, FinishReason, Statistics, Times
 from smc.scheduler.stats import EngineStats
 from tests.deploy.binaries import binary
@@ -191,24 +191,24 @@ def test_all_slots_are_free_while_models_load(metrics):
     assert value(metrics, "smc_slots_free") == value(metrics, "smc_slots_capacity") == 64
 
 
-def test_a_lost_gang_holds_nothing(metrics, monkeypatch):
-    """Its last numbers would stand until the next gang's first step, and look like a queue that does not move."""
-    told, gang = {}, SimpleNamespace(start=lambda: None, address="", secret="")
+def test_a_lost_worker_group_holds_nothing(metrics, monkeypatch):
+    """Its last numbers would stand until the next worker group's first step, and look like a queue that does not move."""
+    told, group = {}, SimpleNamespace(start=lambda: None, address="", secret="")
 
     def connect(address, secret, on_step, on_lost) -> SimpleNamespace:
         told.update(step=on_step, lost=on_lost)
         return SimpleNamespace(attached=lambda timeout: asyncio.sleep(0))
 
-    monkeypatch.setattr(launch, "Gang", lambda config, pair, epoch: gang)
+    monkeypatch.setattr(launch, "WorkerGroup", lambda config, pair, epoch: group)
     monkeypatch.setattr(launch, "CoordinatorClient", connect)
     pair = SimpleNamespace(engine=SimpleNamespace(max_slots=64))
-    supervisor = launch.Supervisor(GangConfig(), pair, on_step=lambda step: metrics.observe_step(step.stats))
-    asyncio.run(supervisor._start_gang())
+    supervisor = launch.Supervisor(WorkerGroupConfig(), pair, on_step=lambda step: metrics.observe_step(step.stats))
+    asyncio.run(supervisor._start_group())
     held = EngineStats(
         queued=3, running=2, slots_free=48, pages_used={"draft": 30}, pages_total={"draft": 100}, resamples=5
     )
     held.pages_cached, held.pages_leaked = {"draft": 16}, {"draft": 2}
-    told["step"](Step(stats=held))
+    told["step"](EngineStep(stats=held))
     told["lost"]()
     nothing = {"draft": 0}
     assert supervisor.stats == EngineStats(

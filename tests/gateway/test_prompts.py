@@ -7,9 +7,8 @@ import threading
 
 import pytest
 
-from services.gateway.prompts import Prompts
 from services.pb import generation_pb2 as pb
-from services.prompt import Prompt
+from services.prompts import Prompt, PromptEncoder
 from smc.model.presets import NoText
 
 
@@ -24,7 +23,7 @@ class Listening:
         return [len(messages)]
 
 
-async def encode(prompts: Prompts, message: pb.GenerateRequest) -> tuple[int, ...]:
+async def encode(prompts: PromptEncoder, message: pb.GenerateRequest) -> tuple[int, ...]:
     try:
         return await prompts.encode(message)
     finally:
@@ -35,7 +34,7 @@ def test_many_small_messages_are_long_too():
     for count, here in ((3, True), (5000, False)):
         tokenizer = Listening()
         message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * count))
-        assert asyncio.run(encode(Prompts(tokenizer, context=10_000), message)) == (count,)
+        assert asyncio.run(encode(PromptEncoder(tokenizer, context=10_000), message)) == (count,)
         assert (tokenizer.thread is threading.current_thread()) is here
 
 

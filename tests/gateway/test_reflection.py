@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from services.vllm.service import VLLM
+from services.vllm import VLLM
 from tests.gateway.harness import local_answer
 
 STRANGER = """

@@ -11,13 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.backend import RequestFailed, Unavailable
-from services.gateway.dispatch import Dispatcher
+from services.coordinator.client import Dispatcher
 from services.pb import coordinator_pb2
 from services.pb import generation_pb2 as pb
-from services.step import Step
-from services.wire.generation import from_finish, from_sampling, from_update, to_finish, to_sampling, to_update
-from services.wire.sampling import FINISH_REASONS, REPORTS, SAMPLING, sampling_message, sampling_settings
-from services.wire.steps import from_response, to_response
+from services.protobuf.coordinator import EngineStep, from_response, to_response
+from services.protobuf.generation import (
+    FINISH_REASONS,
+    REPORTS,
+    SAMPLING,
+    from_finish,
+    from_sampling,
+    from_update,
+    sampling_message,
+    sampling_settings,
+    to_finish,
+    to_sampling,
+    to_update,
+)
 from smc.api.limits import SCHEME_NAMES
 from smc.api.outputs import Answer, FinishReason, Output, Particle, Statistics
 from smc.api.request import Request
@@ -251,12 +261,14 @@ def test_the_state_of_the_engine_round_trips(stats):
     """What a side does not have stays absent: pages that leak are not known while requests run."""
     stats.ess_shares, stats.committed_lags = [0.5, 1.0], [0, 7]
     stats.spec = {"walk": SpecStats(1, 2, 3, [3, 2, 0], 4, 5, 6), "rejection": SpecStats(7, 8, 9, [1], 10, 11, 12)}
-    assert from_response(sent(to_response(Step(stats=stats)))).stats == stats
+    assert from_response(sent(to_response(EngineStep(stats=stats)))).stats == stats
 
 
 def test_the_loss_of_the_draft_round_trips():
     step = from_response(
-        sent(to_response(Step(refusals={"1": Unavailable("the draft is lost")}, stats=EngineStats(), lost_draft=7)))
+        sent(
+            to_response(EngineStep(refusals={"1": Unavailable("the draft is lost")}, stats=EngineStats(), lost_draft=7))
+        )
     )
     assert (
         step.lost_draft == 7
@@ -281,7 +293,7 @@ class Port:
         updates = [sent(to_update(replace(piece, request_id=request.request_id))) for piece in self.pieces]
         loop = asyncio.get_running_loop()
         for update in updates:
-            loop.call_soon(lambda update=update: self.dispatcher.deliver(Step([from_update(update)])))
+            loop.call_soon(lambda update=update: self.dispatcher.deliver(EngineStep([from_update(update)])))
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -317,7 +329,7 @@ def test_early_ends_are_exceptions_where_they_are_followed():
 
 
 def test_a_complete_answer_is_delivered_whatever_comes_after_it():
-    """The gang may die before its caller has read it."""
+    """The worker group may die before its caller has read it."""
 
     async def work() -> list[Output]:
         port = Port([])
@@ -325,7 +337,7 @@ def test_a_complete_answer_is_delivered_whatever_comes_after_it():
         news = port.dispatcher.generate(Request("mine", (1,)))
         asked = asyncio.create_task(anext(news))
         await asyncio.sleep(0)
-        port.dispatcher.deliver(Step([Output("1", (1, 2, 3), "abc", ENDED)]))
+        port.dispatcher.deliver(EngineStep([Output("1", (1, 2, 3), "abc", ENDED)]))
         port.dispatcher.fail_all(Unavailable("the coordinator is gone"))
         return [await asked, *[output async for output in news]]
 

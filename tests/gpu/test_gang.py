@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.processes import RankProcesses
-from services.launch.config import GangConfig
-from services.launch.errors import GangError
+from services.launch.config import WorkerGroupConfig
+from services.launch.errors import WorkerGroupError
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
@@ -38,9 +38,9 @@ GANGS += [("wide", "nccl", 1, 1), ("wide", "nccl", 1, 2), ("wide", "nccl", 1, 3)
 
 @dataclass(frozen=True)
 class Started:
-    """A gang, and the pair that it holds, on the CPU."""
+    """A worker group, and the pair that it holds, on the CPU."""
 
-    gang: RankProcesses
+    group: RankProcesses
     on_cpu: ModelPair
 
 
@@ -58,16 +58,16 @@ def places(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     return {"demo": (demo.TARGET, demo.DRAFT), "wide": (directory / "target", directory / "draft")}
 
 
-@pytest.fixture(scope="module", params=GANGS, ids=lambda gang: "-".join(map(str, gang)))
+@pytest.fixture(scope="module", params=GANGS, ids=lambda group: "-".join(map(str, group)))
 def started(request, places) -> Iterator[Started]:
     """Models stay loaded for all tests of the same link and degrees."""
     models, link, draft, target = request.param
     if torch.cuda.device_count() < draft + target:
         pytest.skip(f"needs {draft + target} GPUs")
     place = dict(zip(("target", "draft"), places[models]))
-    config = GangConfig(**place, device="cuda", dtype="float32", link=link, draft_tp=draft, target_tp=target)
-    with RankProcesses(config, {"draft": list(range(draft)), "target": list(range(draft, draft + target))}) as gang:
-        yield Started(gang, ModelPair.load(*places[models]))
+    config = WorkerGroupConfig(**place, device="cuda", dtype="float32", link=link, draft_tp=draft, target_tp=target)
+    with RankProcesses(config, {"draft": list(range(draft)), "target": list(range(draft, draft + target))}) as group:
+        yield Started(group, ModelPair.load(*places[models]))
 
 
 @pytest.mark.parametrize("link", ["nccl", "grpc"])
@@ -75,18 +75,18 @@ def test_a_follower_that_dies_ends_the_gang(link):
     """Its leader's GPU waits for it without end, in the middle of a sum: nobody else may."""
     if torch.cuda.device_count() < 3:
         pytest.skip("needs 3 GPUs")
-    config = GangConfig(device="cuda", dtype="float32", link=link, target_tp=2, link_timeout=20.0)
+    config = WorkerGroupConfig(device="cuda", dtype="float32", link=link, target_tp=2, link_timeout=20.0)
     asked, begin = requests(ModelPair.load(demo.TARGET, demo.DRAFT), particles=4, ignore_eos=True), 0.0
     with (
-        RankProcesses(config, {"draft": [0], "target": [1, 2]}) as gang,
-        pytest.raises(GangError),
-        gang.engine(FORMS["look-ahead"]) as remote,
+        RankProcesses(config, {"draft": [0], "target": [1, 2]}) as group,
+        pytest.raises(WorkerGroupError),
+        group.engine(FORMS["look-ahead"]) as remote,
     ):
         for request in asked:
             remote.engine.submit(request)
         while not remote.engine.num_running:
             remote.engine.step()
-        gang._ranks["target", 1]._process.kill()
+        group._ranks["target", 1]._process.kill()
         begin = time.monotonic()
         while not remote.engine.idle:
             remote.engine.step()
@@ -103,7 +103,7 @@ def requests(pair: ModelPair, **params) -> list[Request]:
 
 def compare(started: Started, engine: EngineConfig, asked: list[Request]) -> None:
     """Sums over ranks round otherwise than sums within one, so a near-tie may fall the other way."""
-    with started.gang.engine(engine) as remote:
+    with started.group.engine(engine) as remote:
         found = {output.request_id: output.answer for output in remote.engine.run(asked) if output.answer}
     expected = answers(local_engine(started.on_cpu, engine), asked)
     same = sum(found[i].tokens == one.tokens and found[i].matched == one.matched for i, one in expected.items())

@@ -12,7 +12,7 @@ import torch
 
 from services.client import Client, Message
 from services.launch import cluster
-from services.launch.config import GangConfig
+from services.launch.config import WorkerGroupConfig
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair, local_engine
@@ -28,7 +28,9 @@ def running() -> Iterator[Running]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     cluster.connect(None)
-    made = Running(GangConfig(device="cuda", dtype="float32", engine=ENGINE, start_timeout=300.0), start_seconds=300)
+    made = Running(
+        WorkerGroupConfig(device="cuda", dtype="float32", engine=ENGINE, start_timeout=300.0), start_seconds=300
+    )
     try:
         yield made
     finally:

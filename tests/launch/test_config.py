@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from services.launch.config import GangConfig
-from services.launch.specs import coordinator_spec
+from services.launch.config import WorkerGroupConfig
+from services.launch.worker_group import coordinator_spec
 from services.link.connect import Rendezvous
 from smc.api.engine_config import EngineConfig
 from smc.calibration.costs import BRIEF, THOROUGH, Effort
@@ -15,26 +15,26 @@ from smc.calibration.costs import BRIEF, THOROUGH, Effort
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_deadlines_are_times(field, value):
     with pytest.raises(ValueError, match=f"{field}={value}; allowed: above 0"):
-        GangConfig(**{field: value})
+        WorkerGroupConfig(**{field: value})
 
 
 def test_each_model_has_its_own_type():
-    assert GangConfig().dtypes == {"target": "float32", "draft": "float32"}
-    assert GangConfig(device="cuda", target_dtype="fp8").dtypes == {"target": "fp8", "draft": "bfloat16"}
-    assert GangConfig(dtype="fp8", draft_dtype="float16").dtypes == {"target": "fp8", "draft": "float16"}
+    assert WorkerGroupConfig().dtypes == {"target": "float32", "draft": "float32"}
+    assert WorkerGroupConfig(device="cuda", target_dtype="fp8").dtypes == {"target": "fp8", "draft": "bfloat16"}
+    assert WorkerGroupConfig(dtype="fp8", draft_dtype="float16").dtypes == {"target": "fp8", "draft": "float16"}
 
 
 @pytest.mark.parametrize("field", ["dtype", "target_dtype", "draft_dtype"])
 def test_types_that_there_are_not(field):
     with pytest.raises(ValueError, match=f"{field}='int4'; allowed: float32, bfloat16, float16, fp8"):
-        GangConfig(**{field: "int4"})
+        WorkerGroupConfig(**{field: "int4"})
 
 
 @pytest.mark.parametrize("field", ["target_resource", "draft_resource"])
 @pytest.mark.parametrize("value", ["", " ", "GPU", "memory"])
 def test_resources_of_hosts_are_custom_ones(field, value):
     with pytest.raises(ValueError, match=f"{field}='{value}'; allowed: a name of `ray start --resources`, none of CPU"):
-        GangConfig(**{field: value})
+        WorkerGroupConfig(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,13 @@ def test_resources_of_hosts_are_custom_ones(field, value):
 )
 def test_where_a_target_can_go_on_without_its_draft(link, device, outlives):
     """A communicator of NCCL cannot be given up without what waits in it."""
-    assert GangConfig(link=link, device=device).outlives_draft is outlives
+    assert WorkerGroupConfig(link=link, device=device).outlives_draft is outlives
 
 
 @pytest.mark.parametrize(("device", "effort"), [("cpu", BRIEF), ("cuda", THOROUGH)])
 def test_costs_are_timed_where_they_decide(device, effort):
     def timing(**engine) -> Effort | None:
-        config = GangConfig(device=device, engine=EngineConfig(**engine))
+        config = WorkerGroupConfig(device=device, engine=EngineConfig(**engine))
         return coordinator_spec(config, config.serving_pair(), Rendezvous("host", 1, 1, "secret", "grpc", 1.0)).timing
 
     assert timing() is effort and timing(drafting="always") is None

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import RayTaskError
 
-from services.launch.config import GangConfig
-from services.launch.errors import GangError
-from services.launch.gang import Gang
+from services.launch.config import WorkerGroupConfig
+from services.launch.errors import WorkerGroupError
+from services.launch.worker_group import WorkerGroup
 
 
 @pytest.mark.parametrize(
@@ -14,9 +14,9 @@ from services.launch.gang import Gang
 def test_a_start_that_fails_says_why(monkeypatch, error):
     """Also if it failed in a process of Ray's, whose error begins with that process's address."""
 
-    def fail(self: Gang) -> None:
+    def fail(self: WorkerGroup) -> None:
         raise error
 
-    monkeypatch.setattr(Gang, "_start", fail)
-    with pytest.raises(GangError, match=r"^the gang did not start: no such file$"):
-        Gang(GangConfig(), None, epoch=1).start()
+    monkeypatch.setattr(WorkerGroup, "_start", fail)
+    with pytest.raises(WorkerGroupError, match=r"^the worker group did not start: no such file$"):
+        WorkerGroup(WorkerGroupConfig(), None, epoch=1).start()

@@ -1,4 +1,4 @@
-"""Answers that are asked for again when the gang is lost: no token twice, none missing, none of another answer."""
+"""Answers that are asked for again when the worker group is lost: no token twice, none missing, none of another answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.backend import Unavailable
-from services.launch.resume import MOST, resuming
+from services.launch.recovery import MOST, resuming
 from smc.api.outputs import Answer, FinishReason, Output, Statistics
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""What the supervisor does when something goes wrong, with a gang that only says so."""
+"""What the supervisor does when something goes wrong, with a worker group that only says so."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 
 from services.backend import RequestFailed
 from services.launch import supervisor as module
-from services.launch.config import GangConfig
-from services.launch.errors import GangError
+from services.launch.config import WorkerGroupConfig
+from services.launch.errors import WorkerGroupError
 from services.launch.supervisor import Supervisor
-from services.step import Step
+from services.protobuf.coordinator import EngineStep
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.stats import EngineStats
 
-CONFIG = GangConfig(max_failed_starts=3)
+CONFIG = WorkerGroupConfig(max_failed_starts=3)
 PAIR = CONFIG.serving_pair()
 
 
-class FakeGang:
+class FakeWorkerGroup:
     """Lives until its epoch's entry in `deaths` is raised by a check."""
 
     deaths: ClassVar[dict[int, Exception]] = {}
@@ -38,7 +38,7 @@ class FakeGang:
 
     def start(self) -> None:
         if self.epoch in self.stillborn:
-            raise GangError("no GPU")
+            raise WorkerGroupError("no GPU")
 
     def check(self, timeout: float) -> None:
         time.sleep(0.03)
@@ -47,11 +47,11 @@ class FakeGang:
 
     def probe(self) -> None:
         if self.epoch in self.silent:
-            raise GangError("target0 does not answer")
+            raise WorkerGroupError("target0 does not answer")
 
     def start_draft(self, epoch: int) -> None:
         if epoch in self.stillborn:
-            raise GangError("no GPU")
+            raise WorkerGroupError("no GPU")
         self.drafts.append(epoch)
 
     def end_draft(self) -> None:
@@ -88,12 +88,12 @@ class FakeClient:
 
 @pytest.fixture
 def fakes(monkeypatch):
-    monkeypatch.setattr(module, "Gang", FakeGang)
+    monkeypatch.setattr(module, "WorkerGroup", FakeWorkerGroup)
     monkeypatch.setattr(module, "CoordinatorClient", FakeClient)
-    monkeypatch.setattr(FakeGang, "deaths", {})
-    monkeypatch.setattr(FakeGang, "stillborn", ())
-    monkeypatch.setattr(FakeGang, "silent", ())
-    monkeypatch.setattr(FakeGang, "drafts", [])
+    monkeypatch.setattr(FakeWorkerGroup, "deaths", {})
+    monkeypatch.setattr(FakeWorkerGroup, "stillborn", ())
+    monkeypatch.setattr(FakeWorkerGroup, "silent", ())
+    monkeypatch.setattr(FakeWorkerGroup, "drafts", [])
     monkeypatch.setattr(module, "BACKOFF_SECONDS", (0.0,))
 
 
@@ -103,9 +103,9 @@ async def until(condition) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("error", [GangError("draft0 died"), RuntimeError("Ray does not answer")])
-def test_whatever_a_check_raises_the_gang_starts_again(fakes, error):
-    FakeGang.deaths = {1: error}
+@pytest.mark.parametrize("error", [WorkerGroupError("draft0 died"), RuntimeError("Ray does not answer")])
+def test_whatever_a_check_raises_the_worker_group_starts_again(fakes, error):
+    FakeWorkerGroup.deaths = {1: error}
 
     async def work() -> None:
         supervisor = Supervisor(CONFIG, PAIR)
@@ -135,14 +135,14 @@ def test_a_lost_connection_to_a_coordinator_that_lives(fakes):
 def test_a_draft_that_dies_comes_back_beside_the_target(fakes):
     """Two of its starts fail, which is no reason to give anything up."""
     told = []
-    FakeGang.deaths, FakeGang.stillborn = {1: GangError("draft0 died", draft=True)}, (2, 3)
+    FakeWorkerGroup.deaths, FakeWorkerGroup.stillborn = {1: WorkerGroupError("draft0 died", draft=True)}, (2, 3)
 
     async def work() -> None:
         supervisor = Supervisor(CONFIG, PAIR, on_health=lambda *there: told.append(there))
         await supervisor.start()
-        gang = supervisor.gang
-        await until(lambda: FakeGang.drafts == [4] and supervisor.has_draft)
-        assert supervisor.serving and supervisor.gang is gang and supervisor.epoch == 4
+        group = supervisor.group
+        await until(lambda: FakeWorkerGroup.drafts == [4] and supervisor.has_draft)
+        assert supervisor.serving and supervisor.group is group and supervisor.epoch == 4
         await supervisor.stop()
 
     asyncio.run(work())
@@ -150,7 +150,10 @@ def test_a_draft_that_dies_comes_back_beside_the_target(fakes):
 
 
 def test_a_draft_that_cannot_be_started_stays_away(fakes):
-    FakeGang.deaths, FakeGang.stillborn = {1: GangError("draft0 died", draft=True)}, tuple(range(2, 100))
+    FakeWorkerGroup.deaths, FakeWorkerGroup.stillborn = (
+        {1: WorkerGroupError("draft0 died", draft=True)},
+        tuple(range(2, 100)),
+    )
 
     async def work() -> None:
         supervisor = Supervisor(CONFIG, PAIR)
@@ -167,31 +170,31 @@ def test_a_draft_that_cannot_be_started_stays_away(fakes):
 def test_the_coordinator_says_that_the_draft_is_lost(fakes, target_answers):
     """Nobody has died. Of a pair that waits for each other, the one that is stopped may be the target: then nothing is
     left to go on."""
-    FakeGang.silent = () if target_answers else (1,)
+    FakeWorkerGroup.silent = () if target_answers else (1,)
 
     async def work() -> None:
         supervisor = Supervisor(CONFIG, PAIR)
         await supervisor.start()
-        supervisor._step(Step(stats=EngineStats(), lost_draft=1))
+        supervisor._step(EngineStep(stats=EngineStats(), lost_draft=1))
         await until(lambda: supervisor.epoch == 2 and supervisor.has_draft)
-        supervisor._step(Step(stats=EngineStats(), lost_draft=1))
+        supervisor._step(EngineStep(stats=EngineStats(), lost_draft=1))
         await asyncio.sleep(0.1)
         assert supervisor.epoch == 2, "what has been told before says nothing of another draft"
         await supervisor.stop()
 
     asyncio.run(work())
-    assert FakeGang.drafts == ([2] if target_answers else [])
+    assert FakeWorkerGroup.drafts == ([2] if target_answers else [])
 
 
 def test_a_service_that_cannot_be_started_again_is_given_up(fakes):
     """Whoever watches the process must learn of it: the machine may be broken."""
-    FakeGang.deaths, FakeGang.stillborn = {1: GangError("draft0 died")}, tuple(range(2, 100))
+    FakeWorkerGroup.deaths, FakeWorkerGroup.stillborn = {1: WorkerGroupError("draft0 died")}, tuple(range(2, 100))
 
     async def work() -> None:
         supervisor = Supervisor(CONFIG, PAIR)
         await supervisor.start()
         async with asyncio.timeout(5):
-            with pytest.raises(GangError, match="3 starts in a row have failed, the last one because: no GPU"):
+            with pytest.raises(WorkerGroupError, match="3 starts in a row have failed, the last one because: no GPU"):
                 await supervisor.given_up()
         assert supervisor.epoch == 4
         await supervisor.stop()
@@ -200,8 +203,8 @@ def test_a_service_that_cannot_be_started_again_is_given_up(fakes):
 
 
 def test_starts_that_fail_now_and_then_are_no_reason_to_give_up(fakes):
-    FakeGang.deaths = {epoch: GangError("draft0 died") for epoch in (1, 4, 7)}
-    FakeGang.stillborn = (2, 3, 5, 6, 8, 9)
+    FakeWorkerGroup.deaths = {epoch: WorkerGroupError("draft0 died") for epoch in (1, 4, 7)}
+    FakeWorkerGroup.stillborn = (2, 3, 5, 6, 8, 9)
 
     async def work() -> None:
         supervisor = Supervisor(CONFIG, PAIR)
@@ -217,7 +220,7 @@ def test_a_coordinator_that_says_nothing(fakes, monkeypatch):
     monkeypatch.setattr(module, "SILENCE_SECONDS", 0.1)
 
     async def work() -> None:
-        supervisor = Supervisor(GangConfig(link_timeout=0.2, heartbeat=0.1), PAIR)
+        supervisor = Supervisor(WorkerGroupConfig(link_timeout=0.2, heartbeat=0.1), PAIR)
         await supervisor.start()
         await until(lambda: supervisor.epoch >= 2 and supervisor.serving)
         await supervisor.stop()
@@ -228,14 +231,14 @@ def test_a_coordinator_that_says_nothing(fakes, monkeypatch):
 ALONE, FIRST, SECOND = (Request("any id", (1, 2, n), SamplingParams(seed=n)) for n in range(3))
 
 
-def test_what_a_gang_failed_over_is_not_decoded_again(fakes, monkeypatch):
+def test_what_a_worker_group_failed_over_is_not_decoded_again(fakes, monkeypatch):
     """What was alone. What had company is not, nor is anything after a process was killed."""
-    FakeGang.deaths = {
-        1: GangError("coordinator failed: KeyError", fault=True),
-        2: GangError("draft0 died"),
-        3: GangError("draft0 died"),
-        4: GangError("target0 failed: ValueError", fault=True),
-        5: GangError("target0 failed: ValueError", fault=True),
+    FakeWorkerGroup.deaths = {
+        1: WorkerGroupError("coordinator failed: KeyError", fault=True),
+        2: WorkerGroupError("draft0 died"),
+        3: WorkerGroupError("draft0 died"),
+        4: WorkerGroupError("target0 failed: ValueError", fault=True),
+        5: WorkerGroupError("target0 failed: ValueError", fault=True),
     }
     in_flight = {1: [ALONE], 2: [FIRST], 3: [FIRST], 4: [FIRST, SECOND], 5: [SECOND, FIRST]}
     monkeypatch.setattr(FakeClient, "in_flight", in_flight)
@@ -252,13 +255,13 @@ def test_what_a_gang_failed_over_is_not_decoded_again(fakes, monkeypatch):
 
 def test_what_a_draft_failed_over_is_not_decoded_again(fakes):
     """It was in flight alone when the coordinator lost the draft; who has come since then is not to blame."""
-    FakeGang.deaths = {1: GangError("draft0 failed: ValueError", fault=True, draft=True)}
+    FakeWorkerGroup.deaths = {1: WorkerGroupError("draft0 failed: ValueError", fault=True, draft=True)}
 
     async def work() -> list[Request]:
         supervisor = Supervisor(CONFIG, PAIR)
         await supervisor.start()
         supervisor._client.requests = [ALONE]
-        supervisor._step(Step(stats=EngineStats(), lost_draft=1))
+        supervisor._step(EngineStep(stats=EngineStats(), lost_draft=1))
         supervisor._client.requests = [FIRST]
         await until(lambda: supervisor.epoch == 2 and supervisor.has_draft)
         await supervisor.stop()
@@ -269,7 +272,7 @@ def test_what_a_draft_failed_over_is_not_decoded_again(fakes):
 
 def is_refused(supervisor: Supervisor, request: Request) -> bool:
     try:
-        supervisor._suspects.check(replace(request, request_id="another", params=replace(request.params, seed=77)))
+        supervisor._quarantine.check(replace(request, request_id="another", params=replace(request.params, seed=77)))
     except RequestFailed:
         return True
     return False

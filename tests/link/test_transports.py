@@ -1,4 +1,4 @@
-"""Both transports, end against end: order, size, silence, death of the other side, another life of the gang."""
+"""Both transports, end against end: order, size, silence, death of the other side, another incarnation of the worker group."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from services.link.base import LAYOUT_VERSION, LinkError, check_envelope
-from services.link.connect import LeaderEnds, Rendezvous, coordinator_end, leader_ends, peer_end
+from services.link.connect import LeaderEnds, MessagePeer, Rendezvous, coordinator_end, leader_ends, peer_end
 from services.link.distributed import FRAME
-from services.link.peer import MessagePeer
 from services.link.streams import StreamCaller, StreamServer, is_proven
 from services.pb import particles_pb2 as pb
-from services.workers.channel import PeerChannel
+from services.workers.process import PeerChannel
 from smc.executor.graph_runner import StageRunner
 
 CPU = torch.device("cpu")
@@ -185,11 +184,11 @@ def test_a_target_outlives_one_draft_after_the_other(link):
 
 
 def test_strangers_are_not_let_in():
-    """Who does not know the gang's secret can neither give orders nor publish tokens."""
+    """Who does not know the worker group's secret can neither give orders nor publish tokens."""
     with connected("grpc") as (_, leaders):
         address = leaders["target"].server.address
         stranger = StreamCaller(address, "guess", "Work")
-        with pytest.raises(LinkError, match="another gang"):
+        with pytest.raises(LinkError, match="another worker group"):
             stranger.send(ping(1))
             stranger.receive(5.0)
         stranger.close()
@@ -207,7 +206,7 @@ def test_nobody_who_listens_at_a_forged_address_learns_the_secret():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     where = Rendezvous("127.0.0.1", store.port, EPOCH, "secret", "grpc", 20.0)
     store.set(where.name("draft/address"), "127.0.0.1:1")
-    with pytest.raises(LinkError, match=r"'127.0.0.1:1', was not written by this gang"):
+    with pytest.raises(LinkError, match=r"'127.0.0.1:1', was not written by this worker group"):
         coordinator_end(where, where.store(), "draft")
     heard = []
 

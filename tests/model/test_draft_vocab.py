@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.launch.config import GangConfig
+from services.launch.config import WorkerGroupConfig
 from smc import demo
 from smc.model.draft_vocab import LEAST_SHARE, MOST_SHARE, DraftVocab
 from smc.model.presets import NoText
@@ -79,11 +79,11 @@ def test_texts_that_cannot_be_are_refused(tmp_path):
 def test_a_service_reads_it_before_anything_starts(tmp_path):
     file = tmp_path / "text"
     file.write_text("1 + 1 = 2\n", encoding="utf-8")
-    sources = GangConfig(draft_vocab=64, draft_vocab_text=file).sources
+    sources = WorkerGroupConfig(draft_vocab=64, draft_vocab_text=file).sources
     assert len(sources.draft_vocab.ids_M) == 64
-    assert GangConfig().sources.draft_vocab is None
+    assert WorkerGroupConfig().sources.draft_vocab is None
     with pytest.raises(ValueError, match="has no effect without draft_vocab"):
-        _ = GangConfig(draft_vocab_text=file).sources
+        _ = WorkerGroupConfig(draft_vocab_text=file).sources
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from services.cli.service_options import gang_config
+from services.cli.service_options import worker_group_config
 from smc import demo
 from smc.demo.problems import generate
 from smc.model import padded
@@ -334,7 +334,7 @@ def test_mistakes(smcserve, tmp_path, arguments, message):
 
 
 def test_gangs_grow_the_shipped_pair():
-    config = gang_config({"load": "grown", "target": Path("llama-8b"), "draft": Path("llama-1b")})
+    config = worker_group_config({"load": "grown", "target": Path("llama-8b"), "draft": Path("llama-1b")})
     assert config.sources.draft.small == demo.DRAFT and config.sources.target.small == demo.TARGET
     with pytest.raises(ValueError, match="--load grown needs --target and --draft, each the name of a published shape"):
-        gang_config({"load": "grown"})
+        worker_group_config({"load": "grown"})

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from services.openai.document import parse
-from services.openai.requests import COMPLETIONS, understood
+from services.openai.requests import COMPLETIONS, parse, understood
 from tests.openai.asking import Said, chat, is_error, post
 
 
@@ -200,6 +199,6 @@ def test_prompts_are_not_repeated_without_end(service, monkeypatch):
             COMPLETIONS,
         )
 
-    monkeypatch.setattr("services.gateway.replies.MOST_ECHOED", 40)
+    monkeypatch.setattr("services.openai.server.MOST_ECHOED", 40)
     assert said(2).status == 200
     is_error(said(3), 400, "invalid", "echo=true asks for 60 characters of prompts; allowed: at most 40", param="echo")

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.openai.errors import HTTP
-from services.openai.requests import CHAT
+from services.openai.requests import CHAT, HTTP
 from services.pb import generation_pb2 as pb
 from smc.api.engine_config import EngineConfig
 from tests.gateway.harness import serving, until

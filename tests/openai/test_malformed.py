@@ -18,8 +18,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.openai.errors import BadRequest
-from services.openai.requests import CHAT, COMPLETIONS, NAMES, understood
+from services.openai.requests import CHAT, COMPLETIONS, NAMES, BadRequest, understood
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.openai.errors import BadRequest
-from services.openai.requests import Asked, understood
+from services.openai.requests import BadRequest, CompletionRequest, understood
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.model.tokenizer import Tokenizer
@@ -29,7 +28,7 @@ def tokenizer(pair) -> Tokenizer:
     return Tokenizer(pair.tokenizer._tokenizer, pair.tokenizer.eos_ids, {}, TEMPLATE)
 
 
-def asked(messages: list, **fields) -> Asked:
+def asked(messages: list, **fields) -> CompletionRequest:
     return understood({"messages": messages, **fields}, True, ("demo",), 512)
 
 

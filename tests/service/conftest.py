@@ -8,7 +8,7 @@ import ray
 
 from services.gateway.config import GatewayConfig
 from services.launch import cluster
-from services.launch.config import GangConfig
+from services.launch.config import WorkerGroupConfig
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair
@@ -32,7 +32,7 @@ def demo_pair() -> ModelPair:
 
 
 @pytest.fixture(scope="session")
-def gang(start) -> Iterator[Running]:
+def group(start) -> Iterator[Running]:
     """A service that tests of several files share: its actors take ten seconds of both cores to start. With two ranks
     at the target, so that there is one that talks to nobody but its leader; and with all the patience of a service that
     nobody has told anything."""
@@ -46,8 +46,8 @@ def start(ray_cluster) -> Callable:
     """`with start(link="grpc", ..) as running`: a service that is taken down whatever happens."""
 
     @contextmanager
-    def make(gateway: GatewayConfig | None = None, **gang) -> Iterator[Running]:
-        running = Running(GangConfig(**{"heartbeat": HEARTBEAT, "start_timeout": 90.0, **gang}), gateway)
+    def make(gateway: GatewayConfig | None = None, **group) -> Iterator[Running]:
+        running = Running(WorkerGroupConfig(**{"heartbeat": HEARTBEAT, "start_timeout": 90.0, **group}), gateway)
         try:
             yield running
         finally:

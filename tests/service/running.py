@@ -14,18 +14,20 @@ import ray
 
 from services.client import Client
 from services.gateway.config import GatewayConfig
-from services.launch.config import GangConfig
+from services.launch.config import WorkerGroupConfig
 from services.launch.service import Service
 
 
 class Running:
     """A service in an asyncio loop of its own thread, so that tests can call it like any client."""
 
-    def __init__(self, gang: GangConfig, gateway: GatewayConfig | None = None, start_seconds: float = 120) -> None:
+    def __init__(
+        self, group: WorkerGroupConfig, gateway: GatewayConfig | None = None, start_seconds: float = 120
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.service = self.wait(self._make(gang, gateway or GatewayConfig(port=0)))
+        self.service = self.wait(self._make(group, gateway or GatewayConfig(port=0)))
         self.ready = self.wait(self.service.start(), start_seconds)
 
     @property
@@ -43,8 +45,8 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
 
     def pids(self) -> dict[str, int]:
-        """Of every process of the gang, by name."""
-        return {name: ray.get(actor.pid.remote()) for name, actor in self.supervisor.gang.actors.items()}
+        """Of every process of the worker group, by name."""
+        return {name: ray.get(actor.pid.remote()) for name, actor in self.supervisor.group.actors.items()}
 
     def kill(self, name: str, how: int = signal.SIGKILL) -> None:
         os.kill(self.pids()[name], how)
@@ -79,8 +81,8 @@ class Running:
         self._thread.join(10)
         self._loop.close()
 
-    async def _make(self, gang: GangConfig, gateway: GatewayConfig) -> Service:
-        return Service(gang, gateway)
+    async def _make(self, group: WorkerGroupConfig, gateway: GatewayConfig) -> Service:
+        return Service(group, gateway)
 
 
 def resident_bytes(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""`smcserve bench --link` and `smcserve serve`: the commands around the gang."""
+"""`smcserve bench --link` and `smcserve serve`: the commands around the worker group."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ PATIENCE = 120.0
 
 
 @pytest.fixture(scope="module")
-def exposition(gang) -> str:
+def exposition(group) -> str:
     """What the service exports after a few calls."""
-    with gang.client() as client:
+    with group.client() as client:
         ask(client, 0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{gang.ready.metrics_port}/metrics") as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{group.ready.metrics_port}/metrics") as page:
         return page.read().decode()
 
 
@@ -42,13 +42,13 @@ def known(exposition) -> tuple[promql.Exported, list[promql.Checked]]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(gang, tmp_path_factory) -> Iterator[Prometheus]:
+def prometheus(group, tmp_path_factory) -> Iterator[Prometheus]:
     """Watching a service under a little load."""
-    running = Prometheus(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{gang.ready.metrics_port}")
+    running = Prometheus(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{group.ready.metrics_port}")
     enough = threading.Event()
 
     def load() -> None:
-        with gang.client() as client:
+        with group.client() as client:
             seed = 0
             while not enough.is_set():
                 ask(client, seed := seed + 1)

@@ -14,8 +14,8 @@ import pytest
 import ray
 
 from services.client import Message, ServiceError
-from services.launch.errors import GangError
-from services.launch.gang import ASK_SECONDS, PROBE_SECONDS, Gang
+from services.launch.errors import WorkerGroupError
+from services.launch.worker_group import ASK_SECONDS, PROBE_SECONDS, WorkerGroup
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -31,9 +31,9 @@ NEEDS_DRAFT = [
 
 
 @pytest.fixture(scope="module")
-def alone(gang) -> list[int]:
+def alone(group) -> list[int]:
     """Tokens of the target's own answer."""
-    with gang.client() as client:
+    with group.client() as client:
         return client.generate(QUESTION, method="target", **SURVIVES).tokens
 
 
@@ -51,38 +51,38 @@ def outcome(client, **params) -> str:
         pytest.param("target1", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
-def test_a_process_dies_under_load(gang, alone, name, how):
+def test_a_process_dies_under_load(group, alone, name, how):
     """Killed: noticed within 5 s. Stopped, which looks like a very slow process: after five seconds of silence. Answers
     that are the target's own draws go on where they were, and are those that they would have been."""
-    gang.until(lambda: gang.supervisor.serving, 60, "the service did not come up")
-    epoch = gang.supervisor.epoch
-    with gang.client() as client, ThreadPoolExecutor(8) as pool:
+    group.until(lambda: group.supervisor.serving, 60, "the service did not come up")
+    epoch = group.supervisor.epoch
+    with group.client() as client, ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(outcome, client, seed=i, **LONG) for i in range(6)]
         methods = ({"method": "exact", "particles": 4}, {"method": "target"})
         survivors = [pool.submit(client.generate, QUESTION, timeout=120, **method, **SURVIVES) for method in methods]
-        gang.until(lambda: gang.supervisor.stats.running == 8, 10, "the load did not arrive")
+        group.until(lambda: group.supervisor.stats.running == 8, 10, "the load did not arrive")
         begin = time.monotonic()
-        gang.kill(name, how)
+        group.kill(name, how)
         ended = [call.result(30) for call in calls]
         seconds = time.monotonic() - begin
         assert ended == ["UNAVAILABLE"] * 6
         assert seconds < (5 if how is signal.SIGKILL else 15)
         # A draft that has lost its target may be the first to say so.
-        gang.until(lambda: client.health() == "NOT_SERVING", 15, "the loss was not noticed")
-        gang.until(lambda: gang.supervisor.serving, 60, "the service did not come back")
-        assert gang.supervisor.epoch == epoch + 1 == client.server_info().epoch
+        group.until(lambda: client.health() == "NOT_SERVING", 15, "the loss was not noticed")
+        group.until(lambda: group.supervisor.serving, 60, "the service did not come back")
+        assert group.supervisor.epoch == epoch + 1 == client.server_info().epoch
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
         assert client.generate(QUESTION, seed=1, particles=4).text
         assert [call.result(60).tokens for call in survivors] == [alone] * 2
-    gang.until_empty()
+    group.until_empty()
 
 
-def test_the_draft_is_lost_under_load(gang, alone):
+def test_the_draft_is_lost_under_load(group, alone):
     """The target goes on: answers of its own draws do not break off, and are those that they would have been; what
     needs the draft ends, is refused for a while, and is served again. No other process is started again."""
-    gang.until(lambda: gang.supervisor.has_draft, 60, "the service did not come up")
-    epoch, before = gang.supervisor.epoch, gang.pids()
-    with gang.client() as client, ThreadPoolExecutor(10) as pool:
+    group.until(lambda: group.supervisor.has_draft, 60, "the service did not come up")
+    epoch, before = group.supervisor.epoch, group.pids()
+    with group.client() as client, ThreadPoolExecutor(10) as pool:
         calls = [pool.submit(outcome, client, **params) for params in NEEDS_DRAFT]
         methods = (
             {"method": "exact", "particles": 4},
@@ -90,9 +90,9 @@ def test_the_draft_is_lost_under_load(gang, alone):
             {"method": "target"},
         )
         survivors = [pool.submit(client.generate, QUESTION, timeout=120, **method, **SURVIVES) for method in methods]
-        gang.until(lambda: gang.supervisor.stats.running == 6, 20, "the load did not arrive")
+        group.until(lambda: group.supervisor.stats.running == 6, 20, "the load did not arrive")
         begin = time.monotonic()
-        gang.kill("draft0", signal.SIGSTOP)
+        group.kill("draft0", signal.SIGSTOP)
         assert [call.result(30) for call in calls] == ["UNAVAILABLE"] * 3
         assert time.monotonic() - begin < 14
         assert [client.health(name) for name in ("", "smc.draft", "smc.target")] == [
@@ -106,26 +106,26 @@ def test_the_draft_is_lost_under_load(gang, alone):
             assert caught.value.code is grpc.StatusCode.UNAVAILABLE and caught.value.retry_after
         assert client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORT).tokens == alone[:40]
         assert [call.result(60).tokens for call in survivors] == [alone] * 3
-        gang.until(lambda: gang.supervisor.has_draft, 60, "the draft did not come back")
-        assert gang.supervisor.epoch == epoch + 1 == client.server_info().epoch
-        assert {name: pid for name, pid in gang.pids().items() if before[name] == pid}.keys() == before.keys() - {
+        group.until(lambda: group.supervisor.has_draft, 60, "the draft did not come back")
+        assert group.supervisor.epoch == epoch + 1 == client.server_info().epoch
+        assert {name: pid for name, pid in group.pids().items() if before[name] == pid}.keys() == before.keys() - {
             "draft0"
         }
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
         assert client.generate(QUESTION, seed=1, particles=4).text
         again = client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORT)
         assert again.tokens == alone[:40] and again.statistics.draft_tokens
-    gang.until_empty()
+    group.until_empty()
 
 
 @pytest.mark.parametrize(("name", "is_draft"), [("coordinator", False), ("target1", False), ("draft0", True)])
-def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(gang, name, is_draft):
+def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(group, name, is_draft):
     """Processes of the service are asked beside its own supervisor, by waits that nobody has waited; one is stopped for
     a moment."""
-    gang.until(lambda: gang.supervisor.has_draft, 60, "the service did not come up")
-    beside = Gang(gang.supervisor._config, gang.supervisor.pair, gang.supervisor.epoch)
-    beside.actors = dict(gang.supervisor.gang.actors)
-    names, pid = set(beside.actors), gang.pids()[name]
+    group.until(lambda: group.supervisor.has_draft, 60, "the service did not come up")
+    beside = WorkerGroup(group.supervisor._config, group.supervisor.pair, group.supervisor.epoch)
+    beside.actors = dict(group.supervisor.group.actors)
+    names, pid = set(beside.actors), group.pids()[name]
 
     def wait_for_answers(of: set[str], seconds: float = 30) -> None:
         answered, _ = ray.wait([beside._asked[one] for one in of], num_returns=len(of), timeout=seconds)
@@ -146,7 +146,7 @@ def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(gang, name, is
         # In five seconds the service's own supervisor would find it dead.
         wait_for_answers(names - {name}, 4)
         beside._look_for_silence(names, PROBE_SECONDS)
-        with pytest.raises(GangError, match=f"^{name} does not answer$") as caught:
+        with pytest.raises(WorkerGroupError, match=f"^{name} does not answer$") as caught:
             beside._look_for_silence(names, 0.1)
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -156,24 +156,26 @@ def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(gang, name, is
 
 
 @pytest.mark.slow
-def test_calls_that_never_return_are_no_silence(gang):
-    """Attaching a draft that dies meanwhile is one; several at a time are not the end of the gang."""
-    gang.until(lambda: gang.supervisor.serving, 60, "the service did not come up")
-    epoch, coordinator = gang.supervisor.epoch, gang.supervisor.gang.actors["coordinator"]
+def test_calls_that_never_return_are_no_silence(group):
+    """Attaching a draft that dies meanwhile is one; several at a time are not the end of the worker group."""
+    group.until(lambda: group.supervisor.serving, 60, "the service did not come up")
+    epoch, coordinator = group.supervisor.epoch, group.supervisor.group.actors["coordinator"]
     waiting = [coordinator.wait.remote() for _ in range(8)]
     time.sleep(PROBE_SECONDS + 3)
-    assert gang.supervisor.serving and gang.supervisor.epoch == epoch
+    assert group.supervisor.serving and group.supervisor.epoch == epoch
     # Its threads are of no use to anybody now.
-    gang.kill("coordinator", signal.SIGKILL)
-    gang.until(lambda: gang.supervisor.epoch > epoch and gang.supervisor.serving, 60, "the service did not come back")
+    group.kill("coordinator", signal.SIGKILL)
+    group.until(
+        lambda: group.supervisor.epoch > epoch and group.supervisor.serving, 60, "the service did not come back"
+    )
     del waiting
-    gang.until_empty()
+    group.until_empty()
 
 
-def test_clients_cancel_at_random_moments(gang):
+def test_clients_cancel_at_random_moments(group):
     """Some go before their first token, some in the middle; those who stay get the answers they would get alone."""
     rng = random.Random(0)
-    with gang.client() as client, ThreadPoolExecutor(12) as pool:
+    with group.client() as client, ThreadPoolExecutor(12) as pool:
         alone = client.generate(QUESTION, seed=7, particles=4, max_tokens=60).text
 
         def leave(i: int) -> None:
@@ -184,26 +186,26 @@ def test_clients_cancel_at_random_moments(gang):
         stays = [pool.submit(client.generate, QUESTION, seed=7, particles=4, max_tokens=60) for _ in range(4)]
         list(pool.map(leave, range(40)))
         assert [call.result(60).text for call in stays] == [alone] * 4
-    gang.until_empty()
+    group.until_empty()
 
 
-def test_deadline_and_time_budget(gang):
-    with gang.client() as client:
+def test_deadline_and_time_budget(group):
+    with group.client() as client:
         begin = time.monotonic()
         with pytest.raises(ServiceError) as caught:
             client.generate(QUESTION, timeout=0.3, seed=1, **LONG)
         assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED and time.monotonic() - begin < 2
-        gang.until_empty()
+        group.until_empty()
         soft = client.generate(QUESTION, timeout=30, seed=1, time_budget=0.3, **LONG)
         assert soft.finish_reason == "time_budget" and 0 < len(soft.tokens) < 400
-    gang.until_empty()
+    group.until_empty()
 
 
-def test_abort_frees_both_groups(gang):
-    with gang.client() as client, ThreadPoolExecutor(1) as pool:
+def test_abort_frees_both_groups(group):
+    with group.client() as client, ThreadPoolExecutor(1) as pool:
         call = pool.submit(outcome, client, seed=1, request_id="mine", **LONG)
-        gang.until(lambda: gang.supervisor.stats.running == 1, 10, "the request did not start")
+        group.until(lambda: group.supervisor.stats.running == 1, 10, "the request did not start")
         assert client.abort("mine")
         assert call.result(10) == "CANCELLED"
         assert not client.abort("mine")
-    gang.until_empty()
+    group.until_empty()

@@ -1,4 +1,4 @@
-"""Lives of the gang that end before they have begun, and many in a row: nothing stays behind."""
+"""Lives of the worker group that end before they have begun, and many in a row: nothing stays behind."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import psutil
 import pytest
 import ray
 
-from services.launch.config import GangConfig
-from services.launch.errors import GangError
-from services.launch.gang import Gang
+from services.launch.config import WorkerGroupConfig
+from services.launch.errors import WorkerGroupError
+from services.launch.worker_group import WorkerGroup
 from smc.api.engine_config import EngineConfig
 from tests.service.running import open_files
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 def ranks() -> set[int]:
-    """Processes of any gang."""
+    """Processes of any worker group."""
     return {p.pid for p in psutil.Process().children(recursive=True) if _is_rank(p)}
 
 
@@ -44,39 +44,39 @@ def own_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
 
 
-def start_in_thread(**settings) -> tuple[Gang, threading.Thread, list[Exception]]:
-    config, errors = GangConfig(start_timeout=90.0, **settings), []
-    gang = Gang(config, config.serving_pair(), 1)
+def start_in_thread(**settings) -> tuple[WorkerGroup, threading.Thread, list[Exception]]:
+    config, errors = WorkerGroupConfig(start_timeout=90.0, **settings), []
+    group = WorkerGroup(config, config.serving_pair(), 1)
 
     def start() -> None:
         try:
-            gang.start()
-        except GangError as error:
+            group.start()
+        except WorkerGroupError as error:
             errors.append(error)
 
     thread = threading.Thread(target=start)
     thread.start()
-    return gang, thread, errors
+    return group, thread, errors
 
 
 @pytest.mark.parametrize("ready", [0, 1, 3])
 def test_stop_in_the_middle_of_a_start(ray_cluster, ready):
     """As a signal does when the service is still starting. `ready`: actors that have been made by then."""
     others, room = ranks(), ray.available_resources()["CPU"]
-    gang, thread, errors = start_in_thread()
-    until(lambda: len(gang.actors) >= ready, 30, "no actor was made")
-    gang.stop(timeout=0.1)
+    group, thread, errors = start_in_thread()
+    until(lambda: len(group.actors) >= ready, 30, "no actor was made")
+    group.stop(timeout=0.1)
     thread.join(20)
     assert not thread.is_alive() and errors, "the start did not notice"
-    until(lambda: ranks() <= others, 20, "processes of the gang stay")
+    until(lambda: ranks() <= others, 20, "processes of the worker group stay")
     until(lambda: ray.available_resources().get("CPU") == room, 20, "its place is not given back")
 
 
 def test_stop_while_it_waits_for_room(ray_cluster):
     others = ranks()
-    gang, thread, errors = start_in_thread(device="cuda")
-    until(lambda: gang._groups, 30, "nothing was reserved")
-    gang.stop(timeout=0.1)
+    group, thread, errors = start_in_thread(device="cuda")
+    until(lambda: group._groups, 30, "nothing was reserved")
+    group.stop(timeout=0.1)
     thread.join(10)
     assert not thread.is_alive() and errors, "the start still waits"
     assert ranks() <= others

@@ -105,18 +105,18 @@ def all_are_the_engines_own(running: Running, client: Client, answers: list) -> 
     running.until_empty()
 
 
-def test_sixteen_clients_at_once(gang, expected):
-    with gang.client() as client:
-        all_are_the_engines_own(gang, client, expected("lookahead"))
+def test_sixteen_clients_at_once(group, expected):
+    with group.client() as client:
+        all_are_the_engines_own(group, client, expected("lookahead"))
 
 
-def test_draft_and_target_work_at_the_same_time(gang):
+def test_draft_and_target_work_at_the_same_time(group):
     """In look-ahead form a round's two batches are on the way together: what both models take adds up to more than the
     round."""
-    rounds, supervisor = [], gang.service.supervisor
+    rounds, supervisor = [], group.service.supervisor
     before, supervisor._on_step = supervisor._on_step, lambda step: rounds.append(step.times) if step.times else None
     try:
-        with gang.client() as client:
+        with group.client() as client:
             client.generate([Message("user", ASKED[0][0])], particles=8, seed=1, max_tokens=150, ignore_eos=True)
     finally:
         supervisor._on_step = before

@@ -1,4 +1,4 @@
-"""smg, the router, as a process of its own in front of gangs."""
+"""smg, the router, as a process of its own in front of worker groups."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ QUICK = (
 
 
 @contextmanager
-def routing(gangs: Sequence[str], log: Path, policy: str = "cache_aware") -> Iterator[str]:
+def routing(groups: Sequence[str], log: Path, policy: str = "cache_aware") -> Iterator[str]:
     """The URL of a router in front of these addresses, once it serves a model."""
     port, metrics_port = free_ports(2)
-    workers = [f"grpc://{gang}" for gang in gangs]
+    workers = [f"grpc://{group}" for group in groups]
     command = [
         sys.executable,
         "-m",

@@ -20,7 +20,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from services.client import Client
-from services.wire import RETRY_TRAILER
+from services.protobuf import RETRY_TRAILER
 from smc import demo
 from smc.demo.problems import generate
 from smc.model.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""smg, unmodified, in front of one gateway: OpenAI's API over ours. Two gangs, and the loss of one:
+"""smg, unmodified, in front of one gateway: OpenAI's API over ours. Two worker groups, and the loss of one:
 `tests.vllm.two_gangs`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two gangs behind smg, and what happens when one of them is killed: a rehearsal of docs/scale.md, too heavy for the
+"""Two worker groups behind smg, and what happens when one of them is killed: a rehearsal of docs/scale.md, too heavy for the
 tests.
 
     python -m tests.vllm.two_gangs --directory /tmp/rehearsal
@@ -108,20 +108,21 @@ class Gang:
 class TwoGangs(Rehearsal):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.gangs = [Gang("first", directory), Gang("second", directory)]
+        self.groups = [Gang("first", directory), Gang("second", directory)]
 
     def run(self) -> int:
         with ExitStack() as stack:
-            for gang in self.gangs:
-                stack.callback(gang.stop)
-                self.start(gang)
-            addresses = [gang.address for gang in self.gangs]
+            for group in self.groups:
+                stack.callback(group.stop)
+                self.start(group)
+            addresses = [group.address for group in self.groups]
             with routing(addresses, self._directory / "round_robin.log", "round_robin") as url:
                 _, apart = self.prefixes(url, "round robin")
             with routing(addresses, self._directory / "cache_aware.log") as url:
                 alone, together = self.prefixes(url, "cache-aware")
                 self.must(
-                    f"cache-aware routing sends equal prefixes to one gang: {alone} of {FAMILIES}", alone == FAMILIES
+                    f"cache-aware routing sends equal prefixes to one worker group: {alone} of {FAMILIES}",
+                    alone == FAMILIES,
                 )
                 self.must(
                     f"and finds more of them computed: {together:.0f} tokens instead of {apart:.0f}", together > apart
@@ -130,46 +131,50 @@ class TwoGangs(Rehearsal):
                 self.lose_a_gang(url)
         return self.verdict()
 
-    def start(self, gang: Gang) -> None:
-        gang.start()
-        self.until(f"the {gang.name} gang serves", lambda: gang.serving or gang.ended, 180)
-        if gang.ended:
-            raise SystemExit(f"NOT: the {gang.name} gang did not start; see its log")
+    def start(self, group: Gang) -> None:
+        group.start()
+        self.until(f"the {group.name} worker group serves", lambda: group.serving or group.ended, 180)
+        if group.ended:
+            raise SystemExit(f"NOT: the {group.name} worker group did not start; see its log")
 
     def prefixes(self, url: str, salt: str) -> tuple[int, float]:
-        """Prompts of several families, one after the other: families that one gang answered alone, and prompt tokens
+        """Prompts of several families, one after the other: families that one worker group answered alone, and prompt tokens
         found computed."""
-        hits = sum(gang.hits for gang in self.gangs)
+        hits = sum(group.hits for group in self.groups)
         owners: list[set[str]] = [set() for _ in range(FAMILIES)]
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             (model,) = models(url)
             for member in range(MEMBERS):
                 for family in range(FAMILIES):
                     beginning = " ".join(QUESTIONS[2 * family : 2 * family + 2])
-                    before = [gang.answers for gang in self.gangs]
+                    before = [group.answers for group in self.groups]
                     prompt = f"{salt}: {beginning} {QUESTIONS[2 * FAMILIES + member]}"
                     chunks = list(ask(client, model, prompt, max_tokens=4, temperature=0))
                     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-                    owners[family] |= {gang.name for gang, answers in zip(self.gangs, before) if gang.answers > answers}
-        found = sum(gang.hits for gang in self.gangs) - hits
+                    owners[family] |= {
+                        group.name for group, answers in zip(self.groups, before) if group.answers > answers
+                    }
+        found = sum(group.hits for group in self.groups) - hits
         alone = sum(len(names) == 1 for names in owners)
         self.say(
-            f"{salt}: {alone} of {FAMILIES} prefixes went to one gang alone; {found:.0f} prompt tokens were found computed"
+            f"{salt}: {alone} of {FAMILIES} prefixes went to one worker group alone; {found:.0f} prompt tokens were found computed"
         )
         return alone, found
 
     def lose_a_rank(self, url: str) -> None:
-        """A worker's process is killed: its gang starts anew behind its gateway, and answers of the target's own draws
+        """A worker's process is killed: its worker group starts anew behind its gateway, and answers of the target's own draws
         go on."""
-        first, _ = self.gangs
+        first, _ = self.groups
         epoch = first.metric("smc_epoch")
         with self.load(url) as load:
             self.until(
-                "both gangs answer", lambda: all(gang.metric("smc_requests_running") > 0 for gang in self.gangs), 30
+                "both worker groups answer",
+                lambda: all(group.metric("smc_requests_running") > 0 for group in self.groups),
+                30,
             )
             first.kill_a_rank()
-            self.say("kill -9 of one rank of the first gang")
-            self.until("its gang is gone", lambda: not first.serving, 30)
+            self.say("kill -9 of one rank of the first worker group")
+            self.until("its worker group is gone", lambda: not first.serving, 30)
             self.until("and serves again", lambda: first.serving and first.metric("smc_epoch") > epoch, 120)
             answers = first.answers
             self.until("and answers", lambda: first.answers > answers, 60)
@@ -181,18 +186,20 @@ class TwoGangs(Rehearsal):
 
     def lose_a_gang(self, url: str) -> None:
         """All its processes at once, its gateway among them; then it is started again."""
-        first, second = self.gangs
+        first, second = self.groups
         with self.load(url) as load:
             self.until(
-                "both gangs answer", lambda: all(gang.metric("smc_requests_running") > 0 for gang in self.gangs), 60
+                "both worker groups answer",
+                lambda: all(group.metric("smc_requests_running") > 0 for group in self.groups),
+                60,
             )
-            self.say(f"kill -9 of all {first.kill()} processes of the first gang")
+            self.say(f"kill -9 of all {first.kill()} processes of the first worker group")
             answers = second.answers
             self.until("the second answers alone", lambda: second.answers > answers + 2 * CALLERS, 60)
             self.must(f"calls that ended with an error: {load.lost}, no more than were in flight", load.lost <= CALLERS)
             self.start(first)
             self.until("and is back in rotation", lambda: first.answers > 0, 60)
-        self.told(load, "while a gang was lost")
+        self.told(load, "while a worker group was lost")
 
     @contextmanager
     def load(self, url: str) -> Iterator[Load]:

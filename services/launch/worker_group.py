@@ -1,4 +1,5 @@
-"""One life of the gang: every rank of both models and the coordinator, started together and ended together."""
+"""One incarnation of the worker group: every rank of both models and the coordinator, started together and stopped
+together."""
 
 from __future__ import annotations
 
@@ -17,14 +18,69 @@ from ray.util.placement_group import PlacementGroup
 
 from services.backend import ServingPair
 from services.coordinator.process import EngineStuck
+from services.coordinator.remote_engine import CoordinatorSpec
 from services.launch import cluster
-from services.launch.config import GangConfig
-from services.launch.errors import GangError
-from services.launch.specs import coordinator_spec, rank_spec
+from services.launch.config import WorkerGroupConfig
+from services.launch.errors import WorkerGroupError
 from services.link.base import LinkError
 from services.link.connect import Rendezvous
+from services.workers.process import RankSpec
+from smc.calibration.costs import BRIEF, THOROUGH
 from smc.model.parallel import Shard
 from smc.types import ModelRole
+
+
+def rank_spec(
+    config: WorkerGroupConfig,
+    pair: ServingPair,
+    rendezvous: Rendezvous,
+    role: ModelRole,
+    shard: Shard,
+    *,
+    shares_gpu: bool = False,
+) -> RankSpec:
+    """`shares_gpu`: ranks of both sides are on one; NCCL takes no two of those."""
+    engine, context = pair.engine, pair.context
+    return RankSpec(
+        rendezvous=rendezvous,
+        role=role,
+        shard=shard,
+        source=config.sources.of_role(role),
+        vocabulary=config.sources.target,
+        draft_vocab=config.sources.draft_vocab if role == ModelRole.DRAFT else None,
+        dtype=config.dtypes[role],
+        device=config.device,
+        between="cpu" if shares_gpu else config.device,
+        width=engine.width(context),
+        context=context,
+        shares_gpu=shares_gpu,
+        vocab_size=pair.tokenizer.size,
+        # A worker must outlast a coordinator that waits for the other worker.
+        timeout=2 * max(config.link_timeout, config.start_timeout),
+        threads=config.threads,
+        engine=engine,
+        outlives_peer=role == ModelRole.TARGET and config.outlives_draft,
+    )
+
+
+def coordinator_spec(
+    config: WorkerGroupConfig, pair: ServingPair, rendezvous: Rendezvous, *, rehearse: bool = True
+) -> CoordinatorSpec:
+    """`rehearse`: do what a service does before it serves; no rounds are rehearsed where nothing is compiled."""
+    compiles, times = config.device == "cuda", rehearse and pair.engine.drafting == "costs"
+    return CoordinatorSpec(
+        rendezvous=rendezvous,
+        target=config.sources.target,
+        engine=pair.engine,
+        context=pair.context,
+        timeout=config.link_timeout,
+        heartbeat=config.heartbeat,
+        rehearse=rehearse and compiles,
+        timing=(THOROUGH if compiles else BRIEF) if times else None,
+        trace=config.trace.absolute() if config.trace else None,
+        outlives_draft=config.outlives_draft,
+    )
+
 
 LOOK_SECONDS = 0.1
 """Between two looks at whether a draft has loaded its weights."""
@@ -36,11 +92,11 @@ PROBE_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
 
-class Gang:
+class WorkerGroup:
     """Not restarted: after a failure a new one is made, with the next epoch. Only the draft's ranks may be, beside the
     others."""
 
-    def __init__(self, config: GangConfig, pair: ServingPair, epoch: int) -> None:
+    def __init__(self, config: WorkerGroupConfig, pair: ServingPair, epoch: int) -> None:
         self._config, self._pair, self.epoch = config, pair, epoch
         self.secret = secrets.token_hex(16)
         self.actors: dict[str, ray.actor.ActorHandle] = {}
@@ -64,18 +120,18 @@ class Gang:
         self.address = ""
 
     def start(self) -> None:
-        """Returns when the coordinator serves. Raises GangError; then nothing is left of it."""
+        """Returns when the coordinator serves. Raises WorkerGroupError; then nothing is left of it."""
         try:
             self._start()
-        except GangError:
+        except WorkerGroupError:
             self.kill()
             raise
         except Exception as error:
             self.kill()
-            raise GangError(f"the gang did not start: {_first_line(_cause(error))}") from error
+            raise WorkerGroupError(f"the worker group did not start: {_first_line(_cause(error))}") from error
 
     def check(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a process to end. Raises GangError, naming it, if one has, or if one has
+        """Wait up to `timeout` seconds for a process to end. Raises WorkerGroupError, naming it, if one has, or if one has
         been silent for `PROBE_SECONDS` of such waits: in those this process had its turns, whatever the machine was
         at."""
         with self._guard:
@@ -92,12 +148,12 @@ class Gang:
             self._waited[name] = self._waited.get(name, 0.0) + waited
             is_silent = name in self._asked and self._asked[name] not in answered
             if is_silent and self._waited[name] > PROBE_SECONDS:
-                raise GangError(f"{name} does not answer", draft=_is_draft(name) and self._config.outlives_draft)
+                raise WorkerGroupError(f"{name} does not answer", draft=_is_draft(name) and self._config.outlives_draft)
             if not is_silent and self._waited[name] >= ASK_SECONDS:
                 self._asked[name], self._waited[name] = self.actors[name].pid.remote(), 0.0
 
     def probe(self) -> None:
-        """Raises GangError if a process other than the draft's has ended, or does not say within `PROBE_SECONDS` that
+        """Raises WorkerGroupError if a process other than the draft's has ended, or does not say within `PROBE_SECONDS` that
         it is alive."""
         with self._guard:
             asked: dict[ray.ObjectRef, str] = {
@@ -107,7 +163,7 @@ class Gang:
         _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=PROBE_SECONDS)
         self._wait_for(list(lives), lives, 0)
         if silent:
-            raise GangError(f"{asked[silent[0]]} does not answer")
+            raise WorkerGroupError(f"{asked[silent[0]]} does not answer")
 
     def end_draft(self) -> None:
         """End its processes now, and give back their place."""
@@ -116,27 +172,27 @@ class Gang:
         _end(*ended)
 
     def detach_draft(self) -> None:
-        """After `end_draft`: the others go on without it. Raises GangError if the coordinator does not say so."""
+        """After `end_draft`: the others go on without it. Raises WorkerGroupError if the coordinator does not say so."""
         with self._adding():
             told: ray.ObjectRef = self.actors["coordinator"].detach_draft.remote()
         try:
             ray.get(told, timeout=3 * self._config.link_timeout)
         except ray.exceptions.RayError as error:
-            raise GangError(
+            raise WorkerGroupError(
                 f"the coordinator does not go on without the draft: {_first_line(_cause(error))}"
             ) from error
 
     def start_draft(self, epoch: int) -> None:
-        """Another draft, in place of the one that has ended. Returns when requests can use it. Raises GangError."""
+        """Another draft, in place of the one that has ended. Returns when requests can use it. Raises WorkerGroupError."""
         self._draft_starts = True
         try:
             assert self._rendezvous is not None
             self._start_draft(replace(self._rendezvous, epoch=epoch))
         except Exception as error:
             self.end_draft()
-            if isinstance(error, GangError):
+            if isinstance(error, WorkerGroupError):
                 raise
-            raise GangError(f"the draft did not start: {_first_line(_cause(error))}") from error
+            raise WorkerGroupError(f"the draft did not start: {_first_line(_cause(error))}") from error
         finally:
             self._draft_starts = False
 
@@ -147,7 +203,7 @@ class Gang:
         while (store := self._store) is not None and not store.check([rendezvous.name("draft/pages")]):
             self._wait_for(list(lives), lives, LOOK_SECONDS)
             if time.monotonic() > deadline:
-                raise GangError(f"the draft was not ready after {rendezvous.start_timeout:g} s")
+                raise WorkerGroupError(f"the draft was not ready after {rendezvous.start_timeout:g} s")
         with self._adding():
             taken: ray.ObjectRef = self.actors["coordinator"].attach_draft.remote(rendezvous.epoch)
         self._wait_for([taken, *lives], lives, None)
@@ -189,7 +245,7 @@ class Gang:
         """Around whatever `kill` has to end too."""
         with self._guard:
             if self._ended:
-                raise GangError("the gang was told to end while it started")
+                raise WorkerGroupError("the worker group was told to end while it started")
             yield
 
     def _start(self) -> None:
@@ -206,7 +262,7 @@ class Gang:
             started: ray.ObjectRef = coordinator.start.remote(coordinator_spec(config, self._pair, self._rendezvous))
         logger.info("epoch %d: waiting until %s are ready", self.epoch, ", ".join(self.actors))
         if not self._wait_for([started, *self._lives], self._lives, config.start_timeout):
-            raise GangError(f"the gang was not ready after {config.start_timeout:g} s")
+            raise WorkerGroupError(f"the worker group was not ready after {config.start_timeout:g} s")
         self.address = ray.get(started)
         with self._adding():
             self._lives[coordinator.wait.remote()] = "coordinator"
@@ -228,13 +284,13 @@ class Gang:
                 )
 
     def _wait_for(self, some: list[ray.ObjectRef], lives: dict[ray.ObjectRef, str], timeout: float | None) -> bool:
-        """Wait until one of some has ended; False: none has. Raises GangError for one of `lives`."""
+        """Wait until one of some has ended; False: none has. Raises WorkerGroupError for one of `lives`."""
         ended, _ = ray.wait(some, timeout=timeout)
         if ended and ended[0] in lives:
             raise self._failure(ended[0], lives[ended[0]])
         return bool(ended)
 
-    def _failure(self, life: ray.ObjectRef, name: str) -> GangError:
+    def _failure(self, life: ray.ObjectRef, name: str) -> WorkerGroupError:
         """What has become of a process that has ended."""
         draft = _is_draft(name) and self._config.outlives_draft
         try:
@@ -243,10 +299,10 @@ class Gang:
             # A step that takes too long says little of what was asked: a machine that pauses makes any.
             lost = isinstance(error.cause, LinkError) and not error.cause.began_here
             fault = not (lost or isinstance(error.cause, EngineStuck))
-            return GangError(f"{name} failed: {_first_line(error.cause)}", fault=fault, draft=draft)
+            return WorkerGroupError(f"{name} failed: {_first_line(error.cause)}", fault=fault, draft=draft)
         except ray.exceptions.RayError as error:
-            return GangError(f"{name} died: {_first_line(error)}", draft=draft)
-        return GangError(f"{name} ended", draft=draft)
+            return WorkerGroupError(f"{name} died: {_first_line(error)}", draft=draft)
+        return WorkerGroupError(f"{name} ended", draft=draft)
 
 
 def _is_draft(name: str) -> bool:

@@ -1,15 +1,71 @@
-"""How prompts become token ids beside calls that must not wait for them. Knows nothing about what they are for."""
+"""A prompt as text, token ids or chat messages, and its encoding to token ids. Long prompts are encoded in threads, so
+that other calls do not wait. Knows nothing about the APIs that prompts come from."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 from services.pb import generation_pb2 as pb
-from services.prompt import Prompt, of_negative
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.admission import QueueFull, check_prompt
+
+MESSAGE_SIZE = 16
+"""Characters that a message of a chat costs besides its content: roughly what templates put around it."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Exactly one of the first three."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    """For the target's chat template, each with `role` and `content`."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """That the template may offer to the model."""
+    template_settings: dict[str, Any] = field(default_factory=dict)
+    """What else the template is given, by name."""
+
+    @property
+    def size(self) -> int:
+        """Characters that are to be encoded, about."""
+        if self.messages is not None:
+            extra = sum(len(str(given)) for given in (self.tools, self.template_settings) if given)
+            return extra + sum(MESSAGE_SIZE + _written(message) for message in self.messages)
+        return len(self.text or "")
+
+    def encode(self, tokenizer: Tokenizer, limit: int) -> Sequence[int]:
+        """Raises ValueError if there are more than `limit` tokens, or the template cannot render the messages."""
+        if self.token_ids is not None:
+            return self.token_ids
+        if self.text is not None:
+            return tokenizer.encode(self.text, limit=limit)
+        assert self.messages is not None
+        return tokenizer.chat(self.messages, limit=limit, tools=self.tools, settings=self.template_settings)
+
+    def written(self, tokenizer: Tokenizer) -> str:
+        """The text of a prompt that is no chat."""
+        return tokenizer.decode(self.token_ids) if self.token_ids is not None else self.text or ""
+
+
+@contextmanager
+def of_negative() -> Iterator[None]:
+    """What is wrong with a negative prompt is said of that."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"negative_prompt: {error}") from error
+
+
+def _written(message: dict[str, Any]) -> int:
+    """Characters of a message that a template may write, about."""
+    return sum(len(value) if isinstance(value, str) else len(str(value)) for value in message.values())
+
 
 ROLES = ("system", "user", "assistant")
 LONG_TEXT = 4096
@@ -20,7 +76,7 @@ WAITING = 16 << 20
 """Characters of all texts together that are being encoded or wait for it; beyond, prompts are refused."""
 
 
-class Prompts:
+class PromptEncoder:
     """Encodes prompts for one model pair; long ones in threads of their own. Use it in one asyncio loop."""
 
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:

@@ -1,5 +1,5 @@
-"""What users of the client meet: what they ask, what they get, how it fails. Knows nothing about protobuf or
-connections."""
+"""Types that users of the client meet, in requests, answers and errors. An answer's statistics, times and particles are
+those of the library. Knows nothing about protobuf or connections."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
+
+from smc.api.outputs import Particle, Statistics, Times
 
 
 class ServiceError(RuntimeError):
@@ -44,67 +46,6 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that had been computed for an earlier request: of the model with fewer of them, where both run."""
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What the rows of a request went through: its particles, or of exact decoding those of the tree."""
-
-    particles: int
-    rounds: int
-    resamples: int
-    collapses: int
-    """Rounds after which every weight was zero and all were set equal. Above 0 the answer is not to be trusted."""
-    particles_left: int
-    """Particles at the end: fewer than `particles` where memory was short and `min_particles` allowed it."""
-    preemptions: int
-    """How often the request gave up its memory to others and was taken up again."""
-    mean_ess: float
-    """Effective sample size before resampling, 1..N, averaged over rounds."""
-    min_ess: float
-    log_z: float
-    """Estimate of the log of the target's total mass on answers."""
-    draft_tokens: int
-    """Tokens drawn by the draft, over all particles and branches."""
-    target_tokens: int
-    """Positions run through the target after the prompt, over all particles."""
-    committed_lag: float
-    """Tokens between what is final and the longest particle, averaged over rounds."""
-    accepted_per_round: float
-    """Of exact decoding: answer tokens that a round confirmed, on average. The first token comes with the prompt, in no
-    round."""
-    hits: int
-    """Of exact decoding ahead: rounds after which what had been drafted went on as the target did."""
-    misses: int
-    """The other rounds: the draft began anew from the target's token."""
-    alone_rounds: int
-    """Of exact decoding: rounds in which nothing was drafted, because plain decoding was faster; they count in none of
-    the three before."""
-    mean_rows: float
-    """Of exact decoding: rows of the tree, averaged over the other rounds."""
-
-
-@dataclass(frozen=True)
-class Particle:
-    """One of the answers that a completion was drawn from."""
-
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: str
-    weight: float
-    """With which probability it was to be the answer; those of a completion sum to 1."""
-
-
-@dataclass(frozen=True)
-class Times:
-    """Where an answer's time went, seconds, as the service measured it."""
-
-    queue: float
-    """Until it was taken up."""
-    prefill: float
-    """From there until its first token."""
-    decode: float
-    """From there to its end."""
 
 
 @dataclass(frozen=True)

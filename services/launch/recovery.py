@@ -1,35 +1,77 @@
-"""Answers that go on where they were when the gang is lost: asked for again with the same seed, and given out from
-where they broke off.
+"""Requests whose worker group was lost: they are resumed with the same seed from where their answers broke off, or
+quarantined.
 
-Only of methods whose answer is the target's own draws: whatever else is decoded beside it, the same seed draws the same
-tokens."""
+Only answers that are the target's own draws are resumed: whatever else is in the batch, the same seed draws the same
+tokens. A request is quarantined for a while if it was the only one when a worker group failed. A request that ran
+beside others is not: resumed answers return together and would be quarantined together."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from services.backend import Unavailable
+from services.backend import RequestFailed, Unavailable
 from smc.api.outputs import Answer, FinishReason, Output, Particle
 from smc.api.request import Request
 from smc.api.sampling_params import Method
 
+REMEMBERED = 1000
+"""Requests; the oldest are forgotten first."""
+FORGOTTEN = 600.0
+"""Seconds after which a request is tried again."""
+
+
+class Quarantine:
+    """Knows requests by what was asked, whoever asked, under which id and with which seed."""
+
+    def __init__(self) -> None:
+        self._failed: OrderedDict[bytes, float] = OrderedDict()
+
+    def group_failed(self, requests: Sequence[Request]) -> None:
+        """A worker group has failed over what it was asked, with these requests in flight."""
+        if len(requests) != 1:
+            return
+        key = _key(requests[0])
+        self._failed.pop(key, None)
+        self._failed[key] = time.monotonic()
+        if len(self._failed) > REMEMBERED:
+            self._failed.popitem(last=False)
+
+    def check(self, request: Request) -> None:
+        """Raises RequestFailed for a request that is not decoded again."""
+        failed = self._failed.get(_key(request)) if self._failed else None
+        if failed is not None and time.monotonic() - failed < FORGOTTEN:
+            raise RequestFailed(
+                "the service failed over this very request a short while ago, and does not try it again yet; report it"
+            )
+
+
+def _key(request: Request) -> bytes:
+    """A request without a seed is given one of its own each time that it is asked."""
+    params = replace(request.params, seed=None)
+    return hashlib.blake2b(repr((request.prompt, request.negative_prompt, params)).encode(), digest_size=16).digest()
+
+
 RESUMED = (Method.EXACT, Method.TARGET)
 MOST = 3
-"""How often one answer is resumed: what is lost so often may be what the gang dies of."""
+"""How often one answer is resumed: what is lost so often may be what the worker group dies of."""
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[[Request], AsyncGenerator[Output, None]]
+Generate = Callable[[Request], AsyncGenerator[Output, None]]
 
 
-async def resuming(request: Request, ask: Ask, is_back: Callable[[], Awaitable[None]]) -> AsyncGenerator[Output, None]:
-    """News of a request until its answer, over losses of the gang. `is_back` waits until `ask` works again, and raises
+async def resuming(
+    request: Request, ask: Generate, is_back: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[Output, None]:
+    """News of a request until its answer, over losses of the worker group. `is_back` waits until `ask` works again, and raises
     Unavailable if it never does. Raises what `ask` raises; Unavailable for the loss of what cannot be resumed."""
     if request.params.method not in RESUMED:
         async with aclosing(ask(request)) as news:
@@ -39,7 +81,7 @@ async def resuming(request: Request, ask: Ask, is_back: Callable[[], Awaitable[N
     arrived = time.monotonic() - request.waited
     if request.params.seed is None:
         request = replace(request, params=replace(request.params, seed=secrets.randbits(63)))
-    given = _Given()
+    given = _ReplayCursor()
     for left in reversed(range(MOST + 1)):
         try:
             async with aclosing(ask(replace(request, waited=time.monotonic() - arrived))) as news:
@@ -49,17 +91,17 @@ async def resuming(request: Request, ask: Ask, is_back: Callable[[], Awaitable[N
                         yield more
             return
         except Unavailable as error:
-            if isinstance(error, _Differs) or not left:
+            if isinstance(error, _AnswerDiffers) or not left:
                 raise
             logger.warning("request %s is asked for again: %s", request.request_id, error)
         await is_back()
 
 
-class _Differs(Unavailable):
+class _AnswerDiffers(Unavailable):
     """What came again is not what was given out."""
 
 
-class _Given:
+class _ReplayCursor:
     """How much of an answer has been given out. What comes again is compared with it, and left out."""
 
     def __init__(self) -> None:
@@ -80,7 +122,7 @@ class _Given:
         known = self._tokens[self._come : self._come + len(output.tokens)]
         known_text = self._text[self._text_come : self._text_come + len(output.text)]
         if list(output.tokens[: len(known)]) != known or output.text[: len(known_text)] != known_text:
-            raise _Differs("the service was lost, and the answer did not come out the same again; ask again")
+            raise _AnswerDiffers("the service was lost, and the answer did not come out the same again; ask again")
         self._come += len(output.tokens)
         self._text_come += len(output.text)
         tokens, text = output.tokens[len(known) :], output.text[len(known_text) :]

@@ -1,20 +1,36 @@
-"""The engine loop's steps as messages of the coordinator's stream, and back:
+"""The result of one engine step, and its conversion to and from messages of the coordinator's stream:
 proto/smc/internal/v1/coordinator.proto."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from services.backend import RequestFailed, Unavailable
 from services.pb import coordinator_pb2 as pb
-from services.step import Step
-from services.wire.generation import from_update, to_update
+from services.protobuf.generation import from_update, to_update
+from smc.api.outputs import Output
 from smc.api.sampling_params import VERIFICATIONS
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.stats import EngineStats, SpecStats
 from smc.scheduler.timeline import RoundTimes
 from smc.types import ModelRole
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """What one turn of the loop brought."""
+
+    outputs: list[Output] = field(default_factory=list)
+    refusals: dict[str, Exception] = field(default_factory=dict)
+    """Why a submission was not taken (ValueError, QueueFull, RequestFailed, Unavailable) or goes no further
+    (Unavailable), by id."""
+    stats: EngineStats = field(default_factory=EngineStats)
+    times: RoundTimes | None = None
+    """Where the time of the turn's rounds went; None where that is not known or no model worked."""
+    lost_draft: int = 0
+    """Epoch of the draft that was lost last; 0 if none was."""
+
 
 _GROUP_FIELDS = {
     **{name: f"pages_{name}" for name in ("total", "used", "cached", "leaked")},
@@ -29,17 +45,17 @@ _KINDS = {
 }
 
 
-def to_response(step: Step) -> pb.AttachResponse:
+def to_response(step: EngineStep) -> pb.AttachResponse:
     refusals = [
         pb.Refusal(request_id=name, kind=_kind(error), message=str(error)) for name, error in step.refusals.items()
     ]
     return pb.AttachResponse(updates=map(to_update, step.outputs), refusals=refusals, snapshot=_to_snapshot(step))
 
 
-def from_response(response: pb.AttachResponse) -> Step:
+def from_response(response: pb.AttachResponse) -> EngineStep:
     snapshot = response.snapshot
     times = {name: getattr(snapshot.times, name) for name in RoundTimes.__dataclass_fields__}
-    return Step(
+    return EngineStep(
         outputs=[from_update(update) for update in response.updates],
         refusals={refusal.request_id: _KINDS[refusal.kind](refusal.message) for refusal in response.refusals},
         stats=_from_snapshot(snapshot),
@@ -52,7 +68,7 @@ def _kind(error: Exception) -> pb.RefusalKind:
     return next(kind for kind, known in _KINDS.items() if isinstance(error, known))
 
 
-def _to_snapshot(step: Step) -> pb.Snapshot:
+def _to_snapshot(step: EngineStep) -> pb.Snapshot:
     stats = step.stats
     groups = {
         role: {name: getattr(stats, field).get(role) for name, field in _GROUP_FIELDS.items()} for role in ModelRole

@@ -1,5 +1,5 @@
-"""From answers of the library to responses and chunks in OpenAI's terms. Knows nothing about how they are sent or
-written."""
+"""Converts answers of the library to responses and streamed chunks of OpenAI's API. Knows nothing about how they are
+sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from services.openai.requests import Asked
+from services.openai.requests import CompletionRequest
 from smc.api.outputs import Answer, FinishReason, Particle
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
-class Heading:
+class ResponseHeader:
     """What every chunk of a response says, and the response as a whole."""
 
     id: str
@@ -50,7 +50,7 @@ class Heading:
 
 
 def response(
-    heading: Heading, choices: Sequence[dict[str, Any]], answers: Sequence[Answer], prompts: int = 1
+    heading: ResponseHeader, choices: Sequence[dict[str, Any]], answers: Sequence[Answer], prompts: int = 1
 ) -> dict[str, Any]:
     """`prompts`: the answers are to so many, to each as many."""
     return heading.fields() | {"choices": list(choices), "usage": usage(answers, prompts)}
@@ -81,10 +81,10 @@ def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
     }
 
 
-class Chunks:
+class ChunkWriter:
     """Server-sent events of one response."""
 
-    def __init__(self, heading: Heading, asked: Asked, tokenizer: Tokenizer) -> None:
+    def __init__(self, heading: ResponseHeader, asked: CompletionRequest, tokenizer: Tokenizer) -> None:
         self._fields, self._chat, self._tokenizer = heading.fields(chunk=True), heading.chat, tokenizer
         self._usage = {"usage": None} if asked.include_usage else {}
         head = json.dumps(self._fields)[:-1]

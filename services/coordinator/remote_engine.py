@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from services.link.base import LinkError
 from services.link.connect import Rendezvous, coordinator_end
-from services.link.remote import RemotePair, RemoteWorker, WorkerFailed
+from services.link.remote_worker import RemotePair, RemoteWorker, WorkerFailed
 from smc.api.engine_config import EngineConfig
 from smc.calibration.costs import Effort, time_costs
 from smc.calibration.warm_up import first_request, rare_requests, rehearsal, rehearse

@@ -1,0 +1,250 @@
+"""The coordinator as a `services.backend.Backend`: requests go out on one stream, and the updates of every engine step
+come back on it and are dispatched to the calls that wait for them.
+
+Requests have numbers as ids on this stream; the ids that users gave stay in the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
+from typing import Protocol
+
+import grpc
+
+from services.backend import RequestFailed, Unavailable
+from services.link.streams import OPTIONS, PROOF_KEY, proof
+from services.pb import coordinator_pb2 as pb
+from services.pb import coordinator_pb2_grpc as pb_grpc
+from services.protobuf.coordinator import EngineStep, from_response
+from services.protobuf.generation import from_sampling
+from smc.api.outputs import Answer, Output
+from smc.api.request import Request
+
+
+class SubmissionPort(Protocol):
+    """Where submissions and aborts go. Neither waits; only `submit` may raise, Unavailable."""
+
+    def submit(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+class Dispatcher:
+    """A `services.backend.Backend` over a port. Everything happens in one asyncio loop."""
+
+    def __init__(self, port: SubmissionPort) -> None:
+        self._port = port
+        self._numbers = itertools.count(1)
+        self._calls: dict[str, _PendingUpdates] = {}
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Of calls that have not ended."""
+        return [call.request for call in self._calls.values()]
+
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        """See `Backend.generate`. News that the caller is too slow for is put together, so it never piles up."""
+        inner, call = str(next(self._numbers)), _PendingUpdates(request)
+        self._calls[inner] = call
+        try:
+            call.ended = True
+            self._port.submit(replace(request, request_id=inner))
+            call.ended = False
+            while not call.ended:
+                yield await call.next()
+        finally:
+            del self._calls[inner]
+            if not call.ended:
+                self._port.abort(inner)
+
+    def deliver(self, step: EngineStep) -> None:
+        """Hand a step's news to those who wait for it. Calls that have ended are not missed."""
+        for output in step.outputs:
+            if (call := self._calls.get(output.request_id)) is not None:
+                call.add(output)
+        for request_id, error in step.refusals.items():
+            if (call := self._calls.get(request_id)) is not None:
+                call.fail(error)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every call with this error."""
+        for call in self._calls.values():
+            call.fail(error)
+
+
+class _PendingUpdates:
+    """News of one request that its caller has not taken yet."""
+
+    def __init__(self, request: Request) -> None:
+        """`request`: as the caller knows it."""
+        self.request = request
+        self._news: Output | None = None
+        self._error: Exception | None = None
+        self._some = asyncio.Event()
+        self._tokens: list[int] = []
+        self._texts: list[str] = []
+        self._submitted = time.monotonic()
+        self.ended = False
+        """The caller has been told how it ended; nothing is left to abort."""
+
+    def add(self, output: Output) -> None:
+        old = self._news
+        if old is not None:
+            output = replace(output, tokens=old.tokens + output.tokens, text=old.text + output.text)
+        self._news = output
+        self._some.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._some.set()
+
+    async def next(self) -> Output:
+        await self._some.wait()
+        self._some.clear()
+        output, self._news = self._news, None
+        # What is complete is the caller's, whatever has become since of those who made it.
+        if output is None or (self._error is not None and output.answer is None):
+            self.ended = True
+            assert self._error is not None
+            raise self._error
+        self._tokens += output.tokens
+        self._texts.append(output.text)
+        if output.answer is not None:
+            self.ended = True
+            if output.answer.error:
+                raise RequestFailed(output.answer.error)
+        return replace(output, request_id=self.request.request_id, answer=self._complete(output.answer))
+
+    def _complete(self, answer: Answer | None) -> Answer | None:
+        """News from another process says nothing twice, and its clock is not ours: see
+        `services.protobuf.generation.from_update`."""
+        if answer is None:
+            return None
+        seconds = time.monotonic() - self._submitted if math.isnan(answer.seconds) else answer.seconds
+        return replace(
+            answer,
+            request_id=self.request.request_id,
+            tokens=tuple(self._tokens),
+            text="".join(self._texts),
+            seconds=seconds,
+        )
+
+
+logger = logging.getLogger(__name__)
+
+
+class _Outbox:
+    """What goes to the coordinator: the dispatcher's port."""
+
+    def __init__(self) -> None:
+        self.lost: Unavailable | None = None
+        self._queue: asyncio.Queue[pb.AttachRequest | None] = asyncio.Queue()
+
+    def submit(self, request: Request) -> None:
+        if self.lost is not None:
+            raise self.lost
+        submission = pb.Submission(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            **from_sampling(request.params),
+            cache_salt=request.cache_salt,
+            waited=request.waited,
+            negative_prompt=request.negative_prompt or (),
+        )
+        self._queue.put_nowait(pb.AttachRequest(submit=submission))
+
+    def abort(self, request_id: str) -> None:
+        self._queue.put_nowait(pb.AttachRequest(abort=request_id))
+
+    def close(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def requests(self) -> AsyncIterator[pb.AttachRequest]:
+        while (request := await self._queue.get()) is not None:
+            yield request
+
+
+class CoordinatorClient:
+    """A `services.backend.Backend` for one incarnation of the worker group. Use it in the asyncio loop that made it."""
+
+    def __init__(
+        self, address: str, secret: str, on_step: Callable[[EngineStep], None], on_lost: Callable[[], None]
+    ) -> None:
+        """`on_step` is told of every step of the engine, `on_lost` once, when it is gone."""
+        self._on_step, self._on_lost, self._outbox = on_step, on_lost, _Outbox()
+        self._dispatcher = Dispatcher(self._outbox)
+        self.interrupted: list[Request] = []
+        """Requests that were in flight when it was lost."""
+        self._channel = grpc.aio.insecure_channel(address, OPTIONS)
+        stub = pb_grpc.CoordinatorServiceStub(self._channel)
+        self._call = stub.Attach(
+            self._outbox.requests(), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True
+        )
+        self._reader = asyncio.create_task(self._read())
+
+    async def attached(self, timeout: float) -> None:
+        """Until the coordinator has taken the stream up. Raises Unavailable if it does not within `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._call.initial_metadata()
+        except TimeoutError as error:
+            raise Unavailable(f"the coordinator did not answer within {timeout:g} s") from error
+        if self._outbox.lost is not None:
+            raise self._outbox.lost
+
+    @property
+    def lost(self) -> bool:
+        return self._outbox.lost is not None
+
+    @property
+    def num_calls(self) -> int:
+        return self._dispatcher.num_calls
+
+    @property
+    def requests(self) -> list[Request]:
+        """In flight."""
+        return self._dispatcher.requests
+
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        return self._dispatcher.generate(request)
+
+    def fail(self, why: str) -> None:
+        """End every call with UNAVAILABLE, and refuse later ones."""
+        if self._outbox.lost is None:
+            self._outbox.lost = Unavailable(why)
+            self.interrupted = self._dispatcher.requests
+            self._dispatcher.fail_all(self._outbox.lost)
+            self._on_lost()
+
+    async def close(self) -> None:
+        self.fail("the service has stopped")
+        self._outbox.close()
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _read(self) -> None:
+        try:
+            async for response in self._call:
+                step = from_response(response)
+                self._dispatcher.deliver(step)
+                self._on_step(step)
+            self.fail("the coordinator has stopped; the service is starting again")
+        except grpc.aio.AioRpcError as error:
+            logger.warning("lost the coordinator: %s", error.details())
+            self.fail("the coordinator is gone; the service is starting again")
+        except asyncio.CancelledError:
+            raise
+        except Exception:  # a message that cannot be read must not leave callers waiting
+            logger.exception("the coordinator's news could not be read")
+            self.fail("the coordinator is gone; the service is starting again")

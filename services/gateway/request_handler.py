@@ -1,0 +1,407 @@
+"""A request of any API, from its arrival to its last message: who is let in, decoding, metrics, trace and log. Also the
+interface between the gateway and its front ends, which see nothing else of it.
+
+Knows nothing about the messages of an API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import grpc
+
+from services.backend import Backend, RequestAborted, ServingPair, Unavailable
+from services.errors import SlowReader, Status, status_of
+from services.gateway.config import GatewayConfig
+from services.gateway.limits import CallLimit, ReceiveLimit
+from services.gateway.tracing import Trace, Tracing
+from services.metrics import REJECTIONS, Metrics
+from services.prompts import PromptEncoder
+from services.security import caller_of
+from smc.api.outputs import Answer, Output, Times
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.scheduler.admission import DuplicateRequest, check_waiting
+from smc.scheduler.stats import EngineStats
+from smc.types import ModelRole
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """What only who runs the workers knows."""
+
+    epoch: int
+    """Grows by one with every restart of the workers."""
+    running: int
+    """Requests that hold slots."""
+    queued: int
+    tokens_held: int = 0
+    """Positions that requests hold in the fuller of the two KV pools; what the prefix cache keeps can be let go, and
+    does not count."""
+    tokens_room: int = 0
+    """Positions of that pool; 0 before the first step."""
+    pages: Mapping[ModelRole, int] = field(default_factory=dict)
+    """KV pages of each model; empty until the workers have said."""
+
+    @staticmethod
+    def of(epoch: int, stats: EngineStats) -> ServiceStatus:
+        held = {role: max(0, stats.pages_used[role] - stats.pages_cached.get(role, 0)) for role in stats.pages_total}
+        fullest = max(held, key=lambda role: held[role] / stats.pages_total[role], default=ModelRole.TARGET)
+        room = stats.pages_total.get(fullest, 0)
+        return ServiceStatus(epoch, stats.running, stats.queued, held.get(fullest, 0), room, stats.pages_total)
+
+
+logger = logging.getLogger("smcserve.requests")
+
+Key = tuple[str, str]
+"""Who calls (`services.gateway.interceptors.caller_of`), and the id that the caller gave."""
+
+
+class Interrupted(Unavailable):
+    """The service stopped before the answer was complete."""
+
+
+@dataclass
+class _RunningCall:
+    scope: asyncio.Timeout
+    """Its end ends the call."""
+    aborted: bool = False
+
+
+class Calls:
+    """The Generate calls in flight, from their arrival on. Use it in one asyncio loop."""
+
+    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        self._metrics, self._tracing = metrics, tracing
+        self.closed: str | None = "the service is starting; try again later"
+        """Why nobody is let in; None: everybody is."""
+        self._calls: dict[Key, _RunningCall] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def arrives(self, name: str, headers: Iterable[tuple[str, str | bytes]]) -> CallRecord:
+        """A call of this name has arrived."""
+        return CallRecord(self._metrics, self._tracing.begin(name, headers) if self._tracing else None)
+
+    @asynccontextmanager
+    async def enter(self, key: Key) -> AsyncIterator[None]:
+        """Around one call. Raises Unavailable if nobody is let in, DuplicateRequest for a key in use; Interrupted when
+        the call has to end, RequestAborted when it is aborted."""
+        if self.closed is not None:
+            raise Unavailable(self.closed)
+        if key in self._calls:
+            raise DuplicateRequest(f"request_id={key[1]!r} is already in use; it must be unique among running requests")
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        call = self._calls[key] = _RunningCall(asyncio.timeout(None))
+        self._idle.clear()
+        try:
+            async with call.scope:
+                yield
+        except TimeoutError as error:
+            if not call.scope.expired():
+                raise
+            if call.aborted:
+                raise RequestAborted("the request was aborted") from error
+            raise Interrupted("the service stopped before the answer was complete; try again later") from error
+        finally:
+            del self._calls[key]
+            if not self._calls:
+                self._idle.set()
+
+    def abort(self, key: Key) -> bool:
+        """End a call, whatever it is at. False if there is none of that key."""
+        call = self._calls.get(key)
+        if call is None:
+            return False
+        call.aborted = True
+        _end(call)
+        return True
+
+    async def ended(self, timeout: float) -> bool:
+        """Wait until nothing is being decoded. False if it took too long."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def interrupt(self) -> None:
+        """End every call now; each raises Interrupted where it stands."""
+        for call in self._calls.values():
+            _end(call)
+
+    async def delivered(self, timeout: float) -> None:
+        """Wait until callers have been sent how their calls ended, as far as they read it."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout)
+
+
+def _end(call: _RunningCall) -> None:
+    if not call.scope.expired():
+        call.scope.reschedule(asyncio.get_running_loop().time())
+
+
+class CallRecord:
+    """What one answer tells the metrics, from its call's arrival to its end, and then its trace and the log: a line of
+    JSON, with nobody's text."""
+
+    def __init__(self, metrics: Metrics, trace: Trace | None = None, arrived: float | None = None) -> None:
+        """`arrived`: of the monotonic clock; None: now."""
+        self._metrics, self._trace = metrics, trace
+        self._arrived = time.monotonic() if arrived is None else arrived
+        self._last: float | None = None
+        self._tokens = 0
+        self._said: dict[str, str | int | float] = {} if trace is None else {"trace_id": trace.trace_id}
+        self._ended = False
+
+    def another(self) -> CallRecord:
+        """Of one more answer to the same call."""
+        record = CallRecord(self._metrics, self._trace and self._trace.another(), self._arrived)
+        record._said = dict(self._said)
+        return record
+
+    def is_of(self, request_id: str) -> None:
+        self._said["request_id"] = request_id
+
+    def asks(self, request: Request) -> None:
+        """Its settings and its prompt have been taken in."""
+        self._said |= {
+            "method": request.params.method.value,
+            "rows": request.params.rows,
+            "prompt_tokens": len(request.prompt),
+        }
+
+    @property
+    def seconds(self) -> float:
+        """Since its arrival."""
+        return time.monotonic() - self._arrived
+
+    def count(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Tokens have come, to be sent at once."""
+        now = time.monotonic()
+        self._tokens += new_tokens
+        if self._last is None:
+            self._metrics.prompt_started(prompt_tokens, now - self._arrived)
+            self._said["first_token_seconds"] = round(now - self._arrived, 6)
+        elif new_tokens:
+            self._metrics.tokens_followed(new_tokens, now - self._last)
+        self._last = now
+        self._metrics.tokens_generated(new_tokens)
+
+    def answered(self, answer: Answer) -> None:
+        ran, finish_reason = answer.statistics, answer.finish_reason.value
+        self._metrics.request_answered(answer, self.seconds)
+        times = {f"{part}_seconds": round(seconds, 6) for part, seconds in vars(answer.times).items()}
+        said: dict[str, Any] = {
+            "finish_reason": finish_reason,
+            "cached_tokens": answer.cached_tokens,
+            "rounds": ran.rounds,
+        }
+        self._end("OK", answer.times, **said, **times)
+
+    def failed(self, status: Status, error: Exception) -> None:
+        """It ended with this status, because of this error, if it had not ended. Without a single token it was a
+        rejection, if it can be one."""
+        if self._ended:
+            return
+        self._metrics.request_failed(status.code.name)
+        self._end(status.code.name, cause=status.cause)
+        if isinstance(error, Interrupted):
+            self._metrics.request_cancelled("drain")
+        elif status.cause in ("abort", "slow_reader"):
+            self._metrics.request_cancelled(status.cause)
+        elif status.cause in REJECTIONS and self._last is None:
+            self._metrics.request_rejected(status.code.name, status.cause)
+
+    def left(self, deadline: bool) -> None:
+        """The caller is gone, or its deadline has passed; if it had not ended."""
+        if self._ended:
+            return
+        code, by = ("DEADLINE_EXCEEDED", "deadline") if deadline else ("CANCELLED", "client")
+        self._metrics.request_failed(code)
+        self._metrics.request_cancelled(by)
+        self._end(code, cause=by)
+
+    def _end(self, status: str, times: Times | None = None, **more: str | int | float) -> None:
+        self._ended = True
+        said = self._said | {"tokens": self._tokens, "seconds": round(self.seconds, 6)} | more
+        logger.info("%s", json.dumps(said | {"status": status}))
+        if self._trace is not None:
+            self._trace.end(status, said, times)
+
+
+MAX_ID_SIZE = 256
+DEADLINE_SLACK = 0.05
+"""A caller cancels at its own deadline, which can reach us a moment before ours."""
+
+Parser = Callable[[str], Awaitable[Sequence[Request]]]
+"""The requests of a call, given its id: as many as it wants answers. Raises ValueError naming the field, the value and
+what is allowed."""
+Serializer = Callable[[Request, int, Output], Iterable[Any]]
+"""Messages to the caller for news of one of its requests, given its index."""
+
+
+class HttpServer(Protocol):
+    """A server of a front end that has a port of its own."""
+
+    async def start(self) -> int:
+        """Listen. Returns the bound port. Raises OSError if it cannot be had."""
+        ...
+
+    async def close(self) -> None:
+        """Accept no more connections; those that are open go on."""
+        ...
+
+    async def stop(self) -> None:
+        """End every connection."""
+        ...
+
+
+class ApiServer(Protocol):
+    """The gateway, as a front end sees it."""
+
+    handler: RequestHandler
+    metrics: Metrics
+    call_limit: CallLimit
+    receive_limit: ReceiveLimit
+
+    def add_grpc_service(self, name: str, register: Callable[[grpc.aio.Server], None]) -> None:
+        """Serve a gRPC service of this full name, whose method Generate counts towards the limit of calls; health and
+        reflection report it, too."""
+        ...
+
+    def add_http_server(self, server: HttpServer) -> None: ...
+
+
+FrontEnd = Callable[[ApiServer], None]
+"""An API adds itself to the gateway: `add_to` of its module."""
+
+
+class RequestHandler:
+    """One asyncio loop, as many calls as come. What goes wrong is raised; `services.gateway.interceptors.ReceivingInterceptor` tells the
+    caller."""
+
+    def __init__(
+        self,
+        pair: ServingPair,
+        backend: Backend,
+        calls: Calls,
+        status: Callable[[], ServiceStatus],
+        config: GatewayConfig,
+    ) -> None:
+        self.pair, self.calls, self.status, self.config = pair, calls, status, config
+        self._backend = backend
+        self.prompts = PromptEncoder(pair.tokenizer, pair.context)
+
+    def close(self) -> None:
+        self.prompts.close()
+
+    async def serve(
+        self, method: str, request_id: str, context: grpc.aio.ServicerContext, parse: Parser, serialize: Serializer
+    ) -> None:
+        """One call, from its arrival to its last message. `method`: what traces call it. An empty `request_id`: it is
+        given one."""
+        records = [self.calls.arrives(method, context.invocation_metadata())]
+        try:
+            if len(request_id) > MAX_ID_SIZE:
+                raise ValueError(f"request_id has {len(request_id)} characters; allowed: at most {MAX_ID_SIZE}")
+            request_id = request_id or uuid.uuid4().hex
+            records[0].is_of(request_id)
+            async with self.calls.enter((caller_of(context.invocation_metadata()), request_id)):
+                check_waiting(self.pair.engine, self.status().queued)
+                requests = await parse(request_id)
+                records += [records[0].another() for _ in requests[1:]]
+                async with aclosing(self.updates(requests, records)) as updates:
+                    async for index, output in updates:
+                        for message in serialize(requests[index], index, output):
+                            await self.write(context, message)
+        except asyncio.CancelledError:
+            _each_left(records, context)
+            raise
+        except Exception as error:
+            if context.done():  # the caller left, and the write that was under way says so in its own words
+                _each_left(records, context)
+                return
+            for record in records:
+                record.failed(status_of(error), error)
+            raise
+
+    async def write(self, context: grpc.aio.ServicerContext, message: Any) -> None:
+        """Waits while the caller does not read: HTTP/2 lets us send no more than it has room for."""
+        timeout = self.config.write_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                await context.write(message)
+        except TimeoutError as error:
+            raise SlowReader(
+                f"the caller did not read for {timeout:g} s while an answer was sent; the request was aborted"
+            ) from error
+
+    def longest(self, params: SamplingParams, prompt: int, negative: int = 0) -> int:
+        """Most tokens that such a request could be answered with here, after a prompt of so many, and a negative
+        one."""
+        from smc.scheduler.capacity import longest_answer  # imports torch
+
+        return longest_answer(params, self.pair.engine, self.status().pages, self.pair.context, prompt, negative)
+
+    async def updates(
+        self, requests: Sequence[Request], records: Sequence[CallRecord]
+    ) -> AsyncGenerator[tuple[int, Output], None]:
+        """Of all requests of a call until their last answers, each with its request's index; an answer counts once it
+        has been taken. However this ends, the backend's iterators are closed, which aborts what still runs."""
+        for record, request in zip(records, requests):
+            record.asks(request)
+        waited = records[0].seconds
+        sources = [self._backend.generate(replace(request, waited=waited)) for request in requests]
+        async with aclosing(merged(sources)) as updates:
+            async for index, output in updates:
+                records[index].count(len(requests[index].prompt), len(output.tokens))
+                yield index, output
+                if output.answer is not None:
+                    records[index].answered(output.answer)
+
+
+async def merged(sources: Sequence[AsyncGenerator[Output, None]]) -> AsyncGenerator[tuple[int, Output], None]:
+    """News of several requests as they come, each with its request's index. However this ends, all are closed."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as updates:
+            async for output in updates:
+                yield 0, output
+        return
+    waiting: dict[asyncio.Task[Output | None], int] = {
+        asyncio.ensure_future(anext(source, None)): index for index, source in enumerate(sources)
+    }
+    try:
+        while waiting:
+            come, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(come, key=waiting.__getitem__):
+                latest = task.result()
+                index = waiting.pop(task)
+                if latest is not None:
+                    yield index, latest
+                    waiting[asyncio.ensure_future(anext(sources[index], None))] = index
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
+
+
+def _each_left(records: Iterable[CallRecord], context: grpc.aio.ServicerContext) -> None:
+    left = context.time_remaining()
+    for record in records:
+        record.left(deadline=left is not None and left <= DEADLINE_SLACK)

@@ -1,0 +1,525 @@
+"""Every metric of the service: name, help, labels and the method that updates it. Knows nothing about its callers.
+
+Labels come from fixed sets, and every series exists from the start, so that a rate of zero is a zero and not a gap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import prometheus_client as prom
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+from smc.api.outputs import Answer
+from smc.api.sampling_params import VERIFICATIONS
+from smc.scheduler.stats import EngineStats, SpecStats
+
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
+
+PREFIX = "smc_"
+GROUPS = ("draft", "target")
+
+
+class MetricRegistry(CollectorRegistry):
+    """Without the `_created` series that the library adds to every counter and histogram: nobody asks for them."""
+
+    def collect(self) -> Iterator[prom.Metric]:
+        for metric in super().collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
+class Page(CollectorRegistry):
+    """What is scraped: with the name of the model that is served, as its series have it elsewhere."""
+
+    def __init__(self, registry: Any) -> None:
+        super().__init__()
+        self._registry = registry
+        self.model: str | None = None
+
+    def restricted_registry(self, names: Iterable[str]) -> Any:
+        """What a scraper asks for by name."""
+        page = Page(self._registry.restricted_registry(names))
+        page.model = self.model
+        return page
+
+    def collect(self) -> Iterator[prom.Metric]:
+        for metric in self._registry.collect():
+            if self.model is not None and metric.name.startswith(PREFIX):
+                metric.samples = [
+                    sample._replace(labels={**sample.labels, "model_name": self.model}) for sample in metric.samples
+                ]
+            yield metric
+
+
+class Families:
+    """Makes metrics in a registry of its own: several services can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = MetricRegistry()
+
+    def _counter(self, name: str, text: str, **labels: Iterable[str]) -> Counter:
+        return _with_series(Counter(name, text, tuple(labels), registry=self.registry), labels)
+
+    def _gauge(self, name: str, text: str, **labels: Iterable[str]) -> Gauge:
+        return _with_series(Gauge(name, text, tuple(labels), registry=self.registry), labels)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], **labels: Iterable[str]) -> Histogram:
+        return _with_series(Histogram(name, text, tuple(labels), buckets=buckets, registry=self.registry), labels)
+
+
+def _with_series(metric: Metric, labels: dict[str, Iterable[str]]) -> Metric:
+    """`metric`, with the series of its label's values made. Labels whose values only make sense together come without
+    any."""
+    if len(labels) == 1:
+        for value in next(iter(labels.values())):
+            metric.labels(value)
+    return metric
+
+
+PARTS = ("draft", "target", "link", "coordinator")
+ROUND_BUCKETS = (
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class EngineMetrics(Families):
+    """Methods may be called from any thread."""
+
+    def observe_step(self, stats: EngineStats) -> None:
+        """The engine's state after a step, and what happened since the last."""
+        self._queued.set(stats.queued)
+        self._running.set(stats.running)
+        self._slots_free.set(stats.slots_free)
+        for group, total in stats.pages_total.items():
+            used = stats.pages_used.get(group, 0)
+            self._pages_used.labels(group).set(used)
+            self._pages_cached.labels(group).set(stats.pages_cached.get(group, 0))
+            self._pages_free.labels(group).set(total - used)
+            self._pages_capacity.labels(group).set(total)
+            self._kv_usage.labels(group).set((used - stats.pages_cached.get(group, 0)) / total if total else 0.0)
+            self._prefix_queries.labels(group).inc(stats.prefix_queries.get(group, 0))
+            self._prefix_hits.labels(group).inc(stats.prefix_hits.get(group, 0))
+        for group, leaked in stats.pages_leaked.items():
+            self._pages_leaked.labels(group).set(leaked)
+        self._preemptions.inc(stats.preemptions)
+        self._shrinks.inc(stats.shrinks)
+        self._resamples.inc(stats.resamples)
+        self._collapses.inc(stats.collapses)
+        for verification, counts in stats.spec.items():
+            self._count_exact(verification, counts)
+        self._alone_rounds.inc(stats.spec_alone_rounds)
+        for share in stats.ess_shares:
+            self._ess_share.observe(share)
+        for lag in stats.committed_lags:
+            self._lag.observe(lag)
+
+    def observe_round(
+        self,
+        whole: float,
+        draft: float,
+        target: float,
+        link: float,
+        coordinator: float,
+        draft_stall: float,
+        target_stall: float,
+    ) -> None:
+        """Seconds of one round, and of each of its parts; groups may work at the same time, so parts can exceed the
+        whole."""
+        self._last_round = time.monotonic()
+        self._round.observe(whole)
+        for part, seconds in zip(PARTS, (draft, target, link, coordinator), strict=True):
+            self._round_part.labels(part).observe(seconds)
+        for group, seconds in zip(GROUPS, (draft_stall, target_stall), strict=True):
+            self._stall.labels(group).inc(max(seconds, 0.0))
+
+    def _count_exact(self, verification: str, counts: SpecStats) -> None:
+        for metric, count in (
+            (self._drafts, counts.rounds),
+            (self._draft_tokens, counts.draft_tokens),
+            (self._accepted_tokens, counts.accepted_tokens),
+            (self._hits, counts.hits),
+            (self._misses, counts.misses),
+            (self._tree_rows, counts.rows),
+        ):
+            metric.labels(verification).inc(count)
+        for position, count in enumerate(counts.accepted_by_position):
+            self._accepted_at.labels(verification, position).inc(count)
+
+    def _make_engine_metrics(self) -> None:
+        self._queued = self._gauge("smc_requests_queued", "Requests that wait for slots and pages.")
+        self._running = self._gauge("smc_requests_running", "Requests that hold slots.")
+        self._slots_free = self._gauge("smc_slots_free", "Particles that could start now.")
+        self._slots_capacity = self._gauge("smc_slots_capacity", "Particles of all running requests together, at most.")
+        self._pages_used = self._gauge(
+            "smc_kv_pages_used", "KV pages that are not free, cached ones among them.", group=GROUPS
+        )
+        self._pages_cached = self._gauge(
+            "smc_kv_pages_cached", "KV pages of the prefix cache, whoever else uses them.", group=GROUPS
+        )
+        self._pages_free = self._gauge("smc_kv_pages_free", "KV pages that hold nothing.", group=GROUPS)
+        self._pages_capacity = self._gauge("smc_kv_pages_capacity", "KV pages of the pool.", group=GROUPS)
+        self._kv_usage = self._gauge(
+            "smc_kv_cache_usage_ratio",
+            "KV pages that requests hold, of the pool; what the prefix cache alone holds is free.",
+            group=GROUPS,
+        )
+        self._pages_leaked = self._gauge(
+            "smc_kv_pages_leaked",
+            "KV pages, and references to them, of nobody, when last nothing ran; anything but 0 is a bug.",
+            group=GROUPS,
+        )
+        self._prefix_queries = self._counter(
+            "smc_prefix_cache_queries_total",
+            "Tokens that the prefix cache was asked for, of prompts to be started.",
+            group=GROUPS,
+        )
+        self._prefix_hits = self._counter(
+            "smc_prefix_cache_hits_total", "Of those, tokens that it had: they need not be run.", group=GROUPS
+        )
+        self._preemptions = self._counter(
+            "smc_preemptions_total", "Requests that gave up their KV memory to others for a while."
+        )
+        self._shrinks = self._counter(
+            "smc_population_shrinks_total", "Populations that were made smaller for want of KV memory."
+        )
+        self._resamples = self._counter(
+            "smc_resamples_total", "Rounds of a request after which its particles were resampled."
+        )
+        self._collapses = self._counter(
+            "smc_collapses_total", "Rounds of a request after which all its weights were zero."
+        )
+        self._ess_share = self._histogram(
+            "smc_ess_share_ratio",
+            "Effective sample size over N before resampling, one per request of independent particles and round.",
+            SHARE_BUCKETS,
+        )
+        self._lag = self._histogram(
+            "smc_committed_lag_tokens",
+            "Tokens between what is final and the longest particle, one per request and round.",
+            LAG_BUCKETS,
+        )
+
+    def _make_exact_metrics(self) -> None:
+        """Names and meanings are vLLM's, but for the last four; each by how exact decoding makes sure of the target's
+        law."""
+        each = {"verification": VERIFICATIONS}
+        self._drafts = self._counter(
+            "smc_spec_decode_num_drafts_total", "Rounds of exact decoding, one for each request that took part.", **each
+        )
+        self._draft_tokens = self._counter(
+            "smc_spec_decode_num_draft_tokens_total",
+            "Tokens drafted in them, counted along one path of each tree.",
+            **each,
+        )
+        self._accepted_tokens = self._counter(
+            "smc_spec_decode_num_accepted_tokens_total",
+            "Of those, tokens that the target drew as well, or kept.",
+            **each,
+        )
+        self._accepted_at = self._counter(
+            "smc_spec_decode_num_accepted_tokens_per_pos_total",
+            "Accepted tokens by their position in the draft, from 0.",
+            **each,
+            position=(),
+        )
+        self._hits = self._counter(
+            "smc_spec_decode_num_hits_total",
+            "Rounds of exact decoding whose next block, drafted ahead, went on as the target did.",
+            **each,
+        )
+        self._misses = self._counter(
+            "smc_spec_decode_num_misses_total",
+            "Rounds of exact decoding after which the draft had to begin anew.",
+            **each,
+        )
+        self._tree_rows = self._counter(
+            "smc_spec_decode_num_rows_total", "Rows of the trees, or chains, of all rounds of exact decoding.", **each
+        )
+        self._alone_rounds = self._counter(
+            "smc_spec_decode_num_alone_rounds_total",
+            "Rounds of such requests in which nothing was drafted: plain decoding was faster.",
+        )
+
+    def _make_round_metrics(self) -> None:
+        self._round = self._histogram(
+            "smc_round_seconds", "One round, from its first command to its last decision.", ROUND_BUCKETS
+        )
+        self._round_part = self._histogram(
+            "smc_round_part_seconds", "Parts of a round; draft and target may overlap.", ROUND_BUCKETS, part=PARTS
+        )
+        self._stall = self._counter(
+            "smc_stall_seconds_total", "Time that a group had no work while a round was on.", group=GROUPS
+        )
+
+        self._last_round = time.monotonic()
+        age = self._gauge(
+            "smc_last_round_age_seconds", "Since the last round ended, or since the start; grows while nothing runs."
+        )
+        age.set_function(lambda: time.monotonic() - self._last_round)
+
+
+FINISH_REASONS = ("eos", "stop_token", "stop_string", "length", "time_budget", "queue_time")
+REJECTIONS = {
+    "invalid": "INVALID_ARGUMENT",
+    "duplicate": "ALREADY_EXISTS",
+    "unauthenticated": "UNAUTHENTICATED",
+    "queue_full": "RESOURCE_EXHAUSTED",
+    "slow_sender": "RESOURCE_EXHAUSTED",
+    "too_large": "RESOURCE_EXHAUSTED",
+    "unavailable": "UNAVAILABLE",
+}
+"""Causes, and the status code that each has."""
+CANCELLATIONS = ("client", "deadline", "abort", "slow_reader", "drain")
+STATUSES = (
+    *("OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "ALREADY_EXISTS"),
+    *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL"),
+)
+
+# vLLM's buckets, so that its dashboards fit; what comes before them is for models and rounds that are faster.
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN_BUCKETS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075),
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+E2E_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.1, 0.2),
+    *(
+        0.3,
+        0.5,
+        0.8,
+        1.0,
+        1.5,
+        2.0,
+        2.5,
+        5.0,
+        10.0,
+        15.0,
+        20.0,
+        30.0,
+        40.0,
+        50.0,
+        60.0,
+        120.0,
+        240.0,
+        480.0,
+        960.0,
+        1920.0,
+        7680.0,
+    ),
+)
+TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+
+class RequestMetrics(Families):
+    """Methods may be called from any thread."""
+
+    def prompt_started(self, prompt_tokens: int, seconds: float) -> None:
+        """The first tokens of an answer have come, `seconds` after its request."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._first_token.observe(seconds)
+
+    def tokens_generated(self, count: int) -> None:
+        self._generation_tokens.inc(count)
+
+    def tokens_followed(self, count: int, seconds: float) -> None:
+        """`count` tokens came together, `seconds` after those before them: each counts as an equal share of the
+        wait."""
+        for _ in range(count):
+            self._inter_token.observe(seconds / count)
+
+    def request_answered(self, answer: Answer, seconds: float) -> None:
+        """`seconds` since its request's arrival."""
+        self._requests.labels("OK", answer.finish_reason.value).inc()
+        self._duration.observe(seconds)
+        self._prompt_size.observe(answer.prompt_tokens)
+        self._cached_size.observe(answer.cached_tokens)
+        self._answer_size.observe(len(answer.tokens))
+        self._queue_time.observe(answer.times.queue)
+        self._prefill_time.observe(answer.times.prefill)
+        self._decode_time.observe(answer.times.decode)
+        self._model_tokens.labels("draft").inc(answer.statistics.draft_tokens)
+        self._model_tokens.labels("target").inc(answer.statistics.target_tokens)
+
+    def request_failed(self, status: str) -> None:
+        """Ended without an answer, for whatever reason; rejections and cancellations are counted besides."""
+        self._requests.labels(status, "none").inc()
+
+    def request_rejected(self, code: str, cause: str) -> None:
+        assert REJECTIONS[cause] == code, f"{cause} is rejected by {REJECTIONS[cause]}, not {code}"
+        self._rejections.labels(code, cause).inc()
+
+    def request_cancelled(self, by: str) -> None:
+        assert by in CANCELLATIONS, by
+        self._cancellations.labels(by).inc()
+
+    def _make_request_metrics(self) -> None:
+        self._requests = self._counter(
+            "smc_requests_total",
+            "Generate calls that ended, by status code and, of answers, finish reason.",
+            status=(),
+            finish_reason=(),
+        )
+        for reason in FINISH_REASONS:
+            self._requests.labels("OK", reason)
+        for status in STATUSES[1:]:
+            self._requests.labels(status, "none")
+        self._rejections = self._counter(
+            "smc_requests_rejected_total", "Calls that were not let in, by status code and cause.", code=(), cause=()
+        )
+        for cause, code in REJECTIONS.items():
+            self._rejections.labels(code, cause)
+        self._cancellations = self._counter(
+            "smc_requests_cancelled_total", "Requests ended early, by whom or what.", by=CANCELLATIONS
+        )
+        self._prompt_tokens = self._counter(
+            "smc_prompt_tokens_total", "Tokens of prompts whose answers have begun, cached ones among them."
+        )
+        self._generation_tokens = self._counter("smc_generation_tokens_total", "Tokens of answers that were sent.")
+        self._model_tokens = self._counter(
+            "smc_model_tokens_total",
+            "Tokens that each model ran for answers, over all particles and branches.",
+            group=GROUPS,
+        )
+        self._first_token = self._histogram(
+            "smc_time_to_first_token_seconds",
+            "From a request's arrival to the first tokens of its answer.",
+            TTFT_BUCKETS,
+        )
+        self._inter_token = self._histogram(
+            "smc_inter_token_latency_seconds",
+            "Between tokens of an answer; tokens that come together share the wait.",
+            INTER_TOKEN_BUCKETS,
+        )
+        self._duration = self._histogram(
+            "smc_e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", E2E_BUCKETS
+        )
+        self._prompt_size = self._histogram(
+            "smc_request_prompt_tokens", "Tokens of the prompt of an answered request.", TOKEN_BUCKETS
+        )
+        self._cached_size = self._histogram(
+            "smc_request_cached_tokens",
+            "Of those, tokens that had been computed for an earlier request.",
+            TOKEN_BUCKETS,
+        )
+        self._answer_size = self._histogram("smc_request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
+        self._queue_time = self._histogram(
+            "smc_request_queue_time_seconds", "From an answered request's arrival until it was taken up.", E2E_BUCKETS
+        )
+        self._prefill_time = self._histogram(
+            "smc_request_prefill_time_seconds", "From there until its first token.", E2E_BUCKETS
+        )
+        self._decode_time = self._histogram(
+            "smc_request_decode_time_seconds", "From there to the end of its answer.", E2E_BUCKETS
+        )
+
+
+class Metrics(RequestMetrics, EngineMetrics):
+    """Those of requests and of the engine, and beside them whether the service is there. Methods may be called from any
+    thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._page = Page(self.registry)
+        ProcessCollector(registry=self.registry)
+        self._make_request_metrics()
+        self._make_engine_metrics()
+        self._make_exact_metrics()
+        self._make_round_metrics()
+        self._make_service_metrics()
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return prom.generate_latest(self._page)
+
+    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
+        """Answer scrapes at `/metrics`. Returns the port (0: a free one is taken) and a function that stops it."""
+        try:
+            server, thread = prom.start_http_server(port, addr=host, registry=self._page)
+        except OSError as error:
+            raise OSError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror}; give another metrics port, or 0 for any"
+            ) from error
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return server.server_port, stop
+
+    def set_health(self, draft: bool, target: bool, serving: bool) -> None:
+        for group, healthy in zip(GROUPS, (draft, target), strict=True):
+            self._group_healthy.labels(group).set(healthy)
+        self._serving.set(serving)
+
+    def gateway_paused(self, seconds: float) -> None:
+        """Its loop answered nobody for so long."""
+        self._paused.inc(seconds)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.set(epoch)
+
+    def workers_restarted(self) -> None:
+        """All workers were started again after a loss."""
+        self._restarts.inc()
+
+    def draft_restarted(self) -> None:
+        """The draft was started again beside the target."""
+        self._draft_restarts.inc()
+
+    def set_build_info(
+        self, version: str, model: str, form: str, link: str, max_slots: int, block: int, weights: dict[str, str]
+    ) -> None:
+        """What runs here; once, at the start. Nothing holds a slot yet. `model`: the name under which it is served;
+        `weights`: each group's fingerprint."""
+        self._page.model = model
+        for verification in VERIFICATIONS:
+            for position in range(block):
+                self._accepted_at.labels(verification, position)
+        # What answers are the target's: its weights are the ones that a rollout is about.
+        fingerprints = {"weights": weights["target"], "draft_weights": weights["draft"]}
+        self._build.info({"version": version, "form": form, "link": link, **fingerprints})
+        self._slots_capacity.set(max_slots)
+        self._slots_free.set(max_slots)
+
+    def _make_service_metrics(self) -> None:
+        self._serving = self._gauge("smc_serving", "1 while requests are let in.")
+        self._group_healthy = self._gauge(
+            "smc_group_healthy", "1 while every rank of the group is ready.", group=GROUPS
+        )
+        self._paused = self._counter(
+            "smc_gateway_paused_seconds_total",
+            "Time in which the gateway answered nobody, of pauses longer than 0.25 s.",
+        )
+        self._epoch = self._gauge("smc_epoch", "Starts of the workers, or of the draft alone, so far.")
+        self._restarts = self._counter(
+            "smc_worker_restarts_total", "Times that all workers were started again after a loss."
+        )
+        self._draft_restarts = self._counter(
+            "smc_draft_restarts_total", "Times that the draft alone was started again after a loss."
+        )
+        self._build = prom.Info("smc_build", "What runs here.", registry=self.registry)

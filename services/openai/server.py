@@ -1,0 +1,511 @@
+"""OpenAI's API over HTTP: connections, routes, authentication, and one call from its body to the last byte of its
+response. Knows nothing about the fields of a body."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from services.backend import Unavailable
+from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
+from services.gateway.request_handler import ApiServer, CallRecord, RequestHandler
+from services.openai.requests import (
+    CHAT,
+    COMPLETIONS,
+    LONGEST,
+    BadRequest,
+    CompletionRequest,
+    Refusal,
+    parse,
+    refusal,
+    understood,
+)
+from services.openai.responses import (
+    DONE,
+    ChunkWriter,
+    ResponseHeader,
+    choice,
+    error_event,
+    model,
+    models,
+    response,
+    written,
+)
+from services.security import bearer_token, caller_with, is_known, server_context
+from smc.api.limits import DEFAULT_MAX_TOKENS
+from smc.api.outputs import Answer, Output
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.scheduler.admission import check_waiting
+
+SWEEP_SECONDS = 0.5
+
+
+class HttpConnections:
+    """Use it in one asyncio loop."""
+
+    def __init__(self, server: web.Server, silence: float, age: float) -> None:
+        """`silence`: seconds in which a new connection has to bring its first request whole; `age`: after which a
+        connection is old."""
+        self._server, self._silence, self._age = server, silence, age
+        self._loop = asyncio.get_running_loop()
+        self._since: dict[web.RequestHandler, float] = {}
+        self._heard: set[web.RequestHandler] = set()
+        self._transports: dict[web.RequestHandler, asyncio.Transport] = {}
+        self._closing: dict[web.RequestHandler, float] = {}
+        self._next = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+
+    def close(self) -> None:
+        self._next.cancel()
+
+    def asks(self, connection: web.RequestHandler) -> None:
+        """A request has come over it."""
+        self._heard.add(connection)
+        self._since.setdefault(connection, self._loop.time())
+        if connection.transport is not None:
+            self._transports[connection] = connection.transport
+
+    def is_old(self, connection: web.RequestHandler) -> bool:
+        """Its client is to make a new one, maybe to a newer replica."""
+        return self._loop.time() - self._since.get(connection, self._loop.time()) >= self._age
+
+    def _sweep(self) -> None:
+        now, there = self._loop.time(), set(self._server.connections)
+        self._since = {connection: self._since.get(connection, now) for connection in there}
+        self._heard &= there
+        for connection in there - self._heard:
+            if now - self._since[connection] > self._silence:
+                connection.force_close()
+        self._transports = {
+            connection: transport for connection, transport in self._transports.items() if connection in there
+        }
+        closing = [connection for connection, transport in self._transports.items() if transport.is_closing()]
+        self._closing = {connection: self._closing.get(connection, now) for connection in closing}
+        for connection, since in self._closing.items():
+            if now - since > self._silence:
+                self._transports[connection].abort()
+        self._next = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+
+
+MOST_ECHOED = 1 << 20
+"""Characters."""
+
+
+class HttpReply:
+    """What goes back to a caller: an answer, or events as they come. Nothing is sent before the first of them is
+    known."""
+
+    def __init__(self, request: web.Request, timeout: float, is_last: Callable[[], bool]) -> None:
+        """`timeout`: seconds that the caller may let a write wait. `is_last`: its connection is to end with this
+        reply."""
+        self._request, self._timeout, self._is_last = request, timeout, is_last
+        self.headers: dict[str, str] = {}
+        self.stream: web.StreamResponse | None = None
+        """Once something has been sent."""
+
+    @property
+    def _begun(self) -> web.StreamResponse:
+        assert self.stream is not None
+        return self.stream
+
+    async def send(self, data: bytes) -> None:
+        """Events, if there are any. Raises SlowReader; ConnectionError if the caller is gone."""
+        if not data:
+            return
+        async with self._in_time():
+            if self.stream is None:
+                await self._begin(
+                    200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+                )
+            await self._begun.write(data)
+
+    async def end(self) -> web.StreamResponse:
+        """After the last event. Raises what `send` raises."""
+        async with self._in_time():
+            await self._begun.write_eof()
+        return self._begun
+
+    async def whole(
+        self, document: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> web.StreamResponse:
+        """JSON, and nothing after it. Raises what `send` raises."""
+        return await self.send_whole(json.dumps(document).encode(), status, headers)
+
+    async def send_whole(
+        self, data: bytes, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> web.StreamResponse:
+        """The same of a document that has been written."""
+        async with self._in_time():
+            await self._begin(
+                status, {"content-type": "application/json; charset=utf-8", "content-length": str(len(data)), **headers}
+            )
+            await self._begun.write(data)
+            await self._begun.write_eof()
+        return self._begun
+
+    async def refuse(self, refusal: Refusal) -> web.StreamResponse:
+        """In place of an answer, or of what would have followed; as far as the caller reads it."""
+        try:
+            if self.stream is None:
+                return await self.whole(refusal.body, refusal.http_status, refusal.headers)
+            await self.send(error_event(refusal.body))
+            return await self.end()
+        except (SlowReader, ConnectionError):
+            return self.abandon()
+
+    def abandon(self) -> web.StreamResponse:
+        """Nothing more is sent, and what has not been read is forgotten."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return self.stream or web.Response()
+
+    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+        stream = web.StreamResponse(status=status, headers={**self.headers, **headers})
+        if self._is_last():
+            stream.force_close()
+        await stream.prepare(self._request)
+        self.stream = stream
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout):
+                yield
+        except TimeoutError as error:
+            raise SlowReader(
+                f"the caller did not read for {self._timeout:g} s while an answer was sent; the request was aborted"
+            ) from error
+
+
+async def requests_of(asked: CompletionRequest, request_id: str, handler: RequestHandler) -> list[Request]:
+    """One for each answer. Raises ValueError naming the field, the value and what is allowed, and QueueFull."""
+    requests, seeds = [], asked.seeds()
+    negative = await handler.prompts.negative(asked.negative)
+    for prompt in asked.prompts:
+        tokens = await handler.prompts.tokens(prompt)
+        # A chat may go on for as long as there is room.
+        most = handler.longest(asked.params(LONGEST, None), len(tokens), len(negative or ()))
+        longest = most if asked.chat else min(DEFAULT_MAX_TOKENS, most)
+        for _ in range(asked.n):
+            params = asked.params(longest, next(seeds))
+            requests.append(Request(request_id, tokens, params, asked.cache_salt, negative_prompt=negative))
+    return requests
+
+
+async def answered(
+    asked: CompletionRequest,
+    requests: list[Request],
+    heading: ResponseHeader,
+    handler: RequestHandler,
+    records: list[CallRecord],
+    reply: HttpReply,
+) -> web.StreamResponse:
+    """Decode all of them and reply. However this ends, the backend's iterators are closed, which aborts what still
+    runs."""
+    tokenizer = handler.pair.tokenizer
+    echoes = [text for prompt in asked.prompts for text in [prompt.written(tokenizer) if asked.echo else ""] * asked.n]
+    if (size := sum(map(len, echoes))) > MOST_ECHOED:
+        raise BadRequest(
+            f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers", "echo"
+        )
+    chunks = ChunkWriter(heading, asked, tokenizer) if asked.stream else None
+    begun: set[int] = set()
+    ended: dict[int, Answer] = {}
+    async with aclosing(handler.updates(requests, records)) as updates:
+        async for index, output in updates:
+            if chunks is not None:
+                said = partial(
+                    _events, chunks, index, output, requests[index].params, None if index in begun else echoes[index]
+                )
+                await reply.send(await _beside(said, [output.answer]))
+                begun.add(index)
+            if output.answer is not None:
+                ended[index] = output.answer
+    answers = [ended[index] for index in range(len(requests))]
+    if chunks is None:
+        each = list(enumerate(zip(answers, requests, echoes)))
+
+        def write() -> bytes:
+            choices = [
+                choice(index, answer, request.params, asked.chat, tokenizer, echo)
+                for index, (answer, request, echo) in each
+            ]
+            return written(response(heading, choices, answers, len(asked.prompts))).encode()
+
+        return await reply.send_whole(await _beside(write, answers))
+    if asked.include_usage:
+        await reply.send(chunks.usage(answers, len(asked.prompts)))
+    await reply.send(DONE)
+    return await reply.end()
+
+
+async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None]) -> bytes:
+    """What is written of these. With the likeliest tokens it is a lot: not while others wait for this loop."""
+    is_long = any(answer is not None and answer.top_logprobs for answer in answers)
+    return await asyncio.to_thread(write) if is_long else write()
+
+
+def _events(chunks: ChunkWriter, index: int, output: Output, params: SamplingParams, echo: str | None) -> bytes:
+    """News of one answer; `echo`: what stands before it, if these are its first."""
+    data = b"" if echo is None else chunks.begin(index, echo)
+    if output.text:
+        data += chunks.text(index, output.text)
+    if output.answer is not None:
+        data += chunks.end(index, output.answer, params)
+    return data
+
+
+HEALTH, METRICS, MODELS = "/health", "/metrics", "/v1/models"
+
+logger = logging.getLogger(__name__)
+_library_logger = logging.getLogger(f"{__name__}.library")
+# Anybody can send bytes that are no HTTP; each would be a traceback in the log.
+_library_logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+
+
+def add_to(server: ApiServer) -> None:
+    """A front end: see `services.gateway.request_handler.FrontEnd`."""
+    if server.handler.config.http_port is not None:
+        server.add_http_server(OpenAiServer(server))
+
+
+class OpenAiServer:
+    """Use it in one asyncio loop: `start`, at the end `close` and `stop`."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self._handler, self._metrics = server.handler, server.metrics
+        self._config, self._calls = server.handler.config, server.handler.calls
+        self._call_limit, self._receive_limit = server.call_limit, server.receive_limit
+        config, pair = server.handler.config, server.handler.pair
+        self._tokens = config.tokens()
+        self._limit = config.message_bytes(pair.context)
+        self._names = config.served_model_names or (pair.target.name,)
+        self._began = int(time.time())
+        self._runner: web.AppRunner | None = None
+        self._site: web.TCPSite | None = None
+        self._connections: HttpConnections | None = None
+        """There when the first request comes, as is the server they are of."""
+
+    async def start(self) -> int:
+        """Listen. Returns the bound port. Raises OSError if it cannot be had."""
+        config = self._config
+        app = web.Application(middlewares=[self._guarded], client_max_size=self._limit)
+        app.router.add_get(HEALTH, self._health)
+        app.router.add_get(METRICS, self._scrape)
+        app.router.add_get(MODELS, self._list_models)
+        app.router.add_get(MODELS + "/{name:.+}", self._show_model)
+        app.router.add_post(CHAT, self._generate)
+        app.router.add_post(COMPLETIONS, self._generate)
+        self._runner = web.AppRunner(
+            app,
+            handle_signals=False,
+            access_log=None,
+            logger=_library_logger,
+            # A caller that leaves ends its call.
+            handler_cancellation=True,
+            # What is packed may be a thousand times larger than the limit.
+            auto_decompress=False,
+            keepalive_timeout=config.keepalive_time,
+            shutdown_timeout=0.0,
+            # For what a caller still sends of a body that is refused, so that it reads why.
+            lingering_time=2.0,
+        )
+        await self._runner.setup()
+        context = server_context(*config.tls) if config.tls else None
+        host = config.host.strip("[]")
+        self._site = web.TCPSite(self._runner, host, config.http_port, ssl_context=context)
+        try:
+            await self._site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise OSError(
+                f"cannot listen on {host}:{config.http_port}: {error.strerror}; give another http_port, or 0 for any"
+            ) from error
+        assert self._runner.server is not None
+        self._connections = HttpConnections(self._runner.server, config.write_timeout, config.max_connection_age)
+        port = self._runner.addresses[0][1]
+        logger.info("OpenAI's API on %s:%d%s", host, port, " with TLS" if context else "")
+        return port
+
+    async def close(self) -> None:
+        """Take no connection any more; those that there are go on."""
+        if self._site is not None:
+            site, self._site = self._site, None
+            await site.stop()
+
+    async def stop(self) -> None:
+        """End every connection."""
+        await self.close()
+        if self._connections is not None:
+            self._connections.close()
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+        """Lets in who may come in; what goes wrong is said in OpenAI's shape."""
+        assert self._connections is not None
+        self._connections.asks(request.protocol)
+        try:
+            if self._tokens and request.path != HEALTH and not is_known(_token(request), self._tokens):
+                self._metrics.request_rejected("UNAUTHENTICATED", "unauthenticated")
+                raise Unauthenticated("a valid token is needed; send the header `authorization: Bearer TOKEN`")
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _refused(
+                BadRequest(f"{request.method} {request.path}: {error.reason.lower()}", None, error.status, "not_found")
+            )
+            response.headers.extend({name: value for name, value in error.headers.items() if name == "Allow"})
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if status_of(error).cause == "internal":
+                logger.error("unexpected error", exc_info=error)
+            response = _refused(error)
+        return response if response.prepared else await self._written(response, request)
+
+    async def _written(self, response: web.StreamResponse, request: web.Request) -> web.StreamResponse:
+        """As far as the caller reads it in time."""
+        if self._is_last(request):
+            response.force_close()
+        try:
+            async with asyncio.timeout(self._config.write_timeout):
+                await response.prepare(request)
+                await response.write_eof()
+        except (TimeoutError, ConnectionError):
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    def _is_last(self, request: web.Request) -> bool:
+        """Its connection takes no more."""
+        assert self._connections is not None
+        return self._calls.closed is not None or self._connections.is_old(request.protocol)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if self._calls.closed is not None:
+            raise Unavailable(self._calls.closed)
+        return web.json_response({"status": "serving"})
+
+    async def _scrape(self, request: web.Request) -> web.Response:
+        text = await asyncio.to_thread(self._metrics.exposition)
+        return web.Response(body=text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        pair = self._handler.pair
+        return web.json_response(models(self._names, self._began, pair.context, pair.target.weights))
+
+    async def _show_model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self._names:
+            raise BadRequest(
+                f"model={name!r}; allowed: {', '.join(map(repr, self._names))}", "model", 404, "model_not_found"
+            )
+        pair = self._handler.pair
+        return web.json_response(model(name, self._names[0], self._began, pair.context, pair.target.weights))
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        records = [self._calls.arrives(f"POST {request.path}", request.headers.items())]
+        reply = HttpReply(request, self._config.write_timeout, lambda: self._is_last(request))
+        try:
+            with self._call_limit.taken():
+                asked = await self._read(request)
+                return await self._within(asked, request, records, reply)
+        except asyncio.CancelledError:
+            _each_left(records, deadline=False)
+            raise
+        except ConnectionError:  # it left while something was written
+            _each_left(records, deadline=False)
+            return reply.abandon()
+        except DeadlineExceeded as error:
+            _each_left(records, deadline=True)
+            return await reply.refuse(refusal(error))
+        except Exception as error:
+            status = status_of(error)
+            if status.cause == "internal":
+                logger.error("unexpected error", exc_info=error)
+            for record in records:
+                record.failed(status, error)
+            return reply.abandon() if isinstance(error, SlowReader) else await reply.refuse(refusal(error))
+
+    async def _read(self, request: web.Request) -> CompletionRequest:
+        """The body, understood. Raises BadRequest, TooLarge, SlowSender, QueueFull."""
+        if request.content_type != "application/json":
+            # What other pages can make a browser send is none of this.
+            raise BadRequest(f"content-type={request.content_type!r}; allowed: application/json", None, 415)
+        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+            raise BadRequest(f"content-encoding={encoding!r}; allowed: none", None, 415)
+        too_large = TooLarge(f"the body has more than {self._limit} bytes, as many as are allowed")
+        if (request.content_length or 0) > self._limit:
+            raise too_large
+        try:
+            async with self._receive_limit.let_in():
+                data = await self._receive_limit.arrived(request.read())
+                return await self._receive_limit.read(data, lambda data: self._understood(data, request.path == CHAT))
+        except web.HTTPRequestEntityTooLarge as error:
+            raise too_large from error
+        except web.RequestPayloadError as error:
+            raise BadRequest(f"the body cannot be read: {error}") from error
+
+    def _understood(self, data: bytes, chat: bool) -> CompletionRequest:
+        try:
+            document = parse(data)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        return understood(document, chat, self._names, self._handler.pair.tokenizer.size, self._config.method)
+
+    async def _within(
+        self, asked: CompletionRequest, request: web.Request, records: list[CallRecord], reply: HttpReply
+    ) -> web.StreamResponse:
+        """Raises DeadlineExceeded where the caller's time is over."""
+        request_id = asked.request_id or uuid.uuid4().hex
+        reply.headers["x-request-id"] = request_id
+        records[0].is_of(request_id)
+        left = None if asked.timeout is None else max(0.0, asked.timeout - records[0].seconds)
+        try:
+            async with asyncio.timeout(left) as deadline, self._calls.enter((caller_with(_token(request)), request_id)):
+                return await self._decode(asked, request_id, records, reply)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceeded(
+                f"timeout={asked.timeout:g} s is over; nothing of the call is left behind"
+            ) from error
+
+    async def _decode(
+        self, asked: CompletionRequest, request_id: str, records: list[CallRecord], reply: HttpReply
+    ) -> web.StreamResponse:
+        check_waiting(self._handler.pair.engine, self._handler.status().queued)
+        try:
+            requests = await requests_of(asked, request_id, self._handler)
+            records.extend(records[0].another() for _ in requests[1:])
+            heading = ResponseHeader(request_id, int(time.time()), self._names[0], asked.chat)
+            return await answered(asked, requests, heading, self._handler, records, reply)
+        except ValueError as error:
+            raise asked.named(error) from error
+
+
+def _token(request: web.Request) -> str:
+    return bearer_token(request.headers.get("authorization", ""))
+
+
+def _refused(error: Exception) -> web.Response:
+    said = refusal(error)
+    return web.json_response(said.body, status=said.http_status, headers=said.headers)
+
+
+def _each_left(records: list[CallRecord], deadline: bool) -> None:
+    for record in records:
+        record.left(deadline)

@@ -1,0 +1,264 @@
+"""Converts sampling settings, requests and answers between protobuf messages and the library's types. Imports no model
+code, so that clients start quickly.
+
+Nothing is sent twice: an update carries what is new, so the answer in the last update holds only that update's tokens
+and text until `services.coordinator.client` joins them. `Answer.seconds` is not sent, because clocks differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from services.pb import coordinator_pb2
+from services.pb import generation_pb2 as pb
+from services.pb.coordinator_pb2 import Submission
+from smc.api.outputs import Alternatives, Answer, FinishReason, Output, Particle, Statistics, Times
+from smc.api.sampling_params import SETTINGS, SamplingParams
+from smc.api.settings import Biases, Items, OneOf
+
+FINISH_REASONS = {
+    "eos": pb.FINISH_REASON_EOS,
+    "stop_token": pb.FINISH_REASON_STOP_TOKEN,
+    "stop_string": pb.FINISH_REASON_STOP_STRING,
+    "length": pb.FINISH_REASON_LENGTH,
+    "time_budget": pb.FINISH_REASON_TIME_BUDGET,
+    "queue_time": pb.FINISH_REASON_QUEUE_TIME,
+}
+"""Of an answer; what fails or is cancelled has a status code instead."""
+
+REPORTS = tuple(name for name, known in SETTINGS.items() if known.report)
+"""Settings of what is reported: they stand beside the sampling settings."""
+SAMPLING = tuple(name for name in SETTINGS if name not in REPORTS)
+_FIELDS = pb.SamplingParams.DESCRIPTOR.fields_by_name
+_ENUMS = {
+    name: {
+        choice: _FIELDS[name].enum_type.values_by_name[f"{name}_{choice}".upper()].number
+        for choice in known.check.names
+    }
+    for name, known in SETTINGS.items()
+    if isinstance(known.check, OneOf)
+}
+_KINDS = {
+    FieldDescriptor.TYPE_DOUBLE: "a number",
+    FieldDescriptor.TYPE_INT32: "a 32-bit integer",
+    FieldDescriptor.TYPE_INT64: "a 64-bit integer",
+    FieldDescriptor.TYPE_BOOL: "true or false",
+    FieldDescriptor.TYPE_STRING: "valid Unicode text",
+}
+
+
+def sampling_message(settings: Mapping[str, Any]) -> pb.SamplingParams:
+    """A message of the settings that are given; those that are None are left to the server's defaults.
+
+    Raises TypeError for a name that is no setting, ValueError for what the message cannot hold; whether a value makes
+    sense is for the server to say."""
+    message = pb.SamplingParams()
+    for name, value in settings.items():
+        if name not in SAMPLING:
+            raise TypeError(f"{name} is not a sampling setting; allowed: {', '.join(SAMPLING)}")
+        if value is not None:
+            _set(message, name, value)
+    return message
+
+
+def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
+    """The settings that a message holds, by name; absent ones are left out. Raises ValueError for an enum number that
+    is unknown, and for more items than are allowed."""
+    check_counts(message)
+    settings: dict[str, Any] = {}
+    for name in SAMPLING:
+        field = _FIELDS[name]
+        value = getattr(message, name)
+        if name in _ENUMS:
+            if value:
+                settings[name] = name_of(_ENUMS[name], value, name)
+        elif field.is_repeated:
+            if value:
+                settings[name] = dict(value) if _is_map(field) else tuple(value)
+        elif message.HasField(name):
+            settings[name] = value
+    return settings
+
+
+def check_counts(message: Message) -> None:
+    """Of fields that have the name of a setting, before anything is made of them: a message may hold millions. Raises
+    ValueError."""
+    for name in message.DESCRIPTOR.fields_by_name:
+        if name in SETTINGS and isinstance(check := SETTINGS[name].check, (Items, Biases)):
+            check.check_count(name, len(getattr(message, name)))
+
+
+def name_of(names: Mapping[str, int], number: int, field: str) -> str:
+    """The name of an enum's number. Raises ValueError naming the field, the number and what is allowed."""
+    for name, known in names.items():
+        if known == number:
+            return name
+    allowed = ", ".join(f"{known} ({name})" for name, known in names.items())
+    raise ValueError(f"{field}={number}; allowed: {allowed}")
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def _set(message: pb.SamplingParams, name: str, value: Any) -> None:
+    names, field = _ENUMS.get(name), _FIELDS[name]
+    if names is not None:
+        if value not in names:
+            raise ValueError(f"{name}={value!r}; allowed: {', '.join(names)}")
+        setattr(message, name, names[value])
+        return
+    kind = "numbers by token id" if _is_map(field) else _KINDS[field.type]
+    if field.is_repeated and not _is_map(field):
+        kind = f"a list, every item {kind}"
+    try:
+        if not field.is_repeated:
+            setattr(message, name, value)
+        elif isinstance(value, str):
+            raise TypeError
+        elif _is_map(field):
+            getattr(message, name).update(dict(value))
+        else:
+            getattr(message, name).extend(value)
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ) as error:  # protobuf's own words name neither the field nor what it holds
+        raise ValueError(f"{name}={value!r}; allowed: {kind}") from error
+
+
+SECONDS_UNKNOWN = math.nan
+
+_STATISTICS_FIELDS = tuple(field.name for field in fields(Statistics))
+
+
+def to_sampling(message: pb.GenerateRequest | Submission, **defaults: Any) -> SamplingParams:
+    """The library's settings, from a message with sampling settings and reports. What is absent has the value in
+    `defaults`, or else the library's own default.
+
+    Raises ValueError naming the field, the value and what is allowed.
+    """
+    reports = {name: getattr(message, name) for name in REPORTS}
+    return SamplingParams(**{**defaults, **sampling_settings(message.sampling), **reports})
+
+
+def from_sampling(params: SamplingParams) -> dict[str, Any]:
+    """Fields of a message that has sampling settings and reports. Every setting is in it, so that it means the same to
+    whoever reads it.
+
+    Raises ValueError for an integer that the message cannot hold.
+    """
+    sampling = sampling_message({name: getattr(params, name) for name in SAMPLING})
+    return {"sampling": sampling} | {name: getattr(params, name) for name in REPORTS}
+
+
+def to_finish(answer: Answer, *, statistics: bool = True) -> pb.Finish:
+    """The end of an answer. The API has no `statistics` of plain decoding; between our own processes they always go
+    along."""
+    finish = pb.Finish(
+        reason=FINISH_REASONS.get(answer.finish_reason.value, pb.FINISH_REASON_UNSPECIFIED),
+        usage=pb.Usage(
+            prompt_tokens=answer.prompt_tokens, completion_tokens=len(answer.tokens), cached_tokens=answer.cached_tokens
+        ),
+        seed=answer.seed,
+        logprobs=answer.logprobs or (),
+        times=pb.Times(**asdict(answer.times)),
+        particles=map(_to_particle, answer.particles or ()),
+        top_logprobs=map(_to_tops, answer.top_logprobs or ()),
+    )
+    if isinstance(answer.matched, str):
+        finish.matched_string = answer.matched
+    elif answer.matched is not None:
+        finish.matched_token_id = answer.matched
+    if statistics:
+        finish.statistics.SetInParent()
+        for name in _STATISTICS_FIELDS:
+            setattr(finish.statistics, name, getattr(answer.statistics, name))
+    return finish
+
+
+def from_finish(
+    finish: pb.Finish,
+    request_id: str,
+    tokens: tuple[int, ...],
+    text: str,
+    *,
+    reason: FinishReason | None = None,
+    error: str | None = None,
+) -> Answer:
+    """The answer of these tokens and this text. `reason`: how it ended, where that is none of the API's finish reasons.
+
+    `seconds` is NaN: not known here. An answer of no tokens has `logprobs`, `top_logprobs` and `particles` None, asked
+    for or not."""
+    matched = finish.WhichOneof("matched")
+    return Answer(
+        request_id=request_id,
+        tokens=tokens,
+        text=text,
+        finish_reason=reason or FinishReason(name_of(FINISH_REASONS, finish.reason, "finish.reason")),
+        matched=getattr(finish, matched) if matched else None,
+        seed=finish.seed,
+        prompt_tokens=finish.usage.prompt_tokens,
+        statistics=Statistics(**{name: getattr(finish.statistics, name) for name in _STATISTICS_FIELDS}),
+        seconds=SECONDS_UNKNOWN,
+        logprobs=tuple(finish.logprobs) or None,
+        error=error,
+        cached_tokens=finish.usage.cached_tokens,
+        times=Times(finish.times.queue, finish.times.prefill, finish.times.decode),
+        particles=tuple(map(_from_particle, finish.particles)) or None,
+        top_logprobs=tuple(tuple(zip(tops.token_ids, tops.logprobs)) for tops in finish.top_logprobs) or None,
+    )
+
+
+def _to_particle(particle: Particle) -> pb.Particle:
+    return pb.Particle(
+        token_ids=particle.tokens,
+        text=particle.text,
+        reason=FINISH_REASONS[particle.finish_reason.value],
+        weight=particle.weight,
+    )
+
+
+def _to_tops(tops: Alternatives) -> pb.TopLogprobs:
+    tokens, logprobs = zip(*tops) if tops else ((), ())
+    return pb.TopLogprobs(token_ids=tokens, logprobs=logprobs)
+
+
+def _from_particle(message: pb.Particle) -> Particle:
+    reason = FinishReason(name_of(FINISH_REASONS, message.reason, "particle.reason"))
+    return Particle(tuple(message.token_ids), message.text, reason, message.weight)
+
+
+def to_update(output: Output) -> coordinator_pb2.Update:
+    """News of one request for the stream between coordinator and gateway."""
+    update = coordinator_pb2.Update(request_id=output.request_id, text=output.text, token_ids=output.tokens)
+    answer = output.answer
+    if answer is not None:
+        update.finish.CopyFrom(to_finish(answer))
+        if answer.finish_reason is FinishReason.ERROR:
+            update.error = answer.error or ""
+        elif answer.finish_reason is FinishReason.CANCELLED:
+            update.cancelled = True
+    return update
+
+
+def from_update(update: coordinator_pb2.Update) -> Output:
+    """The news in an update. An answer in it holds the tokens and text of this update, not of those before."""
+    tokens, answer = tuple(update.token_ids), None
+    if update.HasField("finish"):
+        ending = update.WhichOneof("ending")
+        answer = from_finish(
+            update.finish,
+            update.request_id,
+            tokens,
+            update.text,
+            reason={"error": FinishReason.ERROR, "cancelled": FinishReason.CANCELLED}.get(ending),
+            error=update.error if ending == "error" else None,
+        )
+    return Output(update.request_id, tokens, update.text, answer)

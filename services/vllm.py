@@ -1,0 +1,354 @@
+"""`vllm.grpc.engine.VllmEngine`: vLLM's engine protocol, with the same limits and checks as `smc.v1`. Knows nothing about
+the router that calls it.
+
+Fields that this service does not support are refused unless set to their no-op value. The protocol has few optional
+fields: a number that is 0 counts as absent. Answers are token ids, without text."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.metadata
+import io
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
+from smg_grpc_proto.generated import common_pb2
+
+from services.backend import Unimplemented
+from services.gateway.request_handler import ApiServer, RequestHandler
+from services.openai.requests import LONGEST, derived_seed
+from services.prompts import Prompt
+from services.protobuf.generation import check_counts
+from services.security import caller_of
+from smc.api.limits import MAX_TOP_LOGPROBS
+from smc.api.outputs import Answer, FinishReason, Output
+from smc.api.request import Request
+from smc.api.sampling_params import SETTINGS, Method, SamplingParams
+
+MAX_ANSWERS = 128
+"""n of one call."""
+ABSENT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "frequency_penalty": (lambda value: value == 0, "0: there are no penalties here"),
+    "presence_penalty": (lambda value: value == 0, "0: there are no penalties here"),
+    "repetition_penalty": (lambda value: value in (0, 1), "1: there are no penalties here"),
+}
+"""Settings that this service does not have: whether a value asks for nothing, and what is allowed."""
+UNSET = {
+    pb.SamplingParams: ("prompt_logprobs", "truncate_prompt_tokens"),
+    pb.GenerateRequest: ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs"),
+}
+"""Fields of what this service does not have, by message."""
+
+
+def check_request(message: pb.GenerateRequest) -> None:
+    """Raises ValueError naming what of a request this service does not have."""
+    _check_unset(message)
+    if message.extra_mm_inputs:
+        raise ValueError("extra_mm_inputs is given; this service has text only: leave it out")
+    if message.data_parallel_rank:
+        raise ValueError(f"data_parallel_rank={message.data_parallel_rank}; allowed: 0, there is one")
+
+
+def to_params(message: pb.SamplingParams, method: str, room: int) -> list[SamplingParams]:
+    """Settings of every answer that is asked for. `method` where the temperature is above 0; `room`: tokens that the
+    context leaves.
+
+    Raises ValueError naming the field, the value and what is allowed.
+    """
+    _check_absent(message)
+    _check_unset(message)
+    # Before anything is made of them: a message may hold millions.
+    check_counts(message)
+    count = message.n or 1
+    if count > MAX_ANSWERS:
+        raise ValueError(f"n={count}; allowed: 1..{MAX_ANSWERS}")
+    settings = {"max_tokens": room, **_settings(message)}
+    settings["method"] = Method.EXACT if settings.get("temperature") == 0 and method == Method.SMC else method
+    first = settings.pop("seed", None)
+    seeds = [first if index == 0 or first is None else derived_seed(f"{first}:{index}") for index in range(count)]
+    return [SamplingParams(**settings, seed=seed) for seed in seeds]
+
+
+def _settings(message: pb.SamplingParams) -> dict[str, Any]:
+    """Those that the protocol and the library have under the same name, and that are given."""
+    settings: dict[str, Any] = {}
+    for name in SETTINGS:
+        known = message.DESCRIPTOR.fields_by_name.get(name)
+        if known is None or not (message.HasField(name) if known.has_presence else getattr(message, name)):
+            continue
+        value = getattr(message, name)
+        if known.type == FieldDescriptor.TYPE_FLOAT:
+            value = round(value, 7)  # 32 bits: 0.7 arrives as 0.699999988
+        settings[name] = value if not known.is_repeated else dict(value) if known.message_type else tuple(value)
+    if "logprobs" in settings:
+        settings |= _logprobs(settings["logprobs"])
+    return settings
+
+
+def _logprobs(count: int) -> dict[str, Any]:
+    """Of the drawn token itself, and of so many of the likeliest."""
+    if not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"logprobs={count}; allowed: 0..{MAX_TOP_LOGPROBS}")
+    return {"logprobs": True, "top_logprobs": count}
+
+
+def _check_absent(message: pb.SamplingParams) -> None:
+    for name, (asks_nothing, allowed) in ABSENT.items():
+        value = getattr(message, name)
+        if not asks_nothing(value):
+            raise ValueError(f"{name}={value}; allowed: {allowed}")
+    constraint = message.WhichOneof("constraint")
+    if constraint and getattr(message, constraint) is not False:
+        raise ValueError(f"{constraint} is given; this service has no guided decoding: leave it out")
+
+
+def _check_unset(message: pb.SamplingParams | pb.GenerateRequest) -> None:
+    for name in UNSET[type(message)]:
+        if message.HasField(name):
+            raise ValueError(f"{name} is given; this service does not have it: leave it out")
+
+
+FINISHES = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP_TOKEN: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+}
+"""All that an answer without a time budget may end with."""
+
+
+def chunks(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
+    """Of a stream: new tokens, and after the last ones how the answer ended. Log-probabilities are known with the
+    answer, so an answer with them comes in one piece."""
+    answer = output.answer
+    tokens = output.tokens
+    if request.params.logprobs:
+        tokens = answer.tokens if answer else ()
+    if tokens:
+        chunk = pb.GenerateStreamChunk(
+            token_ids=tokens,
+            prompt_tokens=len(request.prompt),
+            completion_tokens=len(tokens),
+            cached_tokens=answer.cached_tokens if answer else 0,
+            output_logprobs=_output_logprobs(tokens, answer),
+            index=index,
+        )
+        yield pb.GenerateResponse(chunk=chunk)
+    if answer is not None:
+        yield _complete(answer, index)
+
+
+def whole(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
+    """Of a call that wants answers only."""
+    if output.answer is not None:
+        yield _complete(output.answer, index)
+
+
+def _complete(answer: Answer, index: int) -> pb.GenerateResponse:
+    complete = pb.GenerateComplete(
+        output_ids=answer.tokens,
+        finish_reason=FINISHES[answer.finish_reason],
+        prompt_tokens=answer.prompt_tokens,
+        completion_tokens=len(answer.tokens),
+        cached_tokens=answer.cached_tokens,
+        output_logprobs=_output_logprobs(answer.tokens, answer),
+        index=index,
+    )
+    if isinstance(answer.matched, str):
+        complete.matched_stop_str = answer.matched
+    elif answer.finish_reason is FinishReason.STOP_TOKEN:
+        complete.matched_token_id = answer.matched
+    return pb.GenerateResponse(complete=complete)
+
+
+def _output_logprobs(tokens: Sequence[int], answer: Answer | None) -> pb.OutputLogProbs | None:
+    """Of the drawn tokens, and the likeliest; where none of these are asked for, each drawn one stands there as the one
+    that is known."""
+    if answer is None or not answer.logprobs:
+        return None
+    tops = answer.top_logprobs or [((token, logprob),) for token, logprob in zip(tokens, answer.logprobs)]
+    known = [
+        pb.TopLogProbs(token_ids=[token for token, _ in top], values=[logprob for _, logprob in top]) for top in tops
+    ]
+    return pb.OutputLogProbs(token_ids=tokens, token_logprobs=answer.logprobs, top_logprobs=known)
+
+
+FILES = (
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "chat_template.json",
+    ),
+    *("config.json", "generation_config.json"),
+)
+CHUNK = 64 << 10
+"""Bytes of one message."""
+
+
+def tokenizer_chunks(directory: Path) -> Iterator[common_pb2.GetTokenizerChunk]:
+    """A zip archive of what there is of `FILES`, the same at every call; its SHA-256 comes with the last chunk. Raises
+    OSError."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in FILES:
+            if (path := directory / name).is_file():
+                archive.writestr(zipfile.ZipInfo(name), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    data = buffer.getvalue()
+    for begin in range(0, len(data), CHUNK):
+        last = begin + CHUNK >= len(data)
+        yield common_pb2.GetTokenizerChunk(
+            data=data[begin : begin + CHUNK], sha256=hashlib.sha256(data).hexdigest() if last else ""
+        )
+
+
+VLLM = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+DEFAULT_METHOD = Method.EXACT
+"""The protocol does not know of methods, and its callers expect the target's own answers, unless the service is told
+otherwise."""
+
+
+def add_to(server: ApiServer) -> None:
+    """A front end: see `services.gateway.request_handler.FrontEnd`."""
+    service = VllmService(server.handler)
+    server.add_grpc_service(VLLM, partial(pb_grpc.add_VllmEngineServicer_to_server, service))
+
+
+class VllmService(pb_grpc.VllmEngineServicer):
+    """Use it in one asyncio loop. Methods raise what is wrong."""
+
+    def __init__(self, handler: RequestHandler) -> None:
+        self._handler, self._pair = handler, handler.pair
+        self._method = Method(handler.config.default_method or DEFAULT_METHOD)
+        self._started = time.monotonic()
+        self._most_running = self._pair.engine.max_slots // SamplingParams(method=self._method).rows
+        self._received = 0.0
+        self._archive: list[common_pb2.GetTokenizerChunk] | None = None
+        """Of the tokenizer, once somebody has asked for it."""
+
+    async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        async def parse(request_id: str) -> list[Request]:
+            return await self._requests(request_id, message)
+
+        self._received = time.time()
+        await self._handler.serve(
+            f"{VLLM}/Generate", message.request_id, context, parse, chunks if message.stream else whole
+        )
+
+    async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        """Ids belong to the token that they came with; those of no running request are passed over."""
+        caller = caller_of(context.invocation_metadata())
+        for request_id in message.request_ids:
+            self._handler.calls.abort((caller, request_id))
+        return pb.AbortResponse()
+
+    async def HealthCheck(
+        self, message: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> pb.HealthCheckResponse:
+        closed = self._handler.calls.closed
+        return pb.HealthCheckResponse(healthy=closed is None, message=closed or "serving")
+
+    async def GetModelInfo(
+        self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        pair = self._pair
+        target, files = pair.target, str(pair.files or "")
+        return pb.GetModelInfoResponse(
+            model_path=files or target.name,
+            served_model_name=self._handler.config.name_of(target.name),
+            tokenizer_path=files,
+            is_generation=True,
+            max_context_length=pair.context,
+            max_req_input_len=pair.context - 1,
+            vocab_size=pair.tokenizer.size,
+            model_type=target.config.family,
+            architectures=[ARCHITECTURES[target.config.family]],
+            eos_token_ids=pair.tokenizer.eos_ids,
+        )
+
+    async def GetServerInfo(
+        self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        status = self._handler.status()
+        return pb.GetServerInfoResponse(
+            active_requests=status.running + status.queued,
+            last_receive_timestamp=self._received,
+            uptime_seconds=time.monotonic() - self._started,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+            max_num_seqs=self._most_running,
+        )
+
+    async def GetLoads(self, message: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
+        status = self._handler.status()
+        load = pb.SchedulerLoad(
+            num_running_reqs=status.running,
+            num_waiting_reqs=status.queued,
+            num_total_reqs=status.running + status.queued,
+            num_used_tokens=status.tokens_held,
+            max_total_num_tokens=status.tokens_room,
+            token_usage=status.tokens_held / max(status.tokens_room, 1),
+            max_running_requests=self._most_running,
+        )
+        version = importlib.metadata.version("smcserve")
+        return pb.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(), version=version, dp_rank_count=1, loads=[load]
+        )
+
+    async def GetTokenizer(self, message: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
+        if (files := self._pair.files) is None:
+            raise Unimplemented("GetTokenizer: the served model has random weights and no tokenizer")
+        archive = self._archive
+        if archive is None:
+            archive = self._archive = await asyncio.to_thread(lambda: list(tokenizer_chunks(files)))
+        for chunk in archive:
+            await self._handler.write(context, chunk)
+
+    async def SubscribeKvEvents(
+        self, message: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        raise Unimplemented(
+            "SubscribeKvEvents: this service does not report what its prefix cache holds; route by prefixes instead"
+        )
+
+    async def Embed(self, message: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> None:
+        raise Unimplemented("Embed: this service has no embeddings; it answers Generate")
+
+    async def FlushCache(self, message: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext) -> None:
+        raise Unimplemented(
+            "FlushCache: the prefix cache gives way by itself; start the service with --no-prefix-cache to have none"
+        )
+
+    async def StartProfile(self, message: common_pb2.StartProfileRequest, context: grpc.aio.ServicerContext) -> None:
+        raise Unimplemented("StartProfile: start the service with --trace FILE for a trace of all rounds")
+
+    async def StopProfile(self, message: common_pb2.StopProfileRequest, context: grpc.aio.ServicerContext) -> None:
+        raise Unimplemented("StopProfile: start the service with --trace FILE for a trace of all rounds")
+
+    async def _requests(self, request_id: str, message: pb.GenerateRequest) -> list[Request]:
+        """Raises ValueError naming the field, the value and what is allowed."""
+        check_request(message)
+        # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
+        asked_for = to_params(message.sampling_params, self._method, room=LONGEST)
+        form = message.WhichOneof("input")
+        if form is None:
+            raise ValueError("input is missing; allowed: one of tokenized, text")
+        asked = Prompt(text=message.text) if form == "text" else Prompt(token_ids=tuple(message.tokenized.input_ids))
+        prompt = await self._handler.prompts.tokens(asked)
+        if form == "tokenized" and (largest := max(prompt)) >= (size := self._pair.tokenizer.size):
+            raise ValueError(f"tokenized.input_ids contains {largest}; allowed: 0..{size - 1}")
+        room = self._handler.longest(asked_for[0], len(prompt))
+        settings = to_params(message.sampling_params, self._method, room)
+        return [Request(request_id, prompt, params) for params in settings]
