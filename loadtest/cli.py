@@ -6,31 +6,34 @@ service, 130 interrupted."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json as json_module
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
-from loadtest import files, profiles, runs, show
+from loadtest import report, runner
 from loadtest.arrivals import KINDS
-from loadtest.endpoint import Endpoint, Unreachable
-from loadtest.laws import FORMS
-from loadtest.runs import Site
-from loadtest.served import serve as serve_child
-from loadtest.settings import Settings
+from loadtest.client import ServiceEndpoint, ServiceUnreachable
+from loadtest.distributions import FORMS
+from loadtest.monitor import serve as serve_child
+from loadtest.runner import CapacityFound, LoadedService, LoadRun
+from loadtest.settings import LoadSettings, load_profile, shipped_profiles
+from loadtest.workload import read_prompts, read_trace
 from services.connection_options import DEFAULT_ADDRESS, SERVICE, Tls, TlsCa, TlsCert, TlsKey, TokenFile
 from services.security import read_tokens
-from smc.terminal import err, finite, option, print_error
+from smc.terminal import check_drawing, err, finite, option, print_error
 
 WHEN, WHAT, JUDGED, OUTPUT = "When requests come", "What they ask", "What is good", "Output"
-SETTINGS = tuple(field.name for field in fields(Settings))
 LIMIT = re.compile(r"\w+:")
 PRECISION = 0.1
 MAX_WAIT = 86400
@@ -44,91 +47,122 @@ def _number(panel: str, text: str, *names: str) -> Any:
     return option(panel, text, *names, metavar="NUMBER")
 
 
-Words = str | None
-Number = float | None
-Count = int | None
+OPTIONS: dict[str, Any] = {
+    "arrivals": Annotated[str | None, option(WHEN, f"{', '.join(KINDS)}. Default: poisson.", metavar="KIND")],
+    "rate": Annotated[float | None, _number(WHEN, "Requests a second.", "--rate", "-r")],
+    "rate_end": Annotated[float | None, _number(WHEN, "Of a ramp, at its end.")],
+    "burstiness": Annotated[float | None, _number(WHEN, "Of gamma arrivals; 1 = poisson, less = burstier.")],
+    "trace": Annotated[Path | None, option(WHEN, "Arrivals from a file, JSONL or CSV.", metavar="FILE")],
+    "duration": Annotated[
+        float | None, option(WHEN, "For how long requests are sent.", "--duration", "-d", metavar="SECONDS")
+    ],
+    "requests": Annotated[int | None, option(WHEN, "How many are sent at most.", metavar="COUNT")],
+    "warm_up": Annotated[float | None, option(WHEN, "Before that; these requests are not counted.", metavar="SECONDS")],
+    "overload": Annotated[float | None, _number(WHEN, "The rate as a multiple of --capacity.")],
+    "prompts": Annotated[Path | None, option(WHAT, "JSONL file. Default: the demo problems.", metavar="FILE")],
+    "prompt_length": Annotated[str | None, option(WHAT, f"Random prompts of this length: {FORMS}.", metavar="LAW")],
+    "output_length": Annotated[str | None, option(WHAT, f"Longest answer: {FORMS}. Default: 128.", metavar="LAW")],
+    "ignore_eos": Annotated[bool | None, option(WHAT, "Go on to the longest answer.", "--ignore-eos/--no-ignore-eos")],
+    "method": Annotated[
+        str | None,
+        option(WHAT, "smc, exact, target, draft, or a mix: smc:0.9,target:0.1. Default: smc.", metavar="MIX"),
+    ],
+    "particles": Annotated[
+        str | None, option(WHAT, "N, or a mix: 4:0.5,8:0.5. Default: the server's.", "--particles", "-n", metavar="MIX")
+    ],
+    "seed": Annotated[
+        int | None, option(WHAT, "Same seed, same requests at the same times. Default: 0.", metavar="SEED")
+    ],
+    "cancel_share": Annotated[float | None, option(WHAT, "Share of requests that are cancelled.", metavar="SHARE")],
+    "cancel_after": Annotated[float | None, option(WHAT, "After this long.", metavar="SECONDS")],
+    "cancel_after_tokens": Annotated[int | None, option(WHAT, "After this many tokens.", metavar="COUNT")],
+    "cancel_by": Annotated[str | None, option(WHAT, "leave, abort, or a mix. Default: leave.", metavar="MIX")],
+    "slow_share": Annotated[
+        float | None, option(WHAT, "Share of requests whose client reads slowly.", metavar="SHARE")
+    ],
+    "slow_pause": Annotated[float | None, option(WHAT, "Its pause between two messages.", metavar="SECONDS")],
+    "deadline": Annotated[float | None, option(WHAT, "Of every request. Default: 60.", metavar="SECONDS")],
+    "goodput": Annotated[
+        str | None,
+        option(
+            JUDGED, "Objective in milliseconds: ttft:500 tpot:50 e2el:5000, or some of these.", metavar="NAME:MS .."
+        ),
+    ],
+    "attainment": Annotated[
+        float | None, option(JUDGED, "Share of requests that must meet it. Default: 0.95.", metavar="SHARE")
+    ],
+    "capacity": Annotated[float | None, _number(JUDGED, "Judge overload against this many requests a second.")],
+    "flat": Annotated[
+        bool | None,
+        option(JUDGED, "Check that memory, threads and open files of every process do not grow.", "--flat/--no-flat"),
+    ],
+    "settle": Annotated[
+        float | None, option(JUDGED, "Rest before the service is checked for leftovers. Default: 5.", metavar="SECONDS")
+    ],
+    "interval": Annotated[
+        float | None, option(SERVICE, "Between two looks at the server. Default: 1.", metavar="SECONDS")
+    ],
+    "connections": Annotated[
+        int | None, option(SERVICE, "To share the requests between. Default: 1.", metavar="COUNT")
+    ],
+}
+"""The option of each field of `LoadSettings`. Each is None where it is not given."""
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""No settings given."""
+
+
+def with_settings(command: Callable[..., int]) -> Callable[..., int]:
+    """A command whose parameter `settings` stands for all of `OPTIONS`; it is called with those that are given, by
+    name."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    for one in signature.parameters.values():
+        parameters += (
+            [one.replace(name=name, default=None, annotation=kind) for name, kind in OPTIONS.items()]
+            if one.name == "settings"
+            else [one]
+        )
+
+    @wraps(command)
+    def wrapped(**asked: Any) -> int:
+        given = {name: value for name in OPTIONS if (value := asked.pop(name)) is not None}
+        return command(settings=given, **asked)
+
+    call: Any = wrapped
+    call.__signature__ = signature.replace(parameters=parameters)
+    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    return call
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@with_settings
 def load(
-    ctx: typer.Context,
     serve_arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[-- ARGUMENTS]", help="After --: further ones of smcserve serve, with --serve.", show_default=False
         ),
     ] = None,
-    profile: Annotated[Words, option(WHEN, f"{', '.join(profiles.shipped())}, or a TOML file.", metavar="NAME")] = None,
-    arrivals: Annotated[Words, option(WHEN, f"{', '.join(KINDS)}. Default: poisson.", metavar="KIND")] = None,
-    rate: Annotated[Number, _number(WHEN, "Requests a second.", "--rate", "-r")] = None,
-    rate_end: Annotated[Number, _number(WHEN, "Of a ramp, at its end.")] = None,
-    burstiness: Annotated[Number, _number(WHEN, "Of gamma arrivals; 1 = poisson, less = burstier.")] = None,
-    trace: Annotated[Path | None, option(WHEN, "Arrivals from a file, JSONL or CSV.", metavar="FILE")] = None,
-    duration: Annotated[
-        Number, option(WHEN, "For how long requests are sent.", "--duration", "-d", metavar="SECONDS")
+    profile: Annotated[
+        str | None, option(WHEN, f"{', '.join(shipped_profiles())}, or a TOML file.", metavar="NAME")
     ] = None,
-    requests: Annotated[Count, option(WHEN, "How many are sent at most.", metavar="COUNT")] = None,
-    warm_up: Annotated[Number, option(WHEN, "Before that; these requests are not counted.", metavar="SECONDS")] = None,
-    overload: Annotated[Number, _number(WHEN, "The rate as a multiple of --capacity.")] = None,
-    prompts: Annotated[Path | None, option(WHAT, "JSONL file. Default: the demo problems.", metavar="FILE")] = None,
-    prompt_length: Annotated[Words, option(WHAT, f"Random prompts of this length: {FORMS}.", metavar="LAW")] = None,
-    output_length: Annotated[Words, option(WHAT, f"Longest answer: {FORMS}. Default: 128.", metavar="LAW")] = None,
-    ignore_eos: Annotated[
-        bool | None, option(WHAT, "Go on to the longest answer.", "--ignore-eos/--no-ignore-eos")
-    ] = None,
-    method: Annotated[
-        Words, option(WHAT, "smc, exact, target, draft, or a mix: smc:0.9,target:0.1. Default: smc.", metavar="MIX")
-    ] = None,
-    particles: Annotated[
-        Words, option(WHAT, "N, or a mix: 4:0.5,8:0.5. Default: the server's.", "--particles", "-n", metavar="MIX")
-    ] = None,
-    seed: Annotated[
-        Count, option(WHAT, "Same seed, same requests at the same times. Default: 0.", metavar="SEED")
-    ] = None,
-    cancel_share: Annotated[Number, option(WHAT, "Share of requests that are cancelled.", metavar="SHARE")] = None,
-    cancel_after: Annotated[Number, option(WHAT, "After this long.", metavar="SECONDS")] = None,
-    cancel_after_tokens: Annotated[Count, option(WHAT, "After this many tokens.", metavar="COUNT")] = None,
-    cancel_by: Annotated[Words, option(WHAT, "leave, abort, or a mix. Default: leave.", metavar="MIX")] = None,
-    slow_share: Annotated[Number, option(WHAT, "Share of requests whose client reads slowly.", metavar="SHARE")] = None,
-    slow_pause: Annotated[Number, option(WHAT, "Its pause between two messages.", metavar="SECONDS")] = None,
-    deadline: Annotated[Number, option(WHAT, "Of every request. Default: 60.", metavar="SECONDS")] = None,
-    goodput: Annotated[
-        Words,
-        option(
-            JUDGED, "Objective in milliseconds: ttft:500 tpot:50 e2el:5000, or some of these.", metavar="NAME:MS .."
-        ),
-    ] = None,
-    attainment: Annotated[
-        Number, option(JUDGED, "Share of requests that must meet it. Default: 0.95.", metavar="SHARE")
-    ] = None,
-    capacity: Annotated[Number, _number(JUDGED, "Judge overload against this many requests a second.")] = None,
-    flat: Annotated[
-        bool | None,
-        option(JUDGED, "Check that memory, threads and open files of every process do not grow.", "--flat/--no-flat"),
-    ] = None,
+    settings: Mapping[str, Any] = NOTHING,
     find_capacity: Annotated[
         bool, option(JUDGED, "Search the highest rate that meets the objective, from --rate.", "--find-capacity")
     ] = False,
-    precision: Annotated[Number, option(JUDGED, f"Of that search. Default: {PRECISION:g}.", metavar="SHARE")] = None,
-    settle: Annotated[
-        Number, option(JUDGED, "Rest before the service is checked for leftovers. Default: 5.", metavar="SECONDS")
+    precision: Annotated[
+        float | None, option(JUDGED, f"Of that search. Default: {PRECISION:g}.", metavar="SHARE")
     ] = None,
     address: Annotated[
-        Words, option(SERVICE, f"Default: {DEFAULT_ADDRESS}.", "--address", "-a", metavar="HOST:PORT")
+        str | None, option(SERVICE, f"Default: {DEFAULT_ADDRESS}.", "--address", "-a", metavar="HOST:PORT")
     ] = None,
     wait: Annotated[
-        Number, option(SERVICE, "At most, for a service that is starting. Default: 0.", metavar="SECONDS")
+        float | None, option(SERVICE, "At most, for a service that is starting. Default: 0.", metavar="SECONDS")
     ] = None,
     serve: Annotated[bool, option(SERVICE, "Start smcserve serve, and stop it afterwards.", "--serve")] = False,
-    metrics: Annotated[Words, option(SERVICE, "The service's /metrics, read beside.", metavar="URL")] = None,
+    metrics: Annotated[str | None, option(SERVICE, "The service's /metrics, read beside.", metavar="URL")] = None,
     watch_pid: Annotated[
-        Count, option(SERVICE, "Of smcserve serve on this machine: watch what its processes hold.", metavar="PID")
-    ] = None,
-    interval: Annotated[
-        Number, option(SERVICE, "Between two looks at the server. Default: 1.", metavar="SECONDS")
-    ] = None,
-    connections: Annotated[
-        Count, option(SERVICE, "To share the requests between. Default: 1.", metavar="COUNT")
+        int | None, option(SERVICE, "Of smcserve serve on this machine: watch what its processes hold.", metavar="PID")
     ] = None,
     token_file: TokenFile = None,
     tls: Tls = False,
@@ -136,100 +170,107 @@ def load(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     json: Annotated[Path | None, option(OUTPUT, "Write all numbers, under vLLM's names.", metavar="FILE")] = None,
-    html: Annotated[Path | None, option(OUTPUT, "Write a report with pictures.", metavar="FILE")] = None,
+    picture: Annotated[Path | None, option(OUTPUT, "Draw the run (png).", metavar="FILE")] = None,
 ) -> int:
-    """Load a running service over gRPC, open loop, and say how it bore that."""
-    given = {name: value for name, value in ctx.params.items() if value is not None}
+    """Load a running service over gRPC, open loop, and judge how it bears that."""
     profile = profile or (SEARCH_PROFILE if find_capacity else None)
-    settings = Settings.of(
-        profiles.load(profile) if profile else {}, {name: given[name] for name in SETTINGS if name in given}
-    )
-    _check(ctx.params, settings)
-    job = Job(settings, PRECISION if precision is None else precision, find_capacity, json, html)
+    asked = LoadSettings.of(load_profile(profile) if profile else {}, dict(settings))
+    known = {"address": address, "metrics": metrics, "watch_pid": watch_pid, "wait": wait}
+    _check_service(serve, serve_arguments or (), known)
+    _check_search(asked, find_capacity, precision)
+    _check_files(asked, {"json": json, "picture": picture})
+    job = LoadJob(asked, PRECISION if precision is None else precision, find_capacity, json, picture)
     token = read_tokens(token_file, "--token-file")[0] if token_file else None
     with ExitStack() as stack:
         if serve:
             err.print("starting smcserve serve")
-            served = stack.enter_context(serve_child(serve_arguments or ()))
-            address, metrics, watch_pid = served.address, served.metrics, served.pid
-        endpoint = Endpoint(address or DEFAULT_ADDRESS, token, tls, tls_ca, tls_cert, tls_key)
+            child = stack.enter_context(serve_child(serve_arguments or ()))
+            address, metrics, watch_pid = child.address, child.metrics, child.pid
+        endpoint = ServiceEndpoint(address or DEFAULT_ADDRESS, token, tls, tls_ca, tls_cert, tls_key)
         if wait:
             endpoint.wait(wait)
-        return job.run(Site.find(endpoint, metrics, watch_pid))
+        return job.run(LoadedService.find(endpoint, metrics, watch_pid))
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to be done with a service, and where its results go."""
+class LoadJob:
+    """What is to be done with a service, and where the results go."""
 
-    settings: Settings
+    settings: LoadSettings
     precision: float
     find_capacity: bool
     json: Path | None
-    html: Path | None
+    picture: Path | None
 
-    def run(self, site: Site) -> int:
-        return self._search(site) if self.find_capacity else self._run(site)
+    def run(self, service: LoadedService) -> int:
+        return self._search(service) if self.find_capacity else self._run(service)
 
-    def _run(self, site: Site) -> int:
-        run = asyncio.run(runs.run_once(site, self.settings, show.watch))
-        show.show_run(run)
+    def _run(self, service: LoadedService) -> int:
+        run = asyncio.run(runner.run_once(service, self.settings, report.watch))
+        report.show_run(run)
         if self.json:
-            from loadtest import numbers
-
-            _write_json(self.json, numbers.of_run(run))
-        if self.html:
-            from loadtest import page
-
-            self.html.write_text(page.of_run(run))
+            _write_json(self.json, report.run_numbers(run))
+        self._draw(run)
         return 0 if run.good else 1
 
-    def _search(self, site: Site) -> int:
-        settings, objective = self.settings, str(self.settings.goodput)
-        found, run = asyncio.run(runs.find_capacity(site, settings, self.precision, show.watch, show.show_probe))
-        show.show_capacity(found, objective)
+    def _search(self, service: LoadedService) -> int:
+        search = runner.find_capacity(service, self.settings, self.precision, report.watch, report.show_probe)
+        found, run = asyncio.run(search)
+        report.show_capacity(found, str(self.settings.goodput))
         if self.json:
-            from loadtest import numbers
-
-            _write_json(self.json, numbers.of_capacity(found, run))
-        if self.html:
-            from loadtest import page
-
-            self.html.write_text(page.of_capacity(found, run, objective, settings.attainment))
+            _write_json(self.json, report.capacity_numbers(found, run))
+        self._draw(run, found)
         return 0 if found.good else 1
 
+    def _draw(self, run: LoadRun | None, found: CapacityFound | None = None) -> None:
+        if self.picture:
+            from loadtest import picture  # matplotlib takes a second to import
 
-def _check(given: dict[str, Any], settings: Settings) -> None:
-    """What the settings alone cannot know. Raises ValueError."""
-    if given["serve"]:
-        for name in ("address", "metrics", "watch_pid", "wait"):
-            if given[name] is not None:
+            picture.draw(self.picture, run, found)
+
+
+def _check_service(serve: bool, serve_arguments: Sequence[str], known: Mapping[str, Any]) -> None:
+    """`known`: options that a service which is started here answers by itself. Raises ValueError."""
+    if serve:
+        for name, value in known.items():
+            if value is not None:
                 raise ValueError(f"--{name.replace('_', '-')} has no effect with --serve, which knows it; leave it out")
-    elif given["serve_arguments"]:
-        raise ValueError(f"{' '.join(given['serve_arguments'])!r} has no effect without --serve; leave it out")
-    if given["wait"] is not None and not 0 <= given["wait"] <= MAX_WAIT:
-        raise ValueError(f"--wait {given['wait']:g}; allowed: 0 to {MAX_WAIT}")
-    if given["find_capacity"]:
+    elif serve_arguments:
+        raise ValueError(f"{' '.join(serve_arguments)!r} has no effect without --serve; leave it out")
+    wait = known["wait"]
+    if wait is not None and not 0 <= wait <= MAX_WAIT:
+        raise ValueError(f"--wait {wait:g}; allowed: 0 to {MAX_WAIT}")
+
+
+def _check_search(settings: LoadSettings, find_capacity: bool, precision: float | None) -> None:
+    """Raises ValueError for what a search does not take, and for a precision without one."""
+    if find_capacity:
         if settings.goodput is None:
             raise ValueError("--find-capacity needs --goodput: the objective that a rate meets or misses")
         if settings.arrivals not in ("poisson", "gamma", "constant"):
             raise ValueError(
-                f"--find-capacity needs arrivals of one rate, not --arrivals {settings.arrivals}; allowed: poisson, gamma, constant"
+                f"--find-capacity needs arrivals of one rate, not --arrivals {settings.arrivals}; "
+                "allowed: poisson, gamma, constant"
             )
         if settings.capacity is not None:
             raise ValueError("--find-capacity is for finding out the --capacity; leave out that and --overload")
-    elif given["precision"] is not None:
+    elif precision is not None:
         raise ValueError("--precision has no effect without --find-capacity; leave it out")
-    if given["precision"] is not None and not 0.01 <= given["precision"] <= 1:
-        raise ValueError(f"--precision {given['precision']:g}; allowed: 0.01 to 1")
-    # Before a service is started for them; the run reads them again.
+    if precision is not None and not 0.01 <= precision <= 1:
+        raise ValueError(f"--precision {precision:g}; allowed: 0.01 to 1")
+
+
+def _check_files(settings: LoadSettings, outputs: Mapping[str, Path | None]) -> None:
+    """Before a service is started; the run reads the files again. Raises ValueError, OSError."""
     if settings.trace:
-        files.read_trace(settings.trace)
+        read_trace(settings.trace)
     if settings.prompts:
-        files.read_prompts(settings.prompts)
-    for name in ("json", "html"):
-        if given[name] is not None and not given[name].absolute().parent.is_dir():
-            raise ValueError(f"--{name} {given[name]}: its directory does not exist; make it first")
+        read_prompts(settings.prompts)
+    for name, path in outputs.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{name} {path}: its directory does not exist; make it first")
+    if outputs["picture"] is not None:
+        check_drawing()
 
 
 def _write_json(path: Path, numbers: dict[str, Any]) -> None:
@@ -261,7 +302,7 @@ def run(arguments: Sequence[str]) -> int:
     except usage_error as error:
         print_error(f"{error.format_message()} (see python -m loadtest --help)")
         return 2
-    except Unreachable as error:
+    except ServiceUnreachable as error:
         print_error(str(error))
         return 3
     except (ValueError, OSError) as error:

@@ -1,34 +1,109 @@
-"""The server while it is under load: what it says of itself, its metrics, what its processes hold, at equal intervals.
+"""The service while it is under load: what it reports of itself, its metrics, and what its processes hold, at equal
+intervals; and `smcserve serve` as a child process for the time of a run.
 
-Knows nothing about requests. A look that fails is kept with its reason: a gap is not a zero.
-"""
+Knows nothing about requests. A look that fails is kept with its reason."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
+import tempfile
+import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.endpoint import Connections
-from loadtest.processes import Held, ProcessTree
+from loadtest.client import ClientConnections, ServiceUnreachable
+
+REFRESH = 10.0
+"""Seconds between two searches for new processes; a search reads the whole process table."""
+TITLE = "ray::smcserve: "
+"""How titles of the service's processes begin."""
+RAY = "ray"
+"""All processes of Ray itself."""
+
+
+@dataclass(frozen=True)
+class ProcessUsage:
+    """By one process, or by several together."""
+
+    resident: int = 0
+    """Bytes."""
+    threads: int = 0
+    files: int = 0
+    """Open ones, connections among them."""
+
+    def __add__(self, other: ProcessUsage) -> ProcessUsage:
+        return ProcessUsage(self.resident + other.resident, self.threads + other.threads, self.files + other.files)
+
+
+class ProcessTree:
+    """A process and its descendants. Raises ValueError if there is no such process."""
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._root = psutil.Process(pid)
+        except psutil.NoSuchProcess as error:
+            raise ValueError(f"--watch-pid {pid}: there is no such process; give that of `smcserve serve`") from error
+        self._names: dict[psutil.Process, str] = {}
+        self._searched = float("-inf")
+
+    def held(self) -> dict[str, ProcessUsage]:
+        """By name: `gateway`, `coordinator`, `draft rank 0`, `target rank 0`, .., and `ray` for the rest together."""
+        if time.monotonic() - self._searched > REFRESH:
+            self._search()
+        held: dict[str, ProcessUsage] = {}
+        for process, name in self._names.items():
+            try:
+                seen = ProcessUsage(process.memory_info().rss, process.num_threads(), process.num_fds())
+            except psutil.NoSuchProcess:
+                self._searched = float("-inf")
+                continue
+            held[name] = held.get(name, ProcessUsage()) + seen
+        return held
+
+    def pids(self) -> dict[str, set[int]]:
+        """Of all but those of Ray, by the same names."""
+        self._search()
+        return {
+            name: {p.pid for p, other in self._names.items() if other == name}
+            for name in set(self._names.values()) - {RAY}
+        }
+
+    def _search(self) -> None:
+        self._searched = time.monotonic()
+        try:
+            family = self._root.children(recursive=True)
+        except psutil.NoSuchProcess:
+            return  # the root has ended: nothing is left to be measured
+        self._names = {self._root: "gateway"}
+        for process in family:
+            with suppress(psutil.NoSuchProcess):  # processes of Ray come and go
+                title = " ".join(process.cmdline()[:1])
+                self._names[process] = title.removeprefix(TITLE).partition(".")[0] if title.startswith(TITLE) else RAY
+
 
 TIMEOUT = 5.0
 PREFIXES = ("smc_", "process_")
 
 
 @dataclass(frozen=True)
-class Sample:
+class ServerSample:
     at: float
     """Seconds since the start of the run."""
     running: int | None = None
     queued: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """By series, as `name{labels}`; without buckets."""
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, ProcessUsage] = field(default_factory=dict)
     """By each process, by name."""
     error: str = ""
     epoch: int | None = None
@@ -40,24 +115,24 @@ class Sample:
         return sum(values) if values else None
 
 
-class Monitor:
+class ServerMonitor:
     """`url`: of the metrics page. `tree`: of the service's processes, where they are on this machine."""
 
-    def __init__(self, connections: Connections, url: str | None, tree: ProcessTree | None) -> None:
+    def __init__(self, connections: ClientConnections, url: str | None, tree: ProcessTree | None) -> None:
         self._connections, self._url, self._tree = connections, url, tree
-        self.samples: list[Sample] = []
+        self.samples: list[ServerSample] = []
 
-    async def look(self, at: float) -> Sample:
+    async def look(self, at: float) -> ServerSample:
         """One sample, now."""
         try:
             info = await self._connections.server_info(TIMEOUT)
             metrics = await asyncio.to_thread(scrape, self._url) if self._url else {}
             held = await asyncio.to_thread(self._tree.held) if self._tree else {}
         except grpc.RpcError as error:
-            return Sample(at, error=f"{error.code().name}: {error.details()}")
+            return ServerSample(at, error=f"{error.code().name}: {error.details()}")
         except (OSError, ValueError) as error:
-            return Sample(at, error=str(error))
-        return Sample(at, info.running, info.queued, metrics, held, epoch=info.epoch)
+            return ServerSample(at, error=str(error))
+        return ServerSample(at, info.running, info.queued, metrics, held, epoch=info.epoch)
 
     async def watch(self, clock: Callable[[], float], interval: float) -> None:
         """Look until cancelled."""
@@ -89,3 +164,80 @@ def parse(text: str) -> dict[str, float]:
                 shown = ",".join(f'{key}="{word}"' for key, word in labels.items() if key != "model_name")
                 metrics[f"{name}{{{shown}}}" if shown else name] = value
     return metrics
+
+
+START_TIMEOUT, STOP_TIMEOUT = 600.0, 60.0
+WORDS = 2000
+"""Characters of its log that are shown if it does not start."""
+COMMAND = (
+    sys.executable,
+    "-c",
+    "from services.cli.main import main; main()",
+    "serve",
+    "--port",
+    "0",
+    "--metrics-port",
+    "0",
+)
+READY = re.compile(r"serving on \S+:(\d+), metrics on http://\S+:(\d+)/metrics")
+
+
+@dataclass(frozen=True)
+class ServedChild:
+    address: str
+    metrics: str
+    pid: int
+
+
+@contextmanager
+def serve(arguments: Sequence[str]) -> Iterator[ServedChild]:
+    """`arguments`: further ones of the command. Raises Unreachable with its own words if it does not start."""
+    with tempfile.TemporaryDirectory(prefix="loadtest-") as folder:
+        log = Path(folder, "log")
+        with log.open("w") as out:
+            # In a session of its own: Ctrl-C is for us, and we tell it.
+            child = subprocess.Popen([*COMMAND, *arguments], stdout=out, stderr=out, start_new_session=True)
+        try:
+            yield _ready(child, log)
+        finally:
+            _stop(child)
+
+
+def _ready(child: subprocess.Popen, log: Path) -> ServedChild:
+    begin = time.monotonic()
+    while True:
+        ready = READY.search(log.read_text(errors="replace").replace("\n", " "))
+        if ready:
+            port, metrics_port = ready.groups()
+            return ServedChild(f"127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}/metrics", child.pid)
+        if child.poll() is not None:
+            raise ServiceUnreachable(f"smcserve serve ended with exit code {child.returncode}: {_log_tail(log)}")
+        if time.monotonic() - begin > START_TIMEOUT:
+            raise ServiceUnreachable(f"smcserve serve was not ready within {START_TIMEOUT:g} s: {_log_tail(log)}")
+        time.sleep(0.1)
+
+
+def _stop(child: subprocess.Popen) -> None:
+    """As a user would, so that it drains; what is left of it after that is killed."""
+    try:
+        family = psutil.Process(child.pid).children(recursive=True) if child.poll() is None else []
+    except psutil.NoSuchProcess:
+        family = []
+    child.terminate()
+    try:
+        child.wait(STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=10)
+
+
+def _log_tail(log: Path) -> str:
+    """What it said from its error on, or else at the end."""
+    text = log.read_text(errors="replace").strip()
+    begin = f"\n{text}".rfind("\nerror: ")
+    return (text[begin:][:WORDS] if begin >= 0 else text[-WORDS:]).removeprefix("error: ") or "it said nothing"

@@ -1,46 +1,144 @@
-"""The open loop: every request is sent at its time, whatever has become of the others. Knows nothing about what is
-measured on them."""
+"""One run against a service, from the first connection to the look at what is left behind: an open loop, in which every
+request is sent at its time, whatever has become of the others; and a series of runs in search of capacity."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
-from loadtest.endpoint import Connections
-from loadtest.record import Planned, Record
+from loadtest.checks import RunCheck, judge, left_behind, overwhelmed
+from loadtest.client import ClientConnections, PlannedRequest, RequestRecord, ServiceEndpoint, ServiceUnreachable
+from loadtest.monitor import ProcessTree, ServerMonitor, ServerSample, scrape
+from loadtest.settings import LoadSettings
+from loadtest.summary import RunSummary, summarise
+from loadtest.workload import Workload
+from services.client import ModelInfo, ServerInfo
+
+MAX_DOUBLINGS = 20
+"""In each direction. Beyond a factor of a million, the objective does not depend on the rate."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    records: list[Record]
+class CapacityProbe:
+    """One rate, tried."""
+
+    rate: float
+    met: bool
+    attainment: float
+    """Share of the requests that met the objective."""
+    goodput: float
+    p99_ttft_ms: float
+    p99_e2el_ms: float
+    sent: int
+    codes: dict[str, int] = field(default_factory=dict)
+    late: bool = False
+    """The generator was late, so that the load was below this rate."""
+
+
+class UnhealthyService(RuntimeError):
+    """The service failed in a way that load does not explain; the search ends."""
+
+
+@dataclass(frozen=True)
+class CapacityFound:
+    low: float | None
+    """The highest rate that met the objective; None: no rate did."""
+    high: float | None
+    """The lowest rate that missed it; None: no rate did."""
+    probes: tuple[CapacityProbe, ...]
+    """In the order in which they were made."""
+    failure: str = ""
+    """What ended the search early."""
+
+    @property
+    def best(self) -> CapacityProbe | None:
+        return next((probe for probe in reversed(self.probes) if probe.rate == self.low), None)
+
+    @property
+    def good(self) -> bool:
+        return self.best is not None and not self.failure
+
+    @property
+    def late(self) -> list[float]:
+        """Rates at which the generator was late whenever they were tried."""
+        last = {probe.rate: probe.late for probe in self.probes}
+        return [rate for rate, late in last.items() if late]
+
+
+async def search(probe: Callable[[float], Awaitable[CapacityProbe]], start: float, precision: float) -> CapacityFound:
+    """Try rates from `start` until the lowest that misses is at most `1 + precision` times the highest that meets. A
+    probe that was late is made once more, and the second decides. A probe that raises UnhealthyService ends the search."""
+    made: list[CapacityProbe] = []
+    failure = ""
+    try:
+        await _narrow(probe, start, precision, made)
+    except UnhealthyService as error:
+        failure = str(error)
+    return CapacityFound(*_bracket(made), tuple(made), failure)
+
+
+async def _narrow(
+    probe: Callable[[float], Awaitable[CapacityProbe]], start: float, precision: float, made: list[CapacityProbe]
+) -> None:
+    """Appends to `made`."""
+
+    async def bracket_with(rate: float) -> tuple[float | None, float | None]:
+        made.append(await probe(rate))
+        if made[-1].late:
+            made.append(await probe(rate))
+        return _bracket(made)
+
+    rate = start
+    for _ in range(MAX_DOUBLINGS):
+        low, high = await bracket_with(rate)
+        if low is not None and high is not None:
+            break
+        rate = high / 2 if high is not None else 2 * rate
+    while low is not None and high is not None and high > low * (1 + precision):
+        low, high = await bracket_with(math.sqrt(low * high))
+
+
+def _bracket(made: list[CapacityProbe]) -> tuple[float | None, float | None]:
+    """The highest rate that met the objective and the lowest that missed it, each by its last probe."""
+    met = {probe.rate: probe.met for probe in made}
+    return max((rate for rate in met if met[rate]), default=None), min(
+        (rate for rate in met if not met[rate]), default=None
+    )
+
+
+@dataclass(frozen=True)
+class RunResult:
+    records: list[RequestRecord]
     """In the order of their ends."""
     seconds: float
-    """From the start to the end of the last request."""
+    """Seconds from the start to the end of the last request."""
     cpu_seconds: float
-    """Of this process: a generator that needs a core is part of what it measures."""
+    """CPU time of this process: a generator that needs a whole core distorts what it measures."""
 
 
 @dataclass
-class State:
-    """Of a run that is under way."""
+class RunProgress:
+    """Counts of a run that is under way."""
 
     sent: int = 0
     in_flight: int = 0
     answered: int = 0
     refused: int = 0
-    """And failed."""
+    """Requests refused or failed."""
     cancelled: int = 0
 
 
-class Runner:
+class LoadRunner:
     """One run. `state` says how far it is."""
 
-    def __init__(self, connections: Connections, deadline: float) -> None:
+    def __init__(self, connections: ClientConnections, deadline: float) -> None:
         self._connections, self._deadline = connections, deadline
         self._begin = 0.0
-        self.state = State()
+        self.state = RunProgress()
 
     def clock(self) -> float:
         """Seconds since the start."""
@@ -50,18 +148,18 @@ class Runner:
         """Begin to count the seconds."""
         self._begin = time.monotonic()
 
-    async def run(self, plan: Iterable[Planned]) -> Outcome:
+    async def run(self, plan: Iterable[PlannedRequest]) -> RunResult:
         """Send the plan and wait for the last end. Needs to be started."""
-        records: list[Record] = []
+        records: list[RequestRecord] = []
         cpu = time.process_time()
         async with asyncio.TaskGroup() as group:
             for planned in plan:
                 # Also when it is late: others must get to read what has come.
                 await asyncio.sleep(max(0.0, planned.at - self.clock()))
                 group.create_task(self._ask(planned, records))
-        return Outcome(records, self.clock(), time.process_time() - cpu)
+        return RunResult(records, self.clock(), time.process_time() - cpu)
 
-    async def _ask(self, planned: Planned, records: list[Record]) -> None:
+    async def _ask(self, planned: PlannedRequest, records: list[RequestRecord]) -> None:
         state = self.state
         state.sent += 1
         state.in_flight += 1
@@ -71,3 +169,134 @@ class Runner:
         state.cancelled += record.cancelled
         state.refused += record.failed
         records.append(record)
+
+
+CONNECT_TIMEOUT = 30.0
+QUIET_TIMEOUT = 60.0
+"""Seconds for the service to come to rest after the last request."""
+PROBE_SEED = 7919
+"""Between the seeds of two probes: the same unlucky sequence must not decide all of them."""
+
+ShowProgress = Callable[[LoadRunner, float | None], AbstractContextManager[None]]
+"""Shows the progress of a runner whose requests are sent within so many seconds."""
+
+
+@dataclass(frozen=True)
+class LoadedService:
+    """The service under test, and how it is watched."""
+
+    endpoint: ServiceEndpoint
+    server: ServerInfo
+    model: ModelInfo
+    metrics: str | None = None
+    pid: int | None = None
+
+    @classmethod
+    def find(cls, endpoint: ServiceEndpoint, metrics: str | None = None, pid: int | None = None) -> LoadedService:
+        """Raises ServiceUnreachable, and ValueError for what cannot be."""
+        server, model = endpoint.describe()
+        if metrics is not None:
+            try:
+                scrape(metrics)
+            except OSError as error:
+                raise ServiceUnreachable(f"no metrics at {metrics}: {error}") from error
+        if pid is not None:
+            ProcessTree(pid)
+        return cls(endpoint, server, model, metrics, pid)
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """One run: settings, records, samples, summary and checks."""
+
+    site: LoadedService
+    settings: LoadSettings
+    started: float
+    """Seconds since the epoch."""
+    outcome: RunResult
+    samples: list[ServerSample]
+    after: ServerSample
+    summary: RunSummary
+    checks: list[RunCheck]
+
+    @property
+    def good(self) -> bool:
+        return not any(check.passed is False for check in self.checks)
+
+
+async def run_once(site: LoadedService, settings: LoadSettings, watch: ShowProgress) -> LoadRun:
+    """Raises ValueError for what the files of the settings hold, ServiceUnreachable."""
+    workload = Workload(settings, site.model)
+    async with ClientConnections(site.endpoint, settings.connections) as connections:
+        await connections.connect(CONNECT_TIMEOUT)
+        monitor = ServerMonitor(connections, site.metrics, ProcessTree(site.pid) if site.pid else None)
+        runner = LoadRunner(connections, settings.deadline)
+        started = time.time()
+        seconds = None if settings.duration is None else settings.warm_up + settings.duration
+        runner.start()
+        looking = asyncio.create_task(monitor.watch(runner.clock, settings.interval))
+        try:
+            with watch(runner, seconds):
+                outcome = await runner.run(workload.plan())
+        finally:
+            looking.cancel()
+        after = await rest(monitor, runner.clock, settings.settle)
+    summary = summarise(outcome.records, settings.goodput)
+    checks = judge(summary, settings, site.server.epoch, monitor.samples, after)
+    return LoadRun(site, settings, started, outcome, monitor.samples, after, summary, checks)
+
+
+async def rest(monitor: ServerMonitor, clock: Callable[[], float], settle: float) -> ServerSample:
+    """Wait until the service is quiet, then leave it alone for `settle` seconds, so that it checks its own books; then
+    look."""
+    end = clock() + QUIET_TIMEOUT
+    while True:
+        sample = await monitor.look(clock())
+        quiet = not sample.error and not any(check.passed is False for check in left_behind(sample))
+        if quiet or clock() > end:
+            break
+        await asyncio.sleep(0.25)
+    await asyncio.sleep(settle)
+    return await monitor.look(clock())
+
+
+async def find_capacity(
+    site: LoadedService,
+    settings: LoadSettings,
+    precision: float,
+    watch: ShowProgress,
+    tell: Callable[[CapacityProbe], None],
+) -> tuple[CapacityFound, LoadRun | None]:
+    """Also the run at the rate that was found. Each probe starts from a service at rest; one that cannot come to rest
+    ends the search."""
+    runs: list[LoadRun] = []
+
+    async def probe(rate: float) -> CapacityProbe:
+        seed = settings.seed + PROBE_SEED * len(runs)
+        runs.append(run := await run_once(site, settings.at_rate(rate, seed), watch))
+        excused = ("objective", "errors") if overwhelmed(run.summary) else ("objective",)
+        if bad := [check for check in run.checks if check.passed is False and check.name not in excused]:
+            raise UnhealthyService(f"at {rate:g} requests/s: {bad[0].name}: {bad[0].text}")
+        result = probe_of(run)
+        tell(result)
+        return result
+
+    assert settings.rate is not None
+    found = await search(probe, settings.rate, precision)
+    return found, next((run for run in reversed(runs) if run.settings.rate == found.low), None)
+
+
+def probe_of(run: LoadRun) -> CapacityProbe:
+    summary, rate = run.summary, run.settings.rate
+    assert rate is not None and summary.goodput is not None
+    return CapacityProbe(
+        rate=rate,
+        met=next(check.passed for check in run.checks if check.name == "objective") is True,
+        attainment=summary.attainment or 0.0,
+        goodput=summary.goodput,
+        p99_ttft_ms=summary.ttft.percentiles[99],
+        p99_e2el_ms=summary.e2el.percentiles[99],
+        sent=summary.sent,
+        codes=summary.codes,
+        late=summary.late,
+    )

@@ -1,15 +1,17 @@
-"""What a run is asked to do, checked as a whole before anything is sent. Knows nothing about where the service is."""
+"""What a run is asked to do, checked as a whole before anything is sent; and profiles, named sets of settings. Knows nothing
+about where the service is."""
 
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from loadtest.arrivals import KINDS
-from loadtest.laws import Lengths, Mix
-from loadtest.objective import Objective
+from loadtest.distributions import LengthDistribution, Mixture
+from loadtest.slo import LatencyObjective
 from smc.api.sampling_params import Method
 
 WITH_PARTICLES = {"smc", "exact"}
@@ -29,7 +31,7 @@ COMPANIONS = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoadSettings:
     """Raises ValueError naming the option, what was given and what is allowed. Times are seconds, rates requests a
     second."""
 
@@ -50,27 +52,27 @@ class Settings:
     """Time at the start whose requests are sent and not counted."""
     prompts: Path | None = None
     """File of prompts; default: the problems that the demo pair was made for."""
-    prompt_length: Lengths | None = None
+    prompt_length: LengthDistribution | None = None
     """Prompts of random token ids instead."""
-    output_length: Lengths = field(default_factory=lambda: Lengths("fixed", 128))
+    output_length: LengthDistribution = field(default_factory=lambda: LengthDistribution("fixed", 128))
     """`max_tokens` of each request."""
     ignore_eos: bool = False
-    method: Mix = field(default_factory=lambda: Mix((("smc", 1.0),)))
-    particles: Mix | None = None
+    method: Mixture = field(default_factory=lambda: Mixture((("smc", 1.0),)))
+    particles: Mixture | None = None
     """Default: the server's."""
     seed: int = 0
     """Of the run; all else that is drawn follows from it."""
     cancel_share: float = 0.0
     cancel_after: float | None = None
     cancel_after_tokens: int | None = None
-    cancel_by: Mix | None = None
+    cancel_by: Mixture | None = None
     """How, of CANCEL_BY; default: `leave`."""
     slow_share: float = 0.0
     slow_pause: float | None = None
     deadline: float = 60.0
     """Of every request, hard."""
     connections: int = 1
-    goodput: Objective | None = None
+    goodput: LatencyObjective | None = None
     attainment: float = 0.95
     """Share of requests that must meet the objective."""
     overload: float | None = None
@@ -215,9 +217,36 @@ def option_of(name: str) -> str:
 def _read(name: str, value: Any) -> Any:
     """A setting from its word."""
     if name in ("prompt_length", "output_length"):
-        return Lengths.read(value, option_of(name))
+        return LengthDistribution.read(value, option_of(name))
     if name in ("method", "particles", "cancel_by"):
-        return Mix.read(value, option_of(name))
+        return Mixture.read(value, option_of(name))
     if name == "goodput":
-        return Objective.read(value)
+        return LatencyObjective.read(value)
     return Path(value) if name in ("trace", "prompts") else value
+
+
+SHIPPED = Path(__file__).with_name("profiles.toml")
+
+
+def shipped_profiles() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(SHIPPED.read_text())
+
+
+def load_profile(name: str) -> dict[str, Any]:
+    """Settings of the profile `name`, or of the file of that name. Raises ValueError for what is neither, or no
+    setting."""
+    profiles = shipped_profiles()
+    if name in profiles:
+        profile = profiles[name]
+    elif name.endswith(".toml"):
+        try:
+            profile = tomllib.loads(Path(name).read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"--profile {name!r}: {error}; give a TOML file of settings") from error
+    else:
+        raise ValueError(f"--profile {name!r}; allowed: {', '.join(profiles)}, or a file whose name ends in .toml")
+    settings = {key: value for key, value in profile.items() if key != "about"}
+    known = {field.name for field in fields(LoadSettings)}
+    if unknown := settings.keys() - known:
+        raise ValueError(f"--profile {name!r} sets {min(unknown)}; allowed: about, {', '.join(sorted(known))}")
+    return settings

@@ -1,21 +1,122 @@
-"""The plan of a run: every request, in the order of its time, drawn from the run's seed. Knows nothing about how
-requests are sent.
+"""The plan of a run: every request, in the order of its time, drawn from the seed of the run; and the files that say what to
+ask, and when: prompts (JSONL), traces (JSONL or CSV). Knows nothing about how requests are sent.
 
-What a request asks depends on the seed and its number alone, so that two runs at different rates ask the same.
-"""
+What a request asks depends on the seed and its number alone, so that two runs at different rates ask the same. An
+unknown field of a file is refused."""
 
 from __future__ import annotations
 
+import csv
+import json
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from loadtest import arrivals, files
-from loadtest.files import Asked
-from loadtest.record import Planned
-from loadtest.settings import WITH_PARTICLES, Settings
+from loadtest import arrivals
+from loadtest.client import PlannedRequest
+from loadtest.settings import WITH_PARTICLES, LoadSettings
 from services.client import Message, ModelInfo, Prompt
 from smc.demo import problems
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """What a line asks for; None is left to the settings of the run."""
+
+    prompt: Prompt | None = None
+    prompt_tokens: int | None = None
+    """Length of a prompt of random tokens, where the line has no prompt."""
+    max_tokens: int | None = None
+    time: float = 0.0
+    """Of a trace: seconds since its start."""
+
+
+def read_prompts(path: Path) -> list[PromptLine]:
+    """One JSON object a line: `prompt` (text or token ids) or `messages`, and `max_tokens` if it has one of its own."""
+    asked = [_asked(values, where, ("prompt", "messages", "max_tokens")) for where, values in _json_lines(path)]
+    if missing := next((index for index, line in enumerate(asked, 1) if line.prompt is None), 0):
+        raise ValueError(f"{path}: entry {missing} has neither prompt nor messages; give one of them")
+    return _not_empty(asked, path)
+
+
+def read_trace(path: Path) -> list[PromptLine]:
+    """One request a line, JSONL or, by the file's name, CSV with a header; in the order of their times."""
+    lines = _csv_lines(path) if path.suffix == ".csv" else _json_lines(path)
+    asked = [
+        _asked(values, where, ("time", "prompt", "messages", "prompt_tokens", "max_tokens")) for where, values in lines
+    ]
+    return sorted(_not_empty(asked, path), key=lambda line: line.time)
+
+
+def _asked(values: dict[str, Any], where: str, allowed: tuple[str, ...]) -> PromptLine:
+    if unknown := values.keys() - set(allowed):
+        raise ValueError(f"{where}: {min(unknown)} is not known; allowed: {', '.join(allowed)}")
+    time = values.get("time", 0.0 if "time" not in allowed else None)
+    if not isinstance(time, (int, float)) or isinstance(time, bool) or not 0 <= time < math.inf:
+        raise ValueError(f"{where}: time={time!r}; allowed: seconds since the start, from 0")
+    for name in ("prompt_tokens", "max_tokens"):
+        value = values.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{where}: {name}={value!r}; allowed: a whole number from 1")
+    if sum(values.get(name) is not None for name in ("prompt", "messages", "prompt_tokens")) > 1:
+        raise ValueError(f"{where}: gives more than one of prompt, messages and prompt_tokens; give one")
+    return PromptLine(_prompt(values, where), values.get("prompt_tokens"), values.get("max_tokens"), float(time))
+
+
+def _prompt(values: dict[str, Any], where: str) -> Prompt | None:
+    prompt, messages = values.get("prompt"), values.get("messages")
+    if messages is not None:
+        try:
+            return [Message(role=str(message["role"]), content=str(message["content"])) for message in messages]
+        except (TypeError, KeyError):
+            raise ValueError(
+                f"{where}: messages={messages!r}; allowed: a list of objects with role and content"
+            ) from None
+    is_ids = (
+        isinstance(prompt, list) and prompt and all(isinstance(token, int) and 0 <= token < 2**31 for token in prompt)
+    )
+    if prompt is not None and not isinstance(prompt, str) and not is_ids:
+        raise ValueError(f"{where}: prompt={prompt!r}; allowed: text, or a list of token ids")
+    return prompt
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: {error}; give one JSON object a line") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{where}: {line.strip()[:40]!r} is no JSON object; give one a line")
+        yield where, values
+
+
+def _csv_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Cells that are empty are not given."""
+    with path.open(newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), 2):
+            where = f"{path}, line {number}"
+            if None in row or None in row.values():
+                raise ValueError(f"{where} has another number of cells than the header")
+            kinds = {"time": float, "prompt_tokens": int, "max_tokens": int}
+            try:
+                yield where, {name: kinds.get(name, str)(cell) for name, cell in row.items() if cell}
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}; time is in seconds, counts are whole numbers") from error
+
+
+def _not_empty(asked: list[PromptLine], path: Path) -> list[PromptLine]:
+    if not asked:
+        raise ValueError(f"{path} is empty; give at least one line")
+    return asked
+
 
 DEMO_PROBLEMS = 256
 """Different questions; then they come again."""
@@ -26,20 +127,20 @@ ARRIVALS, REQUESTS = 0, 1
 class Workload:
     """Reads the files once. Raises ValueError for what is in them, OSError if they cannot be read."""
 
-    def __init__(self, settings: Settings, model: ModelInfo) -> None:
+    def __init__(self, settings: LoadSettings, model: ModelInfo) -> None:
         self._settings, self._model = settings, model
         self._token_ids = np.setdiff1d(np.arange(model.vocab_size), model.eos_token_ids)
-        self._trace = files.read_trace(settings.trace) if settings.trace else None
+        self._trace = read_trace(settings.trace) if settings.trace else None
         if settings.prompts:
-            self._asked = files.read_prompts(settings.prompts)
+            self._asked = read_prompts(settings.prompts)
         elif settings.prompt_length is None:
             self._asked = [
-                Asked(self._question(p.question)) for p in problems.generate(settings.seed, DEMO_PROBLEMS, "test")
+                PromptLine(self._question(p.question)) for p in problems.generate(settings.seed, DEMO_PROBLEMS, "test")
             ]
         else:
-            self._asked = [Asked()]
+            self._asked = [PromptLine()]
 
-    def plan(self) -> Iterator[Planned]:
+    def plan(self) -> Iterator[PlannedRequest]:
         """As long as the settings say; `requests` counts those after the warm-up."""
         settings = self._settings
         end = np.inf if settings.duration is None else settings.warm_up + settings.duration
@@ -51,13 +152,13 @@ class Workload:
             counted += at >= settings.warm_up
             yield self._request(index, at, asked)
 
-    def _arrivals(self) -> Iterator[tuple[float, Asked]]:
+    def _arrivals(self) -> Iterator[tuple[float, PromptLine]]:
         if self._trace is not None:
             for line in self._trace:
                 yield line.time, line
             return
         for at in self._times():
-            yield at, Asked()
+            yield at, PromptLine()
 
     def _times(self) -> Iterator[float]:
         """Without a trace. What each kind of arrivals needs, `Settings` has asked for."""
@@ -72,7 +173,7 @@ class Workload:
             return arrivals.ramp(rate, settings.rate_end, settings.warm_up, settings.duration, rng)
         return arrivals.constant(rate) if settings.arrivals == "constant" else arrivals.poisson(rate, rng)
 
-    def _request(self, index: int, at: float, asked: Asked) -> Planned:
+    def _request(self, index: int, at: float, asked: PromptLine) -> PlannedRequest:
         settings = self._settings
         rng = np.random.default_rng((settings.seed, REQUESTS, index))
         # Everything is drawn, whether it is used or not: an option changes nothing but what it is about.
@@ -89,7 +190,7 @@ class Workload:
         slow = not cancelled and kind < settings.cancel_share + settings.slow_share
         pause = settings.slow_pause if slow else 0.0
         assert pause is not None, "a share of slow readers comes with their pause"
-        return Planned(
+        return PlannedRequest(
             index=index,
             at=at,
             counted=at >= settings.warm_up,
@@ -101,7 +202,7 @@ class Workload:
             pause=pause,
         )
 
-    def _prompt(self, index: int, asked: Asked, rng: np.random.Generator) -> tuple[Prompt, int | None]:
+    def _prompt(self, index: int, asked: PromptLine, rng: np.random.Generator) -> tuple[Prompt, int | None]:
         """And the longest answer, if the line that the prompt is from says so."""
         if asked.prompt is None and asked.prompt_tokens is None:
             own = asked

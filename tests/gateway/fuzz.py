@@ -17,9 +17,7 @@ from multiprocessing.connection import Connection
 
 import grpc
 
-from loadtest.monitor import scrape
-from loadtest.processes import RAY, Held, ProcessTree
-from loadtest.served import Served, serve
+from loadtest.monitor import RAY, ProcessTree, ProcessUsage, ServedChild, scrape, serve
 from services.client import Client
 from services.pb import generation_pb2 as pb
 
@@ -185,12 +183,12 @@ class Look:
 
     epoch: int
     pids: dict[str, set[int]]
-    held: dict[str, Held]
+    held: dict[str, ProcessUsage]
     busy: dict[str, float]
     """What should be 0."""
 
     @classmethod
-    def at(cls, served: Served, tree: ProcessTree) -> Look:
+    def at(cls, served: ServedChild, tree: ProcessTree) -> Look:
         with Client(served.address) as client:
             end = time.monotonic() + 30
             while (info := client.server_info()).running or info.queued:
@@ -231,7 +229,7 @@ def faults(found: Counter[str], before: Look, after: Look, alone: float, beside:
     return wrong
 
 
-def run(served: Served, requests: int, seed: int, warm_up: int) -> int:
+def run(served: ServedChild, requests: int, seed: int, warm_up: int) -> int:
     tree, bystander = ProcessTree(served.pid), Bystander(served.address)
     fuzz(served.address, range(-warm_up, 0), seed)
     before = Look.at(served, tree)

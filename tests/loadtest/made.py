@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from loadtest.endpoint import Endpoint
-from loadtest.judge import judge
-from loadtest.measures import summarise
-from loadtest.monitor import Sample
-from loadtest.record import Planned, Record
-from loadtest.runner import Outcome
-from loadtest.runs import Run, Site
-from loadtest.settings import Settings
+from loadtest.checks import judge
+from loadtest.client import PlannedRequest, RequestRecord, ServiceEndpoint
+from loadtest.monitor import ServerSample
+from loadtest.runner import LoadedService, LoadRun, RunResult
+from loadtest.settings import LoadSettings
+from loadtest.summary import summarise
 from services.client import ModelDescription, ModelInfo, ServerInfo
 
 SERVER = ServerInfo("1.2.3", "lookahead", 8, 4, 64, "nccl", 1, True, 0, 0, 12.5, 256, 1024, 4 << 20)
 MODEL = ModelInfo(
     ModelDescription("big", "llama", 1000, 1), ModelDescription("small", "llama", 10, 1), 512, 512, (1,), True
 )
-SITE = Site(Endpoint("127.0.0.1:1"), SERVER, MODEL)
-QUIET = Sample(
+SITE = LoadedService(ServiceEndpoint("127.0.0.1:1"), SERVER, MODEL)
+QUIET = ServerSample(
     100.0,
     0,
     0,
@@ -41,20 +39,22 @@ def record(
     cancelled: bool = False,
     pause: float = 0.0,
     **more: Any,
-) -> Record:
+) -> RequestRecord:
     cancel_after = 1.0 if cancelled else None
-    planned = Planned(
+    planned = PlannedRequest(
         index, sent - late, counted, "?", {"method": "smc", "seed": index, "max_tokens": 9}, cancel_after, pause=pause
     )
     end = end if end is not None else times[-1] if times else sent
     reason = "eos" if code == "OK" else ""
-    return Record(planned, sent, list(times), list(tokens), end, code, "", cancelled, reason, **more)
+    return RequestRecord(planned, sent, list(times), list(tokens), end, code, "", cancelled, reason, **more)
 
 
-def made_run(records: list[Record], samples: list[Sample] = (), after: Sample = QUIET, **settings: Any) -> Run:
-    given = Settings.of({"rate": 2.0, "duration": 10.0}, settings)
+def made_run(
+    records: list[RequestRecord], samples: list[ServerSample] = (), after: ServerSample = QUIET, **settings: Any
+) -> LoadRun:
+    given = LoadSettings.of({"rate": 2.0, "duration": 10.0}, settings)
     summary = summarise(records, given.goodput)
-    outcome = Outcome(records, 10.0, 0.5)
-    return Run(
+    outcome = RunResult(records, 10.0, 0.5)
+    return LoadRun(
         SITE, given, 1.8e9, outcome, list(samples), after, summary, judge(summary, given, SERVER.epoch, samples, after)
     )

@@ -7,16 +7,16 @@ from contextlib import nullcontext
 
 import pytest
 
-from loadtest import runs
-from loadtest.capacity import Capacity, Probe, Unhealthy, search
-from loadtest.settings import Settings
-from loadtest.show import capacity_sentence, capacity_warnings
+from loadtest import runner
+from loadtest.report import capacity_sentence, capacity_warnings
+from loadtest.runner import CapacityFound, CapacityProbe, UnhealthyService, search
+from loadtest.settings import LoadSettings
 from tests.loadtest.made import SITE, made_run, record
 
 
-def find(limit: float, start: float, precision: float = 0.1) -> Capacity:
-    async def probe(rate: float) -> Probe:
-        return Probe(rate, rate <= limit, 1.0 if rate <= limit else 0.1, min(rate, limit), 1.0, 2.0, 10)
+def find(limit: float, start: float, precision: float = 0.1) -> CapacityFound:
+    async def probe(rate: float) -> CapacityProbe:
+        return CapacityProbe(rate, rate <= limit, 1.0 if rate <= limit else 0.1, min(rate, limit), 1.0, 2.0, 10)
 
     return asyncio.run(search(probe, start, precision))
 
@@ -58,10 +58,10 @@ def test_a_probe_that_was_late_is_made_once_more():
     said."""
     tried: list[float] = []
 
-    async def probe(rate: float) -> Probe:
+    async def probe(rate: float) -> CapacityProbe:
         tried.append(rate)
         late = (rate == 2 and tried.count(2) == 1) or rate == 4
-        return Probe(rate, rate < 4 and not late, 1.0, rate, 1.0, 2.0, 10, late=late)
+        return CapacityProbe(rate, rate < 4 and not late, 1.0, rate, 1.0, 2.0, 10, late=late)
 
     found = asyncio.run(search(probe, 1.0, 1.0))
     assert tried == [1, 2, 2, 4, 4] == [each.rate for each in found.probes]
@@ -70,10 +70,10 @@ def test_a_probe_that_was_late_is_made_once_more():
 
 
 def test_what_was_found_before_the_service_broke():
-    async def probe(rate: float) -> Probe:
+    async def probe(rate: float) -> CapacityProbe:
         if rate > 5:
-            raise Unhealthy(f"at {rate:g} requests/s: errors: failed: 1 INTERNAL")
-        return Probe(rate, True, 1.0, rate, 1.0, 2.0, 10)
+            raise UnhealthyService(f"at {rate:g} requests/s: errors: failed: 1 INTERNAL")
+        return CapacityProbe(rate, True, 1.0, rate, 1.0, 2.0, 10)
 
     found = asyncio.run(search(probe, 1.0, 0.1))
     assert (found.low, found.high, len(found.probes)) == (4, None, 3)
@@ -91,7 +91,7 @@ def test_a_search_that_starts_too_high_goes_down(monkeypatch, code, low, failure
             return made_run([record(at, code=code) for at in range(9)], goodput="ttft:1000", rate=settings.rate)
         return made_run([record(at, (at + 0.1,), (1,)) for at in range(9)], goodput="ttft:1000", rate=settings.rate)
 
-    monkeypatch.setattr(runs, "run_once", run_once)
-    settings = Settings.of({"rate": 8.0, "duration": 1.0, "goodput": "ttft:1000"}, {})
-    found, run = asyncio.run(runs.find_capacity(SITE, settings, 1.0, nullcontext, lambda probe: None))
+    monkeypatch.setattr(runner, "run_once", run_once)
+    settings = LoadSettings.of({"rate": 8.0, "duration": 1.0, "goodput": "ttft:1000"}, {})
+    found, run = asyncio.run(runner.find_capacity(SITE, settings, 1.0, nullcontext, lambda probe: None))
     assert found.low == low and bool(found.failure) is failure and (run is None) is (low is None)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest import profiles
 from loadtest.cli import joined
-from loadtest.settings import Settings
+from loadtest.settings import LoadSettings, load_profile, shipped_profiles
 
 BASE = ("--rate", 1, "--duration", 1)
 
@@ -73,7 +72,7 @@ BASE = ("--rate", 1, "--duration", 1)
         ((*BASE, "--wait", -1), "--wait -1; allowed: 0 to 86400"),
         ((*BASE, "--", "--max-queue", "4"), "'--max-queue 4' has no effect without --serve"),
         ((*BASE, "--json", "/nowhere/x.json"), "its directory does not exist"),
-        ((*BASE, "--html", "/nowhere/x.html"), "its directory does not exist"),
+        ((*BASE, "--picture", "/nowhere/x.png"), "its directory does not exist"),
         ((*BASE, "--tls-key", "key.pem"), "tls_key is given without tls_cert"),
         ((*BASE, "--serve", "--token-file", "/nowhere/x"), "give a file that can be read"),
         ((*BASE, "--speed", 3), "No such option"),
@@ -106,40 +105,40 @@ def test_goodput_is_written_as_for_vllm():
     assert joined(["--goodput"]) == ["--goodput"]
 
 
-@pytest.mark.parametrize("name", profiles.shipped())
+@pytest.mark.parametrize("name", shipped_profiles())
 def test_shipped_profiles_are_sound(name):
     missing = {"capacity": 2.0} if name == "overload" else {}
-    settings = Settings.of(profiles.load(name), missing)
+    settings = LoadSettings.of(load_profile(name), missing)
     assert (settings.goodput is None) is (name == "ramp") and settings.rate > 0
 
 
 def test_an_option_overrides_a_profile_and_what_hangs_on_it():
-    burst = profiles.load("burst")
-    assert Settings.of(burst, {}).burstiness == 0.25
-    assert Settings.of(burst, {"rate": 9.0}).rate == 9.0
-    assert Settings.of(burst, {"arrivals": "constant"}).burstiness is None
-    smoke = Settings.of(profiles.load("smoke"), {"cancel_after": 0.5})
+    burst = load_profile("burst")
+    assert LoadSettings.of(burst, {}).burstiness == 0.25
+    assert LoadSettings.of(burst, {"rate": 9.0}).rate == 9.0
+    assert LoadSettings.of(burst, {"arrivals": "constant"}).burstiness is None
+    smoke = LoadSettings.of(load_profile("smoke"), {"cancel_after": 0.5})
     assert (smoke.cancel_after, smoke.cancel_after_tokens) == (0.5, None)
 
 
 def test_rate_capacity_and_overload():
-    overload = profiles.load("overload")
-    assert Settings.of(overload, {"capacity": 2.0}).rate == 6.0
-    assert Settings.of(overload, {"rate": 6.0}).capacity == 2.0
-    both = Settings.of(overload, {"rate": 10.0, "capacity": 2.0})
+    overload = load_profile("overload")
+    assert LoadSettings.of(overload, {"capacity": 2.0}).rate == 6.0
+    assert LoadSettings.of(overload, {"rate": 6.0}).capacity == 2.0
+    both = LoadSettings.of(overload, {"rate": 10.0, "capacity": 2.0})
     assert (both.rate, both.capacity, both.overload) == (10.0, 2.0, None)
 
 
 def test_a_profile_of_ones_own(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('about = "mine"\nrate = 2.5\nduration = 3\nparticles = "4"\n')
-    assert Settings.of(profiles.load(str(path)), {}).rate == 2.5
+    assert LoadSettings.of(load_profile(str(path)), {}).rate == 2.5
     path.write_text("speed = 3")
     with pytest.raises(ValueError, match="sets speed; allowed: about, arrivals, attainment"):
-        profiles.load(str(path))
+        load_profile(str(path))
     path.write_text('rate = "fast"\nduration = 3')
     with pytest.raises(ValueError, match="--rate fast; allowed"):
-        Settings.of(profiles.load(str(path)), {})
+        LoadSettings.of(load_profile(str(path)), {})
     path.write_text("rate = ")
     with pytest.raises(ValueError, match="give a TOML file of settings"):
-        profiles.load(str(path))
+        load_profile(str(path))

@@ -1,19 +1,15 @@
-"""The files that a run leaves: JSON under vLLM's names, and a page that needs nothing but itself."""
+"""The files that a run leaves: JSON under vLLM's names, and a picture."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
-import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 
 import pytest
 
-from loadtest import numbers, page, plots
-from loadtest.capacity import Probe, search
-from loadtest.monitor import Sample
-from loadtest.processes import Held
+from loadtest import picture, report
+from loadtest.monitor import ProcessUsage, ServerSample
+from loadtest.runner import CapacityProbe, search
 from smc.terminal import finite
 from tests.loadtest.made import QUIET, made_run, record
 
@@ -24,7 +20,8 @@ METRICS = {
     "process_resident_memory_bytes": 3e8,
 }
 SAMPLES = [
-    Sample(float(at), at % 3, 1, METRICS, {"gateway": Held(300 << 20), "rank 1": Held(500 << 20)}) for at in range(10)
+    ServerSample(float(at), at % 3, 1, METRICS, {"gateway": ProcessUsage(300 << 20), "rank 1": ProcessUsage(500 << 20)})
+    for at in range(10)
 ]
 RECORDS = [
     record(0.0, (0.5,), (1,), counted=False),
@@ -62,7 +59,7 @@ def run():
 
 
 def test_json_has_the_names_of_vllm_and_one_of_ours(run):
-    written = json.loads(json.dumps(finite(numbers.of_run(run)), allow_nan=False))
+    written = json.loads(json.dumps(finite(report.run_numbers(run)), allow_nan=False))
     assert set(written) == VLLM | {"smcserve"}
     assert (written["num_prompts"], written["completed"], written["failed"], written["request_rate"]) == (4, 2, 1, 2.0)
     assert (written["burstiness"], written["total_input_tokens"], written["total_output_tokens"]) == (1.0, 16, 10)
@@ -71,7 +68,7 @@ def test_json_has_the_names_of_vllm_and_one_of_ours(run):
 
 
 def test_arrays_are_in_the_order_of_sending(run):
-    written = numbers.of_run(run)
+    written = report.run_numbers(run)
     assert written["input_lens"] == [7, 9, 0, 0] and written["output_lens"] == [3, 7, 0, 2]
     assert written["ttfts"] == pytest.approx([0.1, 0.2, 0.0, 0.1])
     assert written["itls"] == [[pytest.approx(0.8)], [pytest.approx(0.3)], [], []]
@@ -84,81 +81,44 @@ def test_arrays_are_in_the_order_of_sending(run):
     assert [check["name"] for check in ours["checks"] if check["passed"] is False] == ["objective"]
 
 
-class Links(HTMLParser):
-    """What a page would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag, attributes):
-        assert tag not in ("script", "link", "iframe", "object")
-        self.found += [
-            value for name, value in attributes if name in ("src", "href", "xlink:href", "srcset", "data", "action")
-        ]
+def test_the_picture_of_a_run(run, tmp_path):
+    picture.draw(tmp_path / "run.png", run)
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert len(picture.panels_of(run)) == 8
 
 
-def check_page(text: str, pictures: int) -> None:
-    """Links lead to other places of the page alone, and every picture is well-formed and has something in it."""
-    links = Links()
-    links.feed(text)
-    assert links.found and all(link.startswith("#") for link in links.found)
-    assert "url(http" not in text and "@import" not in text
-    found = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(found) == pictures
-    for picture in found:
-        assert len(list(ElementTree.fromstring(picture).iter())) > 30
-
-
-def test_the_page_of_a_run(run):
-    text = page.of_run(run)
-    check_page(text, 8)
-    for part in (
-        "Not good enough",
-        "objective",
-        "1 RESOURCE_EXHAUSTED",
-        "lookahead",
-        "python",
-        "Throughput",
-        "KV pages leaked",
-        "rank 1",
-    ):
-        assert part in text, part
-    assert text.index("good requests a second") < text.index("<svg") < text.index("Settings")
-
-
-def test_the_page_of_a_run_that_was_not_watched():
+def test_the_picture_of_a_run_that_was_not_watched(tmp_path):
     """No metrics, no memory, no answer: what there is to show is shown."""
-    check_page(page.of_run(made_run([record(1.0, code="UNAVAILABLE")], after=Sample(9.0, error="<gone>"))), 5)
-    assert "&lt;gone&gt;" in page.of_run(made_run([], after=Sample(9.0, error="<gone>")))
+    for records in ([record(1.0, code="UNAVAILABLE")], []):
+        unwatched = made_run(records, after=ServerSample(9.0, error="gone"))
+        picture.draw(tmp_path / "run.png", unwatched)
+        assert len(picture.panels_of(unwatched)) == 5
 
 
 def test_what_a_reader_must_know_comes_with_the_figures():
     late = [record(at, (at + 0.1,), (1,), late=0.2) for at in range(9)]
-    text = page.of_run(made_run(late, [*SAMPLES, Sample(11.0, error="UNAVAILABLE: gone")]))
+    text = "\n".join(report.warnings(made_run(late, [*SAMPLES, ServerSample(11.0, error="UNAVAILABLE: gone")])))
     assert "the generator was late: requests left up to 200 ms" in text
     assert "1 of 11 looks at the server failed" in text
 
 
-def test_the_page_and_the_numbers_of_a_search(run):
-    async def probe(rate: float) -> Probe:
-        return Probe(rate, rate <= 5, 0.97, rate, 100.0, 900.0, 40, {"OK": 39, "UNAVAILABLE": 1}, late=rate == 8)
+def test_the_picture_and_the_numbers_of_a_search(run, tmp_path):
+    async def probe(rate: float) -> CapacityProbe:
+        return CapacityProbe(
+            rate, rate <= 5, 0.97, rate, 100.0, 900.0, 40, {"OK": 39, "UNAVAILABLE": 1}, late=rate == 8
+        )
 
     found = asyncio.run(search(probe, 2.0, 0.1))
-    text = page.of_capacity(found, run, "ttft:150", 0.95)
-    check_page(text, 9)
-    assert "Capacity: 4.7" in text and text.count("<td>missed</td>") == sum(not probe.met for probe in found.probes)
-    assert text.count("39 OK, 1 UNAVAILABLE") == len(found.probes) and text.count("<td>late</td>") == 2
-    assert "the generator was late whenever 8 requests/s were tried" in text
-    written = json.loads(json.dumps(numbers.of_capacity(found, run)))
-    assert written["smcserve"]["capacity"]["low"] == found.low and len(
-        written["smcserve"]["capacity"]["probes"]
-    ) == len(found.probes)
-    assert written["num_prompts"] == 4
-    check_page(page.of_capacity(asyncio.run(search(lambda rate: probe(rate + 5), 2.0, 0.1)), None, "ttft:150", 0.95), 1)
+    assert report.capacity_sentence(found, "ttft:150").startswith("Capacity: 4.7")
+    assert "the generator was late whenever 8 requests/s were tried" in report.capacity_warnings(found)[0]
+    written = json.loads(json.dumps(report.capacity_numbers(found, run)))
+    ours = written["smcserve"]["capacity"]
+    assert ours["low"] == found.low and len(ours["probes"]) == len(found.probes) and written["num_prompts"] == 4
+    for of_best in (run, None):
+        picture.draw(tmp_path / "search.png", of_best, found)
+        assert (tmp_path / "search.png").stat().st_size > 5000
 
 
-def test_pictures_show_what_the_server_counted(run):
-    assert "Latency: share of the answered requests that were at least as fast" in dict(plots.of_run(run))
-    assert "Refused and cancelled, as the server counted them" in dict(plots.of_run(run))
-    assert "Refused and cancelled, as the server counted them" not in dict(plots.of_run(made_run(RECORDS, after=QUIET)))
+def test_the_picture_shows_what_the_server_counted(run):
+    assert "Refused and cancelled, as the server counted them" in picture.panels_of(run)
+    assert "Refused and cancelled, as the server counted them" not in picture.panels_of(made_run(RECORDS, after=QUIET))

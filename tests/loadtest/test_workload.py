@@ -10,17 +10,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loadtest.files import read_prompts, read_trace
-from loadtest.laws import Lengths, Mix
-from loadtest.settings import Settings
-from loadtest.workload import Workload
+from loadtest.distributions import LengthDistribution, Mixture
+from loadtest.settings import LoadSettings
+from loadtest.workload import Workload, read_prompts, read_trace
 from services.client import Message
 from smc.demo.problems import generate
 from tests.loadtest.made import MODEL
 
 
 def plan(**settings):
-    return list(Workload(Settings.of({"rate": 100.0, "requests": 1000}, settings), MODEL).plan())
+    return list(Workload(LoadSettings.of({"rate": 100.0, "requests": 1000}, settings), MODEL).plan())
 
 
 @pytest.mark.parametrize(
@@ -35,11 +34,11 @@ def plan(**settings):
 )
 def test_lengths(word, mean, std, low, high):
     rng = np.random.default_rng(1)
-    drawn = np.array([Lengths.read(word, "--x").draw(rng) for _ in range(4000)])
+    drawn = np.array([LengthDistribution.read(word, "--x").draw(rng) for _ in range(4000)])
     assert drawn.mean() == pytest.approx(mean, abs=5 * std / 4000**0.5 + 0.05)
     assert drawn.std() == pytest.approx(std, rel=0.1)
     assert low <= drawn.min() and drawn.max() <= high
-    assert str(Lengths.read(word, "--x")) == word
+    assert str(LengthDistribution.read(word, "--x")) == word
 
 
 @pytest.mark.parametrize(
@@ -48,16 +47,16 @@ def test_lengths(word, mean, std, low, high):
 )
 def test_lengths_that_cannot_be(word):
     with pytest.raises(ValueError, match=r"--x .*; allowed: COUNT, uniform:LOW-HIGH"):
-        Lengths.read(word, "--x")
+        LengthDistribution.read(word, "--x")
 
 
 def test_mix():
-    mix, rng = Mix.read("4:1,8:3", "--particles"), np.random.default_rng(1)
+    mix, rng = Mixture.read("4:1,8:3", "--particles"), np.random.default_rng(1)
     counts = Counter(mix.draw(rng) for _ in range(4000))
     assert set(counts) == {"4", "8"} and counts["8"] / 4000 == pytest.approx(0.75, abs=5 * 0.433 / 4000**0.5)
-    assert str(mix) == "4:0.25,8:0.75" and str(Mix.read("smc", "--method")) == "smc"
+    assert str(mix) == "4:0.25,8:0.75" and str(Mixture.read("smc", "--method")) == "smc"
     with pytest.raises(ValueError, match=r"--particles '4:0'; allowed: VALUE or VALUE:WEIGHT"):
-        Mix.read("4:0", "--particles")
+        Mixture.read("4:0", "--particles")
 
 
 def test_the_same_seed_asks_the_same():
@@ -117,7 +116,7 @@ def test_default_prompts_are_the_demo_problems():
     questions = [problem.question for problem in generate(0, 256, "test")]
     requests = plan(requests=300)
     assert [r.prompt for r in requests] == [[Message("user", questions[index % 256])] for index in range(300)]
-    plain = Workload(Settings(rate=1.0, requests=1), replace(MODEL, has_chat_template=False))
+    plain = Workload(LoadSettings(rate=1.0, requests=1), replace(MODEL, has_chat_template=False))
     assert next(plain.plan()).prompt == questions[0]
 
 
@@ -148,7 +147,7 @@ def test_a_trace(tmp_path):
     jsonl.write_text("\n".join(map(json.dumps, lines)))
     table.write_text("time,prompt,prompt_tokens,max_tokens\n1.5,b,,3\n0.5,,20,\n4,,,\n")
     assert read_trace(jsonl) == read_trace(table)
-    settings = Settings.of({}, {"arrivals": "trace", "trace": jsonl, "warm_up": 1.0, "output_length": "7"})
+    settings = LoadSettings.of({}, {"arrivals": "trace", "trace": jsonl, "warm_up": 1.0, "output_length": "7"})
     requests = list(Workload(settings, MODEL).plan())
     assert [(r.at, r.counted, r.sampling["max_tokens"]) for r in requests] == [
         (0.5, False, 7),

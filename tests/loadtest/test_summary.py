@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.measures import Spread, summarise
-from loadtest.objective import Objective
+from loadtest.slo import LatencyObjective
+from loadtest.summary import LatencySpread, summarise
 from tests.loadtest.made import record
 
 A = record(
@@ -29,11 +29,11 @@ def test_one_request():
 
 
 def test_spread():
-    spread = Spread.of(second / 1000 for second in range(101))
+    spread = LatencySpread.of(second / 1000 for second in range(101))
     assert (spread.count, spread.mean, spread.median) == (101, pytest.approx(50), pytest.approx(50))
     assert spread.std == pytest.approx(((101**2 - 1) / 12) ** 0.5)
     assert spread.percentiles == pytest.approx({50: 50, 90: 90, 95: 95, 99: 99})
-    assert Spread.of([]).percentiles[99] == 0.0
+    assert LatencySpread.of([]).percentiles[99] == 0.0
 
 
 def test_who_counts():
@@ -63,7 +63,7 @@ def test_who_counts():
 )
 def test_goodput(objective, good):
     """Of three ordinary requests one was refused: it met nothing. One token has no time per token to miss."""
-    summary = summarise(ALL, Objective.read(objective))
+    summary = summarise(ALL, LatencyObjective.read(objective))
     assert summary.good == good
     assert summary.attainment == pytest.approx(good / 3) and summary.goodput == pytest.approx(good / 8)
     assert summary.good_of_sent == pytest.approx(good / 1.5)
@@ -75,7 +75,7 @@ def test_a_late_generator_is_seen():
 
 
 def test_nothing_was_sent():
-    summary = summarise([WARM_UP], Objective.read("ttft:1"))
+    summary = summarise([WARM_UP], LatencyObjective.read("ttft:1"))
     assert (summary.sent, summary.duration, summary.offered, summary.goodput, summary.attainment) == (
         0,
         0.0,
@@ -88,4 +88,4 @@ def test_nothing_was_sent():
 @pytest.mark.parametrize("words", ["", "ttft", "ttft:0", "ttft:x", "itl:5", "ttft:5 ttft:6", "e2el:inf"])
 def test_objectives_that_cannot_be(words):
     with pytest.raises(ValueError, match="--goodput"):
-        Objective.read(words)
+        LatencyObjective.read(words)

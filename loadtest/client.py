@@ -1,5 +1,5 @@
-"""Where the service is and how to get in; the connections of a run, and one call over them. Knows nothing about when
-calls are made."""
+"""One request, as it was planned and as it went, and the client that sends it: where the service is, how to get in, and the
+connections of a run. Knows nothing about when requests are sent. Times are seconds since the start of the run."""
 
 from __future__ import annotations
 
@@ -7,30 +7,116 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from loadtest.record import Planned, Record
-from services.client import Client, Message, ModelInfo, ServerInfo, ServiceError
+from services.client import Client, Message, ModelInfo, Prompt, ServerInfo, ServiceError
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
 from services.protobuf.generation import FINISH_REASONS, name_of, sampling_message
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """Follows from the seed of the run and the request's number, whatever happens to others."""
+
+    index: int
+    at: float
+    """When it is to be sent."""
+    counted: bool
+    """False: it only warms up the service."""
+    prompt: Prompt
+    sampling: dict[str, Any]
+    cancel_after: float | None = None
+    """Seconds after which the client gives up."""
+    cancel_after_tokens: int | None = None
+    abort: bool = False
+    """It is cancelled by a call of Abort, not by leaving."""
+    pause: float = 0.0
+    """Seconds that a slow reader lets pass before it reads the next message."""
+
+    @property
+    def ordinary(self) -> bool:
+        """Its client waits for the end and reads as fast as it can: only then is a latency the service's own."""
+        return self.cancel_after is None and self.cancel_after_tokens is None and not self.pause
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    planned: PlannedRequest
+    sent_at: float = 0.0
+    message_times: list[float] = field(default_factory=list)
+    """Of the messages that brought tokens."""
+    message_tokens: list[int] = field(default_factory=list)
+    ended_at: float = 0.0
+    code: str = ""
+    """gRPC status code."""
+    detail: str = ""
+    cancelled: bool = False
+    """By ourselves, as planned."""
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    """0 unless there is an answer: it is the service that counts them."""
+    particles: int = 0
+    rounds: int = 0
+    resamples: int = 0
+    collapses: int = 0
+    mean_ess: float = 0.0
+
+    @property
+    def answered(self) -> bool:
+        return self.code == "OK"
+
+    @property
+    def failed(self) -> bool:
+        """Neither answered nor cancelled by us."""
+        return not self.answered and not self.cancelled
+
+    @property
+    def lateness(self) -> float:
+        """Of the generator itself."""
+        return self.sent_at - self.planned.at
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.message_tokens)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first message with tokens; None if there was none."""
+        return self.message_times[0] - self.sent_at if self.message_times else None
+
+    @property
+    def itls(self) -> list[float]:
+        """Seconds between messages with tokens; each may bring several."""
+        return [later - earlier for earlier, later in zip(self.message_times, self.message_times[1:])]
+
+    @property
+    def e2el(self) -> float:
+        """Seconds from sending to the end of the stream."""
+        return self.ended_at - self.sent_at
+
+    @property
+    def tpot(self) -> float:
+        """(E2E - TTFT) / (tokens - 1); 0 for an answer of one token, as in vLLM."""
+        return (self.e2el - self.ttft) / (self.tokens - 1) if self.ttft is not None and self.tokens > 1 else 0.0
+
 
 ABORT_TIMEOUT = 10.0
 WAIT_EVERY = 0.5
 """Seconds between two looks at a service that is starting."""
 
 
-class Unreachable(RuntimeError):
+class ServiceUnreachable(RuntimeError):
     """There is no service to load."""
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ServiceEndpoint:
     address: str
     token: str | None = None
     tls: bool = False
@@ -68,11 +154,11 @@ class Endpoint:
             if state == "SERVING":
                 return
             if time.monotonic() > end:
-                raise Unreachable(f"no service at {self.address} within {seconds:g} s: {state}")
+                raise ServiceUnreachable(f"no service at {self.address} within {seconds:g} s: {state}")
             time.sleep(WAIT_EVERY)
 
     def describe(self) -> tuple[ServerInfo, ModelInfo]:
-        """What is there. Raises Unreachable, and ValueError if it does not let us in."""
+        """What is there. Raises ServiceUnreachable, and ValueError if it does not let us in."""
         with self.client() as client:
             try:
                 server, models = client.server_info(), client.model_info()
@@ -81,9 +167,9 @@ class Endpoint:
                     raise ValueError(
                         f"{self.address} does not let us in: {error.message}; give --token-file"
                     ) from error
-                raise Unreachable(f"no service at {self.address}: {error}") from error
+                raise ServiceUnreachable(f"no service at {self.address}: {error}") from error
         if not server.serving:
-            raise Unreachable(
+            raise ServiceUnreachable(
                 f"the service at {self.address} is not serving: it is starting or shutting down; try again later"
             )
         return server, models
@@ -101,17 +187,17 @@ class Endpoint:
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
 
-class Connections:
+class ClientConnections:
     """Use it in one asyncio loop, with `async with`."""
 
-    def __init__(self, endpoint: Endpoint, count: int) -> None:
+    def __init__(self, endpoint: ServiceEndpoint, count: int) -> None:
         self._metadata = endpoint.metadata
         self._channels = [endpoint.channel() for _ in range(count)]
         self._run = uuid.uuid4().hex[:8]
         self._aborts: set[asyncio.Task] = set()
         self._stubs = [pb_grpc.GenerationServiceStub(channel) for channel in self._channels]
 
-    async def __aenter__(self) -> Connections:
+    async def __aenter__(self) -> ClientConnections:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -119,13 +205,13 @@ class Connections:
             await channel.close()
 
     async def connect(self, timeout: float) -> None:
-        """So that no request pays for a handshake. Raises Unreachable."""
+        """So that no request pays for a handshake. Raises ServiceUnreachable."""
         try:
             async with asyncio.timeout(timeout):
                 for channel in self._channels:
                     await channel.channel_ready()
         except TimeoutError as error:
-            raise Unreachable(
+            raise ServiceUnreachable(
                 f"the service did not accept {len(self._channels)} connections within {timeout:g} s"
             ) from error
 
@@ -133,10 +219,10 @@ class Connections:
         """Raises grpc.RpcError."""
         return await self._stubs[0].GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout, metadata=self._metadata)
 
-    async def ask(self, planned: Planned, deadline: float, clock: Callable[[], float]) -> Record:
+    async def ask(self, planned: PlannedRequest, deadline: float, clock: Callable[[], float]) -> RequestRecord:
         """Send one request and follow it to its end, whatever that is. `clock`: seconds since the start of the run."""
         message = _message(planned, f"loadtest-{self._run}-{planned.index}")
-        record = Record(planned, sent_at=clock())
+        record = RequestRecord(planned, sent_at=clock())
         stub = self._stubs[planned.index % len(self._stubs)]
         call = stub.Generate(message, timeout=deadline, metadata=self._metadata)
         give_up = partial(self._abort, stub, message.request_id) if planned.abort else call.cancel
@@ -169,7 +255,7 @@ class Connections:
         task.add_done_callback(self._aborts.discard)
 
 
-async def _follow(call: Any, record: Record, clock: Callable[[], float], give_up: Callable[[], object]) -> None:
+async def _follow(call: Any, record: RequestRecord, clock: Callable[[], float], give_up: Callable[[], object]) -> None:
     planned = record.planned
     async for response in call:
         now = clock()
@@ -186,7 +272,7 @@ async def _follow(call: Any, record: Record, clock: Callable[[], float], give_up
         record.code, record.detail = "INTERNAL", "the stream ended before the answer did"
 
 
-def _finish(record: Record, finish: pb.Finish) -> None:
+def _finish(record: RequestRecord, finish: pb.Finish) -> None:
     record.code = "OK"
     record.finish_reason = name_of(FINISH_REASONS, finish.reason, "finish.reason")
     record.prompt_tokens = finish.usage.prompt_tokens
@@ -200,7 +286,7 @@ def _finish(record: Record, finish: pb.Finish) -> None:
         record.collapses, record.mean_ess = statistics.collapses, statistics.mean_ess
 
 
-def _message(planned: Planned, request_id: str) -> pb.GenerateRequest:
+def _message(planned: PlannedRequest, request_id: str) -> pb.GenerateRequest:
     message = pb.GenerateRequest(request_id=request_id, sampling=sampling_message(planned.sampling))
     if isinstance(planned.prompt, str):
         message.text = planned.prompt

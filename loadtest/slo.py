@@ -11,7 +11,7 @@ MEASURES = {"ttft": "time to first token", "tpot": "time per output token", "e2e
 
 
 @dataclass(frozen=True)
-class Objective:
+class LatencyObjective:
     limits: tuple[tuple[str, float], ...]
     """Names of MEASURES, and milliseconds."""
 

@@ -1,24 +1,20 @@
-"""The pictures of a report, as SVG to be put into a page. Knows nothing about the page."""
+"""The picture of a run: latencies, requests, throughput, the server's metrics and memory, one PNG."""
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtest.capacity import Capacity
-from loadtest.judge import memory_series
-from loadtest.measures import in_flight
-from loadtest.record import Record
-from loadtest.runs import Run
-
-What = TypeVar("What")
+from loadtest.checks import memory_series
+from loadtest.client import RequestRecord
+from loadtest.runner import CapacityFound, LoadRun
+from loadtest.summary import in_flight
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
     "#0072b2",
@@ -31,35 +27,56 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
 )
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 """Told apart by people who see colours differently (Okabe and Ito)."""
-SIZE = (7.2, 3.1)
+COLUMNS, WIDTH, HEIGHT = 2, 6.4, 3.0
+"""Panels side by side, and inches of each."""
 BINS = 60
 TALL = 4
 """A limit that is this many times higher than everything measured would only make it small."""
 MIB = 1 << 20
 
 
-def of_run(run: Run) -> list[tuple[str, str]]:
-    """Titles and pictures."""
-    pictures: dict[str, Callable[[Axes, Run], None]] = {
+def draw(path: Path, run: LoadRun | None, found: CapacityFound | None = None) -> None:
+    """One PNG of a run, a panel for each subject; after a search the rates that were tried come first."""
+    panels: dict[str, Callable[[Axes], None]] = {}
+    if found is not None:
+        panels["Rates that were tried"] = lambda axes: _probes(axes, found)
+    if run is not None:
+        panels |= panels_of(run)
+    with matplotlib.rc_context({"font.size": 9}):
+        rows = -(-len(panels) // COLUMNS)
+        figure = Figure(figsize=(COLUMNS * WIDTH, rows * HEIGHT), layout="constrained")
+        for index, (title, panel) in enumerate(panels.items()):
+            axes = figure.add_subplot(rows, COLUMNS, 1 + index)
+            axes.set_title(title, loc="left", fontsize=9)
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+            panel(axes)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(frameon=False, fontsize=7)
+        figure.savefig(path, dpi=80)
+
+
+def panels_of(run: LoadRun) -> dict[str, Callable[[Axes], None]]:
+    """Panels by their titles; without those for which nothing was measured."""
+    panels = {
         "Latency: share of the answered requests that were at least as fast": _cdf,
         "Time to first token, request by request": _ttft_over_time,
-        "Requests in flight, as the client saw them; running and waiting, as the server did": _in_flight,
+        "Requests in flight by the client; running and waiting by the server": _in_flight,
         "Throughput": _throughput,
         "How requests ended": _ends,
     }
     if any(sample.metrics for sample in run.samples):
-        pictures["Refused and cancelled, as the server counted them"] = _refused
-        pictures["Memory for keys and values: pages in use"] = _pages
+        panels |= {"Refused and cancelled, as the server counted them": _refused, "KV pages in use": _pages}
     if memory_series(run.samples):
-        pictures["Memory of the service's processes"] = _memory
-    return [(title, _svg(draw, run)) for title, draw in pictures.items()]
+        panels["Memory of the service's processes"] = _memory
+    return {title: partial(_draw_panel, panel, run) for title, panel in panels.items()}
 
 
-def of_capacity(found: Capacity, share: float) -> list[tuple[str, str]]:
-    return [("Rates that were tried", _svg(lambda axes, probes: _probes(axes, probes, share), found))]
+def _draw_panel(panel: Callable[[Axes, LoadRun], None], run: LoadRun, axes: Axes) -> None:
+    panel(axes, run)
 
 
-def _cdf(axes: Axes, run: Run) -> None:
+def _cdf(axes: Axes, run: LoadRun) -> None:
     records = [record for record in _timed(run) if record.planned.ordinary]
     limits = dict(run.settings.goodput.limits) if run.settings.goodput else {}
     for name, label, colour, values in (
@@ -78,7 +95,7 @@ def _cdf(axes: Axes, run: Run) -> None:
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
 
 
-def _ttft_over_time(axes: Axes, run: Run) -> None:
+def _ttft_over_time(axes: Axes, run: LoadRun) -> None:
     records = _timed(run)
     times_ms = [1e3 * record.ttft for record in records if record.ttft is not None]
     axes.scatter([r.sent_at for r in records], times_ms, s=9, color=BLUE, alpha=0.6, linewidths=0, label="answered")
@@ -89,7 +106,7 @@ def _ttft_over_time(axes: Axes, run: Run) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _in_flight(axes: Axes, run: Run) -> None:
+def _in_flight(axes: Axes, run: LoadRun) -> None:
     steps = in_flight(run.outcome.records)
     axes.step(
         [at for at, _ in steps],
@@ -110,7 +127,7 @@ def _in_flight(axes: Axes, run: Run) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _throughput(axes: Axes, run: Run) -> None:
+def _throughput(axes: Axes, run: LoadRun) -> None:
     records, edges = run.outcome.records, _edges(run)
     width = edges[1] - edges[0]
     times = [at for record in records for at in record.message_times]
@@ -137,7 +154,7 @@ def _throughput(axes: Axes, run: Run) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _ends(axes: Axes, run: Run) -> None:
+def _ends(axes: Axes, run: LoadRun) -> None:
     edges = _edges(run)
     ended: dict[str, list[float]] = {}
     for record in sorted(run.outcome.records, key=lambda record: (record.code != "OK", record.code)):
@@ -158,7 +175,7 @@ def _ends(axes: Axes, run: Run) -> None:
     axes.set(xlabel="seconds since the start", ylabel="requests/s")
 
 
-def _pages(axes: Axes, run: Run) -> None:
+def _pages(axes: Axes, run: LoadRun) -> None:
     seen = [sample for sample in run.samples if sample.metrics]
     for group, colour, style in (("draft", VERMILION, "-"), ("target", BLUE, "--")):
         used, cached = (
@@ -180,7 +197,7 @@ def _pages(axes: Axes, run: Run) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _refused(axes: Axes, run: Run) -> None:
+def _refused(axes: Axes, run: LoadRun) -> None:
     seen = [sample for sample in run.samples if sample.metrics]
     for name, label, colour in (
         ("smc_requests_rejected_total", "refused", VERMILION),
@@ -192,14 +209,14 @@ def _refused(axes: Axes, run: Run) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _memory(axes: Axes, run: Run) -> None:
+def _memory(axes: Axes, run: LoadRun) -> None:
     for (name, (times, values)), colour in zip(memory_series(run.samples).items(), COLOURS * 20):
         axes.plot(times, np.array(values) / MIB, color=colour, label=name)
     axes.set(xlabel="seconds since the start", ylabel="MiB resident")
     axes.set_ylim(bottom=0)
 
 
-def _probes(axes: Axes, found: Capacity, share: float) -> None:
+def _probes(axes: Axes, found: CapacityFound) -> None:
     probes = sorted(found.probes, key=lambda probe: probe.rate)
     axes.plot([probe.rate for probe in probes], [probe.attainment for probe in probes], color="0.6", linewidth=1)
     for met, colour, marker, label in ((True, BLUE, "o", "met"), (False, VERMILION, "X", "missed")):
@@ -207,44 +224,17 @@ def _probes(axes: Axes, found: Capacity, share: float) -> None:
         axes.plot(
             [p.rate for p in chosen], [p.attainment for p in chosen], marker, color=colour, markersize=8, label=label
         )
-    axes.axhline(share, color="0.35", linestyle=":", label=f"{share:.0%} must meet it")
     axes.set(xlabel="requests/s", ylabel="share that met the objective", xlim=(0, None), ylim=(-0.03, 1.05))
     axes.yaxis.set_major_formatter(lambda part, _: f"{part:.0%}")
 
 
-def _timed(run: Run) -> list[Record]:
+def _timed(run: LoadRun) -> list[RequestRecord]:
     return [
         record for record in run.outcome.records if record.planned.counted and record.answered and record.message_times
     ]
 
 
-def _edges(run: Run) -> np.ndarray:
+def _edges(run: LoadRun) -> np.ndarray:
     """Of at most BINS equal parts of the run, each a second or longer."""
     seconds = max(run.outcome.seconds, 1.0)
     return np.linspace(0.0, seconds, min(BINS, int(seconds)) + 1)
-
-
-def _svg(draw: Callable[[Axes, What], None], what: What) -> str:
-    """Text stays text, in the page's own fonts; without prologue and metadata, whose addresses a page has no use
-    for."""
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": draw.__name__, "font.family": "sans-serif", "font.size": 9}
-    ):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.add_subplot()
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        draw(axes, what)
-        handles, labels = axes.get_legend_handles_labels()
-        if handles:
-            figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=8)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = file.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    return re.sub(
-        r'<svg [^>]*viewBox="([^"]*)"[^>]*>',
-        r'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="\1" role="img">',
-        svg,
-        count=1,
-    )

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadtest.measures import Summary
-from loadtest.monitor import Sample
-from loadtest.processes import RAY
-from loadtest.settings import Settings
+from loadtest.monitor import RAY, ServerSample
+from loadtest.settings import LoadSettings
+from loadtest.summary import RunSummary
 
 BROKEN = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED")
 """Codes that no load excuses."""
@@ -35,14 +34,16 @@ ENOUGH_SAMPLES = 9
 
 
 @dataclass(frozen=True)
-class Check:
+class RunCheck:
     name: str
     passed: bool | None
     """None: it could not be measured."""
     text: str
 
 
-def judge(summary: Summary, settings: Settings, epoch: int, during: Sequence[Sample], after: Sample) -> list[Check]:
+def judge(
+    summary: RunSummary, settings: LoadSettings, epoch: int, during: Sequence[ServerSample], after: ServerSample
+) -> list[RunCheck]:
     """`epoch`: of the workers, before the run."""
     checks = [_errors(summary), _workers(epoch, after)]
     if settings.capacity is not None:
@@ -54,39 +55,39 @@ def judge(summary: Summary, settings: Settings, epoch: int, during: Sequence[Sam
     return checks + left_behind(after)
 
 
-def _objective(summary: Summary, settings: Settings) -> Check:
+def _objective(summary: RunSummary, settings: LoadSettings) -> RunCheck:
     if summary.attainment is None:
-        return Check("objective", None, "no request was there to be judged")
+        return RunCheck("objective", None, "no request was there to be judged")
     assert settings.goodput is not None
     met = summary.attainment >= settings.attainment
     share = f"{summary.good} of {summary.ordinary} requests ({summary.attainment:.1%}) met it; at least {settings.attainment:.1%} must"
-    return Check("objective", met, f"{settings.goodput.sentence}: {share}")
+    return RunCheck("objective", met, f"{settings.goodput.sentence}: {share}")
 
 
-def _errors(summary: Summary) -> Check:
+def _errors(summary: RunSummary) -> RunCheck:
     broken = {code: count for code, count in summary.codes.items() if code in BROKEN}
     if broken:
-        return Check("errors", False, f"failed: {counts(broken)}")
+        return RunCheck("errors", False, f"failed: {counts(broken)}")
     if summary.ordinary and not summary.completed:
-        return Check("errors", False, f"no request was answered: {counts(summary.codes)}")
-    return Check("errors", True, f"no request failed with {' or '.join(BROKEN[:2])}: {counts(summary.codes)}")
+        return RunCheck("errors", False, f"no request was answered: {counts(summary.codes)}")
+    return RunCheck("errors", True, f"no request failed with {' or '.join(BROKEN[:2])}: {counts(summary.codes)}")
 
 
-def overwhelmed(summary: Summary) -> bool:
+def overwhelmed(summary: RunSummary) -> bool:
     """Nobody got an answer, and load alone explains why."""
     return not summary.completed and bool(summary.codes) and set(summary.codes) <= set(OVERWHELMED)
 
 
-def _workers(before: int, after: Sample) -> Check:
+def _workers(before: int, after: ServerSample) -> RunCheck:
     name = "no worker was lost"
     if after.epoch is None:
-        return Check(name, None, "the service did not say its epoch")
+        return RunCheck(name, None, "the service did not say its epoch")
     if after.epoch == before:
-        return Check(name, True, f"epoch {before} before and after")
-    return Check(name, False, f"epoch {before} before, {after.epoch} after: the workers were started again")
+        return RunCheck(name, True, f"epoch {before} before and after")
+    return RunCheck(name, False, f"epoch {before} before, {after.epoch} after: the workers were started again")
 
 
-def overload(summary: Summary, settings: Settings, during: Sequence[Sample]) -> list[Check]:
+def overload(summary: RunSummary, settings: LoadSettings, during: Sequence[ServerSample]) -> list[RunCheck]:
     """How it bears more than it can carry. `settings.capacity` is known."""
     # Once nothing is sent any more the queue empties, and memory may be given back: that says nothing about overload.
     sending = [sample for sample in during if sample.at <= summary.last_send]
@@ -99,30 +100,30 @@ def overload(summary: Summary, settings: Settings, during: Sequence[Sample]) -> 
         f"; neither: {counts(unanswered)}" if unanswered else ""
     )
     return [
-        Check(
+        RunCheck(
             "goodput under overload", rate >= OVERLOAD_SHARE * capacity, f"{rate:.2f} requests/s of those sent, {share}"
         ),
         _queue(sending),
-        Check("answered or refused", not unanswered, answered),
+        RunCheck("answered or refused", not unanswered, answered),
         *_memory(sending),
     ]
 
 
-def left_behind(after: Sample) -> list[Check]:
+def left_behind(after: ServerSample) -> list[RunCheck]:
     """The service once it was left alone: nothing runs, nothing waits, no page is held but by the prefix cache."""
     if after.error:
-        return [Check("after the run", False, f"the service did not answer: {after.error}")]
+        return [RunCheck("after the run", False, f"the service did not answer: {after.error}")]
     idle = not after.running and not after.queued
-    checks = [Check("after the run", idle, f"{after.running} running, {after.queued} waiting")]
+    checks = [RunCheck("after the run", idle, f"{after.running} running, {after.queued} waiting")]
     leaked = after.total("smc_kv_pages_leaked")
     text = "not measured; give --metrics" if leaked is None else f"{leaked:g}"
-    return [*checks, Check("KV pages leaked", None if leaked is None else leaked == 0, text)]
+    return [*checks, RunCheck("KV pages leaked", None if leaked is None else leaked == 0, text)]
 
 
-def _queue(during: Sequence[Sample]) -> Check:
+def _queue(during: Sequence[ServerSample]) -> RunCheck:
     queued = [sample.queued for sample in during if sample.queued is not None]
     if len(queued) < ENOUGH_SAMPLES:
-        return Check(
+        return RunCheck(
             "queue bounded",
             None,
             f"{len(queued)} looks at the queue while requests were sent are too few; let it run longer",
@@ -130,29 +131,29 @@ def _queue(during: Sequence[Sample]) -> Check:
     third = len(queued) // 3
     middle, last = float(np.mean(queued[third:-third])), float(np.mean(queued[-third:]))
     bounded = last <= max(QUEUE_GROWTH * middle, middle + QUEUE_SLACK)
-    return Check(
+    return RunCheck(
         "queue bounded",
         bounded,
         f"at most {max(queued)} waited; {middle:.1f} on average in the second third, {last:.1f} in the last",
     )
 
 
-def _memory(during: Sequence[Sample]) -> list[Check]:
+def _memory(during: Sequence[ServerSample]) -> list[RunCheck]:
     """One check for each process of ours."""
     series = memory_series(during)
     if not series:
-        return [Check("memory flat", None, "not measured; give --metrics, --watch-pid or --serve")]
+        return [RunCheck("memory flat", None, "not measured; give --metrics, --watch-pid or --serve")]
     return [_flat(name, times, values) for name, (times, values) in series.items() if name != RAY]
 
 
-def flat(during: Sequence[Sample], memory: bool) -> list[Check]:
+def flat(during: Sequence[ServerSample], memory: bool) -> list[RunCheck]:
     """Threads and open files of each process of ours, and with `memory` that as well."""
     checks = _memory(during) if memory else []
     seen = [sample for sample in during if sample.held]
     if len(seen) < ENOUGH_SAMPLES:
         return [
             *checks,
-            Check(
+            RunCheck(
                 "threads and files flat",
                 None,
                 f"{len(seen)} looks at the processes are too few; give --serve or --watch-pid",
@@ -166,11 +167,11 @@ def flat(during: Sequence[Sample], memory: bool) -> list[Check]:
                 for part in (seen[third:-third], seen[-third:])
             )
             text = f"at most {middle} in the second third, {last} in the last; at most {COUNT_SLACK} more may be"
-            checks.append(Check(f"{what} flat: {name}", last <= middle + COUNT_SLACK, text))
+            checks.append(RunCheck(f"{what} flat: {name}", last <= middle + COUNT_SLACK, text))
     return checks
 
 
-def memory_series(during: Sequence[Sample]) -> dict[str, tuple[list[float], list[float]]]:
+def memory_series(during: Sequence[ServerSample]) -> dict[str, tuple[list[float], list[float]]]:
     """Times and resident bytes by process; of the gateway alone where only its metrics tell."""
     series: dict[str, tuple[list[float], list[float]]] = {}
     for sample in during:
@@ -185,11 +186,11 @@ def memory_series(during: Sequence[Sample]) -> dict[str, tuple[list[float], list
     return series
 
 
-def _flat(name: str, times: list[float], values: list[float]) -> Check:
+def _flat(name: str, times: list[float], values: list[float]) -> RunCheck:
     """By the slope of a straight line; the first third, in which buffers find their size, does not count."""
     title = f"memory flat: {name}"
     if len(values) < ENOUGH_SAMPLES:
-        return Check(title, None, f"{len(values)} looks while requests were sent are too few; let it run longer")
+        return RunCheck(title, None, f"{len(values)} looks while requests were sent are too few; let it run longer")
     begin = len(values) // 3
     slope = float(np.polyfit(times[begin:], values[begin:], 1)[0])
     growth = slope * (times[-1] - times[begin])
@@ -197,7 +198,7 @@ def _flat(name: str, times: list[float], values: list[float]) -> Check:
     mib = 1 << 20
     seen = f"{60 * slope / mib:+.2f} MiB a minute, {values[-1] / mib:.0f} MiB at the end"
     text = f"{seen}; at most {allowed / mib:.0f} MiB may come in the time judged"
-    return Check(title, growth <= allowed, text)
+    return RunCheck(title, growth <= allowed, text)
 
 
 def counts(codes: dict[str, int]) -> str:

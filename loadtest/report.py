@@ -1,21 +1,28 @@
-"""What people see on a terminal: how far a run is, and its figures. Knows nothing about how they came about."""
+"""What a run is reported as: on a terminal, its progress and its figures; as JSON under the names of vLLM's `bench serve`,
+so that results compare, and under `smcserve` where vLLM has no name."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
+import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from loadtest.capacity import Capacity, Probe
-from loadtest.judge import Check, counts
-from loadtest.measures import PERCENTILES, Summary
-from loadtest.runner import Runner
-from loadtest.runs import Run
+from loadtest.checks import RunCheck, counts
+from loadtest.client import RequestRecord
+from loadtest.monitor import ServerSample
+from loadtest.runner import CapacityFound, CapacityProbe, LoadedService, LoadRun, LoadRunner
+from loadtest.summary import PERCENTILES, LatencySpread, RunSummary
 from smc.terminal import err, out, print_warning
 
 LINE_EVERY = 10.0
@@ -25,7 +32,7 @@ VERDICTS = {True: ("pass", "green"), False: ("FAIL", "bold red"), None: ("not me
 
 
 @contextmanager
-def watch(runner: Runner, seconds: float | None) -> Iterator[None]:
+def watch(runner: LoadRunner, seconds: float | None) -> Iterator[None]:
     """A bar on a terminal, otherwise a line now and then."""
     bar = Progress(
         TextColumn("{task.description}"),
@@ -44,7 +51,7 @@ def watch(runner: Runner, seconds: float | None) -> Iterator[None]:
             telling.cancel()
 
 
-async def _show_progress(runner: Runner, bar: Progress, task: TaskID, seconds: float | None) -> None:
+async def _show_progress(runner: LoadRunner, bar: Progress, task: TaskID, seconds: float | None) -> None:
     while True:
         await asyncio.sleep(LINE_EVERY if bar.disable else BAR_EVERY)
         now, state = runner.clock(), runner.state
@@ -56,16 +63,16 @@ async def _show_progress(runner: Runner, bar: Progress, task: TaskID, seconds: f
             bar.update(task, description=text, completed=now, refresh=True)
 
 
-def show_run(run: Run) -> None:
+def show_run(run: LoadRun) -> None:
     summary = run.summary
     out.print(_latencies(summary))
-    out.print(_figures(run))
+    out.print(_figures_table(run))
     warn(run)
     show_checks(run.checks)
     out.print(Text(headline(run), style="bold green" if run.good else "bold red"), soft_wrap=True)
 
 
-def headline(run: Run) -> str:
+def headline(run: LoadRun) -> str:
     """One sentence that says whether it was good."""
     failed = [check for check in run.checks if check.passed is False]
     if failed:
@@ -83,12 +90,12 @@ def headline(run: Run) -> str:
     )
 
 
-def warn(run: Run) -> None:
+def warn(run: LoadRun) -> None:
     for text in warnings(run):
         print_warning(text)
 
 
-def warnings(run: Run) -> list[str]:
+def warnings(run: LoadRun) -> list[str]:
     """What a reader must know before believing the figures."""
     summary, texts = run.summary, []
     if summary.late:
@@ -107,7 +114,7 @@ def warnings(run: Run) -> list[str]:
     return texts
 
 
-def show_checks(checks: list[Check]) -> None:
+def show_checks(checks: list[RunCheck]) -> None:
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
     for header in ("check", "", "what was seen"):
         table.add_column(header)
@@ -117,7 +124,7 @@ def show_checks(checks: list[Check]) -> None:
     out.print(table)
 
 
-def show_probe(probe: Probe) -> None:
+def show_probe(probe: CapacityProbe) -> None:
     late = " (the generator was late)" if probe.late else ""
     out.print(
         f"{probe.rate:8.3f} requests/s: {'met   ' if probe.met else 'missed'} by {probe.attainment:6.1%} of {probe.sent}, "
@@ -126,13 +133,13 @@ def show_probe(probe: Probe) -> None:
     )
 
 
-def show_capacity(found: Capacity, objective: str) -> None:
+def show_capacity(found: CapacityFound, objective: str) -> None:
     for text in capacity_warnings(found):
         print_warning(text)
     out.print(Text(capacity_sentence(found, objective), style="bold" if found.good else "bold red"), soft_wrap=True)
 
 
-def capacity_warnings(found: Capacity) -> list[str]:
+def capacity_warnings(found: CapacityFound) -> list[str]:
     if not found.late:
         return []
     rates = ", ".join(f"{rate:.3g}" for rate in sorted(found.late))
@@ -141,7 +148,7 @@ def capacity_warnings(found: Capacity) -> list[str]:
     ]
 
 
-def capacity_sentence(found: Capacity, objective: str) -> str:
+def capacity_sentence(found: CapacityFound, objective: str) -> str:
     if found.failure:
         best = "no rate" if found.low is None else f"{found.low:.3g} requests/s"
         return f"The search ended early, {found.failure}. Until then {best} met the objective ({objective})."
@@ -153,7 +160,7 @@ def capacity_sentence(found: Capacity, objective: str) -> str:
     return f"Capacity: {found.low:.3g} requests/s ({objective}). Bracket: {bracket}. There: {goodput}."
 
 
-def _latencies(summary: Summary) -> Table:
+def _latencies(summary: RunSummary) -> Table:
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
     table.add_column("milliseconds")
     for header in ("mean", "std", *(f"p{percentile}" for percentile in PERCENTILES), "count"):
@@ -171,14 +178,14 @@ def _latencies(summary: Summary) -> Table:
     return table
 
 
-def _figures(run: Run) -> Table:
+def _figures_table(run: LoadRun) -> Table:
     table = Table(show_header=False, box=None)
     for name, value in figures(run):
         table.add_row(name, value)
     return table
 
 
-def figures(run: Run) -> list[tuple[str, str]]:
+def figures(run: LoadRun) -> list[tuple[str, str]]:
     """Everything but latencies, as words."""
     summary = run.summary
     figures = [
@@ -208,3 +215,147 @@ def figures(run: Run) -> list[tuple[str, str]]:
         ),
         ("generator", f"{run.outcome.cpu_seconds / max(run.outcome.seconds, 1e-9):.1%} of a core"),
     ]
+
+
+def run_numbers(run: LoadRun) -> dict[str, Any]:
+    """Figures and arrays are of the requests that count, in the order in which they were sent."""
+    records = sorted(
+        (record for record in run.outcome.records if record.planned.counted), key=lambda record: record.planned.index
+    )
+    return _vllm_figures(run) | _arrays(records) | {"smcserve": _ours(run, records)}
+
+
+def capacity_numbers(found: CapacityFound, run: LoadRun | None) -> dict[str, Any]:
+    """The run at the rate that was found, and the search."""
+    numbers = {"smcserve": {}} if run is None else run_numbers(run)
+    numbers["smcserve"]["capacity"] = asdict(found)
+    return numbers
+
+
+def machine() -> dict[str, Any]:
+    """Where the generator ran."""
+    return {
+        "cpu_count": os.cpu_count(),
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+    }
+
+
+def described(site: LoadedService) -> dict[str, Any]:
+    """What was loaded."""
+    return {
+        "address": site.endpoint.address,
+        "metrics": site.metrics,
+        "server": asdict(site.server),
+        "models": asdict(site.model),
+    }
+
+
+def _vllm_figures(run: LoadRun) -> dict[str, Any]:
+    summary, settings = run.summary, run.settings
+    figures = {
+        "date": time.strftime("%Y%m%d-%H%M%S", time.localtime(run.started)),
+        "backend": "smcserve-grpc",
+        "model_id": run.site.model.target.name,
+        "num_prompts": summary.sent,
+        "request_rate": settings.rate,
+        "burstiness": settings.burstiness
+        if settings.arrivals == "gamma"
+        else 1.0
+        if settings.arrivals == "poisson"
+        else None,
+        "max_concurrency": None,
+        "duration": summary.duration,
+        "completed": summary.completed,
+        "failed": summary.failed,
+        "total_input_tokens": summary.input_tokens,
+        "total_output_tokens": summary.output_tokens,
+        "request_throughput": summary.request_throughput,
+        "request_goodput": summary.goodput,
+        "output_throughput": summary.output_throughput,
+        "total_token_throughput": summary.total_token_throughput,
+        "max_concurrent_requests": summary.peak_concurrent,
+    }
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        figures |= _spread(name, getattr(summary, name))
+    return figures
+
+
+def _spread(name: str, spread: LatencySpread) -> dict[str, float]:
+    figures = {f"mean_{name}_ms": spread.mean, f"median_{name}_ms": spread.median, f"std_{name}_ms": spread.std}
+    return figures | {f"p{percentile}_{name}_ms": spread.percentiles[percentile] for percentile in PERCENTILES}
+
+
+def _arrays(records: list[RequestRecord]) -> dict[str, list]:
+    """One entry a request, seconds; 0 and empty where there is nothing, as in vLLM."""
+    return {
+        "input_lens": [record.prompt_tokens for record in records],
+        "output_lens": [record.tokens for record in records],
+        "ttfts": [_rounded(record.ttft or 0.0) for record in records],
+        "itls": [[_rounded(gap) for gap in record.itls] for record in records],
+        "errors": [f"{record.code}: {record.detail}" if record.failed else "" for record in records],
+    }
+
+
+def _ours(run: LoadRun, records: list[RequestRecord]) -> dict[str, Any]:
+    summary = run.summary
+    return {
+        "good": run.good,
+        "checks": [asdict(check) for check in run.checks],
+        "settings": run.settings.words(),
+        "machine": machine(),
+        "site": described(run.site),
+        **_counts(summary),
+        "lateness_ms": _spread("late", summary.lateness),
+        "generator_late": summary.late,
+        "generator_cpu_share": run.outcome.cpu_seconds / run.outcome.seconds if run.outcome.seconds else 0.0,
+        "requests": [_request(record) for record in records],
+        "samples": [_sample(sample) for sample in run.samples],
+        "after": _sample(run.after),
+    }
+
+
+def _counts(summary: RunSummary) -> dict[str, Any]:
+    names = (
+        "cancelled",
+        "ordinary",
+        "good",
+        "attainment",
+        "codes",
+        "finish_reasons",
+        "rounds",
+        "resamples",
+        "collapses",
+        "ess_share",
+    )
+    return {"good_requests" if name == "good" else name: getattr(summary, name) for name in names}
+
+
+def _request(record: RequestRecord) -> dict[str, Any]:
+    sampling = record.planned.sampling
+    return {
+        "index": record.planned.index,
+        "planned_at": _rounded(record.planned.at),
+        "sent_at": _rounded(record.sent_at),
+        "ended_at": _rounded(record.ended_at),
+        "code": record.code,
+        "finish_reason": record.finish_reason or None,
+        "cancelled_by_us": record.cancelled,
+        "slow_reader": bool(record.planned.pause),
+        **{name: sampling.get(name) for name in ("method", "particles", "seed", "max_tokens")},
+        "message_tokens": record.message_tokens,
+        "rounds": record.rounds,
+        "resamples": record.resamples,
+        "mean_ess": record.mean_ess,
+    }
+
+
+def _sample(sample: ServerSample) -> dict[str, Any]:
+    metrics = {name: value for name, value in sample.metrics.items() if math.isfinite(value)}
+    return asdict(sample) | {"at": _rounded(sample.at), "metrics": metrics}
+
+
+def _rounded(seconds: float) -> float:
+    """To the microsecond."""
+    return round(seconds, 6)

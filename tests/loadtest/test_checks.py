@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.judge import overwhelmed
-from loadtest.monitor import Sample
-from loadtest.processes import Held
-from loadtest.show import headline
+from loadtest.checks import overwhelmed
+from loadtest.monitor import ProcessUsage, ServerSample
+from loadtest.report import headline
 from tests.loadtest.made import QUIET, made_run, record
 
 MIB = 1 << 20
@@ -17,7 +16,9 @@ SLOW = [record(at, (at + 3.0,), (1,)) for at in range(30)]
 REFUSED = [record(at + 0.5, code="RESOURCE_EXHAUSTED") for at in range(30)]
 OVERLOAD = {"rate": 3.0, "capacity": 1.0, "goodput": "ttft:1000"}
 FLAT = [
-    Sample(float(at), 8, 4, {}, {"gateway": Held(300 * MIB, 40, 60), "ray": Held(at * 100 * MIB, at)})
+    ServerSample(
+        float(at), 8, 4, {}, {"gateway": ProcessUsage(300 * MIB, 40, 60), "ray": ProcessUsage(at * 100 * MIB, at)}
+    )
     for at in range(30)
 ]
 
@@ -49,11 +50,11 @@ def test_a_service_that_answers_nobody():
     ("after", "failing"),
     [
         (QUIET, set()),
-        (Sample(1.0, 1, 0), {"after the run"}),
-        (Sample(1.0, 0, 2), {"after the run"}),
-        (Sample(1.0, error="UNAVAILABLE: gone"), {"after the run"}),
-        (Sample(1.0, 0, 0, epoch=2), {"no worker was lost"}),
-        (Sample(1.0, 0, 0, {'smc_kv_pages_leaked{group="target"}': 3.0}), {"KV pages leaked"}),
+        (ServerSample(1.0, 1, 0), {"after the run"}),
+        (ServerSample(1.0, 0, 2), {"after the run"}),
+        (ServerSample(1.0, error="UNAVAILABLE: gone"), {"after the run"}),
+        (ServerSample(1.0, 0, 0, epoch=2), {"no worker was lost"}),
+        (ServerSample(1.0, 0, 0, {'smc_kv_pages_leaked{group="target"}': 3.0}), {"KV pages leaked"}),
     ],
 )
 def test_what_is_left_behind(after, failing):
@@ -61,7 +62,7 @@ def test_what_is_left_behind(after, failing):
 
 
 def test_without_metrics_pages_are_not_measured():
-    run = made_run(GOOD, after=Sample(1.0, 0, 0))
+    run = made_run(GOOD, after=ServerSample(1.0, 0, 0))
     assert passed(run)["KV pages leaked"] is None and run.good
 
 
@@ -98,7 +99,7 @@ def test_one_straggler_changes_neither_goodput_nor_what_was_offered():
 
 def test_workers_that_were_lost_under_overload():
     lost = [record(at + 0.7, code="UNAVAILABLE") for at in range(3)]
-    run = made_run(GOOD + REFUSED + lost, FLAT, Sample(100.0, 0, 0, epoch=3), **OVERLOAD)
+    run = made_run(GOOD + REFUSED + lost, FLAT, ServerSample(100.0, 0, 0, epoch=3), **OVERLOAD)
     texts = {check.name: check.text for check in run.checks}
     assert not run.good and "no worker was lost: epoch 1 before, 3 after" in headline(run)
     assert texts["answered or refused"] == "30 answered; refused: 30 RESOURCE_EXHAUSTED, 3 UNAVAILABLE"
@@ -125,8 +126,10 @@ def test_a_request_that_is_neither_answered_nor_refused():
 
 
 def test_a_queue_that_grows():
-    growing = [Sample(float(at), 8, 3 * at, {}, {"gateway": Held(300 * MIB)}) for at in range(30)]
-    filling = [Sample(float(at), 8, min(3 * at, 16), {}, {"gateway": Held(300 * MIB)}) for at in range(30)]
+    growing = [ServerSample(float(at), 8, 3 * at, {}, {"gateway": ProcessUsage(300 * MIB)}) for at in range(30)]
+    filling = [
+        ServerSample(float(at), 8, min(3 * at, 16), {}, {"gateway": ProcessUsage(300 * MIB)}) for at in range(30)
+    ]
     assert passed(made_run(GOOD, growing, **OVERLOAD))["queue bounded"] is False
     assert passed(made_run(GOOD, filling, **OVERLOAD))["queue bounded"] is True
     assert passed(made_run(GOOD, growing[:5], **OVERLOAD))["queue bounded"] is None
@@ -134,8 +137,10 @@ def test_a_queue_that_grows():
 
 def test_what_comes_after_the_last_send_hides_no_growth():
     """A queue that is worked off and memory that is given back, once nothing is sent any more."""
-    growing = [Sample(float(at), 8, at, {}, {"rank 1": Held((300 + at) * MIB)}) for at in range(30)]
-    tail = [Sample(30.0 + at, 8, max(0, 30 - 3 * at), {}, {"rank 1": Held(300 * MIB)}) for at in range(20)]
+    growing = [ServerSample(float(at), 8, at, {}, {"rank 1": ProcessUsage((300 + at) * MIB)}) for at in range(30)]
+    tail = [
+        ServerSample(30.0 + at, 8, max(0, 30 - 3 * at), {}, {"rank 1": ProcessUsage(300 * MIB)}) for at in range(20)
+    ]
     run = made_run(GOOD, growing + tail, **OVERLOAD)
     assert passed(run)["queue bounded"] is False and passed(run)["memory flat: rank 1"] is False
 
@@ -144,8 +149,8 @@ def test_what_comes_after_the_last_send_hides_no_growth():
 def test_memory_that_grows(mib_a_second, flat):
     """8 MiB may come in the last two thirds; by the metrics of the gateway, where processes cannot be watched."""
     sizes = [(300 + 100 * (at < 3) + mib_a_second * at) * MIB for at in range(30)]
-    watched = [Sample(float(at), 0, 0, {}, {"rank 1": Held(int(size))}) for at, size in enumerate(sizes)]
-    scraped = [Sample(float(at), 0, 0, {"process_resident_memory_bytes": size}) for at, size in enumerate(sizes)]
+    watched = [ServerSample(float(at), 0, 0, {}, {"rank 1": ProcessUsage(int(size))}) for at, size in enumerate(sizes)]
+    scraped = [ServerSample(float(at), 0, 0, {"process_resident_memory_bytes": size}) for at, size in enumerate(sizes)]
     assert passed(made_run(GOOD, watched, **OVERLOAD))["memory flat: rank 1"] is flat
     assert passed(made_run(GOOD, scraped, **OVERLOAD))["memory flat: gateway"] is flat
 
@@ -158,7 +163,8 @@ def test_overload_that_was_not_watched():
 @pytest.mark.parametrize(("threads", "files"), [(0, 0), (1, 0), (0, 1)])
 def test_threads_and_files_that_grow(threads, files):
     growing = [
-        Sample(float(at), 8, 4, {}, {"rank 1": Held(300 * MIB, 40 + threads * at, 60 + files * at)}) for at in range(30)
+        ServerSample(float(at), 8, 4, {}, {"rank 1": ProcessUsage(300 * MIB, 40 + threads * at, 60 + files * at)})
+        for at in range(30)
     ]
     found = passed(made_run(GOOD, growing, flat=True))
     assert (found["threads flat: rank 1"], found["files flat: rank 1"], found["memory flat: rank 1"]) == (

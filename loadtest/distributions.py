@@ -13,7 +13,7 @@ FORMS = "COUNT, uniform:LOW-HIGH, normal:MEAN,STD or lognormal:MEDIAN,SIGMA"
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthDistribution:
     """A law of token counts; whatever it draws is rounded, and at least 1."""
 
     kind: str
@@ -61,7 +61,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Mix:
+class Mixture:
     """Things and their shares."""
 
     shares: tuple[tuple[str, float], ...]

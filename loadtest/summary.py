@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadtest.objective import Objective
-from loadtest.record import Record
+from loadtest.client import RequestRecord
+from loadtest.slo import LatencyObjective
 
 PERCENTILES = (50, 90, 95, 99)
 LATE = 0.05
@@ -18,7 +18,7 @@ LATE = 0.05
 
 
 @dataclass(frozen=True)
-class Spread:
+class LatencySpread:
     """Of one kind of latency, in milliseconds; zeros if nothing was measured, as in vLLM."""
 
     count: int
@@ -28,7 +28,7 @@ class Spread:
     percentiles: dict[int, float]
 
     @classmethod
-    def of(cls, seconds: Iterable[float]) -> Spread:
+    def of(cls, seconds: Iterable[float]) -> LatencySpread:
         values = 1e3 * np.array(list(seconds), dtype=np.float64)
         if not len(values):
             return cls(0, 0.0, 0.0, 0.0, dict.fromkeys(PERCENTILES, 0.0))
@@ -43,7 +43,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """Of the requests that count; those of the warm-up are nowhere in it."""
 
     sent: int
@@ -62,11 +62,11 @@ class Summary:
     input_tokens: int
     output_tokens: int
     """Of answers; tokens of requests that did not get to the end are not counted."""
-    ttft: Spread
-    tpot: Spread
-    itl: Spread
-    e2el: Spread
-    lateness: Spread
+    ttft: LatencySpread
+    tpot: LatencySpread
+    itl: LatencySpread
+    e2el: LatencySpread
+    lateness: LatencySpread
     codes: dict[str, int]
     finish_reasons: dict[str, int]
     rounds: float
@@ -124,13 +124,13 @@ class Summary:
         return self.lateness.percentiles[99] > 1e3 * LATE
 
 
-def summarise(records: Sequence[Record], objective: Objective | None) -> Summary:
+def summarise(records: Sequence[RequestRecord], objective: LatencyObjective | None) -> RunSummary:
     counted = [record for record in records if record.planned.counted]
     answered = [record for record in counted if record.answered]
     ordinary = [record for record in counted if record.planned.ordinary]
     timed = [record for record in ordinary if record.answered and record.message_times]
     by_smc = [record for record in answered if record.particles]
-    return Summary(
+    return RunSummary(
         sent=len(counted),
         completed=len(answered),
         cancelled=sum(record.cancelled for record in counted),
@@ -142,11 +142,11 @@ def summarise(records: Sequence[Record], objective: Objective | None) -> Summary
         last_end=max((record.ended_at for record in counted), default=0.0),
         input_tokens=sum(record.prompt_tokens for record in answered),
         output_tokens=sum(record.tokens for record in answered),
-        ttft=Spread.of(record.ttft for record in timed if record.ttft is not None),
-        tpot=Spread.of(record.tpot for record in timed if record.tokens > 1),
-        itl=Spread.of(gap for record in timed for gap in record.itls),
-        e2el=Spread.of(record.e2el for record in timed),
-        lateness=Spread.of(record.lateness for record in counted),
+        ttft=LatencySpread.of(record.ttft for record in timed if record.ttft is not None),
+        tpot=LatencySpread.of(record.tpot for record in timed if record.tokens > 1),
+        itl=LatencySpread.of(gap for record in timed for gap in record.itls),
+        e2el=LatencySpread.of(record.e2el for record in timed),
+        lateness=LatencySpread.of(record.lateness for record in counted),
         codes=dict(Counter(record.code for record in counted).most_common()),
         finish_reasons=dict(Counter(record.finish_reason for record in answered).most_common()),
         rounds=_mean(record.rounds for record in by_smc),
@@ -157,13 +157,13 @@ def summarise(records: Sequence[Record], objective: Objective | None) -> Summary
     )
 
 
-def is_good(record: Record, objective: Objective) -> bool:
+def is_good(record: RequestRecord, objective: LatencyObjective) -> bool:
     """Of a request that was answered, with tokens."""
     assert record.ttft is not None, "an answer with tokens has a first one"
     return objective.met({"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el})
 
 
-def in_flight(records: Iterable[Record]) -> list[tuple[float, int]]:
+def in_flight(records: Iterable[RequestRecord]) -> list[tuple[float, int]]:
     """Every moment at which the number of requests under way changed, and the number from then on."""
     changes = sorted([(record.sent_at, 1) for record in records] + [(record.ended_at, -1) for record in records])
     counts = np.cumsum([change for _, change in changes]).tolist()
