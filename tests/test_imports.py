@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -59,8 +60,13 @@ LOADTEST = {
 GENERATED = ROOT / "services" / "pb"
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Modules that a file imports, wherever in it."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             # `from smc import demo` names a package, `from services.cli import options` a module.
@@ -70,6 +76,7 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
+@cache
 def sources(root: str) -> list[Path]:
     return [path for path in sorted((ROOT / root).rglob("*.py")) if GENERATED not in path.parents]
 
@@ -78,6 +85,7 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
+@cache
 def is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return path.is_dir() or path.with_suffix(".py").is_file()

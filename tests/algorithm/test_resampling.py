@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from smc.algorithm.resampling import SCHEMES, offspring, place
 from smc.api.limits import SCHEME_NAMES
+from tests.pairwise import few
 
 LARGEST = 1 - 2.0**-53
 MOST = 12
@@ -54,10 +56,15 @@ def test_counts_sum_to_the_draws_and_zero_weight_is_never_chosen(scheme, weights
     assert all(count == 0 for count, weight in zip(counts, weights) if weight == 0)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("edge", [0.0, LARGEST])
 @pytest.mark.parametrize(
-    "row", [[0, 0, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1], [0, 3, 7, 10, 13, 17, 0]]
+    ("scheme", "edge", "row"),
+    few(
+        product(
+            SCHEMES,
+            [0.0, LARGEST],
+            [[0, 0, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1], [0, 3, 7, 10, 13, 17, 0]],
+        )
+    ),
 )
 def test_zero_weight_is_never_chosen_at_the_ends_of_the_unit_interval(scheme, edge, row):
     for draws in range(1, MOST + 1):

@@ -22,6 +22,7 @@ from smc.algorithm.weights import normalise
 from smc.api.limits import SCHEME_NAMES
 from smc.philox import Purpose, uniforms
 from tests.algorithm.packing import Population, pack, random_candidates
+from tests.pairwise import few
 
 examples = settings(max_examples=60, deadline=None)
 log_weight = st.floats(-8, 8) | st.just(-math.inf)
@@ -40,8 +41,7 @@ SIZES = {
 CASES = [("own branch", "same"), *((scheme, change) for scheme in SCHEMES for change in SIZES)]
 
 
-@pytest.mark.parametrize("branches", [1, 2, 4])
-@pytest.mark.parametrize(("path", "change"), CASES)
+@pytest.mark.parametrize(("path", "change", "branches"), few((*case, f) for case in CASES for f in (1, 2, 4)))
 def test_expected_weight_of_every_candidate_is_preserved(path, change, branches, monkeypatch):
     """The law that keeps Z-hat and every estimate unbiased: for groups that are resampled, to as many particles, fewer
     or more, and for those that keep their own branch.
@@ -244,9 +244,15 @@ def test_a_batch_of_padding_alone():
     assert not chosen.alive_A.any() and not chosen.collapsed_G.any()
 
 
-@pytest.mark.parametrize("branches", [1, 2, 4])
-@pytest.mark.parametrize("threshold", [0.0, 1.0])
-@pytest.mark.parametrize(("draws", "alive"), [(None, [0, 2, 3]), (2, [0, 2]), (4, [0, 2, 3])])
+@pytest.mark.parametrize(
+    ("draws", "alive", "threshold", "branches"),
+    few(
+        (*case, threshold, f)
+        for case in [(None, [0, 2, 3]), (2, [0, 2]), (4, [0, 2, 3])]
+        for threshold in (0.0, 1.0)
+        for f in (1, 2, 4)
+    ),
+)
 def test_a_collapsed_group_goes_on_with_equal_weights_and_says_so(threshold, branches, draws, alive):
     """With fewer to be drawn the first ones live on; with more, as many as there are."""
     chosen = select_one(torch.full((4, branches), -torch.inf, dtype=torch.float64), threshold, dead=(1,), draws=draws)

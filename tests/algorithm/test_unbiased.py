@@ -19,6 +19,7 @@ from smc.algorithm.selection import select
 from smc.algorithm.weights import block_log_weight, log_mean_weight, normalise
 from smc.api.limits import SCHEME_NAMES
 from tests.algorithm.packing import lockstep_candidates, lookahead_candidates
+from tests.pairwise import few
 
 EOS, VOCABULARY, LENGTH, BLOCK = 3, 4, 6, 2
 HALVES = {2: 50_000, 8: 100_000, 32: 100_000}  # particles in each half of a distance, by N
@@ -195,9 +196,9 @@ def answer_numbers(tokens_XL: Tensor, length_X: Tensor) -> Tensor:
     return (digits_XL * (VOCABULARY + 1) ** torch.arange(LENGTH)).sum(-1)
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.7])
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("branches", [None, 1, 2, 4], ids=["lockstep", "F=1", "F=2", "F=4"])
+@pytest.mark.parametrize(
+    ("branches", "threshold", "alpha"), few(itertools.product([None, 1, 2, 4], [0.0, 0.5, 1.0], [1.0, 0.7]))
+)
 def test_the_mean_evidence_is_the_exact_mass(branches, threshold, alpha):
     """4000 groups of 4, within 4.5 standard errors: false alarm 7e-6 a case, 2e-4 in all."""
     estimate_G = evidence(Sampler(4000, 4, branches, threshold, alpha, seed=3).run())

@@ -6,11 +6,14 @@ Axes: R rows, Q tokens of a row, T = R * Q, E hidden size.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.pairwise import few
 
 pytest.importorskip("triton")
 
@@ -82,8 +85,7 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
     assert not found[1][:, DUMMY_PAGE].any() and not found[2][:, DUMMY_PAGE].any()
 
 
-@pytest.mark.parametrize("contexts", [Contexts.SHORT, Contexts.SHARED])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "contexts"), few(product(CASES, [Contexts.SHORT, Contexts.SHARED]), together=1))
 def test_kernels_do_what_the_reference_does(name, contexts):
     built = Built(CASES[name])
     rows = rows_of(built, contexts)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.pairwise import few
+
 pytest.importorskip("triton")
 
 from smc.kernels.kv_store import store_kv
@@ -15,9 +17,15 @@ from smc.model.decoder import rotate
 from tests.attention.packed import DEVICE
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "dim", "norm"), [((4, 2), 64, False), ((8, 2), 128, True), ((20, 4), 64, True)])
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(
+    ("heads", "dim", "norm", "dtype", "splits"),
+    few(
+        (*shape, dtype, splits)
+        for shape in [((4, 2), 64, False), ((8, 2), 128, True), ((20, 4), 64, True)]
+        for dtype in (torch.float32, torch.bfloat16)
+        for splits in (1, 2)
+    ),
+)
 def test_store_normalises_rotates_and_writes(dtype, heads, dim, norm, splits):
     generator = torch.Generator().manual_seed(1)
     (h, j), tokens = heads, 5

@@ -12,6 +12,8 @@ from smc.demo.problems import generate
 from smc.demo.train import TARGET_CONFIG
 from smc.model.decoder import RopeTable
 
+# What they learn from is made once.
+pytestmark = pytest.mark.xdist_group("training")
 TINY = replace(
     TARGET_CONFIG, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16
 )
@@ -20,7 +22,7 @@ RECIPE = trainer.Recipe(TINY, seed=1, batch=6, steps=3, minutes=None, peak_rate=
 
 @pytest.fixture(scope="module")
 def learned():
-    problems = generate(corpus.TOKENIZER_SEED, 1_000, "train")
+    problems = generate(corpus.TOKENIZER_SEED, 300, "train")
     return tokenizer.build(text for problem in problems for text in (problem.question, problem.solution))
 
 

@@ -6,11 +6,14 @@ Axes: T tokens, E hidden size.
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.pairwise import few
 
 pytest.importorskip("triton")
 
@@ -54,11 +57,10 @@ def outputs(kernels: bool, family: str, reduce: object = None) -> tuple[Tensor, 
     return hidden_TE, made.logits(hidden_TE)
 
 
-@pytest.mark.parametrize("few", [0, 64], ids=["the library's products", "our own"])
-@pytest.mark.parametrize("ranks", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_kernels_do_what_the_reference_does(family, ranks, few, monkeypatch):
-    monkeypatch.setattr(triton_forward, "FEW_FP8_ROWS", few)
+@pytest.mark.parametrize(("family", "ranks", "rows"), few(product(["llama", "qwen2"], [False, True], [0, 64])))
+def test_kernels_do_what_the_reference_does(family, ranks, rows, monkeypatch):
+    """By the library's products, or for so few rows by our own."""
+    monkeypatch.setattr(triton_forward, "FEW_FP8_ROWS", rows)
     expected = outputs(False, family)
     found = outputs(True, family, OneOfOne(DEVICE) if ranks else None)
     for one, other in zip(found, expected):

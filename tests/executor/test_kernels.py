@@ -76,7 +76,7 @@ ASKED = [
     [
         pytest.param("llama", LOOKAHEAD, slice(1, 6), marks=pytest.mark.slow),
         ("qwen2", LOOKAHEAD, slice(2)),
-        ("qwen2", LOOKAHEAD, slice(4, 5)),
+        pytest.param("qwen2", LOOKAHEAD, slice(4, 5), marks=pytest.mark.slow),
         pytest.param("qwen3", LOCKSTEP, slice(3, 5), marks=pytest.mark.slow),
         ("llama", LOCKSTEP, slice(5, 6)),
     ],

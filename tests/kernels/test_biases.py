@@ -13,6 +13,7 @@ from smc.stops import StopMachine
 
 VOCAB = 5000
 rng = np.random.default_rng(5)
+SOME = np.sort(rng.choice(VOCAB, 700, replace=False))
 
 
 def machine_of(stops: int, biases: int) -> StopMachine:
@@ -33,9 +34,16 @@ MACHINES = [
 ]
 
 
-@pytest.mark.parametrize("ids_M", [None, np.sort(rng.choice(VOCAB, 700, replace=False))], ids=["all", "some"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize(
+    ("ids_M", "dtype", "each"),
+    [
+        (None, torch.float32, 1),
+        (None, torch.bfloat16, 3),
+        (SOME, torch.float32, 3),
+        (SOME, torch.bfloat16, 1),
+    ],
+    ids=["all", "all rounded", "some", "some rounded"],
+)
 def test_rows_are_changed_as_by_the_reference(device, ids_M, dtype, each):
     columns = VOCAB if ids_M is None else len(ids_M)
     tables = BiasTables(len(MACHINES) + 1, columns, device, ids_M)

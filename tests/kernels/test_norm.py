@@ -5,18 +5,21 @@ Axes: T tokens, E features, I inner features, S splits.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from smc.kernels.norm import add_norm, add_norm_rounded, round_rows, silu_mul
+from tests.pairwise import few
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("features", [48, 256, 2048, 8192])
-@pytest.mark.parametrize("kind", [BF16, FP32])
-@pytest.mark.parametrize("splits", [None, 0, 1, 3])
+@pytest.mark.parametrize(
+    ("features", "kind", "splits"), few(product([48, 256, 2048, 8192], [BF16, FP32], [None, 0, 1, 3]))
+)
 def test_add_norm(device, features, kind, splits):
     """`splits` 0 is one bf16 tensor [T, E], None is nothing to add."""
     x_TE = (torch.randn(5, features, device=device) * 3).to(kind)

@@ -48,8 +48,19 @@ def assert_same(populations: list[Population], padding: int = 0, padding_groups:
     return made
 
 
-@pytest.mark.parametrize("offset", [0, -744, -746, -900, -1e5, 1e5])
-@pytest.mark.parametrize("places", ["dead", "weightless", "another group's"])
+@pytest.mark.parametrize(
+    ("offset", "places"),
+    [
+        (0, "dead"),
+        (-744, "weightless"),
+        (-746, "another group's"),
+        (-900, "dead"),
+        (-1e5, "weightless"),
+        (-1e5, "another group's"),
+        (1e5, "dead"),
+        (-746, "weightless"),
+    ],
+)
 def test_where_no_weight_is_near_one_no_place_without_weight_is_chosen(offset, places):
     """Six particles, and two places beside them that offer nothing."""
     candidates_NF = random_candidates(6, 1, 3) + offset

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.model.compressed import ACTIVATIONS, BLOCKS, COMPRESSED_TENSORS, KIND
 from tests.model.dense import dense_logits
 from tests.model.test_grow import shape_of
 from tests.model.tiny import in_fp8, random_decoder, save_byte_level, save_tiny, tiny_config
+from tests.pairwise import few
 
 UP = "model.layers.1.mlp.up_proj.weight"
 WIDE = {"hidden_size": 160, "intermediate_size": 200}
@@ -92,9 +94,9 @@ def test_loaded_weights_are_rounded(family, tied, tmp_path):
     assert (found_TV - expected_TV).norm() < 0.2 * expected_TV.norm()
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "kind", "scale_dtype"), few(product(["llama", "qwen2"], KINDS, [torch.float32, torch.bfloat16]))
+)
 def test_directories_in_fp8_are_read(family, kind, scale_dtype, tmp_path):
     """As float32: the numbers that are stored. In FP8: as they are stored, but for blocks, which are rounded anew by
     rows."""
@@ -114,9 +116,7 @@ def test_directories_in_fp8_are_read(family, kind, scale_dtype, tmp_path):
             assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("kind", ["plain", *KINDS])
-@pytest.mark.parametrize("degree", [2, 3])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("family", "degree", "kind"), few(product(["llama", "qwen2"], [2, 3], ["plain", *KINDS])))
 def test_shards_are_the_whole(family, degree, kind, tmp_path):
     """Each rank's numbers and scales are those of the whole model, and its padding is zero."""
     shape = {**WIDE, "num_heads": 6, "num_kv_heads": 3, "intermediate_size": 197}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import count_parameters, weight_slices
 from tests.model.dense import dense_logits
 from tests.model.tiny import random_decoder, save_byte_level, save_tiny, tiny_config
+from tests.pairwise import few
 
 FAR_BELOW = -100.0
 MODEST = {
@@ -85,9 +87,11 @@ def assert_same_function(small: Decoder, grown: Decoder) -> None:
     assert found_TV[:, vocab:].isfinite().all() and (found_TV[:, vocab:] < FAR_BELOW).all()
 
 
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "tied", "changes"),
+    few(product(["llama", "qwen2", "qwen3"], [False, True], CHANGES.values())),
+    ids=lambda value: next((name for name, changes in CHANGES.items() if changes is value), None),
+)
 def test_the_same_function(family, tied, changes):
     """Llama's with scaled frequencies; every family with grouped heads."""
     small = random_decoder(tiny_config(family, tied_embeddings=tied))

@@ -1,0 +1,28 @@
+"""Few cases of many: of a product of parameters those in which every value meets every value of each other parameter.
+
+What goes wrong for one value, or for two together, some case shows. A full product has three together as well, at
+several times the price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+
+def few(cases: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple[Any, ...]]:
+    """Of these cases so few that all pairs of values that are in any (or all values, `together` 1) are in them: always
+    the case that has most new ones next, of several the first."""
+    held = [(case, _groups(case, together)) for case in cases]
+    wanted: set[tuple] = set().union(*(groups for _, groups in held))
+    found = []
+    while wanted:
+        case, groups = max(held, key=lambda one: len(one[1] & wanted))
+        found.append(case)
+        wanted -= groups
+    return found
+
+
+def _groups(case: tuple[Any, ...], size: int) -> set[tuple]:
+    """Values by name: some have no hash."""
+    return set(combinations([(axis, repr(value)) for axis, value in enumerate(case)], size))
