@@ -6,6 +6,7 @@ import functools
 import gzip
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,14 @@ def values(*layers: str | Path | dict) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for layer in layers:
         if not isinstance(layer, dict):
-            layer = yaml.safe_load(PROFILES.get(str(layer), Path(layer)).read_text())
+            layer = json.loads(_of_file(PROFILES.get(str(layer), Path(layer))))
         merged = _merge(merged, layer)
     return merged
+
+
+@functools.cache
+def _of_file(path: Path) -> str:
+    return json.dumps(yaml.load(path.read_text(), Loader=yaml.CSafeLoader))
 
 
 def _merge(under: dict, over: dict) -> dict:
@@ -59,14 +65,24 @@ def _merge(under: dict, over: dict) -> dict:
 
 def render(*layers: str | Path | dict, name: str = "demo", chart: helm_python.Chart | None = None) -> list[dict]:
     """Every object, as Helm would send it; ValueError with Helm's words if it refuses the values."""
-    loaded = chart or this_chart()
+    given = json.dumps(values(*layers))
+    return pickle.loads(_rendered(given, name) if chart is None else _rendered_of(chart, given, name))
+
+
+@functools.cache
+def _rendered(given: str, name: str) -> bytes:
+    """Tests ask for the same values again and again, and change what they get."""
+    return _rendered_of(this_chart(), given, name)
+
+
+def _rendered_of(chart: helm_python.Chart, given: str, name: str) -> bytes:
     try:
-        loaded.validate_schema(values(*layers))
-        files = loaded.render(values(*layers), name=name, namespace="llm")
+        chart.validate_schema(json.loads(given))
+        files = chart.render(json.loads(given), name=name, namespace="llm")
     except helm_python.HelmError as error:
         raise ValueError(str(error)) from error
     texts = [text for path, text in files.items() if path.endswith(".yaml")]
-    return [each for text in texts for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each]
+    return pickle.dumps([each for text in texts for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each])
 
 
 def of_kind(objects: list[dict], kind: str) -> dict:

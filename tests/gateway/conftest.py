@@ -8,12 +8,12 @@ from tests.gateway.certificates import Certificates, make_certificates
 from tests.gateway.harness import serving
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pair() -> ModelPair:
     return ModelPair.load(demo.TARGET, demo.DRAFT)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared(pair):
     """A service that tests share: each leaves it as it found it."""
     with serving(pair) as service:

@@ -174,6 +174,19 @@ def test_clients_that_ping_more_often_than_allowed_are_disconnected(pair, interv
         assert caught.value.code() is code, caught.value.details()
 
 
+class Unhurried:
+    """A backend whose answers take seconds, and hardly any of the machine."""
+
+    def __init__(self, backend) -> None:
+        self._backend = backend
+
+    async def generate(self, request):
+        async with aclosing(self._backend.generate(request)) as news:
+            async for output in news:
+                await asyncio.sleep(0.1)
+                yield output
+
+
 class Endless:
     """A backend whose answers stop coming after their first news."""
 
@@ -188,10 +201,14 @@ class Endless:
 
 
 def test_draining_lets_calls_finish_and_nobody_in(pair):
-    with serving(pair) as service, service.client() as client, grpc.insecure_channel(service.address) as channel:
+    with (
+        serving(pair, wrap=Unhurried) as service,
+        service.client() as client,
+        grpc.insecure_channel(service.address) as channel,
+    ):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == 1
-        stream = client.stream("x", particles=8, max_tokens=120, ignore_eos=True, seed=1)
+        stream = client.stream("x", particles=1, max_tokens=120, ignore_eos=True, seed=1)
         next(stream)
         states = []
         channel.subscribe(states.append)
@@ -213,13 +230,16 @@ def test_draining_lets_calls_finish_and_nobody_in(pair):
 
 def test_clients_connect_anew_after_a_while_and_lose_no_call(pair):
     """Else they would never find a replica that was started after them."""
-    with serving(pair, max_connection_age=1.0) as service, grpc.insecure_channel(service.address) as channel:
+    with (
+        serving(pair, max_connection_age=1.0, wrap=Unhurried) as service,
+        grpc.insecure_channel(service.address) as channel,
+    ):
         states, stub = [], generation_pb2_grpc.GenerationServiceStub(channel)
         channel.subscribe(states.append)
-        call = stub.Generate(long_request(particles=8, max_tokens=300))
+        call = stub.Generate(long_request(particles=1, max_tokens=120))
         next(call)
         until(lambda: grpc.ChannelConnectivity.IDLE in states, 10.0)
-        assert list(call)[-1].finish.usage.completion_tokens == 300
+        assert list(call)[-1].finish.usage.completion_tokens == 120
         assert list(stub.Generate(long_request(max_tokens=4, particles=1)))
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tests.gateway.fuzz import CODES, fuzz
 
-BESIDE = {"max_tokens": 200, "ignore_eos": True, "seed": 1}
+BESIDE = {"max_tokens": 80, "ignore_eos": True, "seed": 1}
 """An answer that does not depend on what else is decoded."""
 
 
@@ -19,8 +19,8 @@ def test_whatever_is_asked_is_answered_or_refused(shared):
     with ThreadPoolExecutor(2) as pool, shared.client() as client:
         alone = client.generate("x", method="target", **BESIDE).tokens
         beside = [pool.submit(client.generate, "x", method=method, **BESIDE) for method in ("exact", "target")]
-        found = fuzz(shared.address, range(120), seed=1)
+        found = fuzz(shared.address, range(60), seed=1)
         assert [call.result(120).tokens for call in beside] == [alone] * 2
     shared.wait_until_free(30.0)
     assert set(found) <= CODES, found
-    assert found["OK"] > 5 and found["INVALID_ARGUMENT"] > 30
+    assert found["OK"] > 2 and found["INVALID_ARGUMENT"] > 15

@@ -105,8 +105,8 @@ def test_a_long_text_is_the_same_text(service, pair):
 
 
 def test_company_changes_nothing(service, pair):
-    """Eight callers at once, all different, each on its own connection."""
-    settings = [{"particles": 2 + i, "seed": i, "max_tokens": 20 + 2 * i} for i in range(7)] + [
+    """Five callers at once, all different, each on its own connection."""
+    settings = [{"particles": 2 + i, "seed": i, "max_tokens": 12 + 2 * i} for i in range(4)] + [
         {"method": "target", "seed": 7}
     ]
 
@@ -114,9 +114,9 @@ def test_company_changes_nothing(service, pair):
         with service.client() as client:
             return client.generate([Message("user", question)], **sampling).tokens
 
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(call, QUESTIONS, settings))
-    for question, sampling, tokens in zip(QUESTIONS, settings, found, strict=True):
+    with ThreadPoolExecutor(5) as threads:
+        found = list(threads.map(call, QUESTIONS[:5], settings))
+    for question, sampling, tokens in zip(QUESTIONS, settings, found):
         assert tokens == local_answer(pair, chat_ids(pair, question), **sampling).tokens
 
 
@@ -151,19 +151,18 @@ def test_only_the_last_response_has_the_end(service):
 def test_absent_settings_have_the_librarys_defaults(service):
     """An id is made, a seed drawn and reported; 256 tokens, or what the context leaves."""
     with service.stub() as stub:
-        first = list(stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(ignore_eos=True))))
-        spelt_out = pb.SamplingParams(ignore_eos=True, seed=first[-1].finish.seed, particles=8, top_p=1.0)
-        again = list(stub.Generate(pb.GenerateRequest(text="x", sampling=spelt_out)))
-        full = list(
-            stub.Generate(
-                pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 500), sampling=pb.SamplingParams(ignore_eos=True))
-            )
+        long = list(
+            stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(ignore_eos=True, particles=1)))
         )
+        full = pb.TokenIds(ids=[5] * 488)
+        first = list(stub.Generate(pb.GenerateRequest(token_ids=full, sampling=pb.SamplingParams(ignore_eos=True))))
+        spelt_out = pb.SamplingParams(ignore_eos=True, seed=first[-1].finish.seed, particles=8, top_p=1.0)
+        again = list(stub.Generate(pb.GenerateRequest(token_ids=full, sampling=spelt_out)))
     assert len(first[0].request_id) == 32 and first[0].request_id != again[0].request_id
     assert [t for r in first for t in r.token_ids] == [t for r in again for t in r.token_ids]
     assert first[-1].finish.reason == pb.FINISH_REASON_LENGTH
-    assert first[-1].finish.usage.completion_tokens == 256
-    assert full[-1].finish.usage.completion_tokens == 12
+    assert long[-1].finish.usage.completion_tokens == 256
+    assert first[-1].finish.usage.completion_tokens == 24
 
 
 def test_statistics_and_log_probabilities_only_where_they_mean_something(service):

@@ -38,7 +38,10 @@ KINDS = [
     {"particles": 8, "max_tokens": 25, "ignore_eos": True, "resampling": "ssp"},
     {"method": "exact", "particles": 4, "max_tokens": 30, "temperature": 1.5},
 ]
-ASKED = [(problem.question, {"seed": i, **KINDS[i % len(KINDS)]}) for i, problem in enumerate(generate(5, 16, "test"))]
+ASKED = [
+    (problem.question, {"seed": i, **KINDS[i % len(KINDS)]})
+    for i, problem in enumerate(generate(5, len(KINDS), "test"))
+]
 FORMS = {"lookahead": LOOKAHEAD, "lockstep": {"form": "lockstep", "block": 5, "cohorts": 2, "drafting": "always"}}
 
 
@@ -68,7 +71,7 @@ def with_chats(params: dict) -> dict:
 
 
 def all_are_the_engines_own(running: Running, client: Client, answers: list) -> None:
-    """Sixteen requests at once, some of them over HTTP as well."""
+    """A request of every kind at once, some of them over HTTP as well."""
 
     def ask(i: int):
         question, params = ASKED[i]
@@ -105,7 +108,7 @@ def all_are_the_engines_own(running: Running, client: Client, answers: list) -> 
     running.until_empty()
 
 
-def test_sixteen_clients_at_once(group, expected):
+def test_clients_of_all_kinds_at_once(group, expected):
     with group.client() as client:
         all_are_the_engines_own(group, client, expected("lookahead"))
 
