@@ -57,8 +57,9 @@ def pair(max_context: int = 128) -> ModelPair:
     return tiny_pair(max_context=max_context)
 
 
-def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: bool = False) -> list[Request]:
-    """Prompts of which many begin alike: some repeat another, some go on after it."""
+def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: float = 0.0) -> list[Request]:
+    """Prompts of which many begin alike: some repeat another, some go on after it. `budgets`: the share of those that
+    have a time budget."""
     prompts: list[tuple[int, ...]] = []
     found = []
     for i in range(count):
@@ -71,7 +72,7 @@ def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: 
         params = SamplingParams(seed=i, max_tokens=rng.randint(1, longest), ignore_eos=rng.random() < 0.6, **law)
         if i % 3 == 0:  # particles that share nothing, to the end
             params = SamplingParams(seed=i, particles=5, ess_threshold=0, max_tokens=longest + 20, ignore_eos=True)
-        if budgets and rng.random() < 0.1:
+        if budgets and rng.random() < budgets:
             params = replace(params, time_budget=float(rng.randint(2, 60)))
         found.append(Request(str(i), prompt, params, rng.choice(SALTS)))
     return found

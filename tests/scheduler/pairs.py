@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -46,10 +47,16 @@ def tiny_pair(
     return ModelPair(model(target_seed, 2), model(draft_seed, 1), letter_tokenizer(vocab), max_context)
 
 
-@torch.inference_mode()
 def next_log_probs(model: Decoder, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     """log p [V] of what follows `tokens`, recomputed from scratch."""
-    return torch.log_softmax(dense_logits(model, torch.tensor(list(tokens)))[-1].double() / temperature, -1)
+    return torch.log_softmax(_logits_after(model, tuple(tokens)) / temperature, -1)
+
+
+@cache
+@torch.inference_mode()
+def _logits_after(model: Decoder, tokens: tuple[int, ...]) -> torch.Tensor:
+    """Many tests ask for the same: the models are few, and so are the texts of four tokens."""
+    return dense_logits(model, torch.tensor(tokens))[-1].double()
 
 
 def exact_law(
@@ -74,6 +81,43 @@ def law_of(log_probs: Callable[[tuple[int, ...]], list[float]], max_tokens: int,
 
     visit((), 0.0)
     return law
+
+
+def truncated_law(
+    model: Decoder, prompt: Sequence[int], max_tokens: int, eos: int, temperature: float, top_k: int
+) -> dict:
+    """Mass of every answer under a law of the likeliest `top_k` tokens each."""
+
+    def log_probs(prefix: tuple[int, ...]) -> list[float]:
+        log_p = next_log_probs(model, (*prompt, *prefix), temperature)
+        return log_p.where(log_p >= log_p.topk(top_k).values[-1], -torch.inf).log_softmax(-1).tolist()
+
+    return {answer: mass for answer, mass in law_of(log_probs, max_tokens, eos).items() if mass > 0}
+
+
+def far_from(law: dict, found: list[tuple[int, ...]]) -> float:
+    """How many standard deviations the chi-square of the answers is from its mean; both exactly, however rare an answer
+    is."""
+    counts, n, k = Counter(found), len(found), len(law)
+    assert not [answer for answer in counts if not law.get(answer)], "an answer that the target's law does not have"
+    chi = sum((counts[answer] - n * p) ** 2 / (n * p) for answer, p in law.items())
+    variance = 2 * (k - 1) + (sum(1 / p for p in law.values()) - k * k - 2 * k + 2) / n
+    return abs(chi - (k - 1)) / variance**0.5
+
+
+def likelier_elsewhere(law: dict, other: dict, found: list[tuple[int, ...]]) -> float:
+    """How many standard errors the mean of log law / other over answers is from what it is under the law: of all
+    statistics the one that best tells the two laws apart."""
+    ratio = {answer: math.log(p / other[answer]) for answer, p in law.items()}
+    mean = sum(p * ratio[answer] for answer, p in law.items())
+    variance = sum(p * (ratio[answer] - mean) ** 2 for answer, p in law.items())
+    return abs(sum(ratio[answer] for answer in found) / len(found) - mean) / (variance / len(found)) ** 0.5
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """And the standard error of the mean."""
+    mean = sum(values) / len(values)
+    return mean, (sum((x - mean) ** 2 for x in values) / len(values) ** 2) ** 0.5
 
 
 def total_variation(law: dict, counts: dict, total: int) -> float:

@@ -10,7 +10,7 @@ from tests.scheduler.harness import answers, assert_empty, request, running
 from tests.scheduler.lives import assert_same
 from tests.scheduler.pairs import tiny_pair
 
-PROMPT, PARTICLES, ANSWER = (0, 1, 2, 1) * 5, 32, 256
+PROMPT, PARTICLES, ANSWER = (0, 1, 2, 1) * 5, 32, 192
 ADMITTED_BEFORE = 1
 """Where all that a request can ever need was set aside for it."""
 
@@ -23,7 +23,7 @@ ADMITTED_BEFORE = 1
 def test_four_times_as_many_as_if_all_were_set_aside(config):
     """Particles descend from few after some rounds, and hold their common past once."""
     most = len(PROMPT) + PARTICLES * (ANSWER + config.branches * config.block)
-    made = tiny_pair(max_context=280)
+    made = tiny_pair(max_context=216)
     asked = [
         request(PROMPT, str(i), particles=PARTICLES, seed=i, max_tokens=ANSWER, ignore_eos=True, ess_threshold=0.9)
         for i in range(4 * ADMITTED_BEFORE)

@@ -3,7 +3,6 @@ the target's own."""
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 
@@ -13,10 +12,10 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair, local_engine
 from smc.model.draft_vocab import DraftVocab
+from tests.scheduler.bank import CONFIGS, DISTINCT, EOS, INDEPENDENT, evidence, population
 from tests.scheduler.harness import answers, config_id, request
-from tests.scheduler.pairs import tiny_pair
+from tests.scheduler.pairs import mean_and_error, tiny_pair
 from tests.scheduler.test_exact import settings_of
-from tests.scheduler.test_exactness import CONFIGS, DISTINCT, EOS, INDEPENDENT, population
 
 RESAMPLED = {**INDEPENDENT, "ess_threshold": 0.5}
 
@@ -40,10 +39,8 @@ def restricted() -> ModelPair:
 def test_evidence_is_unbiased(config, law):
     """E[Z-hat] = 1. Four cases at 4.5 standard errors: one false alarm in about 37,000 choices of seeds. Without tokens
     that the head does not have, the mean would be the target's mass of all other answers, 0.48."""
-    found = population(config, 500, restricted(), particles=4, **law)
-    z = [math.exp(a.statistics.log_z) for a in found]
-    mean = sum(z) / len(z)
-    error = (sum((x - mean) ** 2 for x in z) / len(z) ** 2) ** 0.5
+    found = population(config, 250, restricted(), particles=8, **law)
+    mean, error = mean_and_error(evidence(found))
     assert abs(mean - 1) < 4.5 * error
     assert error < 0.05, "the test has no power"
     drafted = {token for a in found for token in a.tokens[1:]}

@@ -317,8 +317,8 @@ def test_an_engine_follows_its_costs(form):
     # The tiny pair is often wrong: drafting is worth it where it is nearly free.
     engine.latency = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))
     law = {"method": "exact", "ignore_eos": True}
-    crowd = [Request(str(i), (0, 1, i % 3), SamplingParams(seed=i, max_tokens=40, **law)) for i in range(30)]
-    engine.submit(Request("long", (0, 1, 2), SamplingParams(seed=99, max_tokens=120, **law)))
+    crowd = [Request(str(i), (0, 1, i % 3), SamplingParams(seed=i, max_tokens=20, **law)) for i in range(30)]
+    engine.submit(Request("long", (0, 1, 2), SamplingParams(seed=99, max_tokens=80, **law)))
     found, alone, step = {}, [], 0
     while not engine.idle:
         step += 1
@@ -328,7 +328,7 @@ def test_an_engine_follows_its_costs(form):
         alone += [group.alone for group in running(engine) if group.id == "long"]
     assert_empty(engine)
     assert not alone[0] and any(alone) and not alone[-1] and sum(one != other for one, other in pairwise(alone)) == 2
-    law = {"method": "target", "max_tokens": 40, "ignore_eos": True}
+    law = {"method": "target", "max_tokens": 20, "ignore_eos": True}
     plain = [replace(one, params=SamplingParams(seed=one.params.seed, **law)) for one in crowd]
     assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
 
@@ -336,19 +336,19 @@ def test_an_engine_follows_its_costs(form):
 def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     """What is known of it fades where nothing is learnt: here in tens of questions. Otherwise nothing would be drafted
     ever again."""
-    monkeypatch.setattr("smc.scheduler.tree_controller.FADE", 0.97)
+    monkeypatch.setattr("smc.scheduler.tree_controller.FADE", 0.94)
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     engine.latency = made()
     acceptance, alone = engine.rounds_of(Method.EXACT).acceptance, []
     acceptance.misses, acceptance.exposure = 900.0, 300.0
-    for seed in range(9):
+    for seed in range(5):
         engine.submit(
             Request("one", (0, 1, 2), SamplingParams(method="exact", seed=seed, max_tokens=50, ignore_eos=True))
         )
         while not engine.idle:
             engine.step()
             alone += [group.alone for group in running(engine)]
-    assert alone[0] and sum(alone) > 50 and not all(alone)
+    assert alone[0] and sum(alone) > 25 and not all(alone)
 
 
 @pytest.mark.parametrize("tokens", [120, 9])

@@ -47,11 +47,11 @@ def settings_of(rng: random.Random) -> dict:
 def test_answers_are_those_of_plain_decoding(config):
     """Beside SMC of both kinds, in rounds of all three."""
     rng = random.Random(config.block)
-    asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(24)]
+    asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(14)]
     plain = answers(local_engine(tiny_pair(), config), [request(p, i, method="target", **law) for p, i, law in asked])
     company = [
         request([1, 2], f"beside {i}", particles=3, population=POPULATIONS[i % 2], seed=i, max_tokens=20)
-        for i in range(8)
+        for i in range(5)
     ]
     exact = [request(p, i, method="exact", particles=rng.choice([1, 2, 4, 8]), **law) for p, i, law in asked]
     mixed = [one for pair in zip(exact, company + [None] * len(exact)) for one in pair if one]
@@ -84,7 +84,7 @@ def test_answers_of_a_target_in_fp8_are_its_own(config, both):
     pair = replace(plain, target=in_fp8(plain.target, torch.float32), draft=draft)
     asked = [
         ([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng) | {"logprobs": False})
-        for i in range(40)
+        for i in range(20)
     ]
     alone = [request(p, i, method="target", **law) for p, i, law in asked]
     expected, of_float32 = (answers(local_engine(one, config), alone) for one in (pair, plain))

@@ -59,7 +59,7 @@ def test_slots_hold_the_tokens_of_their_particles(config):
     """After every step, every open particle's pages were written for exactly its tokens, prompt included."""
     engine = local_engine(pairs.tiny_pair(), config)
     allocators = {side: TokenLedger(engine, side) for side in ModelRole}
-    for r in mixed_requests(70, random.Random(0)):
+    for r in mixed_requests(44, random.Random(0)):
         engine.submit(r)
     seen = 0
 
@@ -68,7 +68,7 @@ def test_slots_hold_the_tokens_of_their_particles(config):
         seen += check_kv(engine, allocators)
 
     step_through(engine, check)
-    assert seen > 300
+    assert seen > 200
     assert_empty(engine)
 
 
@@ -99,7 +99,7 @@ def test_next_token_law_equals_recomputation(config):
     assert compared > 20
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_books_balance_through_random_lives(seed):
     """Random admissions, rounds, cancellations and finishes in a pool too small for all: pages are conserved at every
     step."""

@@ -4,6 +4,7 @@ tokens alone."""
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
+from tests.pairwise import few
 from tests.scheduler.harness import CASES, FORMS, answer, answers, config_id, request
 from tests.scheduler.pairs import next_log_probs, tiny_pair
 
@@ -27,17 +29,19 @@ def recomputed(tokens: tuple[int, ...], temperature: float = 1.0, top_k: int = 0
     return found
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+LAWS = [
+    {"particles": 6, "ess_threshold": 1.0},
+    {"particles": 4, "temperature": 0.7, "top_k": 2, "ess_threshold": 0.9},
+    {"particles": 3, "alpha": 1.5},
+    {"particles": 1},
+    {"method": "target", "temperature": 0.7},
+]
+
+
 @pytest.mark.parametrize(
-    "params",
-    [
-        {"particles": 6, "ess_threshold": 1.0},
-        {"particles": 4, "temperature": 0.7, "top_k": 2, "ess_threshold": 0.9},
-        {"particles": 3, "alpha": 1.5},
-        {"particles": 1},
-        {"method": "target", "temperature": 0.7},
-    ],
-    ids=str,
+    ("config", "params"),
+    few(product(CASES, LAWS), together=1),
+    ids=lambda value: str(value) if isinstance(value, dict) else config_id(value),
 )
 def test_equal_to_recomputation(config, params):
     for seed in range(3):

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import collections
 import math
+from collections import Counter
 
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer, FinishReason
+from smc.api.outputs import FinishReason
 from smc.api.request import Request
-from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from smc.model.decoder import Decoder
-from tests.scheduler.harness import CASES, FORMS, answer, answers, assert_empty, config_id, request
-from tests.scheduler.pairs import exact_law, next_log_probs, tiny_pair
+from tests.scheduler.bank import (
+    ALWAYS,
+    CONFIGS,
+    DISTINCT,
+    EOS,
+    LENGTH,
+    PROMPT,
+    distance,
+    evidence,
+    standing,
+    together,
+    votes,
+)
+from tests.scheduler.harness import CASES, FORMS, answer, answers, config_id, request
+from tests.scheduler.pairs import exact_law, mean_and_error, next_log_probs, tiny_pair, total_variation
 
-PROMPT = (0, 1, 2)
-LENGTH = 5
-EOS = 3
-LOCKSTEP = EngineConfig(form="lockstep", block=2, max_slots=2048, pages=40_000)
-
-
-def votes(found: Answer) -> dict[tuple[int, ...], float]:
-    """Weight of every different answer."""
-    weights = collections.defaultdict(float)
-    for particle in found.particles:
-        weights[particle.tokens] += particle.weight
-    return weights
+LOCKSTEP = CONFIGS[0]
 
 
 @pytest.mark.parametrize("population", ["distinct", "independent"])
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_the_answer_was_drawn_from_them(config, population):
     """Weights sum to 1; each particle ended for a reason of its own; nothing changes for those who do not ask."""
-    for seed in range(4):
+    for seed in range(2):
         settings = {
             "seed": seed,
             "particles": 6,
@@ -87,30 +88,22 @@ def test_weights_are_those_of_the_two_laws():
         assert min(expected) < 0.8 * max(expected), "weights are all the same"
 
 
-@pytest.mark.parametrize("law", [{"population": "distinct"}, {"ess_threshold": 0.7}], ids=str)
+@together
+@pytest.mark.parametrize("law", [DISTINCT, ALWAYS], ids=str)
 def test_votes_are_properly_weighted(law):
     """E[Z-hat * vote] is the target's own probability, of every answer that has one worth a test. About 40 comparisons
     at 5 standard errors in all: one false alarm in about 40,000 choices of seeds."""
-    engine = local_engine(tiny_pair(), LOCKSTEP)
-    settings = {"particles": 4, "max_tokens": LENGTH, "return_particles": True, **law}
-    asked = (Request(str(seed), PROMPT, SamplingParams(seed=seed, **settings)) for seed in range(600))
-    found = [output.answer for output in engine.run(asked) if output.answer]
-    assert_empty(engine)
+    found = standing(LOCKSTEP, **law)
     exact = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
     likely = {tokens: p for tokens, p in exact.items() if p > 0.015}
     assert len(likely) > 5
+    cast = [(z, votes(a)) for z, a in zip(evidence(found), found)]
     for tokens, p in likely.items():
-        values = [math.exp(a.statistics.log_z) * votes(a)[tokens] for a in found]
-        mean = sum(values) / len(values)
-        error = (sum((x - mean) ** 2 for x in values) / len(values) ** 2) ** 0.5
+        mean, error = mean_and_error([z * weights[tokens] for z, weights in cast])
         assert abs(mean - p) < 5 * error, tokens
     # A vote says more than a draw: over requests it varies less around the same law.
-    drawn = collections.Counter(a.tokens for a in found)
-    voted = collections.Counter()
-    for a in found:
-        voted.update(votes(a))
-    near, far = (sum(abs(counts[tokens] / len(found) - p) for tokens, p in exact.items()) for counts in (voted, drawn))
-    assert near < far
+    drawn = Counter(a.tokens for a in found)
+    assert distance(found, exact) < total_variation(exact, drawn, len(found))
 
 
 @pytest.mark.parametrize("method", ["exact", "target", "draft"])

@@ -3,7 +3,6 @@ the way."""
 
 from __future__ import annotations
 
-import collections
 import copy
 import gc
 import random
@@ -35,7 +34,7 @@ from tests.scheduler.harness import (
     request,
 )
 from tests.scheduler.lives import live, small_engine
-from tests.scheduler.pairs import exact_law, next_log_probs, tiny_pair
+from tests.scheduler.pairs import exact_law, far_from, next_log_probs, tiny_pair, truncated_law
 
 PROMPT, EOS, LENGTH = (0, 1, 2), 3, 4
 LIMIT = 4.5
@@ -54,33 +53,7 @@ LAWS = [
     (EngineConfig(block=3, branches=2, max_slots=2048, pages=40_000), 4, {}),
     (EngineConfig(block=4, branches=3, max_slots=2048, pages=40_000), 3, {"top_k": 2, "temperature": 0.7}),
 ]
-COUNT = 400
-
-
-def truncated_law(temperature: float, top_k: int) -> dict:
-    """Mass of every answer under the target's law."""
-    law = {}
-
-    def visit(prefix: tuple[int, ...], mass: float) -> None:
-        if len(prefix) == LENGTH or (prefix and prefix[-1] == EOS):
-            law[prefix] = mass
-            return
-        top = next_log_probs(tiny_pair().target, (*PROMPT, *prefix), temperature).topk(top_k)
-        for token, p in zip(top.indices.tolist(), top.values.softmax(-1).tolist()):
-            visit((*prefix, token), mass * p)
-
-    visit((), 1.0)
-    return law
-
-
-def far_from(law: dict, found: list[tuple[int, ...]]) -> float:
-    """How many standard deviations the chi-square of the answers is from its mean; both exactly, however rare an answer
-    is."""
-    counts, n, k = collections.Counter(found), len(found), len(law)
-    assert not [answer for answer in counts if not law.get(answer)], "an answer that the target's law does not have"
-    chi = sum((counts[answer] - n * p) ** 2 / (n * p) for answer, p in law.items())
-    variance = 2 * (k - 1) + (sum(1 / p for p in law.values()) - k * k - 2 * k + 2) / n
-    return abs(chi - (k - 1)) / variance**0.5
+COUNT = 250
 
 
 @pytest.mark.parametrize(
@@ -91,7 +64,7 @@ def far_from(law: dict, found: list[tuple[int, ...]]) -> float:
 def test_answers_have_the_targets_law(config, particles, more):
     """Answers end inside blocks, by EOS and by their length."""
     law = (
-        truncated_law(more["temperature"], more["top_k"])
+        truncated_law(tiny_pair().target, PROMPT, LENGTH, EOS, more["temperature"], more["top_k"])
         if "top_k" in more
         else exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
     )
@@ -183,8 +156,7 @@ def test_logprobs_are_of_the_targets_law():
     assert found["r"].logprobs == pytest.approx(wanted, abs=1e-4)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize(("config", "ahead"), zip(FORMS, (False, True)), ids=["lockstep", "lookahead, ahead"])
 def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     """Through lives with stop strings, preemptions, cancelled neighbours and cached prompts; every page is free
     afterwards. Where laws are narrow, several chains are the same: each goes on from pages of its own."""

@@ -41,7 +41,7 @@ def test_only_existing_drafted_tokens_count(form, block):
     requests = [
         Request(f"{cap}-{seed}", PROMPT, SamplingParams(particles=1, ess_threshold=0, seed=seed, max_tokens=cap))
         for cap in range(1, 10)
-        for seed in range(12)
+        for seed in range(8)
     ]
     found = answers(engine, requests)
     reasons = set()
@@ -70,7 +70,7 @@ def test_nothing_counts_after_a_stop_string(form, block):
     requests = [
         Request(f"{i}-{s}", PROMPT, SamplingParams(seed=s, stop=stop, **settings))
         for i, stop in enumerate(stops)
-        for s in range(20)
+        for s in range(12)
     ]
     found, reasons = answers(engine, requests), set()
     for r in requests:
@@ -141,7 +141,7 @@ def test_answers_that_fill_the_context(config, monkeypatch):
     for ahead."""
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(tiny_pair(), config)
-    for cap in range(1, 24):
+    for cap in (1, 2, 4, 5, 8, 9, 12, 16, 17, 23):
         asked = Request(
             "r", (0, 1, 2) * 7 + (0, 1, 2), SamplingParams(particles=2, seed=cap, max_tokens=cap, ignore_eos=True)
         )
