@@ -16,7 +16,7 @@ from benchmarks.backends import Mode, PromptBackend
 from benchmarks.load import ClosedLoop, problem_load, sized_config
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
-from smc.calibration.costs import Effort, room_for, time_costs
+from smc.calibration.latency import Effort, measure_latency, room_for
 from smc.memory.kv_cache import pool_for
 from smc.scheduler.acceptance import WIDTH_GAIN
 from smc.scheduler.latency_model import LatencyModel
@@ -228,7 +228,7 @@ def measure_costs(backend: PromptBackend, degrees: tuple[int, int], effort: Effo
     pages = pool_for(max(4, min(rows, effort.crowd)) * context)
     config = replace(mode.config, max_slots=rows, max_context=context, pages=pages)
     with backend.engine(mode, config) as engine:
-        costs = time_costs(engine, effort)
+        costs = measure_latency(engine, effort)
     assert costs is not None, "the context has room for a prompt"
     return costs
 

@@ -18,7 +18,7 @@ import torch
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
-from smc.calibration.warm_up import rare_requests, rehearsal, rehearse
+from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans
 from smc.executor.executor import LocalRound, LocalRoundExecutor
 from smc.executor.plan import RoundPlan
 from smc.executor.triton_ops import TritonOps
@@ -49,7 +49,7 @@ def make_engine(args: argparse.Namespace, config: EngineConfig, *, warm: bool = 
     )
     begin = time.monotonic()
     if warm:
-        rehearse(engine, rehearsal(config, context), rare_requests(config, context, vocab))
+        warm_up(engine, warm_up_plans(config, context), rare_requests(config, context, vocab))
     print(f"warm in {time.monotonic() - begin:.1f} s; {recorded(engine)}", flush=True)
     return engine
 

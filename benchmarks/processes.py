@@ -43,11 +43,11 @@ class RankProcesses:
     """Every rank in a process of its own; `close` ends them."""
 
     def __init__(
-        self, config: WorkerGroupConfig, gpus: dict[str, list[int]] | None = None, *, rehearse: bool = False
+        self, config: WorkerGroupConfig, gpus: dict[str, list[int]] | None = None, *, warm_up: bool = False
     ) -> None:
         """`gpus`: the GPU that each rank of a role sees, of those that this process sees; two ranks may share one.
-        `rehearse`: warm up every engine, as a service does before it serves."""
-        self._config, self._epoch, self._rehearse = config, 0, rehearse
+        `warm_up`: warm up every engine, as a service does before it serves."""
+        self._config, self._epoch, self._warm_up = config, 0, warm_up
         self._shares_gpu = gpus is not None and bool({*gpus[ModelRole.DRAFT]} & {*gpus[ModelRole.TARGET]})
         limit = timedelta(seconds=config.start_timeout)
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
@@ -85,7 +85,7 @@ class RankProcesses:
             )
         self._hear("loaded", config.start_timeout)
         try:
-            remote = RemoteEngine(coordinator_spec(config, pair, rendezvous, rehearse=self._rehearse))
+            remote = RemoteEngine(coordinator_spec(config, pair, rendezvous, warm_up=self._warm_up))
             try:
                 yield remote
             finally:

@@ -17,7 +17,7 @@ from benchmarks.load import ClosedLoop, Load, Waves, repeated, sized_config
 from benchmarks.rounds import decoding_name
 from smc.algorithm.expansion import Kind
 from smc.api.sampling_params import Method, SamplingParams
-from smc.calibration.warm_up import KINDS, rehearsal, rehearse
+from smc.calibration.warm_up import KINDS, warm_up, warm_up_plans
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import LatencyModel
 from smc.types import ModelRole
@@ -253,8 +253,9 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
 
 def _rehearse(engine: Engine) -> None:
     """As a service does: trees of all sizes come about where costs decide."""
-    rehearse(
-        engine, rehearsal(engine.config, engine.context, [kind for kind in KINDS if Kind.DISTINCT not in kind[1]], [()])
+    warm_up(
+        engine,
+        warm_up_plans(engine.config, engine.context, [kind for kind in KINDS if Kind.DISTINCT not in kind[1]], [()]),
     )
 
 

@@ -38,7 +38,7 @@ class ModelPair:
     max_context: int
     """The shorter of both contexts, in tokens."""
     draft_head: DraftHead | None = None
-    """What the draft proposes with, if not with all of its head."""
+    """Output head that the draft proposes with, if not with its own."""
 
     @staticmethod
     def load(

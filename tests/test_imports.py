@@ -165,3 +165,23 @@ def test_no_two_modules_of_a_package_import_each_other():
     TopologicalSorter(
         {name: {module for module in imports(path) if module in modules} for name, path in modules.items()}
     ).prepare()
+
+
+def test_only_the_methods_file_of_the_scheduler_asks_which_method_a_request_has():
+    for path in sorted((ROOT / "smc" / "scheduler").glob("*.py")):
+        if path.name == "methods.py":
+            continue
+        tree = ast.parse(path.read_text())
+        named = [
+            node.lineno
+            for node in ast.walk(tree)
+            if (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Method")
+            or (
+                isinstance(node, ast.Compare)
+                and any(
+                    isinstance(part, ast.Attribute) and part.attr == "method" for part in (node.left, *node.comparators)
+                )
+                and "params" in ast.unparse(node)
+            )
+        ]
+        assert not named, f"{path}: asks for a method in lines {named}"

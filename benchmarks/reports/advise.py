@@ -96,7 +96,7 @@ def run(plan: AdvisePlan, backend: PromptBackend, compiles: bool) -> None:
     timed."""
     from benchmarks.advise import AcceptanceCurve, advise, arrangements, measure_acceptance, measure_costs
     from benchmarks.speed import PLAIN_BLOCK
-    from smc.calibration.costs import STEADY, THOROUGH
+    from smc.calibration.latency import STEADY, THOROUGH
 
     curves = {}
     for degree in plan.degrees:

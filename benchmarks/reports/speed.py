@@ -188,7 +188,7 @@ def measure_speed(
     from benchmarks.advise import measure_costs
     from benchmarks.load import problem_load, random_load
     from benchmarks.speed import ModeTimer
-    from smc.calibration.costs import THOROUGH
+    from smc.calibration.latency import THOROUGH
     from smc.scheduler.timeline import Timeline
 
     timeline = Timeline(trace=True)

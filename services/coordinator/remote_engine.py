@@ -13,8 +13,8 @@ from services.link.base import LinkError
 from services.link.connect import Rendezvous, coordinator_end
 from services.link.remote_worker import RemotePair, RemoteWorker, WorkerFailed
 from smc.api.engine_config import EngineConfig
-from smc.calibration.costs import Effort, time_costs
-from smc.calibration.warm_up import first_request, rare_requests, rehearsal, rehearse
+from smc.calibration.latency import Effort, measure_latency
+from smc.calibration.warm_up import first_request, rare_requests, warm_up, warm_up_plans
 from smc.executor.messages import ModelLost
 from smc.model.source import Source
 from smc.scheduler.engine import Engine
@@ -40,7 +40,7 @@ class CoordinatorSpec:
     """Seconds that any answer of a worker may take, and a step of the engine."""
     heartbeat: float
     """Seconds between two signs of life while nothing runs; workers that hear nothing for long give up."""
-    rehearse: bool
+    warm_up: bool
     """Run all kinds of rounds before serving, so that nobody waits for their kernels to be compiled."""
     timing: Effort | None
     """How much is timed for the engine's costs before serving; None: nothing."""
@@ -156,8 +156,8 @@ class RemoteEngine:
         for output in self.engine.run([first_request(spec.engine, spec.context, self.engine.tokenizer.size)]):
             if output.answer and output.answer.error:
                 raise LinkError(f"the warm-up round failed: {output.answer.error}")
-        if spec.rehearse:
-            self._rehearse()
+        if spec.warm_up:
+            self._run_dummy_rounds()
         self.engine.check_books()
         self.engine.forget()
         for worker in self.workers.values():
@@ -168,14 +168,14 @@ class RemoteEngine:
             worker.timeout = self._spec.timeout
         self.timeline.forget()
 
-    def _rehearse(self) -> None:
+    def _run_dummy_rounds(self) -> None:
         begin = time.monotonic()
         config, context = self._spec.engine, self._spec.context
-        plans = list(rehearsal(config, context))
-        rehearse(self.engine, plans, rare_requests(config, context, self.engine.tokenizer.size))
-        logger.info("rehearsed %d rounds, and requests of rarer kinds, in %.1f s", len(plans), time.monotonic() - begin)
+        plans = list(warm_up_plans(config, context))
+        warm_up(self.engine, plans, rare_requests(config, context, self.engine.tokenizer.size))
+        logger.info("ran %d dummy rounds, and requests of rarer kinds, in %.1f s", len(plans), time.monotonic() - begin)
 
     def _time_costs(self, effort: Effort) -> None:
         begin = time.monotonic()
-        self.engine.latency = costs = time_costs(self.engine, effort)
+        self.engine.latency = costs = measure_latency(self.engine, effort)
         logger.info("costs, timed in %.1f s: %s", time.monotonic() - begin, costs or "none, contexts are too short")

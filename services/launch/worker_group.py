@@ -25,7 +25,7 @@ from services.launch.errors import WorkerGroupError
 from services.link.base import LinkError
 from services.link.connect import Rendezvous
 from services.workers.process import RankSpec
-from smc.calibration.costs import BRIEF, THOROUGH
+from smc.calibration.latency import BRIEF, THOROUGH
 from smc.model.parallel import Shard
 from smc.types import ModelRole
 
@@ -64,10 +64,10 @@ def rank_spec(
 
 
 def coordinator_spec(
-    config: WorkerGroupConfig, pair: ServingPair, rendezvous: Rendezvous, *, rehearse: bool = True
+    config: WorkerGroupConfig, pair: ServingPair, rendezvous: Rendezvous, *, warm_up: bool = True
 ) -> CoordinatorSpec:
-    """`rehearse`: do what a service does before it serves; no rounds are rehearsed where nothing is compiled."""
-    compiles, times = config.device == "cuda", rehearse and pair.engine.drafting == "costs"
+    """`warm_up`: do what a service does before it accepts requests; dummy rounds run only where kernels are compiled."""
+    compiles, times = config.device == "cuda", warm_up and pair.engine.drafting == "costs"
     return CoordinatorSpec(
         rendezvous=rendezvous,
         target=config.sources.target,
@@ -75,7 +75,7 @@ def coordinator_spec(
         context=pair.context,
         timeout=config.link_timeout,
         heartbeat=config.heartbeat,
-        rehearse=rehearse and compiles,
+        warm_up=warm_up and compiles,
         timing=(THOROUGH if compiles else BRIEF) if times else None,
         trace=config.trace.absolute() if config.trace else None,
         outlives_draft=config.outlives_draft,

@@ -1,2 +1,2 @@
-"""What a caller says and gets: sampling parameters, requests, outputs, and the limits that all parts share. Imports no
+"""The engine's interface to callers: sampling parameters, requests, outputs, and the limits that all parts share. Imports no
 torch."""

@@ -1,4 +1,4 @@
-"""Settings of an engine: what holds for all its requests. Checked when built."""
+"""Settings of an engine, for all of its requests. Checked when built."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from smc.types import ModelRole
 MAX_BLOCK = 32
 MAX_BRANCHES = 32
 MOST_PAGES = 1 << 23
-"""Of a pool: the scheduler keeps a few bytes for each."""
+"""Most pages of a pool: the scheduler keeps a few bytes for each."""
 MAX_STOPS = 64
-"""Different sets of stop tokens and strings of requests that run side by side."""
+"""Different sets of stop tokens and strings among requests that run in parallel."""
 FLOAT_BYTES = 4
 MAX_PREFILL_SHARE = 100.0
-"""By which prompts may lengthen rounds."""
+"""Largest factor by which prompts may lengthen rounds."""
 LAW_BYTES = 1 << 30
-"""Of a model's device, for laws of chains, if nobody says how many chains there may be."""
+"""Memory of a model's device for the token distributions of draft chains, where `max_chains` is not set."""
 
 
 class PrefillSettings(TypedDict):
@@ -29,8 +29,7 @@ class PrefillSettings(TypedDict):
 
 
 GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.4}
-"""Settings where models are on GPUs, unless others are asked for: long products, and rounds less than half as long
-again."""
+"""Defaults for models on GPUs: large matrix products, and rounds that prompts lengthen by less than half."""
 
 
 @dataclass(frozen=True)
@@ -124,23 +123,23 @@ class EngineConfig:
         return min(room, 2 * self.max_slots * least, MOST_PAGES)
 
     def chains(self, vocab: int) -> int:
-        """`max_chains`, or the default for a vocabulary of so many tokens."""
+        """`max_chains`, or its default for a vocabulary of so many tokens."""
         most = self.max_chains
         if most is None:
             most = LAW_BYTES // (FLOAT_BYTES * vocab * max(map(self.laws, (ModelRole.DRAFT, ModelRole.TARGET))))
         return min(most, self.max_slots)
 
     def laws(self, role: ModelRole) -> int:
-        """Laws over the vocabulary that a chain takes on a side. At the target: those that its tokens were drawn from,
-        and the target's own after each token. At the draft: those of what is drafted; in look-ahead of F rows, and
-        twice those of the chain in flight: kept, and on their way."""
+        """Distributions over the vocabulary that a model stores for a draft chain. At the target: those that the chain's
+        tokens were drawn from, and its own after each token. At the draft: those of the drafted tokens; in look-ahead
+        of F rows, and twice those of the chain in flight."""
         drawn = self.target_tokens - 1
         if role == ModelRole.TARGET:
             return drawn + self.target_tokens
         return drawn * (self.branches + 2) if self.lookahead else drawn
 
     def law_bytes(self, role: ModelRole, vocab: int) -> int:
-        """Memory for all of these."""
+        """Memory for the distributions of all chains."""
         return self.chains(vocab) * self.laws(role) * vocab * FLOAT_BYTES
 
     def width(self, context: int) -> int:
@@ -149,7 +148,7 @@ class EngineConfig:
 
     @property
     def target_tokens(self) -> int:
-        """Tokens of a block that the target runs at most: in lockstep the seed as well."""
+        """Tokens that the target runs in a round, at most: a block, and in lockstep the seed."""
         return self.block if self.lookahead else self.block + 1
 
     @property
@@ -159,7 +158,7 @@ class EngineConfig:
 
     @property
     def max_stops(self) -> int:
-        """Entries of the stop tables: different ends of answers that run side by side, and none."""
+        """Entries of the stop tables: different ends of answers that run in parallel, and one for none."""
         return min(self.max_slots, MAX_STOPS) + 1
 
     def context(self, longest: int) -> int:

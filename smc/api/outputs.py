@@ -1,4 +1,4 @@
-"""What comes back of a request: news of it while it runs (Output), and its end (Answer)."""
+"""What a request returns: outputs while it runs, and the answer at its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the rows of one request went through: its particles, or of exact decoding those of the tree."""
+    """What happened to the rows of one request: its particles, or the tree of exact decoding."""
 
     particles: int
     rounds: int = 0
@@ -32,10 +32,10 @@ class Statistics:
     collapses: int = 0
     """Rounds after which every weight was zero and all were set equal. Above 0 the answer is not to be trusted."""
     particles_left: int = 0
-    """Particles at the end: fewer than `particles` where memory was short and the request allowed it, or costs had it
-    so (`exact`)."""
+    """Particles at the end: fewer than `particles` where memory was short and the request allowed it, or where a smaller
+    tree was faster (`exact`)."""
     preemptions: int = 0
-    """How often the request gave up its memory to others and was taken up again."""
+    """How often the request was preempted and resumed."""
     mean_ess: float = 0.0
     """Effective sample size before resampling, averaged over rounds; between 1 and N."""
     min_ess: float = 0.0
@@ -54,12 +54,12 @@ class Statistics:
     hits: int = 0
     """Of exact decoding ahead: rounds after which what had been drafted went on as the target did."""
     misses: int = 0
-    """The other rounds: the draft began anew from the target's token."""
+    """Of exact decoding ahead: rounds after which the draft began anew from the target's token."""
     alone_rounds: int = 0
-    """Of exact decoding: rounds in which nothing was drafted, and the target decoded alone. They count in none of the
-    three before."""
+    """Of exact decoding: rounds in which nothing was drafted and the target decoded alone. They do not count in
+    `accepted_per_round`, `hits` and `misses`."""
     mean_rows: float = 0.0
-    """Of exact decoding: rows of its tree, averaged over the other rounds."""
+    """Of exact decoding: rows of its tree, averaged over the rounds that drafted."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Times:
     """Where an answer's time went, seconds."""
 
     queue: float = 0.0
-    """From its arrival until it was taken up: all of it, if it never was."""
+    """From the request's arrival until its admission; all of its time if it was never admitted."""
     prefill: float = 0.0
-    """From there until its first token was there."""
+    """From the admission to the first token."""
     decode: float = 0.0
-    """From there to its end; where it was preempted, with all that this took."""
+    """From the first token to the end, including the time that preemptions took."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Particle:
     text: str
     finish_reason: FinishReason
     weight: float
-    """Normalised: those of a request sum to 1."""
+    """Weight, normalised: the weights of a request's particles sum to 1."""
 
 
 @dataclass(frozen=True)
@@ -101,24 +101,24 @@ class Answer:
     seconds: float
     """From submission to this answer."""
     logprobs: tuple[float, ...] | None = None
-    """Of every token under the target law, if asked for; NaN for one that was streamed and not weighed before time was
-    up."""
+    """Log-probability of every token under the target's distribution, if requested; NaN for a token that was streamed
+    but not scored before the time budget ended."""
     top_logprobs: tuple[Alternatives, ...] | None = None
-    """Of every token, if asked for: the likeliest ones at its position under the target law, likeliest first, and their
-    log-probabilities. There are fewer than were asked for where the law leaves fewer, and none of an answer that was
-    cancelled or failed."""
+    """For every token, if requested: the likeliest tokens at its position under the target's distribution, likeliest
+    first, with their log-probabilities. A truncated distribution may have fewer than were requested; an answer that was
+    cancelled or failed has none."""
     error: str | None = None
     cached_tokens: int = 0
-    """Prompt tokens that had been computed for another request."""
+    """Prompt tokens whose keys and values came from the prefix cache."""
     times: Times = field(default=Times(), compare=False)
     particles: tuple[Particle, ...] | None = None
-    """If asked for; the answer was drawn among them by weight. Two may be the same, of independent particles; where
-    nothing was decoded there are none."""
+    """The population that the answer was drawn from by weight, if requested. Independent particles may be equal. Empty
+    where nothing was decoded."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """News of one request: tokens and text that can no longer change, and at the end the answer."""
+    """An update of one request: new tokens and text, which can no longer change, and at the end the answer."""
 
     request_id: str
     tokens: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What is asked: a prompt, how it is decoded, and by which id its answer goes."""
+"""A request: a prompt, how it is decoded, and the id of its answer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
-    """Prompts share what has been computed for them only with prompts of the same salt."""
+    """Prompts share cached keys and values only with prompts of the same salt."""
     waited: float = 0.0
     """Seconds between its arrival and its submission."""
     negative_prompt: tuple[int, ...] | None = None
-    """What a guided request is led away from; None: the token that begins texts."""
+    """Prompt that a guided request is steered away from; None: the token that begins texts."""
 
     @property
     def negative_size(self) -> int:

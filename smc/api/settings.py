@@ -1,8 +1,8 @@
-"""What all of the service knows of a sampling field, said once: beside the field, where it is defined.
+"""Settings: everything that the service needs to know of a sampling field, declared beside the field.
 
 A field is made by `setting`; from it follow its check, its option of commands, its name in JSON bodies and its place in
-messages. Knows nothing about which fields there are (`smc.api.sampling_params.SamplingParams`), nor about commands,
-bodies or messages."""
+messages. The fields are in `smc.api.sampling_params.SamplingParams`; this file knows nothing about them, nor about
+commands, bodies or messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from types import MappingProxyType
 from typing import Any
 
 Check = Callable[[str, Any], Any]
-"""Of a field's name and value: the value as it is kept. Raises ValueError naming the field, the value and what is
+"""Maps a field's name and value to the value that is stored. Raises ValueError naming the field, the value and what is
 allowed."""
 
 
 class Scope(StrEnum):
-    """The requests that a setting has an effect on; given to others it is refused."""
+    """Requests that a setting has an effect on; other requests that set it are rejected."""
 
     ALL = "all"
     BOTH = "both"
@@ -27,7 +27,7 @@ class Scope(StrEnum):
     EXACT = "exact"
     SMC = "smc"
     PROPOSAL = "proposal"
-    """What is drawn from the draft's law: SMC, and exact decoding by rejection."""
+    """Methods that draw from the draft's distribution: SMC, and exact decoding by rejection."""
     INDEPENDENT = "independent"
     """SMC with independent particles."""
 
@@ -44,19 +44,19 @@ class Option:
 
 @dataclass(frozen=True)
 class Setting:
-    """A field but for its name, its type and its default."""
+    """A field's properties besides its name, type and default."""
 
     check: Check | None
-    """None: with other fields only, by the class."""
+    """None: the class checks the field together with others."""
     scope: Scope
     fill: Callable[[Any], Any] | None
-    """What the field is, if not given, for requests that it has an effect on: a function of the others."""
+    """Value of a field that is not set, for requests that it has an effect on: a function of the other fields."""
     option: Option | None
-    """None: no command has it."""
+    """None: the field is no option of a command."""
     optional: bool
-    """None: not given."""
+    """The value None means that the field is not set."""
     report: bool
-    """Of what is reported: in the API's messages it stands beside the sampling settings."""
+    """The field says what is reported: in the API's messages it stands beside the sampling settings."""
 
 
 def setting(
@@ -109,7 +109,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Items:
-    """A check: a list of at most so many, each of a kind. It is kept as a tuple."""
+    """A check: a list of at most so many items of one kind, stored as a tuple."""
 
     holds: Callable[[Any], bool]
     allowed: str
@@ -117,7 +117,7 @@ class Items:
     unit: str
 
     def check_count(self, name: str, count: int) -> None:
-        """Of what has not been made a list of: a message may hold millions."""
+        """Check the number of items before they become a list: a message may hold millions."""
         if count > self.most:
             raise ValueError(f"{name} has {count} {self.unit}; allowed: at most {self.most}")
 
@@ -133,8 +133,8 @@ class Items:
 
 @dataclass(frozen=True)
 class Biases:
-    """A check: numbers by token id, as a mapping, whose keys may be JSON's strings, or as pairs. They are kept as
-    pairs, ascending; 0 is left out."""
+    """A check: numbers by token id, as a mapping, whose keys may be JSON's strings, or as pairs. They are stored as
+    pairs, ascending, without zeros."""
 
     most: int
     largest: float

@@ -1,2 +1,2 @@
-"""What an engine does before it serves: costs are timed, kernels are compiled, CUDA graphs of the usual sizes are
-captured."""
+"""What an engine does before it accepts requests: it measures latencies, compiles kernels, and captures CUDA graphs of the
+usual sizes."""

@@ -1,8 +1,8 @@
-"""Rounds of nobody, so that every kind that requests of usual settings ask for is compiled and recorded before anybody
-waits for it.
+"""Warm-up: what an engine runs before it accepts requests, so that none of the first ones waits for a compilation or a
+graph capture. A first request runs through both models; where kernels are compiled, dummy rounds of all usual kinds
+follow, and then a request of every rarer kind.
 
-What an engine does before it serves anybody: a request through both models; and where kernels are compiled, rounds of
-nobody of all usual kinds, and a request of every rarer kind, so that none of its first users waits for seconds."""
+A dummy round has only padding rows, which read and write the dummy page."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ from smc.scheduler.engine import Engine
 from smc.scheduler.methods import PROGRAMS, PagesPerRow
 from smc.scheduler.round_plan import bucket, room
 
-TURNS = 2
-"""Rounds of each kind: the first compiles its kernels, the second is recorded."""
+logger = logging.getLogger(__name__)
+
+REPEATS = 2
+"""Dummy rounds of each kind: the first compiles its kernels, the second is captured."""
 PROCESSORS: tuple[tuple[str, ...], ...] = ((), ("top_k",), ("top_p",), ("min_p",), ("min_p", "top_k", "top_p"))
-"""Of truncated laws: `LawSpec.canonical` knows no others."""
+"""Truncations of token distributions: `LawSpec.canonical` knows no others."""
 TRUNCATED_PLACES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
-"""Of rounds with truncated laws, which are rehearsed in few sizes: their kernels are then there, and recording others
-costs a round."""
+"""Sizes of dummy rounds with truncated distributions. These compile all kernels; capturing another size later costs one
+round."""
 
 
 KINDS = (
@@ -42,16 +44,54 @@ KINDS = (
     (Program.PAIR, frozenset({Kind.DISTINCT})),
     (Program.TARGET, frozenset({Kind.INDEPENDENT})),
 )
-"""Programs and kinds that are rehearsed: those of default settings."""
+"""Programs and kinds of dummy rounds: those of default settings."""
+SALT = "warm-up"
+"""Cache salt of warm-up requests, so that no other request shares their prefixes."""
+ROWS = 8
+"""Rows of a request that stands for all of its kind."""
+ROUNDS = 4
+"""Rounds of each warm-up request, at least: the first compiles, the second is captured, and one is always launched
+ahead."""
+RequestKind = dict[str, Any]
+"""Sampling parameters of a request that differ from the defaults."""
+INDEPENDENT: RequestKind = {"population": "independent"}
+REJECTION: RequestKind = {"method": "exact", "verification": "rejection"}
+GUIDED: RequestKind = {"guidance_scale": 1.5}
+TRUNCATED: RequestKind = {"top_k": 40, "top_p": 0.9}
+BIASED: RequestKind = {"logit_bias": ((0, 0.5),)}
+RARE: tuple[RequestKind, ...] = (
+    INDEPENDENT,
+    REJECTION,
+    {"method": "draft"},
+    {"method": "target", "logprobs": True, "top_logprobs": 5},
+    {"method": "target"} | BIASED,
+    GUIDED,
+    GUIDED | INDEPENDENT,
+    GUIDED | REJECTION,
+    GUIDED | {"method": "exact"},
+    GUIDED | {"method": "target"},
+)
+"""Kinds of requests for which there are no dummy rounds."""
+LONG: tuple[tuple[RequestKind, ...], ...] = (({"method": "draft"},), ({"method": "draft"},) * 2)
+"""Rare kinds whose rounds after a long prompt are like no others: a model alone begins with one token, where blocks
+begin with two in lockstep; and two of these requests have a row each."""
+COMMON: tuple[RequestKind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
+EVERY: tuple[RequestKind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
+TOGETHER: tuple[tuple[RequestKind, ...], ...] = (
+    COMMON,
+    *(tuple(kind | law for kind in EVERY) for law in ({}, TRUNCATED, BIASED, TRUNCATED | BIASED)),
+)
+"""Kinds that share rounds. Kernels over logits are compiled for truncated distributions and for others, for the logits of
+the models and for float32, to which logits with biases are converted: these rounds cover all combinations."""
 
 
-def rehearsal(
+def warm_up_plans(
     config: EngineConfig,
     context: int,
     wanted: Sequence[tuple[Program, frozenset[Kind]]] = KINDS,
     truncated: Sequence[tuple[str, ...]] = PROCESSORS,
 ) -> Iterator[RoundPlan[np.ndarray]]:
-    """Plans to be asked for in this order: of all that usual settings ask for, or less."""
+    """Plans of dummy rounds, to be launched in this order: all that default settings lead to, or fewer."""
     sizes = sorted({bucket(places) for places in range(1, config.max_slots + 1)})
     for (program, kinds), contexts in product(wanted, Contexts):
         few = {min(places, sizes[-1]) for places in TRUNCATED_PLACES[program]}
@@ -60,24 +100,24 @@ def rehearsal(
                 config.width(context), program, kinds, places
             ):
                 continue
-            plan = empty_plan(program, shape, places, config.max_slots, contexts, processors=processors, kinds=kinds)
-            yield from [plan] * TURNS
+            plan = padding_plan(program, shape, places, config.max_slots, contexts, processors=processors, kinds=kinds)
+            yield from [plan] * REPEATS
 
 
 def _contexts(width: int, program: Program, kinds: frozenset[Kind], places: int) -> set[Contexts]:
-    """Those that rounds of so many places can have, where tables have room for so many positions."""
+    """Contexts that rounds of so many rows can have, where block tables have room for `width` positions."""
     groups = {places} if program is not Program.PAIR else {1, places} if kinds == {Kind.BEST} else {1}
     return {Contexts.of(columns, places, count) for columns in (0, width) for count in groups}
 
 
 def _shapes(config: EngineConfig, program: Program, kinds: frozenset[Kind]) -> list[PagesPerRow]:
-    """That of the config; and where costs decide about trees, with one row ahead for each of theirs, too."""
+    """The shape of the config; and where the latency model decides about trees, that with one branch a row, too."""
     shape = PROGRAMS[program].shape(config)
     lean = kinds == {Kind.BEST} and shape.branches > 1 and config.drafting == "costs"
     return [shape, replace(shape, branches=1)] if lean else [shape]
 
 
-def empty_plan(
+def padding_plan(
     program: Program,
     shape: PagesPerRow,
     places: int,
@@ -87,7 +127,7 @@ def empty_plan(
     processors: tuple[str, ...] = (),
     kinds: frozenset[Kind] = frozenset({Kind.INDEPENDENT}),
 ) -> RoundPlan[np.ndarray]:
-    """A round whose places are all padding."""
+    """A round whose rows are all padding."""
     whole, wide = np.zeros(places, dtype=np.int32), np.zeros(places, dtype=np.int64)
     one = np.ones(places, dtype=np.float32)
     law = LawSpec.of(one, wide, one, one * 0, one)
@@ -121,61 +161,19 @@ def empty_plan(
     )
 
 
-SALT = "warm-up"
-"""Nobody else's prompts share what these have computed."""
-ROWS = 8
-"""Of a request that stands for all of its kind."""
-ROUNDS = 4
-"""Of each, at least: the first compiles, the second is recorded, and one is always asked for ahead."""
-RequestKind = dict[str, Any]
-"""What a request asks for, besides the usual."""
-INDEPENDENT: RequestKind = {"population": "independent"}
-REJECTION: RequestKind = {"method": "exact", "verification": "rejection"}
-GUIDED: RequestKind = {"guidance_scale": 1.5}
-TRUNCATED: RequestKind = {"top_k": 40, "top_p": 0.9}
-BIASED: RequestKind = {"logit_bias": ((0, 0.5),)}
-RARE: tuple[RequestKind, ...] = (
-    INDEPENDENT,
-    REJECTION,
-    {"method": "draft"},
-    {"method": "target", "logprobs": True, "top_logprobs": 5},
-    {"method": "target"} | BIASED,
-    GUIDED,
-    GUIDED | INDEPENDENT,
-    GUIDED | REJECTION,
-    GUIDED | {"method": "exact"},
-    GUIDED | {"method": "target"},
-)
-"""Kinds of requests of which there are no rounds of nobody."""
-LONG: tuple[tuple[RequestKind, ...], ...] = (({"method": "draft"},), ({"method": "draft"},) * 2)
-"""Of these, those whose rounds behind a long prompt are like no others: a model alone has one token to begin with,
-where blocks begin with two in lockstep; and two of them are groups with a row each."""
-COMMON: tuple[RequestKind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
-EVERY: tuple[RequestKind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
-TOGETHER: tuple[tuple[RequestKind, ...], ...] = (
-    COMMON,
-    *(tuple(kind | law for kind in EVERY) for law in ({}, TRUNCATED, BIASED, TRUNCATED | BIASED)),
-)
-"""Kinds that share rounds. Kernels over logits are compiled for laws that are truncated and for others, and for logits
-as models make them and for float32, which they are at both models where biases are added to them: rounds of every kind
-with each of these have them all."""
-
-logger = logging.getLogger(__name__)
-
-
 def first_request(config: EngineConfig, context: int, vocab: int) -> Request:
-    """A short one."""
+    """A short request."""
     tokens = min(2 * config.block + 2, context - 4)
     params = SamplingParams(seed=0, ignore_eos=True, particles=min(2, config.max_slots), max_tokens=tokens)
     return Request("warm-up", tuple(i % vocab for i in range(4)), params)
 
 
-def rehearse(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence[Request]] = ()) -> None:
-    """Rounds of nobody, then requests, one list after another, of an idle engine, which forgets them. What it refuses
-    is left out; one that fails is logged, since its kind alone may."""
+def warm_up(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence[Request]] = ()) -> None:
+    """Run dummy rounds, then requests, one list after another, on an idle engine, which forgets them. A request that the
+    engine rejects is left out; one that fails is logged, since only its kind may be affected."""
     last: Pending | None = None
     for plan in plans:
-        # One is asked for while the one before goes on.
+        # A round is launched while the one before runs.
         pending, last = last, engine.executor.round(plan)
         if pending is not None:
             pending.result()
@@ -187,7 +185,7 @@ def rehearse(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence
             try:
                 outputs += _submit(engine, request)
             except (ValueError, QueueFull) as error:
-                logger.info("not rehearsed, for this engine refuses it: %s: %s", request.request_id, error)
+                logger.info("left out of the warm-up, since this engine rejects it: %s: %s", request.request_id, error)
         for output in (*outputs, *engine.run(())):
             if output.answer and output.answer.error:
                 logger.error("%s failed: %s", output.request_id, output.answer.error)
@@ -195,7 +193,7 @@ def rehearse(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence
 
 
 def _submit(engine: Engine, request: Request) -> list[Output]:
-    """What came of others until there was room in the queue."""
+    """Submit a request as soon as the queue has room. Returns outputs of others until then."""
     outputs: list[Output] = []
     while True:
         try:
@@ -209,12 +207,11 @@ def _submit(engine: Engine, request: Request) -> list[Output]:
 
 def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[list[Request]]:
     """Lists of requests to be run one after another: of every kind alone, of several kinds in one round, and of as many
-    rows as there can be, at both models and at the target alone (in one round where there is one cohort, and pages for
-    it). Behind a long prompt, where there can be some, few: most of what their rounds compile, rounds of nobody have
-    compiled."""
+    rows as possible, at both models and at the target alone (in one round where there is one micro-batch, and pages for
+    it). Only few follow after a long prompt: dummy rounds have compiled most of what their rounds need."""
     tokens = ROUNDS * (config.block + 1)
     few, long = (*((kind,) for kind in RARE), *TOGETHER), (*LONG, COMMON)
-    # Behind the longer prompt, where there is room for it, no round is short.
+    # After the longer prompt, where there is room for it, no round is short.
     longest = [(size, long) for size in (SHORT + 1, SHORT_SINGLE + 1) if context - size >= tokens][-1:]
     for size, lists in ((4, few), *longest):
         most = min(tokens, context - size)
@@ -228,8 +225,8 @@ def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[li
 
 
 def _crowd(kind: RequestKind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> list[Request]:
-    """As many rows as there can be: so many guided ones, and others where slots are left, that places and companions
-    together are most."""
+    """As many rows as possible: guided requests, and others in the slots that are left, so that conditional and
+    unconditional rows together are most."""
     counts = range(1, config.max_slots // 2 + 1)
     guided = max(counts, key=lambda count: crowded(count, config.max_slots - 2 * count), default=0)
     parts = [*_parts(kind | GUIDED, guided), *_parts(kind, config.max_slots - 2 * guided)]
@@ -241,7 +238,7 @@ def _numbered(requests: Iterable[Request]) -> list[Request]:
 
 
 def crowded(guided: int, others: int) -> int:
-    """Rows of a round of so many guided particles and others, padded."""
+    """Rows of a round of so many guided particles and others, with unconditional rows and padding."""
     places = bucket(guided + others)
     return places + room(guided, places)
 
@@ -256,7 +253,7 @@ def _parts(kind: RequestKind, rows: int) -> list[RequestKind]:
 def _request(
     kind: RequestKind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int, together: int = 1
 ) -> Request:
-    """`together`: requests that are to have room beside each other."""
+    """`together`: requests that must have room in parallel."""
     params = SamplingParams(seed=0, ignore_eos=True, max_tokens=tokens, **kind)
     if params.particles:
         most = config.chains(vocab) if params.verification == "rejection" else config.max_slots

@@ -1,5 +1,5 @@
-"""Key/value memory of one model: pages, who holds them, and the tables of prompts. Rows in, page numbers out; nothing
-about particles.
+"""KV memory: the pools of both models, the refcounted page allocator, and the prefix cache. Knows nothing about
+particles.
 
-A page holds one token position, so no two rows ever share a half-filled one: what shares a past points to the same
-pages."""
+A page holds one token position, so that no two rows ever share a half-filled page: rows with a common beginning refer
+to the same pages."""

@@ -1,8 +1,6 @@
-"""Pages of both models' pools: the only place where page numbers are decided. Workers are told them with what they are
-asked to do.
+"""The KV cache manager: pages of both models' pools. It alone decides page numbers; workers get them with their work.
 
-A page that is let go may be given to whoever asks next: what is asked of a worker later is done later.
-"""
+A released page may be allocated again at once, since a worker carries out its work in order."""
 
 from __future__ import annotations
 
@@ -16,16 +14,16 @@ from smc.memory.prefix_cache import PrefixCache, common_blocks
 from smc.types import ModelRole
 
 WATERMARK = 0.05
-"""Share of a pool that is kept free of new requests, for those that run."""
+"""Share of a pool that new requests must leave free for running ones."""
 
 
 def pool_for(pages: int) -> int:
-    """Pages of a pool in which requests that need so many run side by side."""
+    """Size of a pool in which requests that need so many pages run in parallel."""
     return math.ceil(pages / (1 - WATERMARK))
 
 
 class KVCacheManager:
-    """A ledger and a prefix cache for each side."""
+    """An allocator and a prefix cache for each model."""
 
     def __init__(self, capacity: dict[ModelRole, int], *, prefix_cache: bool) -> None:
         self.capacity = dict(capacity)
@@ -34,15 +32,14 @@ class KVCacheManager:
             {role: PrefixCache(allocator) for role, allocator in self.allocators.items()} if prefix_cache else {}
         )
         self.expected = dict.fromkeys(capacity, 0)
-        """Pages that requests which have been admitted are likely to hold."""
+        """Pages that admitted requests are likely to hold."""
         self.next_round = dict.fromkeys(capacity, 0)
-        """Pages that a round of all of those takes."""
+        """Pages that a round of all admitted requests allocates."""
         self._shares: dict[int, tuple[dict[ModelRole, int], dict[ModelRole, int]]] = {}
-        """What each of them has in these two."""
+        """Share of each admitted request in `expected` and `next_round`."""
 
     def renew(self, role: ModelRole, pages: int) -> None:
-        """The pool of a side is another one, of so many pages, in which nothing is. Nobody refers to pages of the old
-        one."""
+        """A model has another pool, of so many pages, which is empty. No request refers to pages of the old one."""
         if role in self.caches:
             self.caches[role].clear()
         allocator = self.allocators[role]
@@ -53,15 +50,14 @@ class KVCacheManager:
             self.caches[role] = PrefixCache(self.allocators[role])
 
     def admits(self, pages: dict[ModelRole, int]) -> bool:
-        """Whether what is expected leaves the watermark free; a request alone is always admitted."""
+        """Whether the forecast leaves the watermark free; a request alone is always admitted."""
         return all(
             not self.expected[role] or self.expected[role] + count <= (1 - WATERMARK) * self.capacity[role]
             for role, count in pages.items()
         )
 
     def expect(self, request: int, pages: dict[ModelRole, int], round_pages: dict[ModelRole, int]) -> None:
-        """An admitted request is likely to hold so much, and a round of it takes so much: instead of what was said of
-        it before."""
+        """Enter or replace the forecast of an admitted request: pages that it is likely to hold, and pages of a round."""
         self.no_longer_expect(request)
         self._shares[request] = pages, round_pages
         self._add(pages, round_pages, 1)
@@ -76,8 +72,8 @@ class KVCacheManager:
             self.next_round[role] += sign * round_pages[role]
 
     def spare(self, round_pages: dict[ModelRole, int]) -> dict[ModelRole, int]:
-        """Pages that a request must leave free when it starts, lest somebody has to give up its own at once: none if it
-        is alone."""
+        """Pages that a request must leave free when it starts, so that no other is preempted at once: none if it is
+        alone."""
         least = {role: round(WATERMARK * self.capacity[role]) for role in round_pages}
         return {
             role: max(self.next_round[role] + count, least[role]) if self.expected[role] else 0
@@ -87,10 +83,10 @@ class KVCacheManager:
     def allocate(
         self, pages: dict[ModelRole, int], spare: dict[ModelRole, int] | None = None
     ) -> dict[ModelRole, np.ndarray]:
-        """Loose pages of both pools or of none; cached ones that nobody holds make room. Raises OutOfPages.
+        """Unassigned pages of both pools or of none; cached ones that no request holds are evicted. Raises OutOfPages.
 
-        `spare`: pages of each pool that must be left free, for one who can wait: nothing cached goes if that would not
-        do."""
+        `spare`: pages of each pool that must stay free, for a request that can wait: nothing is evicted if that would
+        not suffice."""
         wanted = pages if spare is None else {role: count + spare[role] for role, count in pages.items()}
         hopeless = [] if spare is None else [role for role, count in wanted.items() if count > self.room(role)]
         for role in hopeless or self.short(wanted):
@@ -98,7 +94,7 @@ class KVCacheManager:
         return {role: self.allocators[role].allocate(count) for role, count in pages.items()}
 
     def short(self, pages: dict[ModelRole, int]) -> list[ModelRole]:
-        """Pools with fewer free pages than these, after the cache has let go of as many as it can and must."""
+        """Pools with fewer free pages than these, after the cache has evicted as many as it can and must."""
         for role, count in pages.items():
             missing = count - self.allocators[role].num_free
             if missing > 0 and role in self.caches:
@@ -106,30 +102,30 @@ class KVCacheManager:
         return [role for role, count in pages.items() if count > self.allocators[role].num_free]
 
     def room(self, role: ModelRole) -> int:
-        """Pages that are free or would be if the cache let go, about: what nobody runs in is all of it."""
+        """Pages, approximately, that are free or would be if the cache was evicted: all of a pool that no request uses."""
         if not self.expected[role]:
             return self.capacity[role]
         return self.allocators[role].num_free + (self.caches[role].pages if role in self.caches else 0)
 
     def held(self, role: ModelRole) -> int:
-        """Pages that are not free; with those that only the cache holds."""
+        """Pages that are not free, including those that only the cache holds."""
         return self.capacity[role] - self.allocators[role].num_free
 
     def leaked(self) -> dict[ModelRole, int]:
-        """References and loose pages of nobody, seen while no request runs: only the cache may hold anything then."""
+        """References and unassigned pages without an owner, while no request runs: only the cache may hold pages then."""
         cached = {role: self.caches[role].entries if role in self.caches else 0 for role in self.allocators}
         return {
-            role: allocator.num_loose + allocator.num_holds - cached[role]
+            role: allocator.num_unassigned + allocator.num_holds - cached[role]
             for role, allocator in self.allocators.items()
         }
 
     def keys(self, tokens: Sequence[int] | np.ndarray, salt: str) -> list[bytes]:
-        """Of the blocks of a sequence, by which either side's cache knows them."""
+        """Keys of the blocks of a sequence, for either model's cache."""
         return next((cache.keys(tokens, salt) for cache in self.caches.values()), [])
 
     def match(self, role: ModelRole, keys: list[bytes], most: int) -> tuple[int, int]:
-        """See `PrefixCache.find`: in at most so many tokens. The page is held from now on, and `count_match` is told if
-        anything comes of it."""
+        """`PrefixCache.find` in at most so many tokens. The caller holds the page from now on, and calls `count_match` if it
+        uses the match."""
         if role not in self.caches:
             return 0, DUMMY_PAGE
         cache = self.caches[role]
@@ -138,7 +134,7 @@ class KVCacheManager:
         return count, page
 
     def common(self, role: ModelRole, one: list[bytes], other: list[bytes], most: int) -> int:
-        """Tokens, at most so many, that two sequences have in common, in whole blocks as the cache keeps them."""
+        """Tokens, at most so many, that two sequences have in common, in whole blocks of the cache."""
         if role not in self.caches:
             return 0
         block = self.caches[role].block
@@ -149,13 +145,13 @@ class KVCacheManager:
             self.caches[role].count(queried, hit)
 
     def remember(self, role: ModelRole, keys: list[bytes], pages: np.ndarray) -> None:
-        """Cache a sequence as far as there are pages; what is cached of it already stays."""
+        """Cache a sequence as far as there are pages; blocks that are cached already stay."""
         if role in self.caches:
             cache = self.caches[role]
             cache.keep(keys[: len(pages) // cache.block], pages)
 
     def forget(self, keys: list[bytes]) -> None:
-        """Neither side's cache has these blocks any longer."""
+        """Drop these blocks from both caches."""
         for cache in self.caches.values():
             cache.forget(keys)
 

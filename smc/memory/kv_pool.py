@@ -1,4 +1,4 @@
-"""The memory that pages number: keys and values of every layer, on the model's device."""
+"""The KV pool: keys and values of every layer, on the model's device, indexed by page."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from torch import Tensor
 from smc.model.config import ModelConfig
 
 RESERVED_BYTES = 5 << 30
-"""Of a GPU, for activations and recorded rounds."""
+"""Memory of a GPU for activations and captured graphs."""
 
 
 def pages_that_fit(page_bytes: int, device: torch.device, law_bytes: int = 0) -> int:
-    """Pages of so many bytes that a GPU has memory for, besides what is taken already and what laws of chains are going
-    to take."""
+    """Pages of so many bytes that a GPU has memory for, besides what is allocated already and what the token
+    distributions of draft chains are going to need."""
     free, _ = torch.cuda.mem_get_info(device)
     return max(0, free - RESERVED_BYTES - law_bytes) // page_bytes
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU memory is taken, and cleared, where something is written. An allocator may have some that it would clear
-    as a whole."""
+    """Zeros whose memory, on a CPU, is allocated page by page when it is written; an allocator might clear all of it."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     untouched = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

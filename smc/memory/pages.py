@@ -1,7 +1,8 @@
-"""Pages of one KV pool: which are free, what each descends from, and how many refer to it. Page 0 is the dummy page.
+"""The page allocator of one KV pool: which pages are free, their parents, and their references. Page 0 is the dummy
+page.
 
 A page holds one position. Pages form a forest: the parent of a page is the page of the position before it in the
-sequence it was written for; page 0 stands for 'no parent'. A page lives while a head refers to it or a page below it
+sequence it was written for; page 0 stands for 'no parent'. A page lives while it is held or a page below it
 lives. Knows page numbers only, nothing about keys, values, requests or particles.
 
 Axes: N rows, W positions of a block, T pages.
@@ -15,15 +16,15 @@ import numpy as np
 
 DUMMY_PAGE = 0
 
-FREE, LOOSE, PLACED, GROWN = 0, 1, 2, 3
-"""What a page is: nobody's; its allocator's, not in the forest yet; in the forest; and there one that `num_grown`
-counts."""
+FREE, UNASSIGNED, PLACED, GROWN = 0, 1, 2, 3
+"""States of a page: free; unassigned, not in the forest yet; in the forest; in the forest and counted by
+`num_grown`."""
 
 ONE = np.int32(1)
 """`np.add.at` is forty times slower with Python's 1, which it has to cast."""
 
 ENDLESS = 1 << 30
-"""References of the dummy page: no number of releases lets go of it."""
+"""References of the dummy page: no number of releases frees it."""
 
 WIDE = 120
 """From this many dying chains on, one step of all of them costs less in NumPy than in Python (measured)."""
@@ -54,7 +55,7 @@ class PageAllocator:
         """How many holds a page has."""
         self._refs = np.zeros(capacity + 1, dtype=np.int32)
         """Holds and distinct children. 0 for a page that is not placed."""
-        self._turn = np.zeros(capacity + 1, dtype=np.int32)
+        self._scratch = np.zeros(capacity + 1, dtype=np.int32)
         """Scratch of `_once`."""
         self._state[DUMMY_PAGE] = PLACED
         self._refs[DUMMY_PAGE] = ENDLESS
@@ -72,51 +73,51 @@ class PageAllocator:
         return int(np.count_nonzero(self._state[1:]))
 
     @property
-    def num_loose(self) -> int:
-        """Pages that belong to whoever allocated them."""
-        return int(np.count_nonzero(self._state == LOOSE))
+    def num_unassigned(self) -> int:
+        """Pages that are allocated and not in the forest yet."""
+        return int(np.count_nonzero(self._state == UNASSIGNED))
 
     @property
     def num_grown(self) -> int:
-        """Pages that rows have grown by, but for those counted out since."""
+        """Pages that rows have grown by, without those that `count_grown` has excluded since."""
         return int(np.count_nonzero(self._state == GROWN))
 
     @property
     def num_holds(self) -> int:
-        """References to pages by their holders."""
+        """References to pages by their holders, all together."""
         return int(self._heads.sum())
 
     def allocate(self, count: int) -> np.ndarray:
-        """`count` loose pages [T], int32: the caller's, without parent or reference. Raises OutOfPages before anything
+        """`count` unassigned pages [T], int32, without parent or reference. Raises OutOfPages before anything
         changes."""
         assert count >= 0, "a negative number of KV pages was asked for"
         if count > self._num_free:
             raise OutOfPages(f"{count} KV pages wanted, {self._num_free} of {self.capacity} free")
         self._num_free -= count
         pages_T = self._free[self._num_free : self._num_free + count].copy()
-        self._state[pages_T] = LOOSE
+        self._state[pages_T] = UNASSIGNED
         return pages_T
 
     def free(self, pages_T: Pages) -> None:
-        """Give loose pages back, each named once."""
+        """Free unassigned pages, each named once."""
         pages_T = np.asarray(pages_T, dtype=np.intp)
-        assert (self._state[pages_T] == LOOSE).all(), "a KV page was given back that is not loose"
-        assert self._once(pages_T).all(), "a KV page was given back twice"
-        self._give_back(pages_T)
+        assert (self._state[pages_T] == UNASSIGNED).all(), "a KV page was freed that is not unassigned"
+        assert self._once(pages_T).all(), "a KV page was freed twice"
+        self._free_pages(pages_T)
 
     def settle(self, allocated_T: Pages, used: Pages) -> None:
-        """Give back those of `allocated_T` (loose pages, except for the used ones) that are not in `used` (any shape; 0
-        is ignored)."""
+        """Free those of `allocated_T` (unassigned pages, except for the used ones) that are not in `used` (any shape; 0 is
+        ignored)."""
         allocated_T = np.asarray(allocated_T, dtype=np.intp)
-        self._turn[allocated_T] = 0
-        self._turn[np.asarray(used, dtype=np.intp)] = 1
-        self.free(allocated_T[self._turn[allocated_T] == 0])
+        self._scratch[allocated_T] = 0
+        self._scratch[np.asarray(used, dtype=np.intp)] = 1
+        self.free(allocated_T[self._scratch[allocated_T] == 0])
 
     def chain(self, parent: int, pages_T: Pages) -> None:
-        """Loose pages become a chain below `parent`. The last one has no reference yet: the caller must `hold` it."""
+        """Put unassigned pages as a chain below `parent`. The last one has no reference yet: the caller must `hold` it."""
         pages_T = np.asarray(pages_T, dtype=np.intp)
         assert self._state[parent] >= PLACED, "a chain of KV pages continues a page that is not in the forest"
-        assert (self._state[pages_T] == LOOSE).all(), "a KV page was chained that is not loose"
+        assert (self._state[pages_T] == UNASSIGNED).all(), "a KV page was chained that is not unassigned"
         assert self._once(pages_T).all(), "a KV page is twice in a chain"
         if len(pages_T) == 0:
             return
@@ -127,7 +128,7 @@ class PageAllocator:
         self._add(self._refs, np.array([parent]))
 
     def grow(self, heads_N: Pages, paths_NW: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
-        """Row n continues `heads_N[n]` by the loose pages `paths_NW[n, :counts_N[n]]`. Returns every row's last page
+        """Row n continues `heads_N[n]` by the unassigned pages `paths_NW[n, :counts_N[n]]`. Returns every row's last page
         [N], int32.
 
         A page may stand in several rows (branches of a tree), then with the same page before it; it is one child of
@@ -139,9 +140,9 @@ class PageAllocator:
         pages_T = lineage_NW[:, 1:][inside_NW]
         last_N = lineage_NW[np.arange(len(counts_N)), counts_N]
         assert (self._state[lineage_NW[:, 0]] >= PLACED).all(), "a row continues a KV page that is not in the forest"
-        assert (self._state[pages_T] == LOOSE).all(), "a row has a new KV page that is not loose"
+        assert (self._state[pages_T] == UNASSIGNED).all(), "a row has a new KV page that is not unassigned"
         self._parent[pages_T] = before_T
-        # Heads are placed and new pages are loose, so with one parent a page the rows are trees below their heads.
+        # Heads are placed and new pages are unassigned, so with one parent a page the rows are trees below their heads.
         assert (self._parent[pages_T] == before_T).all(), "a KV page has different pages before it in two rows"
         self._state[pages_T] = GROWN
         self._add(self._refs, before_T[self._once(pages_T)])
@@ -155,15 +156,15 @@ class PageAllocator:
         self._state[DUMMY_PAGE] = PLACED
 
     def hold(self, pages_N: Pages) -> None:
-        """One reference more to each page. Repeats count; page 0 is ignored."""
+        """Add a reference to each page. Repeats count; page 0 is ignored."""
         pages_N = np.asarray(pages_N, dtype=np.intp)
         assert (self._state[pages_N] >= PLACED).all(), "a KV page was held that is not in the forest"
         self._add(self._heads, pages_N)
         self._add(self._refs, pages_N)
 
     def release(self, pages_N: Pages) -> None:
-        """One reference less to each page. Repeats count; page 0 is ignored. Pages with nothing left are freed, and so
-        on upwards."""
+        """Remove a reference from each page. Repeats count; page 0 is ignored. Pages without references are freed, and then
+        their parents that have none left."""
         pages_N = np.asarray(pages_N, dtype=np.intp)
         np.subtract.at(self._heads, pages_N, ONE)
         self._heads[DUMMY_PAGE] = 0
@@ -173,7 +174,7 @@ class PageAllocator:
             return
         gone_T = self._cascade(dying_T)
         self._refs[gone_T] = 0
-        self._give_back(gone_T)
+        self._free_pages(gone_T)
 
     def path(self, page: int, length: int) -> np.ndarray:
         """The last `length` pages [length], int32, of the sequence that ends with `page`, in the order of their
@@ -201,8 +202,8 @@ class PageAllocator:
         return found_N
 
     def check(self) -> None:
-        """The books balance: free + held = all, no page is both, references are children and holds, and what is placed
-        is needed."""
+        """Assert the invariants: free + held = all, no page is both, references are children and holds, and every placed
+        page is referred to."""
         free_T = self._free[: self._num_free]
         assert (self._state[free_T] == FREE).all(), "a KV page is free and held"
         assert np.bincount(free_T, minlength=1).max() <= 1, "a KV page is free twice"
@@ -219,9 +220,9 @@ class PageAllocator:
     def _once(self, pages_T: np.ndarray) -> np.ndarray:
         """Whether an entry [T] is the one that stands for its page among its repeats. Costs the entries, not their
         sorting."""
-        turn_T = np.arange(len(pages_T))
-        self._turn[pages_T] = turn_T
-        return self._turn[pages_T] == turn_T
+        order_T = np.arange(len(pages_T))
+        self._scratch[pages_T] = order_T
+        return self._scratch[pages_T] == order_T
 
     def _add(self, counts: np.ndarray, pages_T: np.ndarray) -> None:
         """Count each entry's page once more in `counts`; the dummy page is not counted."""
@@ -257,7 +258,7 @@ class PageAllocator:
         self._refs[DUMMY_PAGE] = ENDLESS
         return np.concatenate([*levels, np.array(gone, dtype=np.intp)])
 
-    def _give_back(self, pages_T: np.ndarray) -> None:
+    def _free_pages(self, pages_T: np.ndarray) -> None:
         self._state[pages_T] = FREE
         self._free[self._num_free : self._num_free + len(pages_T)] = pages_T
         self._num_free += len(pages_T)

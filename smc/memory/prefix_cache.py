@@ -1,5 +1,5 @@
-"""What has been computed for the beginnings of prompts and answers, kept for the next that begin alike: blocks of
-tokens to pages.
+"""The prefix cache: blocks of tokens at the beginning of prompts and answers, mapped to the pages that hold their keys
+and values.
 
 Knows tokens and page numbers, nothing about requests or particles. Every entry holds one reference on the last page of
 its block; lineage keeps the pages before it."""
@@ -21,8 +21,8 @@ Tokens = np.ndarray | Sequence[int]
 
 
 def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """Leading blocks that two sequences have in common, by their keys: as each covers all before it, a search by halves
-    finds the last."""
+    """Leading blocks that two sequences have in common. The key of a block covers all before it, so that a binary search
+    finds the last common one."""
     if not one or not other or one[0] != other[0]:
         return 0
     return bisect_left(
@@ -81,7 +81,7 @@ class PrefixCache:
         return len(known) * self.block, self._pages[known[-1]] if known else DUMMY_PAGE
 
     def count(self, queried: int, hit: int) -> None:
-        """Tokens of a match whose caller makes use of it."""
+        """Count the tokens of a match that its caller uses."""
         self.queried_tokens += queried
         self.hit_tokens += hit
 
@@ -106,17 +106,17 @@ class PrefixCache:
         self.allocator.hold(new_pages)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Let go of these blocks, as far as they are here. Those that continue them are not found before they are kept
+        """Drop these blocks, as far as they are cached. Blocks that continue them are not found until these are cached
         again."""
         self.allocator.release([self._pages.pop(key) for key in keys if key in self._pages])
 
     def evict(self, count: int) -> int:
-        """Let go of the least recently used blocks until `count` more pages are free or none is left. Returns how many
+        """Drop the least recently used blocks until `count` more pages are free or no block is left. Returns how many
         became free."""
         before = self.allocator.num_free
         while self._pages and self.allocator.num_free < before + count:
             missing = before + count - self.allocator.num_free
-            self._let_go(-(-missing // self.block))
+            self._drop(-(-missing // self.block))
         return self.allocator.num_free - before
 
     def take_counts(self) -> tuple[int, int]:
@@ -126,9 +126,9 @@ class PrefixCache:
         return counts
 
     def clear(self) -> None:
-        self._let_go(len(self._pages))
+        self._drop(len(self._pages))
 
-    def _let_go(self, count: int) -> None:
+    def _drop(self, count: int) -> None:
         """Drop the `count` least recently used blocks; together, because a release of many costs little more than one
         of one."""
         count = min(count, len(self._pages))
@@ -138,7 +138,7 @@ class PrefixCache:
         """Keys of the whole blocks of the first `length` tokens, in order."""
         whole = length // self.block * self.block
         text = memoryview(np.asarray(tokens[:whole], dtype=np.int64).tobytes())
-        # `person` keeps salts apart from blocks, so no salt can be made up that continues somebody's text.
+        # `person` keeps salts apart from blocks, so that no salt can be made up that continues another caller's text.
         key = blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"salt").digest()
         size = 8 * self.block
         for start in range(0, len(text), size):

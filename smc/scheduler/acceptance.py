@@ -1,7 +1,7 @@
-"""How often drafted tokens are the target's own draws: what has been seen of a request, and what is to be expected of
-other trees.
+"""Acceptance of drafted tokens: how often they are the target's own draws, as seen of a request, and what other trees
+would bring.
 
-Of a tree of N rows, a token is missing with probability about hazard / N^gain. Knows nothing about costs.
+A token is missing from a tree of N rows with probability about miss rate / N^gain. Knows nothing about latency.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ WIDTH_GAIN = 0.6
 """Eight rows miss 3.5 times less often than one. On the shipped pair it is 3.7 times at temperature 1, 3.0 at 1.5 and
 1.5 at 2 (`python -m benchmarks.exactness misses --problems 24`)."""
 PRIOR_MISS_RATE = 0.03
-"""Before anything has been seen, as if the draft were a good one: nothing is learnt of one that is never asked."""
+"""Miss rate before anything has been seen, that of a good draft: a draft that is never asked cannot be measured."""
 PRIOR_WEIGHT = 4.0
-"""Tokens of one row that what is known of others counts for."""
+"""Tokens of one row that the prior counts for."""
 
 
 @dataclass
@@ -24,35 +24,34 @@ class Acceptance:
     """A moving average over rounds."""
 
     memory: float
-    """By which what was seen weighs less after every round."""
+    """Weight that earlier rounds keep after every round."""
     misses: float = 0.0
     exposure: float = 0.0
-    """Tokens that were tried, each divided by how much less often the rows that it was tried with miss."""
+    """Tokens that were tried, each divided by how much less often its tree of rows misses than one row."""
 
     def count(self, tried: int, missed: bool, rows: int) -> None:
-        """A round whose tree had so many rows: tokens that the target was compared at, of which only the last can have
-        been missing."""
+        """Count a round whose tree had so many rows and in which so many tokens were tried: only the last can have been
+        missing."""
         self.misses = self.memory * self.misses + missed
         self.exposure = self.memory * self.exposure + tried / rows**WIDTH_GAIN
 
     def fade(self, share: float) -> None:
-        """So much is left of what was seen; of 0, nothing."""
+        """Keep only this share of what was seen."""
         self.misses *= share
         self.exposure *= share
 
     def miss_rate(self, prior: float = PRIOR_MISS_RATE) -> float:
-        """Of one row; `prior`: what is expected where little has been seen."""
+        """Probability that a token is missing from one row; `prior`: its value where little has been seen."""
         return (self.misses + prior * PRIOR_WEIGHT) / (self.exposure + PRIOR_WEIGHT)
 
 
 def tokens_a_round(miss_rate_G: np.ndarray, rows_GL: np.ndarray, block: int, lookahead: bool) -> np.ndarray:
-    """Tokens that a round confirms on average [G, L], of requests with these hazards and trees of so many rows."""
+    """Tokens that a round confirms on average [G, L], of requests with these miss rates and trees of so many rows."""
     right_GL = 1 - np.minimum(miss_rate_G[:, None] / rows_GL**WIDTH_GAIN, 1.0)
     reached_GL = sum(right_GL**k for k in range(block))
     if not lookahead:
         return reached_GL + right_GL**block
-    # A miss leaves one token to start from: rounds of one token follow until the target's next is among what is
-    # drafted.
+    # After a miss, rounds confirm one token each until the target's next token is among the drafted ones.
     whole_GL = right_GL**block
     restarts_GL = (1 - whole_GL) / np.maximum(right_GL, 1e-9)
     return (reached_GL + restarts_GL) / (1 + restarts_GL)

@@ -1,4 +1,5 @@
-"""Where an answer's text ends, and which of it can be shown. Works on tokens' bytes; knows nothing about particles.
+"""Detokenizer: where the text of an answer ends, and how much of it can be streamed. Works on tokens' bytes; knows
+nothing about particles.
 
 Stop strings are matched on bytes, so a match may begin and end anywhere inside tokens, and never in the prompt.
 """
@@ -21,7 +22,7 @@ class StopRules:
     """What ends the answer of one request."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for stops that cannot be."""
+        """Raises ValueError for stops that are not in the vocabulary."""
         beyond = [t for t in params.stop_token_ids if t >= tokenizer.size]
         if beyond:
             raise ValueError(f"stop_token_ids contains {beyond[0]}; allowed: 0..{tokenizer.size - 1}")
@@ -32,7 +33,7 @@ class StopRules:
         self.min_tokens = params.min_tokens
         stop_ids = self.eos_ids | self.token_ids
         self.machine = StopMachine.of(stop_ids, [pattern for _, pattern in self.strings], params.logit_bias)
-        """Says as an answer grows whether that was its end."""
+        """Detects the end of an answer as it grows."""
         if beyond := [token for token, _ in params.logit_bias if token >= tokenizer.size]:
             raise ValueError(f"logit_bias contains token {beyond[0]}; allowed: 0..{tokenizer.size - 1}")
         if params.min_tokens and len(stop_ids) >= tokenizer.size:
@@ -62,7 +63,7 @@ class StopRules:
         return b"".join(self.tokenizer.bytes_of(t) for t in tokens if t not in self.eos_ids and t not in self.token_ids)
 
     def final_size(self, data: bytes) -> int:
-        """How many leading bytes are neither in a stop string nor possibly in one that is not complete yet."""
+        """How many leading bytes are final: in no stop string, nor in one that may become complete."""
         end = self._first_stop(data)
         if end < len(data):
             return end
@@ -70,7 +71,7 @@ class StopRules:
         return len(data) - max(sizes, default=0)
 
     def state(self, tokens: Sequence[int]) -> int:
-        """Of the stop machine, after tokens that did not end the answer."""
+        """State of the stop machine after tokens that did not end the answer."""
         if self.machine.next_XB is None:
             return START
         data = b"".join(map(self.tokenizer.bytes_of, tokens))[self._begin(tokens) :]
@@ -97,7 +98,7 @@ class StopRules:
 
 
 class TextStream:
-    """Text of a growing committed prefix, never taken back: what could still turn out to be a stop string is kept."""
+    """Text of a growing committed prefix. Streamed text is never taken back: what may become a stop string is kept."""
 
     def __init__(self, rules: StopRules) -> None:
         self._rules = rules
@@ -105,9 +106,9 @@ class TextStream:
         self._kept = b""
         self._sent = 0
         self._left = rules.min_tokens if rules.strings else 0
-        """Tokens to come that cannot end the answer."""
+        """Coming tokens that cannot end the answer."""
         self._state = START
-        """Of the stop machine, after those that have come."""
+        """State of the stop machine after these."""
 
     def push(self, tokens: Sequence[int]) -> str:
         """Text that these further tokens make final; a character whose bytes are incomplete is kept too."""

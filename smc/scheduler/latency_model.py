@@ -1,5 +1,5 @@
-"""What a draft step and a target pass cost: curves through measured points, and what reading contexts adds. Knows
-nothing about how they were measured, nor of torch."""
+"""The latency model: what a draft step and a target pass take, as curves through measured points, and what reading
+contexts adds. Knows nothing about how they were measured. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class LatencyCurve:
-    """Seconds by size: never falling, linear between points. Raises ValueError for points that are no such thing."""
+    """Seconds by size: never falling, linear between points. Raises ValueError for other points."""
 
     points: tuple[Point, ...]
     """By size, at least one."""
@@ -30,8 +30,8 @@ class LatencyCurve:
 
     @staticmethod
     def through(samples: Iterable[Point]) -> LatencyCurve:
-        """Near samples in any order, several of a size: their medians, and where a larger size took less time, the mean
-        of both, since more work is not done sooner."""
+        """A curve near samples in any order: the median of each size, and where a larger size took less time, the mean
+        of both."""
         found: dict[int, list[float]] = {}
         for size, seconds in samples:
             found.setdefault(size, []).append(seconds)
@@ -45,8 +45,8 @@ class LatencyCurve:
         return LatencyCurve(tuple((size, seconds) for seconds, sizes in levels for size in sizes))
 
     def at(self, size: float) -> float:
-        """Seconds. Below the first point those of it: reading weights takes what it takes. Beyond the last, as steep as
-        the last piece and at least in proportion, so that nobody is drawn to sizes that were never seen."""
+        """Seconds. Below the first point its seconds, which reading the weights takes. Beyond the last, as steep as the
+        last piece and at least in proportion, so that no policy prefers sizes that were never measured."""
         sizes = [each for each, _ in self.points]
         (first, least), (last, most) = self.points[0], self.points[-1]
         if size <= first:
@@ -66,35 +66,35 @@ class LatencyCurve:
 
 @dataclass(frozen=True)
 class ModelLatency:
-    """Seconds of one step or pass of a model. Raises ValueError where reading takes no possible time."""
+    """Seconds of one step or pass of a model. Raises ValueError for an impossible `read`."""
 
     curve: LatencyCurve
-    """By size, of sequences that have no context."""
+    """Seconds by size, of sequences without context."""
     read: float = 0.0
-    """More for every token of context. Contexts of all requests count, each once, however many rows it has."""
+    """Seconds that every token of context adds. The context of a request counts once, however many rows it has."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.read < math.inf:
             raise ValueError(f"read={self.read!r}; allowed: finite, >= 0")
 
     def at(self, size: int, context: float) -> float:
-        """`context`: tokens that all requests have together."""
+        """Seconds; `context`: tokens of all requests together."""
         return self.curve.at(size) + self.read * context
 
 
 @dataclass(frozen=True)
 class LatencyModel:
-    """Of one pair on its devices."""
+    """Latencies of one model pair on its devices."""
 
     draft: ModelLatency
     """A step of the draft, by rows."""
     target: ModelLatency
     """A pass of the target over what was drafted, by positions."""
     alone: ModelLatency
-    """A pass of the target where it decodes by itself, by sequences: as many contexts are read."""
+    """A pass of the target where it decodes alone, by sequences: as many contexts are read."""
     round_overhead: float
-    """Of a round, what is neither the draft's steps nor the target's pass: the choice, messages, what the host does not
-    hide. Seconds."""
+    """Seconds of a round besides the draft's steps and the target's pass: the selection, messages, and host work that is
+    not hidden."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.round_overhead < math.inf:
@@ -120,9 +120,9 @@ class LatencyModel:
             raise ValueError(f"no costs: {text[:80]!r}; allowed: {allowed}") from error
 
     def __str__(self) -> str:
-        return f"ms of {'; '.join(map(self._said, PARTS))}; {1e3 * self.round_overhead:.2f} ms a round besides"
+        return f"ms of {'; '.join(map(self._describe, PARTS))}; {1e3 * self.round_overhead:.2f} ms a round besides"
 
-    def _said(self, name: str) -> str:
+    def _describe(self, name: str) -> str:
         part = self.parts[name]
         points = ", ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in part.curve.points)
         return f"{NAMES[name]} {points}, and {1e9 * part.read:.0f} ns a token of context"
@@ -133,7 +133,7 @@ NAMES = {
     "target": "a target pass by positions",
     "alone": "the target alone by sequences",
 }
-"""What each part is, and by what its size is counted."""
+"""Description of each part, and the unit of its size."""
 PARTS = tuple(NAMES)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,13 +21,10 @@ from smc.algorithm.weights import log_mean_weight, normalise
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.plan import Program
+from smc.scheduler.acceptance import Acceptance
 from smc.scheduler.checkpoint import Checkpoint, RandomKeys, ShrunkCheckpoint, expand_rows, select_rows
+from smc.scheduler.stats import EngineStats, RequestCounters
 from smc.types import ModelRole
-
-if TYPE_CHECKING:
-    from smc.scheduler.acceptance import Acceptance
-    from smc.scheduler.sequence_group import SequenceGroup
-    from smc.scheduler.stats import EngineStats
 
 ROUNDS_IN_FLIGHT = 2
 """Rounds of one request that may be in flight at once: the one that is read, and the next."""
@@ -44,6 +41,20 @@ class PagesPerRow:
     branches: int = 0
     branch: int = 0
     """Tokens of each branch that are run within the round."""
+
+
+class CountedRequest(Protocol):
+    """What a method counts rounds in: `smc.scheduler.sequence_group.SequenceGroup`."""
+
+    slots: np.ndarray
+    lag: int
+    log_z: float
+    error: str | None
+    acceptance: Acceptance
+    tally: RequestCounters
+
+    @property
+    def params(self) -> SamplingParams: ...
 
 
 class RoundFacts(NamedTuple):
@@ -218,7 +229,7 @@ class Decoding(ABC):
         """Particles and their normalised weights; empty where a method has no population."""
         return []
 
-    def count_round(self, group: SequenceGroup, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
+    def count_round(self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
         """Record what a round did: for the request, and in the stats and the acceptance of the whole engine."""
         return
 
@@ -274,7 +285,7 @@ class Independent(DraftTargetDecoding):
     def population(self, logw_N: np.ndarray) -> list[tuple[int, float]]:
         return list(enumerate(final_weights(torch.from_numpy(logw_N)).tolist()))
 
-    def count_round(self, group: SequenceGroup, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
+    def count_round(self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
         group.tally.count_population(facts.ess, facts.resampled, facts.collapsed)
         group.log_z += facts.log_z
         stats.count_round(self._ess_share(facts.ess, len(group.slots)), group.lag, facts.resampled, facts.collapsed)
@@ -357,7 +368,7 @@ class Exact(Competing):
         # Rows share all but what has not been confirmed.
         return None
 
-    def count_round(self, group: SequenceGroup, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
+    def count_round(self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
         if group.error:
             return
         confirmed, block, ahead, hit = facts.confirmed, facts.block, facts.ahead, facts.hit

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from smc.api.outputs import Statistics, Times
+from smc.api.outputs import Times
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.messages import Stream
@@ -21,6 +21,7 @@ from smc.scheduler.detokenizer import StopRules, TextStream
 from smc.scheduler.methods import TARGET_ALONE, Decoding, decoding_of
 from smc.scheduler.request_state import ADMITTED, QUEUED, UNFINISHED, PendingChange, RequestState
 from smc.scheduler.slots import Slots
+from smc.scheduler.stats import RequestCounters
 from smc.types import ModelRole
 
 MEMORY = 0.97
@@ -381,64 +382,3 @@ class SequenceGroup:
         admitted = now if self.admitted_at is None else self.admitted_at
         began = now if self.first_token_at is None else self.first_token_at
         return Times(admitted - self.submitted, began - admitted, now - began)
-
-
-@dataclass
-class RequestCounters:
-    """Running sums behind Statistics."""
-
-    particles: int
-    rounds: int = 0
-    resamples: int = 0
-    collapses: int = 0
-    preemptions: int = 0
-    alone_rounds: int = 0
-    rows_sum: int = 0
-    confirmed: int = 0
-    hits: int = 0
-    misses: int = 0
-    ess_sum: float = 0.0
-    ess_min: float = float("inf")
-    draft_tokens: int = 0
-    target_tokens: int = 0
-    lag_sum: int = 0
-
-    def count_tokens(self, role: ModelRole, tokens: int) -> None:
-        if role is ModelRole.DRAFT:
-            self.draft_tokens += tokens
-        else:
-            self.target_tokens += tokens
-
-    def count_population(self, ess: float, resampled: bool, collapsed: bool) -> None:
-        self.resamples += resampled
-        self.collapses += collapsed
-        self.ess_sum += ess
-        self.ess_min = min(self.ess_min, ess)
-
-    def count_tree(self, confirmed: int, rows: int, ahead: bool, hit: bool) -> None:
-        self.confirmed += confirmed
-        self.rows_sum += rows
-        self.hits += hit
-        self.misses += ahead and not hit
-
-    def statistics(self, log_z: float, particles_left: int) -> Statistics:
-        rounds, drafted = max(self.rounds, 1), max(self.rounds - self.alone_rounds, 1)
-        return Statistics(
-            particles=self.particles,
-            particles_left=particles_left,
-            rounds=self.rounds,
-            resamples=self.resamples,
-            collapses=self.collapses,
-            preemptions=self.preemptions,
-            mean_ess=self.ess_sum / rounds,
-            min_ess=self.ess_min if self.ess_sum else 0.0,
-            log_z=log_z,
-            draft_tokens=self.draft_tokens,
-            target_tokens=self.target_tokens,
-            committed_lag=self.lag_sum / rounds,
-            accepted_per_round=self.confirmed / drafted,
-            hits=self.hits,
-            misses=self.misses,
-            alone_rounds=self.alone_rounds,
-            mean_rows=self.rows_sum / drafted,
-        )

@@ -1,13 +1,13 @@
-"""Persistent slots: the record of every particle, as arrays indexed by slot. What decodes it is beside the models
-(smc/executor).
+"""Slots: the host's record of every particle, as arrays indexed by slot. The models have their own (smc/executor).
 
-A group claims its slots when it is admitted and holds them until it is finalised, or has fewer particles; resampling
-overwrites their content, never their ownership. Between rounds a particle has a block in flight, whose first token is
-already counted in its weight:
+A request claims its slots when it is admitted and holds them until it ends, is preempted, or has fewer particles.
+Resampling overwrites their content, never their ownership. Between rounds a particle has a block in flight, whose
+first token is already counted in its weight:
   lockstep    the seed
   look-ahead  [d_1..d_K], drafted while the block before it was being scored
 
-A particle of a guided request has a second slot, its companion's, of which only pages count (smc/executor/guidance.py).
+A particle of a guided request has a second slot, of its unconditional row, of which only pages count
+(smc/executor/guidance.py).
 
 Axes: S slots, X chosen slots, L answer positions.
 """
@@ -22,7 +22,8 @@ from smc.types import ModelRole
 
 
 class Slots:
-    """`count` slots for answers of up to `width` tokens, and places for the laws of so many `chains`."""
+    """`count` slots for answers of up to `width` tokens, and room for the token distributions of so many draft
+    `chains`."""
 
     def __init__(self, count: int, width: int, chains: int = 0) -> None:
         self.tokens_SL = np.zeros((count, width), dtype=np.int32)
@@ -30,7 +31,7 @@ class Slots:
         """Log-probability of every token under the target law, NaN where not known yet; kept up only for requests that
         ask."""
         self.logq_SL = np.zeros((count, width), dtype=np.float32)
-        """Log-probability under the proposal; of the block in flight, to take a group up again."""
+        """Log-probability under the proposal; kept for the block in flight, from which a request resumes."""
         self.length_S = np.zeros(count, dtype=np.int32)
         """Tokens of the answer so far, block in flight included."""
         self.block_S = np.zeros(count, dtype=np.int32)
@@ -39,14 +40,14 @@ class Slots:
         self.ended_S = np.zeros(count, dtype=bool)
         """The last token is terminal: EOS, a stop, or the length cap."""
         self.head_S = {role: np.zeros(count, dtype=np.int32) for role in ModelRole}
-        """Page of the last position whose keys and values a model has; it refers to that page and so to all before
-        it."""
+        """Page of the last position whose keys and values a model has. The slot holds a reference to it, and so to all
+        pages before it."""
         self.held_S = {role: np.zeros(count, dtype=np.int32) for role in ModelRole}
-        """Positions that a model has keys and values of, the prompt's included."""
+        """Positions, the prompt's included, whose keys and values a model has."""
         self.unconditional_S = np.full(count, -1, dtype=np.int32)
-        """Slot of the particle's companion; -1: it has none."""
+        """Slot of the particle's unconditional row; -1: it has none."""
         self.law_S = np.full(count, -1, dtype=np.int32)
-        """Where the draft keeps the laws of the particle, which is a chain; -1: it is none."""
+        """Index at which the draft stores the token distributions of the particle, which is a draft chain; -1: it is none."""
         self.chains = chains
         self._free, self._free_laws = list(range(count - 1, -1, -1)), list(range(chains - 1, -1, -1))
 
@@ -56,17 +57,17 @@ class Slots:
 
     @property
     def num_free_chains(self) -> int:
-        """Places for laws."""
+        """Draft chains whose token distributions there is room for."""
         return len(self._free_laws)
 
     def claim(self, count: int, guided: bool = False, *, chained: bool = False) -> np.ndarray:
-        """Slots for `count` particles of one request, int32; of a `guided` one with as many for companions, of a
-        `chained` one with places for laws. The caller has checked that there are enough."""
+        """Slots for `count` particles of one request, int32; of a `guided` one with as many for unconditional rows, of a
+        `chained` one with room for token distributions. The caller has checked that there are enough."""
         slots = self._claim(count)
         if guided:
             self.unconditional_S[slots] = self._claim(count)
         if chained:
-            assert count <= len(self._free_laws), "more chains than there are places for their laws"
+            assert count <= len(self._free_laws), "more draft chains than there is room for"
             self.law_S[slots] = [self._free_laws.pop() for _ in range(count)]
         return slots
 
@@ -85,15 +86,15 @@ class Slots:
         self._free.extend([*unconditional_slots.tolist(), *slots.tolist()])
 
     def release_laws(self, slots_X: np.ndarray) -> None:
-        """The particles of these slots are chains no longer."""
+        """The particles of these slots are no longer draft chains."""
         law_X = self.law_S[slots_X]
         self._free_laws.extend(law_X[law_X >= 0].tolist())
         self.law_S[slots_X] = -1
 
     def unconditional_slots(self, slots_X: np.ndarray) -> np.ndarray:
-        """Slots of the companions that particles have: one for each of a guided request, none of another."""
-        companion_X = self.unconditional_S[slots_X]
-        return companion_X[companion_X >= 0]
+        """Slots of the unconditional rows of particles: one for each of a guided request, none of another."""
+        slot_X = self.unconditional_S[slots_X]
+        return slot_X[slot_X >= 0]
 
     def release_pages(self, slots_X: np.ndarray, allocators: dict[ModelRole, PageAllocator]) -> None:
         """The particles of these slots no longer refer to pages."""
@@ -111,8 +112,8 @@ class Slots:
         lineage: Lineage[np.ndarray],
         given_T: np.ndarray,
     ) -> None:
-        """At a side, what slots refer to goes on from what `source` did, all at once; of the `given` pages those not
-        kept are free."""
+        """At a model, slots refer to pages that continue those of the slots `source`, all at once; of the `given` pages
+        those not kept are freed."""
         head_S, held_S = self.head_S[role], self.held_S[role]
         path_XW, kept_X, dropped_X = map(np.asarray, (lineage.path_AW, lineage.kept_A, lineage.dropped_A))
         before_X, after_X = (
@@ -126,14 +127,10 @@ class Slots:
         head_S[slot_X] = after_X
 
     def vacate(self, slots_X: np.ndarray) -> None:
-        """They hold no particle: nothing is to come there, and it has no weight."""
+        """These slots hold no particle: no tokens come there, and the weight is zero."""
         self.ended_S[slots_X] = True
         self.block_S[slots_X] = self.length_S[slots_X] - 1
         self.logw_S[slots_X] = -np.inf
-
-    def alive(self, slots_X: np.ndarray) -> np.ndarray:
-        """Whether slots of a group whose rows compete hold one [X]."""
-        return self.logw_S[slots_X] > -np.inf
 
     def unscored(self, slots_X: np.ndarray) -> np.ndarray:
         """Tokens of the block in flight that the target has not scored yet, [X]."""
@@ -145,7 +142,7 @@ class Slots:
         self.length_S[slots_X], self.ended_S[slots_X] = 1, ended_X
 
     def copy(self, dst_X: np.ndarray, src_X: np.ndarray) -> None:
-        """Each dst takes over the particle of src, all at once. Ownership stays; weights and pages are set
+        """Each slot of `dst` takes over the particle of `src`, all at once. Ownership stays; weights and pages are set
         elsewhere."""
         width = int(self.length_S[src_X].max(initial=0))
         for array in (self.tokens_SL, self.logp_SL, self.logq_SL):

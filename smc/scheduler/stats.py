@@ -1,28 +1,29 @@
-"""What an engine tells whoever watches it: its state now, and what happened since it was last asked."""
+"""Statistics of an engine: its state now, and what happened since the last reading."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from smc.api.outputs import Statistics
 from smc.api.sampling_params import VERIFICATIONS
 from smc.types import ModelRole
 
 MOST_SAMPLES = 4096
-"""Rounds that are remembered one by one between two readings."""
+"""Rounds whose values are kept one by one between two readings."""
 
 
 @dataclass
 class SpecStats:
-    """Rounds of exact decoding with something drafted, since the stats before."""
+    """Rounds of exact decoding with something drafted, since the last reading."""
 
     rounds: int = 0
-    """One for each request that took part."""
+    """A round counts once for each request that took part."""
     draft_tokens: int = 0
     """Tokens that one path of a tree has, over those rounds."""
     accepted_tokens: int = 0
-    """Of those, the ones that were the target's own draws, or kept."""
+    """Drafted tokens that were the target's own draws, or were kept."""
     accepted_by_position: list[int] = field(default_factory=list)
-    """Rounds in which at least so many were, from 1 on."""
+    """Rounds in which at least so many tokens were accepted, from 1 on."""
     hits: int = 0
     """Rounds after which what had been drafted ahead was right (look-ahead)."""
     misses: int = 0
@@ -31,12 +32,12 @@ class SpecStats:
 
     @property
     def tokens_a_round(self) -> float | None:
-        """Confirmed by a pass of the target, on average: a round ends with the target's own draw, unless that had been
-        drafted ahead."""
+        """Tokens that a pass of the target confirms, on average: a round ends with the target's own draw, unless that
+        had been drafted ahead."""
         return (self.accepted_tokens - self.hits) / self.rounds + 1 if self.rounds else None
 
     def count(self, accepted: int, block: int, rows: int, ahead: bool, hit: bool) -> None:
-        """A round: how many drafted tokens were accepted, of `block` at most."""
+        """Count a round in which so many of at most `block` drafted tokens were accepted."""
         self.rounds += 1
         self.rows += rows
         self.draft_tokens += block
@@ -50,28 +51,28 @@ class SpecStats:
 
 @dataclass
 class EngineStats:
-    """State after a step, and sums since the stats before."""
+    """State after a step, and sums since the last reading."""
 
     queued: int = 0
-    """Requests that wait to be decoded."""
+    """Requests that wait to be admitted."""
     running: int = 0
-    """Requests that hold slots."""
+    """Requests that hold slots or are rescored."""
     slots_free: int = 0
     pages_used: dict[ModelRole, int] = field(default_factory=dict)
-    """Pages that are not free: of requests, of the prefix cache, or of both."""
+    """Pages that requests, the prefix cache or both hold."""
     pages_cached: dict[ModelRole, int] = field(default_factory=dict)
-    """Positions that the prefix cache keeps, whoever else holds them."""
+    """Positions that the prefix cache keeps; requests may hold them, too."""
     pages_total: dict[ModelRole, int] = field(default_factory=dict)
     pages_leaked: dict[ModelRole, int] = field(default_factory=dict)
-    """Pages that were held although nothing ran, when that was last seen."""
+    """Pages that were held the last time nothing ran."""
     prefix_queries: dict[ModelRole, int] = field(default_factory=dict)
-    """Prompt tokens that the prefix cache was asked for."""
+    """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: dict[ModelRole, int] = field(default_factory=dict)
-    """Of those, the ones that it had."""
+    """Prompt tokens that the prefix cache had."""
     preemptions: int = 0
-    """Requests that gave up their memory to others, and were or will be taken up again."""
+    """Preemptions of requests."""
     shrinks: int = 0
-    """Populations that were made smaller for want of memory."""
+    """Populations that were made smaller because memory was short."""
     resamples: int = 0
     collapses: int = 0
     ess_shares: list[float] = field(default_factory=list)
@@ -80,7 +81,7 @@ class EngineStats:
     """Tokens between the committed prefix and the longest particle, one per SMC request and round."""
 
     spec: dict[str, SpecStats] = field(default_factory=lambda: {name: SpecStats() for name in VERIFICATIONS})
-    """By verification."""
+    """Exact decoding by verification."""
     spec_alone_rounds: int = 0
     """Rounds of requests of exact decoding in which nothing was drafted."""
 
@@ -93,5 +94,66 @@ class EngineStats:
         self.resamples += resampled
         self.collapses += collapsed
         if len(self.committed_lags) > 2 * MOST_SAMPLES:
-            # Nobody reads them: the newest are enough.
+            # They are not read often enough: the newest suffice.
             del self.ess_shares[:-MOST_SAMPLES], self.committed_lags[:-MOST_SAMPLES]
+
+
+@dataclass
+class RequestCounters:
+    """Running sums behind Statistics."""
+
+    particles: int
+    rounds: int = 0
+    resamples: int = 0
+    collapses: int = 0
+    preemptions: int = 0
+    alone_rounds: int = 0
+    rows_sum: int = 0
+    confirmed: int = 0
+    hits: int = 0
+    misses: int = 0
+    ess_sum: float = 0.0
+    ess_min: float = float("inf")
+    draft_tokens: int = 0
+    target_tokens: int = 0
+    lag_sum: int = 0
+
+    def count_tokens(self, role: ModelRole, tokens: int) -> None:
+        if role is ModelRole.DRAFT:
+            self.draft_tokens += tokens
+        else:
+            self.target_tokens += tokens
+
+    def count_population(self, ess: float, resampled: bool, collapsed: bool) -> None:
+        self.resamples += resampled
+        self.collapses += collapsed
+        self.ess_sum += ess
+        self.ess_min = min(self.ess_min, ess)
+
+    def count_tree(self, confirmed: int, rows: int, ahead: bool, hit: bool) -> None:
+        self.confirmed += confirmed
+        self.rows_sum += rows
+        self.hits += hit
+        self.misses += ahead and not hit
+
+    def statistics(self, log_z: float, particles_left: int) -> Statistics:
+        rounds, drafted = max(self.rounds, 1), max(self.rounds - self.alone_rounds, 1)
+        return Statistics(
+            particles=self.particles,
+            particles_left=particles_left,
+            rounds=self.rounds,
+            resamples=self.resamples,
+            collapses=self.collapses,
+            preemptions=self.preemptions,
+            mean_ess=self.ess_sum / rounds,
+            min_ess=self.ess_min if self.ess_sum else 0.0,
+            log_z=log_z,
+            draft_tokens=self.draft_tokens,
+            target_tokens=self.target_tokens,
+            committed_lag=self.lag_sum / rounds,
+            accepted_per_round=self.confirmed / drafted,
+            hits=self.hits,
+            misses=self.misses,
+            alone_rounds=self.alone_rounds,
+            mean_rows=self.rows_sum / drafted,
+        )

@@ -1,4 +1,4 @@
-"""Who worked and who waited, and when: the time of each round by part, and a Chrome trace of all of them.
+"""Timeline of rounds: when each model worked and when the coordinator waited, and a Chrome trace of all of it.
 
 All times are nanoseconds of the coordinator's monotonic clock.
 """
@@ -24,7 +24,7 @@ class RoundTimes:
     draft: float
     target: float
     link: float
-    """The coordinator waited and neither group worked: messages were on their way."""
+    """The coordinator waited and neither model worked: messages were in flight."""
     coordinator: float
     """The coordinator did not wait."""
     draft_stall: float
@@ -54,7 +54,7 @@ class Timeline:
         self._waits.append((begin, end))
 
     def forget(self) -> None:
-        """Drop what has been collected since the last step: it belongs to no round."""
+        """Drop the spans since the last step: they belong to no round."""
         self._step, self._waits = [], []
 
     def end_step(self, begin: int, end: int) -> RoundTimes | None:
@@ -64,11 +64,11 @@ class Timeline:
         if not spans:
             return None
         self._keep(spans, waits, begin, end)
-        busy = {role: sum(s.end - s.begin for s in spans if s.lane == role) for role in ("draft", "target")}
+        busy = {role: sum(s.end - s.begin for s in spans if s.lane == role) for role in ModelRole}
         waited = sum(stop - start for start, stop in waits)
         idle = waited - sum(overlap(wait, [(s.begin, s.end) for s in spans]) for wait in waits)
-        parts = (end - begin, busy["draft"], busy["target"], idle, end - begin - waited)
-        stalls = (max(0, end - begin - busy[role]) for role in ("draft", "target"))
+        parts = (end - begin, busy[ModelRole.DRAFT], busy[ModelRole.TARGET], idle, end - begin - waited)
+        stalls = (max(0, end - begin - busy[role]) for role in ModelRole)
         return RoundTimes(*(1e-9 * part for part in (*parts, *stalls)))
 
     def _keep(self, spans: list[Span], waits: list[tuple[int, int]], begin: int, end: int) -> None:

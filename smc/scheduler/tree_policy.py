@@ -1,10 +1,8 @@
-"""How many rows a running group should have, given what there is. The default shrinks populations of SMC only where
-memory is short; trees of exact decoding are as costs have it (`smc.scheduler.tree_policy`).
+"""Policies of how many rows requests have: particles of SMC, and trees of exact decoding.
 
-What is drafted for requests of exact decoding, by what it costs and by how often it was right: trees of few rows or
-many, or nothing.
-
-A pure function of what it is given. Knows nothing about groups, rounds or answers.
+The default particle policy shrinks populations only where memory is short. The default tree policy weighs the latency
+model against the miss rate of the draft: trees of few rows or many, or nothing drafted. Policies are pure functions of
+their arguments; they know nothing about slots, rounds or answers.
 
 Axes: G requests, L numbers of rows, M rows added one after another.
 """
@@ -27,8 +25,8 @@ from smc.scheduler.sequence_group import SequenceGroup
 
 class ParticlePolicy(Protocol):
     def wanted(self, group: SequenceGroup, *, short: bool) -> int:
-        """Particles that the group should have after its next round, between its `min_particles` and `particles`;
-        `short`: there are too few pages for the rounds of all."""
+        """Particles that a request should have after its next round, between its `min_particles` and `particles`;
+        `short`: there are too few pages for the rounds of all requests."""
         ...
 
 
@@ -43,44 +41,43 @@ class ShrinkWhenShort:
 
 @dataclass(frozen=True)
 class TreeRequest:
-    """What is known of a request of exact decoding."""
+    """What a policy is told of a request of exact decoding."""
 
     most: int
-    """Rows that it may have."""
+    """Rows that the tree may have."""
     miss_rate: float
-    """How often the target's draw is not what one row drafted: `smc.scheduler.acceptance`."""
+    """Probability that the target's draw is missing from one row: `smc.scheduler.acceptance`."""
     context: int
-    """Tokens of its prompt, and of its answer so far."""
+    """Tokens of the prompt and of the answer so far."""
     rows: int = 0
-    """That it has; 0: the target decodes it alone."""
+    """Rows that the tree has; 0: the target decodes the request alone."""
 
 
 @dataclass(frozen=True)
 class OtherLoad:
-    """Other requests, which the models run whatever is decided."""
+    """Requests that the models run whatever the policy decides."""
 
     pair: int = 0
-    """In rounds of the pair."""
+    """Requests in rounds of the draft-target pair."""
     pair_rows: int = 0
-    """Their particles."""
+    """Particles of the requests in rounds of the pair."""
     pair_context: int = 0
-    """Tokens of their contexts together."""
+    """Context tokens of the requests in rounds of the pair."""
     target: int = 0
-    """That the target decodes by itself."""
+    """Sequences that the target decodes alone."""
     target_context: int = 0
-    """Of these."""
+    """Context tokens of the sequences that the target decodes alone."""
     slots: int = 0
-    """That all of them hold."""
+    """Slots that all of these requests hold."""
 
 
 class TreePolicy(Protocol):
-    """Answers do not depend on what it decides."""
+    """Decides about trees of exact decoding. Answers do not depend on its decisions."""
 
     def begin(
         self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
     ) -> int | None:
-        """Rows, up to its `most`, that one which is about to start shall have; 0: the target decodes it alone. None: it
-        stays as it is."""
+        """Rows, up to its `most`, that a request is to start with; 0: the target decodes it alone. None: no change."""
         ...
 
     def change(
@@ -90,31 +87,32 @@ class TreePolicy(Protocol):
         beside: OtherLoad,
         costs: LatencyModel | None,
     ) -> Sequence[int] | None:
-        """Rows that each of the running ones shall have from now on. None: all stay as they are. `waiting`: those that
-        wait for nothing but slots, of which a tree has one for each row."""
+        """Rows that each running request is to have from now on. None: no change. `waiting`: requests that lack slots
+        only, of which a tree takes one for each row."""
         ...
 
     def branches(self, places: int, context: int, costs: LatencyModel | None) -> int:
-        """F of a round of so many places, all of exact decoding, whose requests have so many tokens of context
-        together: at most the config's."""
+        """F of a round of so many rows, all of exact decoding, whose requests have so many tokens of context together:
+        at most the config's."""
         ...
 
 
 FREE = 1.01
-"""A round that rows ahead make longer by no more than this has them: for tokens in a hundred that fewer would miss."""
+"""A round drafts all branches if that makes it longer by no more than this factor: fewer branches confirm up to some
+per cent fewer tokens."""
 MARGIN = 1.1
-"""Tokens a second that larger, smaller or new trees must promise, as a multiple of what is expected as things are."""
+"""Throughput that other trees must promise, as a multiple of the throughput that is expected without a change."""
 SURE = 1.05
-"""And that trees must keep promising, as a multiple of plain decoding's: what one cannot be is slower than that, and a
-forecast is right to some per cent."""
+"""Throughput that trees must keep promising, as a multiple of plain decoding's: forecasts err by some per cent, and
+drafting must not be slower than plain decoding."""
 
 
 class CostBasedTreePolicy:
-    """As many tokens a second as possible, of all requests together. Where no costs are known, all stay as they are."""
+    """Maximises the throughput of all requests together. Without a latency model nothing changes."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._known: tuple[LatencyModel, Forecast] | None = None
+        self._known: tuple[LatencyModel, ThroughputForecast] | None = None
 
     def begin(
         self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
@@ -122,10 +120,10 @@ class CostBasedTreePolicy:
         if costs is None:
             return None
         forecast, rows = self._forecast(costs), [other.rows for other in others]
-        # It does as all do that run: whether all should do otherwise is asked next.
+        # It does as all running requests do: whether all should do otherwise is decided by `change`.
         if rows and not any(rows):
             return 0
-        # As many as would be its share if all began now.
+        # Its share of the slots if all requests began now.
         most = forecast.best([*others, tree], beside, self._config.max_slots - beside.slots)[-1]
         if rows and all(rows):
             return most
@@ -142,7 +140,7 @@ class CostBasedTreePolicy:
         if costs is None:
             return None
         forecast, slots = self._forecast(costs), self._config.max_slots - beside.slots
-        # Were all others smaller, those that wait could run, too.
+        # With smaller trees, waiting requests could run, too.
         served = [*trees, *waiting][: max(slots, len(trees))]
         alone, best = [0] * len(served), forecast.best(served, beside, slots)
         speed = forecast.speed(trees, [tree.rows for tree in trees], beside)
@@ -155,19 +153,19 @@ class CostBasedTreePolicy:
     def branches(self, places: int, context: int, costs: LatencyModel | None) -> int:
         return self._config.branches if costs is None else self._forecast(costs).branches(places, context)
 
-    def _forecast(self, costs: LatencyModel) -> Forecast:
+    def _forecast(self, costs: LatencyModel) -> ThroughputForecast:
         if self._known is None or self._known[0] is not costs:
-            self._known = costs, Forecast(self._config, costs)
+            self._known = costs, ThroughputForecast(self._config, costs)
         return self._known[1]
 
 
-class Forecast:
-    """What rounds take, and bring."""
+class ThroughputForecast:
+    """Forecasts how long rounds take and how many tokens they bring."""
 
     def __init__(self, config: EngineConfig, costs: LatencyModel) -> None:
         self._config, self._costs = config, costs
-        # As many entries as a round can have rows.
-        self._places, self._models = cache(bucket), cache(self._models_of)
+        # The caches have as many entries as a round can have rows.
+        self._padded, self._models = cache(bucket), cache(self._models_of)
 
     def speed(self, trees: Sequence[TreeRequest], rows: Sequence[int], beside: OtherLoad) -> float:
         """Tokens a second of all requests, with trees of so many rows."""
@@ -178,13 +176,13 @@ class Forecast:
         alone = int((~drafted_G).sum()) + beside.target
         tokens = float(confirmed) + alone * config.block + beside.pair * config.target_tokens
         by_itself = self._by_itself(alone, int(context_G[~drafted_G].sum()) + beside.target_context)
-        places = self._places(int(rows_G.sum()) + beside.pair_rows)
+        places = self._padded(int(rows_G.sum()) + beside.pair_rows)
         context = int(context_G[drafted_G].sum()) + beside.pair_context
         return tokens / (self._seconds(places, context, by_itself, beside.pair > 0) if places else by_itself)
 
     def best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int) -> list[int]:
-        """Rows of each, at least one, and as many as there are slots: more are given to whom they bring most, as long
-        as all are the faster for it."""
+        """Rows of each tree, at least one, and together as many as there are slots. Rows go to the trees for which they
+        bring most tokens, as long as the throughput of all grows."""
         config, level_L = self._config, np.array(_levels(max(tree.most for tree in trees)))
         most_G1 = np.array([[tree.most] for tree in trees])
         rows_GL = np.minimum(level_L, most_G1)
@@ -192,7 +190,7 @@ class Forecast:
             np.array([tree.miss_rate for tree in trees]), rows_GL, config.block, config.lookahead
         )
         added_GL, gain_GL = np.diff(rows_GL), np.diff(tokens_GL)
-        # Nobody gets the second helping before the first.
+        # A tree grows level by level.
         worth_GL = np.minimum.accumulate(gain_GL / np.maximum(added_GL, 1), axis=1)
         order_M = np.argsort(-np.where(added_GL > 0, worth_GL, 0.0), axis=None, kind="stable")
         order_M = order_M[added_GL.flat[order_M] > 0]
@@ -206,19 +204,19 @@ class Forecast:
         return (rows_GL[:, 0] + (added_GL * taken_GL).sum(1)).tolist()
 
     def _seconds_of_pair(self, rows_M: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad) -> np.ndarray:
-        """Of a round in which all trees are drafted for, by rows of the pair."""
+        """Seconds of a round in which all trees are drafted for, by rows of the pair."""
         by_itself = self._by_itself(beside.target, beside.target_context)
         context, mixed = sum(tree.context for tree in trees) + beside.pair_context, beside.pair > 0
-        places_M = [self._places(rows) for rows in rows_M.tolist()]
-        seconds = {places: self._seconds(places, context, by_itself, mixed) for places in set(places_M)}
-        return np.array([seconds[places] for places in places_M])
+        padded_M = [self._padded(rows) for rows in rows_M.tolist()]
+        seconds = {places: self._seconds(places, context, by_itself, mixed) for places in set(padded_M)}
+        return np.array([seconds[places] for places in padded_M])
 
     def _by_itself(self, sequences: int, context: int) -> float:
-        """Of as many passes of the target over what it decodes alone as a block has tokens."""
-        return self._config.block * self._costs.alone.at(self._places(sequences), context) if sequences else 0.0
+        """Seconds of the passes of the target over sequences that it decodes alone, one for each token of a block."""
+        return self._config.block * self._costs.alone.at(self._padded(sequences), context) if sequences else 0.0
 
     def branches(self, places: int, context: int) -> int:
-        """As many as cost nothing, for the target takes as long: trees are seldom wrong for want of them. On the
+        """All branches if they cost nothing, since the target takes longer, else one: trees seldom miss because of it. On the
         shipped pair, rounds with F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to 8;
         `benchmarks.exactness`)."""
         most = self._config.branches
@@ -226,7 +224,7 @@ class Forecast:
         return most if wide <= FREE * lean else 1
 
     def _seconds(self, places: int, context: int, by_itself: float, mixed: bool) -> float:
-        """From a round of the pair to the next. `mixed`: some rows are of other methods."""
+        """Seconds from a round of the pair to the next. `mixed`: some rows are of other methods."""
         return self._seconds_of(
             places, context, by_itself, self._config.branches if mixed else self.branches(places, context)
         )
@@ -236,16 +234,16 @@ class Forecast:
         draft, target = self._models(places, branches)
         draft += config.block * costs.draft.read * context
         target += costs.target.read * context + by_itself
-        # What the target decodes alone fits beside the draft's steps in look-ahead only.
+        # The target's own sequences run beside the draft's steps in look-ahead only.
         return (max(draft, target) if config.lookahead else draft + target) + costs.round_overhead
 
     def _models_of(self, places: int, branches: int) -> tuple[float, float]:
-        """Seconds of the draft and of the target in a round, but for contexts."""
+        """Seconds of the draft and of the target in a round, without reading contexts."""
         config, draft, target = self._config, self._costs.draft.curve, self._costs.target.curve
         steps = draft.at(places) + (config.block - 1) * draft.at(places * branches)
         return steps, target.at(places * config.target_tokens)
 
 
 def _levels(most: int) -> list[int]:
-    """Numbers of rows that are considered: the powers of two, and the largest."""
+    """Numbers of rows that are considered: powers of two, and the largest."""
     return [*(1 << n for n in range((most - 1).bit_length())), most]

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.bench import BenchOptions
 from benchmarks.reports.speed import SpeedPlan
 from smc.api.sampling_params import Method
-from smc.calibration import costs as timing
+from smc.calibration import latency as timing
 
 
 def test_table_and_file(smcserve, tmp_path):

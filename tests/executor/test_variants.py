@@ -22,7 +22,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import interpreter
 
 from smc.api.engine_config import EngineConfig
-from smc.calibration.warm_up import TURNS, rare_requests, rehearsal, rehearse
+from smc.calibration.warm_up import REPEATS, rare_requests, warm_up, warm_up_plans
 from smc.executor.executor import LocalRoundExecutor
 from smc.kernels.launch import unspecialized
 from smc.local_engine import ModelPair, local_engine
@@ -125,7 +125,7 @@ def _constants_of(kernel: Callable) -> dict[str, bool]:
 def test_nobody_waits_for_a_compiler(config, monkeypatch):
     draw, reference = random.Random(5), local_engine(pair(torch.float32), config)
     before = noted(reference)
-    rehearse(reference, (), rare_requests(config, reference.context, VOCAB))
+    warm_up(reference, (), rare_requests(config, reference.context, VOCAB))
     before, after = [*before], noted(reference)
     for number, together in enumerate(TOGETHER):
         # All that come together are served together, even if each has as many companions as rows.
@@ -135,7 +135,7 @@ def test_nobody_waits_for_a_compiler(config, monkeypatch):
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     kernels = local_engine(pair(torch.bfloat16), config).pair
     variants = Variants(monkeypatch, kernels)
-    for plan in list(rehearsal(config, reference.context))[::TURNS]:
+    for plan in list(warm_up_plans(config, reference.context))[::REPEATS]:
         kernels.round(plan).result()
     for name, args in firsts(before):
         getattr(kernels, name)(*args)

@@ -11,7 +11,7 @@ import torch
 from triton import knobs
 
 from smc.api.engine_config import EngineConfig
-from smc.calibration.warm_up import rare_requests, rehearsal, rehearse
+from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText, preset
 from smc.model.random_model import random_model
@@ -34,9 +34,9 @@ def test_no_user_waits_for_a_compiler(config):
     target, draft = (random_model(shape, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in (1, 2))
     engine = local_engine(ModelPair(target, draft, NoText(shape.vocab_size), CONTEXT), config)
     begin = time.monotonic()
-    rehearse(engine, rehearsal(config, engine.context))
+    warm_up(engine, warm_up_plans(config, engine.context))
     usual = time.monotonic() - begin
-    rehearse(engine, (), rare_requests(config, engine.context, shape.vocab_size))
+    warm_up(engine, (), rare_requests(config, engine.context, shape.vocab_size))
     print(f"{config.form}: usual kinds {usual:.1f} s, rarer kinds {time.monotonic() - begin - usual:.1f} s")
     before, knobs.runtime.jit_post_compile_hook = (
         knobs.runtime.jit_post_compile_hook,

@@ -8,7 +8,7 @@ from services.launch.config import WorkerGroupConfig
 from services.launch.worker_group import coordinator_spec
 from services.link.connect import Rendezvous
 from smc.api.engine_config import EngineConfig
-from smc.calibration.costs import BRIEF, THOROUGH, Effort
+from smc.calibration.latency import BRIEF, THOROUGH, Effort
 
 
 @pytest.mark.parametrize("field", ["start_timeout", "link_timeout", "heartbeat"])

@@ -9,8 +9,8 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
-from smc.calibration.costs import BRIEF, TREE, Effort, live_plan, time_costs
-from smc.calibration.warm_up import rehearsal
+from smc.calibration.latency import BRIEF, TREE, Effort, live_plan, measure_latency
+from smc.calibration.warm_up import warm_up_plans
 from smc.executor.executor import LocalRoundExecutor
 from smc.executor.forward import StaticForward
 from smc.executor.ops import TorchOps
@@ -121,7 +121,7 @@ def test_timed_rounds_are_full(config):
     """On a CPU, too, where what is not there is not run: else sizes would be timed that nobody ran. Every request reads
     its own pages."""
     engine, passes = watched(config)
-    costs = time_costs(engine, Effort(60.0, 8, 1, 0, 4, 100))
+    costs = measure_latency(engine, Effort(60.0, 8, 1, 0, 4, 100))
     k, f, last = config.block, config.branches, config.max_slots
     long, begun = engine.context - 3 * k - 4, k - 1 if config.lookahead else 0
     short = long // 2
@@ -150,7 +150,7 @@ def test_reading_is_timed_by_itself(config, monkeypatch):
     clock = Clock()
     monkeypatch.setattr("smc.executor.graph_runner.time", clock)
     engine, _ = watched(config, clock)
-    costs = time_costs(engine, Effort(60.0, 8, 1, 0, 4, 100))
+    costs = measure_latency(engine, Effort(60.0, 8, 1, 0, 4, 100))
     for part in costs.parts.values():
         assert part.read == pytest.approx(1e-9 * PAGE)
         # In look-ahead, the draft has read most of the block in flight as well.
@@ -162,7 +162,7 @@ def test_timed_rounds_change_nothing(config):
     asked = [request([1, 2], str(i), particles=n, seed=i, max_tokens=20) for i, n in enumerate((3, 5))]
     expected = answers(local_engine(tiny_pair(), config), asked)
     engine = local_engine(tiny_pair(), config)
-    assert engine.latency is None and time_costs(engine, BRIEF)
+    assert engine.latency is None and measure_latency(engine, BRIEF)
     engine.check_books()
     assert engine.rounds_of(Method.EXACT).acceptance.exposure == 0, "what was timed decides about users"
     found = answers(engine, asked)
@@ -177,7 +177,7 @@ def test_timed_rounds_are_of_kinds_that_have_been_rehearsed(config, program):
     def layout(plan):
         return [(name, array.dtype, array.shape) for name, array in plan.arrays().items()]
 
-    rehearsed = {plan.key: plan for plan in rehearsal(config, 600)}
+    rehearsed = {plan.key: plan for plan in warm_up_plans(config, 600)}
     for count in (1, 2, 8, config.max_slots):
         for tree in (TREE, 1) if program is Program.PAIR else (1,):
             plan = live_plan(program, config, count, 256, tree)
@@ -186,4 +186,4 @@ def test_timed_rounds_are_of_kinds_that_have_been_rehearsed(config, program):
 
 def test_contexts_that_are_too_short_for_full_rows():
     engine = local_engine(tiny_pair(), EngineConfig(block=8, max_slots=4, max_context=24))
-    assert time_costs(engine, BRIEF) is None
+    assert measure_latency(engine, BRIEF) is None

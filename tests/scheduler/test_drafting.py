@@ -18,7 +18,7 @@ from smc.scheduler.acceptance import WIDTH_GAIN, Acceptance, tokens_a_round
 from smc.scheduler.decode import MEMORY
 from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.tree_controller import FADE
-from smc.scheduler.tree_policy import MARGIN, SURE, CostBasedTreePolicy, Forecast, OtherLoad, TreeRequest
+from smc.scheduler.tree_policy import MARGIN, SURE, CostBasedTreePolicy, OtherLoad, ThroughputForecast, TreeRequest
 from tests.scheduler.harness import answers, assert_empty, running
 from tests.scheduler.lives import pair
 
@@ -175,7 +175,7 @@ def test_a_crowd_that_comes_and_goes_settles():
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
 def test_trees_must_be_sure_to_be_faster_than_plain_decoding(config, promise, goes_on, begins):
     """By some per cent, or they are given up; and they do not come back for a little more."""
-    once = Forecast(config, MADE).speed([tree(EASY, 1)], [1], NOBODY)
+    once = ThroughputForecast(config, MADE).speed([tree(EASY, 1)], [1], NOBODY)
     costs, policy = replace(MADE, alone=ModelLatency(LatencyCurve(((1, promise / once),)))), CostBasedTreePolicy(config)
     for rows, wanted in ((1, goes_on), (0, begins)):
         assert policy.change([tree(EASY, rows, most=1)], [], NOBODY, costs) == (None if rows == wanted else [wanted])
@@ -193,7 +193,7 @@ def test_beside_rounds_of_the_target_alone_nothing_is_drafted():
 def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
     """By its own forecast, over random requests; and however estimates waver by a few per cent, it settles."""
     rng = random.Random(0)
-    forecast = Forecast(config, MADE)
+    forecast = ThroughputForecast(config, MADE)
     for _ in range(30):
         hazards = [
             rng.choice((EASY, HARD, HOPELESS)) * rng.uniform(0.5, 2) for _ in range(rng.choice((1, 3, 10, 50, 200)))
@@ -228,7 +228,7 @@ def test_rows_ahead_are_drafted_where_they_cost_nothing():
     ] == [1, 4]
     crowd = [tree(EASY, 1)] * 32
     lean, mixed = (
-        Forecast(config, drafts_long).speed(crowd, [1] * 32, beside)
+        ThroughputForecast(config, drafts_long).speed(crowd, [1] * 32, beside)
         for beside in (NOBODY, OtherLoad(pair=1, pair_rows=1))
     )
     assert lean > 1.1 * mixed

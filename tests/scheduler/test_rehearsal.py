@@ -11,7 +11,7 @@ from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.calibration.warm_up import TURNS, rehearsal
+from smc.calibration.warm_up import REPEATS, warm_up_plans
 from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
 from smc.local_engine import ModelPair, local_engine
 from tests.scheduler.harness import answers, request
@@ -50,9 +50,9 @@ def test_usual_requests_meet_no_new_kind_of_round(pair, config):
         {"top_k": 9, "top_p": 0.5},
     ):
         list(engine.run([Request("law", (4, 5, 6), SamplingParams(max_tokens=12, **law))]))
-    rehearsed = list(rehearsal(config, engine.context))
+    rehearsed = list(warm_up_plans(config, engine.context))
     by_key = {plan.key: plan for plan in rehearsed}
-    assert len(rehearsed) == TURNS * len(by_key)
+    assert len(rehearsed) == REPEATS * len(by_key)
     assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
 
 
@@ -72,7 +72,7 @@ def test_nor_do_they_behind_long_prompts(config):
                 [request([1, 2] * (SHORT_SINGLE // 2), str(i), max_tokens=12, seed=i, **kind) for i in range(count)]
             )
         )
-    by_key = {plan.key: plan for plan in rehearsal(config, engine.context)}
+    by_key = {plan.key: plan for plan in warm_up_plans(config, engine.context)}
     assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
     assert {plan.contexts for plan in asked} == {Contexts.SINGLE, Contexts.SHARED}
 
@@ -85,7 +85,7 @@ def test_nor_do_they_where_no_context_is_quite_long(context):
     run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
     for kind in ({"method": "exact", "particles": 4}, {"method": "exact", "particles": 1}):
         list(engine.run([request([1, 2] * (context // 2 - 10), max_tokens=20, ignore_eos=True, **kind)]))
-    assert asked and {plan.key for plan in asked} <= {plan.key for plan in rehearsal(config, engine.context)}
+    assert asked and {plan.key for plan in asked} <= {plan.key for plan in warm_up_plans(config, engine.context)}
 
 
 def test_long_contexts_are_rehearsed_where_there_can_be_some():
@@ -95,7 +95,7 @@ def test_long_contexts_are_rehearsed_where_there_can_be_some():
         SHORT + 50: {Contexts.SHORT, Contexts.SHARED},
         SHORT_SINGLE + 50: set(Contexts),
     }
-    assert {context: {plan.contexts for plan in rehearsal(config, context)} for context in expected} == expected
+    assert {context: {plan.contexts for plan in warm_up_plans(config, context)} for context in expected} == expected
 
 
 @pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
@@ -103,7 +103,7 @@ def test_rounds_of_nobody_change_nothing(config):
     asked = [request([1, 2], str(i), particles=n, seed=i, max_tokens=20) for i, n in enumerate((3, 8))]
     expected = answers(local_engine(tiny_pair(), config), asked)
     engine = local_engine(tiny_pair(), config)
-    for plan in list(rehearsal(config, engine.context))[:: TURNS * 3]:
+    for plan in list(warm_up_plans(config, engine.context))[:: REPEATS * 3]:
         engine.executor.round(plan).result()
     found = answers(engine, asked)
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}

@@ -144,7 +144,7 @@ def test_a_real_engine_makes_legal_transitions_only(seed, monkeypatch):
 
     monkeypatch.setattr(SequenceGroup, "__setattr__", watched)
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
-    config = EngineConfig(block=3, branches=2, max_slots=60, pages=800, prefill_chunk=24, cohorts=2)
+    config = EngineConfig(block=3, branches=2, max_slots=60, pages=800, prefill_chunk=6, cohorts=2)
     engine, rng = local_engine(pair(), config), random.Random(seed)
     engine.forecast.learn_answer, engine.forecast.answer_share = lambda _share: None, 0.1
     waiting, there = [_with_tops(one, i) for i, one in enumerate(guided(random_requests(40, rng), rng))], True
@@ -158,7 +158,7 @@ def test_a_real_engine_makes_legal_transitions_only(seed, monkeypatch):
                 assert not there
         elif groups and rng.random() < 0.04:
             engine.abort(rng.choice(groups).id)
-        elif admitted and rng.random() < 0.1:
+        elif admitted and rng.random() < 0.15:
             engine.registry.preempt(rng.choice(admitted))
         elif rng.random() < 0.1:
             engine.detach_draft() if there else engine.attach_draft(pages=800)

@@ -10,7 +10,7 @@ import pytest
 from smc.algorithm.expansion import Kind
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
-from smc.calibration.warm_up import TURNS, rare_requests, rehearse
+from smc.calibration.warm_up import REPEATS, rare_requests, warm_up
 from smc.executor.plan import Program, RoundPlan
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
@@ -53,7 +53,7 @@ def rehearsed(pair) -> tuple[Engine, dict[str, list[RoundPlan]]]:
     engine.executor.round = lambda plan: (asked.append(plan), run(plan))[1]
     for requests in rare_requests(CONFIG, engine.context, engine.tokenizer.size):
         before = len(asked)
-        rehearse(engine, (), [requests])
+        warm_up(engine, (), [requests])
         seen[requests[0].request_id] = asked[before:]
     engine.executor.round = run
     assert_empty(engine)
@@ -64,7 +64,7 @@ def test_every_rarer_kind_has_its_rounds(rehearsed):
     _, seen = rehearsed
     for name, plans in seen.items():
         keys = [plan.key for plan in plans]
-        assert keys and all(keys.count(key) >= TURNS for key in keys[:1]), name
+        assert keys and all(keys.count(key) >= REPEATS for key in keys[:1]), name
     asked = [plan for plans in seen.values() for plan in plans]
     found = {traits(plan) for plan in asked}
     assert {program for program, *_ in found} == set(Program)
@@ -97,8 +97,8 @@ def test_what_an_engine_refuses_is_left_out(limits, caplog):
     engine = local_engine(tiny_pair(), config)
     with caplog.at_level(logging.INFO):
         rare = list(rare_requests(config, engine.context, engine.tokenizer.size))
-        rehearse(engine, (), [requests for requests in rare if len(requests) > 1][:3] + rare[:6])
-    assert ("not rehearsed" in caplog.text) == ("max_chains" in limits) and "are waiting" not in caplog.text
+        warm_up(engine, (), [requests for requests in rare if len(requests) > 1][:3] + rare[:6])
+    assert ("left out of the warm-up" in caplog.text) == ("max_chains" in limits) and "are waiting" not in caplog.text
     assert_empty(engine)
 
 

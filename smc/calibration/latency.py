@@ -1,10 +1,10 @@
-"""Times what a draft step and a target pass cost on the devices of an engine, before anybody is served:
-`smc.scheduler.latency_model`.
+"""Calibration of the latency model (`smc.scheduler.latency_model`): measures what a draft step and a target pass take on
+the devices of an engine, before it accepts requests.
 
-Rounds of full rows that belong to nobody. Every request reads pages of its own, all over the pool and whatever is in
-them: one page for all would take other times. All write to the dummy page, so nothing is changed. Sizes are timed
-behind short contexts, one of them behind long ones, too: what is added is the cost of reading. A request of the
-engine's own says what a round takes besides."""
+Dummy rounds of full rows are timed. Every dummy request reads pages of its own, all over the pool and with whatever
+they hold, since reading one page for all would take other times. All write to the dummy page, so that nothing is
+changed. Sizes are timed after short contexts, one of them after long ones, too: the difference is the cost of reading.
+A real request shows what a round takes besides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smc.algorithm.expansion import Kind
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
-from smc.calibration.warm_up import TURNS, empty_plan
+from smc.calibration.warm_up import REPEATS, padding_plan
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import PARTS, LatencyCurve, LatencyModel, ModelLatency
@@ -29,47 +29,46 @@ from smc.stops import START
 from smc.types import ModelRole
 
 SHORT_CONTEXT = 64
-"""Tokens before a timed row, but where the cost of reading is timed; fewer where there is no room for so many."""
+"""Context of a timed row, in tokens, except where reading is timed; shorter where there is no room for it."""
 TREE = 8
-"""Rows of a timed tree, at most."""
+"""Most rows of a timed tree."""
 LIKELY_GROWTH = 2
-"""By which the next size takes longer than the last."""
+"""Factor by which the next size is expected to take longer than the last."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is timed. The smallest sizes are, whatever they take."""
+    """How much is timed. The smallest sizes are always timed."""
 
     seconds: float
-    """Of timed rounds: no larger size is begun that is likely to exceed them."""
+    """Budget of timed rounds: no larger size is begun that is likely to exceed it."""
     factor: int
-    """Between sizes."""
+    """Factor between sizes."""
     repeats: int
-    """Timed rounds of a size: their median counts."""
+    """Timed rounds of a size, of which the median counts."""
     untimed: int
-    """Rounds of a size before those."""
+    """Untimed rounds of a size before the timed ones."""
     crowd: int
-    """Requests that the cost of reading is timed with, if there are slots for so many: of few, hardly anything is
-    read."""
+    """Requests that reading is timed with, if there are slots for so many: fewer read too little to be measured."""
     context: int
-    """Tokens that each of them reads, if there is room for so many."""
+    """Tokens that each of these requests reads, if there is room for so many."""
 
 
 BRIEF = Effort(0.4, 8, 2, 0, 4, 256)
-"""Where nothing is compiled, and a start must not take longer for it."""
+"""For engines that compile nothing and must start quickly."""
 STEADY = Effort(10.0, 2, 5, 1, 32, 1024)
-"""The same, where there is time."""
-THOROUGH = Effort(20.0, 2, 5, TURNS, 64, 1024)
-"""Where rounds are recorded."""
+"""For engines that compile nothing, where there is time."""
+THOROUGH = Effort(20.0, 2, 5, REPEATS, 64, 1024)
+"""For engines that capture graphs."""
 
 
 def room_for(context: int, block: int) -> int:
-    """Of a sequence that is timed behind so many tokens."""
+    """Positions of a sequence that is timed after so many tokens of context."""
     return context + 3 * block + 4
 
 
-def time_costs(engine: Engine, effort: Effort) -> LatencyModel | None:
-    """Of an idle engine. None if its contexts are too short for a round of full rows."""
+def measure_latency(engine: Engine, effort: Effort) -> LatencyModel | None:
+    """The latency model of an idle engine. None if its contexts are too short for a round of full rows."""
     assert engine.idle, "requests are running"
     long = min(effort.context, engine.context - room_for(0, engine.config.block))
     if long < 2:
@@ -86,12 +85,11 @@ class CostSample:
     size: int
     seconds: float
     context: int
-    """Tokens that were read."""
+    """Context tokens that were read."""
 
 
 def _cost(samples: list[CostSample], read: float) -> ModelLatency:
-    """No more than half of what a sample took is taken for reading, however long contexts were slowed down by something
-    else."""
+    """At most half of a sample's time counts as reading, in case something else slowed down long contexts."""
     return ModelLatency(
         LatencyCurve.through(
             (each.size, max(each.seconds - read * each.context, each.seconds / 2)) for each in samples
@@ -106,16 +104,17 @@ class Timer:
     def __init__(self, engine: Engine, effort: Effort) -> None:
         self._engine, self._effort = engine, effort
         self._spent = 0.0
-        """Seconds of timed rounds of the curves."""
+        """Seconds that timed rounds of the curves have taken."""
 
     def samples(self, context: int) -> dict[str, list[CostSample]]:
-        """Of every part of the costs, behind so many tokens: of all sizes that there is time for."""
+        """Samples of every part of the latency model after so many tokens of context, of all sizes that there is time
+        for."""
         found: dict[str, list[CostSample]] = {name: [] for name in PARTS}
         config = self._engine.config
         for count in _sizes(config.max_slots, self._effort.factor):
             before = self._spent
             for program in Program:
-                # The draft alone: what one row costs.
+                # Of the draft alone, one row is timed.
                 if program is Program.DRAFT and count > 1:
                     continue
                 # One model alone takes many passes in a round.
@@ -132,7 +131,7 @@ class Timer:
         return found
 
     def reading(self, short: int, long: int) -> dict[str, float]:
-        """Seconds a token of context, of every part: of requests with a row each, as those of a crowd have."""
+        """Seconds a token of context for every part, of many requests with a row each."""
         if self._spent > self._effort.seconds:
             # No time is left for it.
             return dict.fromkeys(PARTS, 0.0)
@@ -142,24 +141,24 @@ class Timer:
         for program, context in product((Program.PAIR, Program.TARGET), (short, long)):
             for role, seconds in self._time(program, self._effort.repeats, count, context, 1).items():
                 name, _ = _part(program, role, config, count)
-                # Their difference counts, so what disturbs one of them shall not.
+                # Their difference counts, so that outliers must not.
                 found[name].append(min(seconds) / _steps(name, config))
         return {name: max(0.0, after - before) / (count * (long - short)) for name, (before, after) in found.items()}
 
     def _time(
         self, program: Program, repeats: int, count: int, context: int, tree: int
     ) -> dict[ModelRole, list[float]]:
-        """Seconds of the passes of each side that works, round by round."""
+        """Seconds of the passes of each model that works, round by round."""
         engine, untimed = self._engine, self._effort.untimed
         found: dict[ModelRole, list[float]] = {role: [] for role in PROGRAMS[program].roles}
         plan = live_plan(program, engine.config, count, context, tree)
-        for turn in range(untimed + repeats):
-            for role, group in joins(program, engine, count, context, tree).items():
+        for number in range(untimed + repeats):
+            for role, group in handoffs(program, engine, count, context, tree).items():
                 engine.executor.join(role, group)
             pending = engine.executor.round(plan)
             pending.result()
             spans = pending.spans()
-            for role in (role for role in found if turn >= untimed):
+            for role in (role for role in found if number >= untimed):
                 begin, end = spans[role]
                 found[role].append(1e-9 * (end - begin))
         return found
@@ -173,7 +172,7 @@ def _sizes(most: int, factor: int) -> list[int]:
 
 
 def _part(program: Program, role: ModelRole, config: EngineConfig, count: int) -> tuple[str, int]:
-    """Of the costs, and its size in a round of `count` places."""
+    """Part of the latency model, and its size in a round of `count` rows."""
     if program is Program.TARGET:
         return "alone", count
     if role == ModelRole.TARGET:
@@ -187,14 +186,13 @@ def _steps(part: str, config: EngineConfig) -> int:
 
 
 def live_plan(program: Program, config: EngineConfig, count: int, context: int, tree: int) -> RoundPlan[np.ndarray]:
-    """A round of the first `count` slots: trees of so many rows or fewer; where one model decodes alone, single
-    rows."""
+    """A round of the first `count` slots: trees of at most so many rows; single rows where one model decodes alone."""
     places, columns = bucket(count), room_for(context, config.block)
     kind = Kind.BEST if program is Program.PAIR else Kind.INDEPENDENT
     shape = PROGRAMS[program].shape(config)
     first_X = np.arange(0, count, tree, dtype=np.int32)
     contexts = Contexts.of(columns, count, len(first_X))
-    plan = empty_plan(program, shape, places, config.max_slots, contexts, kinds=frozenset({kind}))
+    plan = padding_plan(program, shape, places, config.max_slots, contexts, kinds=frozenset({kind}))
     sizes_X = np.minimum(tree, count - first_X)
     place_A = np.arange(places)
 
@@ -219,7 +217,7 @@ def live_plan(program: Program, config: EngineConfig, count: int, context: int, 
     )
 
 
-def joins(program: Program, engine: Engine, count: int, context: int, tree: int) -> dict[ModelRole, SequenceHandoff]:
+def handoffs(program: Program, engine: Engine, count: int, context: int, tree: int) -> dict[ModelRole, SequenceHandoff]:
     """What the first `count` slots hold when such a round begins: in look-ahead a whole block to score."""
     config, decoding = engine.config, PROGRAMS[program]
     block = config.block if program is Program.PAIR and config.lookahead else 1
@@ -249,23 +247,23 @@ def joins(program: Program, engine: Engine, count: int, context: int, tree: int)
 
 
 def _pages(request_N1: np.ndarray, length: int, capacity: int) -> np.ndarray:
-    """Those that a row's request reads [N, length]: others than the request before it, as long as there are any."""
+    """Pages that a row's request reads [N, length]: others than the request before it, as long as there are any."""
     return (1 + (request_N1 * length + np.arange(length)) % capacity).astype(np.int32)
 
 
 def _overhead(engine: Engine, effort: Effort) -> float:
-    """Seconds of a round in which neither model is at its pass, the median over rounds of a request."""
+    """Seconds of a round in which neither model runs a pass, the median over rounds of a request."""
     config, rounds = engine.config, engine.rounds_of(Method.EXACT)
-    # The first is alone on its way, so that what goes on beside it is not seen.
-    turns = 1 + effort.untimed + effort.repeats
-    most = min((turns + 1) * config.target_tokens, engine.context - 4)
+    # The first round is alone in flight, so that it does not show what runs beside a round.
+    rounds_needed = 1 + effort.untimed + effort.repeats
+    most = min((rounds_needed + 1) * config.target_tokens, engine.context - 4)
     params = SamplingParams(
         method=Method.EXACT, particles=min(2, config.max_slots), seed=0, ignore_eos=True, max_tokens=most
     )
     engine.submit(Request("timing", tuple(i % engine.tokenizer.size for i in range(4)), params))
     found: list[float] = []
     read = rounds.last
-    while not engine.idle and len(found) < turns:
+    while not engine.idle and len(found) < rounds_needed:
         begin = time.perf_counter()
         engine.step()
         whole = time.perf_counter() - begin
@@ -280,6 +278,6 @@ def _overhead(engine: Engine, effort: Effort) -> float:
 
 
 def _busy(spans: dict[str, tuple[int, int]]) -> float:
-    """Seconds in which a model was at its pass, or both were."""
+    """Seconds in which at least one model ran its pass."""
     (begin, end), (other, last) = sorted(spans[role] for role in ModelRole)
     return 1e-9 * (end - begin + max(0, last - max(end, other)))
