@@ -1,6 +1,7 @@
-"""What the gateway and the batch command need of whoever decodes: a request in, what becomes final out.
+"""The interface between the gateway (or the batch command) and what decodes requests for it: a request in, final tokens
+out.
 
-The service's is `services.launch.supervisor.Supervisor`; what it hands on to is
+The service's backend is `services.launch.supervisor.Supervisor`, which passes requests on to
 `services.coordinator.client.CoordinatorClient`."""
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Unavailable(RuntimeError):
 
 
 class Unimplemented(RuntimeError):
-    """A method of an API that this service does not have; the message says why, or what there is instead."""
+    """A method of an API that this service does not support; the message says why, or names the alternative."""
 
 
 class RequestFailed(RuntimeError):
@@ -38,14 +39,14 @@ class RequestAborted(RuntimeError):
 
 @dataclass(frozen=True)
 class Model:
-    """One model of the pair, as users are told about it."""
+    """One model of the pair, as reported to users."""
 
     name: str
     config: ModelConfig
     parameters: int
     tensor_parallel: int
     weights: str = ""
-    """Tells them from others: `smc.model.fingerprint`."""
+    """Identifies the weights: `smc.model.fingerprint`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Backend(Protocol):
     """Decodes requests. Used from one asyncio loop."""
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """News of one request until its answer. Closing the iterator early aborts it.
+        """Updates of one request until its answer. Closing the iterator early aborts the request.
 
         Raises ValueError (the request itself), QueueFull (later), Unavailable, RequestFailed. Ids need not be unique.
         """

@@ -1,4 +1,4 @@
-"""The options with which a command says which service it means, and how to reach it. Imports nothing heavy."""
+"""Command line options that say how to reach a service. Imports nothing heavy."""
 
 from __future__ import annotations
 

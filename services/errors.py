@@ -13,7 +13,7 @@ from smc.scheduler.admission import DuplicateRequest, QueueFull
 
 
 class Unauthenticated(RuntimeError):
-    """The caller has not shown a token that lets it in."""
+    """The caller has not sent a valid token."""
 
 
 class SlowReader(RuntimeError):
@@ -77,7 +77,7 @@ def status_of(error: Exception) -> Status:
 
 
 def shortened(message: str) -> str:
-    """`message`, without its middle if it is too long for a status: a value that somebody gave stands there."""
+    """`message`, without its middle if it is too long for a status: the middle holds a value of the caller."""
     data = message.encode(errors="backslashreplace")
     if len(data) <= MAX_MESSAGE:
         return data.decode()

@@ -22,7 +22,7 @@ GROUPS = ("draft", "target")
 
 
 class MetricRegistry(CollectorRegistry):
-    """Without the `_created` series that the library adds to every counter and histogram: nobody asks for them."""
+    """Without the `_created` series that the library adds to every counter and histogram: they are unused."""
 
     def collect(self) -> Iterator[prom.Metric]:
         for metric in super().collect():
@@ -175,7 +175,7 @@ class EngineMetrics(Families):
             "smc_kv_pages_used", "KV pages that are not free, cached ones among them.", group=GROUPS
         )
         self._pages_cached = self._gauge(
-            "smc_kv_pages_cached", "KV pages of the prefix cache, whoever else uses them.", group=GROUPS
+            "smc_kv_pages_cached", "KV pages of the prefix cache, shared ones included.", group=GROUPS
         )
         self._pages_free = self._gauge("smc_kv_pages_free", "KV pages that hold nothing.", group=GROUPS)
         self._pages_capacity = self._gauge("smc_kv_pages_capacity", "KV pages of the pool.", group=GROUPS)
@@ -186,19 +186,19 @@ class EngineMetrics(Families):
         )
         self._pages_leaked = self._gauge(
             "smc_kv_pages_leaked",
-            "KV pages, and references to them, of nobody, when last nothing ran; anything but 0 is a bug.",
+            "KV pages and page references without an owner, when the engine was last idle; anything but 0 is a bug.",
             group=GROUPS,
         )
         self._prefix_queries = self._counter(
             "smc_prefix_cache_queries_total",
-            "Tokens that the prefix cache was asked for, of prompts to be started.",
+            "Prompt tokens looked up in the prefix cache.",
             group=GROUPS,
         )
         self._prefix_hits = self._counter(
             "smc_prefix_cache_hits_total", "Of those, tokens that it had: they need not be run.", group=GROUPS
         )
         self._preemptions = self._counter(
-            "smc_preemptions_total", "Requests that gave up their KV memory to others for a while."
+            "smc_preemptions_total", "Requests that released their KV memory to others and were resumed later."
         )
         self._shrinks = self._counter(
             "smc_population_shrinks_total", "Populations that were made smaller for want of KV memory."
@@ -245,12 +245,12 @@ class EngineMetrics(Families):
         )
         self._hits = self._counter(
             "smc_spec_decode_num_hits_total",
-            "Rounds of exact decoding whose next block, drafted ahead, went on as the target did.",
+            "Rounds of exact decoding in which the next block, drafted ahead, matched the target's tokens.",
             **each,
         )
         self._misses = self._counter(
             "smc_spec_decode_num_misses_total",
-            "Rounds of exact decoding after which the draft had to begin anew.",
+            "Rounds of exact decoding after which the draft had to start again from the target's token.",
             **each,
         )
         self._tree_rows = self._counter(
@@ -365,7 +365,7 @@ class RequestMetrics(Families):
         self._model_tokens.labels("target").inc(answer.statistics.target_tokens)
 
     def request_failed(self, status: str) -> None:
-        """Ended without an answer, for whatever reason; rejections and cancellations are counted besides."""
+        """Ended without an answer, for any reason; rejections and cancellations are counted separately, too."""
         self._requests.labels(status, "none").inc()
 
     def request_rejected(self, code: str, cause: str) -> None:
@@ -388,7 +388,7 @@ class RequestMetrics(Families):
         for status in STATUSES[1:]:
             self._requests.labels(status, "none")
         self._rejections = self._counter(
-            "smc_requests_rejected_total", "Calls that were not let in, by status code and cause.", code=(), cause=()
+            "smc_requests_rejected_total", "Calls that were rejected, by status code and cause.", code=(), cause=()
         )
         for cause, code in REJECTIONS.items():
             self._rejections.labels(code, cause)
@@ -427,7 +427,9 @@ class RequestMetrics(Families):
         )
         self._answer_size = self._histogram("smc_request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
         self._queue_time = self._histogram(
-            "smc_request_queue_time_seconds", "From an answered request's arrival until it was taken up.", E2E_BUCKETS
+            "smc_request_queue_time_seconds",
+            "From an answered request's arrival to the start of its prefill.",
+            E2E_BUCKETS,
         )
         self._prefill_time = self._histogram(
             "smc_request_prefill_time_seconds", "From there until its first token.", E2E_BUCKETS
@@ -477,7 +479,7 @@ class Metrics(RequestMetrics, EngineMetrics):
         self._serving.set(serving)
 
     def gateway_paused(self, seconds: float) -> None:
-        """Its loop answered nobody for so long."""
+        """Its event loop was blocked for so long."""
         self._paused.inc(seconds)
 
     def set_epoch(self, epoch: int) -> None:
@@ -507,13 +509,13 @@ class Metrics(RequestMetrics, EngineMetrics):
         self._slots_free.set(max_slots)
 
     def _make_service_metrics(self) -> None:
-        self._serving = self._gauge("smc_serving", "1 while requests are let in.")
+        self._serving = self._gauge("smc_serving", "1 while requests are accepted.")
         self._group_healthy = self._gauge(
             "smc_group_healthy", "1 while every rank of the group is ready.", group=GROUPS
         )
         self._paused = self._counter(
             "smc_gateway_paused_seconds_total",
-            "Time in which the gateway answered nobody, of pauses longer than 0.25 s.",
+            "Time in which the gateway's event loop was blocked, of pauses longer than 0.25 s.",
         )
         self._epoch = self._gauge("smc_epoch", "Starts of the workers, or of the draft alone, so far.")
         self._restarts = self._counter(

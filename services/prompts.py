@@ -55,7 +55,7 @@ class Prompt:
 
 @contextmanager
 def of_negative() -> Iterator[None]:
-    """What is wrong with a negative prompt is said of that."""
+    """Errors raised inside are reported as errors of the negative prompt."""
     try:
         yield
     except ValueError as error:

@@ -37,19 +37,19 @@ def read_tokens(path: Path, name: str = "auth_token_file") -> tuple[str, ...]:
 
 
 def bearer_token(authorization: str) -> str:
-    """The token in a header of that name; empty if there is none, which is nobody's token. Tokens are ASCII."""
+    """The token in a header of that name; empty if there is none, which is no valid token. Tokens are ASCII."""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.isascii() else ""
 
 
 def caller_with(token: str) -> str:
-    """Who calls: the same for all calls with one token, and different for any two tokens; a hash, so that nothing shows
-    the token."""
+    """Identifies the caller: the same for all calls with one token, different for any two tokens; a hash, so that the
+    token is not revealed."""
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
 def is_known(token: str, tokens: Iterable[str]) -> bool:
-    """Whether `token` is one of `tokens`, in a time that tells nothing about how much of it is right."""
+    """Whether `token` is one of `tokens`, in a time that does not depend on how much of it is right."""
     matches = [hmac.compare_digest(token.encode(), known.encode()) for known in tokens]
     return any(matches)
 
@@ -73,7 +73,8 @@ def check_tls(cert: Path, key: Path, client_ca: Path | None) -> None:
         context.load_cert_chain(cert, key, password=lambda: "")  # without it, OpenSSL would ask on the terminal
     except (ssl.SSLError, ValueError) as error:
         raise ValueError(
-            f"tls_cert={str(cert)!r} with tls_key={str(key)!r}: {error}; give a PEM certificate chain and its own key, not encrypted"
+            f"tls_cert={str(cert)!r} with tls_key={str(key)!r}: {error}; "
+            "give a PEM certificate chain and its own key, not encrypted"
         ) from error
     if client_ca is not None:
         try:
@@ -135,7 +136,7 @@ def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLCont
 
 
 class _Files(Generic[Configuration]):
-    """Certificate, key and authorities as they are now. Certificates end, and whoever renews them only writes files."""
+    """Certificate, key and authorities as they are now: certificates expire, and are renewed by writing new files."""
 
     def __init__(
         self, cert: Path, key: Path, client_ca: Path | None, configuration: Callable[[], Configuration]
@@ -145,7 +146,7 @@ class _Files(Generic[Configuration]):
         self._seen = self._stamps()
 
     def changed(self) -> Configuration | None:
-        """Before every handshake, in whatever thread it is: what holds from now on; None: what held before."""
+        """Called before every handshake, from any thread: the new configuration; None: it has not changed."""
         if (stamps := self._stamps()) == self._seen:
             return None
         self._seen = stamps

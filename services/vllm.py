@@ -1,5 +1,5 @@
-"""`vllm.grpc.engine.VllmEngine`: vLLM's engine protocol, with the same limits and checks as `smc.v1`. Knows nothing about
-the router that calls it.
+"""`vllm.grpc.engine.VllmEngine`: vLLM's engine protocol, with the same limits and checks as `smc.v1`. Knows nothing
+about the router that calls it.
 
 Fields that this service does not support are refused unless set to their no-op value. The protocol has few optional
 fields: a number that is 0 counts as absent. Answers are token ids, without text."""
@@ -172,8 +172,8 @@ def _complete(answer: Answer, index: int) -> pb.GenerateResponse:
 
 
 def _output_logprobs(tokens: Sequence[int], answer: Answer | None) -> pb.OutputLogProbs | None:
-    """Of the drawn tokens, and the likeliest; where none of these are asked for, each drawn one stands there as the one
-    that is known."""
+    """Log-probabilities of the drawn and of the likeliest tokens; if the latter are not asked for, each drawn token
+    stands in their place."""
     if answer is None or not answer.logprobs:
         return None
     tops = answer.top_logprobs or [((token, logprob),) for token, logprob in zip(tokens, answer.logprobs)]
@@ -216,8 +216,8 @@ def tokenizer_chunks(directory: Path) -> Iterator[common_pb2.GetTokenizerChunk]:
 VLLM = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DEFAULT_METHOD = Method.EXACT
-"""The protocol does not know of methods, and its callers expect the target's own answers, unless the service is told
-otherwise."""
+"""The protocol has no field for the method, and its callers expect the target's own answers unless the service is
+configured otherwise."""
 
 
 def add_to(server: ApiServer) -> None:
@@ -236,7 +236,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
         self._most_running = self._pair.engine.max_slots // SamplingParams(method=self._method).rows
         self._received = 0.0
         self._archive: list[common_pb2.GetTokenizerChunk] | None = None
-        """Of the tokenizer, once somebody has asked for it."""
+        """Archive of the tokenizer, once it has been requested."""
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         async def parse(request_id: str) -> list[Request]:
@@ -328,7 +328,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
 
     async def FlushCache(self, message: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext) -> None:
         raise Unimplemented(
-            "FlushCache: the prefix cache gives way by itself; start the service with --no-prefix-cache to have none"
+            "FlushCache: the prefix cache is evicted as needed; start the service with --no-prefix-cache to disable it"
         )
 
     async def StartProfile(self, message: common_pb2.StartProfileRequest, context: grpc.aio.ServicerContext) -> None:

@@ -46,7 +46,7 @@ class Line:
     url: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     mistake: str | None = None
-    """Why it is no request; None if it is one. The body is somebody else's business."""
+    """Why the line is not a request; None if it is one. The body is not checked here."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -58,7 +58,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(number: int, raw: bytes) -> Line:
-    """Never raises: a line that is no request says so."""
+    """Never raises: `Line.mistake` says why a line is not a request."""
     digest = blake2b(b"%d:%b" % (number, raw.strip()), digest_size=12).hexdigest()
     try:
         document = parse(raw)

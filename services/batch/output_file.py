@@ -21,8 +21,8 @@ from services.batch.lines import Line, RequestReader, parse_line, read_lines, re
 
 FIELDS = ("id", "custom_id", "response", "error")
 BEGINNING = b'{"id": "batch_req_'
-"""Of every line written here: what a torn line of ours is told by."""
-REMEDY = "give another output file, or --overwrite to start anew"
+"""Start of every line written here, by which an incomplete last line is recognised."""
+REMEDY = "give another output file, or --overwrite to start from the beginning"
 
 
 class OutputFile:

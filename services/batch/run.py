@@ -28,9 +28,9 @@ class BatchConfig:
     input: Path
     """Requests, one JSON object a line. Read twice: once to check it, once to send it."""
     output: Path
-    """Answers, one JSON object a line, in the order of the input. What is there already is gone on with."""
+    """Answers, one JSON object a line, in the order of the input. An existing file is resumed."""
     overwrite: bool = False
-    """Start anew, whatever `output` holds."""
+    """Start from the beginning, whatever `output` holds."""
     seed: int = 0
     """A line without a seed of its own gets one made of this and its custom_id."""
     concurrency: int | None = None
@@ -44,7 +44,7 @@ class BatchConfig:
         if self.output.exists():
             if not self.output.is_file():
                 raise ValueError(
-                    f"cannot write {self.output}: it is not a regular file, and answers could not be gone on with"
+                    f"cannot write {self.output}: it is not a regular file, so the run could not be resumed"
                 )
             if self.output.samefile(self.input):
                 raise ValueError(f"{self.output} is the input; give another output file")
@@ -141,7 +141,8 @@ class Display:
         elif time.monotonic() - self._shown >= LINE_SECONDS:
             self._shown = time.monotonic()
             self.say(
-                f"{progress.done:,} of {progress.before.total:,} lines, {_words(progress)}, about {_left(progress)} left"
+                f"{progress.done:,} of {progress.before.total:,} lines, {_words(progress)}, "
+                f"about {_left(progress)} left"
             )
 
 
@@ -162,7 +163,7 @@ class Stopped(Exception):
     """A signal has ended the run."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; the same command goes on from here")
+        super().__init__(f"stopped by {signal.Signals(number).name}; run the same command again to resume")
         self.number = number
 
 
@@ -179,11 +180,11 @@ class BatchRun:
         self._requests = RequestReader(self._pair, config.seed)
 
     def run(self) -> BatchProgress:
-        """Answer what has no answer yet. However this ends, no process is left, and the output is a beginning of the
-        answers.
+        """Answer the lines that have no answer yet. No process is left running at the end, and the output holds the
+        first answers, complete.
 
-        Raises ValueError for what the user got wrong; ConnectionError, WorkerGroupError or ServiceLost for what the cluster
-        did; Stopped on a signal."""
+        Raises ValueError for a mistake of the user; ConnectionError, WorkerGroupError or ServiceLost for a failure of
+        the cluster; Stopped on a signal."""
         with OutputFile(self._config.output, self._config.overwrite) as output:
             progress = BatchProgress(survey(self._config.input, output, self._requests, self._fingerprint))
             if progress.done < progress.before.total:
@@ -218,7 +219,7 @@ class BatchRun:
     def _limit(self) -> Limit:
         if self._config.concurrency is not None:
             return Limit(requests=self._config.concurrency)
-        # Twice what can run: whatever ends in a round, the next is there already.
+        # Twice what can run, so that slots that a round frees are filled at once.
         return Limit(rows=2 * self._group.engine.max_slots)
 
 
@@ -238,7 +239,7 @@ async def _connected(ray_address: str | None) -> AsyncIterator[None]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Turn the first signal into Stopped, wherever the task of the caller stands. A second one has its usual effect.
+    """Turn the first signal into Stopped in the caller's task. A second signal has its usual effect.
 
     Only for use after Ray has been connected: it installs handlers of its own.
     """

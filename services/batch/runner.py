@@ -29,15 +29,15 @@ class ServiceLost(RuntimeError):
 
 
 class ServiceState:
-    """Whether the service decodes now; for those who wait until it does."""
+    """Whether the service is ready, with a wait until it is."""
 
     def __init__(self, patience: float) -> None:
-        """`patience`: seconds after which a service that has not come back is given up."""
+        """`patience`: seconds to wait for a lost service to come back."""
         self._patience = patience
         self._now = asyncio.Event()
 
     def set_health(self, draft: bool, target: bool) -> None:
-        """What a `Supervisor` tells as `on_health`. Lines wait for both: each may need the draft."""
+        """The `on_health` callback of a `Supervisor`. Lines wait for both models, since each may need the draft."""
         if draft and target:
             self._now.set()
         else:
@@ -82,7 +82,7 @@ class RetryingDecoder:
             async for output in news:
                 if output.answer is not None:
                     return output.answer
-        raise AssertionError("the news of a request ended without an answer")
+        raise AssertionError("the updates of a request ended without an answer")
 
 
 WINDOW = 1024
@@ -134,7 +134,7 @@ class BatchRunner:
                 for line in lines:
                     await window.put(await self._begin(line, tasks))
                 await window.put(None)
-        except ExceptionGroup as group:  # every one of them says the same: the service is lost, or the disk is full
+        except ExceptionGroup as group:  # all have the same cause: the service is lost, or the disk is full
             raise group.exceptions[0] from None
 
     async def _begin(self, line: Line, tasks: asyncio.TaskGroup) -> asyncio.Task | dict[str, Any]:

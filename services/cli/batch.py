@@ -39,7 +39,7 @@ def batch(asked: BatchOptions) -> int:
         print_error(str(error))
         return 128 + error.number
     except (WorkerGroupError, ServiceLost, ConnectionError) as error:
-        print_error(f"{error}; the same command goes on from here")
+        print_error(f"{error}; run the same command again to resume")
         return 1
     err.print(f"{progress.summary()}; answers in {asked.output.absolute()}", soft_wrap=True, markup=False)
     return 1 if progress.all_failed else 0

@@ -75,7 +75,7 @@ def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
             return command(*args, **kwargs)
         except ServiceError as error:
             if error.code.name == "UNAVAILABLE" and "connect" in str(error):
-                print_error(f"nobody answers at {kwargs['address']}; `smcserve serve` starts a service ({error})")
+                print_error(f"no service answers at {kwargs['address']}; `smcserve serve` starts a service ({error})")
                 return 1
             hint = "" if error.retry_after is None else f" (try again in {error.retry_after:g} s)"
             print_error(f"{error}{hint}")
@@ -177,7 +177,8 @@ def info(
     for role in ("draft", "target"):
         model = models.pop(role)
         models = {
-            role: f"{model['name']} ({model['family']}, {model['parameters']:,} parameters, TP {model['tensor_parallel']})"
+            role: f"{model['name']} ({model['family']}, {model['parameters']:,} parameters, "
+            f"TP {model['tensor_parallel']})"
         } | models
     out.print(_table((name.replace("_", " "), value) for name, value in {**models, **server}.items()))
     return 0

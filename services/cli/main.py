@@ -1,6 +1,6 @@
-"""The `smcserve` command: where its subcommands meet, and where a user's mistake becomes one line and an exit code.
+"""The `smcserve` command: its subcommands, and the conversion of errors to one line and an exit code.
 
-Exit codes: 0 done, 1 the work itself failed, 2 the user asked for something that cannot be, 130 interrupted.
+Exit codes: 0 success, 1 the work failed, 2 invalid arguments, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ EXAMPLES = """
 """
 
 app = typer.Typer(
-    help="Answers of a large target model at close to the speed of a small draft model, by Sequential Monte Carlo speculative decoding.",
+    help="Answers of a large target model at close to the speed of a small draft model, by Sequential Monte Carlo "
+    "speculative decoding.",
     epilog=EXAMPLES,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

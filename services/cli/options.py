@@ -43,7 +43,7 @@ def _sampling_parameter(name: str, kind: Any) -> inspect.Parameter:
     """Of a command. What is not given is None, or False."""
     default = False if kind is bool else None
     if isinstance(kind, type) and issubclass(kind, StrEnum):
-        kind = str  # the library says what is allowed
+        kind = str  # the library checks the value
     if get_origin(kind) is tuple:
         kind = list.__class_getitem__(get_args(kind)[0])
     kind = kind if kind is bool else kind | None
@@ -60,8 +60,8 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose parameter `sampling` stands for an option of every such field; it is called with those that are
-    given, by name."""
+    """A command whose parameter `sampling` is replaced by one option for each of these fields; it gets the given ones
+    by name."""
     signature, kinds = inspect.signature(command, eval_str=True), get_type_hints(SamplingParams)
     parameters: list[inspect.Parameter] = []
     for one in signature.parameters.values():
@@ -134,7 +134,7 @@ def with_options(record: type[Record]) -> Callable[[Callable[[Record], int | Non
 
 
 def given(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user said, without what was left to defaults."""
+    """The given options, without those left to their defaults."""
     return {name: value for name, value in asked.items() if value is not None and value is not False and value != []}
 
 

@@ -1,8 +1,8 @@
 """The options of `serve` and `batch`, each defined once: keys of the configuration file, and most of them flags, too.
 Imports nothing heavy: `--help` must come at once.
 
-A field of a record below is an option. What its configuration class (`WorkerGroupConfig`, `GatewayConfig`, `EngineConfig`)
-calls by the same name gets its value; that class has the default and the check."""
+A field of a record below is an option. What its configuration class (`WorkerGroupConfig`, `GatewayConfig`,
+`EngineConfig`) calls by the same name gets its value; that class has the default and the check."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class WorkerGroupOptions:
         str | None,
         option(
             ENGINE,
-            "How much is drafted for exact decoding: `costs`, as much as measured costs justify, or `always`, the whole "
-            "tree that the request asks for. Answers are the same. Default: costs.",
+            "How much is drafted for exact decoding: `costs`, as much as measured costs justify, or `always`, the "
+            "whole tree that the request asks for. Answers are the same. Default: costs.",
         ),
         FILE_ONLY,
     ] = None
@@ -113,7 +113,7 @@ class WorkerGroupOptions:
         str | None,
         option(
             CLUSTER,
-            "Cluster to run on. Default: the one in RAY_ADDRESS, else a cluster that is started here and stopped again.",
+            "Cluster to run on. Default: the one in RAY_ADDRESS, else one started here and stopped at the end.",
             "--ray-address",
             metavar="ADDRESS",
         ),

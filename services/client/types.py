@@ -83,7 +83,7 @@ class ModelDescription:
     parameters: int
     tensor_parallel: int
     weights: str = ""
-    """Tells them from others: a hash of the files' names, sizes and headers, and of samples of what they hold."""
+    """Identifies the weights: a hash of the files' names, sizes and headers, and of samples of what they hold."""
 
 
 @dataclass(frozen=True)

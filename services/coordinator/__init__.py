@@ -1,1 +1,1 @@
-"""The one brain: an engine run by a thread, who it talks to, and the process it lives in."""
+"""The coordinator: the engine and its thread, its connections to gateway and workers, and its process."""

@@ -52,7 +52,7 @@ class Dispatcher:
         return [call.request for call in self._calls.values()]
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """See `Backend.generate`. News that the caller is too slow for is put together, so it never piles up."""
+        """See `Backend.generate`. Updates that a slow caller has not taken are merged, so that none pile up."""
         inner, call = str(next(self._numbers)), _PendingUpdates(request)
         self._calls[inner] = call
         try:
@@ -67,7 +67,8 @@ class Dispatcher:
                 self._port.abort(inner)
 
     def deliver(self, step: EngineStep) -> None:
-        """Hand a step's news to those who wait for it. Calls that have ended are not missed."""
+        """Dispatch the updates of an engine step to the calls that wait for them. Updates of calls that have ended are
+        dropped."""
         for output in step.outputs:
             if (call := self._calls.get(output.request_id)) is not None:
                 call.add(output)
@@ -82,7 +83,7 @@ class Dispatcher:
 
 
 class _PendingUpdates:
-    """News of one request that its caller has not taken yet."""
+    """Updates of one request that its caller has not taken yet."""
 
     def __init__(self, request: Request) -> None:
         """`request`: as the caller knows it."""
@@ -94,7 +95,7 @@ class _PendingUpdates:
         self._texts: list[str] = []
         self._submitted = time.monotonic()
         self.ended = False
-        """The caller has been told how it ended; nothing is left to abort."""
+        """The caller has got the end of the request; there is nothing left to abort."""
 
     def add(self, output: Output) -> None:
         old = self._news
@@ -111,7 +112,7 @@ class _PendingUpdates:
         await self._some.wait()
         self._some.clear()
         output, self._news = self._news, None
-        # What is complete is the caller's, whatever has become since of those who made it.
+        # A complete answer is delivered, even if the coordinator has been lost since.
         if output is None or (self._error is not None and output.answer is None):
             self.ended = True
             assert self._error is not None
@@ -125,7 +126,7 @@ class _PendingUpdates:
         return replace(output, request_id=self.request.request_id, answer=self._complete(output.answer))
 
     def _complete(self, answer: Answer | None) -> Answer | None:
-        """News from another process says nothing twice, and its clock is not ours: see
+        """Updates carry only what is new, and clocks differ between processes: see
         `services.protobuf.generation.from_update`."""
         if answer is None:
             return None
@@ -179,7 +180,7 @@ class CoordinatorClient:
     def __init__(
         self, address: str, secret: str, on_step: Callable[[EngineStep], None], on_lost: Callable[[], None]
     ) -> None:
-        """`on_step` is told of every step of the engine, `on_lost` once, when it is gone."""
+        """`on_step` is called with every engine step, `on_lost` once the coordinator is lost."""
         self._on_step, self._on_lost, self._outbox = on_step, on_lost, _Outbox()
         self._dispatcher = Dispatcher(self._outbox)
         self.interrupted: list[Request] = []
@@ -246,5 +247,5 @@ class CoordinatorClient:
         except asyncio.CancelledError:
             raise
         except Exception:  # a message that cannot be read must not leave callers waiting
-            logger.exception("the coordinator's news could not be read")
+            logger.exception("an update of the coordinator could not be read")
             self.fail("the coordinator is gone; the service is starting again")

@@ -1,4 +1,5 @@
-"""The life of the coordinator's process: meet the workers, run the engine, serve the gateway, until told to stop."""
+"""The coordinator's process: it connects to the workers, runs the engine and serves the gateway until it is told to
+stop."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class Coordinator:
             self._remote.timeline.write(self._spec.trace)
 
     def detach_draft(self) -> None:
-        """Its processes are ended. Returns when nothing is asked of it any more."""
+        """The draft's processes have been stopped. Returns once no command to it is in flight."""
         self._loop.do(lambda: self._loop.detach_draft("its processes have ended")).result(2 * self._spec.timeout)
 
     def attach_draft(self, epoch: int) -> None:
@@ -83,7 +84,7 @@ class Coordinator:
 
         try:
             deadline = time.monotonic() + timeout
-            # Whatever waits for the draft waits here, and not in the engine's thread: the target's answers go on.
+            # Waits for the draft happen here, not in the engine's thread, so that the target goes on decoding.
             met = have_met()
             draft.set_clock()
             while not met:
@@ -102,7 +103,7 @@ class Coordinator:
         for side, leaked in step.stats.pages_leaked.items():
             if leaked:
                 logger.error("%d references to KV pages of the %s model are held although nothing runs", leaked, side)
-        for worker in self._remote.present:  # load on one model alone must not starve the other of signs of life
+        for worker in self._remote.present:  # load on one model alone must not suppress the other's heartbeats
             worker.keep_alive(self._spec.heartbeat)
         self._remote.timeline.forget()  # waits between two steps
 

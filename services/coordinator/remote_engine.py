@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CoordinatorSpec:
-    """Everything the coordinator is told when it starts."""
+    """The coordinator's start parameters."""
 
     rendezvous: Rendezvous
     target: Source
@@ -39,15 +39,15 @@ class CoordinatorSpec:
     timeout: float
     """Seconds that any answer of a worker may take, and a step of the engine."""
     heartbeat: float
-    """Seconds between two signs of life while nothing runs; workers that hear nothing for long give up."""
+    """Seconds between two heartbeats while idle; workers that receive nothing for long end."""
     warm_up: bool
-    """Run all kinds of rounds before serving, so that nobody waits for their kernels to be compiled."""
+    """Run all kinds of rounds before serving, so that no request waits for kernels to be compiled."""
     timing: Effort | None
     """How much is timed for the engine's costs before serving; None: nothing."""
     trace: Path | None
     """Where to write a Chrome trace of all rounds when it stops."""
     outlives_draft: bool
-    """When the draft is lost, the target goes on, and another draft may take its place."""
+    """If the draft is lost, the target decodes alone until another draft replaces it."""
 
 
 class RemoteEngine:
@@ -98,7 +98,7 @@ class RemoteEngine:
         RuntimeError if it does not come."""
         if self.lost_draft != self.workers[ModelRole.DRAFT].epoch:
             raise RuntimeError(
-                f"the draft of epoch {self.workers[ModelRole.DRAFT].epoch} is there; it has to be lost before another one comes"
+                f"the draft of epoch {self.workers[ModelRole.DRAFT].epoch} is connected; only a lost draft can be replaced"
             )
         self.workers[ModelRole.DRAFT].close()
         rendezvous = self._rendezvous[ModelRole.DRAFT] = replace(

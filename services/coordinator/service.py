@@ -1,5 +1,5 @@
-"""The coordinator's gRPC server, and the thread that runs its engine: requests and aborts come in on one stream from the
-gateway, and the result of every engine step goes out on it. Knows nothing about Ray."""
+"""The coordinator's gRPC server, and the thread that runs its engine: requests and aborts come in on one stream from
+the gateway, and the result of every engine step goes out on it. Knows nothing about Ray."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Work(Generic[Result]):
     def do(self) -> None:
         try:
             self.done.set_result(self.work())
-        except Exception as error:  # of whoever asked
+        except Exception as error:  # that the caller awaits
             self.done.set_exception(error)
 
 
@@ -99,7 +99,7 @@ class EngineLoop:
         self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request; unknown ids are ignored. Its last Output says `cancelled`."""
+        """Abort a request; unknown ids are ignored. The finish reason of its last Output is `cancelled`."""
         self._inbox.put(request_id)
 
     def do(self, work: Callable[[], Result]) -> Future[Result]:
@@ -117,15 +117,14 @@ class EngineLoop:
         try:
             while self._turn():
                 pass
-        except Exception as error:  # whatever it is, requests must not wait for ever
+        except Exception as error:  # requests must not wait for ever, whatever the error
             logger.exception("the engine has stopped")
             self.failure = error
         finally:
             self.ended.set()
 
     def _turn(self) -> bool:
-        """Take what has come in, then advance the engine once. An idle engine waits for something to come. False:
-        stop."""
+        """Take new requests and aborts, then advance the engine once. An idle engine waits for some. False: stop."""
         engine = self._engine
         wait = engine.idle
         while wait or not self._inbox.empty():
@@ -184,7 +183,7 @@ class EngineLoop:
             refusals[item.request_id] = error
         except NoDraft as error:
             refusals[item.request_id] = Unavailable(str(error))
-        except Exception as error:  # of this request alone, as long as the engine can let go of it
+        except Exception as error:  # the error of this request alone, as long as the engine can release it
             logger.exception("request %s could not be taken in", item.request_id)
             self._engine.abort(item.request_id)
             refusals[item.request_id] = RequestFailed(
@@ -214,12 +213,12 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         self._server.start()
 
     def deliver(self, step: EngineStep) -> None:
-        """In the engine's thread: only puts the step into a queue. Without a gateway nobody waits for it."""
+        """Called in the engine's thread: puts the step into a queue, or drops it if no gateway is attached."""
         if (outbox := self._outbox) is None:
             return
         outbox.put(step)
         if outbox.qsize() > MAX_BEHIND:
-            logger.error("the gateway is %d steps behind; it is given up", MAX_BEHIND)
+            logger.error("the gateway is %d steps behind; its stream is closed", MAX_BEHIND)
             self._outbox = None
             outbox.put(None)
 
@@ -231,7 +230,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         if not self._turn.acquire(blocking=False):
             context.abort(grpc.StatusCode.ALREADY_EXISTS, "a gateway is attached already")
         outbox = self._outbox = queue.SimpleQueue()
-        context.send_initial_metadata(())  # from now on the gateway can be told
+        context.send_initial_metadata(())  # from now on updates reach the gateway
         asked = _Submissions()
         threading.Thread(target=self._take_all, args=(request_iterator, outbox, asked), daemon=True).start()
         try:

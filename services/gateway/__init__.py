@@ -1,1 +1,1 @@
-"""Where callers come in: a gRPC server over whoever decodes (`services.backend.Backend`)."""
+"""The gateway: a gRPC server, and what all front ends share, over a `services.backend.Backend`."""

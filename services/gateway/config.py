@@ -35,7 +35,7 @@ class GatewayConfig:
     tls_client_ca: Path | None = None
     """Only clients with a certificate of these authorities may connect (mutual TLS), PEM."""
     auth_token_file: Path | None = None
-    """Bearer tokens that let callers in, one a line; read once, at the start. None: everybody is let in."""
+    """Bearer tokens that callers must send one of, one a line; read once, at the start. None: no token is needed."""
     max_message_bytes: int | None = None
     """Largest request; None: what has room for a prompt that fills the context (`message_bytes`)."""
     max_concurrent_streams: int = 1024
@@ -44,21 +44,21 @@ class GatewayConfig:
     max_calls: int = 1024
     """Generate calls at the same time, over all connections; further ones are refused with RESOURCE_EXHAUSTED."""
     keepalive_time: float = 60.0
-    """A connection silent for so long is asked whether its client is still there."""
+    """Seconds of silence after which a client is pinged."""
     keepalive_timeout: float = 20.0
-    """A client that has not answered that after so long is gone: its calls are cancelled."""
+    """Seconds for a client to answer a ping; otherwise its calls are cancelled."""
     min_ping_interval: float = 10.0
     """Clients that ping more often than this are disconnected."""
     max_connection_age: float = 900.0
     """A connection older than this, give or take a tenth, gets no further calls: its client makes a new one, maybe to a
     newer replica."""
     max_connection_age_grace: float = 3600.0
-    """How long calls in flight may go on on such a connection; then they end with UNAVAILABLE."""
+    """How long calls in flight may continue on such a connection; then they end with UNAVAILABLE."""
     write_timeout: float = 30.0
     """How long a request may be on its way, and a response wait for a client that does not read; then the call is
     ended."""
     drain_timeout: float = 30.0
-    """How long calls in flight may go on once the service is told to stop."""
+    """How long calls in flight may continue once the service is told to stop."""
     served_model_names: tuple[str, ...] = ()
     """What OpenAI's and vLLM's clients call the target; the first is what answers and metrics say. Empty: the name of
     its directory."""
@@ -143,7 +143,7 @@ class GatewayConfig:
             self.tokens()
             if not self.tls and not is_loopback(self.host):
                 raise ValueError(
-                    f"auth_token_file over plain text on host={self.host!r}: everybody on the way could read the tokens; "
+                    f"auth_token_file over plain text on host={self.host!r}: the tokens could be read in transit; "
                     "give tls_cert and tls_key (--tls-cert, --tls-key), or listen on 127.0.0.1 only"
                 )
 

@@ -1,4 +1,5 @@
-"""`smc.v1.GenerationService`: messages in, the backend's news out. Knows nothing about how answers are decoded."""
+"""The front end of `smc.v1.GenerationService`: converts between its messages and requests and answers of the library.
+Knows nothing about decoding."""
 
 from __future__ import annotations
 

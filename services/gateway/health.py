@@ -1,5 +1,5 @@
-"""Health of the gateway: `grpc.health.v1`, and a watchdog that reports what blocks the asyncio loop. Knows nothing about
-why a worker is not ready.
+"""Health of the gateway: `grpc.health.v1`, and a watchdog that reports what blocks the asyncio loop. Knows nothing
+about why a worker is not ready.
 
 The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and setting a status needs that lock:
 one watcher that does not read would keep the service from ever saying NOT_SERVING. This one writes without holding
@@ -33,7 +33,7 @@ class Health(pb_grpc.HealthServicer):
         self._delivered: dict[object, asyncio.Event] = {}
 
     def set(self, statuses: dict[str, bool]) -> None:
-        """All at once; who watches sees the latest, not every one between."""
+        """Sets all of them at once; watchers get the latest status, not every one between."""
         self._statuses |= {name: SERVING if serving else NOT_SERVING for name, serving in statuses.items()}
         for delivered in self._delivered.values():
             delivered.clear()
@@ -41,8 +41,7 @@ class Health(pb_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     async def delivered(self, timeout: float) -> None:
-        """Wait until all who watch have been sent what was set last, as far as they read it: at most `timeout`
-        seconds."""
+        """Wait until all watchers that read have been sent the latest status: at most `timeout` seconds."""
         waits = [asyncio.create_task(delivered.wait()) for delivered in self._delivered.values()]
         if waits:
             _, behind = await asyncio.wait(waits, timeout=timeout)
@@ -83,9 +82,9 @@ class Health(pb_grpc.HealthServicer):
 
 BEAT_SECONDS = 0.1
 PAUSE_SECONDS = 0.25
-"""From which on a pause counts: whoever is served notices it."""
+"""Seconds from which a pause counts: callers notice it."""
 LOG_SECONDS = 1.0
-"""From which on the log says what the loop is at."""
+"""Seconds after which the log shows the loop's stack."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class Watchdog:
     """Made in the loop that it watches, by a thread beside it."""
 
     def __init__(self, on_pause: Callable[[float], None]) -> None:
-        """`on_pause` is told of each pause, in seconds, when it is over."""
+        """`on_pause` is called after each pause with its seconds."""
         self._loop, self._on_pause = asyncio.get_running_loop(), on_pause
         self._thread_id = threading.get_ident()
         self._last = time.monotonic()
@@ -121,4 +120,4 @@ class Watchdog:
             if time.monotonic() - last > LOG_SECONDS and last != said:
                 said = last
                 stack = "".join(traceback.format_stack(sys._current_frames().get(self._thread_id)))
-                logger.warning("the loop has answered nobody for more than %g s; it is at:\n%s", LOG_SECONDS, stack)
+                logger.warning("the event loop has been blocked for more than %g s; it is at:\n%s", LOG_SECONDS, stack)

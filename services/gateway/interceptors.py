@@ -29,8 +29,8 @@ OPEN = "/grpc.health.v1."
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Lets calls with a known token through, and health checks; every other one is UNAUTHENTICATED, whatever it asks
-    for."""
+    """Passes calls with a known token, and health checks; every other call ends with UNAUTHENTICATED, whatever its
+    method."""
 
     def __init__(self, tokens: Sequence[str], metrics: Metrics) -> None:
         self._tokens, self._metrics = tokens, metrics
@@ -54,7 +54,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
 
 class CallRefused(Exception):
-    """A call that is not let in."""
+    """A call that is refused before its method runs."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)

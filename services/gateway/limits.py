@@ -1,5 +1,5 @@
-"""Limits of what is received at a time, over every port: calls in flight, bytes in transit, and one large request parsed
-after the other. Knows nothing about what requests contain.
+"""Limits of what is received at a time, over every port: calls in flight, bytes in transit, and one large request
+parsed after the other. Knows nothing about what requests contain.
 
 After large requests, memory that the C library keeps is returned to the machine."""
 
@@ -18,7 +18,8 @@ from smc.scheduler.admission import QueueFull
 
 
 class Trimmer:
-    """Gives freed memory back some time after it was wanted, however often that is. Use it in one asyncio loop."""
+    """Returns freed memory to the machine some time after `plan` was called, once for many calls. Use it in one asyncio
+    loop."""
 
     def __init__(self, delay: float = 1.0) -> None:
         """`delay` in seconds."""
@@ -45,12 +46,12 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 LARGE = 64 << 10
-"""Bytes from which on a request is large: to read it takes long enough for others to wait for. Of a request that has
-not been let in yet, its sender may have sent so much (HTTP/2's window)."""
+"""Bytes from which a request is large: parsing it delays others noticeably. A sender may have sent this much of a
+request before it is admitted (HTTP/2's window)."""
 ARRIVING = 32 << 20
-"""Bytes of requests that have been let in and are not read yet."""
+"""Bytes of requests that have been admitted and not parsed yet."""
 PATIENCE = 0.5
-"""Seconds in which a request has to arrive while others wait to be let in."""
+"""Seconds in which a request has to arrive while others wait to be admitted."""
 
 Data = TypeVar("Data")
 Request = TypeVar("Request")
@@ -76,14 +77,14 @@ class CallLimit:
 
 
 class ReceiveLimit:
-    """Lets requests in and reads them, large ones one after the other. Use it in one asyncio loop.
+    """Admits requests and parses them, large ones one after the other. Use it in one asyncio loop.
 
-    As many are let in as have room if each is as large as allowed, so what they take does not depend on how many are
-    sent. Who came last goes first: then a crowd of callers who send nothing keeps nobody waiting for longer than
-    `PATIENCE`, health checks among them."""
+    As many are admitted as fit if each is as large as allowed, so memory does not depend on how many are sent. The
+    latest is admitted first, so that many callers who send nothing delay others, health checks included, by at most
+    `PATIENCE`."""
 
     def __init__(self, size: int, timeout: float) -> None:
-        """`size`: bytes of the largest request; `timeout`: seconds in which one must be let in, and arrive."""
+        """`size`: bytes of the largest request; `timeout`: seconds in which one must be admitted, and arrive."""
         self._room = max(1, ARRIVING // size)
         self._timeout = timeout
         self._inside = 0
@@ -129,7 +130,7 @@ class ReceiveLimit:
         async with self._turn:
             try:
                 request = parse(data)
-                await asyncio.sleep(0)  # whoever else has something to do comes first
+                await asyncio.sleep(0)  # let other tasks run first
                 return request
             finally:
                 self._trimmer.plan()

@@ -36,7 +36,7 @@ from smc.types import ModelRole
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """What only who runs the workers knows."""
+    """State of the workers, from their supervisor."""
 
     epoch: int
     """Grows by one with every restart of the workers."""
@@ -44,7 +44,7 @@ class ServiceStatus:
     """Requests that hold slots."""
     queued: int
     tokens_held: int = 0
-    """Positions that requests hold in the fuller of the two KV pools; what the prefix cache keeps can be let go, and
+    """Positions that requests hold in the fuller of the two KV pools; what the prefix cache keeps can be released, and
     does not count."""
     tokens_room: int = 0
     """Positions of that pool; 0 before the first step."""
@@ -82,7 +82,7 @@ class Calls:
     def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
         self._metrics, self._tracing = metrics, tracing
         self.closed: str | None = "the service is starting; try again later"
-        """Why nobody is let in; None: everybody is."""
+        """Why calls are refused; None: they are accepted."""
         self._calls: dict[Key, _RunningCall] = {}
         self._tasks: set[asyncio.Task] = set()
         self._idle = asyncio.Event()
@@ -94,7 +94,7 @@ class Calls:
 
     @asynccontextmanager
     async def enter(self, key: Key) -> AsyncIterator[None]:
-        """Around one call. Raises Unavailable if nobody is let in, DuplicateRequest for a key in use; Interrupted when
+        """Around one call. Raises Unavailable if calls are refused, DuplicateRequest for a key in use; Interrupted when
         the call has to end, RequestAborted when it is aborted."""
         if self.closed is not None:
             raise Unavailable(self.closed)
@@ -121,7 +121,7 @@ class Calls:
                 self._idle.set()
 
     def abort(self, key: Key) -> bool:
-        """End a call, whatever it is at. False if there is none of that key."""
+        """Abort a call, whatever it is doing. False if there is none of that key."""
         call = self._calls.get(key)
         if call is None:
             return False
@@ -155,8 +155,8 @@ def _end(call: _RunningCall) -> None:
 
 
 class CallRecord:
-    """What one answer tells the metrics, from its call's arrival to its end, and then its trace and the log: a line of
-    JSON, with nobody's text."""
+    """Reports one answer to the metrics, from its call's arrival to its end, and at the end to its trace and the log: a
+    line of JSON, without any text of users."""
 
     def __init__(self, metrics: Metrics, trace: Trace | None = None, arrived: float | None = None) -> None:
         """`arrived`: of the monotonic clock; None: now."""
@@ -251,7 +251,7 @@ Parser = Callable[[str], Awaitable[Sequence[Request]]]
 """The requests of a call, given its id: as many as it wants answers. Raises ValueError naming the field, the value and
 what is allowed."""
 Serializer = Callable[[Request, int, Output], Iterable[Any]]
-"""Messages to the caller for news of one of its requests, given its index."""
+"""Messages to the caller for an update of one of its requests, given its index."""
 
 
 class HttpServer(Protocol):
@@ -291,8 +291,8 @@ FrontEnd = Callable[[ApiServer], None]
 
 
 class RequestHandler:
-    """One asyncio loop, as many calls as come. What goes wrong is raised; `services.gateway.interceptors.ReceivingInterceptor` tells the
-    caller."""
+    """Use it in one asyncio loop. Raises what goes wrong; `services.gateway.interceptors.ReceivingInterceptor` turns it
+    into a status."""
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class RequestHandler:
             _each_left(records, context)
             raise
         except Exception as error:
-            if context.done():  # the caller left, and the write that was under way says so in its own words
+            if context.done():  # the caller left, and the write in progress raised an error of its own
                 _each_left(records, context)
                 return
             for record in records:
@@ -351,8 +351,8 @@ class RequestHandler:
             ) from error
 
     def longest(self, params: SamplingParams, prompt: int, negative: int = 0) -> int:
-        """Most tokens that such a request could be answered with here, after a prompt of so many, and a negative
-        one."""
+        """Longest answer that is possible for such a request, after a prompt and a negative prompt of so many
+        tokens."""
         from smc.scheduler.capacity import longest_answer  # imports torch
 
         return longest_answer(params, self.pair.engine, self.status().pages, self.pair.context, prompt, negative)
@@ -360,8 +360,8 @@ class RequestHandler:
     async def updates(
         self, requests: Sequence[Request], records: Sequence[CallRecord]
     ) -> AsyncGenerator[tuple[int, Output], None]:
-        """Of all requests of a call until their last answers, each with its request's index; an answer counts once it
-        has been taken. However this ends, the backend's iterators are closed, which aborts what still runs."""
+        """Updates of all requests of a call until their answers, each with its request's index. At the end, also after
+        an error, the backend's iterators are closed, which aborts what still runs."""
         for record, request in zip(records, requests):
             record.asks(request)
         waited = records[0].seconds
@@ -375,7 +375,8 @@ class RequestHandler:
 
 
 async def merged(sources: Sequence[AsyncGenerator[Output, None]]) -> AsyncGenerator[tuple[int, Output], None]:
-    """News of several requests as they come, each with its request's index. However this ends, all are closed."""
+    """Updates of several requests as they come, each with its request's index. At the end, also after an error, all are
+    closed."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as updates:
             async for output in updates:

@@ -27,7 +27,7 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 DRAFT, TARGET = "smc.draft", "smc.target"
 """Names of the groups for health checks."""
 GATEWAY = "smc.gateway"
-"""SERVING for as long as anybody answers, whatever has become of the workers: whether this process is alive."""
+"""SERVING for as long as the gateway is alive, whatever the state of the workers."""
 LEAVE_SECONDS = 10.0
 """Beyond the time for a drain: until then `stop` has ended every call."""
 DELIVERY_SECONDS = 1.0
@@ -79,7 +79,8 @@ class Gateway:
         )
 
     async def start(self) -> int:
-        """Listen. Returns the bound port. Everything answers at once; Generate only once `set_health` says so.
+        """Listen. Returns the bound port. Generate is refused until `set_health` reports a target; everything else
+        answers at once.
 
         Raises OSError if a port cannot be had.
         """
@@ -122,10 +123,10 @@ class Gateway:
         self._set_health(draft, target, serving)
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Let nobody in any more, let calls in flight finish for `timeout` seconds (default: the configured), end the
-        rest, stop.
+        """Refuse new calls, let calls in flight finish for `timeout` seconds (default: the configured), end the rest,
+        stop.
 
-        Every client is told to go elsewhere with its next call (GOAWAY), and no connection is taken any more.
+        Every client is told to send its next call elsewhere (GOAWAY), and no connection is accepted any more.
         """
         self._close("the service is shutting down; try again later, or elsewhere")
         timeout = self._config.drain_timeout if timeout is None else timeout
@@ -158,7 +159,7 @@ class Gateway:
         self._close_metrics()
         if self._tracing is not None:
             tracing, self._tracing = self._tracing, None
-            # Not a thread of the loop's: those are waited for, however long a collector takes.
+            # Not in a thread of the loop's executor, which is joined at exit however long a collector takes.
             closing = threading.Thread(target=tracing.close, daemon=True)
             closing.start()
             await asyncio.to_thread(closing.join, TRACES_SECONDS)
@@ -198,7 +199,7 @@ def _options(config: GatewayConfig, context: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.message_bytes(context)),
         ("grpc.max_send_message_length", -1),
-        # A stream's window grows with what a connection carries, to megabytes: two hundred calls that nobody has let in
+        # A stream's window grows with what a connection carries, to megabytes: two hundred calls that were not admitted
         # yet held 250 MB. Without the probe it is 64 KiB, and as large as the message once that is asked for.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),

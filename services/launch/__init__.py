@@ -1,1 +1,1 @@
-"""Bringing the processes up, watching them, starting them again, taking them down."""
+"""Starts the processes, watches them, restarts them and stops them."""

@@ -1,4 +1,4 @@
-"""Ray: finding or starting a cluster, and the actors that processes of ours run in. Ray is not used for anything else.
+"""Ray: finds or starts a cluster, and runs our processes in actors. Ray is not used for anything else.
 
 What an actor runs is imported in its process alone, so that a cluster can be asked for before torch is there.
 """
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCAL_CPUS = 64
-"""What a cluster of our own says it has: its processes share this machine's cores anyway."""
+"""CPUs that a cluster started here declares: its processes share this machine's cores anyway."""
 OBJECT_STORE_BYTES = 100_000_000
 SLOW_STARTS = ("timed out during startup", "Timed out waiting for file")
-"""In what Ray says of itself when its processes have not been up in time."""
+"""Text in Ray's error when its processes were not up in time."""
 RESOURCE_SHARE = 0.001
 """What a rank asks of a custom resource that hosts have: so little that a host with one of it has enough for all its
 ranks."""
 SIGNS = "signs"
-"""Of life: calls of this group are answered whatever else an actor has been called for."""
+"""Concurrency group of liveness probes: they are answered while other calls of the actor run."""
 
 
 class RankActor:
@@ -140,7 +140,8 @@ def wait_for(group: PlacementGroup, ranks: int, gpus: bool, resource: str | None
         bundle = _bundle(gpus, resource)
         if resource and resource not in ray.cluster_resources():
             raise RuntimeError(
-                f"no host of the cluster has the resource {resource!r}; start one with: ray start --resources='{{\"{resource}\": 1}}' .., "
+                f"no host of the cluster has the resource {resource!r}; "
+                f"start one with: ray start --resources='{{\"{resource}\": 1}}' .., "
                 "or name another resource"
             )
         free = ray.available_resources()
@@ -198,6 +199,6 @@ def _quiet() -> None:
 
 
 def _remote(actor: type, name: str) -> Any:
-    """The class for Ray, under a name that says what its process is: `ps`, Ray's tools and Ray's logs show it."""
+    """The class for Ray, under a name that identifies its process in `ps`, Ray's tools and Ray's logs."""
     remote: Any = ray.remote  # Its types do not know of groups.
     return remote(concurrency_groups={SIGNS: 1})(type(f"smcserve: {name}", (actor,), {}))

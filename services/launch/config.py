@@ -16,7 +16,7 @@ from smc.model.source import LOADS, SourcePair, pair_dtypes
 from smc.types import ModelRole
 
 DEVICES = {"cpu": "float32", "cuda": "bfloat16"}
-"""Device -> the type that models have there unless another is asked for."""
+"""Device -> the default type of models on it."""
 RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 """What Ray counts of every host; a rank asks for its share of these anyway."""
 LONGEST = 1_000_000
@@ -61,13 +61,13 @@ class WorkerGroupConfig:
     """Seconds until every rank must have loaded its weights and run its first rounds: one, and on GPUs those of every
     kind."""
     link_timeout: float = 60.0
-    """Seconds after which a process that lives but does no work counts as dead; one that says nothing at all does
-    sooner (`services.launch.worker_group.PROBE_SECONDS`). It must exceed the longest prefill chunk and the longest round."""
+    """Seconds after which a process that is alive but makes no progress counts as dead; one that answers no probes does
+    sooner (`services.launch.worker_group.PROBE_SECONDS`). It must exceed the longest prefill chunk and the longest
+    round."""
     heartbeat: float = 2.0
-    """Seconds between signs of life while nothing runs."""
+    """Seconds between heartbeats while nothing runs."""
     max_failed_starts: int = 5
-    """Starts in a row that may fail, after the first one; then the service ends, and with it what watches it learns of
-    it."""
+    """Failed restarts in a row after which the service ends, so that its process manager can act."""
     trace: Path | None = None
     """Where the coordinator writes a Chrome trace of all rounds when it stops."""
 
@@ -91,7 +91,8 @@ class WorkerGroupConfig:
             raise ValueError(f"max_failed_starts={self.max_failed_starts!r}; allowed: >= 1")
         if self.heartbeat >= self.link_timeout:
             raise ValueError(
-                f"heartbeat={self.heartbeat:g}; allowed: below link_timeout={self.link_timeout:g}, or silence looks like death"
+                f"heartbeat={self.heartbeat:g}; allowed: below link_timeout={self.link_timeout:g}, "
+                "or an idle process would count as dead"
             )
         if self.trace is not None and not self.trace.absolute().parent.is_dir():
             raise ValueError(f"trace={str(self.trace)!r}: its directory does not exist")
@@ -101,7 +102,7 @@ class WorkerGroupConfig:
 
     @property
     def outlives_draft(self) -> bool:
-        """The target goes on when the draft is lost, and another draft can join it."""
+        """Whether the target goes on when the draft is lost, and another draft can join it."""
         return is_renewable(self.link, self.device)
 
     @property

@@ -2,11 +2,12 @@
 
 
 class WorkerGroupError(RuntimeError):
-    """The worker group did not start, or one of its processes has ended. The message says which and why."""
+    """The worker group did not start, or one of its processes has ended. The message names the process and the
+    cause."""
 
     def __init__(self, message: str, *, fault: bool = False, draft: bool = False) -> None:
-        """`fault`: a process has found something wrong with what it was asked to do; it was neither killed, nor did it
-        lose another. `draft`: the others can go on without it."""
+        """`fault`: a process raised an error of its own; it was not killed and did not lose another process. `draft`:
+        only the draft is lost, and the other processes can go on."""
         super().__init__(message)
         self.fault, self.draft = fault, draft
 

@@ -29,13 +29,13 @@ FORGOTTEN = 600.0
 
 
 class Quarantine:
-    """Knows requests by what was asked, whoever asked, under which id and with which seed."""
+    """Identifies a request by its contents, without its id and its seed."""
 
     def __init__(self) -> None:
         self._failed: OrderedDict[bytes, float] = OrderedDict()
 
     def group_failed(self, requests: Sequence[Request]) -> None:
-        """A worker group has failed over what it was asked, with these requests in flight."""
+        """A worker group has failed with these requests in flight."""
         if len(requests) != 1:
             return
         key = _key(requests[0])
@@ -54,14 +54,14 @@ class Quarantine:
 
 
 def _key(request: Request) -> bytes:
-    """A request without a seed is given one of its own each time that it is asked."""
+    """A request without a seed gets a new seed each time it is submitted."""
     params = replace(request.params, seed=None)
     return hashlib.blake2b(repr((request.prompt, request.negative_prompt, params)).encode(), digest_size=16).digest()
 
 
 RESUMED = (Method.EXACT, Method.TARGET)
 MOST = 3
-"""How often one answer is resumed: what is lost so often may be what the worker group dies of."""
+"""How often one answer is resumed: a request that is lost more often may be what makes the worker group fail."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,9 @@ Generate = Callable[[Request], AsyncGenerator[Output, None]]
 async def resuming(
     request: Request, ask: Generate, is_back: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[Output, None]:
-    """News of a request until its answer, over losses of the worker group. `is_back` waits until `ask` works again, and raises
-    Unavailable if it never does. Raises what `ask` raises; Unavailable for the loss of what cannot be resumed."""
+    """Updates of a request until its answer, across losses of the worker group. `is_back` waits until `ask` works
+    again, and raises Unavailable if it never does. Raises what `ask` raises; Unavailable for the loss of what cannot be
+    resumed."""
     if request.params.method not in RESUMED:
         async with aclosing(ask(request)) as news:
             async for output in news:
@@ -93,7 +94,7 @@ async def resuming(
         except Unavailable as error:
             if isinstance(error, _AnswerDiffers) or not left:
                 raise
-            logger.warning("request %s is asked for again: %s", request.request_id, error)
+            logger.warning("request %s is submitted again: %s", request.request_id, error)
         await is_back()
 
 

@@ -48,7 +48,8 @@ class Service:
         self.gateway = Gateway(gateway, pair, self.supervisor, self.metrics, self._status, FRONT_ENDS)
 
     async def start(self) -> Ready:
-        """Listen at once, as NOT_SERVING; return when the worker group has warmed up. Raises OSError, WorkerGroupError."""
+        """Listen at once, as NOT_SERVING; return when the worker group has warmed up. Raises OSError,
+        WorkerGroupError."""
         port = await self.gateway.start()
         await self.supervisor.start()
         return Ready(port, self.gateway.http_port, self.gateway.metrics_port)

@@ -1,12 +1,13 @@
-"""Keeps a worker group alive and is the backend in front of it: what to do when a process dies is decided here, and only here.
+"""Keeps a worker group alive and is the backend in front of it: what to do when a process dies is decided here, and
+only here.
 
 A lost draft costs speed: its processes are ended, and start again beside the target, which meanwhile decodes alone what
 it can. Requests that need the draft end with UNAVAILABLE, in flight and new ones.
 
-Any other dead process means a dead worker group, and so does a dead draft whose link to the target cannot be made again: every
-process is ended, and a new worker group starts. Until it has warmed up, requests are refused with UNAVAILABLE. Those in flight
-end with UNAVAILABLE if they are of SMC; the others wait for it and go on. Every start, of a worker group or of a draft, has the
-next epoch."""
+Any other dead process means a dead worker group, and so does a dead draft whose link to the target cannot be made
+again: every process is ended, and a new worker group starts. Until it has warmed up, requests are refused with
+UNAVAILABLE. Those in flight end with UNAVAILABLE if they are of SMC; the others wait for it and go on. Every start, of
+a worker group or of a draft, has the next epoch."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class Supervisor:
         on_health: Callable[[bool, bool], None] = lambda draft, target: None,
         on_step: Callable[[EngineStep], None] = lambda step: None,
     ) -> None:
-        """`on_health` is told whether there is a draft, and a target, whenever that changes: with a target, the service
-        decodes. `on_step` is told of every engine step."""
+        """`on_health` is called with whether there is a draft and a target whenever that changes; with a target, the
+        service decodes. `on_step` is called with every engine step."""
         self._config, self.pair = config, pair
         self._on_health, self._on_step = on_health, on_step
         self._group: WorkerGroup | None = None
@@ -58,13 +59,13 @@ class Supervisor:
         self._changed = asyncio.Event()
         """It has come back, or is over."""
         self._over = False
-        """There will be no other worker group."""
+        """No other worker group will be started."""
         self._heard = 0.0
         """When the engine's last step came."""
         self._draft_epoch = 0
         """Of the draft that is there; 0 if there is none."""
         self._in_flight: list[Request] | None = None
-        """When the coordinator said that it has lost the draft."""
+        """When the coordinator reported the loss of the draft."""
         self._draft_start: asyncio.Task | None = None
         self.epoch = 0
         self.stats = EngineStats()
@@ -87,12 +88,13 @@ class Supervisor:
         return self._group
 
     async def start(self) -> None:
-        """The first worker group. Raises WorkerGroupError if it does not start: whatever stands in its way is not a passing thing."""
+        """The first worker group. Raises WorkerGroupError if it does not start: the first start is not retried."""
         await self._start_group()
         self._watch = asyncio.create_task(self._keep_alive())
 
     async def given_up(self) -> None:
-        """Returns never; raises WorkerGroupError when the service does not come back: too many starts in a row have failed."""
+        """Returns never; raises WorkerGroupError when the service does not come back: too many starts in a row have
+        failed."""
         assert self._watch is not None
         await asyncio.shield(self._watch)
 
@@ -162,7 +164,7 @@ class Supervisor:
                     raise WorkerGroupError("the connection to the coordinator broke")
                 if (silence := time.monotonic() - self._heard) > self._config.link_timeout + SILENCE_SECONDS:
                     raise WorkerGroupError(f"the coordinator has been silent for {silence:.0f} s")
-            except Exception as error:  # whatever it is, the service must come back
+            except Exception as error:  # the service must recover, whatever the error
                 if isinstance(error, WorkerGroupError) and error.draft and self.serving:
                     try:
                         await self._detach_draft(error)
@@ -178,8 +180,8 @@ class Supervisor:
                     ) from error
 
     async def _detach_draft(self, error: WorkerGroupError) -> None:
-        """The target goes on alone until another draft has come. Raises WorkerGroupError if that or the coordinator is lost,
-        too."""
+        """The target decodes alone until another draft has joined. Raises WorkerGroupError if that or the coordinator
+        is lost, too."""
         group, client = self._group, self._client
         assert group is not None and client is not None
         await asyncio.to_thread(group.probe)
@@ -188,12 +190,12 @@ class Supervisor:
             self._quarantine.group_failed(client.requests if self._in_flight is None else self._in_flight)
         self._draft_epoch, self._in_flight = 0, None
         self._on_health(False, True)
-        # Who waits for a draft that hangs goes on when that is ended.
+        # Calls that wait for a draft that hangs continue once it is killed.
         await asyncio.to_thread(group.end_draft)
         self._draft_start = asyncio.create_task(self._restart_draft(group))
 
     async def _restart_draft(self, group: WorkerGroup) -> None:
-        """Whatever else goes wrong meanwhile, `_keep_alive` sees."""
+        """Other failures meanwhile are handled by `_keep_alive`."""
         try:
             await asyncio.to_thread(group.detach_draft)
         except WorkerGroupError as error:

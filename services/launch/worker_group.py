@@ -87,7 +87,7 @@ LOOK_SECONDS = 0.1
 ASK_SECONDS = 1.0
 """Between two questions to a process, at least."""
 PROBE_SECONDS = 5.0
-"""In which a process says that it is alive, beside whatever it is at."""
+"""Seconds in which a live process answers a probe, whatever else it does."""
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +107,12 @@ class WorkerGroup:
         self._processes: dict[str, ray.ObjectRef] = {}
         """What ranks say of their processes."""
         self._draft_starts = False
-        """Whether it is ready, or dies, is seen by whoever starts it."""
+        """The caller checks whether it becomes ready or dies."""
         self._ended = False
         """`kill` has been called, maybe in the middle of the start."""
         self._lives: dict[ray.ObjectRef, str] = {}
         self._asked: dict[str, ray.ObjectRef] = {}
-        """Signs of life that processes have been asked for."""
+        """Liveness probes in flight."""
         self._waited: dict[str, float] = {}
         """Seconds that `check` has waited since then."""
         self._store: dist.TCPStore | None = None
@@ -131,9 +131,8 @@ class WorkerGroup:
             raise WorkerGroupError(f"the worker group did not start: {_first_line(_cause(error))}") from error
 
     def check(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a process to end. Raises WorkerGroupError, naming it, if one has, or if one has
-        been silent for `PROBE_SECONDS` of such waits: in those this process had its turns, whatever the machine was
-        at."""
+        """Wait up to `timeout` seconds for a process to end. Raises WorkerGroupError, naming it, if one has, or if one
+        has been silent for `PROBE_SECONDS` of such waits: counted only while this process itself was scheduled."""
         with self._guard:
             lives = {life: name for life, name in self._lives.items() if not (self._draft_starts and _is_draft(name))}
         self._wait_for(list(lives), lives, timeout)
@@ -141,7 +140,7 @@ class WorkerGroup:
             self._look_for_silence({name for name in lives.values() if name in self.actors}, timeout)
 
     def _look_for_silence(self, names: set[str], waited: float) -> None:
-        """Ask these processes for signs of life, now and then."""
+        """Probe whether these processes are alive, periodically."""
         asked = list(self._asked.values())
         answered = set(ray.wait(asked, num_returns=len(asked), timeout=0)[0]) if asked else set()
         for name in names:
@@ -153,8 +152,8 @@ class WorkerGroup:
                 self._asked[name], self._waited[name] = self.actors[name].pid.remote(), 0.0
 
     def probe(self) -> None:
-        """Raises WorkerGroupError if a process other than the draft's has ended, or does not say within `PROBE_SECONDS` that
-        it is alive."""
+        """Raises WorkerGroupError if a process other than the draft's has ended, or does not say within `PROBE_SECONDS`
+        that it is alive."""
         with self._guard:
             asked: dict[ray.ObjectRef, str] = {
                 actor.pid.remote(): name for name, actor in self.actors.items() if not _is_draft(name)
@@ -172,7 +171,8 @@ class WorkerGroup:
         _end(*ended)
 
     def detach_draft(self) -> None:
-        """After `end_draft`: the others go on without it. Raises WorkerGroupError if the coordinator does not say so."""
+        """After `end_draft`: the others go on without it. Raises WorkerGroupError if the coordinator does not say
+        so."""
         with self._adding():
             told: ray.ObjectRef = self.actors["coordinator"].detach_draft.remote()
         try:
@@ -183,7 +183,8 @@ class WorkerGroup:
             ) from error
 
     def start_draft(self, epoch: int) -> None:
-        """Another draft, in place of the one that has ended. Returns when requests can use it. Raises WorkerGroupError."""
+        """Another draft, in place of the one that has ended. Returns when requests can use it. Raises
+        WorkerGroupError."""
         self._draft_starts = True
         try:
             assert self._rendezvous is not None
@@ -211,7 +212,7 @@ class WorkerGroup:
 
     def stop(self, timeout: float = 5.0) -> None:
         """Let every process end by itself, then make sure."""
-        with contextlib.suppress(Exception):  # whatever it is, `kill` comes next
+        with contextlib.suppress(Exception):  # `kill` follows, whatever the error
             ray.get(self.actors["coordinator"].stop.remote(), timeout=timeout)
             ray.wait(list(self._lives), num_returns=len(self._lives), timeout=timeout)
         self.kill()
@@ -291,12 +292,12 @@ class WorkerGroup:
         return bool(ended)
 
     def _failure(self, life: ray.ObjectRef, name: str) -> WorkerGroupError:
-        """What has become of a process that has ended."""
+        """Why a process has ended."""
         draft = _is_draft(name) and self._config.outlives_draft
         try:
             ray.get(life)
         except ray.exceptions.RayTaskError as error:
-            # A step that takes too long says little of what was asked: a machine that pauses makes any.
+            # A step that takes too long is no evidence against its requests: any step does on a machine that pauses.
             lost = isinstance(error.cause, LinkError) and not error.cause.began_here
             fault = not (lost or isinstance(error.cause, EngineStuck))
             return WorkerGroupError(f"{name} failed: {_first_line(error.cause)}", fault=fault, draft=draft)

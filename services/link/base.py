@@ -18,18 +18,18 @@ LINKS = ("nccl", "grpc")
 LAYOUT_VERSION = 13
 """Of particles.proto and its arrays; raised with every change that an older peer would misread."""
 CLOSE_SECONDS = 3.0
-"""For what has been sent to be received, when an end is closed."""
+"""Seconds for sent messages to be received when an end is closed."""
 
 
 class LinkError(RuntimeError):
-    """The other side is gone, silent past the deadline, or of another life."""
+    """The other side is gone, silent past the deadline, or of another incarnation."""
 
     began_here = False
-    """A worker's own fault is told, not what came of the other's."""
+    """A worker reports its own error, not a consequence of the other's."""
 
 
 def failure_text(error: Exception) -> str:
-    """How a worker's failure is told to others."""
+    """How a worker's failure is reported to the other processes."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -62,8 +62,8 @@ class PeerEnd(Protocol):
     """Either leader's end of the link between them. What one sends, the other receives in the same order."""
 
     renewable: bool
-    """When the other side is lost, whoever waits for it is told, and nothing that the device has been asked for waits
-    for ever: another end can take this one's place."""
+    """If the other side is lost, waiting callers get an error and no work on the device waits for ever: another end can
+    replace this one."""
 
     def send(self, name: str, sequence: int, tensor: Tensor) -> None:
         """Send it; does not wait for the other side."""
@@ -75,7 +75,7 @@ class PeerEnd(Protocol):
         ...
 
     def settle(self) -> None:
-        """What has been sent may be overwritten by what the device is asked to do from now on."""
+        """Buffers that have been sent may be overwritten by work submitted to the device from now on."""
         ...
 
     def close(self) -> None: ...

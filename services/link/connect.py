@@ -61,8 +61,7 @@ class DevicePeer:
     is nothing to check but what the communicators, which are of one epoch, make sure of."""
 
     renewable = False
-    """A kernel of NCCL that waits for a rank that has died stays on the stream, and all that is asked for later behind
-    it."""
+    """A kernel of NCCL that waits for a rank that has died stays on the stream, with all later work behind it."""
 
     def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int) -> None:
         """`there` carries what is sent, `back` what is received: within one, messages would have to be sent and
@@ -96,7 +95,8 @@ PEER = "target/peer"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where and as what the processes of one incarnation of the worker group, or of the draft in it, find each other."""
+    """Where and as what the processes of one incarnation of the worker group, or of the draft in it, find each
+    other."""
 
     host: str
     port: int
@@ -115,14 +115,14 @@ class Rendezvous:
         return f"{self.epoch}/{what}"
 
     def report_failure(self, store: dist.TCPStore, role: ModelRole, error: Exception) -> None:
-        """Write down why a rank of `side` ends, before it closes its links: those break for everybody, and what is
-        under way on them may be lost. A link that broke is no reason of its own."""
+        """Record why a rank of `side` ends before it closes its links, on which messages in transit may be lost. A
+        broken link is not recorded as a cause."""
         if not isinstance(error, LinkError):
             with suppress(RuntimeError):  # the store has gone with the rest of the worker group
                 store.set(self.name(f"{role}/failure"), failure_text(error))
 
     def failure_report(self, store: dist.TCPStore, role: ModelRole) -> str | None:
-        """Why a rank of `side` ended, if it has said so."""
+        """Why a rank of `side` ended, if recorded."""
         name = self.name(f"{role}/failure")
         return store.get(name).decode() if store.check([name]) else None
 
@@ -192,17 +192,17 @@ def peer_end(
 
 
 def _publish(rendezvous: Rendezvous, store: dist.TCPStore, who: str, address: str) -> None:
-    """Say where `who` listens. Anybody who reaches the store can write to it, so what is said there is signed."""
+    """Publish where `who` listens. Any process that reaches the store can write to it, so the address is signed."""
     name = rendezvous.name(f"{who}/address")
     store.set(name, f"{address} {proof(rendezvous.secret, f'{name} {address}')}")
 
 
 def _address(rendezvous: Rendezvous, store: dist.TCPStore, who: str) -> str:
-    """Where `who` listens. Raises LinkError if somebody else says so."""
+    """Where `who` listens. Raises LinkError if the signature is wrong."""
     name = rendezvous.name(f"{who}/address")
     address, _, signature = store.get(name).decode().partition(" ")
     if not hmac.compare_digest(signature, proof(rendezvous.secret, f"{name} {address}")):
         raise LinkError(
-            f"the address of {who}, {address!r}, was not written by this worker group; look for who else uses its store"
+            f"the address of {who}, {address!r}, was not written by this worker group; check what else uses its store"
         )
     return address

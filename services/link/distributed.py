@@ -26,7 +26,7 @@ FRAME = 8192
 """Bytes; the first 8 hold the message's size. A round of one request with N = 8 fits."""
 _HEAD = 8
 _KEPT = 64
-"""Sends that may be under way. A buffer that is let go before it has been received is lost without a word."""
+"""Sends in progress. A buffer that is released before it has been received is lost silently."""
 
 
 def make_group(

@@ -1,7 +1,6 @@
-"""Workers somewhere else, as the engine sees them: the same calls, over a link. Also where rounds are timed.
+"""Workers in other processes, with the engine's interface to workers, over a link. Rounds are timed here, too.
 
-Results are read when the engine asks for them; what the worker says about when it began and ended goes into a
-`Timeline`."""
+Results are read when the engine asks for them; the worker's begin and end times go into a `Timeline`."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class WorkerFailed(LinkError):
-    """The worker has said what went wrong, and ends."""
+    """The worker has reported an error, and ends."""
 
     def __init__(self, role: ModelRole, what: str) -> None:
         super().__init__(f"the {role} model's worker failed: {what}")
@@ -46,7 +45,7 @@ class WorkerFailed(LinkError):
 
 @dataclass(eq=False)
 class RemotePending(Generic[Result]):
-    """A result that the worker has been asked for."""
+    """A result that has been requested from the worker."""
 
     worker: RemoteWorker
     sequence: int
@@ -83,8 +82,8 @@ class RemoteWorker:
         *,
         may_be_lost: bool = False,
     ) -> None:
-        """`may_be_lost`: the other side goes on without it. What breaks its link is then raised as SideLost by those
-        who wait for it, and by nobody else."""
+        """`may_be_lost`: the other side goes on without it. A broken link is then raised as SideLost, and only where
+        its results are awaited."""
         self.role, self.epoch, self.timeout = role, epoch, timeout
         self._end, self._timeline, self._may_be_lost = end, timeline, may_be_lost
         self._lost: LinkError | None = None
@@ -93,7 +92,7 @@ class RemoteWorker:
         self._last_sent = time.monotonic()
         self._arrived: dict[int, pb.WorkResponse] = {}
         self._pending: WeakValueDictionary[int, RemotePending] = WeakValueDictionary()
-        """Results that somebody may still read."""
+        """Results that may still be read."""
         self._awaited = 0
         """Sequence of the response that is waited for now."""
         self._clock_offset_ns = 0
@@ -127,8 +126,8 @@ class RemoteWorker:
         self._send(stop=pb.StopCommand())
 
     def reconnect(self, epoch: int, seconds: float) -> bool:
-        """Let it open a link to the other side's leader of this epoch, within so many seconds; asked again, whether
-        that stands. Raises LinkError if that leader does not come."""
+        """Make it open a link to the other side's leader of this epoch, within so many seconds; called again, check
+        whether the link is up. Raises LinkError if that leader does not come."""
         outcome = self.response(self._send(reconnect=pb.ReconnectCommand(epoch=epoch, seconds=seconds))).reconnect
         if outcome.error:
             raise LinkError(f"the {self.role} has no link to the other side: {outcome.error}")
@@ -148,7 +147,7 @@ class RemoteWorker:
         self._lost = self._lost or LinkError(why)
 
     def close(self) -> None:
-        """Give up the link. What it was asked for is lost."""
+        """Close the link. Results in flight are lost."""
         self.set_lost("its link has been closed")
         self._end.close()
 
@@ -165,8 +164,8 @@ class RemoteWorker:
         self._clock_offset_ns = best[1]
 
     def response(self, sequence: int) -> pb.WorkResponse:
-        """Wait for one command's response; others that arrive meanwhile are kept for as long as somebody may read
-        them."""
+        """Wait for one command's response; other responses that arrive meanwhile are kept for as long as they may be
+        read."""
         try:
             if self._lost is None:
                 return self._response(sequence)
@@ -199,7 +198,7 @@ class RemoteWorker:
             self._timeline.worked(self.role, name, *span)
 
     def spans(self, response: pb.WorkResponse) -> dict[str, tuple[int, int]]:
-        """What the worker says it did, and when by our clock."""
+        """The worker's reported work, in times of this process's clock."""
         work = {span.name: (span.begin_ns, span.end_ns) for span in response.work}
         if response.WhichOneof("result") == "prompt":
             work = {"prompt": (response.begin_ns, response.end_ns)}

@@ -1,8 +1,8 @@
 """The link over gRPC streams, for hosts that torch.distributed does not reach. Same messages, same deadlines.
 
 Each leader runs a `WorkerService`; the coordinator calls `Work` on both, the draft's leader calls `Exchange` on the
-target's. Calls carry a proof of the worker group's secret: nobody else can give orders to a worker, and nobody who listens at a
-forged address learns it."""
+target's. Calls carry a proof of the worker group's secret: other processes cannot command a worker, and a listener at a
+forged address does not learn the secret."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ PROOF_KEY = "smc-group-proof"
 
 
 def proof(secret: str, what: str) -> str:
-    """That whoever says `what` knows the worker group's secret. It shows nothing of it, and is worth nothing for anything else
-    that is said."""
+    """Proof that the sender of `what` knows the worker group's secret. It does not reveal the secret, and is valid for
+    nothing else."""
     return hmac.new(secret.encode(), what.encode(), "sha256").hexdigest()
 
 
@@ -84,7 +84,7 @@ class StreamEnd:
 
 
 class StreamCaller(StreamEnd):
-    """The end of whoever calls: the coordinator calls `Work`, the draft's leader `Exchange` at the target's."""
+    """The calling end: the coordinator calls `Work`, the draft's leader calls `Exchange` on the target's."""
 
     def __init__(self, address: str, secret: str, method: str) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
     def __init__(self, host: str, secret: str) -> None:
         self._secret = secret
         self.coordinator, self.peer = StreamEnd(), StreamEnd()
-        # Work and Exchange each hold a thread for as long as they run; a third one refuses whoever else comes.
+        # Work and Exchange each hold a thread for as long as they run; a third one refuses other callers.
         self._server = grpc.server(ThreadPoolExecutor(3, "link"), options=OPTIONS)
         pb_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"

@@ -1,5 +1,5 @@
-"""A body of OpenAI's API, parsed strictly into a request of the library, and its errors in OpenAI's terms. Knows nothing
-about servers, files or decoding.
+"""A body of OpenAI's API, parsed strictly into a request of the library, and its errors in OpenAI's terms. Knows
+nothing about servers, files or decoding.
 
 Sampling settings are named and checked by the library. Fields that this service does not support are refused unless set
 to their no-op value: no setting is silently ignored. docs/errors.md has the table of errors for users."""
@@ -85,7 +85,7 @@ HTTP = {
     "unavailable": (503, "server_error"),
     "deadline": (504, "timeout_error"),
 }
-"""Status and type, by `services.errors.Status.cause`. Whoever does not read its answer is not answered."""
+"""Status and type, by `services.errors.Status.cause`. A caller that does not read its answer gets none."""
 _FIRST_WORD = re.compile(r"[a-z_]+")
 _OF_PROMPTS = re.compile("the prompt|chat|cannot encode|the chat template")
 
@@ -113,7 +113,7 @@ def refusal(error: Exception) -> Refusal:
     http_status, kind = HTTP[status.cause]
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     body = {"error": {"message": status.message, "type": kind, "param": param, "code": code or status.cause}}
-    # OpenAI's clients try again after most errors, unless they are told; with a hint it makes sense, without one it
+    # OpenAI's clients retry after most errors unless told otherwise; with a hint a retry makes sense, without one it
     # does not.
     headers = {"x-should-retry": str(status.retry_after is not None).lower()}
     if status.retry_after is not None:
@@ -236,7 +236,7 @@ class Body(Strict):
     negative_prompt: Any = None
     """Ours: a string, a list of token ids, or a list of messages; with `guidance_scale`."""
 
-    # Said about the caller, and no business of decoding.
+    # Describes the caller, and does not concern decoding.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -284,7 +284,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ANSWERS = 128
 """Of one request."""
 LONGEST = 2**31 - 1
-"""Of an answer about whose length nothing is said, until what the context leaves is known."""
+"""Length of an answer without a limit of its own, until the room in the context is known."""
 AnyBody = ChatBody | CompletionBody
 BODIES: dict[bool, type[ChatBody] | type[CompletionBody]] = {True: ChatBody, False: CompletionBody}
 KINDS = {
@@ -297,7 +297,7 @@ KINDS = {
     "float_type": "a number",
     "none_required": "null",
 }
-"""Types as JSON calls them, by the errors of whoever checks them."""
+"""JSON's names of types, by pydantic's error types."""
 NAMES = {chat: frozenset(body.model_fields) | SETTINGS.keys() for chat, body in BODIES.items()}
 """Of fields: what the library calls a setting has the same name, and the same meaning, in a body."""
 
@@ -326,8 +326,8 @@ class CompletionRequest:
         return named(error, NAMES[self.chat], "messages" if self.chat else "prompt")
 
     def params(self, longest: int, seed: int | None) -> SamplingParams:
-        """Of one answer, of `longest` tokens at most if nothing is said. Raises ValueError naming field, value and what
-        is allowed."""
+        """Of one answer, of `longest` tokens at most if the body gives no length. Raises ValueError naming field, value
+        and what is allowed."""
         return SamplingParams(**{"max_tokens": longest} | self.settings | {"seed": seed})
 
     def negative_tokens(self, tokenizer: Tokenizer, limit: int) -> tuple[int, ...] | None:
@@ -352,7 +352,7 @@ def derived_seed(name: str) -> int:
 def understood(
     document: Any, chat: bool, models: tuple[str, ...], vocabulary: int, method: str | None = None
 ) -> CompletionRequest:
-    """`models`: names of the model that is served; `vocabulary`: its tokens; `method`: of a body that says nothing.
+    """`models`: names of the model that is served; `vocabulary`: its tokens; `method`: of a body that names none.
 
     Raises BadRequest naming the field, the value and what is allowed.
     """

@@ -29,7 +29,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class ResponseHeader:
-    """What every chunk of a response says, and the response as a whole."""
+    """Fields that every chunk of a response shares with the whole response."""
 
     id: str
     created: int
@@ -65,7 +65,8 @@ def choice(
 
 
 def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
-    """A prompt counts once, however many answers it has; of its tokens those are cached that every answer found."""
+    """A prompt counts once, whatever the number of its answers; its cached tokens are those that every answer found
+    cached."""
     each = len(answers) // prompts
     asked = sum(answer.prompt_tokens for answer in answers[::each])
     # One of the answers computes what the others find: it has found what was there before.

@@ -165,7 +165,7 @@ class HttpReply:
             return self.abandon()
 
     def abandon(self) -> web.StreamResponse:
-        """Nothing more is sent, and what has not been read is forgotten."""
+        """Send nothing more, and drop what has not been read."""
         if self._request.transport is not None:
             self._request.transport.abort()
         return self.stream or web.Response()
@@ -211,8 +211,8 @@ async def answered(
     records: list[CallRecord],
     reply: HttpReply,
 ) -> web.StreamResponse:
-    """Decode all of them and reply. However this ends, the backend's iterators are closed, which aborts what still
-    runs."""
+    """Decode all of them and reply. At the end, also after an error, the backend's iterators are closed, which aborts
+    what still runs."""
     tokenizer = handler.pair.tokenizer
     echoes = [text for prompt in asked.prompts for text in [prompt.written(tokenizer) if asked.echo else ""] * asked.n]
     if (size := sum(map(len, echoes))) > MOST_ECHOED:
@@ -257,7 +257,7 @@ async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None]) 
 
 
 def _events(chunks: ChunkWriter, index: int, output: Output, params: SamplingParams, echo: str | None) -> bytes:
-    """News of one answer; `echo`: what stands before it, if these are its first."""
+    """Events for an update of one answer; `echo`: the prompt to put before the answer, with its first update."""
     data = b"" if echo is None else chunks.begin(index, echo)
     if output.text:
         data += chunks.text(index, output.text)
@@ -270,7 +270,7 @@ HEALTH, METRICS, MODELS = "/health", "/metrics", "/v1/models"
 
 logger = logging.getLogger(__name__)
 _library_logger = logging.getLogger(f"{__name__}.library")
-# Anybody can send bytes that are no HTTP; each would be a traceback in the log.
+# Bytes that are no HTTP would each put a traceback into the log.
 _library_logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 
@@ -339,7 +339,7 @@ class OpenAiServer:
         return port
 
     async def close(self) -> None:
-        """Take no connection any more; those that there are go on."""
+        """Accept no more connections; open ones continue."""
         if self._site is not None:
             site, self._site = self._site, None
             await site.stop()
@@ -355,7 +355,7 @@ class OpenAiServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-        """Lets in who may come in; what goes wrong is said in OpenAI's shape."""
+        """Checks the caller's token; errors are returned in OpenAI's format."""
         assert self._connections is not None
         self._connections.asks(request.protocol)
         try:
@@ -480,9 +480,7 @@ class OpenAiServer:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise DeadlineExceeded(
-                f"timeout={asked.timeout:g} s is over; nothing of the call is left behind"
-            ) from error
+            raise DeadlineExceeded(f"timeout={asked.timeout:g} s is over; the call was aborted") from error
 
     async def _decode(
         self, asked: CompletionRequest, request_id: str, records: list[CallRecord], reply: HttpReply

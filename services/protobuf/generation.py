@@ -149,8 +149,8 @@ def to_sampling(message: pb.GenerateRequest | Submission, **defaults: Any) -> Sa
 
 
 def from_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Fields of a message that has sampling settings and reports. Every setting is in it, so that it means the same to
-    whoever reads it.
+    """Fields of a message that has sampling settings and reports. Every setting is in it, so that it does not depend on
+    the reader's defaults.
 
     Raises ValueError for an integer that the message cannot hold.
     """
@@ -236,7 +236,7 @@ def _from_particle(message: pb.Particle) -> Particle:
 
 
 def to_update(output: Output) -> coordinator_pb2.Update:
-    """News of one request for the stream between coordinator and gateway."""
+    """An update of one request for the stream between coordinator and gateway."""
     update = coordinator_pb2.Update(request_id=output.request_id, text=output.text, token_ids=output.tokens)
     answer = output.answer
     if answer is not None:
@@ -249,7 +249,7 @@ def to_update(output: Output) -> coordinator_pb2.Update:
 
 
 def from_update(update: coordinator_pb2.Update) -> Output:
-    """The news in an update. An answer in it holds the tokens and text of this update, not of those before."""
+    """The contents of an update. An answer in it holds the tokens and text of this update, not of those before."""
     tokens, answer = tuple(update.token_ids), None
     if update.HasField("finish"):
         ending = update.WhichOneof("ending")

@@ -1,5 +1,5 @@
-"""The process of one rank: it loads its shard, connects to the other processes and executes commands until it is told to
-stop. Also the leader's channel to the leader of the other model."""
+"""The process of one rank: it loads its shard, connects to the other processes and executes commands until it is told
+to stop. Also the leader's channel to the leader of the other model."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class PeerChannel:
         *,
         outlives_peer: bool = False,
     ) -> None:
-        """`timeout`: seconds to wait for the other side where the host has to. `outlives_peer`: when the other side is
-        lost, what it was to send is zeros, until `reconnect`: rounds that are under way end on every rank, and nobody
-        reads what comes of them."""
+        """`timeout`: seconds to wait for the other side where the host has to. `outlives_peer`: if the other side is
+        lost, zeros replace what it was to send until `reconnect`: rounds in flight end on every rank, and their results
+        are discarded."""
         self._end, self._group, self._stages, self._timeout = end, group, stages, timeout
         self._outlives_peer = outlives_peer
         self._lost = False
@@ -58,9 +58,9 @@ class PeerChannel:
         self._received: Counter[str] = Counter()
 
     def reconnect(self, epoch: int, make: Callable[[], PeerEnd]) -> bool:
-        """Another leader, of this epoch, comes to the other side: `make`, which waits for it, is begun in a thread.
-        Asked again, whether that has been done; from then on the end is the new one. Raises RuntimeError if it does not
-        come; then it is lost, too."""
+        """Connect to another leader of the other side, of this epoch: `make`, which waits for it, starts in a thread.
+        Called again, whether that has completed; then the end is the new one. Raises RuntimeError if it does not
+        connect; then it is lost, too."""
         assert self._end is not None
         if self._coming is None or self._coming[0] != epoch:
             self._lost = True
@@ -127,13 +127,13 @@ class PeerChannel:
 
 
 def _begun(make: Callable[[], PeerEnd]) -> Future[PeerEnd]:
-    """Its result, which a thread works on that nobody waits for at the end of the process."""
+    """The result of a daemon thread, which is not joined at the end of the process."""
     coming: Future[PeerEnd] = Future()
 
     def work() -> None:
         try:
             coming.set_result(make())
-        except Exception as error:  # of whoever asks for the result
+        except Exception as error:  # that is raised to the caller awaiting the result
             coming.set_exception(error)
 
     threading.Thread(target=work, name="reconnect", daemon=True).start()
@@ -142,7 +142,7 @@ def _begun(make: Callable[[], PeerEnd]) -> Future[PeerEnd]:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Everything a rank is told when it starts."""
+    """A rank's start parameters."""
 
     rendezvous: Rendezvous
     role: ModelRole
@@ -166,11 +166,11 @@ class RankSpec:
     """With the other side's rank."""
     vocab_size: int
     timeout: float
-    """Seconds a command may be waited for; the coordinator sends a sign of life more often."""
+    """Seconds to wait for a command; the coordinator's heartbeats are more frequent."""
     threads: int
     engine: EngineConfig
     outlives_peer: bool
-    """It goes on when the other side is lost."""
+    """Whether it goes on when the other side is lost."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def load_rank(spec: RankSpec) -> Loaded:
 
 
 def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
-    """Returns when the coordinator says stop. Raises whatever went wrong: the worker group then starts again."""
+    """Returns when the coordinator sends a stop command. Raises any error: the worker group is then restarted."""
     loaded = loaded or load_rank(spec)
     model, group = loaded.model, loaded.group
     device, leads = torch.device(spec.device), spec.shard.rank == 0
@@ -235,7 +235,8 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
 
 
 def agree_on_pages(spec: RankSpec, model: Decoder) -> int:
-    """Pages of the pool: as many as every rank of the model has memory for. The leader tells the coordinator."""
+    """Pages of the pool: as many as every rank of the model has memory for. The leader reports it to the
+    coordinator."""
     store, name, weight = spec.rendezvous.store(), spec.rendezvous.name(f"{spec.role}/pages"), model.embed.weight
     room = None
     if weight.device.type == "cuda":

@@ -1,5 +1,5 @@
-"""Executes the coordinator's commands on one rank of a model, and sends responses once their results have left the device.
-Knows nothing about requests, particles or Ray.
+"""Executes the coordinator's commands on one rank of a model, and sends responses once their results have left the
+device. Knows nothing about requests, particles or Ray.
 
 The leader (rank 0) gets commands over the link and hands their bytes to the other ranks of its tensor-parallel group;
 every rank executes all of them, so their states stay equal. Only the leader responds."""
@@ -46,7 +46,7 @@ class ResponseSender:
             self._queue.put((sequence, respond))
 
     def fail(self, sequence: int, error: Exception) -> None:
-        """Say that the worker could not carry out a command and stops; whatever else was put may never be sent."""
+        """Report that the worker could not execute a command and stops; other queued responses may never be sent."""
         failure = pb.Failure(message=failure_text(error))
         self._send(pb.WorkResponse(version=LAYOUT_VERSION, epoch=self._epoch, sequence=sequence, failure=failure))
 
@@ -60,7 +60,7 @@ class ResponseSender:
         for sequence, respond in iter(self._queue.get, None):
             try:
                 self._send(respond())
-            except Exception as error:  # of the device, met by whoever waits for it
+            except Exception as error:  # of the device, raised where its work is awaited
                 logger.exception("command %d failed", sequence)
                 self.fail(sequence, error)
                 return
@@ -73,7 +73,7 @@ class ResponseSender:
 
 
 Respond = Callable[[], pb.WorkResponse]
-"""Waits for what a response tells of."""
+"""Waits for the results of a response."""
 Reconnect = Callable[[int, float], bool]
 """Open the link to the other side's leader of this epoch, within so many seconds, beside all else; whether it stands.
 Raises RuntimeError if it does not come."""
@@ -95,8 +95,8 @@ class Rank:
         self._reconnect_to = reconnect
 
     def carry_out(self, request: pb.WorkRequest, answers: ResponseSender | None = None) -> None:
-        """Do it, and give `answers` the response, for those commands that have one. Raises LinkError for a message of
-        another life."""
+        """Execute a command, and give `answers` its response if it has one. Raises LinkError for a message of another
+        incarnation."""
         check_envelope(request, self.epoch)
         kind = request.WhichOneof("command")
         if kind == "join":
@@ -162,8 +162,8 @@ class Rank:
 
 
 def lead(rank: Rank, end: LeaderEnd, spread: Callable[[bytes], None] | None) -> None:
-    """Serve the coordinator until it says stop. `spread` hands a command to the other ranks. Raises what went wrong,
-    after telling it."""
+    """Serve the coordinator until it sends a stop command. `spread` hands a command to the other ranks. Raises errors
+    after reporting them."""
     answers = ResponseSender(end, rank.epoch, waits=rank.worker.device.type == "cuda")
     try:
         while True:

@@ -1,7 +1,8 @@
 """Communication within one tensor-parallel group: sums of activations, and commands from the leader to the other ranks.
 
 Small sums use one kernel of torch's symmetric memory, where NCCL needs several hops. NVLink multicast stays off: these
-kernels do not need it, and a program that dies while it holds multicast memory can take a host's GPUs out of service."""
+kernels do not need it, and a program that dies while it holds multicast memory can take a host's GPUs out of
+service."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class SymmetricSum:
 
     def __init__(self) -> None:
         """Room on the current GPU. Raises RuntimeError or ImportError where torch cannot share it."""
-        # Read by torch when buffers meet. Each rank may see its own GPU only, and then all of them have the number 0.
+        # Read by torch at the rendezvous of buffers. Each rank may see its own GPU only, and then all of them have the
+        # number 0.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         from torch.distributed import _symmetric_memory as symmetric
@@ -42,8 +44,8 @@ class SymmetricSum:
     @staticmethod
     def between(store: dist.Store, name: str, rank: int, degree: int) -> SymmetricSum | None:
         """None, on every rank alike, where not all of them are in one place with GPUs that reach each other. A
-        collective, at every step of which the ranks tell each other how it went: one that gave up alone would leave the
-        others waiting."""
+        collective in which the ranks report the result of every step to each other: a rank that stopped alone would
+        leave the others waiting."""
         if len(set(_exchange(store, f"{name}/place", rank, degree, _place()))) > 1:
             return None
         made: list[SymmetricSum] = []
@@ -78,11 +80,11 @@ class SymmetricSum:
         return self._buffer[:size].view(dtype).view(tokens, features)
 
     def __call__(self, here: Tensor) -> Tensor:
-        """The sum of the parts in everybody's `room`, the same bits on every rank. It lasts until another part is put
+        """The sum of the parts in all ranks' `room`, the same bits on every rank. It is valid until another part is put
         there.
 
-        Nothing bounds the wait for a rank that has died: the GPU waits until its process is ended, which is the worker group's
-        to do."""
+        Nothing bounds the wait for a rank that has died: the GPU waits until its process is killed, which the worker
+        group does."""
         if here.numel() * here.element_size() <= ONE_SHOT:
             return torch.ops.symm_mem.one_shot_all_reduce(here, "sum", self._name)
         return torch.ops.symm_mem.two_shot_all_reduce_(here, "sum", self._name)
@@ -104,7 +106,7 @@ def _place() -> str:
 
 
 def _exchange(store: dist.Store, name: str, rank: int, degree: int, word: str) -> list[str]:
-    """What every rank says, in their order."""
+    """The values of all ranks, in their order."""
     store.set(f"{name}/{rank}", word)
     return [store.get(f"{name}/{other}").decode() for other in range(degree)]
 

@@ -151,6 +151,6 @@ def test_a_cluster_without_room(cluster: Cluster, asked, tmp_path):
     patient.terminate()
     begin = time.monotonic()
     code, said = finish(patient)
-    assert code == 143 and "stopped by SIGTERM; the same command goes on from here" in said
+    assert code == 143 and "stopped by SIGTERM; run the same command again to resume" in said
     assert time.monotonic() - begin < 10
     cluster.until_empty()

@@ -99,7 +99,7 @@ def test_answers_to_something_else_are_refused_and_left_alone(pair, source, tmp_
     source.write_text(change(source.read_text()))
     with pytest.raises(ValueError, match=message) as caught:
         answer_file(pair, source, output, done_by(calls), **settings)
-    assert "give another output file, or --overwrite to start anew" in str(caught.value)
+    assert "give another output file, or --overwrite to start from the beginning" in str(caught.value)
     assert output.read_bytes() == before and calls == []
     answer_file(pair, source, output, done_by(calls), overwrite=True, **settings)
     assert calls

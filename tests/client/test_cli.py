@@ -146,10 +146,10 @@ def test_mistakes(client, arguments, message):
 def test_failures_of_the_service(smcserve, client, pair):
     ran = smcserve("client", "generate", QUESTION, "--address", "localhost:1")
     assert ran.code == 1 and ran.err.startswith(
-        "error: nobody answers at localhost:1; `smcserve serve` starts a service (UNAVAILABLE: "
+        "error: no service answers at localhost:1; `smcserve serve` starts a service (UNAVAILABLE: "
     )
     ran = smcserve("client", "health", "--address", "localhost:1")
-    assert ran.code == 1 and ran.err.startswith("error: nobody answers at localhost:1")
+    assert ran.code == 1 and ran.err.startswith("error: no service answers at localhost:1")
     ran = client("generate", QUESTION, "--timeout", 0.2, "-n", LONG["particles"], "--max-tokens", 400, "--ignore-eos")
     assert ran.code == 1 and "error: DEADLINE_EXCEEDED" in ran.err
     with serving(pair, ready=False) as starting:
