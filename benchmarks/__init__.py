@@ -1,1 +1,1 @@
-"""What measures the product: quality, speed, costs, time to the first token, kernels and passes. The product does not need it."""
+"""What measures the product: quality, speed, costs, time to the first token, kernels. The product does not need it."""

@@ -33,10 +33,10 @@ PLAIN, LOCKSTEP, LOOKAHEAD = "plain", "lockstep", "look-ahead"
 
 PROBED_BLOCK = 5
 WIDE_ROWS = 8
-"""Rows of the second run: with those of the first, one each, it says what width is worth."""
+"""Rows of the second run. The first has one row; both together give the gain of width."""
 PROBED_PROBLEMS = 16
 BESIDE = 4
-"""Of these, in flight."""
+"""Requests of these problems in flight."""
 MOST_GAIN = 2.0
 
 
@@ -81,7 +81,7 @@ class AcceptanceCurve:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Of exact decoding."""
+    """N, F and K of exact decoding."""
 
     particles: int
     branches: int
@@ -90,19 +90,19 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Services side by side, all alike, that share the requests."""
+    """Equal services that share the requests."""
 
     name: str
     form: str
     gpus: int
-    """Of one service."""
+    """GPUs of one service."""
     copies: int
     costs: LatencyModel
-    """Of one service's devices."""
+    """Latency model of one service's devices."""
 
     def speed(
         self, requests: int, setting: TreeShape | None, acceptance: AcceptanceCurve, plain_block: int, context: int
-    ) -> Foretold:
+    ) -> PredictedSpeed:
         """`setting`: None for plain decoding, which plans `plain_block` tokens at a time; `context`: tokens of each
         request."""
         costs, here = self.costs, math.ceil(requests / self.copies)
@@ -119,7 +119,7 @@ class Arrangement:
             else:
                 tokens = acceptance.lookahead_tokens(n, f, k)
                 seconds = max(drafting, costs.target.at(here * n * k, read)) + overhead
-        return Foretold(self, requests, setting, tokens, seconds)
+        return PredictedSpeed(self, requests, setting, tokens, seconds)
 
     def settings(self, among: TreeShapes) -> Iterator[TreeShape | None]:
         if self.form == PLAIN:
@@ -130,16 +130,16 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class Foretold:
-    """What is foretold of an arrangement under a load."""
+class PredictedSpeed:
+    """The predicted speed of an arrangement under a load."""
 
     arrangement: Arrangement
     requests: int
     setting: TreeShape | None
     tokens: float
-    """By which an answer grows in a round; of plain decoding in a pass."""
+    """Tokens that a round adds to an answer; in plain decoding, a pass."""
     seconds: float
-    """Of that."""
+    """Seconds of that round or pass."""
 
     @property
     def per_request(self) -> float:
@@ -153,7 +153,7 @@ class Foretold:
 
 @dataclass(frozen=True)
 class TreeShapes:
-    """Which values are tried."""
+    """The values of N, F and K that are tried."""
 
     particles: Sequence[int] = PARTICLES
     branches: Sequence[int] = BRANCHES
@@ -184,7 +184,7 @@ def best_of(
     among: TreeShapes,
     plain_block: int,
     context: int,
-) -> Foretold:
+) -> PredictedSpeed:
     """The setting of most tokens a second; of those within a thousandth of it the one of fewest rows and tokens."""
     speeds = [
         arrangement.speed(requests, setting, acceptance, plain_block, context)
@@ -201,8 +201,8 @@ def advise(
     among: TreeShapes,
     plain_block: int,
     context: int,
-) -> list[Foretold]:
-    """For every load the best setting of every arrangement, the fastest first."""
+) -> list[PredictedSpeed]:
+    """The best setting of every arrangement at every load; of each load the fastest first."""
     return [
         speed
         for requests in loads
@@ -213,18 +213,18 @@ def advise(
     ]
 
 
-def _work(speed: Foretold) -> int:
+def _work(speed: PredictedSpeed) -> int:
     setting = speed.setting
     return 0 if setting is None else setting.particles * setting.branches * setting.block
 
 
 def measure_costs(backend: PromptBackend, degrees: tuple[int, int], effort: Effort, rows: int) -> LatencyModel:
-    """With so many GPUs for draft and target (0: the target's own), of draft steps of up to so many rows. One model
-    works at a time, so that they are not in each other's way where they share a GPU."""
+    """Costs with `degrees` GPUs for draft and target (0: the target's own), of draft steps of up to `rows` rows. One
+    model works at a time, so that models on one GPU do not slow each other down."""
     mode = _mode(EngineConfig(form="lockstep", block=PROBED_BLOCK), degrees, WIDE_ROWS)
     longest = min(backend.shape(mode, role).max_context for role in ModelRole)
     context = min(room_for(effort.context, PROBED_BLOCK), longest)
-    # Everybody who is timed reads pages of its own; the request of which all of a round is timed needs some, too.
+    # Every timed row reads pages of its own, and so does the request whose whole rounds are timed.
     pages = pool_for(max(4, min(rows, effort.crowd)) * context)
     config = replace(mode.config, max_slots=rows, max_context=context, pages=pages)
     with backend.engine(mode, config) as engine:
@@ -236,7 +236,8 @@ def measure_costs(backend: PromptBackend, degrees: tuple[int, int], effort: Effo
 def measure_acceptance(
     backend: PromptBackend, degrees: tuple[int, int], law: Mapping[str, Any], problems: int = PROBED_PROBLEMS
 ) -> AcceptanceCurve:
-    """From exact answers to problems, with one row and with `WIDE_ROWS`. `law`: settings of `SamplingParams`, by name."""
+    """Acceptance in exact answers to problems, with one row and with `WIDE_ROWS`. `law`: settings of `SamplingParams`,
+    by name."""
     missed = {}
     for rows in (1, WIDE_ROWS):
         load = problem_load(backend.tokenizer, problems)
@@ -252,8 +253,8 @@ def measure_acceptance(
 
 
 def missed_share(stats: EngineStats, answers: int) -> float:
-    """Of the tokens that rounds in lockstep compared, those that the target drew otherwise. Never 0 or 1, however few
-    there were.
+    """Share of the tokens compared by rounds in lockstep that the target drew differently. Never 0 or 1, however few
+    tokens there were.
 
     A round compares tokens up to the first that is wrong; the last round of an answer, up to its end.
     """

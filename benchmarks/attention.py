@@ -59,7 +59,9 @@ SWEEP = {
         "block_p": block_p, "stages": stages, "warps": warps, "pieces": pieces, "block_x": block_x, "min_tiles": 1,
         "specialized": False,
     }
-    for block_p, stages, warps, pieces, block_x in product((32, 64, 128), (2, 3, 4, 6), (4, 8), (8, 16, 33, 49, 66), (64, 128))
+    for block_p, stages, warps, pieces, block_x in product(
+        (32, 64, 128), (2, 3, 4, 6), (4, 8), (8, 16, 33, 49, 66), (64, 128)
+    )
 }  # fmt: skip
 """More pieces than multiprocessors for each key/value head (16) put several programs on one, which wait for memory in
 turn."""
@@ -236,7 +238,7 @@ def step(inputs: Inputs) -> Call:
 
 
 def microseconds(call: Call, calls: int) -> float:
-    """Of one call, as the median over replays of a graph of them all."""
+    """Time of one call, as the median over replays of a graph of all calls."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for layer in range(min(3, calls)):
@@ -267,7 +269,7 @@ def measure(name: str, inputs: Inputs, build: Callable[[], Call], reference_THD:
         us = microseconds(call, inputs.calls)
     except Exception as failure:
         print(
-            f"    {name:20s} failed: {type(failure).__name__}: {str(failure).splitlines()[0][:150] if str(failure) else ''}",
+            f"    {name:20s} failed: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:150]}",
             flush=True,
         )
         return {"name": name, "failed": type(failure).__name__}

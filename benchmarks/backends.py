@@ -37,11 +37,11 @@ class Mode:
     config: EngineConfig
     particles: int
     degrees: tuple[int, int]
-    """GPUs of draft and target; 0: the draft is on the target's."""
+    """GPUs of draft and target; 0: the draft shares the target's."""
     population: str | None = None
-    """Of SMC; None: the library's default."""
+    """Population of SMC; None: the library's default."""
     verification: str | None = None
-    """Of exact decoding, likewise."""
+    """Verification of exact decoding; None: the library's default."""
 
     @property
     def gpus(self) -> int:

@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 ROUNDS = 30
 LAW = ("temperature", "top_k", "top_p", "min_p", "guidance_scale")
-"""Options that say what law tokens are drawn from."""
+"""Options of the distribution that tokens are drawn from."""
 OF_METHOD = {"smc": "population", "exact": "verification"}
-"""What each method, and no other, has to be told."""
+"""The option that each method has for itself."""
 OWN = ("target_dtype", "draft_dtype", "draft_vocab", "draft_vocab_text")
-"""Options that say how the models are held."""
+"""Options of the models' types and draft vocabulary."""
 PLACES = ("target", "draft")
 
 ParticlesList = Annotated[
@@ -88,7 +88,8 @@ Advise = Annotated[
     bool,
     options.option(
         options.MEASURE,
-        "Time costs, then say which split of --gpus and which N, F, K decode --concurrency requests fastest (exact decoding).",
+        "Time costs, then say which split of --gpus and which N, F, K decode --concurrency requests fastest "
+        "(exact decoding).",
         "--advise",
         show_default=False,
         metavar="",
@@ -126,7 +127,8 @@ class BenchOptions:
         str | None,
         options.option(
             options.MODELS,
-            "random: shapes named by --target, --draft; grown: the demo pair inside such shapes, with problems as prompts (cuda only).",
+            "random: shapes named by --target, --draft; grown: the demo pair inside such shapes, with problems as "
+            "prompts (cuda only).",
             metavar="files|random|grown",
         ),
     ] = None
@@ -134,7 +136,8 @@ class BenchOptions:
         list[str] | None,
         options.option(
             options.MEASURE,
-            f"Of {', '.join(MODES)} and, with --link, {WIDE} (plain on all GPUs of both models); may be repeated (cuda only).",
+            f"Of {', '.join(MODES)} and, with --link, {WIDE} (plain on all GPUs of both models); may be repeated "
+            "(cuda only).",
             "--mode",
             metavar="MODE",
         ),
@@ -151,7 +154,8 @@ class BenchOptions:
         bool,
         options.option(
             options.MEASURE,
-            "Time to the first token, alone and beside --concurrency requests, new and cached. Default of --context: 256, 4k, 16k, 64k.",
+            "Time to the first token, alone and beside --concurrency requests, new and cached. Default of --context: "
+            "256, 4k, 16k, 64k.",
             "--prompts",
         ),
     ] = False
@@ -204,7 +208,8 @@ class BenchOptions:
         str | None,
         options.option(
             options.ENGINE,
-            "For exact decoding: as much as its cost, timed first, pays for, or always all of the tree (cuda only). Default: always.",
+            "For exact decoding. costs: the tree that measured costs pay for; always: the whole tree (cuda only). "
+            "Default: always.",
             "--drafting",
             metavar="costs|always",
         ),
@@ -217,7 +222,7 @@ class BenchOptions:
         options.option(options.OUTPUT, "Write a Chrome trace of all timed rounds here (cuda only).", metavar="FILE"),
     ] = None
     picture: Annotated[
-        Path | None, options.option(options.OUTPUT, "Draw what --advise foretells (png).", metavar="FILE")
+        Path | None, options.option(options.OUTPUT, "Draw what --advise predicts (png).", metavar="FILE")
     ] = None
 
     def named(self, *names: str) -> dict[str, Any]:
@@ -225,12 +230,12 @@ class BenchOptions:
 
     @property
     def law(self) -> dict[str, Any]:
-        """Of the target's, what was given; of `SamplingParams`, by name."""
+        """Given settings of the target's distribution, by their names in `SamplingParams`."""
         return {name: value for name, value in self.named(*LAW).items() if value is not None}
 
     @property
     def modes(self) -> Sequence[str]:
-        """Of GPUs, each once, in the order given."""
+        """Modes on GPUs, each once, in the order given."""
         return tuple(dict.fromkeys(self.mode or (APART if self.link else MODES)))
 
     @property
@@ -279,18 +284,18 @@ class BenchOptions:
             refuse_idle(idle, "without --link")
 
     def check_decoding(self) -> None:
-        """Raises ValueError for what cannot be decoded so, or has no effect with it."""
+        """Raises ValueError for options that contradict the method or have no effect with it."""
         from smc.api.sampling_params import SamplingParams
 
         if self.load == "grown" and self.guidance_scale not in (None, 1):
             raise ValueError(
-                f"--guidance-scale {self.guidance_scale:g} has laws that are not the small pair's with --load grown, whose further tokens "
-                "come to be drawn; allowed: --load random, or files"
+                f"--guidance-scale {self.guidance_scale:g} draws tokens that the small pair does not have with --load "
+                "grown; allowed: --load random, or files"
             )
         for decoding in self.decodings:
             if decoding["method"] not in OF_METHOD:
                 raise ValueError(
-                    f"--method {decoding['method']}; allowed: {', '.join(OF_METHOD)} (plain decoding is a mode of its own)"
+                    f"--method {decoding['method']}; allowed: {', '.join(OF_METHOD)} (plain decoding is a mode)"
                 )
             SamplingParams(**decoding)
         if "exact" not in (self.method or ()):
@@ -476,8 +481,8 @@ def _gang_config(asked: BenchOptions) -> WorkerGroupConfig:
 def _backend(
     link: Sequence[str] | None, config: WorkerGroupConfig, degrees: tuple[int, int]
 ) -> Iterator[tuple[BenchBackend, int | None]]:
-    """With how many GPUs there are (None on a CPU): in this process, or with `link` each rank in one of its own.
-    `degrees`: of draft and target, where each has its own."""
+    """A backend in this process, or with `link` one with each rank in a process of its own; and the number of GPUs,
+    None on a CPU. `degrees`: GPUs of draft and target, where each has its own."""
     from benchmarks.backends import GpuBackend, MixedBackend
     from benchmarks.processes import ProcessBackend
     from smc.loading import LoadedModels
@@ -510,7 +515,7 @@ def _cpu_backend(asked: BenchOptions) -> CpuBackend:
 
 
 def _measure_speed(plan: SpeedPlan, backend: BenchBackend, gpus: int, asked: BenchOptions) -> None:
-    # After every line, rather than after an hour.
+    # The file is written after every line, since a run can take an hour.
     rows = measure_speed(plan, backend, gpus, asked.trace, lambda found: _write(asked.json, found))
     out.print(speed_table(rows), SPEED_LEGEND.format(rounds=plan.rounds), sep="\n")
     if tables := curve_tables(costs_of_speeds(rows, plan.drafting)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from benchmarks.bench import bench
 from services.cli import options
+from services.cli.options import with_options
 from smc.terminal import check_drawing, err, out, progress_bar
 
 if TYPE_CHECKING:
@@ -48,86 +50,92 @@ GridBranches = Annotated[
 ]
 
 
-def evaluate(
-    ctx: typer.Context,
+@dataclass(frozen=True)
+class EvalOptions:
+    """Options of `smcserve eval`. Options that were not given are None, or False."""
+
     load: Annotated[
         str,
         options.option(
             options.MODELS, "files: the demo pair; grown: the same inside larger shapes.", metavar="files|grown"
         ),
-    ] = "files",
+    ] = "files"
     target: Annotated[
         str | None, options.option(options.MODELS, "Shape of the grown target, such as llama-8b.", metavar="SHAPE")
-    ] = None,
+    ] = None
     draft: Annotated[
         str | None, options.option(options.MODELS, "Shape of the grown draft, such as llama-1b.", metavar="SHAPE")
-    ] = None,
-    device: options.Device = "cpu",
-    dtype: options.Dtype = None,
-    target_dtype: options.TargetDtype = None,
-    draft_dtype: options.DraftDtype = None,
-    draft_vocab: options.DraftVocab = None,
-    draft_vocab_text: options.DraftVocabText = None,
+    ] = None
+    device: options.Device = "cpu"
+    dtype: options.Dtype = None
+    target_dtype: options.TargetDtype = None
+    draft_dtype: options.DraftDtype = None
+    draft_vocab: options.DraftVocab = None
+    draft_vocab_text: options.DraftVocabText = None
     problems: Annotated[
         int, options.option(options.MEASURE, "Held-out problems a setting answers.", metavar="COUNT")
-    ] = 1000,
-    seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 0,
+    ] = 1000
+    seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 0
     speed_problems: Annotated[
         int, options.option(options.MEASURE, "Problems timed one request at a time; 0 = none.", metavar="COUNT")
-    ] = 20,
+    ] = 20
     only: Annotated[
         list[str] | None,
         options.option(
             options.MEASURE, "Settings with all these words, such as 'exact N=8'; may be repeated.", metavar="TEXT"
         ),
-    ] = None,
-    particles: GridParticles = None,
-    block: GridBlocks = None,
-    branches: GridBranches = None,
+    ] = None
+    particles: GridParticles = None
+    block: GridBlocks = None
+    branches: GridBranches = None
     temperature: Annotated[
         float, options.option(options.SAMPLING, "Of the target law; 0 = greedy, without SMC.", metavar="T")
-    ] = 1.0,
-    ess_threshold: Annotated[float | None, options.sampling_option("ess_threshold")] = None,
-    concurrency: Annotated[int, options.option(options.ENGINE, "Requests in flight.", metavar="COUNT")] = 8,
-    threads: Annotated[int, options.option(options.ENGINE, "CPU threads of torch.", metavar="COUNT")] = 1,
+    ] = 1.0
+    ess_threshold: Annotated[float | None, options.sampling_option("ess_threshold")] = None
+    concurrency: Annotated[int, options.option(options.ENGINE, "Requests in flight.", metavar="COUNT")] = 8
+    threads: Annotated[int, options.option(options.ENGINE, "CPU threads of torch.", metavar="COUNT")] = 1
     json: Annotated[
         Path | None, options.option(options.OUTPUT, "Write results here after every setting.", metavar="FILE")
-    ] = None,
+    ] = None
     accuracy_from: Annotated[
         list[Path] | None,
         options.option(
             options.OUTPUT, "Record whose settings are not answered again, only timed; may be repeated.", metavar="FILE"
         ),
-    ] = None,
-    resume: options.Resume = False,
-    markdown: Annotated[
-        Path | None, options.option(options.OUTPUT, "Write the table as markdown.", metavar="FILE")
-    ] = None,
+    ] = None
+    resume: options.Resume = False
+    markdown: Annotated[Path | None, options.option(options.OUTPUT, "Write the table as markdown.", metavar="FILE")] = (
+        None
+    )
     picture: Annotated[
         Path | None, options.option(options.OUTPUT, "Draw quality against speed (png).", metavar="FILE")
-    ] = None,
-) -> None:
+    ] = None
+
+
+@with_options(EvalOptions)
+def evaluate(asked: EvalOptions) -> None:
     """Measure quality and speed of every way of decoding, on problems made for it."""
     from benchmarks.reports.quality import DemoPairs, QualityPlan, measure_all, prepare, report
 
-    plan = QualityPlan(**{name: ctx.params[name] for name in QualityPlan.__dataclass_fields__})
-    _check_outputs(plan, json, markdown, picture)
-    settings = _settings(grid_of(particles, block, branches, temperature), only)
-    if ess_threshold is not None and not any(setting.population == "independent" for setting in settings):
+    plan = QualityPlan(**{name: getattr(asked, name) for name in QualityPlan.__dataclass_fields__})
+    _check_outputs(plan, asked.json, asked.markdown, asked.picture)
+    settings = _settings(grid_of(asked.particles, asked.block, asked.branches, asked.temperature), asked.only)
+    threshold = asked.ess_threshold
+    if threshold is not None and not any(setting.population == "independent" for setting in settings):
         raise ValueError(
-            f"--ess-threshold {ess_threshold:g} has no effect without settings of independent particles; leave it out"
+            f"--ess-threshold {threshold:g} has no effect without settings of independent particles; leave it out"
         )
-    own = (dtype, target_dtype, draft_dtype, draft_vocab, draft_vocab_text)
-    if accuracy_from and not speed_problems:
+    if asked.accuracy_from and not asked.speed_problems:
         raise ValueError("--accuracy-from leaves nothing to be measured with --speed-problems 0; leave one of them out")
-    pairs = DemoPairs.of(load, target, draft, device, own)
-    record, known = prepare(plan, settings, pairs, json, resume, accuracy_from or ())
+    own = (asked.dtype, asked.target_dtype, asked.draft_dtype, asked.draft_vocab, asked.draft_vocab_text)
+    pairs = DemoPairs.of(asked.load, asked.target, asked.draft, asked.device, own)
+    record, known = prepare(plan, settings, pairs, asked.json, asked.resume, asked.accuracy_from or ())
     measure_all(pairs, plan, settings, record, known)
-    report(plan, settings, record, markdown, picture)
+    report(plan, settings, record, asked.markdown, asked.picture)
 
 
 def _check_outputs(plan: QualityPlan, *paths: Path | None) -> None:
-    """Now rather than after an hour."""
+    """Raises ValueError for files that cannot be written, before anything is measured."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ValueError(
@@ -142,7 +150,7 @@ def _check_outputs(plan: QualityPlan, *paths: Path | None) -> None:
 def grid_of(
     particles: Sequence[int] | None, blocks: Sequence[int] | None, branches: Sequence[int] | None, temperature: float
 ) -> list[DecodingSetting]:
-    """SMC has no law at temperature 0."""
+    """The settings of the table; without SMC at temperature 0, where it is not defined."""
     from benchmarks.quality import grid
 
     return [setting for setting in grid(particles, blocks, branches) if setting.method != "smc" or temperature != 0]
@@ -155,7 +163,8 @@ def _settings(settings: list[DecodingSetting], only: Sequence[str] | None) -> li
     chosen = [setting for setting in settings if any(_fits(setting.name, words) for words in wanted)]
     if not chosen:
         raise ValueError(
-            f"--only {' --only '.join(map(repr, only))} leaves no setting; there are: {', '.join(s.name for s in settings)}"
+            f"--only {' --only '.join(map(repr, only))} leaves no setting; "
+            f"there are: {', '.join(s.name for s in settings)}"
         )
     return chosen
 
@@ -176,7 +185,7 @@ def timeline(
     ] = 0.0,
     length: Annotated[float, options.option(options.OUTPUT, "Milliseconds to show.", metavar="MS")] = 150.0,
 ) -> None:
-    """Draw who worked when: draft, target and coordinator on one clock."""
+    """Draw when draft, target and coordinator worked, on one clock."""
     from benchmarks.reports.timeline import LANES, draw, read, within
 
     if length <= 0:
@@ -190,7 +199,8 @@ def timeline(
     if not shown:
         last = max(event["ts"] for event in events) / 1e3
         raise ValueError(
-            f"--begin {begin:g}: nothing was recorded there; the trace ends {last - start + begin:.0f} ms after its start"
+            f"--begin {begin:g}: nothing was recorded there; "
+            f"the trace ends {last - start + begin:.0f} ms after its start"
         )
     draw(shown, start, length, picture)
     for lane in LANES:

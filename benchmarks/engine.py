@@ -67,8 +67,8 @@ def allocated() -> list[float]:
 
 
 def mixed(args: argparse.Namespace) -> dict:
-    """So many requests at once, of 1 to 32 particles and all kinds of laws, lengths and ends; another comes when one
-    has been answered."""
+    """A fixed number of requests at once, of 1 to 32 particles and varied sampling settings, lengths and ends; an
+    answered request is replaced by a new one."""
     config = EngineConfig(block=args.block, branches=2, max_slots=512, max_context=1024, pages=200_000)
     engine, rng = make_engine(args, config), random.Random(1)
     vocab, asked = engine.tokenizer.size, 0
@@ -113,7 +113,8 @@ def mixed(args: argparse.Namespace) -> dict:
             )
             held, recordings = memory[-1]
             print(
-                f"{len(lengths)} rounds: {held:.3f} GiB, {recordings} of it recordings; {statistics.median(lengths[-200:]):.1f} ms",
+                f"{len(lengths)} rounds: {held:.3f} GiB, {recordings} of it recordings; "
+                f"{statistics.median(lengths[-200:]):.1f} ms",
                 flush=True,
             )
     pair_rounds = [(rows, used) for program, rows, used in plans if program == "pair"]
@@ -185,9 +186,16 @@ def capacity(args: argparse.Namespace) -> dict:
                 flush=True,
             )
     return {
-        "pages": pages, "free_pages_now": pages_that_fit(size, torch.device("cuda:0")), "before": before, "running_at_most": most,
-        "pages_used_at_most": used, "answered": answered, "preemptions": preempted, "steps": steps, "seconds": time.monotonic() - begin,
-    }  # fmt: skip
+        "pages": pages,
+        "free_pages_now": pages_that_fit(size, torch.device("cuda:0")),
+        "before": before,
+        "running_at_most": most,
+        "pages_used_at_most": used,
+        "answered": answered,
+        "preemptions": preempted,
+        "steps": steps,
+        "seconds": time.monotonic() - begin,
+    }
 
 
 def profile(args: argparse.Namespace) -> dict:

@@ -166,7 +166,8 @@ def note(name: str, us: float, traffic: float, **more: object) -> None:
     floor = traffic / BANDWIDTH * 1e6
     report[name] = {"us": round(us, 2), "floor_us": round(floor, 2), **more}
     print(
-        f"{name:34s} {us:8.2f} us   floor {floor:7.2f}   {floor / us:5.0%}   {' '.join(f'{k}={v}' for k, v in more.items())}",
+        f"{name:34s} {us:8.2f} us   floor {floor:7.2f}   {floor / us:5.0%}   "
+        + " ".join(f"{key}={value}" for key, value in more.items()),
         flush=True,
     )
 
@@ -396,7 +397,7 @@ def own_products(x: Tensor | Rounded, gated: bool, matrices: list, expected: Ten
 def bench_product(
     inputs: int, outputs: int, rows: int, gated: bool
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Of one product: the columns, and all tilings by type."""
+    """The columns of one product, and the times of all its tilings by type."""
     weights, x_TK = copies(random(outputs, inputs, scale=inputs**-0.5)), random(rows, inputs)
     matrices = {"bf16": [(weight, None) for weight in weights]}
     weight8, scale = quantise(weights[0])

@@ -2,7 +2,8 @@
 
     python -m benchmarks.passes decode [llama-1b:bfloat16:32x1:256:1:8 llama-8b:bfloat16:64x1:1024:64 ...] [--no-pdl]
     [--kernels]
-    python -m benchmarks.passes prompt|attention [--shapes llama-8b,llama-1b] [--queries 16,256,...] [--pasts 0,4096,...]
+    python -m benchmarks.passes prompt|attention [--shapes llama-8b,llama-1b] [--queries 16,256,...]
+    [--pasts 0,4096,...]
 
 Random weights. The last line is JSON.
 
@@ -25,7 +26,8 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +66,7 @@ OWN, WIDTH, PAGES = 24, 16_800, 17_500
 it takes."""
 DEVICE, DTYPE = torch.device("cuda:0"), torch.bfloat16
 LAYERS = 4
-"""Of a pool for attention alone, one after another: the L2 cache does not hold them."""
+"""Layers of a pool for attention alone, used in turn, so that the L2 cache does not hold them."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class DecodePass:
 
     @property
     def pages(self) -> int:
-        """Of its rows."""
+        """Pages of all rows."""
         return self.groups * self.context + self.rows * (OWN + self.queries)
 
     @property
@@ -169,7 +171,7 @@ def milliseconds(graph: torch.cuda.CUDAGraph, replays: int = 12) -> float:
 
 
 def kernels(graph: torch.cuda.CUDAGraph) -> dict[str, tuple[int, float]]:
-    """Of each kind of kernel: launches, and microseconds of all of them. Those that begin early count from then."""
+    """Launches of each kind of kernel, and their microseconds; a kernel that begins early counts from its beginning."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
         graph.replay()
         torch.cuda.synchronize()
@@ -215,6 +217,10 @@ def batch_of(rows: int, queries: int, past: int) -> ForwardBatch:
     )
 
 
+def read_layers(planned: Any, q_THD: Tensor) -> list[Tensor]:
+    return [planned.read(layer, q_THD) for layer in range(LAYERS)]
+
+
 def time_attention(name: str, queries: int, past: int) -> list[dict]:
     config = preset(name)
     heads, dim, found = (config.num_heads, config.num_kv_heads), config.head_dim, []
@@ -243,7 +249,8 @@ def time_attention(name: str, queries: int, past: int) -> list[dict]:
             out = planned.read(0, q_THD).float()
             expected = out if expected is None else expected
             error = float((out - expected).norm() / expected.norm())
-            spent = call_milliseconds(lambda: [planned.read(layer, q_THD) for layer in range(LAYERS)]) / LAYERS  # noqa: B023
+            read = partial(read_layers, planned, q_THD)
+            spent = call_milliseconds(read) / LAYERS
             share = 4 * heads[0] * dim * seen / (1e-3 * spent * PEAK)
             line |= {kernel: round(spent, 4), f"{kernel}_peak": round(share, 3), f"{kernel}_plan": round(host, 3)}
             assert error < 2e-2, (line, kernel, error)

@@ -36,7 +36,7 @@ from smc.types import ModelRole
 
 HOST = "127.0.0.1"
 END_SECONDS = 20.0
-"""For a rank to come back from an engine, and for its process to end."""
+"""Time for a rank to leave an engine, and for its process to end."""
 
 
 class RankProcesses:

@@ -34,12 +34,12 @@ from smc.types import ModelRole
 PEAK = 7.9e14
 """Operations a second that an H200 reaches in products of bfloat16."""
 BESIDE_TOKENS = 256
-"""Of the prompts of requests that are decoded meanwhile, at most."""
+"""Prompt tokens of requests that are decoded meanwhile, at most."""
 BESIDE_ROUNDS, ROUNDS_A_CHUNK = 64, 3
-"""That such a request takes part in, besides those before a prompt, and more for each of a prompt's smallest chunks: it
-is to outlast the prompt."""
+"""Rounds that such a request takes part in besides those before a prompt, and further ones for each of the prompt's
+smallest chunks: the request must outlast the prompt."""
 MOST_BESIDE = 1 << 19
-"""Positions of all particles of all such requests, at most: 64 GiB of an 8B model. With more they end sooner."""
+"""Positions of all particles of all such requests, at most: 64 GiB of an 8B model. Longer answers are cut."""
 REPEATS = 3
 
 PromptRuns = dict[str, list[Pending[PromptResult[np.ndarray]]]]
@@ -56,11 +56,11 @@ class FirstToken:
     context: int
     """Prompt tokens."""
     cached: int
-    """Of these, found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     beside: int
     """Requests that are decoded meanwhile."""
     ttft: float
-    """From submission to the first token."""
+    """Time from submission to the first token."""
     draft: float
     """The draft at the prompt."""
     target: float
@@ -70,7 +70,7 @@ class FirstToken:
     chunks: int
     """Passes of the target."""
     round: float | None
-    """A round without a prompt, the mean; None where nobody is decoded."""
+    """A round without a prompt, the mean; None where no other request is decoded."""
     round_beside: float | None
     """A round while the prompt runs, the mean."""
     longest: float | None
@@ -89,9 +89,9 @@ class _Run:
     ttft: float
     """Seconds, as all here."""
     steps: list[float]
-    """Of the host's loop meanwhile, those with rounds of all."""
+    """Steps of the engine meanwhile in which all requests had rounds."""
     took: dict[str, float]
-    """By role: a model at the prompt."""
+    """Time of each model at the prompt."""
     chunks: int
     answer: Answer
 
@@ -107,12 +107,12 @@ class FirstTokenTimer:
         law: Mapping[str, Any] | None = None,
     ) -> None:
         """`quiet`: rounds before each prompt, which those beside it are compared with; `law`: settings of
-        `SamplingParams` for whoever is decoded meanwhile, by name."""
+        `SamplingParams` of the requests that are decoded meanwhile, by name."""
         self._backend, self._quiet, self._on_prompt, self._law = backend, quiet, on_prompt, law or {}
 
     def run(self, mode: Mode, context: int, beside: int) -> list[FirstToken]:
-        """Of prompts that are new, and of the same again. Raises ValueError for a context that the models were not made
-        for."""
+        """Rows for new prompts and for the same prompts again. Raises ValueError for a context that is too long for the
+        models."""
         rows: dict[str, Any] = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
         params = SamplingParams(method=mode.method, **rows, **self._law)
         longest = min(self._backend.shape(mode, role).max_context for role in ModelRole)
@@ -190,7 +190,7 @@ def operations(config: ModelConfig, tokens: int, past: int) -> float:
 
 @contextmanager
 def _listening(engine: Engine) -> Iterator[PromptRuns]:
-    """Whatever prompts the engine's workers are asked to run, by role."""
+    """The prompts that the engine's workers are asked to run, by role."""
     asked: PromptRuns = {role: [] for role in ModelRole}
     for role, worker in engine.workers.items():
 
@@ -246,7 +246,7 @@ def _timed_step(loop: ClosedLoop) -> tuple[float, list[Output]]:
 
 
 def _asking(mode: Mode) -> SamplingParams:
-    """For a first token by every model of a mode; how the rest would be decoded makes no difference to it."""
+    """Settings for a first token that needs every model of a mode; further tokens are not decoded."""
     rows = {"method": Method.TARGET} if mode.method.plain else {"method": Method.EXACT, "particles": 1}
     return SamplingParams(**rows, max_tokens=1, ignore_eos=True, seed=1)
 

@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 EXACT_PARTICLES, EXACT_BLOCKS = (1, 4, 8, 16), (4, 5, 8)
 WIDE, WIDE_BRANCHES, EXACT_BRANCHES = 16, 2, 4
-"""From so many rows on a tree is wide: fewer branches of each will do."""
+"""Rows from which a tree counts as wide and gets fewer branches a row."""
 REJECTION_PARTICLES, REJECTION_BLOCKS = (1, 4, 8), (5,)
 SMC_PARTICLES = (4, 8, 16, 32)
 LOCKSTEP_BLOCKS, LOOKAHEAD_BLOCKS = (8, 5), (5,)
 BRANCHES = (1, 2, 4)
 WARM_UP_PROBLEMS = 5
 VERSION = 3
-"""Version of the file. Settings of version 1 had no population, and its answers were drawn otherwise; speeds of version 2
-included prompts."""
+"""Version of the file. Version 1 had no population and drew answers differently; speeds of version 2 included
+prompts."""
 
 
 SAME_ANSWERS = ("problems", "seed", "temperature", "ess_threshold", "weights_sha256", "draft_vocab")
@@ -105,12 +105,12 @@ class Terms:
     seed: int
     temperature: float = 1.0
     ess_threshold: float | None = None
-    """Of independent particles."""
+    """ESS threshold of independent particles."""
 
 
 @dataclass(frozen=True)
 class QualityRow:
-    """The results of one setting. `rounds` and below are means over answers; None where the method has no such value."""
+    """The results of one setting. `rounds` and below are means over answers; None: the method has no such value."""
 
     setting: DecodingSetting
     accuracy: Accuracy
@@ -128,7 +128,7 @@ class QualityRow:
     """Rounds after which what had been drafted ahead went on as the target did, as a share of all; exact decoding ahead
     only."""
     mean_logp: float | None = None
-    """Of an answer's token under the target's law. Not of the draft alone, where the target does not run."""
+    """Mean log-probability of an answer's token under the target; None for the draft alone."""
     tokens_per_second: float | None = None
     """Answer tokens per second with one request at a time, from the first token on, where that was measured."""
     first_token: float | None = None
@@ -136,7 +136,7 @@ class QualityRow:
 
     @property
     def tokens_a_round(self) -> float | None:
-        """But for the first token of an answer, which comes with the prompt."""
+        """Without the first token of an answer, which comes with the prompt."""
         return (self.tokens - 1) / self.rounds if self.rounds else None
 
     @property
@@ -254,7 +254,7 @@ def problem_requests(
 def _answers(
     pair: ModelPair, setting: DecodingSetting, problems: Sequence[Problem], requests: list[Request], concurrency: int
 ) -> Iterator[tuple[Problem, Answer]]:
-    """In the order in which they end."""
+    """Problems and answers in the order in which the answers end."""
     from benchmarks.load import ClosedLoop
     from smc.local_engine import fitted_engine
 
@@ -324,7 +324,7 @@ class QualityRecord:
         self.write()
 
     def write(self) -> None:
-        """In one move, so that a run stopped while writing leaves the file as it was."""
+        """Write a new file and rename it, so that an interrupted run leaves the old one."""
         if self.path is None:
             return
         content = {
@@ -347,8 +347,8 @@ def solved_before(paths: Sequence[Path], conditions: dict[str, Any]) -> tuple[di
         found, theirs = _read(path, conditions, SAME_ANSWERS, "taken for --accuracy-from")
         if "fp8" in f"{theirs['dtype']} {conditions['dtype']}" and theirs["dtype"] != conditions["dtype"]:
             raise ValueError(
-                f"{path} cannot be taken for --accuracy-from: dtype was {theirs['dtype']!r} and is now {conditions['dtype']!r}, "
-                "and FP8 solves other problems"
+                f"{path} cannot be taken for --accuracy-from: dtype was {theirs['dtype']!r} and is now "
+                f"{conditions['dtype']!r}, and FP8 solves other problems"
             )
         rows |= {
             name: replace(row, batch_tokens_per_second=None, tokens_per_second=None, first_token=None)

@@ -37,13 +37,13 @@ class RoundTime:
     particles: int
     rounds: int
     tokens: float
-    """By which an answer grows in a round: of exact decoding, as many as these rounds confirmed."""
+    """Tokens that a round adds to an answer; of exact decoding, tokens confirmed."""
     host: float
-    """Scheduling, planning, recording: all that is neither of the next two."""
+    """Time of scheduling, planning and recording."""
     draft: float
-    """Forward passes and draws of the draft."""
+    """Time of the draft's forward passes and draws."""
     target: float
-    """The target's pass, the law of what it scored, the choice, and its own following of it."""
+    """Time of the target's pass, scores, resampling and remapping."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Speed:
     gpus: int
     target_gpus: int
     rows: float
-    """Of a request in a round in which something was drafted for it, the mean; plain decoding has one."""
+    """Rows of a request, the mean over rounds in which something was drafted for it; plain decoding has one."""
     alone: float
     """Share of the rounds of exact decoding in which nothing was drafted for a request, because costs said so."""
     tokens: float
@@ -65,7 +65,8 @@ class Speed:
     choose: float
     """Weighing, and choosing what goes on."""
     link: float
-    """Nobody at work: messages are on their way, or the host is late. As near as the clocks of processes agree."""
+    """Time in which no model works: messages are on their way, or the host is late. As exact as the clocks of the
+    processes agree."""
     host: float
     """The host's time to plan and queue a round, which hides behind the models unless it is longer."""
     idle: float
@@ -83,21 +84,21 @@ class TracedRound:
     begin: int
     end: int
     waited: tuple[int, int]
-    """When the host did nothing else."""
+    """Begin and end of the host's wait."""
     worked: dict[str, tuple[int, int]]
-    """What the models did, by name; their passes have the names of their sides."""
+    """Begin and end of the models' work by name; their passes have the names of their roles."""
 
 
 @dataclass
 class TimedRounds:
-    """What was seen of timed rounds."""
+    """Measurements of timed rounds."""
 
     spans: list[tuple[int, float]] = field(default_factory=list)
     """Wave, and seconds from one round to the next."""
     hosts: list[float] = field(default_factory=list)
     """Seconds of planning and queueing."""
     work: list[dict[str, tuple[int, int]]] = field(default_factory=list)
-    """Of the models: begin and end by name."""
+    """Work of the models: begin and end by name."""
     runs: list[int] = field(default_factory=list)
     """Numbers of these: rounds of one follow each other, between two of them lies what was not timed."""
     delivered: int = 0
@@ -113,7 +114,7 @@ class TimedRounds:
 
     @property
     def link(self) -> float:
-        """Seconds a round in which nobody is at work."""
+        """Seconds a round in which no model works."""
         runs = [
             [worked for _, worked in rounds]
             for _, rounds in groupby(zip(self.runs, self.work), key=lambda round: round[0])
@@ -122,7 +123,7 @@ class TimedRounds:
 
     @property
     def tokens(self) -> float:
-        """Of a request in a round, the mean."""
+        """Tokens of a request in a round, the mean."""
         return self.delivered / self.took_part
 
 
@@ -199,7 +200,7 @@ class ModeTimer:
         )
 
     def _watch(self, loop: ClosedLoop | Waves, method: Method, rounds: int) -> TimedRounds:
-        """So many rounds that are to be timed."""
+        """Time `rounds` rounds."""
         sources, seen = [loop.engine.rounds_of(one) for one in dict.fromkeys((method, Method.TARGET))], TimedRounds()
         last, run = time.monotonic_ns(), 0
         while len(seen.spans) < rounds:
@@ -220,8 +221,7 @@ class ModeTimer:
                     if self._on_round is not None:
                         self._on_round(TracedRound(last, now, source.waited, seen.work[-1]))
             run += not loop.steady
-            # Not a later time: the GPUs go on while this is being written down, and what is left out would make them
-            # look faster.
+            # Not a later time: the GPUs go on meanwhile, and the time left out would make them look faster.
             last = now
         return seen
 
@@ -252,7 +252,7 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
 
 
 def _rehearse(engine: Engine) -> None:
-    """As a service does: trees of all sizes come about where costs decide."""
+    """Warm up as a service does, since costs lead to trees of all sizes."""
     warm_up(
         engine,
         warm_up_plans(engine.config, engine.context, [kind for kind in KINDS if Kind.DISTINCT not in kind[1]], [()]),
@@ -260,5 +260,5 @@ def _rehearse(engine: Engine) -> None:
 
 
 def _stride(mode: Mode) -> int:
-    """By which an answer grows in a round, at most."""
+    """Most tokens that a round adds to an answer."""
     return mode.config.block if mode.method.plain or mode.config.lookahead else mode.config.block + 1

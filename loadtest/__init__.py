@@ -1,5 +1,4 @@
-"""An open-loop load generator for the service: when requests come, what they ask, what was measured, and whether that
-was good enough.
+"""An open-loop load generator for the service, with measurements and checks.
 
-It is a client like any other: it knows the public API and the metrics page, and nothing about how answers are decoded.
+It is a client: it knows the public API and the metrics page, and nothing about decoding.
 """

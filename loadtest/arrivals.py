@@ -1,5 +1,4 @@
-"""When requests come, as endless sequences of seconds since the start. Knows nothing about what is asked, or whether
-anybody answers."""
+"""Arrival times of requests, as endless sequences of seconds since the start. Knows nothing about requests."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ KINDS = ("poisson", "gamma", "constant", "ramp", "trace")
 
 
 def poisson(rate: float, rng: np.random.Generator) -> Iterator[float]:
-    """Independent of each other: what many users who know nothing of each other amount to."""
+    """Arrivals independent of each other, as of many independent users."""
     return gamma(rate, 1.0, rng)
 
 

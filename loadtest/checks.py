@@ -1,5 +1,5 @@
-"""Whether a run was good: the objective, errors, what was left behind, behaviour under overload. Pure functions of what
-was measured."""
+"""Whether a run was good: the objective, errors, what the run left behind, behaviour under overload. Pure functions of
+the measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REFUSALS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
 OVERWHELMED = ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED")
 """Codes that load alone explains, and clients that give up."""
 OVERLOAD_SHARE = 0.8
-"""Of the capacity, which goodput must reach under overload."""
+"""Share of the capacity that goodput must reach under overload."""
 QUEUE_GROWTH = 1.25
 """Between the second and the last third of the time in which requests are sent; a queue that has a bound is at it by
 then."""
@@ -30,7 +30,7 @@ MEMORY_GROWTH, MEMORY_SLACK = 0.02, 8 << 20
 COUNT_SLACK = 8
 """Threads, or open files, that a process may have more of: as many requests come and go."""
 ENOUGH_SAMPLES = 9
-"""For a trend."""
+"""Samples that a trend needs at least."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,10 @@ def _objective(summary: RunSummary, settings: LoadSettings) -> RunCheck:
         return RunCheck("objective", None, "no request was there to be judged")
     assert settings.goodput is not None
     met = summary.attainment >= settings.attainment
-    share = f"{summary.good} of {summary.ordinary} requests ({summary.attainment:.1%}) met it; at least {settings.attainment:.1%} must"
+    share = (
+        f"{summary.good} of {summary.ordinary} requests ({summary.attainment:.1%}) met it; "
+        f"at least {settings.attainment:.1%} must"
+    )
     return RunCheck("objective", met, f"{settings.goodput.sentence}: {share}")
 
 
@@ -74,7 +77,7 @@ def _errors(summary: RunSummary) -> RunCheck:
 
 
 def overwhelmed(summary: RunSummary) -> bool:
-    """Nobody got an answer, and load alone explains why."""
+    """Whether no request was answered, for reasons that load alone explains."""
     return not summary.completed and bool(summary.codes) and set(summary.codes) <= set(OVERWHELMED)
 
 
@@ -88,8 +91,8 @@ def _workers(before: int, after: ServerSample) -> RunCheck:
 
 
 def overload(summary: RunSummary, settings: LoadSettings, during: Sequence[ServerSample]) -> list[RunCheck]:
-    """How it bears more than it can carry. `settings.capacity` is known."""
-    # Once nothing is sent any more the queue empties, and memory may be given back: that says nothing about overload.
+    """Checks of a run above capacity. `settings.capacity` is known."""
+    # After the last request the queue empties and memory may be freed, which says nothing about overload.
     sending = [sample for sample in during if sample.at <= summary.last_send]
     rate, capacity = summary.good_of_sent, settings.capacity
     assert rate is not None and capacity is not None
@@ -187,7 +190,7 @@ def memory_series(during: Sequence[ServerSample]) -> dict[str, tuple[list[float]
 
 
 def _flat(name: str, times: list[float], values: list[float]) -> RunCheck:
-    """By the slope of a straight line; the first third, in which buffers find their size, does not count."""
+    """Judge the slope of a straight line; the first third, in which buffers grow to their size, is left out."""
     title = f"memory flat: {name}"
     if len(values) < ENOUGH_SAMPLES:
         return RunCheck(title, None, f"{len(values)} looks while requests were sent are too few; let it run longer")

@@ -38,7 +38,7 @@ LIMIT = re.compile(r"\w+:")
 PRECISION = 0.1
 MAX_WAIT = 86400
 SEARCH_PROFILE = "capacity"
-"""Of a search, if no other is given."""
+"""The profile of a search, if no other is given."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -261,7 +261,7 @@ def _check_search(settings: LoadSettings, find_capacity: bool, precision: float 
 
 
 def _check_files(settings: LoadSettings, outputs: Mapping[str, Path | None]) -> None:
-    """Before a service is started; the run reads the files again. Raises ValueError, OSError."""
+    """Read the files before a service is started for them. Raises ValueError, OSError."""
     if settings.trace:
         read_trace(settings.trace)
     if settings.prompts:

@@ -1,5 +1,5 @@
-"""One request, as it was planned and as it went, and the client that sends it: where the service is, how to get in, and the
-connections of a run. Knows nothing about when requests are sent. Times are seconds since the start of the run."""
+"""One request, as planned and as it went, and the client that sends it: the address of the service, credentials and
+connections. Knows nothing about when requests are sent. Times are seconds since the start of the run."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from services.protobuf.generation import FINISH_REASONS, name_of, sampling_messa
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """Follows from the seed of the run and the request's number, whatever happens to others."""
+    """A request of the plan; it depends on the seed of the run and the request's number alone."""
 
     index: int
     at: float
     """When it is to be sent."""
     counted: bool
-    """False: it only warms up the service."""
+    """False: the request only warms up the service."""
     prompt: Prompt
     sampling: dict[str, Any]
     cancel_after: float | None = None
     """Seconds after which the client gives up."""
     cancel_after_tokens: int | None = None
     abort: bool = False
-    """It is cancelled by a call of Abort, not by leaving."""
+    """Cancel by a call of Abort instead of closing the stream."""
     pause: float = 0.0
-    """Seconds that a slow reader lets pass before it reads the next message."""
+    """Seconds that a slow reader waits before it reads the next message."""
 
     @property
     def ordinary(self) -> bool:
@@ -50,14 +50,14 @@ class RequestRecord:
     planned: PlannedRequest
     sent_at: float = 0.0
     message_times: list[float] = field(default_factory=list)
-    """Of the messages that brought tokens."""
+    """Times of the messages that brought tokens."""
     message_tokens: list[int] = field(default_factory=list)
     ended_at: float = 0.0
     code: str = ""
     """gRPC status code."""
     detail: str = ""
     cancelled: bool = False
-    """By ourselves, as planned."""
+    """Cancelled by this client, as planned."""
     finish_reason: str = ""
     prompt_tokens: int = 0
     """0 unless there is an answer: it is the service that counts them."""
@@ -78,7 +78,7 @@ class RequestRecord:
 
     @property
     def lateness(self) -> float:
-        """Of the generator itself."""
+        """Seconds by which the generator sent the request too late."""
         return self.sent_at - self.planned.at
 
     @property
@@ -112,7 +112,7 @@ WAIT_EVERY = 0.5
 
 
 class ServiceUnreachable(RuntimeError):
-    """There is no service to load."""
+    """No service answers at the address."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class ServiceEndpoint:
         )
 
     def wait(self, seconds: float) -> None:
-        """Until the service is SERVING, or fails in a way that waiting does not change. Raises Unreachable if that
-        takes longer."""
+        """Wait until the service is SERVING, or fails in a way that waiting does not change. Raises ServiceUnreachable
+        after `seconds`."""
         end = time.monotonic() + seconds
         while True:
             with self.client() as client:  # a new one each time: gRPC tries one address less and less often
@@ -205,7 +205,7 @@ class ClientConnections:
             await channel.close()
 
     async def connect(self, timeout: float) -> None:
-        """So that no request pays for a handshake. Raises ServiceUnreachable."""
+        """Connect in advance, so that no request pays for a handshake. Raises ServiceUnreachable."""
         try:
             async with asyncio.timeout(timeout):
                 for channel in self._channels:
@@ -247,7 +247,7 @@ class ClientConnections:
         return record
 
     def _abort(self, stub: pb_grpc.GenerationServiceStub, request_id: str) -> None:
-        """The stream says how it went; nobody waits for this answer."""
+        """Call Abort without waiting; the stream reports the result."""
         task = asyncio.ensure_future(
             stub.Abort(pb.AbortRequest(request_id=request_id), timeout=ABORT_TIMEOUT, metadata=self._metadata)
         )

@@ -33,7 +33,7 @@ RAY = "ray"
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """By one process, or by several together."""
+    """Resources of one process, or of several together."""
 
     resident: int = 0
     """Bytes."""
@@ -71,7 +71,7 @@ class ProcessTree:
         return held
 
     def pids(self) -> dict[str, set[int]]:
-        """Of all but those of Ray, by the same names."""
+        """Process ids by the same names, without those of Ray."""
         self._search()
         return {
             name: {p.pid for p, other in self._names.items() if other == name}
@@ -102,12 +102,12 @@ class ServerSample:
     running: int | None = None
     queued: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    """By series, as `name{labels}`; without buckets."""
+    """Values by series, as `name{labels}`; without buckets."""
     held: dict[str, ProcessUsage] = field(default_factory=dict)
-    """By each process, by name."""
+    """Resources of each process, by name."""
     error: str = ""
     epoch: int | None = None
-    """Of the workers; grows when they were lost and started again."""
+    """The epoch of the workers; it grows when they are lost and started again."""
 
     def total(self, name: str) -> float | None:
         """Over all labels of a metric; None if it is not there."""
@@ -156,7 +156,7 @@ def scrape(url: str) -> dict[str, float]:
 
 
 def parse(text: str) -> dict[str, float]:
-    """By series, of Prometheus' text format; which model they are of goes without saying."""
+    """Values by series, of Prometheus' text format, without the label `model_name`."""
     metrics = {}
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
@@ -218,7 +218,7 @@ def _ready(child: subprocess.Popen, log: Path) -> ServedChild:
 
 
 def _stop(child: subprocess.Popen) -> None:
-    """As a user would, so that it drains; what is left of it after that is killed."""
+    """Terminate it, so that it drains; kill the processes that are left after that."""
     try:
         family = psutil.Process(child.pid).children(recursive=True) if child.poll() is None else []
     except psutil.NoSuchProcess:

@@ -235,6 +235,6 @@ def _timed(run: LoadRun) -> list[RequestRecord]:
 
 
 def _edges(run: LoadRun) -> np.ndarray:
-    """Of at most BINS equal parts of the run, each a second or longer."""
+    """Edges of at most BINS equal parts of the run, each a second or longer."""
     seconds = max(run.outcome.seconds, 1.0)
     return np.linspace(0.0, seconds, min(BINS, int(seconds)) + 1)

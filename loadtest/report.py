@@ -1,5 +1,5 @@
-"""What a run is reported as: on a terminal, its progress and its figures; as JSON under the names of vLLM's `bench serve`,
-so that results compare, and under `smcserve` where vLLM has no name."""
+"""The report of a run: on a terminal its progress and its figures; as JSON under the names of vLLM's `bench serve`, so
+that results compare, and under `smcserve` where vLLM has no name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ async def _show_progress(runner: LoadRunner, bar: Progress, task: TaskID, second
         await asyncio.sleep(LINE_EVERY if bar.disable else BAR_EVERY)
         now, state = runner.clock(), runner.state
         ended = f"{state.answered} answered, {state.refused} refused or failed, {state.cancelled} cancelled"
-        text = f"{now:.0f} s{'' if seconds is None else f' of {seconds:.0f}'}: {state.sent} sent, {state.in_flight} in flight, {ended}"
+        time = f"{now:.0f} s" if seconds is None else f"{now:.0f} s of {seconds:.0f}"
+        text = f"{time}: {state.sent} sent, {state.in_flight} in flight, {ended}"
         if bar.disable:
             err.print(text, soft_wrap=True)
         else:
@@ -82,7 +83,10 @@ def headline(run: LoadRun) -> str:
         rest = f" Not measured: {', '.join(unknown)}." if unknown else ""
         summary, capacity = run.summary, run.settings.capacity
         times = f"{summary.offered / capacity:.2g} times its capacity of {capacity:.3g}"
-        return f"Overload was borne: at {summary.offered:.3g} requests/s, {times}, {summary.good_of_sent:.2f} a second were good.{rest}"
+        return (
+            f"Overload was borne: at {summary.offered:.3g} requests/s, {times}, "
+            f"{summary.good_of_sent:.2f} a second were good.{rest}"
+        )
     if run.settings.goodput is None:
         return "The run completed; there was no objective to meet (--goodput gives one)."
     return (
@@ -101,7 +105,8 @@ def warnings(run: LoadRun) -> list[str]:
     if summary.late:
         late = summary.lateness
         texts.append(
-            f"the generator was late: requests left up to {late.percentiles[99]:.0f} ms (99th percentile) after their time; "
+            f"the generator was late: requests left up to {late.percentiles[99]:.0f} ms (99th percentile) "
+            "after their time; "
             "the load was not quite the one asked for. Run it on a machine of its own"
         )
     gaps = [sample for sample in run.samples if sample.error]
@@ -127,7 +132,8 @@ def show_checks(checks: list[RunCheck]) -> None:
 def show_probe(probe: CapacityProbe) -> None:
     late = " (the generator was late)" if probe.late else ""
     out.print(
-        f"{probe.rate:8.3f} requests/s: {'met   ' if probe.met else 'missed'} by {probe.attainment:6.1%} of {probe.sent}, "
+        f"{probe.rate:8.3f} requests/s: {'met   ' if probe.met else 'missed'} by {probe.attainment:6.1%} "
+        f"of {probe.sent}, "
         f"p99 ttft {probe.p99_ttft_ms:.0f} ms, p99 e2el {probe.p99_e2el_ms:.0f} ms, {counts(probe.codes)}{late}",
         soft_wrap=True,
     )
@@ -144,7 +150,8 @@ def capacity_warnings(found: CapacityFound) -> list[str]:
         return []
     rates = ", ".join(f"{rate:.3g}" for rate in sorted(found.late))
     return [
-        f"the generator was late whenever {rates} requests/s were tried: the load was not quite that. Run it on a machine of its own"
+        f"the generator was late whenever {rates} requests/s were tried: the load was not quite that. "
+        "Run it on a machine of its own"
     ]
 
 
@@ -153,7 +160,8 @@ def capacity_sentence(found: CapacityFound, objective: str) -> str:
         best = "no rate" if found.low is None else f"{found.low:.3g} requests/s"
         return f"The search ended early, {found.failure}. Until then {best} met the objective ({objective})."
     if found.low is None:
-        return f"No rate meets the objective ({objective}): the lowest tried is {min(probe.rate for probe in found.probes):.3g} requests/s."
+        lowest = min(probe.rate for probe in found.probes)
+        return f"No rate meets the objective ({objective}): the lowest tried is {lowest:.3g} requests/s."
     bracket = f"{found.low:.3g} requests/s meet it" + ("" if found.high is None else f", {found.high:.3g} do not")
     assert found.best is not None
     goodput = f"{found.best.goodput:.3g} good requests/s, {found.best.attainment:.1%} of the requests"
@@ -191,27 +199,31 @@ def figures(run: LoadRun) -> list[tuple[str, str]]:
     figures = [
         (
             "requests",
-            f"{summary.sent} sent, {summary.completed} answered, {summary.cancelled} cancelled by us, {summary.failed} refused or failed",
+            f"{summary.sent} sent, {summary.completed} answered, {summary.cancelled} cancelled by us, "
+            f"{summary.failed} refused or failed",
         ),
         ("codes", counts(summary.codes)),
         ("finish reasons", counts(summary.finish_reasons)),
         (
             "throughput",
-            f"{summary.request_throughput:.2f} answers/s, {summary.output_throughput:.1f} output tokens/s in {summary.duration:.1f} s",
+            f"{summary.request_throughput:.2f} answers/s, {summary.output_throughput:.1f} output tokens/s "
+            f"in {summary.duration:.1f} s",
         ),
     ]
     if summary.goodput is not None:
         figures.append(
             (
                 "goodput",
-                f"{summary.goodput:.2f} requests/s that met {run.settings.goodput} ({summary.attainment or 0:.1%} of those sent)",
+                f"{summary.goodput:.2f} requests/s that met {run.settings.goodput} "
+                f"({summary.attainment or 0:.1%} of those sent)",
             )
         )
     return figures + [
         ("at the same time", f"{summary.peak_concurrent} requests at most"),
         (
             "SMC",
-            f"{summary.rounds:.1f} rounds and {summary.resamples:.1f} resamples an answer, mean ESS {summary.ess_share:.0%} of N",
+            f"{summary.rounds:.1f} rounds and {summary.resamples:.1f} resamples an answer, "
+            f"mean ESS {summary.ess_share:.0%} of N",
         ),
         ("generator", f"{run.outcome.cpu_seconds / max(run.outcome.seconds, 1e-9):.1%} of a core"),
     ]
@@ -357,5 +369,5 @@ def _sample(sample: ServerSample) -> dict[str, Any]:
 
 
 def _rounded(seconds: float) -> float:
-    """To the microsecond."""
+    """Rounded to the microsecond."""
     return round(seconds, 6)

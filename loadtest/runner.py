@@ -50,7 +50,7 @@ class CapacityFound:
     high: float | None
     """The lowest rate that missed it; None: no rate did."""
     probes: tuple[CapacityProbe, ...]
-    """In the order in which they were made."""
+    """Probes in the order in which they were made."""
     failure: str = ""
     """What ended the search early."""
 
@@ -71,7 +71,8 @@ class CapacityFound:
 
 async def search(probe: Callable[[float], Awaitable[CapacityProbe]], start: float, precision: float) -> CapacityFound:
     """Try rates from `start` until the lowest that misses is at most `1 + precision` times the highest that meets. A
-    probe that was late is made once more, and the second decides. A probe that raises UnhealthyService ends the search."""
+    probe that was late is repeated once, and the second decides. UnhealthyService, raised by a probe, ends the
+    search."""
     made: list[CapacityProbe] = []
     failure = ""
     try:
@@ -113,7 +114,7 @@ def _bracket(made: list[CapacityProbe]) -> tuple[float | None, float | None]:
 @dataclass(frozen=True)
 class RunResult:
     records: list[RequestRecord]
-    """In the order of their ends."""
+    """Records in the order in which the requests ended."""
     seconds: float
     """Seconds from the start to the end of the last request."""
     cpu_seconds: float
@@ -154,7 +155,7 @@ class LoadRunner:
         cpu = time.process_time()
         async with asyncio.TaskGroup() as group:
             for planned in plan:
-                # Also when it is late: others must get to read what has come.
+                # Yields even when the request is late, so that streams are read.
                 await asyncio.sleep(max(0.0, planned.at - self.clock()))
                 group.create_task(self._ask(planned, records))
         return RunResult(records, self.clock(), time.process_time() - cpu)
@@ -267,8 +268,8 @@ async def find_capacity(
     watch: ShowProgress,
     tell: Callable[[CapacityProbe], None],
 ) -> tuple[CapacityFound, LoadRun | None]:
-    """Also the run at the rate that was found. Each probe starts from a service at rest; one that cannot come to rest
-    ends the search."""
+    """The capacity, and the run at that rate. Each probe starts from a service at rest; a service that does not come to
+    rest ends the search."""
     runs: list[LoadRun] = []
 
     async def probe(rate: float) -> CapacityProbe:

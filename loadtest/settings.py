@@ -1,5 +1,5 @@
-"""What a run is asked to do, checked as a whole before anything is sent; and profiles, named sets of settings. Knows nothing
-about where the service is."""
+"""The settings of a run, checked as a whole before anything is sent; and profiles, which are named sets of settings.
+Knows nothing about where the service is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smc.api.sampling_params import Method
 WITH_PARTICLES = {"smc", "exact"}
 """Methods that have a number of particles."""
 CANCEL_BY = ("leave", "abort")
-"""The client ends its call; somebody who knows the request's id calls Abort."""
+"""leave: the client closes its stream; abort: it calls Abort with the request's id."""
 COMPANIONS = {
     "arrivals": ("burstiness", "rate_end", "trace"),
     "prompts": ("prompt_length",),
@@ -27,7 +27,7 @@ COMPANIONS = {
     "cancel_after_tokens": ("cancel_after",),
     "slow_share": ("slow_pause",),
 }
-"""Options of a profile that mean nothing any more once another option is given."""
+"""Options of a profile that are dropped when another option is given."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class LoadSettings:
     second."""
 
     arrivals: str = "poisson"
-    """Of KINDS."""
+    """One of KINDS."""
     rate: float | None = None
     rate_end: float | None = None
-    """Of a ramp, at its end."""
+    """The rate at the end of a ramp."""
     burstiness: float | None = None
     """Shape of gamma arrivals."""
     trace: Path | None = None
     """Arrivals, and what each asks, from a file."""
     duration: float | None = None
-    """For how long requests are sent, after the warm-up."""
+    """Time in which requests are sent, after the warm-up."""
     requests: int | None = None
     """How many are sent at most, after the warm-up."""
     warm_up: float = 0.0
@@ -61,16 +61,16 @@ class LoadSettings:
     particles: Mixture | None = None
     """Default: the server's."""
     seed: int = 0
-    """Of the run; all else that is drawn follows from it."""
+    """Seed of the run, from which everything random is drawn."""
     cancel_share: float = 0.0
     cancel_after: float | None = None
     cancel_after_tokens: int | None = None
     cancel_by: Mixture | None = None
-    """How, of CANCEL_BY; default: `leave`."""
+    """Ways of cancelling, of CANCEL_BY; default: `leave`."""
     slow_share: float = 0.0
     slow_pause: float | None = None
     deadline: float = 60.0
-    """Of every request, hard."""
+    """Deadline of every request."""
     connections: int = 1
     goodput: LatencyObjective | None = None
     attainment: float = 0.95
@@ -114,12 +114,12 @@ class LoadSettings:
         return replace(self, rate=rate, seed=seed, capacity=None, overload=None)
 
     def words(self) -> dict[str, Any]:
-        """As JSON can hold them."""
+        """The settings in types that JSON has."""
         plain = (int, float, str, bool, type(None))
         return {each.name: v if isinstance(v := getattr(self, each.name), plain) else str(v) for each in fields(self)}
 
     def _settle_rate(self) -> None:
-        """Of rate, capacity and overload, two make the third."""
+        """Compute the third of rate, capacity and overload from the other two."""
         rate, capacity, overload = self.rate, self.capacity, self.overload
         if overload is None:
             return
@@ -206,7 +206,8 @@ class LoadSettings:
             raise ValueError(f"--slow-share {self.slow_share:g} needs --slow-pause")
         if self.cancel_share + self.slow_share > 1:
             raise ValueError(
-                f"--cancel-share and --slow-share are {self.cancel_share + self.slow_share:g} together; allowed: at most 1"
+                f"--cancel-share and --slow-share are {self.cancel_share + self.slow_share:g} together; "
+                "allowed: at most 1"
             )
 
 

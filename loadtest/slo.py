@@ -1,4 +1,4 @@
-"""The objective: what a request must keep to in order to count as good. Knows nothing about how many must."""
+"""The latency objective that a request must meet to count as good. Knows nothing about the share that must meet it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class LatencyObjective:
                 limit = -1.0
             if name not in MEASURES or name in limits or not 0 < limit < float("inf"):
                 raise ValueError(
-                    f"--goodput {word!r}; allowed: NAME:MILLISECONDS, each of {', '.join(MEASURES)} at most once, above 0"
+                    f"--goodput {word!r}; allowed: NAME:MILLISECONDS, each of {', '.join(MEASURES)} at most once, "
+                    "above 0"
                 )
             limits[name] = limit
         if not limits:
@@ -42,5 +43,5 @@ class LatencyObjective:
         return ", ".join(f"{MEASURES[name]} at most {limit:g} ms" for name, limit in self.limits)
 
     def met(self, seconds: Mapping[str, float]) -> bool:
-        """Whether all of it is kept. `seconds`: what was measured, by the names of MEASURES."""
+        """Whether every limit is kept. `seconds`: measured latencies, by the names of MEASURES."""
         return all(1e3 * seconds[name] <= limit for name, limit in self.limits)

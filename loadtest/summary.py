@@ -1,5 +1,5 @@
-"""From records to figures: latencies, throughput, goodput, and how requests ended. Pure: no clock, no service, no
-printing."""
+"""Figures of a run, computed from the records of its requests: latencies, throughput, goodput, and how requests ended.
+Uses no clock and no service, and prints nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LATE = 0.05
 
 @dataclass(frozen=True)
 class LatencySpread:
-    """Of one kind of latency, in milliseconds; zeros if nothing was measured, as in vLLM."""
+    """Mean and percentiles of one kind of latency, in milliseconds; zeros if nothing was measured, as in vLLM."""
 
     count: int
     mean: float
@@ -44,12 +44,12 @@ class LatencySpread:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Of the requests that count; those of the warm-up are nowhere in it."""
+    """Figures of the requests after the warm-up."""
 
     sent: int
     completed: int
     cancelled: int
-    """By us, as planned; a request that was answered before is completed."""
+    """Cancelled by this client, as planned; a request that was answered before counts as completed."""
     failed: int
     ordinary: int
     """Requests whose clients wait and read at full speed: latencies, goodput and `good` are of these alone."""
@@ -61,7 +61,7 @@ class RunSummary:
     last_end: float
     input_tokens: int
     output_tokens: int
-    """Of answers; tokens of requests that did not get to the end are not counted."""
+    """Tokens of complete answers only."""
     ttft: LatencySpread
     tpot: LatencySpread
     itl: LatencySpread
@@ -158,7 +158,7 @@ def summarise(records: Sequence[RequestRecord], objective: LatencyObjective | No
 
 
 def is_good(record: RequestRecord, objective: LatencyObjective) -> bool:
-    """Of a request that was answered, with tokens."""
+    """Whether an answered request meets the objective."""
     assert record.ttft is not None, "an answer with tokens has a first one"
     return objective.met({"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el})
 

@@ -1,5 +1,5 @@
-"""The plan of a run: every request, in the order of its time, drawn from the seed of the run; and the files that say what to
-ask, and when: prompts (JSONL), traces (JSONL or CSV). Knows nothing about how requests are sent.
+"""The plan of a run: every request, in the order of its time, drawn from the seed of the run; and the files of prompts
+(JSONL) and of traces (JSONL or CSV). Knows nothing about how requests are sent.
 
 What a request asks depends on the seed and its number alone, so that two runs at different rates ask the same. An
 unknown field of a file is refused."""
@@ -32,7 +32,7 @@ class PromptLine:
     """Length of a prompt of random tokens, where the line has no prompt."""
     max_tokens: int | None = None
     time: float = 0.0
-    """Of a trace: seconds since its start."""
+    """Seconds since the start of a trace."""
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
@@ -141,7 +141,7 @@ class Workload:
             self._asked = [PromptLine()]
 
     def plan(self) -> Iterator[PlannedRequest]:
-        """As long as the settings say; `requests` counts those after the warm-up."""
+        """Requests for the duration of the settings; `requests` counts those after the warm-up."""
         settings = self._settings
         end = np.inf if settings.duration is None else settings.warm_up + settings.duration
         limit = settings.requests
@@ -176,7 +176,7 @@ class Workload:
     def _request(self, index: int, at: float, asked: PromptLine) -> PlannedRequest:
         settings = self._settings
         rng = np.random.default_rng((settings.seed, REQUESTS, index))
-        # Everything is drawn, whether it is used or not: an option changes nothing but what it is about.
+        # Every number is drawn, used or not, so that an option changes only its own subject.
         seed, method = int(rng.integers(2**63)), settings.method.draw(rng)
         particles = settings.particles.draw(rng) if settings.particles else None
         kind, drawn_tokens = rng.random(), settings.output_length.draw(rng)
@@ -203,7 +203,7 @@ class Workload:
         )
 
     def _prompt(self, index: int, asked: PromptLine, rng: np.random.Generator) -> tuple[Prompt, int | None]:
-        """And the longest answer, if the line that the prompt is from says so."""
+        """The prompt, and the longest answer if the line of the prompt has one."""
         if asked.prompt is None and asked.prompt_tokens is None:
             own = asked
             asked = self._asked[index % len(self._asked)]

@@ -1,4 +1,4 @@
-"""`smcserve bench --advise`: which split of GPUs, and which N, F, K, decode how many requests fastest: foretold from
+"""`smcserve bench --advise`: which split of GPUs, and which N, F, K, decode how many requests fastest: predicted from
 measured costs."""
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from benchmarks.reports.speed import MOST_ROWS, costs_tables
 from smc.terminal import err, out
 
 if TYPE_CHECKING:
-    from benchmarks.advise import AcceptanceCurve, Foretold, TreeShapes
+    from benchmarks.advise import AcceptanceCurve, PredictedSpeed, TreeShapes
     from benchmarks.backends import PromptBackend
     from smc.scheduler.latency_model import LatencyModel
 
 LOADS = (1, 8, 64)
 LEGEND = (
-    "predicted for exact decoding{law}, of {how}; requests of {context:,} tokens each, without their prompts. tok a round: "
-    "tokens that a round adds to an answer; tok/s: of one request; total: of all. x plain: relative to the fastest plain "
-    "decoding on the same number of GPUs, by several services or with the target split."
+    "predicted for exact decoding{law}, of {how}; requests of {context:,} tokens each, without their prompts. "
+    "tok a round: tokens that a round adds to an answer; tok/s: of one request; total: of all. x plain: relative to "
+    "the fastest plain decoding on the same number of GPUs, by several services or with the target split."
 )
 FORM_COLOURS = {"plain": "#000000", "lockstep": "#d55e00", "look-ahead": "#0072b2"}
 """Told apart by people who see colours differently (Okabe and Ito)."""
 LINE_STYLES = ("-", "--", ":", "-.")
-"""Of the arrangements of a form, in their order."""
+"""Line styles of the arrangements of a form, in their order."""
 COLUMNS = "GPUs N F K tok_a_round tok/s total x_plain"
 
 
@@ -49,9 +49,9 @@ class AdvisePlan:
     branches: Sequence[int] | None
     blocks: Sequence[int] | None
     acceptance: float | None
-    """Of one row; None: measured."""
+    """Acceptance of one row; None: measured."""
     law: Mapping[str, Any]
-    """Of `SamplingParams`, by name."""
+    """Settings of `SamplingParams`, by name."""
     json: Path | None
     picture: Path | None
 
@@ -82,7 +82,7 @@ class AdvisePlan:
 
     @property
     def rows(self) -> int:
-        """Of a draft step, at most; beyond what is timed, costs are foretold to grow in proportion."""
+        """Most rows of a timed draft step; beyond it costs are predicted in proportion."""
         among = self.settings
         return min(MOST_ROWS, max(self.loads) * max(among.particles) * max(among.branches))
 
@@ -108,7 +108,7 @@ def run(plan: AdvisePlan, backend: PromptBackend, compiles: bool) -> None:
         err.print("answering problems, to see what is accepted", style="dim")
         acceptance = measure_acceptance(backend, plan.split(plan.degrees[0]), plan.law)
 
-    def speeds(loads: Sequence[int]) -> list[Foretold]:
+    def speeds(loads: Sequence[int]) -> list[PredictedSpeed]:
         return advise(arrangements(plan.gpus, curves), loads, acceptance, plan.settings, PLAIN_BLOCK, plan.context)
 
     report(plan, curves, acceptance, speeds)
@@ -118,12 +118,13 @@ def report(
     plan: AdvisePlan,
     curves: Mapping[int, LatencyModel],
     acceptance: AcceptanceCurve,
-    speeds: Callable[[Sequence[int]], list[Foretold]],
+    speeds: Callable[[Sequence[int]], list[PredictedSpeed]],
 ) -> None:
     """Tables; the same numbers, and a picture, where they are wanted. `speeds`: of some loads."""
     how = (
         f"whose draft, with one row, has the target's next token with probability {acceptance.one:.3f}"
-        f" ({'given' if plan.acceptance else 'measured'}), and with N rows misses it N^{acceptance.gain:.2f} times less often"
+        f" ({'given' if plan.acceptance else 'measured'}), and with N rows misses it "
+        f"N^{acceptance.gain:.2f} times less often"
     )
     law = "".join(f", {name} {value:g}" for name, value in plan.law.items())
     found = speeds(plan.loads)
@@ -136,13 +137,13 @@ def report(
         most = max(plan.loads)
         doubling = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
         title = (
-            f"exact decoding on {plan.gpus} GPUs{law}, foretold for contexts of {plan.context:,} tokens: "
+            f"exact decoding on {plan.gpus} GPUs{law}, predicted for contexts of {plan.context:,} tokens: "
             f"a drafted row has the target's token with probability {acceptance.one:.3f}"
         )
         draw_advice(speeds(sorted({*doubling, *plan.loads})), plan.picture, title)
 
 
-def advice_table(speeds: Sequence[Foretold]) -> Table:
+def advice_table(speeds: Sequence[PredictedSpeed]) -> Table:
     """Every load's arrangements, the fastest first."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
     table.add_column("requests", justify="right", no_wrap=True)
@@ -180,13 +181,13 @@ def advice_table(speeds: Sequence[Foretold]) -> Table:
     return table
 
 
-def plain_of(speeds: Sequence[Foretold], requests: int) -> float:
+def plain_of(speeds: Sequence[PredictedSpeed], requests: int) -> float:
     """Tokens a second of a request by the fastest plain decoding."""
     return max(speed.per_request for speed in speeds if speed.requests == requests and speed.setting is None)
 
 
 def _record(
-    curves: Mapping[int, LatencyModel], acceptance: AcceptanceCurve, speeds: Sequence[Foretold]
+    curves: Mapping[int, LatencyModel], acceptance: AcceptanceCurve, speeds: Sequence[PredictedSpeed]
 ) -> dict[str, object]:
     rows = [
         {
@@ -205,7 +206,7 @@ def _record(
     return {"costs": costs, "acceptance": asdict(acceptance), "speeds": rows}
 
 
-def draw_advice(speeds: Sequence[Foretold], path: Path, title: str) -> None:
+def draw_advice(speeds: Sequence[PredictedSpeed], path: Path, title: str) -> None:
     """One line an arrangement."""
     from matplotlib.figure import Figure
 

@@ -1,5 +1,5 @@
-"""The work behind `smcserve eval`: every setting measured in turn, shown as it goes, recorded, and reported as a table in
-the terminal, as markdown and as a picture.
+"""The work behind `smcserve eval`: every setting measured in turn, shown as it goes, recorded, and reported as a table,
+as markdown and as a picture.
 
 `python -m benchmarks.reports.quality docs/quality.png` draws docs/quality.json.
 """
@@ -49,13 +49,13 @@ HEADERS = (
     *("rounds", "resampled", "ESS / N", "first token", "tok/s batch"),
 )
 NOT_SHOWN = ("rounds", "resampled", "ESS / N", "first token")
-"""In a terminal, for want of room."""
+"""Columns that a terminal has no room for."""
 LEGEND = (
-    "N particles, or rows of the tree of exact decoding; K tokens a round, F branches. tok/s: one request at a time, from "
-    "its first token on; of target: relative to the target alone; tok/s batch: {concurrency} requests in flight. tok a "
-    "round: tokens of an answer by its rounds, without the first token. hits: share of rounds in which the block drafted "
-    "ahead was right. log p: mean log-probability of an answer's token under the target, minus that of the target's own "
-    "answers."
+    "N particles, or rows of the tree of exact decoding; K tokens a round, F branches. tok/s: one request at a time, "
+    "from its first token on; of target: relative to the target alone; tok/s batch: {concurrency} requests in flight. "
+    "tok a round: tokens of an answer by its rounds, without the first token. hits: share of rounds in which the block "
+    "drafted ahead was right. log p: mean log-probability of an answer's token under the target, minus that of the "
+    "target's own answers."
 )
 MORE_LEGEND = (
     "rounds: per answer; resampled: share of rounds; ESS / N: effective share of independent particles; first token: "
@@ -69,9 +69,9 @@ COLOURS = {
     "target": "#000000",
     "draft": "#777777",
 }
-"""By kind; told apart by people who see colours differently (Okabe and Ito)."""
+"""Colours by kind, told apart by people who see colours differently (Okabe and Ito)."""
 MARKERS = {"lookahead": "o", "lockstep": "s", None: "D"}
-"""By form."""
+"""Markers by form."""
 FORMS = {"lookahead": "look-ahead: a GPU for each model", "lockstep": "lockstep: both on one", None: "one model alone"}
 STEP = 0.03
 """Least distance between labels, as a share of the picture's height."""
@@ -223,7 +223,7 @@ def forecast(pairs: DemoPairs, plan: QualityPlan, settings: Sequence[DecodingSet
 
 
 def _duration(seconds: float) -> str:
-    """In the unit that says it in few digits."""
+    """A duration in the unit with the fewest digits."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
@@ -330,7 +330,7 @@ def quality_markdown(rows: Sequence[QualityRow], about: str, concurrency: int) -
 
 
 def cells(row: QualityRow, target: QualityRow | None) -> list[str]:
-    """In the order of HEADERS. `target`: the row of the target alone."""
+    """Cells in the order of HEADERS. `target`: the row of the target alone."""
     setting, speed = row.setting, row.tokens_per_second
     name = (
         f"{setting.kind} {'lockstep' if setting.form == 'lockstep' else 'look-ahead'}" if setting.form else setting.name
@@ -408,7 +408,7 @@ def frontier(rows: Sequence[QualityRow]) -> list[QualityRow]:
 
 
 def leaders(rows: Sequence[QualityRow], best: Sequence[QualityRow]) -> list[QualityRow]:
-    """Of every kind and form that is not among the best: the row that solves most, of several the fastest."""
+    """The row that solves most of every kind and form that is not among the best; of several the fastest."""
     there = {(row.setting.kind, row.setting.form) for row in best}
     found: dict[tuple[str, str | None], QualityRow] = {}
     for row in sorted(rows, key=lambda row: (row.accuracy.share, _speed(row))):
@@ -467,8 +467,8 @@ def _draw_legend(axes, rows: Sequence[QualityRow]) -> None:
 
 
 def timed_rows() -> tuple[list[QualityRow], str]:
-    """All that docs/quality.json has timed at the large size at temperature 1, and a title: look-ahead and the target alone
-    on two GPUs, lockstep on one."""
+    """The rows of docs/quality.json timed at the large size at temperature 1, and a title: look-ahead and the target
+    alone on two GPUs, lockstep on one."""
     records = [
         one
         for one in json.loads(RECORDS.read_text())
@@ -487,8 +487,8 @@ def timed_rows() -> tuple[list[QualityRow], str]:
             }
     how = records[0]["conditions"]
     return [*rows.values()], (
-        f"{how['problems']:,} held-out problems, temperature {how['temperature']:g}; the demo pair grown into {how['target']} and "
-        f"{how['draft']}; {how['device_name']}, {how['dtype']}, torch {how['torch']}; "
+        f"{how['problems']:,} held-out problems, temperature {how['temperature']:g}; the demo pair grown into "
+        f"{how['target']} and {how['draft']}; {how['device_name']}, {how['dtype']}, torch {how['torch']}; "
         f"speeds of {how['speed_problems']} problems, one at a time"
     )
 

@@ -1,4 +1,4 @@
-"""The work behind `smcserve bench`: what is measured in which order, and the tables of speeds, of first tokens, of the time
+"""The work behind `smcserve bench`: the order of measurements, and the tables of speeds, of first tokens, of the time
 of a round, and of costs."""
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ WIDE = "plain-tp"
 APART = ("plain", "lockstep-apart", "lookahead")
 """The default for models in processes of their own."""
 SPEED_LEGEND = (
-    "medians of {rounds} rounds, milliseconds. rows: rows of a request; alone: share of its rounds with nothing drafted "
-    "(--drafting costs); tok/round: tokens that a round adds to an answer (exact: tokens confirmed); tok/s: answer tokens "
-    "a second of one request, total: of all. step: one step of the draft; draft: its K steps; target: its pass (plain: its "
-    "K steps); choose: weighting and resampling; link: time in which no model works; host: planning and queueing a round, "
-    "hidden unless longer than the models' time; idle: share of the round in which the slower side waits; floor: share of "
-    "the time that reading all weights once a pass takes at 4.26 TB/s."
+    "medians of {rounds} rounds, milliseconds. rows: rows of a request; alone: share of its rounds with nothing "
+    "drafted (--drafting costs); tok/round: tokens that a round adds to an answer (exact: tokens confirmed); tok/s: "
+    "answer tokens a second of one request, total: of all. step: one step of the draft; draft: its K steps; target: "
+    "its pass (plain: its K steps); choose: weighting and resampling; link: time in which no model works; host: "
+    "planning and queueing a round, hidden unless longer than the models' time; idle: share of the round in which the "
+    "slower model waits; floor: share of the time that reading all weights once a pass takes at 4.26 TB/s."
 )
 SPEED_COLUMNS = (
     "N K F GPUs context requests rows alone tok/round tok/s total x_plain "
@@ -53,24 +53,25 @@ SHORT_PROMPT_CONTEXTS = (64, 256)
 """Contexts on a CPU."""
 PROMPTS_BESIDE = (8,)
 PROMPT_LEGEND = (
-    "medians of {repeats} prompts, milliseconds. cached: prompt tokens found in the prefix cache; beside: requests that are "
-    "decoded meanwhile; ttft: from submission to the first token, over all models of the mode; draft, target: their time on "
-    "the prompt, and the share of peak arithmetic (790 TFLOP/s a GPU) in it; chunks: passes of the target. round: the mean "
-    "of {rounds} rounds without a prompt; beside it: of rounds while one runs; x: how many times as long; longest: the "
-    "longest of them."
+    "medians of {repeats} prompts, milliseconds. cached: prompt tokens found in the prefix cache; beside: requests "
+    "that are decoded meanwhile; ttft: from submission to the first token, over all models of the mode; draft, target: "
+    "their time on the prompt, and the share of peak arithmetic (790 TFLOP/s a GPU) in it; chunks: passes of the "
+    "target. round: the mean of {rounds} rounds without a prompt; beside it: of rounds while one runs; x: how many "
+    "times as long; longest: the longest of them."
 )
 PROMPT_COLUMNS = "GPUs context cached beside ttft draft of_peak target of_peak chunks round beside_it x longest"
 LOCAL_LEGEND = (
-    "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. tokens: tokens that a round adds "
-    "to an answer; draft, target: their forward passes and draws; host: the rest, which overlaps with the models on a GPU."
+    "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. tokens: tokens that a round "
+    "adds to an answer; draft, target: their forward passes and draws; host: the rest, which overlaps with the models "
+    "on a GPU."
 )
 PROCESS_LEGEND = (
-    "N={particles}, medians, milliseconds, each model in its own process. draft, target: at work; link: messages between "
-    "them; coordinator: planning and recording; stalls: a model without work."
+    "N={particles}, medians, milliseconds, each model in its own process. draft, target: at work; link: messages "
+    "between them; coordinator: planning and recording; stalls: a model without work."
 )
 CURVES_LEGEND = (
-    "costs by these rounds, at their contexts: milliseconds of a draft step by rows, of a target pass by positions, and of "
-    "a target pass in plain decoding by sequences."
+    "costs by these rounds, at their contexts: milliseconds of a draft step by rows, of a target pass by positions, "
+    "and of a target pass in plain decoding by sequences."
 )
 COST_COLUMNS = {
     "draft": ("rows", "draft step ms"),
@@ -95,14 +96,14 @@ class SpeedPlan:
     concurrency: Sequence[int]
     rounds: int
     law: Mapping[str, Any]
-    """Of `SamplingParams`, by name."""
+    """Settings of `SamplingParams`, by name."""
     prefix_cache: bool = True
-    """Of `EngineConfig`."""
+    """`prefix_cache` of `EngineConfig`."""
     decodings: Sequence[Mapping[str, Any]] = ({},)
     """Method, population and verification of the modes of both models, of each in turn; of `SamplingParams`, by
     name."""
     drafting: str = "always"
-    """Of `EngineConfig`; `costs`: they are timed first."""
+    """`drafting` of `EngineConfig`; with `costs` they are timed first."""
 
     def __post_init__(self) -> None:
         from smc.api.sampling_params import SamplingParams
@@ -118,7 +119,7 @@ class SpeedPlan:
                 raise ValueError(f"--context {context}; allowed: >= 1")
 
     def rows(self, gpus: int) -> Iterator[TableLine]:
-        """For every load the modes, in the order given."""
+        """The modes of every load, in the order given."""
         modes = list(self._modes(gpus))
         for context, requests in product(self.contexts or (None,), self.concurrency):
             for mode in modes:
@@ -157,8 +158,7 @@ class SpeedPlan:
 
     def _degrees(self, name: str) -> tuple[int, int]:
         """GPUs of draft and target in this mode; 0: the draft is on the target's."""
-        # Plain decoding is on as many GPUs as the others have, or on one if it fits there: whoever has them would use
-        # them all.
+        # Plain decoding gets as many GPUs as the other modes have, or one if it fits there: a fair comparison uses all.
         if name == WIDE or (name == "plain" and max(self.degrees) > 1):
             return (0, sum(self.degrees))
         return (0, 1) if name in ("plain", "lockstep") else self.degrees
@@ -375,7 +375,7 @@ class MeasuredCosts:
     """A pass; of plain decoding K."""
 
     def samples(self) -> Iterable[tuple[str, Point]]:
-        """Of parts of the costs: size, and milliseconds of one step or pass."""
+        """Points of the parts of the costs: size, and milliseconds of one step or pass."""
         rows = self.requests * self.particles
         if self.form == "plain":
             yield "alone", (self.requests, self.target / self.block)
@@ -413,13 +413,16 @@ def curve_tables(measured: Sequence[MeasuredCosts]) -> list[Table]:
 
 
 def costs_tables(costs: Mapping[int, LatencyModel]) -> list[Table]:
-    """By the GPUs of the target."""
+    """Tables by the GPUs of the target."""
     return [_costs_table(each, f"target on {degree}") for degree, each in costs.items()]
 
 
 def _costs_table(costs: LatencyModel, title: str) -> Table:
     reads = ", ".join(f"{1e9 * part.read:.0f} ({name})" for name, part in costs.parts.items())
-    caption = f"without contexts; {reads} ns more for every token of context, {1e3 * costs.round_overhead:.2f} ms a round besides"
+    caption = (
+        f"without contexts; {reads} ns more for every token of context, "
+        f"{1e3 * costs.round_overhead:.2f} ms a round besides"
+    )
     points = {
         name: [(size, 1e3 * seconds) for size, seconds in part.curve.points] for name, part in costs.parts.items()
     }

@@ -1,4 +1,4 @@
-"""What is foretold from costs and acceptance: tokens a round against a simulation of rounds, times, arrangements, and
+"""What is predicted from costs and acceptance: tokens a round against a simulation of rounds, times, arrangements, and
 which is best."""
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def test_time_of_a_round():
         drafting + scoring + 0.0002
     )
     drafting, scoring = 5 * COSTS.draft.at(3 * 32, 300), COSTS.target.at(3 * 40, 300)
-    foretold = ahead.speed(3, setting, acceptance, 16, 100)
-    assert foretold.seconds == pytest.approx(max(drafting, scoring) + 0.0002)
-    assert foretold.total == pytest.approx(3 * foretold.tokens / foretold.seconds)
+    predicted = ahead.speed(3, setting, acceptance, 16, 100)
+    assert predicted.seconds == pytest.approx(max(drafting, scoring) + 0.0002)
+    assert predicted.total == pytest.approx(3 * predicted.tokens / predicted.seconds)
 
 
 def test_arrangements_fill_the_gpus():
