@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smc import laws
+from smc import distributions
 from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Kind
 from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.selection import select as torch_select
 from smc.arrays import to_device
+from smc.distributions import DistributionSpec
 from smc.kernels.candidate_tokens import offer
 from smc.kernels.expansion import expand
 from smc.kernels.linear import ProductTiling, choose, gate_up_silu, linear, reduce, token_block_of
@@ -40,7 +41,6 @@ from smc.kernels.norm import add_norm, round_rows, silu_mul
 from smc.kernels.sampling import draw, score
 from smc.kernels.select import select
 from smc.kernels.truncation import Cut, truncate
-from smc.laws import LawSpec
 from smc.model.linear import FP8, Rounded, quantise
 from smc.philox import exponentials, words
 
@@ -102,13 +102,13 @@ class Truncation:
     top_p: float = 1.0
     min_p: float = 0.0
 
-    def spec(self, rows: int) -> LawSpec:
+    def spec(self, rows: int) -> DistributionSpec:
         fields = {"temperature": 1.0, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p, "alpha": 1.0}
         kinds = {name: np.int64 if name == "top_k" else np.float32 for name in fields}
-        return LawSpec.of(**{f"{name}_R": np.full(rows, value, kinds[name]) for name, value in fields.items()})
+        return DistributionSpec.of(**{f"{name}_R": np.full(rows, value, kinds[name]) for name, value in fields.items()})
 
 
-def truncate_arguments(spec: LawSpec, device: torch.device) -> list[Tensor | None]:
+def truncate_arguments(spec: DistributionSpec, device: torch.device) -> list[Tensor | None]:
     """Temperature, top-k, top-p and min-p as `truncate` takes them: None for what no row uses."""
     names = ("temperature", "top_k", "top_p", "min_p")
     used = {"temperature", *spec.active}
@@ -187,7 +187,7 @@ def bench_draw(rows: int, draws: int, vocab: int = 128256) -> None:
     host = [x.cpu().numpy() for x in (seed_R[:, None], round_R[:, None], stream_RD, position_R[:, None])]
     w0, w1, _, _ = (torch.from_numpy(w).cuda() for w in words(*host, 1))
     expected_RV = logits[0].float().log_softmax(-1)
-    expected_RD = laws.draw(expected_RV, exponentials(w0, w1, vocab))
+    expected_RD = distributions.draw(expected_RV, exponentials(w0, w1, vocab))
     assert (token_RD != expected_RD).sum() <= 1, f"{(token_RD != expected_RD).sum()} tokens differ"
     assert (logq_RD - expected_RV.gather(1, token_RD.long())).abs().max() < 2e-5
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
@@ -218,7 +218,7 @@ def bench_score(rows: int, extra: int, vocab: int = 128256) -> None:
 def bench_truncate(rows: int, truncation: Truncation, vocab: int = 128256) -> None:
     logits, every = copies(random(rows, vocab, scale=3.0)), truncation.spec(rows)
     name, asked = "+".join(sorted(every.active)), truncate_arguments(every, logits[0].device)
-    torch_law = laws.Laws(every, logits[0].device)
+    torch_law = distributions.Distributions(every, logits[0].device)
     expected_RV = torch_law.target(logits[0].float()) > -torch.inf
     differ = (kept(logits[0], truncate(logits[0], vocab, *asked)) != expected_RV).sum().item()
     count_R = expected_RV.sum(-1)

@@ -108,14 +108,16 @@ def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Requ
 def _room(pair: ModelPair, config: EngineConfig) -> int | None:
     """Pages that both pools have memory for; None on a CPU."""
     page_bytes: Counter[torch.device] = Counter()
-    law_bytes: Counter[torch.device] = Counter()
+    distribution_bytes: Counter[torch.device] = Counter()
     for role in ModelRole:
         model = getattr(pair, role)
         weight = model.embed.weight
         page_bytes[weight.device] += KVPool.page_bytes(model.config, weight.dtype)
-        law_bytes[weight.device] += config.law_bytes(role, pair.tokenizer.size)
+        distribution_bytes[weight.device] += config.distribution_bytes(role, pair.tokenizer.size)
     gpus = (device for device in page_bytes if device.type == "cuda")
-    return min((pages_that_fit(page_bytes[device], device, law_bytes[device]) for device in gpus), default=None)
+    return min(
+        (pages_that_fit(page_bytes[device], device, distribution_bytes[device]) for device in gpus), default=None
+    )
 
 
 def ops_for(device: torch.device) -> RoundOps:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
     ("smc.arrays", "smc.philox", "smc.statistics", "smc.terminal", "smc.types"),
     ("smc.api",),
-    ("smc.laws",),
+    ("smc.distributions",),
     ("smc.algorithm",),
     ("smc.model",),
     ("smc.memory", "smc.stops"),

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.laws import draw
+from smc.distributions import draw
 from smc.philox import Purpose, exponentials, philox4x32, uniforms, words
 
 # https://github.com/DEShawResearch/random123, tests/kat_vectors: philox4x32, 10 rounds (counter, key, result).

@@ -9,9 +9,9 @@ import numpy as np
 
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import Kind
+from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, Tops
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
-from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.stops import StopMachine
 
@@ -30,14 +30,14 @@ _PLAN = {
     "threshold": ("threshold_G", "<f8"),
     "kind": ("kind_G", "<i4"),
     "chain": ("chain_C", "<i4"),
-    "chain_law": ("law_C", "<i4"),
+    "chain_distribution": ("distribution_C", "<i4"),
     "scheme": ("scheme_G", "<i4"),
     "target_pages": ("target_pages_AQ", "<i4"),
     "begin_pages": ("begin_pages_AP", "<i4"),
     "branch_pages": ("branch_pages_XB", "<i4"),
 }
 """Field -> attribute, and its type on the way."""
-_WIDE = ("slot", "group", "particle", "round", "chain", "chain_law")
+_WIDE = ("slot", "group", "particle", "round", "chain", "chain_distribution")
 """int64 where they are used."""
 _COMPANIONS = {
     "scale": ("scale_A", "<f4"),
@@ -166,8 +166,8 @@ def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
         biased=plan.biased,
         kinds=sorted(map(int, plan.kinds)),
         branches=plan.branches,
-        target_law=_law_message(plan.target_law),
-        draft_law=_law_message(plan.draft_law),
+        target_distribution=_distribution_message(plan.target_distribution),
+        draft_distribution=_distribution_message(plan.draft_distribution),
         **_fields(plan, _PLAN),
         target_companions=pb.Companions(**_fields(companions, _COMPANIONS)) if companions else None,
     )
@@ -186,8 +186,8 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
         columns=command.columns,
         biased=command.biased,
         kinds=frozenset(map(Kind, command.kinds)),
-        target_law=_to_law(command.target_law),
-        draft_law=_to_law(command.draft_law),
+        target_distribution=_to_distribution(command.target_distribution),
+        draft_distribution=_to_distribution(command.draft_distribution),
         target_companions=_to_companions(command.target_companions) if command.HasField("target_companions") else None,
         **arrays,
     )
@@ -223,7 +223,7 @@ def _draws_message(draws: Draws) -> pb.Draws:
         guidance = {"companion": _bytes(draws.companion_R, "<i4"), "scale": _bytes(draws.scale_R, "<f4")}
     return pb.Draws(
         **guidance,
-        law=_law_message(draws.law),
+        distribution=_distribution_message(draws.distribution),
         seed=_bytes(draws.seed_R, "<i8"),
         round=_bytes(draws.round_R, "<i4"),
         stream=_bytes(draws.stream_RD, "<i4"),
@@ -245,7 +245,7 @@ def _to_draws(draws: pb.Draws) -> Draws:
         else {}
     )
     return Draws(
-        law=_to_law(draws.law),
+        distribution=_to_distribution(draws.distribution),
         seed_R=seed_R,
         round_R=round_R,
         stream_RD=stream_X.reshape(len(seed_R), -1),
@@ -265,7 +265,7 @@ def _tops_message(tops: Tops) -> pb.Tops:
     machines = {row: machine for row, machine in enumerate(tops.machines) if machine is not None}
     return pb.Tops(
         **guidance,
-        law=_law_message(tops.law),
+        distribution=_distribution_message(tops.distribution),
         count=tops.count,
         asked=_bytes(tops.asked_R, "<i4"),
         least=_bytes(tops.least_R, "<i4"),
@@ -281,7 +281,7 @@ def _to_tops(tops: pb.Tops) -> Tops:
         {"companion_R": _array(tops.companion, "<i4"), "scale_R": _array(tops.scale, "<f4")} if tops.companion else {}
     )
     return Tops(
-        law=_to_law(tops.law),
+        distribution=_to_distribution(tops.distribution),
         count=tops.count,
         asked_R=_array(tops.asked, "<i4"),
         least_R=least_R,
@@ -290,23 +290,24 @@ def _to_tops(tops: pb.Tops) -> Tops:
     )
 
 
-def _law_message(law: LawSpec[np.ndarray]) -> pb.Law:
-    return pb.Law(
-        temperature=_bytes(law.temperature_R, "<f4"),
-        top_k=_bytes(law.top_k_R, "<i4"),
-        top_p=_bytes(law.top_p_R, "<f4"),
-        min_p=_bytes(law.min_p_R, "<f4"),
-        alpha=_bytes(law.alpha_R, "<f4"),
-        active=sorted(law.active),
+def _distribution_message(distribution: DistributionSpec[np.ndarray]) -> pb.Distribution:
+    return pb.Distribution(
+        temperature=_bytes(distribution.temperature_R, "<f4"),
+        top_k=_bytes(distribution.top_k_R, "<i4"),
+        top_p=_bytes(distribution.top_p_R, "<f4"),
+        min_p=_bytes(distribution.min_p_R, "<f4"),
+        alpha=_bytes(distribution.alpha_R, "<f4"),
+        active=sorted(distribution.active),
     )
 
 
-def _to_law(law: pb.Law) -> LawSpec[np.ndarray]:
-    top_k_R = _array(law.top_k, "<i4").astype(np.int64)
+def _to_distribution(distribution: pb.Distribution) -> DistributionSpec[np.ndarray]:
+    top_k_R = _array(distribution.top_k, "<i4").astype(np.int64)
     temperature_R, top_p_R, min_p_R, alpha_R = (
-        _array(data, "<f4") for data in (law.temperature, law.top_p, law.min_p, law.alpha)
+        _array(data, "<f4")
+        for data in (distribution.temperature, distribution.top_p, distribution.min_p, distribution.alpha)
     )
-    return LawSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, active=frozenset(law.active))
+    return DistributionSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, active=frozenset(distribution.active))
 
 
 def _bytes(array: np.ndarray, kind: str) -> bytes:

@@ -241,8 +241,10 @@ def agree_on_pages(spec: RankSpec, model: Decoder) -> int:
     room = None
     if weight.device.type == "cuda":
         roles = ModelRole if spec.shares_gpu else (spec.role,)
-        law_bytes = sum(spec.engine.law_bytes(role, spec.vocab_size) for role in roles)
-        room = pages_that_fit(KVPool.page_bytes(model.config, weight.dtype), weight.device, law_bytes) // len(roles)
+        distribution_bytes = sum(spec.engine.distribution_bytes(role, spec.vocab_size) for role in roles)
+        room = pages_that_fit(KVPool.page_bytes(model.config, weight.dtype), weight.device, distribution_bytes) // len(
+            roles
+        )
         store.set(f"{name}/{spec.shard.rank}", str(room))
         room = min(int(store.get(f"{name}/{rank}")) for rank in range(spec.shard.degree))
     pages = spec.engine.pool_pages(spec.context, room)

@@ -17,7 +17,7 @@ MAX_STOPS = 64
 FLOAT_BYTES = 4
 MAX_PREFILL_SHARE = 100.0
 """Largest factor by which prompts may lengthen rounds."""
-LAW_BYTES = 1 << 30
+DISTRIBUTION_BYTES = 1 << 30
 """Memory of a model's device for the token distributions of draft chains, where `max_chains` is not set."""
 
 
@@ -73,7 +73,7 @@ class EngineConfig:
     for whole laws over the vocabulary, which is set aside. 0: no such requests. Default: as many as take 1 GiB at
     either model; never more than slots."""
     defensive_share: float = 0.05
-    """Share of the untruncated law in the proposal of a truncated request (smc/laws.py)."""
+    """Share of the untruncated law in the proposal of a truncated request (smc/distributions.py)."""
 
     def __post_init__(self) -> None:
         if self.form not in ("lockstep", "lookahead"):
@@ -126,10 +126,12 @@ class EngineConfig:
         """`max_chains`, or its default for a vocabulary of so many tokens."""
         most = self.max_chains
         if most is None:
-            most = LAW_BYTES // (FLOAT_BYTES * vocab * max(map(self.laws, (ModelRole.DRAFT, ModelRole.TARGET))))
+            most = DISTRIBUTION_BYTES // (
+                FLOAT_BYTES * vocab * max(map(self.distributions, (ModelRole.DRAFT, ModelRole.TARGET)))
+            )
         return min(most, self.max_slots)
 
-    def laws(self, role: ModelRole) -> int:
+    def distributions(self, role: ModelRole) -> int:
         """Distributions over the vocabulary that a model stores for a draft chain. At the target: those that the chain's
         tokens were drawn from, and its own after each token. At the draft: those of the drafted tokens; in look-ahead
         of F rows, and twice those of the chain in flight."""
@@ -138,9 +140,9 @@ class EngineConfig:
             return drawn + self.target_tokens
         return drawn * (self.branches + 2) if self.lookahead else drawn
 
-    def law_bytes(self, role: ModelRole, vocab: int) -> int:
+    def distribution_bytes(self, role: ModelRole, vocab: int) -> int:
         """Memory for the distributions of all chains."""
-        return self.chains(vocab) * self.laws(role) * vocab * FLOAT_BYTES
+        return self.chains(vocab) * self.distributions(role) * vocab * FLOAT_BYTES
 
     def width(self, context: int) -> int:
         """Positions of a block table: a block may run past the longest answer, for the sake of a static shape."""

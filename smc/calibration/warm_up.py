@@ -20,9 +20,9 @@ from smc.api.limits import MAX_PARTICLES
 from smc.api.outputs import Output
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
+from smc.distributions import DistributionSpec
 from smc.executor.messages import Pending
 from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts, Program, RoundPlan
-from smc.laws import LawSpec
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import PROGRAMS, PagesPerRow
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 REPEATS = 2
 """Dummy rounds of each kind: the first compiles its kernels, the second is captured."""
 PROCESSORS: tuple[tuple[str, ...], ...] = ((), ("top_k",), ("top_p",), ("min_p",), ("min_p", "top_k", "top_p"))
-"""Truncations of token distributions: `LawSpec.canonical` knows no others."""
+"""Truncations of token distributions: `DistributionSpec.canonical` knows no others."""
 TRUNCATED_PLACES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
 """Sizes of dummy rounds with truncated distributions. These compile all kernels; capturing another size later costs one
 round."""
@@ -130,15 +130,15 @@ def padding_plan(
     """A round whose rows are all padding."""
     whole, wide = np.zeros(places, dtype=np.int32), np.zeros(places, dtype=np.int64)
     one = np.ones(places, dtype=np.float32)
-    law = LawSpec.of(one, wide, one, one * 0, one)
-    law = replace(law.canonical(), active=law.canonical().active | set(processors))
+    distribution = DistributionSpec.of(one, wide, one, one * 0, one)
+    distribution = replace(distribution.canonical(), active=distribution.canonical().active | set(processors))
     return RoundPlan(
         program=program,
         contexts=contexts,
         kinds=kinds,
         columns=1 + max(shape.target, shape.begin + shape.branch),
-        target_law=law,
-        draft_law=law,
+        target_distribution=distribution,
+        draft_distribution=distribution,
         slot_A=wide + slots,
         group_A=wide + places - 1,
         particle_A=wide,
@@ -153,7 +153,7 @@ def padding_plan(
         threshold_G=np.zeros(places),
         kind_G=whole,
         chain_C=wide[:0],
-        law_C=wide[:0],
+        distribution_C=wide[:0],
         scheme_G=whole,
         target_pages_AQ=np.zeros((places, shape.target), dtype=np.int32),
         begin_pages_AP=np.zeros((places, shape.begin), dtype=np.int32),

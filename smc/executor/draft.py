@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Expansion, Kind, Offers
+from smc.distributions import DistributionSpec
 from smc.executor.forward import Rows
 from smc.executor.messages import DraftedRows, Lineage, RoundChoice
 from smc.executor.plan import RoundPlan
 from smc.executor.remap import remap_block_table
 from smc.executor.state import SlotState
-from smc.laws import LawSpec
 from smc.philox import STREAMS_PER_PARTICLE
 from smc.stops import grow
 
@@ -95,7 +95,7 @@ class CandidateLayout:
     round_S: Tensor
     seed_G: Tensor
     round_G: Tensor
-    law: LawSpec[Tensor]
+    distribution: DistributionSpec[Tensor]
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,9 @@ class ResumedSequences:
     """int64 state of the stop machine before them."""
 
 
-def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape) -> DraftInputs:
+def begin(
+    state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape
+) -> DraftInputs:
     """Pages of pending tokens are in the block tables from now on."""
     slot_A, pages_AP = plan.slot_A, plan.begin_pages_AP
     queries = pages_AP.shape[1]
@@ -213,11 +215,13 @@ def begin(state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape
         next_X=state.end_S[slot_A],
         run_4X=None,
     )
-    offerings = (_offering(plan, law, shape, width) for width in (1, plan.branches))
+    offerings = (_offering(plan, distribution, shape, width) for width in (1, plan.branches))
     return DraftInputs(tokens_AP, rows, place_A * queries + pending_A - 1, tree, *offerings)
 
 
-def _offering(plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape, width: int) -> CandidateLayout:
+def _offering(
+    plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape, width: int
+) -> CandidateLayout:
     """Of `width` rows a place."""
     place_S, f = plan.place_of_rows(width), plan.branches
     group_S = plan.group_A[place_S]
@@ -234,7 +238,7 @@ def _offering(plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape, 
         round_S=round_S if shape.by_round else torch.zeros_like(round_S),
         seed_G=plan.seed_G,
         round_G=plan.round_G,
-        law=law.take(place_S),
+        distribution=distribution.take(place_S),
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from smc.types import Array, ModelRole
 
 if TYPE_CHECKING:
-    from smc.laws import LawSpec
+    from smc.distributions import DistributionSpec
     from smc.philox import Purpose
     from smc.stops import StopMachine
 
@@ -54,7 +54,7 @@ class Draws:
     """D tokens to be drawn after the last one of each row, from p^alpha normalised, and with which random numbers
     (smc/philox.py)."""
 
-    law: LawSpec[np.ndarray]
+    distribution: DistributionSpec[np.ndarray]
     seed_R: np.ndarray
     """int64."""
     round_R: np.ndarray
@@ -79,10 +79,10 @@ class Draws:
 
 @dataclass(frozen=True)
 class Tops:
-    """The likeliest tokens after each of the last tokens of rows, under the law of what comes there. Axis R is of the
+    """The likeliest tokens after each of the last tokens of rows, under the distribution of what comes there. Axis R is of the
     first rows of the batch, those that are asked about; those after them only guide."""
 
-    law: LawSpec[np.ndarray]
+    distribution: DistributionSpec[np.ndarray]
     count: int
     """K, or the whole vocabulary if that has fewer."""
     asked_R: np.ndarray

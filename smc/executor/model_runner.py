@@ -157,8 +157,8 @@ class ModelRunner:
 
     def _run_alone(self, plan: RoundPlan[Tensor]) -> RoundResult[Tensor]:
         drafter, state, slot_A = self._alone, self.state, plan.slot_A
-        law = plan.draft_law if self.worker.name == ModelRole.DRAFT else plan.target_law
-        _, tree = drafter.draft(plan, law)
+        distribution = plan.draft_distribution if self.worker.name == ModelRole.DRAFT else plan.target_distribution
+        _, tree = drafter.draft(plan, distribution)
         place_A = torch.arange(len(slot_A), device=slot_A.device)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
         choice = RoundChoice.of(
@@ -218,7 +218,7 @@ class DraftRunner(ModelRunner):
         # Made once, for as many chains as there may be. Nothing is read of them that has not been written.
         chains, length, ahead = config.chains(worker.vocab_size), config.target_tokens - 1, config.lookahead
         rooms = (chains * config.branches, *((chains, chains) if ahead else (0, 0)))
-        self._laws_YLV, self._kept_MLV, self._sent_CLV = (
+        self._dists_YLV, self._kept_MLV, self._sent_CLV = (
             torch.empty(rows, length, worker.vocab_size, device=worker.device) for rows in rooms
         )
         self._drafter = replace(
@@ -229,7 +229,7 @@ class DraftRunner(ModelRunner):
             shape=DraftShape(config.block, by_round=True, guesses=config.lookahead),
             mixture=config.defensive_share,
             purpose=Purpose.PROPOSAL,
-            laws_YLV=self._laws_YLV,
+            dists_YLV=self._dists_YLV,
         )
         self._round: tuple[RoundPlan[Tensor], TokenTree, tuple] | None = None
 
@@ -249,13 +249,13 @@ class DraftRunner(ModelRunner):
             here = self._load(plan)
             chains, ahead = len(plan.chain_C), self.config.lookahead
             if chains and ahead and self.config.block > 1:
-                stages.run(key, "laws", lambda: self._pick_laws(self._kept_MLV, here.law_C))
-                self._channel.send("laws", self._sent_CLV[:chains])
+                stages.run(key, "distributions", lambda: self._pick_distributions(self._kept_MLV, here.distribution_C))
+                self._channel.send("distributions", self._sent_CLV[:chains])
             began = stages.event()
-            drafted, tree = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_law))
+            drafted, tree = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_distribution))
             ended = stages.event()
             if chains and not ahead:
-                self._channel.send("laws", self._laws_YLV[:chains])
+                self._channel.send("distributions", self._dists_YLV[:chains])
             self._channel.send("rows", drafted.all_WX)
         self._round = (here, tree, (began, ended))
 
@@ -271,19 +271,19 @@ class DraftRunner(ModelRunner):
 
     def _follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> Lineage[Tensor]:
         if self.config.lookahead and len(plan.chain_C):
-            # The laws go with the rows. What was sent has arrived: the choice was made by it.
+            # The distributions go with the rows. What was sent has arrived: the choice was made by it.
             place_C, f = plan.chain_C, plan.branches
             chain_A = torch.zeros_like(plan.slot_A).index_copy(
                 0, place_C, torch.arange(len(place_C), device=place_C.device)
             )
             row_C = choice.row_A[place_C]
-            self._pick_laws(self._laws_YLV, chain_A[row_C // f] * f + row_C % f)
-            self._kept_MLV.index_copy_(0, plan.law_C, self._sent_CLV[: len(place_C)])
+            self._pick_distributions(self._dists_YLV, chain_A[row_C // f] * f + row_C % f)
+            self._kept_MLV.index_copy_(0, plan.distribution_C, self._sent_CLV[: len(place_C)])
         return self._drafter.follow(plan, tree, choice)
 
-    def _pick_laws(self, laws_YLV: Tensor, index_C: Tensor) -> tuple[()]:
-        """Some laws, to where they are sent from. Nothing is kept of it by rounds' recordings."""
-        torch.index_select(laws_YLV, 0, index_C, out=self._sent_CLV[: len(index_C)])
+    def _pick_distributions(self, dists_YLV: Tensor, index_C: Tensor) -> tuple[()]:
+        """Some distributions, to where they are sent from. Nothing is kept of it by rounds' recordings."""
+        torch.index_select(dists_YLV, 0, index_C, out=self._sent_CLV[: len(index_C)])
         return ()
 
 
@@ -312,7 +312,7 @@ class TargetRunner(ModelRunner):
             self._channel.settle()
             here = self._load(plan)
             lookahead = self.config.lookahead
-            self._receive_laws(key, here)
+            self._receive_distributions(key, here)
             drafted = None if lookahead else self._receive(key, here)
             began = stages.event()
             scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
@@ -331,11 +331,11 @@ class TargetRunner(ModelRunner):
     def _join(self, group: SequenceHandoff) -> None:
         self._scorer.join(group, self.state.join(group))
 
-    def _receive_laws(self, key: tuple, plan: RoundPlan[Tensor]) -> None:
+    def _receive_distributions(self, key: tuple, plan: RoundPlan[Tensor]) -> None:
         """What chains were drawn from, if there are any."""
         here_CLV = self._scorer.drawn_CLV[: len(plan.chain_C)]
         if here_CLV.numel():
-            self._channel.receive(key, "laws", tuple(here_CLV.shape), here_CLV.dtype, here_CLV)
+            self._channel.receive(key, "distributions", tuple(here_CLV.shape), here_CLV.dtype, here_CLV)
 
     def _receive(self, key: tuple, plan: RoundPlan[Tensor]) -> DraftedRows:
         shape = (DraftedRows.width(self.config.block), len(plan.branch_pages_XB))

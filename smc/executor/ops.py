@@ -14,6 +14,7 @@ from smc.algorithm.expansion import Expansion, Offers, expand, keep_roots
 from smc.algorithm.selection import Selection, select
 from smc.algorithm.walk import walk
 from smc.attention.base import ForwardBatch
+from smc.distributions import DistributionSpec
 from smc.executor import draft
 from smc.executor.draft import Continuation, DraftInputs, DraftShape, ResumedSequences, TokenTree, reparent
 from smc.executor.finalize import Finalized, finalize
@@ -26,7 +27,6 @@ from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import Candidates, ScoreInputs, SelectedTrees, score_candidates
 from smc.executor.state import BiasTables, Lives, SlotState, add_biases
 from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, lay_out, verify, verify_chains
-from smc.laws import LawSpec
 from smc.model.draft_vocab import DraftVocab
 
 Groups = tuple[Tensor, Tensor]
@@ -70,7 +70,7 @@ class RoundOps(Protocol):
     # Draft.
 
     def begin_draft(
-        self, state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape
+        self, state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape
     ) -> DraftInputs:
         """See `smc.executor.draft.begin`."""
         ...

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Kind
-from smc.laws import LawSpec
+from smc.distributions import DistributionSpec
 from smc.stops import StopMachine
 from smc.types import Array, ModelRole
 
@@ -23,7 +23,7 @@ ALIGNMENT = 16
 SHORT, SHORT_SINGLE = 384, 640
 """Positions up to which it is cheaper that each row reads them by itself, in general and where hardly anybody shares
 them."""
-PARTS = ("target_law", "draft_law", "target_companions")
+PARTS = ("target_distribution", "draft_distribution", "target_companions")
 """Of a plan, those that hold arrays themselves."""
 IN_FLIGHT = 9
 """Rounds of one shape whose memory must not be used again yet: two for each of at most four cohorts, and the next."""
@@ -134,9 +134,9 @@ class RoundPlan(Generic[Array]):
     """Positions that any row holds when the round ends, at most."""
     kinds: frozenset[Kind]
     """How groups may be continued; where more than one is, all three that are common."""
-    target_law: LawSpec[Array]
+    target_distribution: DistributionSpec[Array]
     """Per place."""
-    draft_law: LawSpec[Array]
+    draft_distribution: DistributionSpec[Array]
     slot_A: Array
     """int64."""
     group_A: Array
@@ -165,8 +165,8 @@ class RoundPlan(Generic[Array]):
     """int32 `smc.algorithm.expansion.Kind`: how the group is continued."""
     chain_C: Array
     """int64 places of groups whose rows are chains, group after group; padded by repeating the first."""
-    law_C: Array
-    """int64 where the draft keeps the laws of each."""
+    distribution_C: Array
+    """int64 where the draft keeps the distributions of each."""
     scheme_G: Array
     """int32 index of `smc.algorithm.resampling.SCHEME_NAMES`."""
     target_pages_AQ: Array
@@ -208,7 +208,10 @@ class RoundPlan(Generic[Array]):
             self.branches,
             self.biased,
             tuple(sorted(self.kinds)),
-            *(tuple(sorted(law.active)) for law in (self.target_law, self.draft_law)),
+            *(
+                tuple(sorted(distribution.active))
+                for distribution in (self.target_distribution, self.draft_distribution)
+            ),
             len(self.target_companions.place_U) if self.target_companions else 0,
         )
 
@@ -237,8 +240,10 @@ class RoundPlan(Generic[Array]):
             contexts=self.contexts,
             columns=self.columns,
             kinds=self.kinds,
-            target_law=LawSpec(**parts["target_law"], active=self.target_law.active),
-            draft_law=LawSpec(**parts["draft_law"], active=self.draft_law.active),
+            target_distribution=DistributionSpec(
+                **parts["target_distribution"], active=self.target_distribution.active
+            ),
+            draft_distribution=DistributionSpec(**parts["draft_distribution"], active=self.draft_distribution.active),
             biased=self.biased,
             target_companions=UnconditionalRows(**companions) if companions else None,
             **{name: tensor for name, tensor in tensors.items() if "." not in name},

@@ -14,6 +14,7 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import Expansion, Kind, Offers
 from smc.algorithm.selection import Selection
 from smc.arrays import to_device
+from smc.distributions import DistributionSpec
 from smc.executor.draft import (
     CandidateLayout,
     ChainAssignment,
@@ -33,7 +34,6 @@ from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
 from smc.executor.select import LEAST_SHARE, Candidates, ScoreInputs, SelectedTrees, target_outputs
 from smc.executor.state import BiasTables, SlotState
 from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
-from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.types import TensorOptions
 
@@ -51,16 +51,16 @@ class Drafter:
     """Of these logits."""
     shape: DraftShape
     mixture: float
-    """Share of the untruncated law in the proposal."""
+    """Share of the untruncated distribution in the proposal."""
     purpose: Purpose = Purpose.PROPOSAL
-    laws_YLV: Tensor | None = None
-    """Room for the log-laws that tokens of chains are drawn from: L = K, or where the first is a guess K - 1. None: it
+    dists_YLV: Tensor | None = None
+    """Room for the log-distributions that tokens of chains are drawn from: L = K, or where the first is a guess K - 1. None: it
     has none."""
 
-    def draft(self, plan: RoundPlan[Tensor], law: LawSpec[Tensor]) -> tuple[DraftedRows, TokenTree]:
-        """Run the pending tokens of every particle, then extend rows by K tokens. The laws of chains are written to the
+    def draft(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> tuple[DraftedRows, TokenTree]:
+        """Run the pending tokens of every particle, then extend rows by K tokens. The distributions of chains are written to the
         room for them."""
-        begun = self.ops.begin_draft(self.state, plan, law, self.shape)
+        begun = self.ops.begin_draft(self.state, plan, distribution, self.shape)
         self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
         logits_SV = self.run(
             plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None
@@ -117,7 +117,7 @@ class Drafter:
         own = chosen = chains = None
         if Kind.INDEPENDENT in plan.kinds:
             keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)
-            own = self.sampling.propose(logits_SV, offering.law, self.mixture, keys)
+            own = self.sampling.propose(logits_SV, offering.distribution, self.mixture, keys)
         if plan.kinds - {Kind.INDEPENDENT, Kind.CHAINS}:
             chosen = self._expanded(plan, offering, logits_SV, tree, step)
         if assigned is not None:
@@ -144,9 +144,9 @@ class Drafter:
         else:
             seed_Y, rank_Y1 = offering.seed_S[at_Y], assigned.rank_Y[:, None]
             keys = DrawKeys(seed_Y, torch.zeros_like(seed_Y), rank_Y1, tree.next_X[at_Y], self.purpose)
-            assert self.laws_YLV is not None
-            law_YV = self.laws_YLV[: len(at_Y), step - self.shape.guesses]
-            token_Y, logq_Y = self.sampling.propose_by(logits_YV, offering.law.take(at_Y), keys, law_YV)
+            assert self.dists_YLV is not None
+            dist_YV = self.dists_YLV[: len(at_Y), step - self.shape.guesses]
+            token_Y, logq_Y = self.sampling.propose_by(logits_YV, offering.distribution.take(at_Y), keys, dist_YV)
         row_X = torch.arange(len(plan.slot_A) * branches, device=at_Y.device)
         none_X = torch.zeros_like(row_X)
         parent_X = row_X // branches if begins else row_X
@@ -163,7 +163,7 @@ class Drafter:
         themselves, which nothing that stands for others is."""
         has_rest = Kind.DISTINCT in plan.kinds
         keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S1, tree.next_X, self.purpose)
-        offers = self.sampling.offer(logits_SV, offering.law, self.mixture, keys, has_rest)
+        offers = self.sampling.offer(logits_SV, offering.distribution, self.mixture, keys, has_rest)
         rows, random = offering.rows, (offering.seed_G, offering.round_G, step)
         total = len(plan.branch_pages_XB)
         given = (offers, tree.mass_X, tree.alive_X, offering.sources, rows, rows[1], plan.kind_G, random, total)
@@ -192,11 +192,11 @@ class Scorer:
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
         """log q of the pending tokens."""
         # Nothing is read of these that has not been written.
-        laws: TensorOptions = {"dtype": torch.float32, "device": state.device}
+        distributions: TensorOptions = {"dtype": torch.float32, "device": state.device}
         vocab = sampling.vocab
-        self.drawn_CLV = torch.empty(chains, self.queries - 1, vocab, **laws)
-        """Log-laws that all tokens of chains but the first were drawn from, in every round anew."""
-        self._law_TV = torch.empty(chains * self.queries, vocab, **laws)
+        self.drawn_CLV = torch.empty(chains, self.queries - 1, vocab, **distributions)
+        """Log-distributions that all tokens of chains but the first were drawn from, in every round anew."""
+        self._dist_TV = torch.empty(chains * self.queries, vocab, **distributions)
 
     def join(self, group: SequenceHandoff, slots_N: Tensor) -> None:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
@@ -212,10 +212,10 @@ class Scorer:
             )
         labelled_T = drawn = next_AV = None
         if not plan.all_exact:
-            labelled_T = self.sampling.score(logits_TV, asked.law_T, asked.label_T[:, None])[:, 0]
+            labelled_T = self.sampling.score(logits_TV, asked.distribution_T, asked.label_T[:, None])[:, 0]
             next_AV = logits_TV[asked.last_A]
         if Kind.BEST in plan.kinds:
-            drawn = self.sampling.bonus(logits_TV, asked.law_T, asked.keys)
+            drawn = self.sampling.bonus(logits_TV, asked.distribution_T, asked.keys)
         if len(plan.chain_C):
             drawn = self._verified(plan, asked, logits_TV, drawn)
         return self._ops.verify(asked, plan, labelled_T, drawn, next_AV)
@@ -226,8 +226,8 @@ class Scorer:
         """What the target has drawn itself, and of chains what it keeps."""
         place_C, q = plan.chain_C, self.queries
         token_C = (place_C[:, None] * q + torch.arange(q, device=place_C.device)).flatten()
-        logp_TV = self._law_TV[: len(token_C)]
-        self.sampling.write_law(logits_TV[token_C], asked.law_T.take(token_C), logp_TV)
+        logp_TV = self._dist_TV[: len(token_C)]
+        self.sampling.write_distribution(logits_TV[token_C], asked.distribution_T.take(token_C), logp_TV)
         said = self._ops.verify_chains(plan, asked, logp_TV.view(len(place_C), q, -1), self.drawn_CLV[: len(place_C)])
         # Padding repeats the first chain.
         chain_C = torch.arange(len(place_C), device=place_C.device)
@@ -239,7 +239,7 @@ class Scorer:
         return (
             token_T1.index_copy(0, token_C, said_CQ.view(-1, 1).to(token_T1.dtype)),
             logp_T1.index_copy(0, token_C, logp_CQ.view(-1, 1)),
-            # Of a law that is NaN anywhere, every entry is.
+            # Of a distribution that is NaN anywhere, every entry is.
             log_z_T.index_copy(0, token_C, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
         )
 

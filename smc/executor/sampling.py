@@ -4,15 +4,15 @@ Axes: R rows, D draws a row, V columns of the logits, of which the first `vocab`
 
 Proposals of a draft whose head has rows for M tokens of V: the single place where its columns become tokens.
 
-    q = (1 - share) * q_M  on the M tokens of the head, q_M being the proposal of `smc.laws` over these alone,
+    q = (1 - share) * q_M  on the M tokens of the head, q_M being the proposal of `smc.distributions` over these alone,
     q = share / (V - M)    on every other token.
 
-So q covers every token that the target may draw, and each token's log q is of exactly this law: what is drawn, and how
+So q covers every token that the target may draw, and each token's log q is of exactly this distribution: what is drawn, and how
 weights count it, stay properly weighted. An independent row draws from q. A row that offers does so with its likeliest
 columns one by one; the token that stands for the rest is drawn from all the rest of q, which the tokens without a row
 are part of. Of exact decoding the tree is of what is likely itself, so it has tokens of the head alone.
 
-Besides the variates of the law itself, drawn with two of a key's four words, there is one uniform for which part of q a
+Besides the variates of the distribution itself, drawn with two of a key's four words, there is one uniform for which part of q a
 token comes from and one for which of the tokens without a row it is: the other two words. `HeadSampling` is the
 reference, in plain torch; `smc.executor.triton_ops` has what GPUs use.
 
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import OFFERS, Offers
 from smc.arrays import to_device
-from smc.laws import Laws, LawSpec, draw
+from smc.distributions import Distributions, DistributionSpec, draw
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose, exponentials, words
 
@@ -59,22 +59,26 @@ class Sampling:
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
 
-    def propose(self, logits_RV: Tensor, law: LawSpec[Any], mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+    def propose(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Any], mixture: float, keys: DrawKeys
+    ) -> tuple[Tensor, Tensor]:
         """Tokens (of any integer type) from the proposal and their log q, [R, D] each."""
-        logq_RV = Laws(law, logits_RV.device).proposal(self._logits(logits_RV), mixture)
+        logq_RV = Distributions(distribution, logits_RV.device).proposal(self._logits(logits_RV), mixture)
         token_RD = self._race(logq_RV, keys)
         return token_RD, logq_RV.gather(-1, token_RD)
 
-    def propose_by(self, logits_RV: Tensor, law: LawSpec[Any], keys: DrawKeys, law_RV: Tensor) -> tuple[Tensor, Tensor]:
+    def propose_by(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys, dist_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """A token (of any integer type) from the proposal without a mixture [R], and its log q [R]; keys for one draw a
-        row. The log-law that it was drawn from is written to `law` [R, V]."""
-        self.write_law(logits_RV, law, law_RV)
-        token_R1 = self._race(law_RV, keys)
-        return token_R1[:, 0], law_RV.gather(-1, token_R1)[:, 0]
+        row. The log-distribution that it was drawn from is written to `distribution` [R, V]."""
+        self.write_distribution(logits_RV, distribution, dist_RV)
+        token_R1 = self._race(dist_RV, keys)
+        return token_R1[:, 0], dist_RV.gather(-1, token_R1)[:, 0]
 
-    def write_law(self, logits_RV: Tensor, law: LawSpec[Any], law_RV: Tensor) -> None:
-        """Write the whole log-law to `law`, float32 [R, V]."""
-        law_RV.copy_(Laws(law, logits_RV.device).target(self._logits(logits_RV)))
+    def write_distribution(self, logits_RV: Tensor, distribution: DistributionSpec[Any], dist_RV: Tensor) -> None:
+        """Write the whole log-distribution to `distribution`, float32 [R, V]."""
+        dist_RV.copy_(Distributions(distribution, logits_RV.device).target(self._logits(logits_RV)))
 
     def likeliest(self, logits_RV: Tensor, count: int) -> Tensor:
         """So many tokens of every row, int64 [R, count]; repeated where there are fewer."""
@@ -82,37 +86,50 @@ class Sampling:
         return token_RC[:, torch.arange(count, device=token_RC.device) % token_RC.shape[1]]
 
     def offer(
-        self, logits_RV: Tensor, law: LawSpec[Any], mixture: float, keys: DrawKeys, has_rest: bool = True
+        self,
+        logits_RV: Tensor,
+        distribution: DistributionSpec[Any],
+        mixture: float,
+        keys: DrawKeys,
+        has_rest: bool = True,
     ) -> Offers:
         """What rows offer from the proposal; keys for one draw a row, of the token that stands for the rest: last, if
         at all."""
-        return self._offers(Laws(law, logits_RV.device).proposal(self._logits(logits_RV), mixture), keys, has_rest)
+        return self._offers(
+            Distributions(distribution, logits_RV.device).proposal(self._logits(logits_RV), mixture), keys, has_rest
+        )
 
-    def bonus_offer(self, logits_RV: Tensor, law: LawSpec[Any], keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
-        """What rows offer from the powered target law, log p [R, C] of the tokens, and log Z [R] of the power, as
+    def bonus_offer(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
+    ) -> tuple[Offers, Tensor, Tensor]:
+        """What rows offer from the powered target distribution, log p [R, C] of the tokens, and log Z [R] of the power, as
         `bonus`."""
-        laws = Laws(law, logits_RV.device)
-        logp_RV = laws.target(self._logits(logits_RV))
-        powered_RV, log_z_R = laws.powered(logp_RV)
+        distributions = Distributions(distribution, logits_RV.device)
+        logp_RV = distributions.target(self._logits(logits_RV))
+        powered_RV, log_z_R = distributions.powered(logp_RV)
         offers = self._offers(powered_RV, keys)
         nan_R = powered_RV.amax(-1) * 0.0
         return offers, logp_RV.gather(-1, offers.token_RC), nan_R if log_z_R is None else log_z_R + nan_R
 
-    def score(self, logits_RV: Tensor, law: LawSpec[Any], token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
-        """log p of tokens (of any integer type) under the target law, [R, D]; with `row_X` those of rows that repeat,
+    def score(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Any], token_RD: Tensor, row_X: Tensor | None = None
+    ) -> Tensor:
+        """log p of tokens (of any integer type) under the target distribution, [R, D]; with `row_X` those of rows that repeat,
         [X, D]. A token of -1 (none) scores 0."""
-        logp_RV = Laws(law, logits_RV.device).target(self._logits(logits_RV))
+        logp_RV = Distributions(distribution, logits_RV.device).target(self._logits(logits_RV))
         logp_RD = (logp_RV if row_X is None else logp_RV[row_X]).gather(-1, token_RD.long().clamp(min=0))
         return torch.where(token_RD >= 0, logp_RD, 0.0)
 
-    def bonus(self, logits_RV: Tensor, law: LawSpec[Any], keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [R, D] (of any integer type) from the powered target law, their log p [R, D], and log Z [R] of the
+    def bonus(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [R, D] (of any integer type) from the powered target distribution, their log p [R, D], and log Z [R] of the
         power; NaN in the logits shows in log Z."""
-        laws = Laws(law, logits_RV.device)
-        logp_RV = laws.target(self._logits(logits_RV))
-        powered_RV, log_z_R = laws.powered(logp_RV)
+        distributions = Distributions(distribution, logits_RV.device)
+        logp_RV = distributions.target(self._logits(logits_RV))
+        powered_RV, log_z_R = distributions.powered(logp_RV)
         token_RD = self._race(powered_RV, keys)
-        # The likeliest token's log-probability is finite for any law, so it carries NaN logits and nothing else.
+        # The likeliest token's log-probability is finite for any distribution, so it carries NaN logits and nothing else.
         nan_R = powered_RV.amax(-1) * 0.0
         return token_RD, logp_RV.gather(-1, token_RD), nan_R if log_z_R is None else log_z_R + nan_R
 
@@ -122,14 +139,14 @@ class Sampling:
         own_TV, companion_TV, scale_T1 = own_TV.float(), companion_XV[of_T].float(), scale_T[:, None]
         return torch.where(scale_T1 == 1, own_TV, companion_TV + scale_T1 * (own_TV - companion_TV))
 
-    def _offers(self, log_law_RV: Tensor, keys: DrawKeys, has_rest: bool = True) -> Offers:
-        logq_RC, token_RC = log_law_RV.topk(min(OFFERS, self.vocab), dim=-1)
+    def _offers(self, log_dist_RV: Tensor, keys: DrawKeys, has_rest: bool = True) -> Offers:
+        logq_RC, token_RC = log_dist_RV.topk(min(OFFERS, self.vocab), dim=-1)
         if not has_rest:
             return Offers(token_RC, logq_RC, logq_RC)
-        rest_RV = log_law_RV.scatter(-1, token_RC, -torch.inf)
+        rest_RV = log_dist_RV.scatter(-1, token_RC, -torch.inf)
         rest_R1 = rest_RV.logsumexp(-1, keepdim=True)
         token_R1 = self._race(torch.where(rest_R1 > -torch.inf, rest_RV - rest_R1, rest_RV), keys)
-        own_R1 = log_law_RV.gather(-1, token_R1)
+        own_R1 = log_dist_RV.gather(-1, token_R1)
         return Offers(
             torch.cat((token_RC, token_R1), 1), torch.cat((logq_RC, own_R1), 1), torch.cat((logq_RC, rest_R1), 1)
         )
@@ -137,9 +154,9 @@ class Sampling:
     def _logits(self, logits_RV: Tensor) -> Tensor:
         return logits_RV[:, : self.vocab].float()
 
-    def _race(self, log_law_RV: Tensor, keys: DrawKeys) -> Tensor:
-        word0, word1 = (to_device(word, log_law_RV.device) for word in keys.words()[:2])
-        return draw(log_law_RV, exponentials(word0, word1, self.vocab))
+    def _race(self, log_dist_RV: Tensor, keys: DrawKeys) -> Tensor:
+        word0, word1 = (to_device(word, log_dist_RV.device) for word in keys.words()[:2])
+        return draw(log_dist_RV, exponentials(word0, word1, self.vocab))
 
 
 class HeadSampling:
@@ -151,7 +168,7 @@ class HeadSampling:
         others_U = np.setdiff1d(np.arange(vocab.vocab), vocab.ids_M, assume_unique=True)
         self.ids_M, self.others_U = (torch.from_numpy(ids).to(device) for ids in (vocab.ids_M, others_U))
         self.chance = round(vocab.share * 2**32)
-        """Of 2^32: the share, in whole numbers so that the law is exactly what is drawn from."""
+        """Of 2^32: the share, in whole numbers so that the distribution is exactly what is drawn from."""
         share = self.chance / 2**32
         self.log_inside, self.log_share, self.log_each = (
             math.log1p(-share),
@@ -159,20 +176,22 @@ class HeadSampling:
             math.log(share / len(others_U)),
         )
 
-    def propose(self, logits_RM: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+    def propose(
+        self, logits_RM: Tensor, distribution: DistributionSpec[Tensor], mixture: float, keys: DrawKeys
+    ) -> tuple[Tensor, Tensor]:
         """As `Sampling.propose`."""
-        return self._spread(*self._columns.propose(logits_RM, law, mixture, keys), keys)
+        return self._spread(*self._columns.propose(logits_RM, distribution, mixture, keys), keys)
 
     def propose_by(
-        self, logits_RM: Tensor, law: LawSpec[Tensor], keys: DrawKeys, law_RV: Tensor
+        self, logits_RM: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys, dist_RV: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `Sampling.propose_by`."""
         logq_RM = torch.empty(len(logits_RM), len(self.ids_M), device=logits_RM.device)
-        column_R, logq_R = self._columns.propose_by(logits_RM, law, keys, logq_RM)
+        column_R, logq_R = self._columns.propose_by(logits_RM, distribution, keys, logq_RM)
         token_R1, logq_R1 = self._spread(column_R[:, None], logq_R[:, None], keys)
-        # A law that is NaN anywhere is NaN: nobody may take the rest of it for a law.
+        # A distribution that is NaN anywhere is NaN: nobody may take the rest of it for a distribution.
         each_R1 = torch.where(logq_RM.isnan().any(-1, keepdim=True), torch.nan, self.log_each)
-        law_RV.copy_(each_R1.expand_as(law_RV)).index_copy_(1, self.ids_M, logq_RM + self.log_inside)
+        dist_RV.copy_(each_R1.expand_as(dist_RV)).index_copy_(1, self.ids_M, logq_RM + self.log_inside)
         return token_R1[:, 0], logq_R1[:, 0]
 
     def likeliest(self, logits_RM: Tensor, count: int) -> Tensor:
@@ -180,10 +199,15 @@ class HeadSampling:
         return self.ids_M[self._columns.likeliest(logits_RM, count)]
 
     def offer(
-        self, logits_RM: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys, has_rest: bool = True
+        self,
+        logits_RM: Tensor,
+        distribution: DistributionSpec[Tensor],
+        mixture: float,
+        keys: DrawKeys,
+        has_rest: bool = True,
     ) -> Offers:
         """As `Sampling.offer`."""
-        return self._spread_rest(self._columns.offer(logits_RM, law, mixture, keys, has_rest), keys, has_rest)
+        return self._spread_rest(self._columns.offer(logits_RM, distribution, mixture, keys, has_rest), keys, has_rest)
 
     def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         coin_RD, other_RD = self._others(keys, column_RD.device)

@@ -38,7 +38,7 @@ class TargetOutputs:
     bonus_A: Tensor | None = None
     """Integers: the tokens that it draws for independent rows."""
     log_z_A: Tensor | None = None
-    """float32 log Z of the law that it draws or offers from; NaN where its logits are."""
+    """float32 log Z of the distribution that it draws or offers from; NaN where its logits are."""
     offers: Offers | None = None
     """What it offers after each block, of which rows that are never the same are made."""
     offered_logp_AC: Tensor | None = None
@@ -131,17 +131,19 @@ def target_outputs(
     next_AV = scored.next_AV
     assert next_AV is not None, "kept unless all are decoded exactly"
     if lookahead:
-        return TargetOutputs(sampling.score(next_AV, plan.target_law, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0])
+        return TargetOutputs(
+            sampling.score(next_AV, plan.target_distribution, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0]
+        )
     target, blocks = TargetOutputs(), scored.blocks
 
     def keys(stream_A: Tensor) -> DrawKeys:
         return DrawKeys(plan.seed_A, plan.round_A, stream_A[:, None], blocks.position_A, Purpose.TARGET)
 
     if Kind.INDEPENDENT in plan.kinds:
-        bonus_A1, logp_A1, log_z_A = sampling.bonus(next_AV, plan.target_law, keys(blocks.stream_A))
+        bonus_A1, logp_A1, log_z_A = sampling.bonus(next_AV, plan.target_distribution, keys(blocks.stream_A))
         target = TargetOutputs(logp_A1[:, 0], bonus_A1[:, 0], log_z_A)
     if plan.kinds - {Kind.INDEPENDENT}:
-        offers, offered_logp_AC, log_z_A = sampling.bonus_offer(next_AV, plan.target_law, keys(blocks.rank_A))
+        offers, offered_logp_AC, log_z_A = sampling.bonus_offer(next_AV, plan.target_distribution, keys(blocks.rank_A))
         target = replace(target, log_z_A=log_z_A, offers=offers, offered_logp_AC=offered_logp_AC)
     return target
 

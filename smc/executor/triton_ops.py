@@ -9,6 +9,7 @@ from torch import Tensor
 from smc.algorithm.expansion import Kind, Offers
 from smc.algorithm.selection import Selection
 from smc.attention.base import ForwardBatch
+from smc.distributions import DistributionSpec
 from smc.executor.draft import (
     CandidateLayout,
     Continuation,
@@ -44,13 +45,12 @@ from smc.kernels.round_tensors import (
     contiguous,
     fields_of,
 )
-from smc.kernels.sampling import draw, guide, score, spread, spread_rest, write_law
+from smc.kernels.sampling import draw, guide, score, spread, spread_rest, write_distribution
 from smc.kernels.select import ScoreTensors, SelectTensors
 from smc.kernels.select import select as select_particles
 from smc.kernels.stops import StopTensors
 from smc.kernels.truncation import Cut, truncate
 from smc.kernels.verify import ChainTrials, SampleTensors, VerifyTensors, match_samples
-from smc.laws import LawSpec
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose
 
@@ -83,12 +83,12 @@ class TritonOps(RoundOps):
         return sampling.add_biases(logits_RV, added, lives, slot_X.contiguous(), position_R.contiguous(), width)
 
     def begin_draft(
-        self, state: SlotState, plan: RoundPlan[Tensor], law: LawSpec[Tensor], shape: DraftShape
+        self, state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape
     ) -> DraftInputs:
         branches, (places, queries) = plan.branches, plan.begin_pages_AP.shape
         out = draft.begin(
             fields_of(PlanTensors, plan),
-            fields_of(DistributionTensors, law),
+            fields_of(DistributionTensors, distribution),
             fields_of(SlotTensors, state),
             StopTensors.of(state.stops),
             branches,
@@ -130,7 +130,7 @@ class TritonOps(RoundOps):
                 round_S=plan.round_A if shape.by_round else none_A,
                 seed_G=seed_G,
                 round_G=round_G,
-                law=law,
+                distribution=distribution,
             ),
             later=CandidateLayout(
                 group_S=out.group_X,
@@ -142,7 +142,7 @@ class TritonOps(RoundOps):
                 round_S=round_X,
                 seed_G=seed_G,
                 round_G=round_G,
-                law=LawSpec(temperature_X, top_k_X, top_p_X, min_p_X, alpha_X, law.active),
+                distribution=DistributionSpec(temperature_X, top_k_X, top_p_X, min_p_X, alpha_X, distribution.active),
             ),
         )
 
@@ -211,10 +211,10 @@ class TritonOps(RoundOps):
     def lay_out_blocks(
         self, state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None
     ) -> VerifyInputs:
-        law = plan.target_law
+        distribution = plan.target_distribution
         out = verify.lay_out(
             fields_of(PlanTensors, plan),
-            fields_of(DistributionTensors, law),
+            fields_of(DistributionTensors, distribution),
             fields_of(SlotTensors, state),
             logq_SQ,
             None if drafted is None else drafted.all_WX,
@@ -231,7 +231,7 @@ class TritonOps(RoundOps):
         return VerifyInputs(
             blocks=Blocks(*known, *next_3A),
             rows=Rows(state.table_SL, *places, *bounds, logq_SQ.shape[1], plan.contexts),
-            law_T=LawSpec(temperature_T, out.top_k_T, top_p_T, min_p_T, alpha_T, law.active),
+            distribution_T=DistributionSpec(temperature_T, out.top_k_T, top_p_T, min_p_T, alpha_T, distribution.active),
             label_T=out.label_T,
             keys=DrawKeys(seed_T, zero_T, zero_T[:, None], position_T, Purpose.TARGET),
             last_A=last_A,
@@ -400,72 +400,102 @@ def _tree_selection(trees: SelectedTrees | None) -> TreeSelection | None:
 
 
 class TritonSampling(Sampling):
-    """Laws by the kernels: no array of a law is ever written, but for chains."""
+    """Distributions by the kernels: no array of a distribution is ever written, but for chains."""
 
-    def propose(self, logits_RV: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys) -> tuple[Tensor, Tensor]:
-        token_RD, logq_RD, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture))
+    def propose(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], mixture: float, keys: DrawKeys
+    ) -> tuple[Tensor, Tensor]:
+        token_RD, logq_RD, _ = self._draw(
+            logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution, mixture)
+        )
         return token_RD, logq_RD
 
     def propose_by(
-        self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys, law_RV: Tensor
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys, dist_RV: Tensor
     ) -> tuple[Tensor, Tensor]:
-        token_R1, logq_R1, _ = self._draw(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law))
-        self.write_law(logits_RV, law, law_RV)
+        token_R1, logq_R1, _ = self._draw(
+            logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution)
+        )
+        self.write_distribution(logits_RV, distribution, dist_RV)
         return token_R1[:, 0], logq_R1[:, 0]
 
-    def write_law(self, logits_RV: Tensor, law: LawSpec[Tensor], law_RV: Tensor) -> None:
-        write_law(logits_RV, law_RV, law.temperature_R, self._cut(logits_RV, law))
+    def write_distribution(self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], dist_RV: Tensor) -> None:
+        write_distribution(logits_RV, dist_RV, distribution.temperature_R, self._cut(logits_RV, distribution))
 
     def offer(
-        self, logits_RV: Tensor, law: LawSpec[Tensor], mixture: float, keys: DrawKeys, has_rest: bool = True
+        self,
+        logits_RV: Tensor,
+        distribution: DistributionSpec[Tensor],
+        mixture: float,
+        keys: DrawKeys,
+        has_rest: bool = True,
     ) -> Offers:
-        return self._offer(logits_RV, law.temperature_R, keys, self._cut(logits_RV, law, mixture), has_rest)
+        return self._offer(
+            logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution, mixture), has_rest
+        )
 
-    def bonus_offer(self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys) -> tuple[Offers, Tensor, Tensor]:
-        cut = self._cut(logits_RV, law)
-        if "alpha" not in law.active:
-            offers = self._offer(logits_RV, law.temperature_R, keys, cut)
+    def bonus_offer(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys
+    ) -> tuple[Offers, Tensor, Tensor]:
+        cut = self._cut(logits_RV, distribution)
+        if "alpha" not in distribution.active:
+            offers = self._offer(logits_RV, distribution.temperature_R, keys, cut)
             return offers, offers.logq_RC, offers.logq_RC[:, 0] * 0.0
-        # As of a bonus. The likeliest token's log-probability is finite for any law.
-        offers = self._offer(logits_RV, law.temperature_R / law.alpha_R, keys, cut)
-        logp_RC = self._score(logits_RV, law, offers.token_RC, cut)
-        log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RC[:, 0] - offers.logq_RC[:, 0])
+        # As of a bonus. The likeliest token's log-probability is finite for any distribution.
+        offers = self._offer(logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut)
+        logp_RC = self._score(logits_RV, distribution, offers.token_RC, cut)
+        log_z_R = torch.where(
+            distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RC[:, 0] - offers.logq_RC[:, 0]
+        )
         return offers, logp_RC, log_z_R + offers.logq_RC[:, 0] * 0.0
 
-    def score(self, logits_RV: Tensor, law: LawSpec[Tensor], token_RD: Tensor, row_X: Tensor | None = None) -> Tensor:
-        cut = self._cut(logits_RV, law)
+    def score(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_RD: Tensor, row_X: Tensor | None = None
+    ) -> Tensor:
+        cut = self._cut(logits_RV, distribution)
         if token_RD.shape[1] == 1:
-            return score(logits_RV, self.vocab, law.temperature_R, token_RD[:, 0].int(), cut=cut, row_X=row_X)[0][
-                :, None
-            ]
-        return self._score(logits_RV, law, token_RD, cut, row_X)
+            return score(logits_RV, self.vocab, distribution.temperature_R, token_RD[:, 0].int(), cut=cut, row_X=row_X)[
+                0
+            ][:, None]
+        return self._score(logits_RV, distribution, token_RD, cut, row_X)
 
-    def bonus(self, logits_RV: Tensor, law: LawSpec[Tensor], keys: DrawKeys) -> tuple[Tensor, Tensor, Tensor]:
-        cut = self._cut(logits_RV, law)
-        if "alpha" not in law.active:
-            token_RD, logp_RD, lse_R = self._draw(logits_RV, law.temperature_R, keys, cut)
+    def bonus(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cut = self._cut(logits_RV, distribution)
+        if "alpha" not in distribution.active:
+            token_RD, logp_RD, lse_R = self._draw(logits_RV, distribution.temperature_R, keys, cut)
             return token_RD, logp_RD, lse_R * 0.0
         # p^alpha is p at 1 / alpha of the temperature, and what it takes to normalise shows in any of its tokens.
-        token_RD, powered_RD, lse_R = self._draw(logits_RV, law.temperature_R / law.alpha_R, keys, cut)
-        logp_RD = self._score(logits_RV, law, token_RD, cut)
-        log_z_R = torch.where(law.alpha_R == 1, 0.0, law.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
+        token_RD, powered_RD, lse_R = self._draw(
+            logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut
+        )
+        logp_RD = self._score(logits_RV, distribution, token_RD, cut)
+        log_z_R = torch.where(distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
         return token_RD, logp_RD, log_z_R + lse_R * 0.0
 
     def guide(self, own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
         return guide(own_TV, companion_XV, of_T, scale_T)
 
-    def _cut(self, logits_RV: Tensor, law: LawSpec[Tensor], share: float = 0.0) -> Cut | None:
-        processors = {"top_k": law.top_k_R, "top_p": law.top_p_R, "min_p": law.min_p_R}
-        top_k_R, top_p_R, min_p_R = (values_R if name in law.active else None for name, values_R in processors.items())
-        if not law.active & set(processors):
+    def _cut(self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], share: float = 0.0) -> Cut | None:
+        processors = {"top_k": distribution.top_k_R, "top_p": distribution.top_p_R, "min_p": distribution.min_p_R}
+        top_k_R, top_p_R, min_p_R = (
+            values_R if name in distribution.active else None for name, values_R in processors.items()
+        )
+        if not distribution.active & set(processors):
             return None
-        return truncate(logits_RV, self.vocab, law.temperature_R, top_k_R, top_p_R, min_p_R, share)
+        return truncate(logits_RV, self.vocab, distribution.temperature_R, top_k_R, top_p_R, min_p_R, share)
 
     def _score(
-        self, logits_RV: Tensor, law: LawSpec[Tensor], token_XD: Tensor, cut: Cut | None, row_X: Tensor | None = None
+        self,
+        logits_RV: Tensor,
+        distribution: DistributionSpec[Tensor],
+        token_XD: Tensor,
+        cut: Cut | None,
+        row_X: Tensor | None = None,
     ) -> Tensor:
         none_X = torch.full_like(token_XD[:, 0], -1)
-        _, logp_XD = score(logits_RV, self.vocab, law.temperature_R, none_X, token_XD, cut, row_X=row_X)
+        _, logp_XD = score(logits_RV, self.vocab, distribution.temperature_R, none_X, token_XD, cut, row_X=row_X)
         assert logp_XD is not None, "asked for"
         return logp_XD
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from smc.algorithm.expansion import Kind
 from smc.algorithm.rejection import Chains, say
 from smc.arrays import to_device
+from smc.distributions import DistributionSpec
 from smc.executor.forward import Rows
 from smc.executor.messages import DraftedRows
 from smc.executor.plan import RoundPlan
 from smc.executor.sampling import DrawKeys
 from smc.executor.state import SlotState
-from smc.laws import LawSpec
 from smc.philox import STREAMS_PER_PARTICLE, Purpose, exponentials, words
 
 
@@ -60,7 +60,7 @@ class VerifyInputs:
 
     blocks: Blocks
     rows: Rows
-    law_T: LawSpec[Tensor]
+    distribution_T: DistributionSpec[Tensor]
     label_T: Tensor
     """Integers: the token of the block after this one; -1: there is none."""
     keys: DrawKeys
@@ -127,7 +127,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
     return VerifyInputs(
         blocks=blocks,
         rows=rows,
-        law_T=plan.target_law.take(of_T),
+        distribution_T=plan.target_distribution.take(of_T),
         label_T=label_AQ.flatten(),
         keys=DrawKeys(plan.seed_A[of_T], zero_T, zero_T[:, None], position_T, Purpose.TARGET),
         last_A=place_A * q + count_A - 1,
@@ -210,7 +210,7 @@ def verify_chains(
     """What the target says after every token of chains [C, Q], and its log-probability [C, Q], as
     `smc.algorithm.rejection.say`.
 
-    `logp`: the target's log-law after every token; `logq`: what the next was drawn from, of all but the last."""
+    `logp`: the target's log-distribution after every token; `logq`: what the next was drawn from, of all but the last."""
     blocks, place_C, vocab = asked.blocks, plan.chain_C, logp_CQV.shape[-1]
     first_G, size_G = chain_groups(plan)
     q = blocks.tokens_AQ.shape[1]

@@ -31,7 +31,7 @@ from smc.stops import TokenBytes
 from smc.types import ModelRole
 
 SLICE = 32
-"""Tokens whose laws exist at the same time: whole vocabularies of more would take memory that nobody has set aside."""
+"""Tokens whose distributions exist at the same time: whole vocabularies of more would take memory that nobody has set aside."""
 
 
 def last_tokens(counts_R: np.ndarray, asked_R: np.ndarray) -> np.ndarray:
@@ -49,7 +49,7 @@ def likeliest(
     logits: Callable[[Tensor], Tensor], sampling: Sampling, tops: Tops, hidden_XE: Tensor, ends_R: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Tokens int32 [Y, K] and their log p [Y, K]. `ends_R`: positions of every row after this pass."""
-    device, rows = hidden_XE.device, len(tops.law.temperature_R)
+    device, rows = hidden_XE.device, len(tops.distribution.temperature_R)
     asked_R, ends_R = tops.asked_R[:rows], ends_R[:rows]
     row_Y = np.repeat(np.arange(rows), asked_R)
     next_Y = ends_R[row_Y] - asked_R[row_Y] + offsets(asked_R) + 1
@@ -68,9 +68,9 @@ def likeliest(
             logits_SV = sampling.guide(logits_SV, theirs_SV, own_S, to_device(tops.scale_R, device)[row_S])
         if tables is not None:
             logits_SV = add_biases(tables, lives, logits_SV, row_S, to_device(next_Y[part], device), width)
-        law_SV = torch.empty(len(row_S), sampling.vocab, device=device)
-        sampling.write_law(logits_SV, tops.law.take(row_Y[part]), law_SV)
-        logp_SK, token_SK = law_SV.topk(min(tops.count, sampling.vocab), dim=-1)
+        dist_SV = torch.empty(len(row_S), sampling.vocab, device=device)
+        sampling.write_distribution(logits_SV, tops.distribution.take(row_Y[part]), dist_SV)
+        logp_SK, token_SK = dist_SV.topk(min(tops.count, sampling.vocab), dim=-1)
         found.append((token_SK.int(), logp_SK))
     tokens, logps = zip(*found)
     return torch.cat(tokens), torch.cat(logps)
@@ -203,7 +203,7 @@ class ModelWorker:
             logits_RV = logits_RV.index_put(
                 tuple(where_2Y), to_device(draws.bias_Y, self.device).to(logits_RV.dtype), accumulate=True
             )
-        token_RD, logp_RD, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, draws.law, keys)
+        token_RD, logp_RD, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, draws.distribution, keys)
         first_D = torch.arange(token_RD.shape[1], device=token_RD.device) == 0
         kind_R = to_device(draws.kind_R, self.device)
         # A group that is decoded exactly begins with one draw of the target's.
@@ -229,7 +229,7 @@ class ModelWorker:
             torch.from_numpy(position_R.astype(np.int64)),
             draws.purpose,
         )
-        offers, offered_logp_RC, log_z_R = Sampling(self.vocab_size).bonus_offer(logits_RV, draws.law, keys)
+        offers, offered_logp_RC, log_z_R = Sampling(self.vocab_size).bonus_offer(logits_RV, draws.distribution, keys)
         rows = torch.arange(len(logits_RV), device=self.device)
         one_R, there_R = torch.ones_like(rows), rows >= 0
         kind_R, count_R = to_device(draws.kind_R, self.device), to_device(draws.count_R, self.device)

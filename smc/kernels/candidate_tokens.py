@@ -1,4 +1,4 @@
-"""What rows of logits offer: the likeliest tokens of every row one by one, and a token drawn from the rest of its law,
+"""What rows of logits offer: the likeliest tokens of every row one by one, and a token drawn from the rest of its distribution,
 which stands for it.
 
 Nothing is sorted. The C largest entries of a row lie in the C parts of it whose largest entries are largest, so a
@@ -78,12 +78,12 @@ def offer(
     bound_2R, norm_2R = ints(2, rows), floats(2, rows)
     longs, width = partial(logits_RV.new_empty, dtype=torch.int64), most + has_rest
     found = (longs((rows, width)), *floats(2, rows, width))
-    law = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
+    distribution = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
     keys = (key.contiguous() for key in (seed_R, round_R, stream_R, position_R))
     blocks, by_row = {"CUT": cut is not None, "BLOCK": block, "num_warps": warps}, {"CUT": cut is not None}
     by_row["SPLITS"] = triton.next_power_of_2(splits)
     parts = (largest_RP, largest_RP.shape[1])
-    _survey[(splits, rows)](*law, vocab, *sums_2RS, *parts, PART=PART if length >= PART else 0, **blocks)
+    _survey[(splits, rows)](*distribution, vocab, *sums_2RS, *parts, PART=PART if length >= PART else 0, **blocks)
     search = {
         "STEPS": steps,
         "COUNT": triton.next_power_of_2(max(OFFERS, triton.cdiv(vocab, length))),
@@ -92,7 +92,7 @@ def offer(
     }
     lists = (longs((rows, max(search["COUNT"], OFFERS * FAN))), longs((rows, OFFERS)))
     _find[(rows,)](
-        *law, vocab, tuple(sums_2RS), parts, (*lists, lists[0].shape[1]), RowSearch(*bound_2R, *norm_2R), FoundTokens(*found),
+        *distribution, vocab, tuple(sums_2RS), parts, (*lists, lists[0].shape[1]), RowSearch(*bound_2R, *norm_2R), FoundTokens(*found),
         SearchSizes(splits, most, width),
         PART=PART, **search, **by_row, num_warps=8,
     )  # fmt: skip
@@ -102,8 +102,10 @@ def offer(
     # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
     race = (*keys, int(purpose), *bound_2R, *rest_2RS, won_RS, token_RS)
-    _race_rest[(splits, rows)](*law, vocab, *race, enable_fp_fusion=False, **blocks)
-    _finish_rest[(rows,)](*law, *rest_2RS, won_RS, token_RS, *norm_2R, *found, splits, most, **by_row, num_warps=1)
+    _race_rest[(splits, rows)](*distribution, vocab, *race, enable_fp_fusion=False, **blocks)
+    _finish_rest[(rows,)](
+        *distribution, *rest_2RS, won_RS, token_RS, *norm_2R, *found, splits, most, **by_row, num_warps=1
+    )
     return Offers(*found)
 
 
@@ -201,7 +203,7 @@ def _find(
     STEPS: tl.constexpr, COUNT: tl.constexpr, MOST: tl.constexpr, FAN: tl.constexpr, PART: tl.constexpr,
     SPLITS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """One row: its likeliest tokens, the last one's key and column, and the law's normaliser."""
+    """One row: its likeliest tokens, the last one's key and column, and the distribution's normaliser."""
     row, splits, most, width = tl.program_id(0), sizes.splits, sizes.most, sizes.width
     largest_RP, parts, list_RX, best_RC, longest = parts_of[0], parts_of[1], lists[0], lists[1], lists[2]
     logits_V, largest_P = logits + row.to(tl.int64) * stride, largest_RP + row * parts
@@ -226,7 +228,7 @@ def _find(
     _, top, total = combine(sums[0], sums[1], row, splits, SPLITS)
     log_sum = tl.log(total)
     lse = top + log_sum
-    # lse - lse is 0, or NaN where the row has no law.
+    # lse - lse is 0, or NaN where the row has no distribution.
     logq_C = tl.where(greedy, tl.where(rank_C == 0, 0.0, -float("inf")), (logit_C - top) - log_sum) + (lse - lse)
     tl.store(found.token_RC + out + rank_C, column_C.to(tl.int64), mask=rank_C < most)
     tl.store(found.logq_RC + out + rank_C, logq_C, mask=rank_C < most)

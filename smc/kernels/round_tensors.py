@@ -29,7 +29,7 @@ class PlanTensors(NamedTuple):
 
 
 class DistributionTensors(NamedTuple):
-    """Parameters of the token distribution of each place, of `smc.laws.LawSpec`."""
+    """Parameters of the token distribution of each place, of `smc.distributions.DistributionSpec`."""
 
     temperature_R: Tensor
     top_k_R: Tensor

@@ -1,14 +1,14 @@
 """Draws from softmax(logits / temperature), and log-probabilities of given tokens, in one pass over the vocabulary.
 
-`draw` makes the variates of `smc.philox` on the device, bit for bit, and runs the exponential race of `smc.laws.draw`
-beside the softmax's running sums: logits are read once, and no [R, V] array is written. Where a law is truncated,
+`draw` makes the variates of `smc.philox` on the device, bit for bit, and runs the exponential race of `smc.distributions.draw`
+beside the softmax's running sums: logits are read once, and no [R, V] array is written. Where a distribution is truncated,
 `smc.kernels.truncation` finds its cut first. Nothing reads the host, and grids follow from shapes alone: both functions
 can be captured in a CUDA graph.
 
 Axes: R rows, V columns, D draws a row, S splits of the vocabulary, T scored rows, X rows asked for, F extra tokens a
 row.
 
-What is added to logits before they become a law, in one launch: `smc.executor.state.add_biases`.
+What is added to logits before they become a distribution, in one launch: `smc.executor.state.add_biases`.
 
 A program has some of the tokens of one row. Nothing reads the host, and the grid follows from shapes alone: it can be
 captured in a CUDA graph.
@@ -65,7 +65,7 @@ def draw(
 
     Draw d of a row is keyed by (seed, round, stream[d], position, purpose), integers as in `smc.philox.words`. Only the
     first `vocab` columns count; the row stride is free. Temperature 0 is greedy (log-probability 0, logsumexp at
-    temperature 1). All are of the law after `cut`, and so is the logsumexp: without its dropped entries, or with them
+    temperature 1). All are of the distribution after `cut`, and so is the logsumexp: without its dropped entries, or with them
     lowered. A row with NaN gives NaN, and token 0."""
     (rows, draws), block = stream_RD.shape, block or min(4096, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
@@ -79,14 +79,14 @@ def draw(
         torch.empty_like(key_RSD[:, 0]),
         torch.empty_like(sums_2RS[0, :, 0]),
     )
-    law = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
+    distribution = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
     # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block, "CUT": cut is not None}
-    _race[(splits, rows)](*law, vocab, *keys, int(purpose), *sums_2RS, key_RSD, token_RSD, **shape, **options)
+    _race[(splits, rows)](*distribution, vocab, *keys, int(purpose), *sums_2RS, key_RSD, token_RSD, **shape, **options)
     _finish_race[(rows, draws)](
-        *law, *sums_2RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
+        *distribution, *sums_2RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
         BLOCK=triton.next_power_of_2(splits), CUT=cut is not None, num_warps=1,
     )  # fmt: skip
     return token_RD, logq_RD, lse_R
@@ -118,12 +118,14 @@ def score(
     extra_logp_XF = logits_TV.new_empty((asked, extra), dtype=torch.float32) if extra else logp_X
     more = extra_XF.contiguous() if extra_XF is not None and extra else label_X
     tokens = (label_X, more, label_X if row_X is None else row_X.contiguous())
-    law = (logits_TV, logits_TV.stride(0), temperature_T, *cut_arguments(cut, temperature_T))
-    sum_block[(splits, rows)](*law, vocab, *sums_2TS, top_TS, CUT=cut is not None, BLOCK=block, num_warps=warps)
+    distribution = (logits_TV, logits_TV.stride(0), temperature_T, *cut_arguments(cut, temperature_T))
+    sum_block[(splits, rows)](
+        *distribution, vocab, *sums_2TS, top_TS, CUT=cut is not None, BLOCK=block, num_warps=warps
+    )
     most = max(EXTRA, triton.next_power_of_2(extra))
     blocks = {"CUT": cut is not None, "BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": most}
     _finish_sum[(asked,)](
-        *law,
+        *distribution,
         *sums_2TS,
         top_TS,
         *tokens,
@@ -221,7 +223,7 @@ def _finish_race(
     raw = tl.load(logits + row.to(tl.int64) * stride + token)
     logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)
     tl.store(token_RD + row * draws + d, token)
-    # lse - lse is 0, or NaN where the row has no law.
+    # lse - lse is 0, or NaN where the row has no distribution.
     tl.store(logq_RD + row * draws + d, tl.where(greedy, lse - lse, (logit - top) - log_sum))
 
 
@@ -411,34 +413,41 @@ def _spread_rest(
     tl.store(to_share + at, share, mask=inside)
 
 
-def write_law(
+def write_distribution(
     logits_RV: Tensor,
-    law_RV: Tensor,
+    dist_RV: Tensor,
     temperature_R: Tensor,
     cut: Cut | None = None,
     block: int | None = None,
     warps: int = 8,
 ) -> None:
-    """Write log softmax(logits / temperature) after `cut` to `law`, float32 [R, vocab] at any stride of rows.
+    """Write log softmax(logits / temperature) after `cut` to `distribution`, float32 [R, vocab] at any stride of rows.
     Temperature 0 is greedy. A row with NaN gives NaN alone."""
-    rows, vocab = law_RV.shape
+    rows, vocab = dist_RV.shape
     block = block or min(8192, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
-    assert law_RV.dtype == torch.float32 and law_RV.stride(1) == 1
+    assert dist_RV.dtype == torch.float32 and dist_RV.stride(1) == 1
     require_rows(logits_RV, vocab)
     sums_2RS = logits_RV.new_empty((2, rows, splits), dtype=torch.float32)
     top_RS = logits_RV.new_empty((rows, splits), dtype=torch.int32)
-    law = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
+    distribution = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
     options = {"CUT": cut is not None, "BLOCK": block, "num_warps": warps}
-    sum_block[(splits, rows)](*law, vocab, *sums_2RS, top_RS, **options)
-    _write_law[(splits, rows)](
-        *law, vocab, *sums_2RS, top_RS, law_RV, law_RV.stride(0), SPLITS=triton.next_power_of_2(splits), **options
+    sum_block[(splits, rows)](*distribution, vocab, *sums_2RS, top_RS, **options)
+    _write_distribution[(splits, rows)](
+        *distribution,
+        vocab,
+        *sums_2RS,
+        top_RS,
+        dist_RV,
+        dist_RV.stride(0),
+        SPLITS=triton.next_power_of_2(splits),
+        **options,
     )
 
 
-@one_variant("logits", "stride", "vocab", "law_RV", "law_stride")
-def _write_law(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, law_RV, law_stride,
+@one_variant("logits", "stride", "vocab", "dist_RV", "dist_stride")
+def _write_distribution(
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, dist_RV, dist_stride,
     SPLITS: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, splits = tl.program_id(1), tl.num_programs(0)
@@ -448,9 +457,9 @@ def _write_law(
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
     lse = top + log_sum
-    # lse - lse is 0, or NaN where the row has no law.
+    # lse - lse is 0, or NaN where the row has no distribution.
     logp = tl.where(greedy, tl.where(column == best, 0.0, -float("inf")), (logit - top) - log_sum) + (lse - lse)
-    tl.store(law_RV + row.to(tl.int64) * law_stride + column, logp, mask=column < vocab)
+    tl.store(dist_RV + row.to(tl.int64) * dist_stride + column, logp, mask=column < vocab)
 
 
 def guide(own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:

@@ -1,9 +1,9 @@
-"""What kernels over a law's logits share: rows over their temperature, their sums block by block, and what a truncation
+"""What kernels over a distribution's logits share: rows over their temperature, their sums block by block, and what a truncation
 keeps of them.
 
 Axes: R rows, V columns, S splits of the vocabulary.
 
-Where truncated laws end: the cut of top-k, top-p and min-p, in that order as in `smc.laws`, found without sorting.
+Where truncated distributions end: the cut of top-k, top-p and min-p, in that order as in `smc.distributions`, found without sorting.
 
 What is kept is a prefix of the descending order, equal entries by column, so a cut is the `order_key` of its last entry
 and that entry's column. The key is found digit by digit, from the top: a pass sums, block by block, the count (top-k)
@@ -32,7 +32,7 @@ from smc.kernels.launch import one_variant
 
 @dataclass(frozen=True)
 class Cut:
-    """What a truncated law keeps of each row: entries whose `order_key` is above `key`, and those that equal it up to
+    """What a truncated distribution keeps of each row: entries whose `order_key` is above `key`, and those that equal it up to
     column `last`."""
 
     key_R: Tensor
@@ -148,8 +148,8 @@ def truncate(
     """The cut of softmax(logits / temperature) by the given processors; None, or a row's neutral value, is one that is
     not used.
 
-    With `share` in (0, 1) what is dropped stays possible: the law after the cut is then the mixture of the untruncated
-    law, with that share, and the truncated one. Only the first `vocab` columns count; the row stride is free. A row
+    With `share` in (0, 1) what is dropped stays possible: the distribution after the cut is then the mixture of the untruncated
+    distribution, with that share, and the truncated one. Only the first `vocab` columns count; the row stride is free. A row
     with NaN has NaN after it too."""
     require_rows(logits_RV, vocab)
     search = _Search(logits_RV, vocab, temperature_R, block or min(4096, triton.next_power_of_2(vocab)), warps)
@@ -195,7 +195,11 @@ class _Search:
             triton.cdiv(vocab, block),
             16 if logits_RV.dtype == torch.bfloat16 else 32,
         )
-        self._law, self._vocab, self._grid = (logits_RV, logits_RV.stride(0), temperature_R), vocab, (splits, rows)
+        self._distribution, self._vocab, self._grid = (
+            (logits_RV, logits_RV.stride(0), temperature_R),
+            vocab,
+            (splits, rows),
+        )
         self._block, self._warps, self._passes = block, warps, bits // DIGIT
         self._sizes = {"BITS": bits, "SPLITS": triton.next_power_of_2(splits)}
         floats, ints = (partial(logits_RV.new_empty, dtype=dtype) for dtype in (torch.float32, torch.int32))
@@ -209,11 +213,11 @@ class _Search:
         """Every row's maximum and mass, and what is searched for first."""
         # What is measured later has room for the blocks' sums now.
         unused, sums = (
-            self._law[2],
+            self._distribution[2],
             (*self._measured_3RS[:2], torch.empty_like(self._measured_3RS[0], dtype=torch.int32)),
         )
         uncut, options = cut_arguments(None, unused), {"BLOCK": self._block, "num_warps": self._warps}
-        sum_block[self._grid](*self._law, *uncut, self._vocab, *sums, CUT=False, **options)
+        sum_block[self._grid](*self._distribution, *uncut, self._vocab, *sums, CUT=False, **options)
         # Of the type that there would be.
         none = (unused.new_empty(1, dtype=torch.int64), unused, unused)
         processors = (top_k_R, top_p_R, min_p_R)
@@ -221,7 +225,7 @@ class _Search:
         used = (int(values_R is not None) for values_R in processors)
         aims = (self._top_R, self._total_R, self._need_R, self._floor_R, self._low_IR)
         _begin[self._grid[1:]](
-            *self._law,
+            *self._distribution,
             self._vocab,
             tuple(values),
             tuple(used),
@@ -249,7 +253,7 @@ class _Search:
         self._over_rows(_turn, top_p_R, *aims)
 
     def end(self, share: float, *, counts: bool, weighs: bool) -> Cut:
-        logits = (*self._law[:2], self._vocab)
+        logits = (*self._distribution[:2], self._vocab)
         found = (
             self._total_R,
             self._need_R,
@@ -266,10 +270,10 @@ class _Search:
     def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: object) -> None:
         state = (self._top_R, self._need_R, self._low_IR, self._found_IRSP)
         options = {"DIGIT": DIGIT, "BLOCK": self._block, "num_warps": self._warps}
-        kernel[self._grid](*self._law, self._vocab, *state, index, *arguments, **options, **self._sizes)
+        kernel[self._grid](*self._distribution, self._vocab, *state, index, *arguments, **options, **self._sizes)
 
     def _over_rows(self, kernel: triton.JITFunction, *arguments: object, **options: object) -> None:
-        state = (self._law[2], self._top_R, self._key_R, self._measured_3RS, self._grid[0])
+        state = (self._distribution[2], self._top_R, self._key_R, self._measured_3RS, self._grid[0])
         kernel[self._grid[1:]](*state, *arguments, **options, **self._sizes, num_warps=self._warps)
 
 

@@ -14,11 +14,11 @@ RESERVED_BYTES = 5 << 30
 """Memory of a GPU for activations and captured graphs."""
 
 
-def pages_that_fit(page_bytes: int, device: torch.device, law_bytes: int = 0) -> int:
+def pages_that_fit(page_bytes: int, device: torch.device, distribution_bytes: int = 0) -> int:
     """Pages of so many bytes that a GPU has memory for, besides what is allocated already and what the token
     distributions of draft chains are going to need."""
     free, _ = torch.cuda.mem_get_info(device)
-    return max(0, free - RESERVED_BYTES - law_bytes) // page_bytes
+    return max(0, free - RESERVED_BYTES - distribution_bytes) // page_bytes
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -353,7 +353,7 @@ def _tops(scored: list[tuple[RescoringJob, int]]) -> Tops:
     )
     is_biased = [bool(g.params.logit_bias or g.params.min_tokens) for g in groups]
     return Tops(
-        law=Population(groups).target_law,
+        distribution=Population(groups).target_distribution,
         count=max(g.params.top_logprobs for g in groups),
         asked_R=np.array([*(count for _, count in scored), *guided], dtype=np.int32),
         least_R=np.array([g.prompt_size + g.params.min_tokens for g in groups], dtype=np.int32),
@@ -366,7 +366,7 @@ def _first_draws(groups: list[SequenceGroup]) -> Draws:
     population = Population(groups)
     biases = [(row, token, bias) for row, group in enumerate(groups) for token, bias in group.first_biases()]
     return Draws(
-        law=population.law_of(groups[0].decoding.first),
+        distribution=population.law_of(groups[0].decoding.first),
         seed_R=population.seed_G,
         round_R=np.zeros(len(groups), dtype=np.int64),
         stream_RD=np.tile(np.arange(population.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),

@@ -18,10 +18,10 @@ from smc.algorithm.expansion import Kind
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import SamplingParams
+from smc.distributions import DistributionSpec
 from smc.executor.messages import Lineage, Stream
 from smc.executor.plan import Contexts, RoundPlan, UnconditionalRows
 from smc.executor.state import width_of
-from smc.laws import LawSpec
 from smc.memory.pages import PageAllocator
 from smc.scheduler.methods import Decoding
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
@@ -56,17 +56,17 @@ class Population:
         return [g.params for g in self.groups]
 
     @property
-    def target_law(self) -> LawSpec[np.ndarray]:
+    def target_distribution(self) -> DistributionSpec[np.ndarray]:
         """Token distribution of the target, per request."""
-        return self._law([p.temperature for p in self.params])
+        return self._distribution([p.temperature for p in self.params])
 
     @property
-    def draft_law(self) -> LawSpec[np.ndarray]:
+    def draft_distribution(self) -> DistributionSpec[np.ndarray]:
         """Token distribution of the proposal, per request; of a draft that decodes alone, its own."""
-        return self._law([g.method.draft_temperature(g.params) for g in self.groups])
+        return self._distribution([g.method.draft_temperature(g.params) for g in self.groups])
 
-    def law_of(self, role: ModelRole) -> LawSpec[np.ndarray]:
-        return self.draft_law if role is ModelRole.DRAFT else self.target_law
+    def law_of(self, role: ModelRole) -> DistributionSpec[np.ndarray]:
+        return self.draft_distribution if role is ModelRole.DRAFT else self.target_distribution
 
     def by_decoding(self) -> list[tuple[Decoding, np.ndarray | slice]]:
         """Decodings of the requests, and which of the A slots are decoded so."""
@@ -93,16 +93,16 @@ class Population:
     def sums(self, values_A: np.ndarray) -> np.ndarray:
         return np.add.reduceat(values_A, self.first_G)
 
-    def _law(self, temperature_G: list[float]) -> LawSpec[np.ndarray]:
+    def _distribution(self, temperature_G: list[float]) -> DistributionSpec[np.ndarray]:
         params = self.params
-        law = LawSpec.of(
+        distribution = DistributionSpec.of(
             temperature_R=np.array(temperature_G, dtype=np.float32),
             top_k_R=np.array([p.top_k for p in params], dtype=np.int64),
             top_p_R=np.array([p.top_p for p in params], dtype=np.float32),
             min_p_R=np.array([p.min_p for p in params], dtype=np.float32),
             alpha_R=self.per_group([p.alpha for p in params], np.float32, 1.0),
         )
-        return law.canonical()
+        return distribution.canonical()
 
 
 def room(count: int, size: int) -> int:
@@ -235,18 +235,18 @@ class RoundPlanner:
         kind_G = np.array([g.decoding.kind for g in groups], dtype=np.int32)
         kinds = frozenset(g.decoding.kind for g in groups)
         chain_C = np.flatnonzero(kind_G[population.group_A] == Kind.CHAINS)
-        law_C = self.slots.law_S[population.slot_A[chain_C]].astype(np.int64)
+        distribution_C = self.slots.distribution_S[population.slot_A[chain_C]].astype(np.int64)
         if len(chain_C):
             chains = min(bucket(len(chain_C)), self.slots.chains)
-            chain_C, law_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, law_C))
+            chain_C, distribution_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, distribution_C))
         beside = (size, shared_G, slots, self.config.max_slots)
         return RoundPlan(
             program=self.decoding.program,
             contexts=Contexts.of(columns, total, len(groups)),
             columns=columns,
             kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
-            target_law=_spread(population.target_law, population.group_A, size),
-            draft_law=_spread(population.draft_law, population.group_A, size),
+            target_distribution=_spread(population.target_distribution, population.group_A, size),
+            draft_distribution=_spread(population.draft_distribution, population.group_A, size),
             slot_A=padded(population.slot_A, size, self.config.max_slots),
             group_A=padded(population.group_A, size, size - 1),
             particle_A=padded(population.particle_A, size, 0),
@@ -263,7 +263,7 @@ class RoundPlanner:
             threshold_G=padded(population.per_group([p.ess_threshold for p in params], np.float64), size, 0.0),
             kind_G=padded(kind_G, size, int(Kind.INDEPENDENT)),
             chain_C=chain_C,
-            law_C=law_C,
+            distribution_C=distribution_C,
             scheme_G=padded(population.scheme_G, size, 0),
             target_pages_AQ=padded(own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32), size, 0),
             begin_pages_AP=padded(begun[:, : shape.begin], size, 0),
@@ -292,6 +292,6 @@ def bucket(count: int) -> int:
     return -(-count // step) * step
 
 
-def _spread(law: LawSpec[np.ndarray], group_A: np.ndarray, size: int) -> LawSpec[np.ndarray]:
+def _spread(distribution: DistributionSpec[np.ndarray], group_A: np.ndarray, size: int) -> DistributionSpec[np.ndarray]:
     """A token distribution per request -> one per row."""
-    return law.take(padded(group_A, size, 0))
+    return distribution.take(padded(group_A, size, 0))

@@ -46,10 +46,10 @@ class Slots:
         """Positions, the prompt's included, whose keys and values a model has."""
         self.unconditional_S = np.full(count, -1, dtype=np.int32)
         """Slot of the particle's unconditional row; -1: it has none."""
-        self.law_S = np.full(count, -1, dtype=np.int32)
+        self.distribution_S = np.full(count, -1, dtype=np.int32)
         """Index at which the draft stores the token distributions of the particle, which is a draft chain; -1: it is none."""
         self.chains = chains
-        self._free, self._free_laws = list(range(count - 1, -1, -1)), list(range(chains - 1, -1, -1))
+        self._free, self._free_distributions = list(range(count - 1, -1, -1)), list(range(chains - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
@@ -58,7 +58,7 @@ class Slots:
     @property
     def num_free_chains(self) -> int:
         """Draft chains whose token distributions there is room for."""
-        return len(self._free_laws)
+        return len(self._free_distributions)
 
     def claim(self, count: int, guided: bool = False, *, chained: bool = False) -> np.ndarray:
         """Slots for `count` particles of one request, int32; of a `guided` one with as many for unconditional rows, of a
@@ -67,8 +67,8 @@ class Slots:
         if guided:
             self.unconditional_S[slots] = self._claim(count)
         if chained:
-            assert count <= len(self._free_laws), "more draft chains than there is room for"
-            self.law_S[slots] = [self._free_laws.pop() for _ in range(count)]
+            assert count <= len(self._free_distributions), "more draft chains than there is room for"
+            self.distribution_S[slots] = [self._free_distributions.pop() for _ in range(count)]
         return slots
 
     def _claim(self, count: int) -> np.ndarray:
@@ -87,9 +87,9 @@ class Slots:
 
     def release_laws(self, slots_X: np.ndarray) -> None:
         """The particles of these slots are no longer draft chains."""
-        law_X = self.law_S[slots_X]
-        self._free_laws.extend(law_X[law_X >= 0].tolist())
-        self.law_S[slots_X] = -1
+        distribution_X = self.distribution_S[slots_X]
+        self._free_distributions.extend(distribution_X[distribution_X >= 0].tolist())
+        self.distribution_S[slots_X] = -1
 
     def unconditional_slots(self, slots_X: np.ndarray) -> np.ndarray:
         """Slots of the unconditional rows of particles: one for each of a guided request, none of another."""

@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, PromptBatch, PromptResult, Tops
 from smc.executor.ops import TorchOps
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
-from smc.laws import LawSpec
 from smc.memory.pages import DUMMY_PAGE
 from smc.philox import Purpose
 from smc.stops import TokenBytes
@@ -56,7 +56,7 @@ def batch(parts: list[tuple[int, int, int]], draws: bool, tops: Tops | None = No
 def first_draws(rows: int) -> Draws:
     one, wide = np.ones(rows, dtype=np.float32), np.zeros(rows, dtype=np.int64)
     streams_RD = np.arange(3)[None].repeat(rows, 0)
-    law = LawSpec.of(one, wide, one, one * 0, one)
+    law = DistributionSpec.of(one, wide, one, one * 0, one)
     return Draws(
         law,
         wide + 5,
@@ -81,7 +81,7 @@ def test_kernels_do_what_the_reference_does(family):
     """Ragged rows, with and without a past; chunks that nobody asks anything about, that tops are asked of, and that
     end prompts."""
     reference, kernels = worker("reference", family), worker("kernels", family)
-    tops = Tops(first_draws(2).law, 3, np.array([4, 30], np.int32), np.zeros(2, np.int32), (None, None))
+    tops = Tops(first_draws(2).distribution, 3, np.array([4, 30], np.int32), np.zeros(2, np.int32), (None, None))
     for one in (
         batch([(0, 0, 17), (1, 0, 1), (2, 0, 40)], False),
         batch([(0, 17, 9), (1, 1, 30)], False, tops),

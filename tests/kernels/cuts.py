@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from smc.arrays import to_device
+from smc.distributions import DistributionSpec
 from smc.kernels.truncation import Cut
-from smc.laws import LawSpec
 
 
-def arguments(spec: LawSpec, device: torch.device) -> list[torch.Tensor | None]:
+def arguments(spec: DistributionSpec, device: torch.device) -> list[torch.Tensor | None]:
     """Temperature, top-k, top-p and min-p as `truncate` takes them: None for what no row uses."""
     names = ("temperature", "top_k", "top_p", "min_p")
     used = {"temperature", *spec.active}

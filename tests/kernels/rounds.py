@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import Kind, Offers
+from smc.distributions import DistributionSpec
 from smc.executor.messages import DraftedRows
 from smc.executor.plan import Contexts, Program, RoundPlan
 from smc.executor.select import ScoreInputs, TargetOutputs
 from smc.executor.state import SlotState
 from smc.executor.verify import VerifyInputs, VerifyOutputs
-from smc.laws import LawSpec
 from smc.stops import StopMachine, StopTables, TokenBytes
 
 VOCAB, WIDTH = 12, 64
@@ -80,7 +80,7 @@ class Round:
         group_A = np.repeat(np.arange(groups), [*self.sizes, self.padding][:groups])
         seed_G = rng.integers(0, 2**31, groups)
         one_A = np.ones(self.places, np.float32)
-        law = LawSpec(
+        law = DistributionSpec(
             *(self.here(one_A), self.here(one_A * 0, torch.int64)),
             *(self.here(one_A * v) for v in (1, 0, 1)),
             frozenset(),
@@ -93,8 +93,8 @@ class Round:
             contexts=Contexts.SHORT,
             columns=WIDTH,
             kinds=self.kinds,
-            target_law=law,
-            draft_law=law,
+            target_distribution=law,
+            draft_distribution=law,
             slot_A=self.here(slot_A),
             group_A=self.here(group_A),
             particle_A=self.here(np.arange(self.places) - np.array([*first, self.used])[group_A]),
@@ -109,7 +109,7 @@ class Round:
             threshold_G=self.here(rng.choice([0.0, 0.5, 1.0], groups)),
             kind_G=padded(kinds, int(Kind.INDEPENDENT)),
             chain_C=self.here(chain_C),
-            law_C=self.here(chain_C),
+            distribution_C=self.here(chain_C),
             scheme_G=padded(rng.integers(0, 5, len(self.sizes))),
             target_pages_AQ=self.here(rng.integers(1, 999, (self.places, self.q)).astype(np.int32)),
             begin_pages_AP=self.here(np.zeros((self.places, 1), np.int32)),

@@ -24,7 +24,7 @@ def of(asked: VerifyInputs) -> tuple:
     """Everything of it; types of whole numbers are the kernels' own where it does not matter."""
     rows, keys = asked.rows, asked.keys
     laid = (rows.slot_R, rows.tail_RB, rows.tail_R, rows.start_R, rows.count_R, rows.group_R, rows.queries)
-    return asked.blocks, *laid, asked.law_T, asked.label_T.long(), keys, asked.last_A
+    return asked.blocks, *laid, asked.distribution_T, asked.label_T.long(), keys, asked.last_A
 
 
 @by_kind

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Kind
+from smc.distributions import DistributionSpec
 from smc.executor.draft import DraftInputs, DraftShape, TokenTree
 from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.triton_ops import TritonOps
-from smc.laws import LawSpec
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
 from tests.kernels.test_follow import choice_of
@@ -41,13 +41,13 @@ class DraftRound(Round):
             for shape in ((self.places, pending), (self.places * self.f, self.k - 1))
         )
         begin_AP, branch_XB = map(self.here, pages)
-        self.law = LawSpec(
+        self.law = DistributionSpec(
             self.here(rng.random(self.places).astype(np.float32)),
             self.here(rng.integers(0, 9, self.places)),
             *(self.here(rng.random(self.places).astype(np.float32)) for _ in range(3)),
             frozenset({"temperature", "top_k"}),
         )
-        self.plan = replace(self.plan, begin_pages_AP=begin_AP, branch_pages_XB=branch_XB, draft_law=self.law)
+        self.plan = replace(self.plan, begin_pages_AP=begin_AP, branch_pages_XB=branch_XB, draft_distribution=self.law)
 
     def tree(self) -> TokenTree:
         """Rows of K tokens."""

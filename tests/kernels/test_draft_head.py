@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import Offers
+from smc.distributions import DistributionSpec
 from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
 from smc.executor.triton_ops import TritonHeadSampling
-from smc.laws import LawSpec
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose
 from tests.kernels.conftest import DEVICE
@@ -68,7 +68,7 @@ def test_kernels_are_the_torch_ones(share):
 def test_a_law_that_is_nan_somewhere_is_nan_everywhere():
     head = HeadSampling(Sampling(2), DraftVocab(np.array([1, 3]), 5, 0.1), CPU)
     zero_R, one_R = torch.zeros(2, dtype=torch.int64), torch.ones(2)
-    law = LawSpec(one_R, zero_R, one_R, one_R * 0, one_R, frozenset())
+    law = DistributionSpec(one_R, zero_R, one_R, one_R * 0, one_R, frozenset())
     logits_RM = torch.tensor([[0.0, 1.0], [0.0, math.nan]])
     law_RV = torch.empty(2, 5)
     head.propose_by(logits_RM, law, DrawKeys(zero_R, zero_R, zero_R[:, None], zero_R, Purpose.PROPOSAL), law_RV)
@@ -84,8 +84,8 @@ def test_tokens_come_from_the_law_that_is_claimed(truncated, monkeypatch):
     ids_M = np.array([0, 3, 4, 7, 9, 10])
     sampling = HeadSampling(Sampling(6), DraftVocab(ids_M, vocab + 1, 0.2), CPU)
     one_R, rng = np.ones(rows, np.float32), np.random.default_rng(5)
-    spec = LawSpec.of(one_R * 0.8, (one_R * (2 if truncated else 0)).astype(np.int64), one_R, one_R * 0, one_R)
-    law = LawSpec(*(torch.from_numpy(getattr(spec, n)) for n in vars(spec) if n != "active"), spec.active)
+    spec = DistributionSpec.of(one_R * 0.8, (one_R * (2 if truncated else 0)).astype(np.int64), one_R, one_R * 0, one_R)
+    law = DistributionSpec(*(torch.from_numpy(getattr(spec, n)) for n in vars(spec) if n != "active"), spec.active)
     logits_RM = torch.tensor([[1.0, -1.0, 0.5, 0.0, 2.0, -2.0]]).expand(rows, -1).contiguous()
     token_RD, logq_RD = sampling.propose(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))
     offers = sampling.offer(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc import laws
+from smc import distributions
 from smc.arrays import to_device
 from smc.kernels import sampling
 from smc.kernels.truncation import Cut, truncate
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
 from tests.kernels.cuts import arguments
-from tests.test_laws import TOLERANCE, Spec, assert_same_law, law_spec, reference, share, softmax
+from tests.test_distributions import TOLERANCE, Spec, assert_same_law, law_spec, reference, share, softmax
 
 BLOCK, DRAWS = 16, 3
 DTYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
@@ -63,7 +63,11 @@ def batches(draw, dtype: torch.dtype, spec: st.SearchStrategy[Spec]) -> tuple[to
 
 
 def assert_draws_are_of(
-    log_law_RV: torch.Tensor, logits_RV: torch.Tensor, spec: laws.LawSpec, cut: Cut | None, slack: float
+    log_law_RV: torch.Tensor,
+    logits_RV: torch.Tensor,
+    spec: distributions.DistributionSpec,
+    cut: Cut | None,
+    slack: float,
 ) -> None:
     """Tokens and log-probabilities; of two entries that come in within rounding of each other, either may win."""
     rows, vocab = logits_RV.shape
@@ -90,7 +94,7 @@ def assert_draws_are_of(
     )
 
 
-def scored(logits_RV: torch.Tensor, spec: laws.LawSpec, cut: Cut | None) -> torch.Tensor:
+def scored(logits_RV: torch.Tensor, spec: distributions.DistributionSpec, cut: Cut | None) -> torch.Tensor:
     """Log-probability of every entry [R, V]: the last as the label, the others as further tokens."""
     rows, vocab = logits_RV.shape
     last_R = torch.full((rows,), vocab - 1, dtype=torch.int32, device=DEVICE)
@@ -107,7 +111,7 @@ def test_draws_and_scores(dtype, data):
     logits_RV, rows = data.draw(batches(dtype, specs))
     spec = law_spec(*rows)
     expected_RV = torch.stack([reference(row, of) for row, of in zip(logits_RV.tolist(), rows)])
-    assert_same_law(laws.Laws(spec).target(logits_RV.cpu().float()), expected_RV)
+    assert_same_law(distributions.Distributions(spec).target(logits_RV.cpu().float()), expected_RV)
     assert_same_law(scored(logits_RV, spec, None), expected_RV)
     assert_draws_are_of(expected_RV, logits_RV, spec, None, 0.0)
 
@@ -124,7 +128,7 @@ def test_draws_and_scores_after_a_cut(dtype, data, mixed):
     )
     expected_RV = ((1 - mixed) * truncated_RV + mixed * whole_RV).log()
     cut = truncate(logits_RV, logits_RV.shape[1], *arguments(spec, DEVICE), mixed, block=BLOCK)
-    assert_same_law(laws.Laws(spec).proposal(logits_RV.cpu().float(), mixed), expected_RV)
+    assert_same_law(distributions.Distributions(spec).proposal(logits_RV.cpu().float(), mixed), expected_RV)
     # An entry that is dropped, but not forbidden, is lowered where it stands, in float32; it is drawn by what it then
     # is.
     slack = largest(logits_RV, spec) * 2**-23 if mixed else 0.0
@@ -134,7 +138,7 @@ def test_draws_and_scores_after_a_cut(dtype, data, mixed):
     assert_draws_are_of(expected_RV, logits_RV, spec, cut, slack)
 
 
-def largest(logits_RV: torch.Tensor, spec: laws.LawSpec) -> float:
+def largest(logits_RV: torch.Tensor, spec: distributions.DistributionSpec) -> float:
     """How far from 0 any entry is, over its temperature."""
     temperature_R = np.where(spec.temperature_R == 0, 1, spec.temperature_R)
     tempered_RV = logits_RV.cpu().double() / torch.from_numpy(temperature_R)[:, None]

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from smc.algorithm.expansion import OFFERS, Offers
 from smc.arrays import to_device
+from smc.distributions import Distributions, DistributionSpec
 from smc.executor.sampling import DrawKeys, Sampling
 from smc.executor.triton_ops import TritonSampling
 from smc.kernels.candidate_tokens import offer
 from smc.kernels.truncation import truncate
-from smc.laws import Laws, LawSpec
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
 from tests.kernels.cuts import arguments
 from tests.kernels.test_extremes import DTYPES, largest, logit_rows, truncating
-from tests.test_laws import TOLERANCE, Spec, law_spec
+from tests.test_distributions import TOLERANCE, Spec, law_spec
 
 examples = settings(max_examples=200 if DEVICE.type == "cuda" else 8, deadline=None)
 SIZES = [1, 2, 15, OFFERS - 1, OFFERS, OFFERS + 1, 40, 300]
@@ -43,7 +43,9 @@ def keys(rows: int, device: torch.device = DEVICE) -> DrawKeys:
     )
 
 
-def made(logits_RV: torch.Tensor, vocab: int, spec: LawSpec, share: float = 0.0, block: int | None = None) -> Offers:
+def made(
+    logits_RV: torch.Tensor, vocab: int, spec: DistributionSpec, share: float = 0.0, block: int | None = None
+) -> Offers:
     """By the kernel, back on the CPU."""
     key, on_device = keys(len(logits_RV)), arguments(spec, DEVICE)
     cut = truncate(logits_RV, vocab, *on_device, share) if spec.active & {"top_k", "top_p", "min_p"} else None
@@ -88,7 +90,7 @@ def test_truncated_mixed_and_greedy_laws(dtype, data, share):
     )
     logits_RV = torch.tensor([row for row, _ in rows], dtype=dtype, device=DEVICE)
     spec = law_spec(*(of for _, of in rows))
-    log_law_RV = Laws(spec).proposal(logits_RV.cpu().float(), share)
+    log_law_RV = Distributions(spec).proposal(logits_RV.cpu().float(), share)
     slack = largest(logits_RV, spec) * 2**-23 if share else 0.0
     assert_offers(made(logits_RV, vocab, spec, share, block=32), logits_RV, log_law_RV, slack)
 
@@ -104,7 +106,7 @@ def test_where_a_search_gets_a_further_step(vocab, dtype):
     assert_offers(
         made(logits_RV, vocab, law_spec(*[Spec()] * 3)),
         logits_RV,
-        Laws(law_spec(*[Spec()] * 3)).target(logits_RV.cpu().float()),
+        Distributions(law_spec(*[Spec()] * 3)).target(logits_RV.cpu().float()),
     )
 
 
@@ -115,7 +117,7 @@ def test_real_vocabularies_in_strided_rows_with_unused_columns(vocab, dtype, cut
     wide = (torch.randn(2, 2, vocab + 64, generator=torch.Generator().manual_seed(1)) * 2).to(dtype).to(DEVICE)
     wide[..., vocab:] = 100.0
     spec = law_spec(Spec(temperature=0.7), Spec(**cut))
-    log_law_RV = Laws(spec).proposal(wide[:, 1, :vocab].cpu().float(), 0.05)
+    log_law_RV = Distributions(spec).proposal(wide[:, 1, :vocab].cpu().float(), 0.05)
     assert_offers(made(wide[:, 1], vocab, spec, 0.05), wide[:, 1], log_law_RV, 1e-4)
 
 
@@ -136,14 +138,14 @@ def test_rows_without_a_law_give_nan(vocab, temperature):
     assert ((offers.token_RC >= 0) & (offers.token_RC < vocab)).all()
 
 
-def powered(rows: int, truncated: bool) -> LawSpec:
+def powered(rows: int, truncated: bool) -> DistributionSpec:
     """A power for each row, one of them 1; on the device, as in a round."""
     rng = np.random.default_rng(rows)
     top_k_R = rng.choice([0, 3, 40], rows) if truncated else np.zeros(rows, dtype=np.int64)
     numbers = (rng.choice([0.0, 0.7, 1.0], rows), top_k_R, np.ones(rows), np.zeros(rows), np.resize(ALPHAS, rows))
-    spec = LawSpec.of(*(array.astype(np.int64 if i == 1 else np.float32) for i, array in enumerate(numbers)))
+    spec = DistributionSpec.of(*(array.astype(np.int64 if i == 1 else np.float32) for i, array in enumerate(numbers)))
     tensors = (spec.temperature_R, spec.top_k_R, spec.top_p_R, spec.min_p_R, spec.alpha_R)
-    return LawSpec(*(torch.from_numpy(array).to(DEVICE) for array in tensors), spec.active)
+    return DistributionSpec(*(torch.from_numpy(array).to(DEVICE) for array in tensors), spec.active)
 
 
 @pytest.mark.parametrize("truncated", [False, True])
@@ -153,7 +155,7 @@ def test_offers_of_a_powered_law(vocab, truncated):
     spec, key = powered(6, truncated), keys(6)
     found = TritonSampling(vocab).bonus_offer(logits_RV, spec, key)
     expected = Sampling(vocab).bonus_offer(logits_RV, spec, key)
-    laws = Laws(spec, DEVICE)
+    laws = Distributions(spec, DEVICE)
     offers = Offers(*(values_RC.cpu() for values_RC in vars(found[0]).values()))
     assert_offers(offers, logits_RV, laws.powered(laws.target(logits_RV))[0].cpu())
     # Of tokens without mass any may come.
@@ -166,7 +168,7 @@ def test_offers_of_a_powered_law(vocab, truncated):
 def test_a_bonus_without_a_power_and_scores_of_rows_that_repeat():
     logits_RV, vocab = torch.randn(4, 100, generator=torch.Generator().manual_seed(2)).to(DEVICE), 90
     ones_R = torch.ones(4, device=DEVICE)
-    spec = LawSpec(ones_R, ones_R.long() * 7, ones_R, ones_R * 0, ones_R, frozenset({"top_k"}))
+    spec = DistributionSpec(ones_R, ones_R.long() * 7, ones_R, ones_R * 0, ones_R, frozenset({"top_k"}))
     (offers, logp_RC, log_z_R), expected = (
         kind(vocab).bonus_offer(logits_RV, spec, keys(4)) for kind in (TritonSampling, Sampling)
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from smc import laws
+from smc import distributions
 from smc.kernels import sampling
 from smc.philox import Purpose, exponentials, words
 
@@ -34,10 +34,12 @@ def reference(
     bits = words(seed_R[:, None], round_R[:, None], stream_RD, position_R[:, None], purpose)
     w0_RD, w1_RD = to(logits_RV.device, bits[0], bits[1])
     neutral_R = np.zeros(len(seed_R))
-    spec = laws.LawSpec.of(temperature_R.cpu().numpy(), neutral_R, neutral_R + 1, neutral_R, neutral_R + 1)
-    logq_RV = laws.Laws(spec, logits_RV.device).target(logits_RV.float())
+    spec = distributions.DistributionSpec.of(
+        temperature_R.cpu().numpy(), neutral_R, neutral_R + 1, neutral_R, neutral_R + 1
+    )
+    logq_RV = distributions.Distributions(spec, logits_RV.device).target(logits_RV.float())
     variate_RDV = exponentials(w0_RD, w1_RD, logits_RV.shape[-1])
-    token_RD = laws.draw(logq_RV, variate_RDV)
+    token_RD = distributions.draw(logq_RV, variate_RDV)
     return token_RD, logq_RV.gather(1, token_RD), variate_RDV / logq_RV.exp()[:, None]
 
 
@@ -149,8 +151,8 @@ def test_scores_equal_log_softmax(device, dtype, extra):
         logits_TV, vocab, temperature_T, label_T, extra_TF if extra else None, block=256
     )
     neutral = np.zeros(rows)
-    spec = laws.LawSpec.of(temperature_T.cpu().numpy(), neutral, neutral + 1, neutral, neutral + 1)
-    expected_TV = laws.Laws(spec, device).target(logits_TV[:, :vocab].float())
+    spec = distributions.DistributionSpec.of(temperature_T.cpu().numpy(), neutral, neutral + 1, neutral, neutral + 1)
+    expected_TV = distributions.Distributions(spec, device).target(logits_TV[:, :vocab].float())
     expected_T = torch.where(label_T < 0, 0.0, expected_TV.gather(1, label_T.clamp(min=0).long()[:, None])[:, 0])
     torch.testing.assert_close(logp_T, expected_T, atol=1e-5, rtol=0)
     assert (extra_logp_TF is None) == (extra == 0)

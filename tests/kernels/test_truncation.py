@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc import laws
+from smc import distributions
 from smc.arrays import to_device
 from smc.kernels import sampling
 from smc.kernels.truncation import Cut, truncate
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
 from tests.kernels.cuts import arguments, kept
-from tests.test_laws import PROCESSORS, Spec, assert_same_law, batches, law_spec, reference, softmax
+from tests.test_distributions import PROCESSORS, Spec, assert_same_law, batches, law_spec, reference, softmax
 
 DTYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 MIXED = [
@@ -36,7 +36,11 @@ MIXED = [
 
 
 def cut_of(
-    logits_RV: torch.Tensor, spec: laws.LawSpec, share: float = 0.0, block: int | None = None, vocab: int | None = None
+    logits_RV: torch.Tensor,
+    spec: distributions.DistributionSpec,
+    share: float = 0.0,
+    block: int | None = None,
+    vocab: int | None = None,
 ) -> Cut:
     return truncate(logits_RV, vocab or logits_RV.shape[1], *arguments(spec, DEVICE), share, block=block)
 
@@ -75,7 +79,7 @@ def test_laws_of_hundreds_of_entries_equal_the_torch_laws(dtype, share):
     random = torch.Generator().manual_seed(11)
     logits_RV = (torch.randn(len(MIXED), 300, generator=random) * 3).to(dtype).to(DEVICE)
     spec = law_spec(*MIXED)
-    expected_RV = laws.Laws(spec).proposal(logits_RV.cpu().float(), share)
+    expected_RV = distributions.Distributions(spec).proposal(logits_RV.cpu().float(), share)
     assert_same_law(
         law_after(logits_RV, spec.temperature_R, cut_of(logits_RV, spec, share, block=128), block=256), expected_RV
     )
@@ -162,8 +166,8 @@ def test_draws_equal_those_from_the_torch_laws():
     cut = cut_of(logits_RV, spec, 0.3, block=64)
     token_RD, logq_RD, _ = sampling.draw(logits_RV, 150, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=64)
     word0, word1, _, _ = words(*(array.reshape(len(MIXED), -1) for array in keys), Purpose.PROPOSAL)
-    expected_RV = laws.Laws(spec).proposal(logits_RV.cpu(), 0.3)
-    expected_RD = laws.draw(expected_RV, exponentials(torch.from_numpy(word0), torch.from_numpy(word1), 150))
+    expected_RV = distributions.Distributions(spec).proposal(logits_RV.cpu(), 0.3)
+    expected_RD = distributions.draw(expected_RV, exponentials(torch.from_numpy(word0), torch.from_numpy(word1), 150))
     assert torch.equal(token_RD.cpu().long(), expected_RD)
     torch.testing.assert_close(logq_RD.cpu(), expected_RV.gather(1, expected_RD), atol=1e-5, rtol=0)
 
@@ -179,7 +183,9 @@ def test_rows_without_a_law_stay_without_one(spec, bad):
     for share in (0.0, 0.1):
         found_RV = law_after(logits_RV, every.temperature_R, cut_of(logits_RV, every, share))
         assert found_RV[[0, 2, 3]].isnan().all()
-        assert_same_law(found_RV[1:2], laws.Laws(law_spec(spec)).proposal(logits_RV[1:2].cpu(), share))
+        assert_same_law(
+            found_RV[1:2], distributions.Distributions(law_spec(spec)).proposal(logits_RV[1:2].cpu(), share)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from services.link import codec
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import Kind
+from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, Tops
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
-from smc.laws import LawSpec
 from smc.philox import Purpose
 from smc.stops import StopMachine
 
@@ -43,11 +43,13 @@ def sizes(draw) -> tuple[np.random.Generator, int, int]:
     return np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.integers(1, 9)), draw(st.integers(1, 5))
 
 
-def law(rng: np.random.Generator, r: int) -> LawSpec:
+def law(rng: np.random.Generator, r: int) -> DistributionSpec:
     off = rng.random() < 0.3
     top_p = np.ones(r, np.float32) if off else rng.random(r, dtype=np.float32)
     temperature = np.float32(rng.integers(0, 3, r))
-    one = LawSpec.of(temperature, rng.integers(0, 5, r), top_p, np.zeros(r, np.float32), np.ones(r, np.float32))
+    one = DistributionSpec.of(
+        temperature, rng.integers(0, 5, r), top_p, np.zeros(r, np.float32), np.ones(r, np.float32)
+    )
     return one.canonical() if rng.random() < 0.5 else one
 
 
@@ -167,8 +169,8 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         columns=77,
         biased=256 if flag else 0,
         kinds=frozenset({Kind.BEST, Kind.DISTINCT}) if flag else frozenset({Kind.INDEPENDENT}),
-        target_law=law(rng, a),
-        draft_law=law(rng, a),
+        target_distribution=law(rng, a),
+        draft_distribution=law(rng, a),
         slot_A=ints(a),
         group_A=ints(a),
         particle_A=ints(a),
@@ -177,7 +179,7 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         alpha_A=rng.random(a),
         **of_group,
         chain_C=ints(q if flag else 0),
-        law_C=ints(q if flag else 0),
+        distribution_C=ints(q if flag else 0),
         threshold_G=rng.random(a),
         target_pages_AQ=ints(a, 0 if flag else q, dtype=np.int32),
         begin_pages_AP=ints(a, 1 + flag, dtype=np.int32),

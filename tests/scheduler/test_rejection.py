@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from smc.api.engine_config import LAW_BYTES, EngineConfig
+from smc.api.engine_config import DISTRIBUTION_BYTES, EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import POPULATIONS, SamplingParams
 from smc.executor.ops import TorchOps
@@ -270,7 +270,7 @@ def test_laws_take_what_has_been_set_aside(config, monkeypatch):
         answers(engine, asked)
         assert engine.executor.stages["draft"].recorded_keys > 6
         laws = [nbytes for where, nbytes in storages(wide=vocab).items() if where not in before]
-        assert sum(laws) == sum(sized.law_bytes(side, vocab) for side in ModelRole)
+        assert sum(laws) == sum(sized.distribution_bytes(side, vocab) for side in ModelRole)
 
 
 def chains_of(engine: Engine) -> int:
@@ -354,8 +354,8 @@ def test_room_for_laws_is_counted_before_pools_are_sized(monkeypatch):
         ("lookahead", 8, 152_000),
     ):
         config = EngineConfig(form=form, block=block, max_slots=65536)
-        used = max(config.law_bytes(side, vocab) for side in ModelRole)
-        assert 0.95 * LAW_BYTES < used <= LAW_BYTES
+        used = max(config.distribution_bytes(side, vocab) for side in ModelRole)
+        assert 0.95 * DISTRIBUTION_BYTES < used <= DISTRIBUTION_BYTES
     config = EngineConfig()
     assert config.chains(128_256) == 49 and replace(config, max_slots=24).chains(128_256) == 24
     with pytest.raises(ValueError, match="max_chains=-1; allowed: >= 0"):
@@ -363,8 +363,8 @@ def test_room_for_laws_is_counted_before_pools_are_sized(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (40 << 30, 80 << 30))
     device, page = torch.device("cuda:0"), 1 << 17
     without = pages_that_fit(page, device)
-    assert without - pages_that_fit(page, device, config.law_bytes("draft", 128_256)) == -(
-        -config.law_bytes("draft", 128_256) // page
+    assert without - pages_that_fit(page, device, config.distribution_bytes("draft", 128_256)) == -(
+        -config.distribution_bytes("draft", 128_256) // page
     )
 
 

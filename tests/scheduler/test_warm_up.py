@@ -74,8 +74,8 @@ def test_every_rarer_kind_has_its_rounds(rehearsed):
         tuple(sorted(Kind)),
     }
     # Of every kind in one round, where kernels over logits differ.
-    every = [plan for plan in asked if plan.kinds == frozenset(Kind) and "alpha" in plan.target_law.active]
-    assert {("top_k" in plan.target_law.active, plan.biased > 0) for plan in every} == set(
+    every = [plan for plan in asked if plan.kinds == frozenset(Kind) and "alpha" in plan.target_distribution.active]
+    assert {("top_k" in plan.target_distribution.active, plan.biased > 0) for plan in every} == set(
         product((False, True), repeat=2)
     )
     guided = {(kinds, draft) for _, kinds, _, (draft, target) in found if target}

@@ -1,13 +1,13 @@
-"""From logits to the law a token is drawn from, and the draw. Knows nothing about models, requests or particles.
+"""From logits to the distribution a token is drawn from, and the draw. Knows nothing about models, requests or particles.
 
 Whatever is added to logits has been added before (`smc.executor.state`).
-Two laws share the same processors, in this order: temperature, top-k, top-p, min-p, renormalise.
-  target law    p = processed softmax, zero outside the truncation (design: truncation belongs to the target law)
-  proposal law  q = (1 - share) * processed + share * softmax(logits / temperature): a defensive mixture (Hesterberg
+Two distributions share the same processors, in this order: temperature, top-k, top-p, min-p, renormalise.
+  target distribution    p = processed softmax, zero outside the truncation (design: truncation belongs to the target distribution)
+  proposal distribution  q = (1 - share) * processed + share * softmax(logits / temperature): a defensive mixture (Hesterberg
   1995),
                 so that q covers every token the target may allow and weights p/q stay bounded. A draft whose head has
                 rows for some tokens alone has such a proposal over these, and others beside it:
-                `smc.executor.sampling`. Every log-probability that leaves this module is of exactly the law the token
+                `smc.executor.sampling`. Every log-probability that leaves this module is of exactly the distribution the token
                 was or would be drawn from.
 
 Axes: R rows, V vocabulary, D draws a row.
@@ -29,8 +29,8 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class LawSpec(Generic[Array]):
-    """How each of R rows turns logits into a law. Arrays [R]; a neutral value switches a processor off."""
+class DistributionSpec(Generic[Array]):
+    """How each of R rows turns logits into a distribution. Arrays [R]; a neutral value switches a processor off."""
 
     temperature_R: Array
     """float32, >= 0; 0 is greedy: all mass on the largest logit."""
@@ -41,14 +41,14 @@ class LawSpec(Generic[Array]):
     min_p_R: Array
     """float32 in [0, 1); 0 = off."""
     alpha_R: Array
-    """float32 > 0; exponent of the law that draws are made from; 1 = the law itself. Proposals ignore it."""
+    """float32 > 0; exponent of the distribution that draws are made from; 1 = the distribution itself. Proposals ignore it."""
     active: frozenset[str]
     """Processors that some row uses; the others are left out altogether."""
 
     @staticmethod
     def of(
         temperature_R: np.ndarray, top_k_R: np.ndarray, top_p_R: np.ndarray, min_p_R: np.ndarray, alpha_R: np.ndarray
-    ) -> LawSpec[np.ndarray]:
+    ) -> DistributionSpec[np.ndarray]:
         """Build from arrays, noting which processors are in use."""
         used = {
             "greedy": (temperature_R == 0).any(),
@@ -58,7 +58,7 @@ class LawSpec(Generic[Array]):
             "min_p": min_p_R.any(),
             "alpha": (alpha_R != 1).any(),
         }
-        return LawSpec(
+        return DistributionSpec(
             temperature_R,
             top_k_R,
             top_p_R,
@@ -67,30 +67,30 @@ class LawSpec(Generic[Array]):
             frozenset(name for name, is_used in used.items() if is_used),
         )
 
-    def canonical(self) -> LawSpec[Array]:
-        """The same laws, with processors counted as in use that need not be: rounds of few kinds are worth more than
+    def canonical(self) -> DistributionSpec[Array]:
+        """The same distributions, with processors counted as in use that need not be: rounds of few kinds are worth more than
         few operations."""
         truncation = self.active & {"top_k", "top_p", "min_p"}
         if len(truncation) > 1:
             truncation = frozenset({"top_k", "top_p", "min_p"})
         return replace(self, active=truncation | (self.active & {"alpha"}) | {"temperature", "greedy"})
 
-    def take(self, rows: Array) -> LawSpec[Array]:
+    def take(self, rows: Array) -> DistributionSpec[Array]:
         """The specs of the given rows, in that order (repeats allowed)."""
-        laws = (
+        distributions = (
             self.temperature_R[rows],
             self.top_k_R[rows],
             self.top_p_R[rows],
             self.min_p_R[rows],
             self.alpha_R[rows],
         )
-        return LawSpec(*laws, self.active)
+        return DistributionSpec(*distributions, self.active)
 
 
-class Laws:
-    """A LawSpec on a device, with the processors that no row uses left out."""
+class Distributions:
+    """A DistributionSpec on a device, with the processors that no row uses left out."""
 
-    def __init__(self, spec: LawSpec[Any], device: torch.device = _CPU) -> None:
+    def __init__(self, spec: DistributionSpec[Any], device: torch.device = _CPU) -> None:
         def column(name: str, values_R: np.ndarray) -> Tensor | None:
             return to_device(values_R, device)[:, None] if name in spec.active else None
 
@@ -152,7 +152,7 @@ class Laws:
         return kept_RV - kept_RV.logsumexp(-1, keepdim=True)
 
 
-def draw(log_law_RV: Tensor, exponential_RDV: Tensor) -> Tensor:
+def draw(log_dist_RV: Tensor, exponential_RDV: Tensor) -> Tensor:
     """One token per variate row, [R, D]: the entry that wins the exponential race E_v / law_v (Gumbel-max in other
     words)."""
-    return (exponential_RDV / log_law_RV.exp().unsqueeze(-2)).argmin(dim=-1)
+    return (exponential_RDV / log_dist_RV.exp().unsqueeze(-2)).argmin(dim=-1)

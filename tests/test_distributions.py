@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from smc.laws import Laws, LawSpec
+from smc.distributions import Distributions, DistributionSpec
 
 # Logits are multiples of 1/8: what is a tie in float64 is one in float32, and what is none is none.
 logit = st.integers(-64, 64).map(lambda k: k / 8)
@@ -52,8 +52,8 @@ PROCESSORS = {
 }
 
 
-def law_spec(*specs: Spec) -> LawSpec:
-    return LawSpec.of(
+def law_spec(*specs: Spec) -> DistributionSpec:
+    return DistributionSpec.of(
         **{
             f"{name}_R": np.array([getattr(s, name) for s in specs], dtype=np.int64 if name == "top_k" else np.float32)
             for name in Spec.__dataclass_fields__
@@ -61,8 +61,8 @@ def law_spec(*specs: Spec) -> LawSpec:
     )
 
 
-def laws(*specs: Spec) -> Laws:
-    return Laws(law_spec(*specs))
+def laws(*specs: Spec) -> Distributions:
+    return Distributions(law_spec(*specs))
 
 
 def softmax(logits: list[float], temperature: float) -> list[float]:
@@ -138,7 +138,7 @@ def test_a_canonical_spec_gives_the_same_laws(batch):
     wider = one.canonical()
     assert wider.active >= one.active | {"temperature", "greedy"}
     for share in (0.0, 0.1):
-        assert_same_law(Laws(wider).proposal(logits_RV, share), Laws(one).proposal(logits_RV, share))
+        assert_same_law(Distributions(wider).proposal(logits_RV, share), Distributions(one).proposal(logits_RV, share))
 
 
 @examples
@@ -157,7 +157,7 @@ def test_rows_of_different_specs_in_one_batch_equal_the_same_rows_alone(batch):
 def test_rows_taken_from_a_spec_follow_their_rows(batch, random):
     logits, specs = batch
     rows = random.choices(range(len(specs)), k=4)
-    taken = Laws(law_spec(*specs).take(np.array(rows)))
+    taken = Distributions(law_spec(*specs).take(np.array(rows)))
     assert_same_law(taken.target(torch.tensor(logits)[rows]), laws(*specs).target(torch.tensor(logits))[rows])
 
 
