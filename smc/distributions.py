@@ -1,13 +1,17 @@
-"""From logits to the distribution a token is drawn from, and the draw. Knows nothing about models, requests or particles.
+"""From logits to the distribution a token is drawn from, and the draw. Knows nothing about models, requests or
+particles.
 
 Whatever is added to logits has been added before (`smc.executor.state`).
 Two distributions share the same processors, in this order: temperature, top-k, top-p, min-p, renormalise.
-  target distribution    p = processed softmax, zero outside the truncation (design: truncation belongs to the target distribution)
-  proposal distribution  q = (1 - share) * processed + share * softmax(logits / temperature): a defensive mixture (Hesterberg
+  target distribution    p = processed softmax, zero outside the truncation (design: truncation belongs to the target
+  distribution)
+  proposal distribution  q = (1 - share) * processed + share * softmax(logits / temperature): a defensive mixture
+  (Hesterberg
   1995),
                 so that q covers every token the target may allow and weights p/q stay bounded. A draft whose head has
                 rows for some tokens alone has such a proposal over these, and others beside it:
-                `smc.executor.sampling`. Every log-probability that leaves this module is of exactly the distribution the token
+                `smc.executor.sampling`. Every log-probability that leaves this module is of exactly the distribution
+                the token
                 was or would be drawn from.
 
 Axes: R rows, V vocabulary, D draws a row.
@@ -41,7 +45,8 @@ class DistributionSpec(Generic[Array]):
     min_p_R: Array
     """float32 in [0, 1); 0 = off."""
     alpha_R: Array
-    """float32 > 0; exponent of the distribution that draws are made from; 1 = the distribution itself. Proposals ignore it."""
+    """float32 > 0; exponent of the distribution that draws are made from; 1 = the distribution itself. Proposals ignore
+    it."""
     active: frozenset[str]
     """Processors that some row uses; the others are left out altogether."""
 
@@ -68,8 +73,8 @@ class DistributionSpec(Generic[Array]):
         )
 
     def canonical(self) -> DistributionSpec[Array]:
-        """The same distributions, with processors counted as in use that need not be: rounds of few kinds are worth more than
-        few operations."""
+        """The same distributions, with processors counted as in use that need not be: rounds of few kinds are worth
+        more than few operations."""
         truncation = self.active & {"top_k", "top_p", "min_p"}
         if len(truncation) > 1:
             truncation = frozenset({"top_k", "top_p", "min_p"})

@@ -5,9 +5,9 @@ Attention takes two launches a layer, which are at work at once where kernels ma
 `_prefix_kernel` attends a tile of a group's queries to one split of the group's prefix (flash decoding: Dao et al.
 2023; the cascade of Ye et al. 2024), leaving a normalised output and a base-2 log-sum-exp per query and split.
 `_own_kernel` attends each row's queries to its own positions and merges the splits into that. Which tiles and splits
-there are was found beforehand, once for all layers (`smc.kernels.packed_rows`). Where contexts are short, `smc.attention.step`
-does it in one launch, row by row: reading the prefix from the L2 cache for every row then costs less than a second
-launch and a merge. On Hopper GPUs most tiles of 64 queries have a prefix kernel of their own
+there are was found beforehand, once for all layers (`smc.kernels.packed_rows`). Where contexts are short,
+`smc.attention.step` does it in one launch, row by row: reading the prefix from the L2 cache for every row then costs
+less than a second launch and a merge. On Hopper GPUs most tiles of 64 queries have a prefix kernel of their own
 (`smc.attention.specialized`). Shapes are static; all that changes between replays of a graph (groups, lengths, pages)
 is read on the device.
 

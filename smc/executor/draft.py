@@ -1,16 +1,16 @@
-"""The draft stage of a round, beside running the model: rows of K tokens grow for every group, and afterwards the chosen
-rows become the particles. The torch form; `smc.kernels.draft` is the Triton form. Knows nothing of the target.
+"""The draft stage of a round, beside running the model: rows of K tokens grow for every group, and afterwards the
+chosen rows become the particles. The torch form; `smc.kernels.draft` is the Triton form. Knows nothing of the target.
 
 Rows grow step by step: each of a round's X = F A rows continues a row of the step before with one more token. An
-independent row continues itself. The rows of other groups (`smc.algorithm.expansion`) are reparented, which permutes page
-numbers and moves no key: every row has a page of its own for each step, which the plan names.
+independent row continues itself. The rows of other groups (`smc.algorithm.expansion`) are reparented, which permutes
+page numbers and moves no key: every row has a page of its own for each step, which the plan names.
 
 Draft chains are rows that draw their own tokens from one root, for decoding by rejection (`smc.algorithm.rejection`).
 Every row of such a group continues one of its particles at the first step, and itself from then on. In lockstep all its
 tokens are drawn. In look-ahead its first token is a guess of the token that the target will accept after the particle's
 block, one of the likeliest; the others are drawn, so that rows after the right guess are as good as drawn afterwards.
-Random numbers are keyed by seed, position and chain, and by no round: what chains off the path have drawn for a position
-has decided nothing when the path reaches it.
+Random numbers are keyed by seed, position and chain, and by no round: what chains off the path have drawn for a
+position has decided nothing when the path reaches it.
 
 See the package's legend for axes; S rows of the step before, C places of groups of chains, Y = C F rows of theirs."""
 

@@ -94,8 +94,8 @@ class StaticForward:
 
 
 def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
-    """Run rows of prompts through a model. Returns hidden states [X, E] of the tokens at index `asked`; keys and values of
-    all tokens are stored."""
+    """Run rows of prompts through a model. Returns hidden states [X, E] of the tokens at index `asked`; keys and values
+    of all tokens are stored."""
     attend = reader.attention.plan(reader.pool, batch).attend
     rope_T2D = reader.rope.at(to_device(batch.positions_T, reader.device))
     return reader.model(tokens_T, rope_T2D, attend)[asked_X]

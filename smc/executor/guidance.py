@@ -1,5 +1,5 @@
-"""Guidance: beside a sequence runs its companion, the same answer after the negative prompt, and the distribution is that of l_u
-+ s (l_c - l_u), l_c the logits after the prompt and l_u those after the negative one.
+"""Guidance: beside a sequence runs its companion, the same answer after the negative prompt, and the distribution is
+that of l_u + s (l_c - l_u), l_c the logits after the prompt and l_u those after the negative one.
 
 Logits, not log-probabilities: the two differ by a constant of the row, which the softmax after it takes away, so
 nothing is normalised twice. Temperature and truncation come afterwards. Companions are further rows of the same pass:

@@ -79,8 +79,8 @@ class Draws:
 
 @dataclass(frozen=True)
 class Tops:
-    """The likeliest tokens after each of the last tokens of rows, under the distribution of what comes there. Axis R is of the
-    first rows of the batch, those that are asked about; those after them only guide."""
+    """The likeliest tokens after each of the last tokens of rows, under the distribution of what comes there. Axis R is
+    of the first rows of the batch, those that are asked about; those after them only guide."""
 
     distribution: DistributionSpec[np.ndarray]
     count: int

@@ -88,7 +88,8 @@ def advance(
     pending_A: Tensor,
     text_A: Tensor,
 ) -> None:
-    """Sequences end at `end`, with so many pending tokens of these; `text` is the state of the stop machine before them."""
+    """Sequences end at `end`, with so many pending tokens of these; `text` is the state of the stop machine before
+    them."""
     state.end_S[slot_A] = end_A
     state.pending_SQ[slot_A, : tokens_AW.shape[1]] = tokens_AW
     state.pending_S[slot_A] = pending_A

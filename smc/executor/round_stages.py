@@ -1,5 +1,5 @@
-"""The stages of a round that run a model or sample: `Drafter`, `Scorer` and `Selector`. What each does beside that is in
-`smc.executor.draft`, `verify`, `select`, `finalize` and `remap`, in torch or in Triton (`RoundOps`).
+"""The stages of a round that run a model or sample: `Drafter`, `Scorer` and `Selector`. What each does beside that is
+in `smc.executor.draft`, `verify`, `select`, `finalize` and `remap`, in torch or in Triton (`RoundOps`).
 
 See the package's legend for axes; C places of groups of chains, Y = C F rows of theirs, V vocabulary."""
 
@@ -54,12 +54,12 @@ class Drafter:
     """Share of the untruncated distribution in the proposal."""
     purpose: Purpose = Purpose.PROPOSAL
     dists_YLV: Tensor | None = None
-    """Room for the log-distributions that tokens of chains are drawn from: L = K, or where the first is a guess K - 1. None: it
-    has none."""
+    """Room for the log-distributions that tokens of chains are drawn from: L = K, or where the first is a guess K - 1.
+    None: it has none."""
 
     def draft(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> tuple[DraftedRows, TokenTree]:
-        """Run the pending tokens of every particle, then extend rows by K tokens. The distributions of chains are written to the
-        room for them."""
+        """Run the pending tokens of every particle, then extend rows by K tokens. The distributions of chains are
+        written to the room for them."""
         begun = self.ops.begin_draft(self.state, plan, distribution, self.shape)
         self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
         logits_SV = self.run(

@@ -1,4 +1,5 @@
-"""Draws and log-probabilities of fixed shape. The reference, in plain torch; `smc.executor.triton_ops` has what GPUs use.
+"""Draws and log-probabilities of fixed shape. The reference, in plain torch; `smc.executor.triton_ops` has what GPUs
+use.
 
 Axes: R rows, D draws a row, V columns of the logits, of which the first `vocab` count.
 
@@ -7,14 +8,14 @@ Proposals of a draft whose head has rows for M tokens of V: the single place whe
     q = (1 - share) * q_M  on the M tokens of the head, q_M being the proposal of `smc.distributions` over these alone,
     q = share / (V - M)    on every other token.
 
-So q covers every token that the target may draw, and each token's log q is of exactly this distribution: what is drawn, and how
-weights count it, stay properly weighted. An independent row draws from q. A row that offers does so with its likeliest
-columns one by one; the token that stands for the rest is drawn from all the rest of q, which the tokens without a row
-are part of. Of exact decoding the tree is of what is likely itself, so it has tokens of the head alone.
+So q covers every token that the target may draw, and each token's log q is of exactly this distribution: what is drawn,
+and how weights count it, stay properly weighted. An independent row draws from q. A row that offers does so with its
+likeliest columns one by one; the token that stands for the rest is drawn from all the rest of q, which the tokens
+without a row are part of. Of exact decoding the tree is of what is likely itself, so it has tokens of the head alone.
 
-Besides the variates of the distribution itself, drawn with two of a key's four words, there is one uniform for which part of q a
-token comes from and one for which of the tokens without a row it is: the other two words. `HeadSampling` is the
-reference, in plain torch; `smc.executor.triton_ops` has what GPUs use.
+Besides the variates of the distribution itself, drawn with two of a key's four words, there is one uniform for which
+part of q a token comes from and one for which of the tokens without a row it is: the other two words. `HeadSampling` is
+the reference, in plain torch; `smc.executor.triton_ops` has what GPUs use.
 
 Axes: R rows, D draws a row, C offers, M columns, U tokens without a row.
 """
@@ -102,8 +103,8 @@ class Sampling:
     def bonus_offer(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
     ) -> tuple[Offers, Tensor, Tensor]:
-        """What rows offer from the powered target distribution, log p [R, C] of the tokens, and log Z [R] of the power, as
-        `bonus`."""
+        """What rows offer from the powered target distribution, log p [R, C] of the tokens, and log Z [R] of the power,
+        as `bonus`."""
         distributions = Distributions(distribution, logits_RV.device)
         logp_RV = distributions.target(self._logits(logits_RV))
         powered_RV, log_z_R = distributions.powered(logp_RV)
@@ -114,8 +115,8 @@ class Sampling:
     def score(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], token_RD: Tensor, row_X: Tensor | None = None
     ) -> Tensor:
-        """log p of tokens (of any integer type) under the target distribution, [R, D]; with `row_X` those of rows that repeat,
-        [X, D]. A token of -1 (none) scores 0."""
+        """log p of tokens (of any integer type) under the target distribution, [R, D]; with `row_X` those of rows that
+        repeat, [X, D]. A token of -1 (none) scores 0."""
         logp_RV = Distributions(distribution, logits_RV.device).target(self._logits(logits_RV))
         logp_RD = (logp_RV if row_X is None else logp_RV[row_X]).gather(-1, token_RD.long().clamp(min=0))
         return torch.where(token_RD >= 0, logp_RD, 0.0)
@@ -123,13 +124,14 @@ class Sampling:
     def bonus(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [R, D] (of any integer type) from the powered target distribution, their log p [R, D], and log Z [R] of the
-        power; NaN in the logits shows in log Z."""
+        """Tokens [R, D] (of any integer type) from the powered target distribution, their log p [R, D], and log Z [R]
+        of the power; NaN in the logits shows in log Z."""
         distributions = Distributions(distribution, logits_RV.device)
         logp_RV = distributions.target(self._logits(logits_RV))
         powered_RV, log_z_R = distributions.powered(logp_RV)
         token_RD = self._race(powered_RV, keys)
-        # The likeliest token's log-probability is finite for any distribution, so it carries NaN logits and nothing else.
+        # The likeliest token's log-probability is finite for any distribution, so it carries NaN logits and nothing
+        # else.
         nan_R = powered_RV.amax(-1) * 0.0
         return token_RD, logp_RV.gather(-1, token_RD), nan_R if log_z_R is None else log_z_R + nan_R
 

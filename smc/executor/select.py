@@ -1,9 +1,9 @@
-"""The select stage of a round: candidates get weights, from the target's outputs, and groups choose among them. The torch
-form; `smc.kernels.select` is the Triton form. What becomes of the choice: `smc.executor.finalize`.
+"""The select stage of a round: candidates get weights, from the target's outputs, and groups choose among them. The
+torch form; `smc.kernels.select` is the Triton form. What becomes of the choice: `smc.executor.finalize`.
 
-In look-ahead candidates are the rows that the draft made while the target scored the blocks before them; in lockstep they
-are the blocks themselves, each with a token of the target's own after it. In exact decoding, candidates that do not
-follow the target's own draws are left out.
+In look-ahead candidates are the rows that the draft made while the target scored the blocks before them; in lockstep
+they are the blocks themselves, each with a token of the target's own after it. In exact decoding, candidates that do
+not follow the target's own draws are left out.
 
 See the package's legend for axes; C candidate tokens of a row."""
 

@@ -1,8 +1,9 @@
-"""What each model keeps per slot between rounds, and what is added to logits before they become a token distribution: the
-biases of requests, and -inf for tokens that would end an answer too early. The last slot is a dummy that padding points to.
+"""What each model keeps per slot between rounds, and what is added to logits before they become a token distribution:
+the biases of requests, and -inf for tokens that would end an answer too early. The last slot is a dummy that padding
+points to.
 
-Both models' logits are changed alike, so proposals stay close to the target's distribution, and every log-probability is
-of the distribution after the change. Only rounds of requests that ask for it do so. `add_biases` is the torch form;
+Both models' logits are changed alike, so proposals stay close to the target's distribution, and every log-probability
+is of the distribution after the change. Only rounds of requests that ask for it do so. `add_biases` is the torch form;
 `smc.kernels.sampling` has the Triton form.
 
 See the package's legend for axes; E entries of the tables, B tokens of an entry, R rows, V columns."""

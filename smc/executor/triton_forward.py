@@ -1,7 +1,7 @@
 """Passes through a decoder on a GPU: of few packed rows, and of prompts. The Triton form of `smc.executor.forward`.
 
-Matrix products of few rows are bound by reading weights, so everything around them is fused. See the package's legend for
-axes."""
+Matrix products of few rows are bound by reading weights, so everything around them is fused. See the package's legend
+for axes."""
 
 from __future__ import annotations
 
@@ -166,8 +166,9 @@ def _tables(rows: Rows) -> Tables:
 
 @torch.inference_mode()
 def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
-    """See `smc.executor.forward.run_prompt`. Matrix products and attention are by libraries, with one launch between two of
-    them. Of the last layer only the tokens that are asked about are computed once its keys and values are stored."""
+    """See `smc.executor.forward.run_prompt`. Matrix products and attention are by libraries, with one launch between
+    two of them. Of the last layer only the tokens that are asked about are computed once its keys and values are
+    stored."""
     model, config, planned = reader.model, reader.model.config, reader.attention.plan(reader.pool, batch)
     position_T, page_T = (
         to_device(array_T.astype(np.int32), reader.device) for array_T in (batch.positions_T, batch.pages_T)

@@ -3,8 +3,8 @@
 
 A block is a particle's last tokens, whose first is already counted in its weight, or known to be the target's own draw.
 In look-ahead it was drafted in the round before, and its place is the particle's; in lockstep it has just been drafted,
-and continues the particle of its root. Draft chains (`smc.executor.draft`) are verified against the target's distribution
-(`smc.algorithm.rejection`).
+and continues the particle of its root. Draft chains (`smc.executor.draft`) are verified against the target's
+distribution (`smc.algorithm.rejection`).
 
 See the package's legend for axes; C places of groups of chains, V vocabulary."""
 
@@ -210,7 +210,8 @@ def verify_chains(
     """What the target says after every token of chains [C, Q], and its log-probability [C, Q], as
     `smc.algorithm.rejection.say`.
 
-    `logp`: the target's log-distribution after every token; `logq`: what the next was drawn from, of all but the last."""
+    `logp`: the target's log-distribution after every token; `logq`: what the next was drawn from, of all but the
+    last."""
     blocks, place_C, vocab = asked.blocks, plan.chain_C, logp_CQV.shape[-1]
     first_G, size_G = chain_groups(plan)
     q = blocks.tokens_AQ.shape[1]

@@ -3,8 +3,8 @@
 `top_logprobs` are computed here, too: the likeliest tokens at positions of a sequence, under the token distribution of
 rounds. They are plain torch on every device, because an answer asks for them once.
 
-Axes: R rows, T tokens, V vocabulary, E hidden size, D draws; Y tokens that are asked about (row after row), X those and,
-after them, their unconditional tokens, S a slice of Y, K top_logprobs."""
+Axes: R rows, T tokens, V vocabulary, E hidden size, D draws; Y tokens that are asked about (row after row), X those
+and, after them, their unconditional tokens, S a slice of Y, K top_logprobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from smc.stops import TokenBytes
 from smc.types import ModelRole
 
 SLICE = 32
-"""Tokens whose distributions exist at the same time: whole vocabularies of more would take memory that nobody has set aside."""
+"""Tokens whose distributions exist at the same time: whole vocabularies of more would take memory that nobody has set
+aside."""
 
 
 def last_tokens(counts_R: np.ndarray, asked_R: np.ndarray) -> np.ndarray:

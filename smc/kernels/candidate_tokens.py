@@ -1,5 +1,5 @@
-"""What rows of logits offer: the likeliest tokens of every row one by one, and a token drawn from the rest of its distribution,
-which stands for it.
+"""What rows of logits offer: the likeliest tokens of every row one by one, and a token drawn from the rest of its
+distribution, which stands for it.
 
 Nothing is sorted. The C largest entries of a row lie in the C parts of it whose largest entries are largest, so a
 search goes down from long parts to parts of a few columns and at last to columns: each time there are few, and their

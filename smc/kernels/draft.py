@@ -1,11 +1,12 @@
 """What a round does at the model that drafts, beside running it: the Triton form of `smc.executor.draft`.
 
 `begin` and `pack` have a program for every few rows; the first row of a place does what there is to do once a place.
-`resume` has a program a place. `reparent` has a program for every few rows: every row continues a row of the step before
-with one more token. Nothing reads the host, and grids follow from shapes alone, so all can be captured in a CUDA graph.
+`resume` has a program a place. `reparent` has a program for every few rows: every row continues a row of the step
+before with one more token. Nothing reads the host, and grids follow from shapes alone, so all can be captured in a CUDA
+graph.
 
-Axes: A places, G groups, S slots (in `reparent`: rows before), X rows (F of each place), P pending tokens, K tokens of a
-row, B pages of a row, C candidate tokens of a row, D draws of a row, W pages of a path."""
+Axes: A places, G groups, S slots (in `reparent`: rows before), X rows (F of each place), P pending tokens, K tokens of
+a row, B pages of a row, C candidate tokens of a row, D draws of a row, W pages of a path."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 A program has the places of one group, or places of no group. Nothing reads the host, and the grid follows from shapes
 alone, so it can be captured in a CUDA graph.
 
-Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C candidate tokens of a place, N
-places of a program."""
+Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C candidate tokens of a
+place, N places of a program."""
 
 from __future__ import annotations
 

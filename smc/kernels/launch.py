@@ -1,22 +1,22 @@
-"""How kernels are launched: programmatic dependent launch, how many variants of a kernel are compiled, and which program
-handles which places of a batch. Knows nothing about what kernels compute.
+"""How kernels are launched: programmatic dependent launch, how many variants of a kernel are compiled, and which
+program handles which places of a batch. Knows nothing about what kernels compute.
 
 **Programmatic dependent launch (PDL).** A kernel starts while the kernel before it ends. The kernels of a decoding step
-take a few microseconds each, of which the launch is one. A kernel that is launched this way waits (`gdc_wait`) until the
-previous kernel has ended and its writes are visible, and it signals (`gdc_launch_dependents`) when the next kernel may
-start. Every program waits before it signals, so a kernel always sees the writes of the kernel two launches before it, and
-of all kernels before that. Before it waits, a kernel may read only such data and nothing that the previous kernel writes:
-block tables, weights of norms, the residual of an earlier norm, and, in the kernel that attends to a row's own positions,
-queries, keys and values. It writes nothing before it waits. Where the warps of a program have separate tasks
-(`smc.attention.specialized`), the warps that copy a prefix's keys and values need not wait, because earlier passes stored
-those and other warps of every program wait.
+take a few microseconds each, of which the launch is one. A kernel that is launched this way waits (`gdc_wait`) until
+the previous kernel has ended and its writes are visible, and it signals (`gdc_launch_dependents`) when the next kernel
+may start. Every program waits before it signals, so a kernel always sees the writes of the kernel two launches before
+it, and of all kernels before that. Before it waits, a kernel may read only such data and nothing that the previous
+kernel writes: block tables, weights of norms, the residual of an earlier norm, and, in the kernel that attends to a
+row's own positions, queries, keys and values. It writes nothing before it waits. Where the warps of a program have
+separate tasks (`smc.attention.specialized`), the warps that copy a prefix's keys and values need not wait, because
+earlier passes stored those and other warps of every program wait.
 
 A kernel that starts early occupies multiprocessors and gets fewer of them while the previous kernel still holds most.
 Matrix products and the last attention kernel therefore signal last, when their sums are done. Norms and the kernel that
-stores keys and values signal as soon as they have waited, because the kernels before them have ended by then; the kernel
-that reads prefixes, with one program for each multiprocessor, then finds all of them free. That kernel signals early,
-too, because attention to own positions needs few resources. Each choice was measured. Prefetching weights was measured,
-too, and made passes slower (`docs/performance.md`).
+stores keys and values signal as soon as they have waited, because the kernels before them have ended by then; the
+kernel that reads prefixes, with one program for each multiprocessor, then finds all of them free. That kernel signals
+early, too, because attention to own positions needs few resources. Each choice was measured. Prefetching weights was
+measured, too, and made passes slower (`docs/performance.md`).
 
 Axes: A places, G groups, N places of a program."""
 
@@ -56,9 +56,9 @@ def one_variant(*wide: str) -> Callable[[Callable[..., None]], Any]:
     """`triton.jit` of a kernel that is compiled once for all values and alignments of its arguments, except for the
     arguments named by `wide`, which hold long rows. Constants, types and None still make variants.
 
-    Triton compiles a kernel again for integers that are 1 or multiples of 16, and for pointers at multiples of 16 bytes,
-    where it loads more at once. A few numbers a row gain nothing from that, and a request with a new size would wait for
-    the compiler. Members of tuples are treated as arguments are."""
+    Triton compiles a kernel again for integers that are 1 or multiples of 16, and for pointers at multiples of 16
+    bytes, where it loads more at once. A few numbers a row gain nothing from that, and a request with a new size would
+    wait for the compiler. Members of tuples are treated as arguments are."""
 
     def compiled(kernel: Callable[..., None]) -> Any:
         parameters = inspect.signature(kernel).parameters
@@ -103,7 +103,8 @@ def unspecialized(kind: Any, key: Any) -> tuple[Any, Any]:
 
 
 def programs(places: int, groups: int) -> int:
-    """How many programs there are: one for each group, then programs of MAX_PARTICLES places that belong to no group."""
+    """How many programs there are: one for each group, then programs of MAX_PARTICLES places that belong to no
+    group."""
     return groups + triton.cdiv(places, MAX_PARTICLES)
 
 

@@ -3,8 +3,8 @@
 A program handles one place. `follow` reads what slots were and rewrites block tables; `advance` only writes. Work grows
 with what particles hold, not with the width of a table. Nothing reads the host, and grids follow from shapes alone.
 
-Axes: A places, S slots, L positions, X rows, Q tokens of a block, K tokens of a row, W tokens that are pending afterwards,
-B pages of a tail."""
+Axes: A places, S slots, L positions, X rows, Q tokens of a block, K tokens of a row, W tokens that are pending
+afterwards, B pages of a tail."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Draws from softmax(logits / temperature), and log-probabilities of given tokens, in one pass over the vocabulary.
 
-`draw` makes the variates of `smc.philox` on the device, bit for bit, and runs the exponential race of `smc.distributions.draw`
-beside the softmax's running sums: logits are read once, and no [R, V] array is written. Where a distribution is truncated,
-`smc.kernels.truncation` finds its cut first. Nothing reads the host, and grids follow from shapes alone: both functions
-can be captured in a CUDA graph.
+`draw` makes the variates of `smc.philox` on the device, bit for bit, and runs the exponential race of
+`smc.distributions.draw` beside the softmax's running sums: logits are read once, and no [R, V] array is written. Where
+a distribution is truncated, `smc.kernels.truncation` finds its cut first. Nothing reads the host, and grids follow from
+shapes alone: both functions can be captured in a CUDA graph.
 
 Axes: R rows, V columns, D draws a row, S splits of the vocabulary, T scored rows, X rows asked for, F extra tokens a
 row.
@@ -65,8 +65,8 @@ def draw(
 
     Draw d of a row is keyed by (seed, round, stream[d], position, purpose), integers as in `smc.philox.words`. Only the
     first `vocab` columns count; the row stride is free. Temperature 0 is greedy (log-probability 0, logsumexp at
-    temperature 1). All are of the distribution after `cut`, and so is the logsumexp: without its dropped entries, or with them
-    lowered. A row with NaN gives NaN, and token 0."""
+    temperature 1). All are of the distribution after `cut`, and so is the logsumexp: without its dropped entries, or
+    with them lowered. A row with NaN gives NaN, and token 0."""
     (rows, draws), block = stream_RD.shape, block or min(4096, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
     require_rows(logits_RV, vocab)

@@ -2,14 +2,14 @@
 Triton form of `smc.executor.select.score_candidates`, and `smc.algorithm.selection.select`.
 
 `score_candidates` takes one launch: the first programs have some rows each, those after them a group each, which finds
-what the choice needs to know of the group and whether there is NaN in it. `select` has a program for each group. Weights
-are float64, as in the references, and equal to these up to rounding. The chosen candidates of a group are sorted, so slots
-are assigned by binary searches in that list. A candidate without weight is never chosen. Resampling schemes are data: one
-launch runs all of them. Nothing reads the host, and grids follow from shapes alone, so both can be captured in a CUDA
-graph.
+what the choice needs to know of the group and whether there is NaN in it. `select` has a program for each group.
+Weights are float64, as in the references, and equal to these up to rounding. The chosen candidates of a group are
+sorted, so slots are assigned by binary searches in that list. A candidate without weight is never chosen. Resampling
+schemes are data: one launch runs all of them. Nothing reads the host, and grids follow from shapes alone, so both can
+be captured in a CUDA graph.
 
-Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C candidate tokens of a place,
-W numbers of a row; of one group N particles, F branches of a particle, M = N * F candidates, P draws."""
+Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C candidate tokens of a
+place, W numbers of a row; of one group N particles, F branches of a particle, M = N * F candidates, P draws."""
 
 from __future__ import annotations
 
@@ -245,8 +245,8 @@ def _agrees(
     matched, blocks, drawn_AQ, place, root, token, is_open, inside,
     Q: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Of groups that are decoded exactly: whether a row continues with the target's own draw, after a block that matches
-    to its end. Several chains may match, with the same tokens."""
+    """Of groups that are decoded exactly: whether a row continues with the target's own draw, after a block that
+    matches to its end. Several chains may match, with the same tokens."""
     best = tl.load(matched.best_A + place, mask=inside, other=0).to(tl.int32)
     if LOOKAHEAD:
         right = tl.load(matched.right_A + place, mask=inside, other=1).to(tl.int32)

@@ -1,9 +1,10 @@
-"""What kernels over a distribution's logits share: rows over their temperature, their sums block by block, and what a truncation
-keeps of them.
+"""What kernels over a distribution's logits share: rows over their temperature, their sums block by block, and what a
+truncation keeps of them.
 
 Axes: R rows, V columns, S splits of the vocabulary.
 
-Where truncated distributions end: the cut of top-k, top-p and min-p, in that order as in `smc.distributions`, found without sorting.
+Where truncated distributions end: the cut of top-k, top-p and min-p, in that order as in `smc.distributions`, found
+without sorting.
 
 What is kept is a prefix of the descending order, equal entries by column, so a cut is the `order_key` of its last entry
 and that entry's column. The key is found digit by digit, from the top: a pass sums, block by block, the count (top-k)
@@ -32,8 +33,8 @@ from smc.kernels.launch import one_variant
 
 @dataclass(frozen=True)
 class Cut:
-    """What a truncated distribution keeps of each row: entries whose `order_key` is above `key`, and those that equal it up to
-    column `last`."""
+    """What a truncated distribution keeps of each row: entries whose `order_key` is above `key`, and those that equal
+    it up to column `last`."""
 
     key_R: Tensor
     """int32."""
@@ -148,9 +149,9 @@ def truncate(
     """The cut of softmax(logits / temperature) by the given processors; None, or a row's neutral value, is one that is
     not used.
 
-    With `share` in (0, 1) what is dropped stays possible: the distribution after the cut is then the mixture of the untruncated
-    distribution, with that share, and the truncated one. Only the first `vocab` columns count; the row stride is free. A row
-    with NaN has NaN after it too."""
+    With `share` in (0, 1) what is dropped stays possible: the distribution after the cut is then the mixture of the
+    untruncated distribution, with that share, and the truncated one. Only the first `vocab` columns count; the row
+    stride is free. A row with NaN has NaN after it too."""
     require_rows(logits_RV, vocab)
     search = _Search(logits_RV, vocab, temperature_R, block or min(4096, triton.next_power_of_2(vocab)), warps)
     search.begin(top_k_R, top_p_R, min_p_R)

@@ -2,10 +2,10 @@
 `smc.algorithm.walk` and `smc.algorithm.rejection` on the device.
 
 `lay_out` and `match_samples` have a program for each group and some for places of no group; `verify` has a program for
-every few places. `verify_chains` has a program for each group, which follows the group's path token after token: a trial
-reads two numbers of two distributions; only a rejected token costs passes over the vocabulary, which leave the remainder
-of the target's distribution in memory of the group's own, from which the last draw is made. Nothing reads the host, and
-grids follow from shapes alone, so all can be captured in a CUDA graph.
+every few places. `verify_chains` has a program for each group, which follows the group's path token after token: a
+trial reads two numbers of two distributions; only a rejected token costs passes over the vocabulary, which leave the
+remainder of the target's distribution in memory of the group's own, from which the last draw is made. Nothing reads the
+host, and grids follow from shapes alone, so all can be captured in a CUDA graph.
 
 Axes: A places, G groups, S slots, X rows, Q tokens of a block, L those but the last, T = A * Q, K tokens of a row, C
 places of groups of chains, V columns, N places of a program."""
@@ -73,7 +73,8 @@ class VerifyTensors(NamedTuple):
 
 
 class ChainTrials(NamedTuple):
-    """Draft chains and the random numbers that they are verified with; integers. See `smc.algorithm.rejection.Chains`."""
+    """Draft chains and the random numbers that they are verified with; integers. See
+    `smc.algorithm.rejection.Chains`."""
 
     place_C: Tensor
     tokens_AQ: Tensor
