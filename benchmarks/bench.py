@@ -501,9 +501,9 @@ def _backend(
 
 
 def _cpu_pair(asked: BenchOptions) -> ModelPair:
-    from smc.loading import load_pair, pair_places, use_threads
+    from smc.loading import load_pair, pair_directories, use_threads
 
-    found = pair_places(asked.target, asked.draft)
+    found = pair_directories(asked.target, asked.draft)
     use_threads(asked.threads, found)
     return load_pair(found, "cpu", None, **asked.named(*OWN))
 

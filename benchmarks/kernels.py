@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from smc import distributions
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.selection import select as torch_select
 from smc.arrays import to_device
@@ -41,7 +41,7 @@ from smc.kernels.norm import add_norm, round_rows, silu_mul
 from smc.kernels.sampling import draw, score
 from smc.kernels.select import select
 from smc.kernels.truncation import Cut, truncate
-from smc.model.linear import FP8, Rounded, quantise
+from smc.model.linear import FP8, QuantisedRows, quantise
 from smc.philox import exponentials, words
 
 BANDWIDTH = 4.26e12
@@ -278,7 +278,7 @@ def bench_selection(groups: int, n: int, branches: int) -> None:
         note(f"select {groups}x{n}x{branches} warps {w}", us, candidates.numel() * 8)
 
 
-def bench_expansion(groups: int, rows: int, kind: Kind, vocab: int = 128256) -> None:
+def bench_expansion(groups: int, rows: int, kind: PopulationKind, vocab: int = 128256) -> None:
     """What rows offer, then which of it goes on: `rows` rows of every group from as many."""
     total, device = groups * rows, torch.device("cuda")
     logits, ones_R = copies(random(total, vocab, scale=3.0)), torch.ones(total, device=device)
@@ -297,7 +297,7 @@ def bench_expansion(groups: int, rows: int, kind: Kind, vocab: int = 128256) -> 
     mass_R, there_R = torch.randn(total, device=device, dtype=torch.float64), ones_R > 0
     rest = (mass_R, there_R, (first_G, size_G), (first_G, size_G), size_G, kind_G, (seed_G, seed_G, 1), total)
     made, expected = expand(offers, *rest), torch_expand(offers, *rest)
-    assert torch.equal(made.parent_X, expected.parent_X) and torch.equal(made.offer_X, expected.offer_X)
+    assert torch.equal(made.parent_X, expected.parent_X) and torch.equal(made.candidate_X, expected.candidate_X)
     for chunk, w in ((256, 4), (512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 16)):
         us = microseconds(lambda o, c=chunk, w=w: expand(o, *rest, chunk=c, warps=w), [offers])
         note(f"expand {kind.name} {groups}x{rows} chunk {chunk} warps {w}", us, offers.share_RC.numel() * 4)
@@ -324,7 +324,7 @@ def bench_selections() -> None:
 
 def bench_expansions() -> None:
     for groups, rows in ((1, 32), (1, 8), (8, 32)):
-        for kind in (Kind.DISTINCT, Kind.BEST):
+        for kind in (PopulationKind.DISTINCT, PopulationKind.BEST):
             bench_expansion(groups, rows, kind)
 
 
@@ -351,7 +351,7 @@ def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Ite
 
 
 def _own_product(
-    x: Tensor | Rounded, gated: bool, fields: dict[str, int], matrix: tuple[Tensor, Tensor | None]
+    x: Tensor | QuantisedRows, gated: bool, fields: dict[str, int], matrix: tuple[Tensor, Tensor | None]
 ) -> Tensor:
     weight, scale = matrix
     if gated:
@@ -374,9 +374,11 @@ def _library_product(
     return silu_mul(out_TN) if gated and rounded is None else out_TN
 
 
-def own_products(x: Tensor | Rounded, gated: bool, matrices: list, expected: Tensor) -> tuple[dict[str, float], float]:
+def own_products(
+    x: Tensor | QuantisedRows, gated: bool, matrices: list, expected: Tensor
+) -> tuple[dict[str, float], float]:
     """Microseconds of every tiling, the fastest first, and of the one that is chosen."""
-    rows = len(x.number_TK if isinstance(x, Rounded) else x)
+    rows = len(x.value_TK if isinstance(x, QuantisedRows) else x)
     weight, scale = matrices[0]
     inputs, outputs = weight.shape[1], weight.shape[0]
     timed, default = {}, None
@@ -407,7 +409,7 @@ def bench_product(
     found, sweeps = {}, {}
     for kind, bytes_each in (("fp8", 1), ("bf16", 2)):
         weight, scale_N = matrices[kind][0]
-        exact_TK = x_TK.float() if scale_N is None else rounded.number_TK.float() * rounded.scale_T1
+        exact_TK = x_TK.float() if scale_N is None else rounded.value_TK.float() * rounded.scale_T1
         expected = exact_TK @ (weight.float() * (1.0 if scale_N is None else scale_N[:, None])).T
         if gated:
             expected = F.silu(expected[:, : outputs // 2]) * expected[:, outputs // 2 :]

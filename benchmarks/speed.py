@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.backends import BenchBackend, Mode
 from benchmarks.load import ClosedLoop, Load, Waves, repeated, sized_config
 from benchmarks.rounds import decoding_name
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import KINDS, warm_up, warm_up_plans
 from smc.scheduler.engine import Engine
@@ -255,7 +255,9 @@ def _rehearse(engine: Engine) -> None:
     """Warm up as a service does, since costs lead to trees of all sizes."""
     warm_up(
         engine,
-        warm_up_plans(engine.config, engine.context, [kind for kind in KINDS if Kind.DISTINCT not in kind[1]], [()]),
+        warm_up_plans(
+            engine.config, engine.context, [kind for kind in KINDS if PopulationKind.DISTINCT not in kind[1]], [()]
+        ),
     )
 
 

@@ -20,7 +20,7 @@ DEMO = (demo.TARGET, demo.DRAFT)
 CONFIG = "config.json"
 
 
-def pair_places(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
+def pair_directories(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
     """Directories of target and draft: the given ones, or the demo pair's. Raises ValueError if only one is given."""
     if (target is None) != (draft is None):
         given, missing = ("--target", "--draft") if draft is None else ("--draft", "--target")

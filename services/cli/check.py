@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 def check(target: options.Target = None, draft: options.Draft = None, as_json: options.JsonFlag = False) -> int:
     """Say whether two model directories fit together; no weight is loaded."""
-    from smc.loading import pair_places
+    from smc.loading import pair_directories
     from smc.model.check import check_pair
 
-    places = pair_places(target, draft)
+    places = pair_directories(target, draft)
     report = check_pair(*places)
     if as_json:
         print(json.dumps({"ok": not report.problems, **asdict(report)}))

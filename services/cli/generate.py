@@ -56,9 +56,9 @@ def generate(
 ) -> int:
     """Answer a prompt; text appears as soon as it can no longer change."""
     text = read_prompt(prompt)
-    from smc.loading import loaded_models, pair_places, require_directories, use_threads
+    from smc.loading import loaded_models, pair_directories, require_directories, use_threads
 
-    places = pair_places(target, draft)
+    places = pair_directories(target, draft)
     given = options.given(ctx.params)
     _refuse_idle(given)
     require_directories(places)

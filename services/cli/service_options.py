@@ -348,12 +348,12 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     """
     from services.launch.config import WorkerGroupConfig
     from smc.api.engine_config import GPU_PREFILL, EngineConfig
-    from smc.loading import pair_places
+    from smc.loading import pair_directories
 
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("load") in ("random", "grown") and not (given.get("target") and given.get("draft")):
         raise ValueError(f"--load {given['load']} needs --target and --draft, each the name of a published shape")
-    target, draft = pair_places(given.get("target"), given.get("draft"))
+    target, draft = pair_directories(given.get("target"), given.get("draft"))
     # In lockstep one model waits for the other; two cohorts let both work. In look-ahead form both work already.
     cohorts = 2 if given.get("form") == "lockstep" else 1
     settings: dict[str, Any] = {"cohorts": cohorts, "prefix_cache": not given.get("no_prefix_cache", False)}

@@ -16,7 +16,7 @@ from smc.api.engine_config import EngineConfig
 from smc.calibration.latency import Effort, measure_latency
 from smc.calibration.warm_up import first_request, rare_requests, warm_up, warm_up_plans
 from smc.executor.messages import ModelLost
-from smc.model.source import Source
+from smc.model.source import ModelSource
 from smc.scheduler.engine import Engine
 from smc.scheduler.timeline import Timeline
 from smc.types import ModelRole
@@ -32,7 +32,7 @@ class CoordinatorSpec:
     """The coordinator's start parameters."""
 
     rendezvous: Rendezvous
-    target: Source
+    target: ModelSource
     """Whose tokenizer is the pair's."""
     engine: EngineConfig
     context: int

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from services.pb import particles_pb2 as pb
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, Tops
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
@@ -185,7 +185,7 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
         contexts=Contexts(command.contexts),
         columns=command.columns,
         biased=command.biased,
-        kinds=frozenset(map(Kind, command.kinds)),
+        kinds=frozenset(map(PopulationKind, command.kinds)),
         target_distribution=_to_distribution(command.target_distribution),
         draft_distribution=_to_distribution(command.draft_distribution),
         target_companions=_to_companions(command.target_companions) if command.HasField("target_companions") else None,

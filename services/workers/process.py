@@ -27,7 +27,7 @@ from smc.model.decoder import Decoder
 from smc.model.draft_vocab import DraftHead, DraftVocab
 from smc.model.linear import DTYPES
 from smc.model.parallel import Shard
-from smc.model.source import Source
+from smc.model.source import ModelSource
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 
@@ -148,8 +148,8 @@ class RankSpec:
     role: ModelRole
     """`draft` or `target`."""
     shard: Shard
-    source: Source
-    vocabulary: Source
+    source: ModelSource
+    vocabulary: ModelSource
     """Whose tokenizer is the pair's."""
     draft_vocab: DraftVocab | None
     """Of a draft: what it proposes, if not every token by its own likelihood."""

@@ -25,14 +25,14 @@ from smc.algorithm.weights import effective_sample_size, normalise
 from smc.arrays import to_device, to_host
 from smc.philox import Purpose, uniforms
 
-OFFERS = 32
+CANDIDATES_PER_ROW = 32
 """Number of most likely tokens that become candidates of a row. One more token, drawn from the rest of the
 distribution, represents that rest."""
 EXPANSION_POSITION = 2 << 20
 """Position of the first uniform for sampling without replacement; the step of the round is added."""
 
 
-class Kind(IntEnum):
+class PopulationKind(IntEnum):
     """How a group's rows are continued; one value per group and round. Values from `BEST` on decode exactly."""
 
     INDEPENDENT = 0
@@ -46,7 +46,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Offers:
+class CandidateTokens:
     """Candidate tokens of each row."""
 
     token_RC: Tensor
@@ -57,17 +57,17 @@ class Offers:
     """float32 log of the candidate's share of the row's mass: 0 for the whole mass, -inf for no candidate."""
 
     @staticmethod
-    def whole(like_R: Tensor) -> Offers:
+    def whole(like_R: Tensor) -> CandidateTokens:
         """One candidate per row, which stands for the row itself."""
         zero_R1 = torch.zeros_like(like_R, dtype=torch.float32)[:, None]
-        return Offers(zero_R1.long(), zero_R1, zero_R1)
+        return CandidateTokens(zero_R1.long(), zero_R1, zero_R1)
 
-    def unless(self, ended_R: Tensor) -> Offers:
+    def mask_ended(self, ended_R: Tensor) -> CandidateTokens:
         """Give rows that have ended one candidate, which stands for the row itself."""
         first_C = torch.arange(self.token_RC.shape[1], device=ended_R.device) == 0
         only_RC = torch.where(first_C, 0.0, -torch.inf)
         ended_R1 = ended_R[:, None]
-        return Offers(
+        return CandidateTokens(
             self.token_RC, self.logq_RC.masked_fill(ended_R1, 0.0), torch.where(ended_R1, only_RC, self.share_RC)
         )
 
@@ -79,7 +79,7 @@ class Expansion:
 
     parent_X: Tensor
     """int64 index of the source row; 0 in padding."""
-    offer_X: Tensor
+    candidate_X: Tensor
     """int64 index of the source row's candidate."""
     mass_X: Tensor
     """float64 log mass; -inf if not alive."""
@@ -94,7 +94,7 @@ class Expansion:
 
 
 def expand(
-    candidates: Offers,
+    candidates: CandidateTokens,
     mass_R: Tensor,
     there_R: Tensor,
     sources: tuple[Tensor, Tensor],
@@ -115,23 +115,26 @@ def expand(
     `most_G`: maximum number of rows kept. `keys`: seed [G], round [G] and the number of this step. `least`: see
     `inclusion`. Source rows that have `ended` have one candidate, which stands for the row itself. `has_rest`: the last
     candidate of a row represents the rest of its distribution, which `BEST` ignores. Synchronises with the host."""
-    candidates = candidates if ended_R is None else candidates.unless(ended_R)
+    candidates = candidates if ended_R is None else candidates.mask_ended(ended_R)
     is_rest_C = (
         torch.arange(candidates.share_RC.shape[1], device=mass_R.device) >= candidates.share_RC.shape[1] - has_rest
     )
-    used_H = ((sources[1] > 0) & (kind_G != Kind.INDEPENDENT)).nonzero()[:, 0]
+    used_H = ((sources[1] > 0) & (kind_G != PopulationKind.INDEPENDENT)).nonzero()[:, 0]
     device = mass_R.device
     parent_X = torch.zeros(total, dtype=torch.int64, device=device)
-    offer_X, mass_X = torch.zeros_like(parent_X), torch.full((total,), -torch.inf, dtype=torch.float64, device=device)
+    candidate_X, mass_X = (
+        torch.zeros_like(parent_X),
+        torch.full((total,), -torch.inf, dtype=torch.float64, device=device),
+    )
     ess_G = torch.zeros(len(kind_G), dtype=torch.float64, device=device)
     collapsed_G = ess_G > 0
     if not len(used_H):
-        return Expansion(parent_X, offer_X, mass_X, parent_X > 0, ess_G, collapsed_G, collapsed_G)
+        return Expansion(parent_X, candidate_X, mass_X, parent_X > 0, ess_G, collapsed_G, collapsed_G)
     source_HS, is_source_HS = grid(*(bound[used_H] for bound in sources))
     width = candidates.share_RC.shape[1]
     is_there_HS1 = (is_source_HS & there_R[source_HS])[..., None]
     share_HSC = candidates.share_RC[source_HS].double().masked_fill(~is_there_HS1, -torch.inf)
-    is_best_H = kind_G[used_H] >= Kind.BEST
+    is_best_H = kind_G[used_H] >= PopulationKind.BEST
     share_HSC = share_HSC.masked_fill(is_best_H[:, None, None] & is_rest_C, -torch.inf)
     nan_G = torch.zeros_like(collapsed_G)
     nan_G[used_H] = ~is_best_H & torch.isnan(share_HSC).flatten(1).any(-1)
@@ -158,12 +161,12 @@ def expand(
     chosen_mass_HX = (mass_HM - log_pi_HM).gather(1, chosen_HX)
     to_X, there_HX = place_HX[is_place_HX], is_place_HX
     parent_X[to_X] = source_HS.gather(1, chosen_HX // width)[there_HX]
-    offer_X[to_X] = (chosen_HX % width)[there_HX]
+    candidate_X[to_X] = (chosen_HX % width)[there_HX]
     chosen_mass_HX = chosen_mass_HX.masked_fill(~alive_HX, -torch.inf)
     mass_X[to_X] = chosen_mass_HX[there_HX]
     ess_G[used_H] = effective_sample_size(normalise(chosen_mass_HX)[0])
     collapsed_G[used_H] = collapsed_H
-    return Expansion(parent_X, offer_X, mass_X, mass_X > -torch.inf, ess_G, collapsed_G, nan_G)
+    return Expansion(parent_X, candidate_X, mass_X, mass_X > -torch.inf, ess_G, collapsed_G, nan_G)
 
 
 def inclusion(mass_HM: Tensor, most_H: Tensor, best_H: Tensor, least: float = 0.0) -> Tensor:

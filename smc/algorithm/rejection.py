@@ -7,7 +7,7 @@ Language Model Decoding with Speculative Sampling", 2023). Several chains from o
 the residual of the trials before (Miao et al., "SpecInfer", ASPLOS 2024). The resulting tokens are distributed as p for
 any q.
 
-The tokens replace the target's own draws in sample matching (`smc.algorithm.walk`). Knows nothing about models or
+The tokens replace the target's own draws in sample matching (`smc.algorithm.sample_matching`). Knows nothing about models or
 requests.
 
 Axes: A batch indices, Q tokens of a block, L = Q - 1 tokens but the last, V vocabulary, G groups, H non-empty groups, N
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import grid
 
-NOTHING = -1
+NO_TOKEN = -1
 """Value after a token that is not on the accepted path. Matches no token."""
 
 
@@ -43,14 +43,16 @@ class Chains:
     """Log-probabilities of the draft that the next token was drawn from."""
 
 
-def say(chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise_HQV: Tensor) -> tuple[Tensor, Tensor]:
+def verify_by_rejection(
+    chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise_HQV: Tensor
+) -> tuple[Tensor, Tensor]:
     """The target's token after each token on the accepted path [A, Q], `NOTHING` elsewhere, and its log-probability
     under the target [A, Q].
 
     `groups`: first and size [G]. `uniform_AQ`: uniforms in [0, 1) for the trial of the next token. `noise_HQV`: Gumbel
     variates of the non-empty groups, in order. The final draw after token j is argmax(log r + noise), where r is the
     residual of p. Synchronises with the host."""
-    token_AQ = torch.full_like(chains.tokens_AQ, NOTHING)
+    token_AQ = torch.full_like(chains.tokens_AQ, NO_TOKEN)
     logp_AQ = torch.full(token_AQ.shape, torch.nan, dtype=torch.float32, device=token_AQ.device)
     used_H = (groups[1] > 0).nonzero()[:, 0]
     if not len(used_H):
@@ -75,23 +77,23 @@ def _next(
     first_H1 = on_path_HN.long().argmax(-1, keepdim=True)
     lead_H = place_HN.gather(1, first_H1)[:, 0]
     logp_HV = chains.logp_AQV[lead_H, j].double()
-    left_HV, kept_H = logp_HV.exp(), torch.full_like(lead_H, NOTHING)
+    left_HV, kept_H = logp_HV.exp(), torch.full_like(lead_H, NO_TOKEN)
     for n in range(place_HN.shape[1]):
         at_H = place_HN[:, n]
         if j + 1 >= chains.tokens_AQ.shape[1]:
             break
-        tried_H = on_path_HN[:, n] & (chains.count_A[at_H] > j + 1) & (kept_H == NOTHING)
+        tried_H = on_path_HN[:, n] & (chains.count_A[at_H] > j + 1) & (kept_H == NO_TOKEN)
         token_H1 = chains.tokens_AQ[at_H, j + 1][:, None]
         draft_HV = chains.logq_ALV[at_H, j].double().exp()
         keeps_H = uniform_A[at_H] * draft_HV.gather(1, token_H1)[:, 0] < left_HV.gather(1, token_H1)[:, 0]
         kept_H = torch.where(tried_H & keeps_H, token_H1[:, 0], kept_H)
-        left_HV = torch.where((tried_H & ~keeps_H)[:, None], without(left_HV, draft_HV), left_HV)
+        left_HV = torch.where((tried_H & ~keeps_H)[:, None], residual_distribution(left_HV, draft_HV), left_HV)
     drawn_H = (left_HV.log() + noise_HV).argmax(-1)
-    next_H = torch.where(kept_H == NOTHING, drawn_H, kept_H)
+    next_H = torch.where(kept_H == NO_TOKEN, drawn_H, kept_H)
     return next_H, logp_HV.gather(1, next_H[:, None])[:, 0]
 
 
-def without(left_HV: Tensor, draft_HV: Tensor) -> Tensor:
+def residual_distribution(left_HV: Tensor, draft_HV: Tensor) -> Tensor:
     """Residual distribution max(0, left - draft), normalised; `left` if rounding makes the residual zero."""
     rest_HV = (left_HV - draft_HV).clamp(min=0.0)
     sum_H1 = rest_HV.sum(-1, keepdim=True)

@@ -135,12 +135,12 @@ def _assign(
     resampled_G1 = resampled_G[:, None]
     return (
         torch.where(resampled_G1, ancestor_GN, torch.arange(n, device=ancestor_GN.device)),
-        torch.where(resampled_G1, branch_GN, own_branch(candidates_GNF, branch_uniforms_GN)),
+        torch.where(resampled_G1, branch_GN, draw_branch(candidates_GNF, branch_uniforms_GN)),
         torch.where(resampled_G1, filled_GN, kept_GN),
     )
 
 
-def own_branch(candidates_GNF: Tensor, uniforms_GN: Tensor) -> Tensor:
+def draw_branch(candidates_GNF: Tensor, uniforms_GN: Tensor) -> Tensor:
     """One branch per particle [G, N], drawn in proportion to its weight; branch 0 if all weights are zero."""
     if candidates_GNF.shape[-1] == 1:
         return torch.zeros_like(uniforms_GN, dtype=torch.int64)

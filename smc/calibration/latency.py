@@ -15,7 +15,7 @@ from itertools import product
 
 import numpy as np
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
@@ -188,7 +188,7 @@ def _steps(part: str, config: EngineConfig) -> int:
 def live_plan(program: Program, config: EngineConfig, count: int, context: int, tree: int) -> RoundPlan[np.ndarray]:
     """A round of the first `count` slots: trees of at most so many rows; single rows where one model decodes alone."""
     places, columns = bucket(count), room_for(context, config.block)
-    kind = Kind.BEST if program is Program.PAIR else Kind.INDEPENDENT
+    kind = PopulationKind.BEST if program is Program.PAIR else PopulationKind.INDEPENDENT
     shape = PROGRAMS[program].shape(config)
     first_X = np.arange(0, count, tree, dtype=np.int32)
     contexts = Contexts.of(columns, count, len(first_X))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import MAX_PARTICLES
 from smc.api.outputs import Output
@@ -40,9 +40,9 @@ round."""
 
 
 KINDS = (
-    (Program.PAIR, frozenset({Kind.BEST})),
-    (Program.PAIR, frozenset({Kind.DISTINCT})),
-    (Program.TARGET, frozenset({Kind.INDEPENDENT})),
+    (Program.PAIR, frozenset({PopulationKind.BEST})),
+    (Program.PAIR, frozenset({PopulationKind.DISTINCT})),
+    (Program.TARGET, frozenset({PopulationKind.INDEPENDENT})),
 )
 """Programs and kinds of dummy rounds: those of default settings."""
 SALT = "warm-up"
@@ -88,7 +88,7 @@ the models and for float32, to which logits with biases are converted: these rou
 def warm_up_plans(
     config: EngineConfig,
     context: int,
-    wanted: Sequence[tuple[Program, frozenset[Kind]]] = KINDS,
+    wanted: Sequence[tuple[Program, frozenset[PopulationKind]]] = KINDS,
     truncated: Sequence[tuple[str, ...]] = PROCESSORS,
 ) -> Iterator[RoundPlan[np.ndarray]]:
     """Plans of dummy rounds, to be launched in this order: all that default settings lead to, or fewer."""
@@ -104,16 +104,16 @@ def warm_up_plans(
             yield from [plan] * REPEATS
 
 
-def _contexts(width: int, program: Program, kinds: frozenset[Kind], places: int) -> set[Contexts]:
+def _contexts(width: int, program: Program, kinds: frozenset[PopulationKind], places: int) -> set[Contexts]:
     """Contexts that rounds of so many rows can have, where block tables have room for `width` positions."""
-    groups = {places} if program is not Program.PAIR else {1, places} if kinds == {Kind.BEST} else {1}
+    groups = {places} if program is not Program.PAIR else {1, places} if kinds == {PopulationKind.BEST} else {1}
     return {Contexts.of(columns, places, count) for columns in (0, width) for count in groups}
 
 
-def _shapes(config: EngineConfig, program: Program, kinds: frozenset[Kind]) -> list[PagesPerRow]:
+def _shapes(config: EngineConfig, program: Program, kinds: frozenset[PopulationKind]) -> list[PagesPerRow]:
     """The shape of the config; and where the latency model decides about trees, that with one branch a row, too."""
     shape = PROGRAMS[program].shape(config)
-    lean = kinds == {Kind.BEST} and shape.branches > 1 and config.drafting == "costs"
+    lean = kinds == {PopulationKind.BEST} and shape.branches > 1 and config.drafting == "costs"
     return [shape, replace(shape, branches=1)] if lean else [shape]
 
 
@@ -125,7 +125,7 @@ def padding_plan(
     contexts: Contexts,
     *,
     processors: tuple[str, ...] = (),
-    kinds: frozenset[Kind] = frozenset({Kind.INDEPENDENT}),
+    kinds: frozenset[PopulationKind] = frozenset({PopulationKind.INDEPENDENT}),
 ) -> RoundPlan[np.ndarray]:
     """A round whose rows are all padding."""
     whole, wide = np.zeros(places, dtype=np.int32), np.zeros(places, dtype=np.int64)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import Expansion, Kind, Offers
+from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.forward import Rows
 from smc.executor.messages import DraftedRows, Lineage, RoundChoice
@@ -147,7 +147,7 @@ class Continuation:
     """How rows go on: those of trees as chosen among what all of a group offer, the others as each has drawn, chains
     from what they were dealt. None: there are none such."""
 
-    chosen: tuple[Expansion, Offers] | None
+    chosen: tuple[Expansion, CandidateTokens] | None
     """And what it was chosen among."""
     own: tuple[Tensor, Tensor] | None
     """Tokens and their log q, [S, D] each: D rows continue each of the S there are."""
@@ -309,10 +309,10 @@ def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], bra
         own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
         parts.append((plan.kind_G >= 0, own))
     if more.chosen is not None:
-        parts.append((plan.kind_G != Kind.INDEPENDENT, _chosen(tree, *more.chosen, plan, branches)))
+        parts.append((plan.kind_G != PopulationKind.INDEPENDENT, _chosen(tree, *more.chosen, plan, branches)))
     if more.chains is not None:
         drawn, none_X = more.chains, torch.zeros_like(more.chains.logq_X, dtype=torch.float64)
-        parts.append((plan.kind_G == Kind.CHAINS, (drawn.parent_X, drawn.token_X, drawn.logq_X, none_X)))
+        parts.append((plan.kind_G == PopulationKind.CHAINS, (drawn.parent_X, drawn.token_X, drawn.logq_X, none_X)))
     _, found = parts[0]
     for is_theirs_G, theirs in parts[1:]:
         is_theirs_X = is_theirs_G[plan.group_A].repeat_interleave(branches)
@@ -321,9 +321,11 @@ def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], bra
 
 
 def _chosen(
-    tree: TokenTree, chosen: Expansion, offers: Offers, plan: RoundPlan[Tensor], branches: int
+    tree: TokenTree, chosen: Expansion, offers: CandidateTokens, plan: RoundPlan[Tensor], branches: int
 ) -> tuple[Tensor, ...]:
-    token_X, logq_X = (values_SC[chosen.parent_X, chosen.offer_X] for values_SC in (offers.token_RC, offers.logq_RC))
+    token_X, logq_X = (
+        values_SC[chosen.parent_X, chosen.candidate_X] for values_SC in (offers.token_RC, offers.logq_RC)
+    )
     logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
     # A draft that returns NaN must be seen, where what it says matters.
     is_nan_X = chosen.nan_G[plan.group_A].repeat_interleave(branches)
@@ -335,15 +337,15 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
     alone."""
     slot_X, branches = plan.slot_A[tree.root_X], plan.branches
     share_X = tree.mass_X - state.logw_S[slot_X]
-    if Kind.CHAINS in plan.kinds:
+    if PopulationKind.CHAINS in plan.kinds:
         # All are the same until the target has spoken, but for those that continue nothing.
         of_chains_X = torch.where(tree.alive_X, 0.0, -torch.inf)
-        share_X = torch.where(plan.places_of(Kind.CHAINS).repeat_interleave(branches), of_chains_X, share_X)
-    if Kind.INDEPENDENT in plan.kinds:
+        share_X = torch.where(plan.places_of(PopulationKind.CHAINS).repeat_interleave(branches), of_chains_X, share_X)
+    if PopulationKind.INDEPENDENT in plan.kinds:
         branch_X = torch.arange(len(slot_X), device=slot_X.device) % branches
         alone_X = torch.where(branch_X == 0, 0.0, -torch.inf).double()
         own_X = torch.where(state.ended_S[slot_X], alone_X, -math.log(branches))
-        share_X = torch.where(plan.places_of(Kind.INDEPENDENT).repeat_interleave(branches), own_X, share_X)
+        share_X = torch.where(plan.places_of(PopulationKind.INDEPENDENT).repeat_interleave(branches), own_X, share_X)
     return DraftedRows.of(tree.tokens_XK, tree.logq_XK, tree.root_X, tree.count_X, tree.ended_X, share_X)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.selection import Selection
 from smc.executor.messages import Lineage, RoundChoice, RoundResult
 from smc.executor.select import Candidates, ScoreInputs, SelectedTrees
@@ -87,7 +87,7 @@ class Finalizer:
             theirs = self._matched(theirs)
         if own is None:
             return theirs
-        is_tree_G = self.plan.kind_G != Kind.INDEPENDENT
+        is_tree_G = self.plan.kind_G != PopulationKind.INDEPENDENT
         is_tree_A = is_tree_G[self.plan.group_A]
         pairs = ((name, getattr(theirs, name), mine) for name, mine in vars(self._of_own(own)).items())
         return SelectedRows(
@@ -118,7 +118,7 @@ class Finalizer:
 
     def _of_trees(self, trees: SelectedTrees) -> SelectedRows:
         target, chosen, offers = self.inputs.target, trees.chosen, self.candidates.offers
-        row_A, offer_A = chosen.parent_X[trees.pick_A], chosen.offer_X[trees.pick_A]
+        row_A, offer_A = chosen.parent_X[trees.pick_A], chosen.candidate_X[trees.pick_A]
         ancestor_A, open_A = self.candidates.root_X[row_A], self.inputs.open_X[row_A]
         bonus_A, logp_A = torch.full_like(row_A, -1), torch.full_like(row_A, torch.nan, dtype=torch.float32)
         if target.offered_logp_AC is not None:

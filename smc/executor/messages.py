@@ -65,7 +65,7 @@ class Draws:
     count_R: np.ndarray
     """int32: how many of the D are wanted."""
     kind_R: np.ndarray
-    """int32 `smc.algorithm.expansion.Kind`: `DISTINCT` ones are drawn without replacement."""
+    """int32 `smc.algorithm.expansion.PopulationKind`: `DISTINCT` ones are drawn without replacement."""
     biased_2Y: np.ndarray
     """int32: rows and tokens whose logits are changed, each pair once."""
     bias_Y: np.ndarray

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.expansion import Expansion, Offers, expand, keep_roots
+from smc.algorithm.expansion import CandidateTokens, Expansion, expand, keep_roots
+from smc.algorithm.sample_matching import match_samples
 from smc.algorithm.selection import Selection, select
-from smc.algorithm.walk import walk
 from smc.attention.base import ForwardBatch
 from smc.distributions import DistributionSpec
 from smc.executor import draft
@@ -77,7 +77,7 @@ class RoundOps(Protocol):
 
     def expand(
         self,
-        candidates: Offers,
+        candidates: CandidateTokens,
         mass_R: Tensor,
         there_R: Tensor,
         sources: Groups,
@@ -144,7 +144,7 @@ class RoundOps(Protocol):
     def match_samples(
         self, tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: Groups
     ) -> tuple[Tensor, Tensor]:
-        """See `smc.algorithm.walk.walk`."""
+        """See `smc.algorithm.sample_matching.match_samples`."""
         ...
 
     # Select and finalize.
@@ -244,7 +244,7 @@ class TorchOps(RoundOps):
     lay_out_blocks = staticmethod(lay_out)
     verify = staticmethod(verify)
     verify_chains = staticmethod(verify_chains)
-    match_samples = staticmethod(walk)
+    match_samples = staticmethod(match_samples)
     score_candidates = staticmethod(score_candidates)
     select = staticmethod(select)
     keep_roots = staticmethod(keep_roots)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
 from smc.stops import StopMachine
 from smc.types import Array, ModelRole
@@ -132,7 +132,7 @@ class RoundPlan(Generic[Array]):
     contexts: Contexts
     columns: int
     """Positions that any row holds when the round ends, at most."""
-    kinds: frozenset[Kind]
+    kinds: frozenset[PopulationKind]
     """How groups may be continued; where more than one is, all three that are common."""
     target_distribution: DistributionSpec[Array]
     """Per place."""
@@ -162,7 +162,7 @@ class RoundPlan(Generic[Array]):
     threshold_G: Array
     """float64 share of N below which the effective sample size leads to resampling."""
     kind_G: Array
-    """int32 `smc.algorithm.expansion.Kind`: how the group is continued."""
+    """int32 `smc.algorithm.expansion.PopulationKind`: how the group is continued."""
     chain_C: Array
     """int64 places of groups whose rows are chains, group after group; padded by repeating the first."""
     distribution_C: Array
@@ -249,14 +249,14 @@ class RoundPlan(Generic[Array]):
             **{name: tensor for name, tensor in tensors.items() if "." not in name},
         )
 
-    def places_of(self: RoundPlan[Tensor], kind: Kind) -> Tensor:
+    def places_of(self: RoundPlan[Tensor], kind: PopulationKind) -> Tensor:
         """bool [A]: the place's group is continued so."""
         return (self.kind_G == kind)[self.group_A]
 
     @property
     def is_exact_G(self: RoundPlan[Tensor]) -> Tensor:
         """bool: the group is decoded exactly."""
-        return self.kind_G >= Kind.BEST
+        return self.kind_G >= PopulationKind.BEST
 
     @property
     def is_exact_A(self: RoundPlan[Tensor]) -> Tensor:
@@ -265,12 +265,12 @@ class RoundPlan(Generic[Array]):
     @property
     def has_exact(self) -> bool:
         """Some group may be decoded exactly."""
-        return max(self.kinds) >= Kind.BEST
+        return max(self.kinds) >= PopulationKind.BEST
 
     @property
     def all_exact(self) -> bool:
         """No group is decoded otherwise."""
-        return min(self.kinds) >= Kind.BEST
+        return min(self.kinds) >= PopulationKind.BEST
 
     def place_of_rows(self: RoundPlan[Tensor], width: int) -> Tensor:
         """int64 [X]: where every place has `width` rows, the place that each belongs to."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.expansion import Expansion, Kind, Offers
+from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
 from smc.algorithm.selection import Selection
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
@@ -65,7 +65,7 @@ class Drafter:
         logits_SV = self.run(
             plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None
         )
-        assigned = assign_chains(plan, begun.tree.alive_X) if Kind.CHAINS in plan.kinds else None
+        assigned = assign_chains(plan, begun.tree.alive_X) if PopulationKind.CHAINS in plan.kinds else None
         tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0, assigned)
         for step in range(1, self.shape.block):
             logits_SV = self._run(plan, begun.later, tree)
@@ -115,10 +115,10 @@ class Drafter:
                 self.biases, self.state.lives, logits_SV.float(), slot_S, tree.next_X, plan.biased
             )
         own = chosen = chains = None
-        if Kind.INDEPENDENT in plan.kinds:
+        if PopulationKind.INDEPENDENT in plan.kinds:
             keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)
             own = self.sampling.propose(logits_SV, offering.distribution, self.mixture, keys)
-        if plan.kinds - {Kind.INDEPENDENT, Kind.CHAINS}:
+        if plan.kinds - {PopulationKind.INDEPENDENT, PopulationKind.CHAINS}:
             chosen = self._expanded(plan, offering, logits_SV, tree, step)
         if assigned is not None:
             chains = self._drawn(plan, offering, logits_SV, tree, step, assigned)
@@ -158,10 +158,10 @@ class Drafter:
 
     def _expanded(
         self, plan: RoundPlan[Tensor], offering: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
-    ) -> tuple[Expansion, Offers]:
+    ) -> tuple[Expansion, CandidateTokens]:
         """The rows of a group are chosen among all that they offer together. The best are those that are likely
         themselves, which nothing that stands for others is."""
-        has_rest = Kind.DISTINCT in plan.kinds
+        has_rest = PopulationKind.DISTINCT in plan.kinds
         keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S1, tree.next_X, self.purpose)
         offers = self.sampling.offer(logits_SV, offering.distribution, self.mixture, keys, has_rest)
         rows, random = offering.rows, (offering.seed_G, offering.round_G, step)
@@ -214,7 +214,7 @@ class Scorer:
         if not plan.all_exact:
             labelled_T = self.sampling.score(logits_TV, asked.distribution_T, asked.label_T[:, None])[:, 0]
             next_AV = logits_TV[asked.last_A]
-        if Kind.BEST in plan.kinds:
+        if PopulationKind.BEST in plan.kinds:
             drawn = self.sampling.bonus(logits_TV, asked.distribution_T, asked.keys)
         if len(plan.chain_C):
             drawn = self._verified(plan, asked, logits_TV, drawn)
@@ -269,9 +269,9 @@ class Selector:
         target = target_outputs(self.sampling, plan, scored, drafted, self.lookahead)
         inputs = ScoreInputs(plan, self.state, scored, drafted, target, best_A, right_A, self.lookahead)
         candidates = self.ops.score_candidates(inputs)
-        if Kind.INDEPENDENT in plan.kinds:
+        if PopulationKind.INDEPENDENT in plan.kinds:
             own = self._selected(plan, candidates)
-        if plan.kinds - {Kind.INDEPENDENT}:
+        if plan.kinds - {PopulationKind.INDEPENDENT}:
             trees = self._regrown(plan, candidates, drafted.block)
         return self.ops.finalize(inputs, candidates, own, trees)
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import OFFERS, Offers
+from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
 from smc.arrays import to_device
 from smc.distributions import Distributions, DistributionSpec, draw
 from smc.model.draft_vocab import DraftVocab
@@ -93,7 +93,7 @@ class Sampling:
         mixture: float,
         keys: DrawKeys,
         has_rest: bool = True,
-    ) -> Offers:
+    ) -> CandidateTokens:
         """What rows offer from the proposal; keys for one draw a row, of the token that stands for the rest: last, if
         at all."""
         return self._offers(
@@ -102,7 +102,7 @@ class Sampling:
 
     def bonus_offer(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
-    ) -> tuple[Offers, Tensor, Tensor]:
+    ) -> tuple[CandidateTokens, Tensor, Tensor]:
         """What rows offer from the powered target distribution, log p [R, C] of the tokens, and log Z [R] of the power,
         as `bonus`."""
         distributions = Distributions(distribution, logits_RV.device)
@@ -141,15 +141,15 @@ class Sampling:
         own_TV, companion_TV, scale_T1 = own_TV.float(), companion_XV[of_T].float(), scale_T[:, None]
         return torch.where(scale_T1 == 1, own_TV, companion_TV + scale_T1 * (own_TV - companion_TV))
 
-    def _offers(self, log_dist_RV: Tensor, keys: DrawKeys, has_rest: bool = True) -> Offers:
-        logq_RC, token_RC = log_dist_RV.topk(min(OFFERS, self.vocab), dim=-1)
+    def _offers(self, log_dist_RV: Tensor, keys: DrawKeys, has_rest: bool = True) -> CandidateTokens:
+        logq_RC, token_RC = log_dist_RV.topk(min(CANDIDATES_PER_ROW, self.vocab), dim=-1)
         if not has_rest:
-            return Offers(token_RC, logq_RC, logq_RC)
+            return CandidateTokens(token_RC, logq_RC, logq_RC)
         rest_RV = log_dist_RV.scatter(-1, token_RC, -torch.inf)
         rest_R1 = rest_RV.logsumexp(-1, keepdim=True)
         token_R1 = self._race(torch.where(rest_R1 > -torch.inf, rest_RV - rest_R1, rest_RV), keys)
         own_R1 = log_dist_RV.gather(-1, token_R1)
-        return Offers(
+        return CandidateTokens(
             torch.cat((token_RC, token_R1), 1), torch.cat((logq_RC, own_R1), 1), torch.cat((logq_RC, rest_R1), 1)
         )
 
@@ -207,7 +207,7 @@ class HeadSampling:
         mixture: float,
         keys: DrawKeys,
         has_rest: bool = True,
-    ) -> Offers:
+    ) -> CandidateTokens:
         """As `Sampling.offer`."""
         return self._spread_rest(self._columns.offer(logits_RM, distribution, mixture, keys, has_rest), keys, has_rest)
 
@@ -218,21 +218,21 @@ class HeadSampling:
         logq_RD = torch.where(is_other_RD, logq_RD * 0.0 + self.log_each, logq_RD + self.log_inside)
         return torch.where(is_other_RD, other_RD, self.ids_M[column_RD.long()]), logq_RD
 
-    def _spread_rest(self, offers: Offers, keys: DrawKeys, has_rest: bool) -> Offers:
+    def _spread_rest(self, offers: CandidateTokens, keys: DrawKeys, has_rest: bool) -> CandidateTokens:
         token_RC, logq_RC, share_RC = (
             self.ids_M[offers.token_RC],
             offers.logq_RC + self.log_inside,
             offers.share_RC + self.log_inside,
         )
         if not has_rest:
-            return Offers(token_RC, logq_RC, share_RC)
+            return CandidateTokens(token_RC, logq_RC, share_RC)
         coin_R1, other_R1 = self._others(keys, token_RC.device)
         rest_R1 = torch.logaddexp(share_RC[:, -1:], torch.full_like(share_RC[:, -1:], self.log_share))
         is_other_R1 = (coin_R1 >> 8).float() * 2.0**-24 < (self.log_share - rest_R1).exp()
         is_rest_C = torch.arange(token_RC.shape[1], device=token_RC.device) == token_RC.shape[1] - 1
         is_other_RC = is_rest_C & is_other_R1
         each_R1 = logq_RC[:, :1] * 0.0 + self.log_each
-        return Offers(
+        return CandidateTokens(
             torch.where(is_other_RC, other_R1, token_RC),
             torch.where(is_other_RC, each_R1, logq_RC),
             torch.where(is_rest_C, rest_R1, share_RC),

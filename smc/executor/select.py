@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import Expansion, Kind, Offers
+from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
 from smc.algorithm.weights import block_log_weight
 from smc.executor.messages import DraftedRows
 from smc.executor.plan import RoundPlan
@@ -39,7 +39,7 @@ class TargetOutputs:
     """Integers: the tokens that it draws for independent rows."""
     log_z_A: Tensor | None = None
     """float32 log Z of the distribution that it draws or offers from; NaN where its logits are."""
-    offers: Offers | None = None
+    offers: CandidateTokens | None = None
     """What it offers after each block, of which rows that are never the same are made."""
     offered_logp_AC: Tensor | None = None
 
@@ -101,7 +101,7 @@ class Candidates:
     """float64 log-weight, -inf where that is NaN; of exact decoding, the draft's log-likelihood."""
     there_X: Tensor
     """bool: the row may be chosen."""
-    offers: Offers
+    offers: CandidateTokens
     """Of the token after the block, where it is chosen, too; or the row itself."""
     alive_A: Tensor
     """bool: the place held a particle before the round."""
@@ -139,10 +139,10 @@ def target_outputs(
     def keys(stream_A: Tensor) -> DrawKeys:
         return DrawKeys(plan.seed_A, plan.round_A, stream_A[:, None], blocks.position_A, Purpose.TARGET)
 
-    if Kind.INDEPENDENT in plan.kinds:
+    if PopulationKind.INDEPENDENT in plan.kinds:
         bonus_A1, logp_A1, log_z_A = sampling.bonus(next_AV, plan.target_distribution, keys(blocks.stream_A))
         target = TargetOutputs(logp_A1[:, 0], bonus_A1[:, 0], log_z_A)
-    if plan.kinds - {Kind.INDEPENDENT}:
+    if plan.kinds - {PopulationKind.INDEPENDENT}:
         offers, offered_logp_AC, log_z_A = sampling.bonus_offer(next_AV, plan.target_distribution, keys(blocks.rank_A))
         target = replace(target, log_z_A=log_z_A, offers=offers, offered_logp_AC=offered_logp_AC)
     return target
@@ -172,11 +172,11 @@ class CandidateScorer:
         weight_X = weight_X.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         offers = self.inputs.target.offers
         if offers is None:
-            offers = Offers.whole(weight_X)
+            offers = CandidateTokens.whole(weight_X)
         else:
-            offers = offers.unless(~self.scored.blocks.open_A | plan.is_exact_A)
+            offers = offers.mask_ended(~self.scored.blocks.open_A | plan.is_exact_A)
         width = self.inputs.width
-        own_size_G = torch.where(plan.kind_G == Kind.INDEPENDENT, plan.size_G, 0)
+        own_size_G = torch.where(plan.kind_G == PopulationKind.INDEPENDENT, plan.size_G, 0)
         sizes = GroupSizes(own_size_G, plan.first_G * width, plan.size_G * width, plan.seed_G, plan.round_G)
         root_X = self.drafted.root_X.long() if lookahead else self.scored.blocks.origin_A
         alive_A = self.inputs.state.alive_S[plan.slot_A]
@@ -250,10 +250,10 @@ class CandidateScorer:
         blocks = self.scored.blocks
         exists_AQ = torch.arange(blocks.logq_AQ.shape[1], device=self.place_X.device) < blocks.count_A[:, None]
         nan_X = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)[self.place_X]
-        if Kind.DISTINCT in self.plan.kinds:
+        if PopulationKind.DISTINCT in self.plan.kinds:
             # Rows of NaN have given way to others, on which the draft has left a mark.
             nan_X = nan_X | (
-                torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.places_of(Kind.DISTINCT)[self.place_X]
+                torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.places_of(PopulationKind.DISTINCT)[self.place_X]
             )
         return nan_X
 

@@ -23,7 +23,7 @@ from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
 from smc.kernels.norm import add_norm, add_norm_rounded, round_rows, silu_mul
 from smc.kernels.packed_rows import Groups, Tables
 from smc.model.decoder import Layer
-from smc.model.linear import Linear, Rounded
+from smc.model.linear import Linear, QuantisedRows
 
 FEW_ROWS, FEW_WIDE_ROWS = 64, 32
 """Up to here our own products read weights at least as fast as the library's; the latter where rows are wide."""
@@ -32,7 +32,7 @@ FEW_FP8_ROWS, FP8_INPUTS = 512, 32
 WIDE = 8192
 """Features."""
 
-Activations = Tensor | Rounded
+Activations = Tensor | QuantisedRows
 Attend = Callable[[Layer, Tensor, Tensor], None]
 """(layer, product with its query, key and value weights, out [T, H, D])"""
 
@@ -114,15 +114,15 @@ class TritonForward(StaticForward):
 
     def _product(self, x: Activations, matrix: Linear, splits: int | None = None) -> Tensor:
         """x W^T, perhaps as partial sums [S, T, N]. What an FP8 matrix multiplies is rounded, if it has not been."""
-        if matrix.scale is not None and not isinstance(x, Rounded):
+        if matrix.scale is not None and not isinstance(x, QuantisedRows):
             x = round_rows(x, pdl=self._pdl)
         if self._few(x, matrix):
             return linear(x, matrix.weight, splits, matrix.bias, self._dtype, pdl=self._pdl, scale_N=matrix.scale)
         return self._by_library(x, matrix)
 
     def _by_library(self, x: Activations, matrix: Linear, out_TN: Tensor | None = None) -> Tensor:
-        if isinstance(x, Rounded):
-            return matrix.of_rounded(x, out_TN).to(self._dtype)
+        if isinstance(x, QuantisedRows):
+            return matrix.multiply_quantised(x, out_TN).to(self._dtype)
         return matrix(x) if out_TN is None else torch.mm(x, matrix.weight.t(), out=out_TN)
 
     def _sum(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
@@ -141,8 +141,8 @@ class TritonForward(StaticForward):
         return layer.reduce(room_TN)
 
     def _few(self, x: Activations, matrix: Linear) -> bool:
-        if isinstance(x, Rounded):
-            return self._own_fp8 and len(x.number_TK) <= FEW_FP8_ROWS and matrix.in_features % FP8_INPUTS == 0
+        if isinstance(x, QuantisedRows):
+            return self._own_fp8 and len(x.value_TK) <= FEW_FP8_ROWS and matrix.in_features % FP8_INPUTS == 0
         few = FEW_WIDE_ROWS if self.model.config.hidden_size >= WIDE else FEW_ROWS
         return self._own_products and len(x) <= few and x.dtype != torch.float32
 
@@ -207,7 +207,7 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: T
 
 def _prompt_product(matrix: Linear, x_TK: Tensor) -> Tensor:
     """What `matrix` returns, with activations rounded in one launch if it is FP8."""
-    return matrix(x_TK) if matrix.scale is None else matrix.of_rounded(round_rows(x_TK)).to(x_TK.dtype)
+    return matrix(x_TK) if matrix.scale is None else matrix.multiply_quantised(round_rows(x_TK)).to(x_TK.dtype)
 
 
 def _prompt_sum(layer: Layer, matrix: Linear, x_TK: Tensor) -> Tensor:

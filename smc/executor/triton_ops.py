@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import Kind, Offers
+from smc.algorithm.expansion import CandidateTokens, PopulationKind
 from smc.algorithm.selection import Selection
 from smc.attention.base import ForwardBatch
 from smc.distributions import DistributionSpec
@@ -163,7 +163,7 @@ class TritonOps(RoundOps):
             expansion, offers = more.chosen
             chosen = ChosenTokens(
                 expansion.parent_X,
-                expansion.offer_X,
+                expansion.candidate_X,
                 expansion.mass_X,
                 expansion.nan_G,
                 offers.token_RC,
@@ -191,7 +191,7 @@ class TritonOps(RoundOps):
             fields_of(TreeTensors, tree),
             all_WX,
             plan.branches,
-            Kind.INDEPENDENT in plan.kinds,
+            PopulationKind.INDEPENDENT in plan.kinds,
         )
         return DraftedRows(all_WX)
 
@@ -282,9 +282,9 @@ class TritonOps(RoundOps):
         )
         if offers is None:
             assert out.token_X1 is not None, "rows are their own candidates"
-            offers = Offers(out.token_X1, out.share_XC, out.share_XC)
+            offers = CandidateTokens(out.token_X1, out.share_XC, out.share_XC)
         else:
-            offers = Offers(offers.token_RC, offers.logq_RC, out.share_XC)
+            offers = CandidateTokens(offers.token_RC, offers.logq_RC, out.share_XC)
         target_nan_G, draft_nan_G = out.nan_2G
         sizes = GroupSizes(*out.size_3G, *out.random_2G)
         return Candidates(out.root_X, out.weight_X, out.there_X, offers, out.alive_A, target_nan_G, draft_nan_G, sizes)
@@ -389,7 +389,7 @@ def _tree_selection(trees: SelectedTrees | None) -> TreeSelection | None:
     return contiguous(
         TreeSelection(
             chosen.parent_X,
-            chosen.offer_X,
+            chosen.candidate_X,
             chosen.mass_X,
             chosen.ess_G,
             chosen.collapsed_G,
@@ -429,14 +429,14 @@ class TritonSampling(Sampling):
         mixture: float,
         keys: DrawKeys,
         has_rest: bool = True,
-    ) -> Offers:
+    ) -> CandidateTokens:
         return self._offer(
             logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution, mixture), has_rest
         )
 
     def bonus_offer(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys
-    ) -> tuple[Offers, Tensor, Tensor]:
+    ) -> tuple[CandidateTokens, Tensor, Tensor]:
         cut = self._cut(logits_RV, distribution)
         if "alpha" not in distribution.active:
             offers = self._offer(logits_RV, distribution.temperature_R, keys, cut)
@@ -501,7 +501,7 @@ class TritonSampling(Sampling):
 
     def _offer(
         self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None, has_rest: bool = True
-    ) -> Offers:
+    ) -> CandidateTokens:
         random = (keys.seed_R, keys.round_R, keys.stream_RD[:, 0], keys.position_R, int(keys.purpose))
         return offer(logits_RV, self.vocab, temperature_R, *random, cut, has_rest)
 
@@ -521,7 +521,7 @@ class TritonHeadSampling(HeadSampling):
             column_RD, logq_RD, random, self.ids_M, self.others_U, self.chance, self.log_inside, self.log_each
         )
 
-    def _spread_rest(self, offers: Offers, keys: DrawKeys, has_rest: bool) -> Offers:
+    def _spread_rest(self, offers: CandidateTokens, keys: DrawKeys, has_rest: bool) -> CandidateTokens:
         random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, keys.purpose)
         logs = (self.log_inside, self.log_share, self.log_each)
         return spread_rest(offers, random, self.ids_M, self.others_U, *logs, has_rest)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import Kind
-from smc.algorithm.rejection import Chains, say
+from smc.algorithm.expansion import PopulationKind
+from smc.algorithm.rejection import Chains, verify_by_rejection
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
 from smc.executor.forward import Rows
@@ -200,7 +200,7 @@ def verify(
 
 def chain_groups(plan: RoundPlan[Tensor]) -> tuple[Tensor, Tensor]:
     """First chain, of all C, and how many, of every group [G]."""
-    size_G = torch.where(plan.kind_G == Kind.CHAINS, plan.size_G, 0).long()
+    size_G = torch.where(plan.kind_G == PopulationKind.CHAINS, plan.size_G, 0).long()
     return size_G.cumsum(0) - size_G, size_G
 
 
@@ -208,7 +208,7 @@ def verify_chains(
     plan: RoundPlan[Tensor], asked: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What the target says after every token of chains [C, Q], and its log-probability [C, Q], as
-    `smc.algorithm.rejection.say`.
+    `smc.algorithm.rejection.verify_by_rejection`.
 
     `logp`: the target's log-distribution after every token; `logq`: what the next was drawn from, of all but the
     last."""
@@ -223,7 +223,7 @@ def verify_chains(
     noise = _words(seed_C1[lead_H], torch.zeros_like(seed_C1[lead_H]), position_CQ[lead_H], Purpose.REMAINDER)
     noise_HQV = -exponentials(noise[0], noise[1], vocab).log()
     chains = Chains(blocks.tokens_AQ[place_C], blocks.count_A[place_C], blocks.alive_A[place_C], logp_CQV, logq_CLV)
-    return say(chains, (first_G, size_G), uniform_CQ, noise_HQV)
+    return verify_by_rejection(chains, (first_G, size_G), uniform_CQ, noise_HQV)
 
 
 def _words(seed_C1: Tensor, stream_C1: Tensor, position_CQ: Tensor, purpose: Purpose) -> list[Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.arrays import to_device
 from smc.attention.base import ForwardBatch
 from smc.attention.prompts import PromptAttention
@@ -208,11 +208,11 @@ class ModelWorker:
         first_D = torch.arange(token_RD.shape[1], device=token_RD.device) == 0
         kind_R = to_device(draws.kind_R, self.device)
         # A group that is decoded exactly begins with one draw of the target's.
-        none_RD = (kind_R >= Kind.BEST)[:, None] & ~first_D
+        none_RD = (kind_R >= PopulationKind.BEST)[:, None] & ~first_D
         logw_RD = log_z_R.double()[:, None].expand(token_RD.shape).masked_fill(none_RD, -torch.inf)
-        if (draws.kind_R == Kind.DISTINCT).any():
+        if (draws.kind_R == PopulationKind.DISTINCT).any():
             theirs = self._draw_distinct(draws, logits_RV, position_R, token_RD.shape[1])
-            is_distinct_R1 = (kind_R == Kind.DISTINCT)[:, None]
+            is_distinct_R1 = (kind_R == PopulationKind.DISTINCT)[:, None]
             token_RD, logp_RD, logw_RD = (
                 torch.where(is_distinct_R1, *pair) for pair in zip(theirs, (token_RD, logp_RD, logw_RD))
             )
@@ -237,6 +237,6 @@ class ModelWorker:
         random = (to_device(draws.seed_R, self.device), to_device(draws.round_R, self.device), FIRST_STEP)
         bounds = ((rows, one_R), (rows * most, one_R * most))
         chosen = self.ops.expand(offers, log_z_R.double(), there_R, *bounds, count_R, kind_R, random, len(rows) * most)
-        token_X = offers.token_RC[chosen.parent_X, chosen.offer_X]
-        logp_X = offered_logp_RC[chosen.parent_X, chosen.offer_X]
+        token_X = offers.token_RC[chosen.parent_X, chosen.candidate_X]
+        logp_X = offered_logp_RC[chosen.parent_X, chosen.candidate_X]
         return token_X.view(-1, most), logp_X.view(-1, most), chosen.mass_X.view(-1, most)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import OFFERS, Offers
+from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
 from smc.kernels.launch import one_variant
 from smc.kernels.sampling import exponentials
 from smc.kernels.truncation import (
@@ -57,7 +57,7 @@ def offer(
     has_rest: bool = True,
     block: int | None = None,
     warps: int = 4,
-) -> Offers:
+) -> CandidateTokens:
     """What rows offer from softmax(logits / temperature) after `cut`: their min(OFFERS, vocab) likeliest tokens, the
     likeliest first and of equal logits the first, then with `has_rest` the token drawn from the rest with the random
     numbers of `smc.kernels.sampling.draw`.
@@ -68,7 +68,7 @@ def offer(
     rows, block, most, steps = (
         len(temperature_R),
         block or min(4096, triton.next_power_of_2(vocab)),
-        min(OFFERS, vocab),
+        min(CANDIDATES_PER_ROW, vocab),
         _steps(vocab),
     )
     splits, length = triton.cdiv(vocab, block), FAN**steps
@@ -86,18 +86,18 @@ def offer(
     _survey[(splits, rows)](*distribution, vocab, *sums_2RS, *parts, PART=PART if length >= PART else 0, **blocks)
     search = {
         "STEPS": steps,
-        "COUNT": triton.next_power_of_2(max(OFFERS, triton.cdiv(vocab, length))),
-        "MOST": OFFERS,
+        "COUNT": triton.next_power_of_2(max(CANDIDATES_PER_ROW, triton.cdiv(vocab, length))),
+        "MOST": CANDIDATES_PER_ROW,
         "FAN": FAN,
     }
-    lists = (longs((rows, max(search["COUNT"], OFFERS * FAN))), longs((rows, OFFERS)))
+    lists = (longs((rows, max(search["COUNT"], CANDIDATES_PER_ROW * FAN))), longs((rows, CANDIDATES_PER_ROW)))
     _find[(rows,)](
         *distribution, vocab, tuple(sums_2RS), parts, (*lists, lists[0].shape[1]), RowSearch(*bound_2R, *norm_2R), FoundTokens(*found),
         SearchSizes(splits, most, width),
         PART=PART, **search, **by_row, num_warps=8,
     )  # fmt: skip
     if not has_rest:
-        return Offers(*found)
+        return CandidateTokens(*found)
     rest_2RS, won_RS, token_RS = floats(2, rows, splits), floats(rows, splits), ints(rows, splits)
     # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
@@ -106,7 +106,7 @@ def offer(
     _finish_rest[(rows,)](
         *distribution, *rest_2RS, won_RS, token_RS, *norm_2R, *found, splits, most, **by_row, num_warps=1
     )
-    return Offers(*found)
+    return CandidateTokens(*found)
 
 
 def _steps(vocab: int) -> int:

@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.kernels.launch import one_variant
 from smc.kernels.remap import CHUNK, copy_pages
 from smc.kernels.round_tensors import DistributionTensors, PlanTensors, Room, Sizes, SlotTensors
 from smc.kernels.stops import DONE, StopTensors, after, after_all
 from smc.philox import STREAMS_PER_PARTICLE
 
-INDEPENDENT, CHAINS = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.CHAINS))
+INDEPENDENT, CHAINS = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.CHAINS))
 NONE = tl.constexpr(-float("inf"))
 STREAMS = tl.constexpr(STREAMS_PER_PARTICLE)
 ROWS = 16
@@ -69,7 +69,7 @@ class ChosenTokens(NamedTuple):
     """Continuations of rows that were chosen among all candidates of a group: an `Expansion` and the candidates."""
 
     parent_X: Tensor
-    offer_X: Tensor
+    candidate_X: Tensor
     mass_X: Tensor
     nan_G: Tensor
     token_RC: Tensor
@@ -390,7 +390,7 @@ def _reparent(
     if chosen is not None:
         parent = tl.where(is_tree, tl.load(chosen.parent_X + x, mask=is_tree, other=0), parent)
         mass = tl.where(is_tree, tl.load(chosen.mass_X + x, mask=is_tree, other=0.0), mass)
-        at = parent * WIDTH + tl.load(chosen.offer_X + x, mask=is_tree, other=0)
+        at = parent * WIDTH + tl.load(chosen.candidate_X + x, mask=is_tree, other=0)
         token = tl.where(is_tree, tl.load(chosen.token_RC + at, mask=is_tree, other=0), token)
         was_over = tl.load(before.ended_X + parent, mask=is_tree, other=0) != 0
         offered = tl.where(was_over, 0.0, tl.load(chosen.logq_RC + at, mask=is_tree, other=0.0))

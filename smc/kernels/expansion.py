@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, Kind, Offers
+from smc.algorithm.expansion import EXPANSION_POSITION, CandidateTokens, Expansion, PopulationKind
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_places, programs
 from smc.kernels.round_tensors import contiguous
@@ -26,11 +26,11 @@ from smc.kernels.select import _uniform
 
 CHUNKS = (256, 512, 1024, 2048)
 """Offers that a program looks at at a time: all, if there are no more than the last."""
-INDEPENDENT, BEST = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.BEST))
+INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
 
 
 def expand(
-    candidates: Offers,
+    candidates: CandidateTokens,
     mass_R: Tensor,
     there_R: Tensor,
     sources: tuple[Tensor, Tensor],
@@ -48,13 +48,13 @@ def expand(
     """As `smc.algorithm.expansion.expand`. Where nothing goes on in a group, its rows repeat the first offer of its
     first source."""
     count, width = candidates.share_RC.shape
-    parent_X, offer_X = mass_R.new_empty((2, total), dtype=torch.int64)
+    parent_X, candidate_X = mass_R.new_empty((2, total), dtype=torch.int64)
     mass_X, ess_G = (mass_R.new_empty(size, dtype=torch.float64) for size in (total, len(kind_G)))
     alive_X, collapsed_G, nan_G = (there_R.new_empty(size) for size in (total, len(kind_G), len(kind_G)))
     scratch_2M = mass_X.new_empty((2, count * width))
     offered = contiguous(OfferedTensors(candidates.share_RC, mass_R, there_R, ended_R))
     groups = contiguous(ExpandGroups(*sources, *rows, most_G, kind_G, *keys[:2]))
-    out = ExpandTensors(parent_X, offer_X, mass_X, alive_X, ess_G, collapsed_G, nan_G)
+    out = ExpandTensors(parent_X, candidate_X, mass_X, alive_X, ess_G, collapsed_G, nan_G)
     # One program more, for the rows that are of no group.
     _expand[(len(kind_G) + 1,)](
         offered, groups, out, *scratch_2M, EXPANSION_POSITION + keys[2], width, width - 1 if has_rest else -1, total,
@@ -91,7 +91,7 @@ class ExpandTensors(NamedTuple):
     """Of `smc.algorithm.expansion.Expansion`."""
 
     parent_X: Tensor
-    offer_X: Tensor
+    candidate_X: Tensor
     mass_X: Tensor
     alive_X: Tensor
     ess_G: Tensor
@@ -273,13 +273,13 @@ def _finish(parent_N, offer_N, mass_N, went, size, first_parent, first_offer, CH
 
 
 @triton.jit
-def _clear(parent_X, offer_X, mass_X, alive_X, first, end, CHUNK: tl.constexpr):
+def _clear(parent_X, candidate_X, mass_X, alive_X, first, end, CHUNK: tl.constexpr):
     """Rows that do not go on."""
     for begin in range(first, end, CHUNK):
         x_I = begin + tl.arange(0, CHUNK)
         nothing_I = tl.zeros((CHUNK,), tl.int64)
         tl.store(parent_X + x_I, nothing_I, mask=x_I < end)
-        tl.store(offer_X + x_I, nothing_I, mask=x_I < end)
+        tl.store(candidate_X + x_I, nothing_I, mask=x_I < end)
         tl.store(mass_X + x_I, nothing_I.to(tl.float64) - float("inf"), mask=x_I < end)
         tl.store(alive_X + x_I, nothing_I != 0, mask=x_I < end)
     tl.debug_barrier()
@@ -297,7 +297,7 @@ def _expand(
             size_I = tl.load(groups.row_size_G + g_I, mask=g_I < count_G, other=0).to(tl.int32)
             end_I = tl.load(groups.row_first_G + g_I, mask=size_I > 0, other=0).to(tl.int32) + size_I
             end = tl.maximum(end, tl.max(end_I, 0))
-        _clear(out.parent_X, out.offer_X, out.mass_X, out.alive_X, end, total, CHUNK)
+        _clear(out.parent_X, out.candidate_X, out.mass_X, out.alive_X, end, total, CHUNK)
         return
     sources, kind = tl.load(groups.source_size_G + group).to(tl.int32), tl.load(groups.kind_G + group)
     source_first, row_first = (
@@ -311,7 +311,7 @@ def _expand(
     )
     _clear(
         out.parent_X + row_first,
-        out.offer_X + row_first,
+        out.candidate_X + row_first,
         out.mass_X + row_first,
         out.alive_X + row_first,
         0,
@@ -350,7 +350,7 @@ def _expand(
     )
     parent_N, offer_N, mass_N, alive_N = (
         out.parent_X + row_first,
-        out.offer_X + row_first,
+        out.candidate_X + row_first,
         out.mass_X + row_first,
         out.alive_X + row_first,
     )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_places, programs
 from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, SlotTensors
@@ -23,7 +23,7 @@ from smc.kernels.select import SelectTensors
 from smc.kernels.stops import DONE, StopTensors, after, after_all
 from smc.kernels.verify import VerifyTensors
 
-INDEPENDENT, BEST = tl.constexpr(int(Kind.INDEPENDENT)), tl.constexpr(int(Kind.BEST))
+INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
 NONE = tl.constexpr(-float("inf"))
 
 
@@ -42,7 +42,7 @@ class TreeSelection(NamedTuple):
     """Of `smc.executor.select.SelectedTrees`."""
 
     parent_X: Tensor
-    offer_X: Tensor
+    candidate_X: Tensor
     mass_X: Tensor
     ess_G: Tensor
     collapsed_G: Tensor
@@ -228,7 +228,7 @@ def _of_trees(exists, place, trees, candidates, open_A, C: tl.constexpr, LOOKAHE
     bonus, logp = place.to(tl.int64) * 0 - 1, place.to(tl.float32) * 0 + float("nan")
     is_open = exists & (tl.load(open_A + (ancestor if LOOKAHEAD else row), mask=exists, other=0) != 0)
     if candidates.token_logp_AC is not None:
-        at = row * C + tl.load(trees.offer_X + pick, mask=exists, other=0).to(tl.int32)
+        at = row * C + tl.load(trees.candidate_X + pick, mask=exists, other=0).to(tl.int32)
         bonus = tl.load(candidates.token_XC + at, mask=is_open, other=-1).to(tl.int64)
         logp = tl.load(candidates.token_logp_AC + at, mask=is_open, other=float("nan"))
     elif LOOKAHEAD and candidates.logp_X is not None:

@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
-from smc.model.linear import Rounded
+from smc.model.linear import QuantisedRows
 
 MOST_TOKENS = 128
 """Of a program, in FP8."""
@@ -128,7 +128,7 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 
 def linear(
-    x: Tensor | Rounded,
+    x: Tensor | QuantisedRows,
     weight_NK: Tensor,
     splits: int | None = None,
     bias_N: Tensor | None = None,
@@ -140,7 +140,7 @@ def linear(
     """x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default: that of x
     [T, K], or bfloat16).
 
-    With an FP8 weight comes its scale, and x is `Rounded`. `splits` and `tunables` (fields of `Tiling`) override
+    With an FP8 weight comes its scale, and x is `QuantisedRows`. `splits` and `tunables` (fields of `Tiling`) override
     `choose`."""
     x_TK = _numbers(x)
     tiling = _tiling(x_TK, weight_NK, splits, tunables, gated=False)
@@ -153,7 +153,7 @@ def linear(
 
 
 def gate_up_silu(
-    x: Tensor | Rounded,
+    x: Tensor | QuantisedRows,
     weight: Tensor,
     pdl: bool = False,
     scale: Tensor | None = None,
@@ -161,7 +161,7 @@ def gate_up_silu(
     **tunables: int,
 ) -> Tensor:
     """silu(x G^T) * (x U^T) [T, I] in `dtype` as above; `weight` [2I, K] holds G, then U. With an FP8 one comes its
-    `scale` [2I], and x is `Rounded`.
+    `scale` [2I], and x is `QuantisedRows`.
 
     A program computes matching rows of both."""
     x_TK = _numbers(x)
@@ -172,12 +172,12 @@ def gate_up_silu(
     return out_TI
 
 
-def _numbers(x: Tensor | Rounded) -> Tensor:
-    return x.number_TK if isinstance(x, Rounded) else x
+def _numbers(x: Tensor | QuantisedRows) -> Tensor:
+    return x.value_TK if isinstance(x, QuantisedRows) else x
 
 
-def _type_of(x: Tensor | Rounded) -> torch.dtype:
-    return torch.bfloat16 if isinstance(x, Rounded) else x.dtype
+def _type_of(x: Tensor | QuantisedRows) -> torch.dtype:
+    return torch.bfloat16 if isinstance(x, QuantisedRows) else x.dtype
 
 
 def reduce(
@@ -222,7 +222,7 @@ def _tiling(
 
 
 def _launch(
-    x: Tensor | Rounded,
+    x: Tensor | QuantisedRows,
     matrix: tuple[Tensor, Tensor | None, Tensor | None],
     out: Tensor,
     outputs: int,
@@ -233,13 +233,13 @@ def _launch(
     x_TK, (weight, scale, bias) = _numbers(x), matrix
     (tokens, inputs), rows = x_TK.shape, tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     flags |= {"HAS_BIAS": bias is not None}
-    block_t, more_t = token_blocks_of(tokens, isinstance(x, Rounded))
+    block_t, more_t = token_blocks_of(tokens, isinstance(x, QuantisedRows))
     sizes = {"BLOCK_T": block_t, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages, **launch_options(flags["PDL"])}
     steps = {"STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages}
     # Programs of the same weights begin one after another, so that one of them reads these from memory.
     grid = (triton.cdiv(tokens, block_t + more_t), triton.cdiv(outputs, rows), tiling.splits)
-    if isinstance(x, Rounded):
+    if isinstance(x, QuantisedRows):
         tiles = TensorDescriptor.from_tensor(weight, [rows, tiling.block_k])
         x_tiles, more_tiles = (
             TensorDescriptor.from_tensor(x_TK, [block or block_t, tiling.block_k]) for block in (block_t, more_t)

@@ -1,4 +1,4 @@
-"""Activations in FP8 with a scale for each row: `smc.model.linear.round_rows` in one launch.
+"""Activations in FP8 with a scale for each row: `smc.model.linear.quantise_rows` in one launch.
 
 Nothing reads the host. `pdl`: `smc.kernels.launch`.
 
@@ -22,13 +22,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.launch import launch_options
 from smc.model import linear
-from smc.model.linear import FP8, Rounded
+from smc.model.linear import FP8, QuantisedRows
 
-LARGEST = tl.constexpr(linear.LARGEST)
+LARGEST = tl.constexpr(linear.FP8_MAX)
 """Of its numbers."""
 
 
-def round_rows(x_TK: Tensor, pdl: bool = False) -> Rounded:
+def round_rows(x_TK: Tensor, pdl: bool = False) -> QuantisedRows:
     """Rows of x may lie apart."""
     tokens, inputs = x_TK.shape
     if x_TK.stride(1) != 1:
@@ -41,9 +41,9 @@ def round_rows(x_TK: Tensor, pdl: bool = False) -> Rounded:
     return out
 
 
-def room(x_TK: Tensor) -> Rounded:
+def room(x_TK: Tensor) -> QuantisedRows:
     """For the rounded of as many."""
-    return Rounded(x_TK.new_empty(x_TK.shape, dtype=FP8), x_TK.new_empty((len(x_TK), 1), dtype=torch.float32))
+    return QuantisedRows(x_TK.new_empty(x_TK.shape, dtype=FP8), x_TK.new_empty((len(x_TK), 1), dtype=torch.float32))
 
 
 @triton.jit
@@ -80,7 +80,9 @@ def add_norm(x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, p
     return out_TE
 
 
-def add_norm_rounded(x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, pdl: bool = False) -> Rounded:
+def add_norm_rounded(
+    x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, pdl: bool = False
+) -> QuantisedRows:
     """The same in FP8, as `smc.kernels.norm.round_rows` rounds what `add_norm` returns."""
     out = room(x_TE)
     _launch_add_norm(x_TE, parts, weight_E, eps, out, pdl, ROUNDED=True)

@@ -70,7 +70,7 @@ class BlockTensors(NamedTuple):
 
 
 class MatchTensors(NamedTuple):
-    """What `smc.algorithm.walk.walk` returns."""
+    """What `smc.algorithm.sample_matching.match_samples` returns."""
 
     best_A: Tensor
     right_A: Tensor

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import Offers
+from smc.algorithm.expansion import CandidateTokens
 from smc.kernels.launch import one_variant
 from smc.kernels.truncation import (
     Cut,
@@ -339,7 +339,7 @@ def spread(
 
 
 def spread_rest(
-    offers: Offers,
+    offers: CandidateTokens,
     keys: DrawWords,
     ids_M: Tensor,
     others_U: Tensor,
@@ -347,7 +347,7 @@ def spread_rest(
     log_share: float,
     log_each: float,
     has_rest: bool,
-) -> Offers:
+) -> CandidateTokens:
     """Offers over all tokens: with `has_rest` the last stands for those without a row, too."""
     (rows, width), (*numbers, purpose) = offers.token_RC.shape, keys
     made = tuple(torch.empty_like(values_RC) for values_RC in (offers.token_RC, offers.logq_RC, offers.share_RC))
@@ -356,7 +356,7 @@ def spread_rest(
         *made, width, log_inside, log_share, log_each,
         PURPOSE=int(purpose), BLOCK=triton.next_power_of_2(width), HAS_REST=has_rest, num_warps=1,
     )  # fmt: skip
-    return Offers(*made)
+    return CandidateTokens(*made)
 
 
 @triton.jit

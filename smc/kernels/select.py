@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.kernels.launch import one_variant, own_places, programs
@@ -28,7 +28,9 @@ from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, R
 from smc.kernels.verify import VerifyTensors
 from smc.philox import Purpose
 
-INDEPENDENT, DISTINCT, BEST = (tl.constexpr(int(kind)) for kind in (Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST))
+INDEPENDENT, DISTINCT, BEST = (
+    tl.constexpr(int(kind)) for kind in (PopulationKind.INDEPENDENT, PopulationKind.DISTINCT, PopulationKind.BEST)
+)
 NONE = tl.constexpr(-float("inf"))
 SYSTEMATIC, STRATIFIED, RESIDUAL, _, SSP = (tl.constexpr(index) for index in range(len(SCHEME_NAMES)))
 PURPOSE = tl.constexpr(int(Purpose.SELECTION))
@@ -462,7 +464,7 @@ def _place(chosen_P, size, draws, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
 
 @triton.jit
 def _own_branch(candidates_NF, highest_N, uniform_N, branches):
-    """`smc.algorithm.selection.own_branch`: one branch of each particle by its share of the family's weight."""
+    """`smc.algorithm.selection.draw_branch`: one branch of each particle by its share of the family's weight."""
     power_NF = tl.exp(candidates_NF - tl.where(highest_N == -float("inf"), 0.0, highest_N)[:, None])
     total_N = tl.sum(power_NF, 1)
     cumulative_NF = _cumulative(power_NF / total_N[:, None], 1)

@@ -1,5 +1,5 @@
 """What the target runs in a round and how its outputs are checked: the Triton form of `smc.executor.verify`, and
-`smc.algorithm.walk` and `smc.algorithm.rejection` on the device.
+`smc.algorithm.sample_matching` and `smc.algorithm.rejection` on the device.
 
 `lay_out` and `match_samples` have a program for each group and some for places of no group; `verify` has a program for
 every few places. `verify_chains` has a program for each group, which follows the group's path token after token: a
@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_places, programs
 from smc.kernels.round_tensors import BlockTensors, DistributionTensors, PlanTensors, Room, Sizes, SlotTensors
 from smc.kernels.sampling import exponentials
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 
-BEST, NONE = tl.constexpr(int(Kind.BEST)), tl.constexpr(-float("inf"))
+BEST, NONE = tl.constexpr(int(PopulationKind.BEST)), tl.constexpr(-float("inf"))
 NOTHING = tl.constexpr(-1)
 STREAMS = tl.constexpr(STREAMS_PER_PARTICLE)
 TRIAL, REMAINDER = tl.constexpr(int(Purpose.TRIAL)), tl.constexpr(int(Purpose.REMAINDER))
@@ -133,7 +133,7 @@ def verify(
 def match_samples(
     tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.walk.walk`, for groups of up to MAX_PARTICLES places; integers of any type."""
+    """As `smc.algorithm.sample_matching.match_samples`, for groups of up to MAX_PARTICLES places; integers of any type."""
     places, tokens = tokens_AQ.shape
     best_A, right_A = torch.empty(2, places, dtype=torch.int64, device=tokens_AQ.device)
     given = (tensor.contiguous() for tensor in (tokens_AQ, count_A, drawn_AQ, alive_A, *groups))
@@ -151,7 +151,7 @@ def verify_chains(
     block: int | None = None,
     warps: int = 8,
 ) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.rejection.say`, with random numbers of `smc.philox` made here: of round 0, for trials of the
+    """As `smc.algorithm.rejection.verify_by_rejection`, with random numbers of `smc.philox` made here: of round 0, for trials of the
     chain's own stream and for draws of stream 0. `groups`: first chain, of all C, and how many [G], up to
     MAX_PARTICLES."""
     (chains, q, vocab), device = logp_CQV.shape, logp_CQV.device

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from smc.api.limits import DTYPE_NAMES
 
 FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
+FP8_MAX = torch.finfo(FP8).max
 """448, the largest FP8 number. Larger values would become NaN."""
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16, FP8), strict=True))
 """Types that a model can be loaded in, by name. With FP8, the matrices and the head are FP8; the embedding, norms,
@@ -33,10 +33,10 @@ FP8_CAPABILITY = (8, 9)
 """First compute capability with FP8 products."""
 
 
-class Rounded(NamedTuple):
+class QuantisedRows(NamedTuple):
     """Activations quantised to FP8, with one scale per row."""
 
-    number_TK: Tensor
+    value_TK: Tensor
     """FP8 numbers (e4m3)."""
     scale_T1: Tensor
     """Scale of each row, float32."""
@@ -64,9 +64,9 @@ class Linear(nn.Linear):
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.scale is None:
             return super().forward(x_TK)
-        return self.of_rounded(round_rows(x_TK)).to(x_TK.dtype)
+        return self.multiply_quantised(quantise_rows(x_TK)).to(x_TK.dtype)
 
-    def of_rounded(self, x: Rounded, out_TN: Tensor | None = None) -> Tensor:
+    def multiply_quantised(self, x: QuantisedRows, out_TN: Tensor | None = None) -> Tensor:
         """Multiply FP8 activations with this FP8 weight: in bfloat16 by the GPU library if it supports the shape,
         otherwise in float32."""
         if self.weight.is_cuda and self.in_features % DIVISOR == 0 and self.out_features % DIVISOR == 0:
@@ -77,9 +77,9 @@ class Linear(nn.Linear):
                 "out_dtype": torch.bfloat16,
             }
             direct_TN = out_TN if out_TN is not None and out_TN.dtype == torch.bfloat16 else None
-            y_TN = torch._scaled_mm(x.number_TK, self.weight.t(), **scales, out=direct_TN)
+            y_TN = torch._scaled_mm(x.value_TK, self.weight.t(), **scales, out=direct_TN)
         else:
-            y_TN = F.linear(x.number_TK.float(), self.weight.float()) * x.scale_T1 * self.scale
+            y_TN = F.linear(x.value_TK.float(), self.weight.float()) * x.scale_T1 * self.scale
             y_TN = y_TN if self.bias is None else y_TN + self.bias.float()
         return y_TN if out_TN is None or y_TN is out_TN else out_TN.copy_(y_TN)
 
@@ -93,14 +93,14 @@ def quantise(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     weight_NK = weight_NK.float()
     largest_N = weight_NK.abs().amax(1)
     # A tensor, not a number: dividing by a number, GPUs multiply by its inverse, which may differ in the last bit.
-    scale_N = largest_N / torch.full_like(largest_N, LARGEST)
+    scale_N = largest_N / torch.full_like(largest_N, FP8_MAX)
     return (weight_NK / torch.where(scale_N > 0, scale_N, 1.0)[:, None]).to(FP8), scale_N
 
 
-def round_rows(x_TK: Tensor) -> Rounded:
+def quantise_rows(x_TK: Tensor) -> QuantisedRows:
     """Quantise activations with one scale per row, as `quantise` does."""
-    number_TK, scale_T = quantise(x_TK)
-    return Rounded(number_TK, scale_T[:, None])
+    value_TK, scale_T = quantise(x_TK)
+    return QuantisedRows(value_TK, scale_T[:, None])
 
 
 def pieces(rows: int, columns: int = 1) -> Iterator[slice]:

@@ -41,7 +41,7 @@ def name_dtypes(dtypes: dict[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Description of one model that a worker can load. Contains no weights."""
 
     kind: str
@@ -107,8 +107,8 @@ class Source:
 class SourcePair:
     """A target and a draft with the same vocabulary."""
 
-    target: Source
-    draft: Source
+    target: ModelSource
+    draft: ModelSource
     max_context: int
     """The shorter maximum context of the two, in tokens."""
     draft_vocab: DraftVocab | None = None
@@ -134,8 +134,8 @@ class SourcePair:
             report = require_pair(target, draft)
             assert report.target is not None and report.draft is not None, "no problem was found"
             return SourcePair(
-                Source(load, target, report.target.config, report.target.parameters),
-                Source(load, draft, report.draft.config, report.draft.parameters),
+                ModelSource(load, target, report.target.config, report.target.parameters),
+                ModelSource(load, draft, report.draft.config, report.draft.parameters),
                 max_context=report.max_context,
             )
         shapes = [preset(str(name)) for name in (target, draft)]
@@ -153,12 +153,12 @@ class SourcePair:
                 for name, one, shape in zip((target, draft), (report.target, report.draft), shapes)
             ]
         target_source, draft_source = (
-            Source(load, Path(name), config, count_parameters(config), directory)
+            ModelSource(load, Path(name), config, count_parameters(config), directory)
             for name, config, directory in zip((target, draft), shapes, directories)
         )
         return SourcePair(target_source, draft_source, max_context=min(config.max_context for config in shapes))
 
-    def of_role(self, role: ModelRole) -> Source:
+    def of_role(self, role: ModelRole) -> ModelSource:
         return self.draft if role == ModelRole.DRAFT else self.target
 
 

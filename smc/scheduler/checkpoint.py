@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.expansion import Kind, Offers, expand
+from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand
 from smc.algorithm.selection import select
 from smc.api.limits import SCHEME_NAMES
 from smc.scheduler.slots import Slots
@@ -82,14 +82,14 @@ class ShrunkCheckpoint(NamedTuple):
     """Increment of the request's log Z."""
 
 
-def expand_rows(checkpoint: Checkpoint, rows: int, kind: Kind, keys: RandomKeys) -> ShrunkCheckpoint:
+def expand_rows(checkpoint: Checkpoint, rows: int, kind: PopulationKind, keys: RandomKeys) -> ShrunkCheckpoint:
     """Keep `rows` of a population that is drawn without replacement: `smc.algorithm.expansion`."""
     logw_N = torch.from_numpy(checkpoint["logw_S"])
     n, one_G = len(logw_N), torch.ones(1, dtype=torch.int64)
     random = (torch.tensor([keys.seed]), one_G * (SHRINK_ROUND + keys.choice), 0)
     sources, kept = ((one_G * 0, one_G * size) for size in (n, rows))
     there_N = torch.ones(n, dtype=torch.bool)
-    whole = Offers.whole(logw_N)
+    whole = CandidateTokens.whole(logw_N)
     chosen = expand(whole, logw_N, there_N, sources, kept, one_G * rows, one_G * int(kind), random, rows)
     parent_X = chosen.parent_X[chosen.alive_X].numpy()
     arrays = {name: values[parent_X] for name, values in checkpoint.arrays.items()}

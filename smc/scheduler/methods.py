@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.selection import final_weights
 from smc.algorithm.weights import log_mean_weight, normalise
 from smc.api.engine_config import EngineConfig
@@ -86,7 +86,7 @@ class Decoding(ABC):
     """Models that run its prompts."""
     first: ModelRole
     """The model whose distribution the first token is drawn from."""
-    kind = Kind.INDEPENDENT
+    kind = PopulationKind.INDEPENDENT
     """How rows are continued."""
     resizable = False
     """The caller, or a shortage of pages, may change the number of particles."""
@@ -316,7 +316,7 @@ class Competing(DraftTargetDecoding):
 class Distinct(Competing, Independent):
     """Particles are drawn without replacement."""
 
-    kind = Kind.DISTINCT
+    kind = PopulationKind.DISTINCT
 
     def log_z(self, logw_N: np.ndarray, count: int) -> float:
         return normalise(torch.from_numpy(logw_N)[None])[1].item()
@@ -331,10 +331,10 @@ class Distinct(Competing, Independent):
 
 
 class Exact(Competing):
-    """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.walk`. Only what the
+    """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.sample_matching`. Only what the
     target has drawn is part of the answer: what all rows agree on may still be taken back."""
 
-    kind = Kind.BEST
+    kind = PopulationKind.BEST
 
     @property
     def without_draft(self) -> Decoding | None:
@@ -393,7 +393,7 @@ class Rejection(Exact):
     """The draft's tokens are kept or replaced, so that the target's distribution comes out: `smc.algorithm.rejection`.
     Answers depend on how many chains there are, so there are always as many as were requested."""
 
-    kind = Kind.CHAINS
+    kind = PopulationKind.CHAINS
 
     def adaptive(self, params: SamplingParams) -> bool:
         return False

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import SamplingParams
@@ -182,7 +182,7 @@ def padded(values_A: np.ndarray, size: int, fill: float) -> np.ndarray:
     return padded
 
 
-COMMON_KINDS = frozenset({Kind.INDEPENDENT, Kind.DISTINCT, Kind.BEST})
+COMMON_KINDS = frozenset({PopulationKind.INDEPENDENT, PopulationKind.DISTINCT, PopulationKind.BEST})
 """Rounds of more than one kind count as rounds of all of these, so that few kinds of rounds are captured."""
 
 
@@ -234,7 +234,7 @@ class RoundPlanner:
         params = population.params
         kind_G = np.array([g.decoding.kind for g in groups], dtype=np.int32)
         kinds = frozenset(g.decoding.kind for g in groups)
-        chain_C = np.flatnonzero(kind_G[population.group_A] == Kind.CHAINS)
+        chain_C = np.flatnonzero(kind_G[population.group_A] == PopulationKind.CHAINS)
         distribution_C = self.slots.distribution_S[population.slot_A[chain_C]].astype(np.int64)
         if len(chain_C):
             chains = min(bucket(len(chain_C)), self.slots.chains)
@@ -261,7 +261,7 @@ class RoundPlanner:
             draws_G=padded(draws_G.astype(np.int32), size, 0),
             shared_G=padded(shared_G.astype(np.int32), size, 0),
             threshold_G=padded(population.per_group([p.ess_threshold for p in params], np.float64), size, 0.0),
-            kind_G=padded(kind_G, size, int(Kind.INDEPENDENT)),
+            kind_G=padded(kind_G, size, int(PopulationKind.INDEPENDENT)),
             chain_C=chain_C,
             distribution_C=distribution_C,
             scheme_G=padded(population.scheme_G, size, 0),

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.algorithm.selection import final_draw, own_branch
+from smc.algorithm.selection import draw_branch, final_draw
 from tests.algorithm.packing import random_candidates
 
 LARGEST = 1 - 2.0**-53
@@ -28,7 +28,7 @@ def test_own_branch_is_drawn_by_its_share(shares, scale):
     grid = 512
     uniforms_GN = ((torch.arange(grid, dtype=torch.float64) + 0.5) / grid)[None]
     share_F = torch.tensor(shares, dtype=torch.float64)
-    drawn_GN = own_branch((share_F.log() - scale).expand(1, grid, -1), uniforms_GN)
+    drawn_GN = draw_branch((share_F.log() - scale).expand(1, grid, -1), uniforms_GN)
     frequency_F = drawn_GN[0].bincount(minlength=len(shares)) / grid
     if not any(shares):
         assert (drawn_GN == 0).all()
@@ -37,7 +37,7 @@ def test_own_branch_is_drawn_by_its_share(shares, scale):
     assert (frequency_F[share_F == 0] == 0).all()
     for edge in (0.0, LARGEST):
         assert (
-            shares[own_branch(share_F.log().expand(1, 1, -1), torch.tensor([[edge]], dtype=torch.float64)).item()] > 0
+            shares[draw_branch(share_F.log().expand(1, 1, -1), torch.tensor([[edge]], dtype=torch.float64)).item()] > 0
         )
 
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.algorithm.expansion import Kind, Offers, expand, inclusion, keep_roots
-from smc.algorithm.walk import walk
+from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand, inclusion, keep_roots
+from smc.algorithm.sample_matching import match_samples
 
-DISTINCT, BEST = int(Kind.DISTINCT), int(Kind.BEST)
+DISTINCT, BEST = int(PopulationKind.DISTINCT), int(PopulationKind.BEST)
 MASSES = st.lists(st.floats(-40, 3), min_size=1, max_size=12)
 
 
@@ -33,7 +33,7 @@ def expanded(share_RC, mass_R, sizes, most, kind, *, seeds=None, there_R=None, l
     keys = (torch.tensor(seeds or [7] * count), torch.ones(count, dtype=torch.int64), step)
     most_G, kind_G = torch.full((count,), most), torch.full((count,), kind)
     rows = bounds(*[most] * count)
-    offers = Offers(token_RC, share_RC, share_RC)
+    offers = CandidateTokens(token_RC, share_RC, share_RC)
     mass_R = torch.tensor(mass_R, dtype=torch.float64)
     return expand(offers, mass_R, there_R, bounds(*sizes), rows, most_G, kind_G, keys, most * count, least)
 
@@ -61,14 +61,14 @@ def test_the_best():
     found = expanded(
         [[0.0, -1.0], [0.0, -9.0], [0.0, 0.0]], [-1.0, -2.0, 5.0], [3], 3, BEST, there_R=[True, True, False]
     )
-    assert list(zip(found.parent_X.tolist(), found.offer_X.tolist())) == [(0, 0), (0, 1), (1, 0)]
+    assert list(zip(found.parent_X.tolist(), found.candidate_X.tolist())) == [(0, 0), (0, 1), (1, 0)]
     assert found.mass_X.tolist() == pytest.approx([-1.0, -2.0, -2.0])
 
 
 def _chosen(found, rows):
     """Parents and offers of the rows that are alive."""
     alive_X = found.alive_X[rows]
-    return list(zip(found.parent_X[rows][alive_X].tolist(), found.offer_X[rows][alive_X].tolist()))
+    return list(zip(found.parent_X[rows][alive_X].tolist(), found.candidate_X[rows][alive_X].tolist()))
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,7 +99,7 @@ def test_masses_keep_their_expectation(least):
     sums = np.zeros((3, 3))
     squares = np.zeros((3, 3))
     found = expanded(share_RC * count, mass_R * count, [3] * count, 3, DISTINCT, seeds=list(range(count)), least=least)
-    for parent, offer, mass in zip(found.parent_X.tolist(), found.offer_X.tolist(), found.mass_X.exp().tolist()):
+    for parent, offer, mass in zip(found.parent_X.tolist(), found.candidate_X.tolist(), found.mass_X.exp().tolist()):
         sums[parent % 3, offer] += mass
         squares[parent % 3, offer] += mass**2
     mean = sums / count
@@ -150,5 +150,7 @@ def test_the_block_that_agrees_longest():
     tokens_AQ = torch.tensor([[5, 1, 2, 3], [5, 1, 4, 3], [5, 1, 4, 9], [6, 0, 0, 0], [7, 7, 7, 7]])
     drawn_AQ = torch.tensor([[1, 4, 0, 0], [1, 4, 9, 8], [1, 4, 9, 8], [2, 0, 0, 0], [7, 7, 7, 7]])
     count_A, alive_A = torch.tensor([4, 4, 4, 1, 4]), torch.tensor([True, True, True, True, False])
-    best_A, right_A = walk(tokens_AQ, count_A, drawn_AQ, alive_A, (torch.tensor([0, 3, 0]), torch.tensor([3, 1, 0])))
+    best_A, right_A = match_samples(
+        tokens_AQ, count_A, drawn_AQ, alive_A, (torch.tensor([0, 3, 0]), torch.tensor([3, 1, 0]))
+    )
     assert best_A.tolist() == [2, 2, 2, 3, 4] and right_A.tolist() == [4, 4, 4, 1, 1]

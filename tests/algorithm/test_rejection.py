@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from smc.algorithm.rejection import NOTHING, Chains, say
-from smc.algorithm.walk import walk
+from smc.algorithm.rejection import NO_TOKEN, Chains, verify_by_rejection
+from smc.algorithm.sample_matching import match_samples
 
 V = 3
 GROUPS = 60_000
@@ -62,17 +62,17 @@ def one_round(p: dict, q: dict, n: int, k: int, seed: int, groups: int = GROUPS)
     bounds = (torch.arange(groups) * n, torch.full((groups,), n))
     uniform_AQ = torch.rand(groups * n, k + 1, dtype=torch.float64, generator=generator)
     noise_HQV = -torch.log(-torch.log(torch.rand(groups, k + 1, V, dtype=torch.float64, generator=generator)))
-    said_AQ, _ = say(chains, bounds, uniform_AQ, noise_HQV)
-    best_A, right_A = walk(tokens_AQ, count_A, said_AQ, alive_A, bounds)
+    said_AQ, _ = verify_by_rejection(chains, bounds, uniform_AQ, noise_HQV)
+    best_A, right_A = match_samples(tokens_AQ, count_A, said_AQ, alive_A, bounds)
     best_G, right_G = best_A[bounds[0]], right_A[bounds[0]]
     taken_GT = said_AQ[best_G]
-    taken_GT[torch.arange(k + 1) >= right_G[:, None]] = NOTHING
+    taken_GT[torch.arange(k + 1) >= right_G[:, None]] = NO_TOKEN
     return taken_GT, right_G - 1
 
 
 def finished(p: dict, taken_GT: Tensor, generator: torch.Generator) -> Tensor:
     """What a round did not bring, drawn from the target's law: so that all outputs have the same length."""
-    for g, j in (taken_GT == NOTHING).nonzero().tolist():
+    for g, j in (taken_GT == NO_TOKEN).nonzero().tolist():
         prefix = tuple(taken_GT[g, :j].tolist())
         taken_GT[g, j] = torch.multinomial(p[prefix].exp(), 1, generator=generator)
     return taken_GT
@@ -118,7 +118,7 @@ def test_a_token_is_kept_as_often_as_the_laws_overlap():
             tokens_AQ, torch.full((steps,), 2), torch.ones(steps, dtype=torch.bool), one_AQV[0], one_AQV[1][:, :-1]
         )
         uniform_AQ = ((torch.arange(steps) + 0.5) / steps)[:, None].expand(steps, 2).double()
-        said_AQ, _ = say(
+        said_AQ, _ = verify_by_rejection(
             chains, (torch.arange(steps), torch.ones(steps, dtype=torch.int64)), uniform_AQ, torch.zeros(steps, 2, V)
         )
         share = (said_AQ[:, 0] == token).double().mean().item()
@@ -143,7 +143,7 @@ def test_laws_with_nothing_in_common_keep_nothing_and_still_answer():
     p, q = table(1, 2, allowed=1), table(2, 2)
     q = {tokens: torch.tensor([-torch.inf, 0.0, -torch.inf], dtype=torch.float64) for tokens in q}
     taken_GT, kept_G = one_round(p, q, 3, 2, seed=5, groups=500)
-    assert not kept_G.any() and (taken_GT[:, 0] == 0).all() and (taken_GT[:, 1:] == NOTHING).all()
+    assert not kept_G.any() and (taken_GT[:, 0] == 0).all() and (taken_GT[:, 1:] == NO_TOKEN).all()
 
 
 def test_chains_that_ended_and_places_without_one():
@@ -153,11 +153,11 @@ def test_chains_that_ended_and_places_without_one():
     count_A, alive_A = torch.tensor([1, 2, 3, 1]), torch.tensor([True, True, False, True])
     law_AQV = packed(p, tokens_AQ)
     groups = (torch.tensor([0, 1, 4]), torch.tensor([1, 2, 0]))
-    said_AQ, logp_AQ = say(
+    said_AQ, logp_AQ = verify_by_rejection(
         Chains(tokens_AQ, count_A, alive_A, law_AQV, law_AQV[:, :-1]), groups, torch.zeros(4, 3), torch.zeros(2, 3, V)
     )
     likeliest = int(p[()].argmax())
-    assert said_AQ.tolist()[0] == [likeliest, NOTHING, NOTHING]
-    assert said_AQ[1, :2].tolist() == [1, int(p[(1,)].argmax())] and said_AQ[1, 2] == NOTHING
-    assert (said_AQ[2:] == NOTHING).all() and logp_AQ[2:].isnan().all()
+    assert said_AQ.tolist()[0] == [likeliest, NO_TOKEN, NO_TOKEN]
+    assert said_AQ[1, :2].tolist() == [1, int(p[(1,)].argmax())] and said_AQ[1, 2] == NO_TOKEN
+    assert (said_AQ[2:] == NO_TOKEN).all() and logp_AQ[2:].isnan().all()
     assert logp_AQ[1, 0] == pytest.approx(p[()][1].item())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from smc.algorithm import selection
 from smc.algorithm.resampling import SCHEMES, offspring, place
-from smc.algorithm.selection import BRANCH_POSITION, Selection, own_branch, select
+from smc.algorithm.selection import BRANCH_POSITION, Selection, draw_branch, select
 from smc.algorithm.weights import normalise
 from smc.api.limits import SCHEME_NAMES
 from smc.philox import Purpose, uniforms
@@ -195,7 +195,7 @@ def test_uniforms_are_those_of_the_seed_and_round(n, branches, seed, rounds, sch
     ancestor_GN, branch_GN, _ = place(counts_GM.view(1, n, branches), torch.tensor([n]))
     assert torch.equal(chosen.ancestor_A[7 : 7 + n], 7 + ancestor_GN[0])
     assert torch.equal(chosen.branch_A[7 : 7 + n], branch_GN[0])
-    assert torch.equal(chosen.branch_A[7 + n :], own_branch(candidates_NF[None], drawn_GU[:, n * branches :])[0])
+    assert torch.equal(chosen.branch_A[7 + n :], draw_branch(candidates_NF[None], drawn_GU[:, n * branches :])[0])
 
 
 @st.composite

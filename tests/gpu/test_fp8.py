@@ -59,7 +59,7 @@ def off(found: torch.Tensor, expected: torch.Tensor, made: Linear) -> float:
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_our_products(tokens, inputs, outputs):
     made, x = matrix(inputs, outputs), round_rows(torch.randn(tokens, inputs, device="cuda").bfloat16())
-    expected_TN = (x.number_TK.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
+    expected_TN = (x.value_TK.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
     for splits in (None, 1):
         out = linear(x, made.weight, splits, scale_N=made.scale)
         # Tensor cores keep some 14 bits of a sum of FP8.
@@ -81,21 +81,21 @@ def test_products_of_the_library(tokens, inputs, outputs):
     made, x_TK = matrix(inputs, outputs, bias=True), torch.randn(tokens, inputs, device="cuda").bfloat16()
     x = round_rows(x_TK)
     weight_NK, bias_N = made.weight.double() * made.scale[:, None].double(), made.bias.double()
-    found_TN = made.of_rounded(x)
+    found_TN = made.multiply_quantised(x)
     assert found_TN.dtype == torch.bfloat16
-    assert off(found_TN, x.number_TK.double() * x.scale_T1.double() @ weight_NK.T + bias_N, made) < 6e-3
+    assert off(found_TN, x.value_TK.double() * x.scale_T1.double() @ weight_NK.T + bias_N, made) < 6e-3
     assert errors(made(x_TK), x_TK.double() @ weight_NK.T + bias_N, made).mean() < 4e-2
     room_TN = torch.full_like(found_TN, torch.nan)
-    assert made.of_rounded(x, room_TN) is room_TN and torch.equal(room_TN, found_TN)
-    alone_TN = made.of_rounded(round_rows(x_TK[:1]))
+    assert made.multiply_quantised(x, room_TN) is room_TN and torch.equal(room_TN, found_TN)
+    alone_TN = made.multiply_quantised(round_rows(x_TK[:1]))
     assert off(alone_TN, found_TN[:1].double(), made) < 6e-3
 
 
 def test_a_product_that_the_library_cannot_do():
     made, x_TK = matrix(100, 40), torch.randn(5, 100, device="cuda").bfloat16()
     x = round_rows(x_TK)
-    expected_TN = (x.number_TK.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
-    assert off(made.of_rounded(x), expected_TN, made) < 6e-3
+    expected_TN = (x.value_TK.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
+    assert off(made.multiply_quantised(x), expected_TN, made) < 6e-3
 
 
 @pytest.mark.parametrize("load", ["random", "grown", "files"])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import Kind, Offers
+from smc.algorithm.expansion import CandidateTokens, PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.messages import DraftedRows
 from smc.executor.plan import Contexts, Program, RoundPlan
@@ -48,7 +48,7 @@ class Round:
     """One round, drawn at random."""
 
     def __init__(
-        self, seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, *, largest: int = 6
+        self, seed: int, kinds: frozenset[PopulationKind], lookahead: bool, device: torch.device, *, largest: int = 6
     ) -> None:
         self.rng, self.device, self.kinds, self.lookahead = np.random.default_rng(seed), device, kinds, lookahead
         rng = self.rng
@@ -87,7 +87,9 @@ class Round:
         )
         slot_A = np.concatenate((rng.permutation(self.slots)[: self.used], np.full(self.padding, self.slots)))
         kinds = rng.choice(sorted(self.kinds), len(self.sizes))
-        chain_C = np.flatnonzero(np.array([*kinds, Kind.INDEPENDENT])[np.minimum(group_A, len(kinds))] == Kind.CHAINS)
+        chain_C = np.flatnonzero(
+            np.array([*kinds, PopulationKind.INDEPENDENT])[np.minimum(group_A, len(kinds))] == PopulationKind.CHAINS
+        )
         return RoundPlan(
             program=Program.PAIR,
             contexts=Contexts.SHORT,
@@ -107,7 +109,7 @@ class Round:
             draws_G=padded([rng.integers(1, size + 1) if rng.random() < 0.2 else size for size in self.sizes]),
             shared_G=padded([0] * len(self.sizes)),
             threshold_G=self.here(rng.choice([0.0, 0.5, 1.0], groups)),
-            kind_G=padded(kinds, int(Kind.INDEPENDENT)),
+            kind_G=padded(kinds, int(PopulationKind.INDEPENDENT)),
             chain_C=self.here(chain_C),
             distribution_C=self.here(chain_C),
             scheme_G=padded(rng.integers(0, 5, len(self.sizes))),
@@ -147,7 +149,7 @@ class Round:
         for name, value in values.items():
             getattr(state, name)[:-1] = self.here(value[:-1], getattr(state, name).dtype)
         for first, size, kind in zip(self.plan.first_G.tolist(), self.sizes, self.plan.kind_G.tolist()):
-            if kind == Kind.CHAINS:
+            if kind == PopulationKind.CHAINS:
                 # Some of the same tokens.
                 slots = self.plan.slot_A[first : first + size]
                 like = slots[self.here(rng.integers(0, size, size) * rng.integers(0, 2, size))]
@@ -164,7 +166,7 @@ class Round:
         rng, x = self.rng, self.places * self.f
         root_X = np.repeat(np.arange(self.places), self.f)
         for size, first, kind in zip(self.sizes, self.plan.first_G.tolist(), self.plan.kind_G.tolist()):
-            if kind != Kind.INDEPENDENT:
+            if kind != PopulationKind.INDEPENDENT:
                 mine = slice(first * self.f, (first + size) * self.f)
                 root_X[mine] = np.sort(rng.integers(first, first + size, size * self.f))
         tokens_XK, logq_XK = rng.integers(0, VOCAB, (x, self.k)), self.floats(x, self.k)
@@ -203,13 +205,15 @@ class Round:
             return TargetOutputs(logp_X)
         own = (
             (logp_X, self.here(rng.integers(0, VOCAB, rows)), log_z_A)
-            if Kind.INDEPENDENT in self.kinds
+            if PopulationKind.INDEPENDENT in self.kinds
             else (None, None, log_z_A)
         )
-        if self.kinds == {Kind.INDEPENDENT}:
+        if self.kinds == {PopulationKind.INDEPENDENT}:
             return TargetOutputs(*own)
         offered_AC = self.here(self.floats(rows, c))
-        offers = Offers(self.here(rng.integers(0, VOCAB, (rows, c))), offered_AC, self.here(self.floats(rows, c)))
+        offers = CandidateTokens(
+            self.here(rng.integers(0, VOCAB, (rows, c))), offered_AC, self.here(self.floats(rows, c))
+        )
         return TargetOutputs(*own, offers, offered_AC)
 
     def inputs(self, asked: VerifyInputs, drafted: DraftedRows, walk: object) -> ScoreInputs:

@@ -6,14 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.executor.ops import TorchOps
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import VerifyInputs
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
 
-KINDS = [pytest.param(frozenset({kind}), marks=pytest.mark.slow) for kind in Kind] + [frozenset(Kind)]
+KINDS = [pytest.param(frozenset({kind}), marks=pytest.mark.slow) for kind in PopulationKind] + [
+    frozenset(PopulationKind)
+]
 CPU = torch.device("cpu")
 by_kind = pytest.mark.parametrize(
     "kinds", KINDS, ids=lambda kinds: "+".join(kind.name.lower() for kind in sorted(kinds))
@@ -43,7 +45,10 @@ def test_what_is_run_and_its_verdict_are_the_torch_ones(kinds, lookahead):
             shape = (made.places * made.q,)
             labelled_T, logp_T, log_z_T = (made.here(made.floats(*shape)) for _ in range(3))
             drawn = (made.here(made.rng.integers(0, VOCAB, (*shape, 1))), logp_T[:, None], log_z_T)
-            given = (labelled_T if kinds - {Kind.BEST} else None, drawn if Kind.BEST in kinds else None)
+            given = (
+                labelled_T if kinds - {PopulationKind.BEST} else None,
+                drawn if PopulationKind.BEST in kinds else None,
+            )
             verified.append(ops.verify(asked, made.plan, *given, None))
         assert_equal(laid[1], laid[0])
         assert_equal(verified[1], verified[0])

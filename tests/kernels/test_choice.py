@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smc.algorithm.expansion import Kind
-from smc.algorithm.walk import walk
+from smc.algorithm.expansion import PopulationKind
+from smc.algorithm.sample_matching import match_samples
 from smc.executor.ops import TorchOps
 from smc.executor.round_stages import Selector
 from smc.executor.select import ScoreInputs
@@ -16,20 +16,22 @@ from smc.executor.verify import lay_out
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import Round, assert_equal
 
-ALL = frozenset(Kind)
-KINDS = [pytest.param(frozenset({kind}), marks=pytest.mark.slow) for kind in Kind] + [ALL]
+ALL = frozenset(PopulationKind)
+KINDS = [pytest.param(frozenset({kind}), marks=pytest.mark.slow) for kind in PopulationKind] + [ALL]
 CPU = torch.device("cpu")
 SEEDS = range(8)
 
 
-def inputs_of(seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int) -> ScoreInputs:
+def inputs_of(
+    seed: int, kinds: frozenset[PopulationKind], lookahead: bool, device: torch.device, **options: int
+) -> ScoreInputs:
     made = Round(seed, kinds, lookahead, device, **options)
     logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
     asked = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
-    return made.inputs(asked, drafted, walk)
+    return made.inputs(asked, drafted, match_samples)
 
 
-def assert_same(seed: int, kinds: frozenset[Kind], lookahead: bool, **options: int) -> None:
+def assert_same(seed: int, kinds: frozenset[PopulationKind], lookahead: bool, **options: int) -> None:
     inputs, there = (inputs_of(seed, kinds, lookahead, device, **options) for device in (CPU, DEVICE))
     wanted = TorchOps().score_candidates(inputs)
     found = TritonOps().score_candidates(there)
@@ -41,8 +43,8 @@ def assert_same(seed: int, kinds: frozenset[Kind], lookahead: bool, **options: i
     for name in ("target_nan_G", "draft_nan_G"):
         assert torch.equal(getattr(found, name).cpu()[used_G], getattr(wanted, name)[used_G]), name
     selector, plan = Selector(None, inputs.state, TorchOps(), lookahead=lookahead), inputs.plan
-    own = selector._selected(plan, wanted) if Kind.INDEPENDENT in kinds else None
-    trees = selector._regrown(plan, wanted, inputs.drafted.block) if kinds - {Kind.INDEPENDENT} else None
+    own = selector._selected(plan, wanted) if PopulationKind.INDEPENDENT in kinds else None
+    trees = selector._regrown(plan, wanted, inputs.drafted.block) if kinds - {PopulationKind.INDEPENDENT} else None
     expected = TorchOps().finalize(inputs, wanted, own, trees)
     here = [moved(value) for value in (wanted, own, trees)]
     assert_equal(TritonOps().finalize(there, *here), expected)

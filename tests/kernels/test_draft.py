@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.draft import DraftInputs, DraftShape, TokenTree
 from smc.executor.ops import RoundOps, TorchOps
@@ -19,7 +19,7 @@ from tests.kernels.test_follow import choice_of
 
 CPU = torch.device("cpu")
 SEEDS = range(2)
-KINDS = [frozenset({kind}) for kind in Kind] + [frozenset(Kind)]
+KINDS = [frozenset({kind}) for kind in PopulationKind] + [frozenset(PopulationKind)]
 in_both = pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
 
 
@@ -27,7 +27,7 @@ class DraftRound(Round):
     """As the draft has it: one or two tokens are pending, and pages are named for them and for rows."""
 
     def __init__(
-        self, seed: int, kinds: frozenset[Kind], lookahead: bool, device: torch.device, **options: int
+        self, seed: int, kinds: frozenset[PopulationKind], lookahead: bool, device: torch.device, **options: int
     ) -> None:
         super().__init__(seed, kinds, lookahead, device, **options)
         rng, n, pending = self.rng, self.slots + 1, 1 if lookahead else 2
@@ -106,7 +106,7 @@ def test_particles_go_on_as_by_the_torch_one(lookahead):
     for seed in range(4):
         kept = []
         for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
-            made = DraftRound(seed, frozenset(Kind), lookahead, device, largest=64 if seed == 0 else 6)
+            made = DraftRound(seed, frozenset(PopulationKind), lookahead, device, largest=64 if seed == 0 else 6)
             plan, state, tree, choice = made.plan, made.state, made.tree(), choice_of(made)
             reach_A = state.end_S[plan.slot_A[choice.ancestor_A]] + made.k - 1
             next_ = ops.resume_draft(state, plan, tree, choice, made.k)

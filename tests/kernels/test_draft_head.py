@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from smc.algorithm.expansion import Offers
+from smc.algorithm.expansion import CandidateTokens
 from smc.distributions import DistributionSpec
 from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
 from smc.executor.triton_ops import TritonHeadSampling
@@ -60,7 +60,7 @@ def test_kernels_are_the_torch_ones(share):
             keys = keys_of(rng, rows, draws, device)
             own = head._spread(column_RD.int() if device == DEVICE else column_RD, logq_RD, keys)
             keys = keys_of(rng, rows, 1, device)
-            offers = Offers(column_RC, logq_RC, share_RC)
+            offers = CandidateTokens(column_RC, logq_RC, share_RC)
             made.append((own, *(head._spread_rest(offers, keys, has_rest) for has_rest in (True, False))))
         assert_equal(made[1], made[0])
 

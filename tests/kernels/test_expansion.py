@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smc.algorithm import expansion as reference
-from smc.algorithm.expansion import OFFERS, Expansion, Kind, Offers
-from smc.algorithm.walk import walk
+from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens, Expansion, PopulationKind
+from smc.algorithm.sample_matching import match_samples as reference_match
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels import expansion
 from smc.kernels.verify import match_samples
@@ -40,8 +40,8 @@ def bounds(sizes: list[int]) -> Bounds:
 def to(device: torch.device, value: object) -> object:
     if isinstance(value, tuple):
         return tuple(to(device, one) for one in value)
-    if isinstance(value, Offers):
-        return Offers(*(one.to(device) for one in vars(value).values()))
+    if isinstance(value, CandidateTokens):
+        return CandidateTokens(*(one.to(device) for one in vars(value).values()))
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
@@ -62,7 +62,7 @@ def grouped(
         for name in ("most", "kind")
     )
     seed_G = torch.tensor([group.get("seed", 0) for group in groups] + [0] * padding_groups)
-    offers = Offers(torch.zeros_like(share_RC).long(), share_RC, share_RC)
+    offers = CandidateTokens(torch.zeros_like(share_RC).long(), share_RC, share_RC)
     total = int(rows[1].sum()) + padding
     return (
         offers,
@@ -87,7 +87,7 @@ def assert_same(arguments: tuple, chunk: int | None = CHUNK) -> Expansion:
     said_X = torch.ones_like(alive_X)
     for first, size in zip(*(bound.tolist() for bound in rows)):
         said_X[first : first + size] = alive_X[first : first + size].any()
-    for name in ("parent_X", "offer_X"):
+    for name in ("parent_X", "candidate_X"):
         assert torch.equal(getattr(made, name)[said_X], getattr(expected, name)[said_X]), name
     # A log of a log mass's size is as exact as that.
     torch.testing.assert_close(made.mass_X, expected.mass_X, atol=1e-10, rtol=1e-14)
@@ -116,7 +116,17 @@ def groups(draw, width: int) -> dict:
     if draw(st.sampled_from([False] * 5 + [True])):
         mass_R[0], share_RC[-1, 0] = math.nan, math.nan
     size = draw(st.integers(1, 12))
-    kind = draw(st.sampled_from([Kind.DISTINCT, Kind.DISTINCT, Kind.BEST, Kind.BEST, Kind.INDEPENDENT]))
+    kind = draw(
+        st.sampled_from(
+            [
+                PopulationKind.DISTINCT,
+                PopulationKind.DISTINCT,
+                PopulationKind.BEST,
+                PopulationKind.BEST,
+                PopulationKind.INDEPENDENT,
+            ]
+        )
+    )
     dead = draw(st.sets(st.integers(0, sources - 1), max_size=sources))
     most = draw(st.integers(0, size) | st.just(size))
     return {
@@ -132,7 +142,11 @@ def groups(draw, width: int) -> dict:
 
 @examples
 @given(
-    st.data(), st.sampled_from([1, 2, 9, OFFERS + 1]), st.integers(0, 3), st.sampled_from([0.0, 0.1]), st.integers(0, 9)
+    st.data(),
+    st.sampled_from([1, 2, 9, CANDIDATES_PER_ROW + 1]),
+    st.integers(0, 3),
+    st.sampled_from([0.0, 0.1]),
+    st.integers(0, 9),
 )
 def test_equals_the_torch_expansion(data, width, padding, least, step):
     made = data.draw(st.lists(groups(width), min_size=1, max_size=4))
@@ -153,11 +167,16 @@ def test_equals_the_torch_expansion_up_to_the_largest_shape(sources, width, size
     mass_R = torch.randn(sources, generator=torch.Generator().manual_seed(size), dtype=torch.float64) * 4 - 1e5
     same = {"mass_R": mass_R, "share_RC": shares(sources, width, size, 3.0), "size": size, "most": size}
     assert_same(
-        grouped([same | {"kind": kind, "seed": 3} for kind in (Kind.BEST, Kind.DISTINCT)], width, padding=1), chunk=None
+        grouped(
+            [same | {"kind": kind, "seed": 3} for kind in (PopulationKind.BEST, PopulationKind.DISTINCT)],
+            width,
+            padding=1,
+        ),
+        chunk=None,
     )
 
 
-@pytest.mark.parametrize("kind", [Kind.BEST, Kind.DISTINCT])
+@pytest.mark.parametrize("kind", [PopulationKind.BEST, PopulationKind.DISTINCT])
 @pytest.mark.parametrize("masses", ["equal", "in steps of e^100", "one", "halves", "two of each"])
 def test_masses_in_ties_and_in_steps(masses, kind):
     """Of equal masses the first are the best; each step makes one offer more sure, and an offer may be just sure."""
@@ -184,7 +203,8 @@ def test_a_group_that_collapses_takes_what_it_is_offered():
     }
     made = assert_same(
         grouped(
-            [given | {"kind": kind} for kind in (Kind.DISTINCT, Kind.BEST)] + [given | {"dead": (0, 1, 2), "kind": 1}],
+            [given | {"kind": kind} for kind in (PopulationKind.DISTINCT, PopulationKind.BEST)]
+            + [given | {"dead": (0, 1, 2), "kind": 1}],
             4,
         )
     )
@@ -200,7 +220,7 @@ def test_a_group_that_collapses_takes_what_it_is_offered():
 def test_points_on_edges_take_as_many_as_there_is_room_for_and_none_without_mass(uniform, monkeypatch):
     monkeypatch.setattr(expansion, "_uniform", lambda _, position_X, __: position_X.to(tl.float64) * 0 + uniform)
     log = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0], dtype=torch.float64).log()
-    given = {"mass_R": log, "share_RC": torch.zeros(11, 1), "size": 8, "kind": Kind.DISTINCT}
+    given = {"mass_R": log, "share_RC": torch.zeros(11, 1), "size": 8, "kind": PopulationKind.DISTINCT}
     arguments = grouped([given | {"most": most} for most in (2, 4, 5)], 1)
     made = expansion.expand(*arguments, chunk=4)
     assert [int(made.alive_X[8 * i : 8 * i + 8].sum()) for i in range(3)] == [2, 4, 5]
@@ -266,5 +286,5 @@ def blocks(draw) -> tuple[torch.Tensor, ...]:
 @examples
 @given(blocks())
 def test_the_walk_is_the_torch_one(arguments):
-    for wanted_A, found_A in zip(walk(*arguments), match_samples(*to(DEVICE, arguments))):
+    for wanted_A, found_A in zip(reference_match(*arguments), match_samples(*to(DEVICE, arguments))):
         assert torch.equal(found_A.cpu(), wanted_A)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.executor.messages import RoundChoice
 from smc.executor.ops import TorchOps
 from smc.executor.state import SlotState
@@ -60,7 +60,7 @@ def test_slots_follow_as_by_the_torch_one(lookahead):
     for seed in range(20):
         kept = []
         for device, ops in ((torch.device("cpu"), TorchOps()), (DEVICE, TritonOps())):
-            made = Round(seed, frozenset(Kind), lookahead, device)
+            made = Round(seed, frozenset(PopulationKind), lookahead, device)
             state, plan, drafted, choice = made.state, made.plan, made.drafted(), choice_of(made)
             logq_SQ = made.here(made.floats(made.slots + 1, made.q))
             reach_A = state.held(plan.slot_A[choice.ancestor_A]) + made.q
@@ -79,7 +79,7 @@ def test_tokens_of_a_slice_are_kept():
     for seed in range(4):
         kept = []
         for device, ops in ((torch.device("cpu"), TorchOps()), (DEVICE, TritonOps())):
-            made = Round(seed, frozenset(Kind), False, device)
+            made = Round(seed, frozenset(PopulationKind), False, device)
             made.drafted()
             choice, a = choice_of(made), made.places
             end_A, pending_A, text_A = (made.here(made.rng.integers(1, 30, a)) for _ in range(3))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from smc.executor.triton_forward import FEW_FP8_ROWS, FEW_ROWS
 from smc.kernels.linear import choose, gate_up_silu, linear, reduce, token_block_of, token_blocks_of
-from smc.model.linear import FP8, Rounded, quantise, round_rows
+from smc.model.linear import FP8, QuantisedRows, quantise, quantise_rows
 from tests.kernels.sizes import SLOTS, possible, rehearsed
 
 KIND = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -78,9 +78,9 @@ def test_gate_up_silu(device, tokens, inner, block_n):
     close_rounded(act_TI, (F.silu(gate) * up).to(KIND))
 
 
-def usual(x: Rounded, weight8_NK: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
+def usual(x: QuantisedRows, weight8_NK: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
     """How large products [T, N] of rows of such sizes are, if they have nothing to do with each other."""
-    row_T, row_N = x.number_TK.float().norm(dim=1), weight8_NK.float().norm(dim=1)
+    row_T, row_N = x.value_TK.float().norm(dim=1), weight8_NK.float().norm(dim=1)
     return (row_T[:, None] * x.scale_T1) * (row_N * scale_N) / weight8_NK.shape[1] ** 0.5
 
 
@@ -104,7 +104,7 @@ def test_fp8(device, tokens, outputs, inputs, splits):
     x_TK, weight_NK = operands(device, tokens, outputs, inputs)
     weight_NK[0] = 0.0
     weight8_NK, scale_N = quantise(weight_NK * torch.logspace(-3, 3, outputs, device=device)[:, None])
-    x = round_rows(
+    x = quantise_rows(
         x_TK
         * torch.logspace(2, -2, tokens, device=device)[:, None]
         * (torch.arange(tokens, device=device) != 1)[:, None]
@@ -112,7 +112,7 @@ def test_fp8(device, tokens, outputs, inputs, splits):
     bias_N = torch.randn(outputs, device=device).to(KIND)
     out = linear(x, weight8_NK, splits, bias_N, torch.float32, scale_N=scale_N)
     total_TN = out if out.dim() == 2 else out.sum(0)
-    expected_TN = x.number_TK.float() @ weight8_NK.float().T * x.scale_T1 * scale_N + bias_N.float()
+    expected_TN = x.value_TK.float() @ weight8_NK.float().T * x.scale_T1 * scale_N + bias_N.float()
     # Tensor cores keep some 14 bits of a sum of FP8.
     bound_TN = (1e-5 if device.type == "cpu" else 2e-2) * usual(x, weight8_NK, scale_N) + 1e-5 * bias_N.float().abs()
     assert ((total_TN - expected_TN).abs() <= bound_TN).all()
@@ -123,8 +123,8 @@ def test_fp8_gate_up_silu(device, tokens, inner):
     """Every row of both halves has its own scale."""
     x_TK, weight = operands(device, tokens, 2 * inner, 256)
     weight8, scale = quantise(weight * torch.logspace(-1, 1, 2 * inner, device=device).flip(0)[:, None])
-    x = round_rows(x_TK)
-    gate, up = (x.number_TK.float() @ weight8.float().T * x.scale_T1 * scale).chunk(2, -1)
+    x = quantise_rows(x_TK)
+    gate, up = (x.value_TK.float() @ weight8.float().T * x.scale_T1 * scale).chunk(2, -1)
     found_TI = gate_up_silu(x, weight8, scale=scale)
     assert found_TI.dtype == torch.bfloat16
     torch.testing.assert_close(found_TI.float(), F.silu(gate) * up, atol=3e-2, rtol=1e-2)
@@ -138,7 +138,7 @@ def test_every_fp8_number_is_read_as_it_is(device, of_weights):
     numbers_KK, unit_KK = number_K.expand(16, -1).contiguous(), torch.eye(256, device=device)[64:128].to(FP8)
     weight, x = (numbers_KK, unit_KK) if of_weights else (unit_KK, numbers_KK)
     ones = torch.ones(len(x), 1, device=device), torch.ones(len(weight), device=device)
-    found = linear(Rounded(x, ones[0]), weight, 1, dtype=torch.float32, scale_N=ones[1])
+    found = linear(QuantisedRows(x, ones[0]), weight, 1, dtype=torch.float32, scale_N=ones[1])
     expected = number_K[64:128].float()[:, None].expand(-1, 16)
     assert torch.equal(found, expected if of_weights else expected.T)
 
@@ -208,6 +208,6 @@ def test_what_does_not_divide_is_refused(device):
     with pytest.raises(ValueError, match="must divide K=96"):
         linear(x_TK, weight_NK, splits=5)
     with pytest.raises(ValueError, match="must divide K=48"):
-        linear(round_rows(x_TK[:, :48]), quantise(weight_NK[:, :48])[0], scale_N=torch.ones(64, device=device))
+        linear(quantise_rows(x_TK[:, :48]), quantise(weight_NK[:, :48])[0], scale_N=torch.ones(64, device=device))
     with pytest.raises(ValueError, match="weight"):
         linear(x_TK, weight_NK.T)

@@ -55,7 +55,7 @@ def test_in_fp8_it_is_what_would_be_rounded(device, features, splits):
         add_norm_rounded(other_TE, parts, weight_E, 1e-5),
     )
     assert torch.equal(other_TE, x_TE)
-    assert torch.equal(found.number_TK.float(), expected.number_TK.float()) and torch.equal(
+    assert torch.equal(found.value_TK.float(), expected.value_TK.float()) and torch.equal(
         found.scale_T1, expected.scale_T1
     )
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.algorithm.expansion import OFFERS, Offers
+from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
 from smc.arrays import to_device
 from smc.distributions import Distributions, DistributionSpec
 from smc.executor.sampling import DrawKeys, Sampling
@@ -26,7 +26,7 @@ from tests.kernels.test_extremes import DTYPES, largest, logit_rows, truncating
 from tests.test_distributions import TOLERANCE, Spec, law_spec
 
 examples = settings(max_examples=200 if DEVICE.type == "cuda" else 8, deadline=None)
-SIZES = [1, 2, 15, OFFERS - 1, OFFERS, OFFERS + 1, 40, 300]
+SIZES = [1, 2, 15, CANDIDATES_PER_ROW - 1, CANDIDATES_PER_ROW, CANDIDATES_PER_ROW + 1, 40, 300]
 ALPHAS = (1.0, 0.5, 2.0)
 
 
@@ -45,20 +45,22 @@ def keys(rows: int, device: torch.device = DEVICE) -> DrawKeys:
 
 def made(
     logits_RV: torch.Tensor, vocab: int, spec: DistributionSpec, share: float = 0.0, block: int | None = None
-) -> Offers:
+) -> CandidateTokens:
     """By the kernel, back on the CPU."""
     key, on_device = keys(len(logits_RV)), arguments(spec, DEVICE)
     cut = truncate(logits_RV, vocab, *on_device, share) if spec.active & {"top_k", "top_p", "min_p"} else None
     random = (key.seed_R, key.round_R, key.stream_RD[:, 0], key.position_R, int(key.purpose))
     offers = offer(logits_RV, vocab, on_device[0], *random, cut, block=block)
-    return Offers(offers.token_RC.cpu(), offers.logq_RC.cpu(), offers.share_RC.cpu())
+    return CandidateTokens(offers.token_RC.cpu(), offers.logq_RC.cpu(), offers.share_RC.cpu())
 
 
-def assert_offers(offers: Offers, logits_RV: torch.Tensor, log_law_RV: torch.Tensor, slack: float = 0.0) -> None:
+def assert_offers(
+    offers: CandidateTokens, logits_RV: torch.Tensor, log_law_RV: torch.Tensor, slack: float = 0.0
+) -> None:
     """`log_law_RV` on the CPU; of two entries of the rest that come in within rounding of each other, either may
     win."""
     rows, vocab = log_law_RV.shape
-    most = min(OFFERS, vocab)
+    most = min(CANDIDATES_PER_ROW, vocab)
     tolerance = {"atol": TOLERANCE + slack, "rtol": TOLERANCE}
     order_RV = logits_RV[:, :vocab].cpu().float().sort(dim=-1, descending=True, stable=True)[1]
     assert torch.equal(offers.token_RC[:, :most], order_RV[:, :most])
@@ -156,7 +158,7 @@ def test_offers_of_a_powered_law(vocab, truncated):
     found = TritonSampling(vocab).bonus_offer(logits_RV, spec, key)
     expected = Sampling(vocab).bonus_offer(logits_RV, spec, key)
     laws = Distributions(spec, DEVICE)
-    offers = Offers(*(values_RC.cpu() for values_RC in vars(found[0]).values()))
+    offers = CandidateTokens(*(values_RC.cpu() for values_RC in vars(found[0]).values()))
     assert_offers(offers, logits_RV, laws.powered(laws.target(logits_RV))[0].cpu())
     # Of tokens without mass any may come.
     torch.testing.assert_close(

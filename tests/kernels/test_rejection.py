@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.distributions import Distributions, DistributionSpec
 from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.triton_ops import TritonOps, TritonSampling
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 ON_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="too slow in the interpreter")
 VOCABS = [VOCAB, 77, 5000, pytest.param(128_256, marks=ON_GPU)]
 """Of which the next to last is of more than one block of the kernel."""
-KINDS = frozenset({Kind.CHAINS})
+KINDS = frozenset({PopulationKind.CHAINS})
 
 
 def laws(rng: np.random.Generator, rows: tuple[int, ...], vocab: int) -> Tensor:

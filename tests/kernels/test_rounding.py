@@ -22,7 +22,7 @@ def test_rows_are_rounded_each_for_itself(device, inputs, kind):
     x_TK[4, -1] = 1e4
     x_TK = x_TK.to(kind)
     found_TK, scale_T1 = round_rows(x_TK)
-    expected_TK, expected_T1 = linear.round_rows(x_TK)
+    expected_TK, expected_T1 = linear.quantise_rows(x_TK)
     torch.testing.assert_close(scale_T1, expected_T1, rtol=1e-6, atol=0)
     off_TK, expected_off_TK = (
         (made_TK.float() * expected_T1 - x_TK.float()).abs() for made_TK in (found_TK, expected_TK)
@@ -39,12 +39,12 @@ def test_what_is_not_finite_is_not_hidden(device, value):
     drop NaN."""
     x_TK, weight_K = torch.randn(3, 256, device=device).bfloat16(), torch.ones(256, device=device).bfloat16()
     clean_TK, x_TK[1, 77] = x_TK.clone(), value
-    ways = (round_rows, linear.round_rows, lambda given_TK: add_norm_rounded(given_TK.clone(), None, weight_K, 1e-5))
+    ways = (round_rows, linear.quantise_rows, lambda given_TK: add_norm_rounded(given_TK.clone(), None, weight_K, 1e-5))
     for way in ways:
         made, clean = way(x_TK), way(clean_TK)
-        numbers_TK, expected_TK = (one.number_TK.float() * one.scale_T1 for one in (made, clean))
+        numbers_TK, expected_TK = (one.value_TK.float() * one.scale_T1 for one in (made, clean))
         assert numbers_TK[1].sum().isnan() and torch.equal(numbers_TK[[0, 2]], expected_TK[[0, 2]])
-        assert way is linear.round_rows or made.scale_T1[1].isnan()
+        assert way is linear.quantise_rows or made.scale_T1[1].isnan()
 
 
 def test_rows_may_lie_apart(device):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.link import codec
 from services.pb import particles_pb2 as pb
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, Tops
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
@@ -168,7 +168,9 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         contexts=contexts,
         columns=77,
         biased=256 if flag else 0,
-        kinds=frozenset({Kind.BEST, Kind.DISTINCT}) if flag else frozenset({Kind.INDEPENDENT}),
+        kinds=frozenset({PopulationKind.BEST, PopulationKind.DISTINCT})
+        if flag
+        else frozenset({PopulationKind.INDEPENDENT}),
         target_distribution=law(rng, a),
         draft_distribution=law(rng, a),
         slot_A=ints(a),

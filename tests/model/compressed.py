@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from smc.model.linear import FP8, LARGEST, quantise
+from smc.model.linear import FP8, FP8_MAX, quantise
 
 ACTIVATIONS = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
 WEIGHTS = {
@@ -44,7 +44,7 @@ def by_blocks(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = (-(-size // 128) for size in weight_NK.shape)
     padded = torch.zeros(rows * 128, columns * 128)
     padded[: len(weight_NK), : weight_NK.shape[1]] = weight_NK
-    scale = padded.view(rows, 128, columns, 128).abs().amax((1, 3)) / LARGEST
+    scale = padded.view(rows, 128, columns, 128).abs().amax((1, 3)) / FP8_MAX
     whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight_NK), : weight_NK.shape[1]]
     return (weight_NK / whole).to(FP8), scale
 
@@ -74,7 +74,7 @@ def compress(directory: Path, kind: str, scale_dtype: torch.dtype = torch.float3
             whole = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight), : weight.shape[1]]
             stored[f"{name}_scale_inv"] = scale
         else:
-            scale = (weight.abs().amax(1, keepdim=True) if kind == "channel" else weight.abs().max()[None]) / LARGEST
+            scale = (weight.abs().amax(1, keepdim=True) if kind == "channel" else weight.abs().max()[None]) / FP8_MAX
             # Not below the exact one, or the largest would be beyond the last number.
             scale = whole = (scale * (1 + 2**-7)).to(scale_dtype).float()
             stored[name] = (weight / scale).to(FP8)

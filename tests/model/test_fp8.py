@@ -17,7 +17,7 @@ from smc import demo
 from smc.model.check import check_pair
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder
-from smc.model.linear import FP8, LARGEST, Linear, pieces, quantise
+from smc.model.linear import FP8, FP8_MAX, Linear, pieces, quantise
 from smc.model.loader import load_model, save_model
 from smc.model.padded import padded_model
 from smc.model.parallel import WHOLE, Shard
@@ -55,7 +55,7 @@ def test_error_of_rounding(size):
     found_NK = weight8_NK.float() * scale_N[:, None]
     bound_NK = torch.maximum(weight_NK.abs() / 16, scale_N[:, None] * 2**-10) * (1 + 1e-5)
     assert ((found_NK - weight_NK).abs() <= bound_NK).all()
-    assert not found_NK[3].any() and (weight8_NK.float().abs().amax(1) == LARGEST).sum() == 49
+    assert not found_NK[3].any() and (weight8_NK.float().abs().amax(1) == FP8_MAX).sum() == 49
 
 
 def test_pieces_are_all_rows_once():

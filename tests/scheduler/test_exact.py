@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smc.algorithm.expansion import Kind, Offers, expand
+from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason
 from smc.api.sampling_params import POPULATIONS, Method, SamplingParams
@@ -184,7 +184,7 @@ def test_a_draft_that_makes_nan_costs_only_speed(config):
 def test_the_tree_is_of_tokens_that_are_likely_themselves():
     """Of a wide law, the token that stands for the rest has little likelihood, whatever the rest has."""
     share_RC = torch.tensor([[-4.0, -5.0, -0.1]])
-    offers = Offers(torch.arange(3)[None], torch.tensor([[-4.0, -5.0, -9.0]]), share_RC)
+    offers = CandidateTokens(torch.arange(3)[None], torch.tensor([[-4.0, -5.0, -9.0]]), share_RC)
     one_G, zero_G = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     given = (
         torch.zeros(1).double(),
@@ -192,7 +192,7 @@ def test_the_tree_is_of_tokens_that_are_likely_themselves():
         (zero_G, one_G),
         (zero_G, one_G * 3),
         one_G * 3,
-        one_G * int(Kind.BEST),
+        one_G * int(PopulationKind.BEST),
     )
     chosen = expand(offers, *given, (zero_G.long(), zero_G.long(), 0), 3, has_rest=True)
-    assert chosen.offer_X.tolist() == [0, 1, 0] and chosen.alive_X.tolist() == [True, True, False]
+    assert chosen.candidate_X.tolist() == [0, 1, 0] and chosen.alive_X.tolist() == [True, True, False]

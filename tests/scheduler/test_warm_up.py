@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from smc.algorithm.expansion import Kind
+from smc.algorithm.expansion import PopulationKind
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.calibration.warm_up import REPEATS, rare_requests, warm_up
@@ -69,17 +69,19 @@ def test_every_rarer_kind_has_its_rounds(rehearsed):
     found = {traits(plan) for plan in asked}
     assert {program for program, *_ in found} == set(Program)
     assert {kinds for _, kinds, *_ in found} >= {
-        *((kind,) for kind in Kind),
+        *((kind,) for kind in PopulationKind),
         tuple(sorted(COMMON_KINDS)),
-        tuple(sorted(Kind)),
+        tuple(sorted(PopulationKind)),
     }
     # Of every kind in one round, where kernels over logits differ.
-    every = [plan for plan in asked if plan.kinds == frozenset(Kind) and "alpha" in plan.target_distribution.active]
+    every = [
+        plan for plan in asked if plan.kinds == frozenset(PopulationKind) and "alpha" in plan.target_distribution.active
+    ]
     assert {("top_k" in plan.target_distribution.active, plan.biased > 0) for plan in every} == set(
         product((False, True), repeat=2)
     )
     guided = {(kinds, draft) for _, kinds, _, (draft, target) in found if target}
-    assert guided >= {((kind,), draft) for kind in Kind for draft in (False, True)}
+    assert guided >= {((kind,), draft) for kind in PopulationKind for draft in (False, True)}
     # Of both models, and of the target alone, as many rows at once as there can be.
     rows = {
         program: max(rows_of(plan) for plan in asked if plan.program is program)

@@ -13,7 +13,7 @@ from torch import Tensor
 from smc.algorithm.expansion import grid
 
 
-def walk(
+def match_samples(
     tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """For every batch index, the block of its group with the longest match (the first among equals) [A], and the number
