@@ -153,7 +153,7 @@ class _Files(Generic[Configuration]):
         try:
             check_tls(self._cert, self._key, self._client_ca)
             configuration = self._configuration()
-        except (ValueError, OSError) as error:  # one of them is written after the other
+        except (ValueError, OSError) as error:  # the files are written one after the other
             logger.warning("certificates have changed and cannot be used; the former ones stay: %s", error)
             return None
         logger.info("certificates have changed; new connections have the new ones")

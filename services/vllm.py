@@ -60,14 +60,14 @@ def check_request(message: pb.GenerateRequest) -> None:
 
 
 def to_params(message: pb.SamplingParams, method: str, room: int) -> list[SamplingParams]:
-    """Settings of every answer that is asked for. `method` where the temperature is above 0; `room`: tokens that the
+    """Settings of every requested answer. `method` where the temperature is above 0; `room`: tokens that the
     context leaves.
 
     Raises ValueError naming the field, the value and what is allowed.
     """
     _check_absent(message)
     _check_unset(message)
-    # Before anything is made of them: a message may hold millions.
+    # Before the items are converted: a message may hold millions.
     check_counts(message)
     count = message.n or 1
     if count > MAX_ANSWERS:

@@ -1,17 +1,16 @@
-"""Types that several packages share. Imports no torch."""
+"""Types that several packages share. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor
 
-Array = TypeVar("Array", np.ndarray, "Tensor")
+Array = TypeVar("Array", "np.ndarray", "Tensor")
 """What the host has, and what is where the model is."""
 
 

@@ -98,7 +98,7 @@ class Survey:
     total: int
     """Lines of the input that are not blank."""
     done: int
-    """The first so many of them are in the output."""
+    """How many lines, from the first one, are in the output."""
     failed: int
     """Those among `done` that have no answer."""
 

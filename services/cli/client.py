@@ -18,7 +18,7 @@ from services.connection_options import DEFAULT_ADDRESS, SERVICE, Address, Tls, 
 from smc.terminal import err, finite, out, print_error
 
 if TYPE_CHECKING:
-    from services.client import Client, Completion, Stream
+    from services.client import Client, Completion, CompletionStream
 
 PARTS = {"": "the service", "smc.draft": "draft group", "smc.target": "target group"}
 """What `health` asks for, and how it is called."""
@@ -30,7 +30,7 @@ client = typer.Typer(help="Talk to a running service.")
 Timeout = Annotated[
     float | None,
     options.option(
-        SERVICE, "Give up after this long; --time-budget is the soft limit.", "--timeout", metavar="SECONDS"
+        SERVICE, "Abort the call after this long; --time-budget is the soft limit.", "--timeout", metavar="SECONDS"
     ),
 ]
 RequestId = Annotated[
@@ -193,7 +193,7 @@ def _connect(given: dict[str, Any]) -> Client:
     return Client(given["address"], token=token, **{name: given[name] for name in names if name in given})
 
 
-def _follow(stream: Stream, as_json: bool) -> Completion:
+def _follow(stream: CompletionStream, as_json: bool) -> Completion:
     for chunk in stream:
         if not as_json:
             print(chunk.text, end="", flush=True)

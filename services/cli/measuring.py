@@ -1,5 +1,5 @@
-"""`smcserve eval`, `bench`, `timeline` and `grow`: commands of the package `benchmarks`, which is in the repository and not
-in the wheel. It is imported when one of them is called."""
+"""`smcserve eval`, `bench`, `timeline` and `grow`: commands of the package `benchmarks`, which is in the repository and
+not in the wheel. It is imported when one of them is called."""
 
 from __future__ import annotations
 

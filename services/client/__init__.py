@@ -12,7 +12,7 @@ with Client("127.0.0.1:50051") as client:
     print(stream.completion.usage)
 """
 
-from services.client.client import Client, Stream
+from services.client.client import Client, CompletionStream
 from services.client.types import (
     Chunk,
     Completion,
@@ -30,6 +30,7 @@ __all__ = [
     "Chunk",
     "Client",
     "Completion",
+    "CompletionStream",
     "Message",
     "ModelDescription",
     "ModelInfo",
@@ -38,7 +39,6 @@ __all__ = [
     "ServerInfo",
     "ServiceError",
     "Statistics",
-    "Stream",
     "Times",
     "Usage",
 ]

@@ -35,7 +35,7 @@ ASK_TIMEOUT = 30.0
 Data = TypeVar("Data")
 
 
-class Stream:
+class CompletionStream:
     """An answer on its way. Iterate for its chunks; then `completion` is set. Leaving the `with` block early cancels
     the request."""
 
@@ -49,13 +49,13 @@ class Stream:
         self.completion: Completion | None = None
         """The whole answer, once every chunk has been read."""
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> CompletionStream:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.cancel()
 
-    def __iter__(self) -> Stream:
+    def __iter__(self) -> CompletionStream:
         return self
 
     def __next__(self) -> Chunk:
@@ -188,7 +188,7 @@ class Client:
         cache_salt: str = "",
         negative_prompt: Prompt | None = None,
         **settings: Any,
-    ) -> Stream:
+    ) -> CompletionStream:
         """An answer as it becomes final.
 
         `timeout`: seconds, a hard limit: the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft one).
@@ -208,7 +208,7 @@ class Client:
         if negative_prompt is not None:
             _set_prompt(request.negative_prompt, negative_prompt)
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
-        return Stream(call, request)
+        return CompletionStream(call, request)
 
     def abort(self, request_id: str) -> bool:
         """End a request of this client's token; its call fails with CANCELLED. False: no such request is running."""

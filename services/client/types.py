@@ -65,11 +65,12 @@ class Completion:
     statistics: Statistics | None
     """None for plain decoding."""
     logprobs: tuple[float, ...] | None
-    """One per token under the target law, if asked for; NaN for one that was never weighed."""
+    """One per token under the target's distribution, if requested; NaN for a token that was not scored."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None
-    """Of every token the likeliest ones at its position and their log-probabilities, likeliest first, if asked for."""
+    """For every token the likeliest tokens at its position and their log-probabilities, likeliest first, if
+    requested."""
     particles: tuple[Particle, ...] | None
-    """What it was drawn from, if asked for; of a method without particles the answer itself."""
+    """The particles that the answer was drawn from, if requested; of a method without particles the answer itself."""
     seconds: float
     """From the call to the end of the answer, as measured here."""
     times: Times

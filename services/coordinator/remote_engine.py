@@ -141,7 +141,7 @@ class RemoteEngine:
         deadline = time.monotonic() + REPORT_SECONDS
         try:
             while time.monotonic() < deadline:
-                # What a draft that has been given up once died of is no news.
+                # Why a draft ended that is already known to be lost is not reported again.
                 for role in ModelRole if self.lost_draft < self.workers[ModelRole.DRAFT].epoch else (ModelRole.TARGET,):
                     if what := self._rendezvous[role].failure_report(self._store, role):
                         return WorkerFailed(role, what)

@@ -161,7 +161,7 @@ class EngineLoop:
 
     def detach_draft(self, why: str) -> None:
         """In the engine's thread."""
-        logger.warning("%s; the target goes on alone", why)
+        logger.warning("%s; the target decodes alone", why)
         self._turned = time.monotonic()
         assert self._on_draft_lost is not None, "only a draft that may be lost raises SideLost"
         error = Unavailable("the draft's workers were lost, and start again; try again later")
@@ -289,7 +289,7 @@ class _Submissions:
             self._ids.difference_update(step.refusals, (o.request_id for o in step.outputs if o.answer is not None))
 
     def take(self) -> set[str]:
-        """All of them, and none are left."""
+        """Take all of them."""
         with self._guard:
             ids, self._ids = self._ids, set()
         return ids

@@ -200,7 +200,7 @@ def _options(config: GatewayConfig, context: int) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.message_bytes(context)),
         ("grpc.max_send_message_length", -1),
         # A stream's window grows with what a connection carries, to megabytes: two hundred calls that were not admitted
-        # yet held 250 MB. Without the probe it is 64 KiB, and as large as the message once that is asked for.
+        # yet held 250 MB. Without the probe it is 64 KiB, and as large as the message once it is read.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
         ("grpc.keepalive_time_ms", milliseconds(config.keepalive_time)),

@@ -1,6 +1,6 @@
 """Ray: finds or starts a cluster, and runs our processes in actors. Ray is not used for anything else.
 
-What an actor runs is imported in its process alone, so that a cluster can be asked for before torch is there.
+What an actor runs is imported in its process alone, so that a cluster can be reserved before torch is imported.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ class _ReplayCursor:
         """Tokens and characters that have come again."""
 
     def more(self, output: Output) -> Output | None:
-        """What of these news has not been given out; None for nothing. Raises _Differs if they are those of another
-        answer."""
+        """The part of this update that has not been delivered; None if there is none. Raises _AnswerDiffers if it
+        belongs to another answer."""
         known = self._tokens[self._come : self._come + len(output.tokens)]
         known_text = self._text[self._text_come : self._text_come + len(output.text)]
         if list(output.tokens[: len(known)]) != known or output.text[: len(known_text)] != known_text:

@@ -106,7 +106,7 @@ async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Call
 
 
 async def _first(*tasks: asyncio.Task) -> None:
-    """Until one of them ends. Raises what it raises; the others are cancelled."""
+    """Wait until one of the tasks ends, and raise its error if it has one; the others are cancelled."""
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:

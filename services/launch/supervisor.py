@@ -185,7 +185,7 @@ class Supervisor:
         group, client = self._group, self._client
         assert group is not None and client is not None
         await asyncio.to_thread(group.probe)
-        logger.error("%s; the target goes on alone", error)
+        logger.error("%s; the target decodes alone", error)
         if error.fault:
             self._quarantine.group_failed(client.requests if self._in_flight is None else self._in_flight)
         self._draft_epoch, self._in_flight = 0, None

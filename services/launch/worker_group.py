@@ -285,7 +285,8 @@ class WorkerGroup:
                 )
 
     def _wait_for(self, some: list[ray.ObjectRef], lives: dict[ray.ObjectRef, str], timeout: float | None) -> bool:
-        """Wait until one of some has ended; False: none has. Raises WorkerGroupError for one of `lives`."""
+        """Wait until one of these calls has returned; False: none has. Raises WorkerGroupError if a process of `lives`
+        has ended."""
         ended, _ = ray.wait(some, timeout=timeout)
         if ended and ended[0] in lives:
             raise self._failure(ended[0], lives[ended[0]])

@@ -345,7 +345,7 @@ class CompletionRequest:
 
 
 def derived_seed(name: str) -> int:
-    """The same whenever and wherever it is asked for."""
+    """A seed that depends on `name` alone."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) >> 1
 
 

@@ -103,8 +103,7 @@ MOST_ECHOED = 1 << 20
 
 
 class HttpReply:
-    """What goes back to a caller: an answer, or events as they come. Nothing is sent before the first of them is
-    known."""
+    """The response to a caller: an answer, or a stream of events. Nothing is sent before the first of them exists."""
 
     def __init__(self, request: web.Request, timeout: float, is_last: Callable[[], bool]) -> None:
         """`timeout`: seconds that the caller may let a write wait. `is_last`: its connection is to end with this

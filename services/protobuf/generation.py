@@ -86,8 +86,8 @@ def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
 
 
 def check_counts(message: Message) -> None:
-    """Of fields that have the name of a setting, before anything is made of them: a message may hold millions. Raises
-    ValueError."""
+    """Check the lengths of fields that are named like a setting, before their items are converted: a message may hold
+    millions. Raises ValueError."""
     for name in message.DESCRIPTOR.fields_by_name:
         if name in SETTINGS and isinstance(check := SETTINGS[name].check, (Items, Biases)):
             check.check_count(name, len(getattr(message, name)))
