@@ -96,7 +96,7 @@ class DecodePass:
         return self.groups * self.context + self.rows * (OWN + self.queries)
 
     @property
-    def pass_worker(self) -> ModelWorker:
+    def worker(self) -> ModelWorker:
         return pass_worker(self.shape, self.dtype, self.layers, PAGES * -(-self.pages // PAGES))
 
     def build(self, pdl: bool) -> Callable[[], Tensor]:
