@@ -133,7 +133,7 @@ def test_nobody_waits_for_a_compiler(config, monkeypatch):
         requests = [some_request(draw, 4 * number + i, VOCAB, rows) for i in range(together)]
         assert not [output.answer.error for output in reference.run(requests) if output.answer and output.answer.error]
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
-    kernels = local_engine(pair(torch.bfloat16), config).pair
+    kernels = local_engine(pair(torch.bfloat16), config).executor
     variants = Variants(monkeypatch, kernels)
     for plan in list(warm_up_plans(config, reference.context))[::REPEATS]:
         kernels.round(plan).result()
