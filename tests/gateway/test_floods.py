@@ -176,7 +176,7 @@ def test_callers_who_send_nothing_keep_nobody_waiting(pair):
 
         crowd = [channel.stream_stream("/smc.v1.GenerationService/Generate")(nothing()) for _ in range(20)]
         try:
-            until(lambda: len(service.gateway._turns._outside) == 19)
+            until(lambda: len(service.gateway.receive_limit._outside) == 19)
             began = time.monotonic()
             with service.stub() as stub:
                 stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
@@ -187,7 +187,7 @@ def test_callers_who_send_nothing_keep_nobody_waiting(pair):
         finally:
             silence.set()
         until(lambda: all(call.done() for call in crowd), 20.0)
-        assert service.gateway._turns._inside == 0
+        assert service.gateway.receive_limit._inside == 0
 
 
 def test_calls_at_the_same_time_are_limited(pair):

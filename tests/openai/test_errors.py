@@ -168,8 +168,8 @@ def test_a_caller_that_does_not_read(pair, stream):
             f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         connection.sendall(head.encode() + body)
-        until(lambda: service.gateway._edge._runner.server.connections)
-        until(lambda: not service.gateway._edge._runner.server.connections, 20.0)
+        until(lambda: service.gateway._http._runner.server.connections)
+        until(lambda: not service.gateway._http._runner.server.connections, 20.0)
         assert service.metric("smc_requests_cancelled_total", by="slow_reader") == stream
         service.wait_until_free(2.0)
 
