@@ -314,7 +314,7 @@ def with_costs(draft: float, row: float, target: float, alone: float) -> Callabl
     )
 
     def prepare(engine: Engine) -> None:
-        engine.costs = costs
+        engine.latency = costs
 
     return prepare
 

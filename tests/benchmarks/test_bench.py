@@ -164,7 +164,7 @@ def test_more_gpus_than_there_are(capsys):
         (("--device", "cuda", "--top-p", 1.5), "top_p=1.5"),
         (
             ("--device", "cuda", "--load", "grown", "--guidance-scale", 2),
-            "--guidance-scale 2 has laws that are not the small pair's",
+            "--guidance-scale 2 draws tokens that the small pair does not have",
         ),
         (("--device", "cuda", "--mode", "lookahead", "--temperature", 0), "temperature=0"),
         (("-n", 4, "-n", 8), "allowed without --device cuda: one value"),

@@ -278,7 +278,7 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"tls": {"secret": "s", "clientCaSecret": "c"}}, "go together"),
         ({"ray": {"auth": {"mode": "disabled", "secret": "s"}}}, "ray.auth.secret has no effect"),
         ({"engine": {"form": "lockstep", "branches": 2}}, "engine.branches=2 has no effect"),
-        ({"service": {"headless": True, "type": "NodePort"}}, "only ClusterIP"),
+        ({"service": {"headless": True, "type": "NodePort"}}, "only a Service of type ClusterIP"),
         (
             {"service": {"loadBalancerSourceRanges": ["10.0.0.0/8"]}},
             'service.loadBalancerSourceRanges=["10.0.0.0/8"] has no effect',

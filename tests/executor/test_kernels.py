@@ -117,7 +117,7 @@ def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
 def test_truncated_and_powered_laws_are_those_of_the_reference(monkeypatch):
     """With so few tokens offered one by one that others come from the rest of a law."""
     for module in ("smc.executor.sampling", "smc.kernels.candidate_tokens"):
-        monkeypatch.setattr(f"{module}.OFFERS", 4)
+        monkeypatch.setattr(f"{module}.CANDIDATES_PER_ROW", 4)
     laws = [{"top_k": 3, "alpha": 1.5}, {"alpha": 0.5}, {"top_p": 0.7, "min_p": 0.2, "temperature": 0.8}]
     asked = [
         request([1, 2, 3], str(i), particles=2, seed=i, max_tokens=4, logprobs=True, **law)

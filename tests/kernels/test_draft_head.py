@@ -79,7 +79,7 @@ def test_a_law_that_is_nan_somewhere_is_nan_everywhere():
 def test_tokens_come_from_the_law_that_is_claimed(truncated, monkeypatch):
     """Every token's log q adds up to 1, and 6,000 draws of each kind are within 4.5 standard errors of it: 11 tokens, 2
     kinds, 2 cases, so a false alarm in about 3,000 choices of seeds."""
-    monkeypatch.setattr("smc.executor.sampling.OFFERS", 3)
+    monkeypatch.setattr("smc.executor.sampling.CANDIDATES_PER_ROW", 3)
     vocab, rows = 10, 6000
     ids_M = np.array([0, 3, 4, 7, 9, 10])
     sampling = HeadSampling(Sampling(6), DraftVocab(ids_M, vocab + 1, 0.2), CPU)

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smc.api.sampling_params import Method
 from smc.scheduler.decode import WINDOW, commit_tokens
+from smc.scheduler.methods import DECODINGS
 from smc.scheduler.round_plan import Population
 from smc.scheduler.slots import Slots
 
@@ -32,7 +34,7 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
             slots.length_S[slot] = len(row)
         tally = SimpleNamespace(lag_sum=0)
         slots.block_S[claimed] = 0
-        decoding = SimpleNamespace(confirms=confirms)
+        decoding = DECODINGS[Method.EXACT, "walk"] if confirms else DECODINGS[Method.SMC, "independent"]
         members.append(
             SimpleNamespace(
                 slots=claimed,

@@ -89,7 +89,7 @@ def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead
     if not engine.fallback.has_draft:
         engine.attach_draft(pages=800)
     assert_empty(engine)
-    assert seen["back"] > 3 and min(len(refused), len(ended)) > 5, (seen, refused, ended)
+    assert seen["back"] > 3 and min(len(refused), len(ended)) > 3, (seen, refused, ended)
     assert final.keys() | refused | ended == {one.request_id for one in requests}
     assert not final.keys() & (refused | ended)
     assert {one.request_id for one in requests if one.params.method in ALONE} <= final.keys()

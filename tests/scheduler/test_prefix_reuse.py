@@ -14,7 +14,7 @@ from smc.api.request import Request
 from smc.api.sampling_params import POPULATIONS
 from smc.local_engine import ModelPair, local_engine
 from smc.memory import prefix_cache
-from smc.scheduler import prefix_reuse as prefixes
+from smc.scheduler import prefill_batches
 from smc.scheduler.engine import Engine
 from smc.scheduler.prefill_batches import count_pages
 from tests.scheduler.harness import CASES, assert_empty, config_id, request, running, step_through
@@ -189,7 +189,7 @@ def test_who_waits_is_hashed_once(monkeypatch):
     monkeypatch.setattr(
         prefix_cache, "blake2b", lambda *args, **options: hashed.append(args) or blake2b(*args, **options)
     )
-    monkeypatch.setattr(prefixes, "count_pages", lambda sequences: counted.append(1) or count_pages(sequences))
+    monkeypatch.setattr(prefill_batches, "count_pages", lambda sequences: counted.append(1) or count_pages(sequences))
     engine = local_engine(pair(), EngineConfig(form="lockstep", block=2, max_slots=8, pages=440))
     blocks = 1 + len(PROMPT) // BLOCK
     engine.submit(request(PROMPT, "first", particles=6, seed=1, max_tokens=60, ignore_eos=True, ess_threshold=0.0))

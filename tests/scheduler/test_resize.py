@@ -181,7 +181,7 @@ def test_the_latest_wish_holds(config, ahead, monkeypatch):
         for _ in range(6):
             engine.step()
             counts.append(group.count)
-        assert group.count == len(group.slots) == wishes[-1] and group.wish is group.next_rows is None
+        assert group.count == len(group.slots) == wishes[-1] and group.pending is group.next_rows is None
     assert 8 not in counts[6:], "a wish that another had replaced before its turn"
     assert engine.abort("r")
     engine.step()

@@ -80,8 +80,8 @@ def test_every_rarer_kind_has_its_rounds(rehearsed):
     assert {("top_k" in plan.target_distribution.active, plan.biased > 0) for plan in every} == set(
         product((False, True), repeat=2)
     )
-    guided = {(kinds, draft) for _, kinds, _, (draft, target) in found if target}
-    assert guided >= {((kind,), draft) for kind in PopulationKind for draft in (False, True)}
+    guided = {kinds for _, kinds, _, is_guided in found if is_guided}
+    assert guided >= {(kind,) for kind in PopulationKind}
     # Of both models, and of the target alone, as many rows at once as there can be.
     rows = {
         program: max(rows_of(plan) for plan in asked if plan.program is program)
