@@ -28,14 +28,14 @@ def test_no_round_waits_for_pages(form, law):
     engine = local_engine(pair(), sized_config(config, asked, load.requests))
     for method in {"target", law["method"]}:
         engine.rounds_of(SamplingParams(method=method).method).pipelined = True
-    loop, provide, left_out = Waves(engine, repeated(asked), load.requests), engine.preemption.allocate, []
+    loop, allocate, left_out = Waves(engine, repeated(asked), load.requests), engine.preemption.allocate, []
 
-    def provided(wanting):
-        given = provide(wanting)
+    def counted(wanting):
+        given = allocate(wanting)
         left_out.append(len(wanting) - len(given))
         return given
 
-    engine.preemption.allocate = provided
+    engine.preemption.allocate = counted
     while loop.wave < 3:
         loop.step()
     assert sum(left_out) == 0 and len(left_out) > 10
