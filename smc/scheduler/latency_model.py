@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 Point = tuple[int, float]
@@ -108,17 +108,6 @@ class LatencyModel:
         parts = {name: {"points": part.curve.points, "read": part.read} for name, part in self.parts.items()}
         return json.dumps(parts | {"round_overhead": self.round_overhead})
 
-    @staticmethod
-    def from_json(text: str) -> LatencyModel:
-        """Raises ValueError for anything but what `to_json` writes."""
-        try:
-            found = json.loads(text)
-            parts = {name: _cost(**found[name]) for name in PARTS}
-            return LatencyModel(**parts, round_overhead=float(found["round_overhead"]))
-        except (KeyError, TypeError) as error:
-            allowed = f"an object of {', '.join(PARTS)}, each with points and read, and round_overhead"
-            raise ValueError(f"no costs: {text[:80]!r}; allowed: {allowed}") from error
-
     def __str__(self) -> str:
         return f"ms of {'; '.join(map(self._describe, PARTS))}; {1e3 * self.round_overhead:.2f} ms a round besides"
 
@@ -135,7 +124,3 @@ NAMES = {
 }
 """Description of each part, and the unit of its size."""
 PARTS = tuple(NAMES)
-
-
-def _cost(points: Sequence[Point], read: float) -> ModelLatency:
-    return ModelLatency(LatencyCurve(tuple((int(size), float(seconds)) for size, seconds in points)), float(read))

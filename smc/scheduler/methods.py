@@ -43,6 +43,18 @@ class PagesPerRow:
     """Tokens of each branch that are run within the round."""
 
 
+class Progress(NamedTuple):
+    """How far a particle is."""
+
+    length: int
+    """Tokens of its answer."""
+    block: int
+    """Index at which the block in flight begins."""
+    ended: bool
+    rounds: int
+    """Rounds that its request has had."""
+
+
 class CountedRequest(Protocol):
     """What a method counts rounds in: `smc.scheduler.sequence_group.SequenceGroup`."""
 
@@ -150,11 +162,9 @@ class Decoding(ABC):
         """Pages of a row in a round."""
 
     @abstractmethod
-    def held_tokens(
-        self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
-    ) -> int:
-        """Answer tokens of a particle that a model has keys and values of after so many rounds: of `length`, the block
-        in flight from index `block` on. An ended particle needs none at the draft, or where one model decodes alone."""
+    def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
+        """Answer tokens of a particle that a model has keys and values of. An ended particle needs none at the draft, or
+        where one model decodes alone."""
 
     def round_pages(self, config: EngineConfig, rows: int, guided: Collection[ModelRole] = ()) -> dict[ModelRole, int]:
         """Pages that one round allocates in each pool: the first model drafts, or decodes alone. A `guided` model needs
@@ -258,14 +268,12 @@ class DraftTargetDecoding(Decoding):
     def shape(self, config: EngineConfig) -> PagesPerRow:
         return PagesPerRow(config.target_tokens, config.begin_tokens, config.branches, config.block - 1)
 
-    def held_tokens(
-        self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
-    ) -> int:
+    def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
         if role is ModelRole.TARGET:
-            return block
+            return particle.block
         # In lockstep, after its first round, neither the draft's last token nor the bonus.
-        pending = config.begin_tokens if rounds else 1
-        return 0 if ended else length - pending
+        pending = config.begin_tokens if particle.rounds else 1
+        return 0 if particle.ended else particle.length - pending
 
 
 class Independent(DraftTargetDecoding):
@@ -358,11 +366,9 @@ class Exact(Competing):
         # Rows differ in nothing that is confirmed.
         return super().living(slots_N, logw_N)[:1]
 
-    def held_tokens(
-        self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
-    ) -> int:
+    def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
         # When resumed, one sequence goes on from its last confirmed token.
-        return length - 1
+        return particle.length - 1
 
     def _rows_apart(self, rows: int) -> int | None:
         # Rows share all but what has not been confirmed.
@@ -427,10 +433,8 @@ class SingleModelDecoding(Decoding):
     def shape(self, config: EngineConfig) -> PagesPerRow:
         return PagesPerRow(begin=1, branches=1, branch=config.block - 1)
 
-    def held_tokens(
-        self, config: EngineConfig, role: ModelRole, *, length: int, block: int, ended: bool, rounds: int
-    ) -> int:
-        return 0 if ended else length - 1
+    def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
+        return 0 if particle.ended else particle.length - 1
 
 
 TARGET_ALONE = SingleModelDecoding(ModelRole.TARGET)

@@ -19,7 +19,7 @@ from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Str
 from smc.memory.kv_cache import KVCacheManager
 from smc.memory.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
-from smc.scheduler.methods import TARGET_ALONE
+from smc.scheduler.methods import TARGET_ALONE, Progress
 from smc.scheduler.round_plan import Population
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.types import ModelRole
@@ -116,19 +116,12 @@ class PrefillRequest(PrefillJob):
         prompt = np.array(group.prompt_of(stream), dtype=np.int64)
         if group.checkpoint is None:
             return [prompt]
-        held, sequences = group.decoding.held_tokens, []
-        for tokens_L, length, block, ended in zip(
-            *(group.checkpoint[name] for name in ("tokens_SL", "length_S", "block_S", "ended_S"))
-        ):
-            count = held(
-                self.config,
-                stream.role,
-                length=int(length),
-                block=int(block),
-                ended=bool(ended),
-                rounds=group.rounds,
-            )
-            sequences.append(np.concatenate((prompt, tokens_L[:count])))
+        saved = (group.checkpoint[name] for name in ("tokens_SL", "length_S", "block_S", "ended_S"))
+        sequences = []
+        for tokens_L, length, block, ended in zip(*saved):
+            particle = Progress(int(length), int(block), bool(ended), group.rounds)
+            held = group.decoding.held_tokens(self.config, stream.role, particle)
+            sequences.append(np.concatenate((prompt, tokens_L[:held])))
         return sequences
 
     def most_cached(self, stream: Stream) -> int:

@@ -19,7 +19,7 @@ from smc.scheduler.acceptance import Acceptance
 from smc.scheduler.checkpoint import Checkpoint, RandomKeys
 from smc.scheduler.detokenizer import StopRules, TextStream
 from smc.scheduler.methods import TARGET_ALONE, Decoding, decoding_of
-from smc.scheduler.request_state import ADMITTED, QUEUED, UNFINISHED, PendingChange, RequestState
+from smc.scheduler.request_state import ADMITTED, QUEUED, TRANSITIONS, UNFINISHED, PendingChange, RequestState
 from smc.scheduler.slots import Slots
 from smc.scheduler.stats import RequestCounters
 from smc.types import ModelRole
@@ -122,8 +122,8 @@ class SequenceGroup:
         if checkpoint is not None:
             self.checkpoint = checkpoint
             self._enter(RequestState.PREEMPTED, {RequestState.RUNNING})
-            if self.pending is not None and self.pending.switches:
-                self._apply_switch(self.pending.rows)
+            if self.switches:
+                self._decode_by(*self.after_switch)
         else:
             resumes = self.checkpoint is not None
             self._enter(RequestState.PREEMPTED if resumes else RequestState.WAITING, {RequestState.PREFILL})
@@ -231,11 +231,9 @@ class SequenceGroup:
         self.error = self.error or f"the {role} model returned NaN logits: its weights or its numeric type are at fault"
 
     def _enter(self, state: RequestState, allowed: frozenset[RequestState] | set[RequestState]) -> None:
-        assert self.state in allowed, f"a request becomes {state.value} that is {self.state.value}"
+        legal = self.state in allowed and state in TRANSITIONS[self.state]
+        assert legal, f"a request becomes {state.value} that is {self.state.value}"
         self.state = state
-
-    def _apply_switch(self, rows: int) -> None:
-        self._decode_by(self.method, rows) if rows else self._decode_by(TARGET_ALONE, 1)
 
     def _decode_by(self, decoding: Decoding, rows: int | None = None) -> None:
         self.decoding, self.pending = decoding, None

