@@ -34,7 +34,7 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
             slots.length_S[slot] = len(row)
         tally = SimpleNamespace(lag_sum=0)
         slots.block_S[claimed] = 0
-        decoding = DECODINGS[Method.EXACT, "walk"] if confirms else DECODINGS[Method.SMC, "independent"]
+        decoding = DECODINGS[(Method.EXACT, "walk") if confirms else (Method.SMC, "independent")]
         members.append(
             SimpleNamespace(
                 slots=claimed,
