@@ -7,8 +7,8 @@ Language Model Decoding with Speculative Sampling", 2023). Several chains from o
 the residual of the trials before (Miao et al., "SpecInfer", ASPLOS 2024). The resulting tokens are distributed as p for
 any q.
 
-The tokens replace the target's own draws in sample matching (`smc.algorithm.sample_matching`). Knows nothing about models or
-requests.
+The tokens replace the target's own draws in sample matching (`smc.algorithm.sample_matching`). Knows nothing about
+models or requests.
 
 Axes: A batch indices, Q tokens of a block, L = Q - 1 tokens but the last, V vocabulary, G groups, H non-empty groups, N
 batch indices of a group."""

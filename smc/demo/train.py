@@ -165,7 +165,8 @@ def main() -> None:
     tokenizer = corpus.learn_tokenizer()
     data = corpus.make_corpus(tokenizer, options.problems, options.workers).to(options.device)
     print(
-        f"{len(data):,} problems in {time.monotonic() - began:.0f} s; tokens a problem: prompt {data.prompt_N.float().mean():.1f}, "
+        f"{len(data):,} problems in {time.monotonic() - began:.0f} s; tokens a problem: "
+        f"prompt {data.prompt_N.float().mean():.1f}, "
         f"answer {(data.length_N - data.prompt_N).float().mean():.1f}, longest row {max(data.widths)}",
         flush=True,
     )

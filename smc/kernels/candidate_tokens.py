@@ -58,9 +58,9 @@ def offer(
     block: int | None = None,
     warps: int = 4,
 ) -> CandidateTokens:
-    """What rows offer from softmax(logits / temperature) after `cut`: their min(OFFERS, vocab) likeliest tokens, the
-    likeliest first and of equal logits the first, then with `has_rest` the token drawn from the rest with the random
-    numbers of `smc.kernels.sampling.draw`.
+    """What rows offer from softmax(logits / temperature) after `cut`: their min(CANDIDATES_PER_ROW, vocab) likeliest
+    tokens, the likeliest first and of equal logits the first, then with `has_rest` the token drawn from the rest with
+    the random numbers of `smc.kernels.sampling.draw`.
 
     Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy. A row with NaN gives NaN.
     """
@@ -182,7 +182,7 @@ class RowSearch(NamedTuple):
 
 
 class FoundTokens(NamedTuple):
-    """Of `Offers`."""
+    """Of `CandidateTokens`."""
 
     token_RC: Tensor
     logq_RC: Tensor
