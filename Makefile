@@ -33,7 +33,7 @@ define tests
 		{ [ $$? -eq 1 ] && echo "Once more, one at a time:" && $(BIN)/python -m pytest -m $(1) -n 0 --last-failed --last-failed-no-failures none; }
 endef
 
-test: install    ## Run the tests, six minutes on two cores
+test: install    ## Run the tests that are not slow
 	$(call tests,"not slow")
 
 test-all: test   ## Run the slow tests as well
