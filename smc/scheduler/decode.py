@@ -181,10 +181,7 @@ class RoundScheduler:
         self._write_tokens(population, result, slot_A, source_A, index_A)
         commit_tokens(slots, population)
         more_G = slots.block_S[population.slot_A[population.first_G]] - confirmed_G
-        for g, group, more, rows in zip(
-            current_G.tolist(), population.groups, more_G.tolist(), population.size_G.tolist()
-        ):
-            self._count(group, self._facts(group, result, g, more, rows), result, g)
+        self._count(population, self._facts(population, result, current_G, more_G), result, current_G)
         self._drop_slots(population, [step.resized[g] for g in current_G], result, index_A)
 
     def _remap_pages(
@@ -271,29 +268,36 @@ class RoundScheduler:
                 group.tally.count_tokens(role, tokens * (1 + (role in group.params.guided_roles)))
 
     def _facts(
-        self, group: SequenceGroup, result: RoundResult[np.ndarray], g: int, confirmed: int, rows: int
-    ) -> RoundFacts:
-        ahead = self.decoding.ahead(self.config)
-        return RoundFacts(
-            ess=float(result.ess_G[g]),
-            log_z=float(result.log_z_G[g]),
-            resampled=bool(result.resampled_G[g]),
-            collapsed=bool(result.collapsed_G[g]),
-            confirmed=confirmed,
-            rows=rows,
-            block=self.config.block,
-            ahead=ahead,
-            hit=ahead and bool(result.hit_G[g]),
-            open=not self.slots.ended_S[group.slots].all(),
+        self, population: Population, result: RoundResult[np.ndarray], current_G: np.ndarray, confirmed_G: np.ndarray
+    ) -> list[RoundFacts]:
+        ahead, block = self.decoding.ahead(self.config), self.config.block
+        open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
+        flags = (result.resampled_G, result.collapsed_G, result.hit_G)
+        resampled_G, collapsed_G, hit_G = (values_G[current_G].astype(bool) for values_G in flags)
+        of_groups = (
+            *(values_G[current_G] for values_G in (result.ess_G, result.log_z_G)),
+            *(resampled_G, collapsed_G, confirmed_G, population.size_G, hit_G & ahead, open_G),
         )
+        # One conversion an array costs less than one an element.
+        return [
+            RoundFacts(ess, log_z, resampled, collapsed, confirmed, rows, block, ahead, hit, is_open)
+            for ess, log_z, resampled, collapsed, confirmed, rows, hit, is_open in zip(*(v.tolist() for v in of_groups))
+        ]
 
-    def _count(self, group: SequenceGroup, facts: RoundFacts, result: RoundResult[np.ndarray], g: int) -> None:
-        group.end_round()
-        self._stats.spec_alone_rounds += group.alone
+    def _count(
+        self,
+        population: Population,
+        facts: list[RoundFacts],
+        result: RoundResult[np.ndarray],
+        current_G: np.ndarray,
+    ) -> None:
         for role, nan_G in ((ModelRole.DRAFT, result.draft_nan_G), (ModelRole.TARGET, result.target_nan_G)):
-            if nan_G[g]:
-                group.fail(role)
-        group.decoding.count_round(group, facts, self._stats, self.acceptance)
+            for g in np.flatnonzero(nan_G[current_G]):
+                population.groups[g].fail(role)
+        for group, of_group in zip(population.groups, facts):
+            group.end_round()
+            self._stats.spec_alone_rounds += group.alone
+            group.decoding.count_round(group, of_group, self._stats, self.acceptance)
 
 
 AllocatePages = Callable[[list[SequenceGroup]], list[tuple[SequenceGroup, RoundPages]]]

@@ -1,18 +1,18 @@
 """The states of a request inside the engine, and which transitions between them are legal.
 
-                          +---------------------- preempt (before its first token) -----------------+
-                          v                                                                         |
-    submit -> WAITING ----+--- admit --------------------> PREFILL ----------- run ----------> RUNNING
-                                                           ^  |  ^                              |  |
-                          +--- admit ----------------------+  |  +--- switch (pair <-> target) -+  |
-                          |                                   |                                 |  |
-                      PREEMPTED <---- preempt (resuming) -----+                                 |  |
-                          ^                                                                     |  |
-                          +--------------------------- preempt (checkpoint) --------------------+  |
-                          |                                                                        |
-                          +--- rescore --------------> RESCORING <----------- rescore -------------+
-                                                           |
-    every other state --- finish ---> FINISHED <--- finish +
+    submit -> WAITING --- admit ---> PREFILL --- run ---> RUNNING
+                 ^                   | ^ | ^               | | |
+                 |                   | | | +--- switch ----+ | |     between draft-target pair and target alone
+                 +----- preempt -----+ | |                   | |     before the first token
+                                       | |                   | |
+                PREEMPTED --- admit ---+ |                   | |
+                  | ^ ^                  |                   | |
+                  | | +---- preempt -----+                   | |     while it resumes from its checkpoint
+                  | +------ preempt -------------------------+ |     with a checkpoint of its particles
+                  |                                            |
+                  +-------- rescore ---> RESCORING <- rescore -+     from PREFILL, too, while it resumes
+
+    every state --- finish ---> FINISHED
 
 Whether a request of exact decoding is decoded by the draft-target pair or by the target alone is not a state: it has
 either in each of them. A request that loses its draft takes the same `switch` as one that the latency model stops
