@@ -417,6 +417,8 @@ def _given(document: Any) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise BadRequest("the body is no JSON object; allowed: an object with the request")
     given = {name: value for name, value in document.items() if value is not None}
+    if is_text(given):  # once for all fields: a body can name many
+        return given
     for name, value in given.items():
         if not is_text(name) or not is_text(value):
             raise BadRequest(
