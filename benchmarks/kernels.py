@@ -34,7 +34,7 @@ from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.selection import select as torch_select
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
-from smc.kernels.candidate_tokens import offer
+from smc.kernels.candidate_tokens import propose_candidates
 from smc.kernels.expansion import expand
 from smc.kernels.linear import ProductTiling, choose, gate_up_silu, linear, reduce, token_block_of
 from smc.kernels.norm import add_norm, round_rows, silu_mul
@@ -283,14 +283,16 @@ def bench_expansion(groups: int, rows: int, kind: PopulationKind, vocab: int = 1
     total, device = groups * rows, torch.device("cuda")
     logits, ones_R = copies(random(total, vocab, scale=3.0)), torch.ones(total, device=device)
     keys = torch.randint(0, 2**31, (4, total), device=device)
-    offers = offer(logits[0], vocab, ones_R, *keys, 1)
+    offers = propose_candidates(logits[0], vocab, ones_R, *keys, 1)
     likeliest = logits[0].float().log_softmax(-1).topk(32)
     assert (offers.logq_RC[:, :32] - likeliest.values).abs().max() < 2e-5
     tie_free = likeliest.values.diff(dim=1).ne(0).all(1)
     assert (offers.token_RC[:, :32] == likeliest.indices).all(1)[tie_free].all()
     floor = total * vocab * 2
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
-        us = microseconds(lambda x, b=block, w=warps: offer(x, vocab, ones_R, *keys, 1, block=b, warps=w), logits)
+        us = microseconds(
+            lambda x, b=block, w=warps: propose_candidates(x, vocab, ones_R, *keys, 1, block=b, warps=w), logits
+        )
         note(f"offer {groups}x{rows} block {block} warps {warps}", us, floor)
     first_G, size_G = torch.arange(groups, device=device) * rows, torch.full((groups,), rows, device=device)
     kind_G, seed_G = torch.full_like(size_G, int(kind)), torch.arange(groups, device=device)

@@ -47,7 +47,7 @@ class RankProcesses:
     ) -> None:
         """`gpus`: the GPU that each rank of a role sees, of those that this process sees; two ranks may share one.
         `warm_up`: warm up every engine, as a service does before it serves."""
-        self._config, self._epoch, self._warm_up = config, 0, warm_up
+        self._config, self._incarnation, self._warm_up = config, 0, warm_up
         self._shares_gpu = gpus is not None and bool({*gpus[ModelRole.DRAFT]} & {*gpus[ModelRole.TARGET]})
         limit = timedelta(seconds=config.start_timeout)
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
@@ -71,11 +71,11 @@ class RankProcesses:
     def engine(self, engine: EngineConfig) -> Iterator[RemoteEngine]:
         """An engine of these settings over the models. Raises WorkerGroupError if it fails; the processes are of no use
         after that."""
-        self._epoch += 1
+        self._incarnation += 1
         config = replace(self._config, engine=engine)
         pair = config.serving_pair()
         rendezvous = Rendezvous(
-            HOST, self._store.port, self._epoch, secrets.token_hex(16), config.link, config.start_timeout
+            HOST, self._store.port, self._incarnation, secrets.token_hex(16), config.link, config.start_timeout
         )
         for (role, number), rank in self._ranks.items():
             rank.pipe.send(
@@ -96,8 +96,8 @@ class RankProcesses:
         self._hear("ended", END_SECONDS)
 
     def _hear(self, word: str, timeout: float) -> None:
-        """Wait until every rank has sent this word. Raises WorkerGroupError, naming the rank, if one fails, dies or stays
-        silent."""
+        """Wait until every rank has sent this word. Raises WorkerGroupError, naming the rank, if one fails, dies or
+        stays silent."""
         silent, deadline = {rank.pipe: rank.name for rank in self._ranks.values()}, time.monotonic() + timeout
         while silent:
             ready: list[Any] = multiprocessing.connection.wait(list(silent), max(0.0, deadline - time.monotonic()))

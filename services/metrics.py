@@ -222,7 +222,7 @@ class EngineMetrics(Families):
 
     def _make_exact_metrics(self) -> None:
         """Names and meanings are vLLM's, but for the last four; each by how exact decoding makes sure of the target's
-        law."""
+        distribution."""
         each = {"verification": VERIFICATIONS}
         self._drafts = self._counter(
             "smc_spec_decode_num_drafts_total", "Rounds of exact decoding, one for each request that took part.", **each

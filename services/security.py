@@ -126,7 +126,7 @@ def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLCont
     files, first = _Files(cert, key, client_ca, configuration), configuration()
     held = [first]
 
-    def choose(connection: ssl.SSLObject, name: str | None, asked: ssl.SSLContext) -> None:
+    def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """In every handshake, whether the client names a host or not."""
         held[0] = files.changed() or held[0]
         connection.context = held[0]

@@ -176,9 +176,10 @@ def _output_logprobs(tokens: Sequence[int], answer: Answer | None) -> pb.OutputL
     stands in their place."""
     if answer is None or not answer.logprobs:
         return None
-    tops = answer.top_logprobs or [((token, logprob),) for token, logprob in zip(tokens, answer.logprobs)]
+    top_logprobs = answer.top_logprobs or [((token, logprob),) for token, logprob in zip(tokens, answer.logprobs)]
     known = [
-        pb.TopLogProbs(token_ids=[token for token, _ in top], values=[logprob for _, logprob in top]) for top in tops
+        pb.TopLogProbs(token_ids=[token for token, _ in top], values=[logprob for _, logprob in top])
+        for top in top_logprobs
     ]
     return pb.OutputLogProbs(token_ids=tokens, token_logprobs=answer.logprobs, top_logprobs=known)
 
@@ -341,14 +342,14 @@ class VllmService(pb_grpc.VllmEngineServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         check_request(message)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
-        asked_for = to_params(message.sampling_params, self._method, room=LONGEST)
+        parsed = to_params(message.sampling_params, self._method, room=LONGEST)
         form = message.WhichOneof("input")
         if form is None:
             raise ValueError("input is missing; allowed: one of tokenized, text")
-        asked = Prompt(text=message.text) if form == "text" else Prompt(token_ids=tuple(message.tokenized.input_ids))
-        prompt = await self._handler.prompts.tokens(asked)
+        source = Prompt(text=message.text) if form == "text" else Prompt(token_ids=tuple(message.tokenized.input_ids))
+        prompt = await self._handler.prompts.tokens(source)
         if form == "tokenized" and (largest := max(prompt)) >= (size := self._pair.tokenizer.size):
             raise ValueError(f"tokenized.input_ids contains {largest}; allowed: 0..{size - 1}")
-        room = self._handler.longest(asked_for[0], len(prompt))
+        room = self._handler.longest(parsed[0], len(prompt))
         settings = to_params(message.sampling_params, self._method, room)
         return [Request(request_id, prompt, params) for params in settings]

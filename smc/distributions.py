@@ -158,6 +158,6 @@ class Distributions:
 
 
 def draw(log_dist_RV: Tensor, exponential_RDV: Tensor) -> Tensor:
-    """One token per variate row, [R, D]: the entry that wins the exponential race E_v / law_v (Gumbel-max in other
+    """One token per variate row, [R, D]: the entry that wins the exponential race E_v / p_v (Gumbel-max in other
     words)."""
     return (exponential_RDV / log_dist_RV.exp().unsqueeze(-2)).argmin(dim=-1)

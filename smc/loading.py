@@ -28,26 +28,26 @@ def pair_directories(target: Path | None, draft: Path | None) -> tuple[Path, Pat
     return (target, draft) if target and draft else DEMO
 
 
-def require_directories(places: tuple[Path, Path]) -> None:
+def require_directories(directories: tuple[Path, Path]) -> None:
     """Raises ValueError for a directory without a config.json. The model itself is checked when it is loaded."""
     missing = [
-        f"{role}: {place / CONFIG} is missing"
-        for role, place in zip(("target", "draft"), places)
-        if not (place / CONFIG).is_file()
+        f"{role}: {directory / CONFIG} is missing"
+        for role, directory in zip(("target", "draft"), directories)
+        if not (directory / CONFIG).is_file()
     ]
     if missing:
         raise ValueError("\n".join(f"{each}; a Hugging Face model directory is needed" for each in missing))
 
 
-def load_pair(places: tuple[Path, Path], device: str, dtype: str | None, **options: Any) -> ModelPair:
+def load_pair(directories: tuple[Path, Path], device: str, dtype: str | None, **options: Any) -> ModelPair:
     """Load both models of two directories on one device. Options and errors are those of `loaded_models`."""
-    require_directories(places)
-    return loaded_models("files", places, device, dtype, **options).pair(device, device)
+    require_directories(directories)
+    return loaded_models("files", directories, device, dtype, **options).pair(device, device)
 
 
 def loaded_models(
     load: str,
-    places: tuple[Path, Path],
+    directories: tuple[Path, Path],
     device: str,
     dtype: str | None,
     target_dtype: str | None = None,
@@ -64,7 +64,7 @@ def loaded_models(
             raise ValueError(f"--{option} {value}; allowed: {', '.join(DTYPE_NAMES)}")
     from smc.model.source import SourcePair
 
-    sources = SourcePair.of(load, *places, small=DEMO).with_draft_vocab(draft_vocab, draft_vocab_text)
+    sources = SourcePair.of(load, *directories, small=DEMO).with_draft_vocab(draft_vocab, draft_vocab_text)
     if device == "cuda":
         import torch
 
@@ -104,12 +104,12 @@ class LoadedModels:
         return ModelPair(target, draft, self.tokenizer, self.sources.max_context, self.draft_head(draft_device))
 
 
-def use_threads(count: int | None, places: tuple[Path, Path]) -> None:
+def use_threads(count: int | None, directories: tuple[Path, Path]) -> None:
     """Set torch's number of threads to `count`. Without `count`: 1 for the demo models, which gain nothing from more,
     else torch's default."""
     if count is not None and count < 1:
         raise ValueError(f"--threads {count}; allowed: >= 1")
-    if count or places == DEMO:
+    if count or directories == DEMO:
         import torch
 
         torch.set_num_threads(count or 1)

@@ -6,7 +6,7 @@ kept once for a vocabulary, so what a request costs does not depend on the vocab
 or requests.
 
 Axes: X states, B bytes (256 values, or all bytes of a vocabulary), V vocabulary, E entries of the tables (what
-different requests end at), P particles, A places, K tokens."""
+different requests end at), P particles, A batch indices, K tokens."""
 
 from __future__ import annotations
 

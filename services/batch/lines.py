@@ -99,13 +99,13 @@ class RequestReader:
         """Raises ValueError naming the field, the value and what is allowed."""
         if line.mistake is not None:
             raise ValueError(line.mistake)
-        asked = understood(line.body, line.url == CHAT, (self._pair.target.name,), self._pair.tokenizer.size)
-        _check_is_for_a_file(asked)
-        prompt = tuple(asked.prompts[0].encode(self._pair.tokenizer, self._pair.context - 1))
-        negative = asked.negative_tokens(self._pair.tokenizer, self._pair.context - 1)
+        completion = understood(line.body, line.url == CHAT, (self._pair.target.name,), self._pair.tokenizer.size)
+        _check_is_for_a_file(completion)
+        prompt = tuple(completion.prompts[0].encode(self._pair.tokenizer, self._pair.context - 1))
+        negative = completion.negative_tokens(self._pair.tokenizer, self._pair.context - 1)
         longest = min(DEFAULT_MAX_TOKENS, max(1, self._pair.context - max(len(prompt), len(negative or ()))))
-        params = asked.params(longest, self.seed_of(line))
-        return Request(str(line.number), prompt, params, asked.cache_salt, negative_prompt=negative)
+        params = completion.params(longest, self.seed_of(line))
+        return Request(str(line.number), prompt, params, completion.cache_salt, negative_prompt=negative)
 
     def seed_of(self, line: Line) -> int:
         """The seed of this line: its own, or else one that is the same whenever and wherever it is decoded."""
@@ -113,13 +113,13 @@ class RequestReader:
         return own if own is not None else derived_seed(f"{self._seed}:{line.custom_id}")
 
 
-def _check_is_for_a_file(asked: CompletionRequest) -> None:
+def _check_is_for_a_file(completion: CompletionRequest) -> None:
     """Of what a service has, one value only is possible here. Raises BadRequest."""
     for name, value, fixed, why in (
-        ("n", asked.n * len(asked.prompts), 1, "one answer a line"),
-        ("stream", asked.stream, False, "an answer is one line"),
-        ("request_id", asked.request_id, None, "a line has a custom_id"),
-        ("timeout", asked.timeout, None, "nobody waits for a line"),
+        ("n", completion.n * len(completion.prompts), 1, "one answer a line"),
+        ("stream", completion.stream, False, "an answer is one line"),
+        ("request_id", completion.request_id, None, "a line has a custom_id"),
+        ("timeout", completion.timeout, None, "no client waits for a line"),
     ):
         if value != fixed:
             raise BadRequest(f"{name}={value!r}; allowed: {fixed!r}, {why}; or leave it out", name)
@@ -152,8 +152,8 @@ def answered(
     body = response(
         heading, [choice(0, answer, request.params, chat, pair.tokenizer, _echo(line, request, pair))], [answer]
     )
-    said = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
-    return {"id": record_id(line), "custom_id": line.custom_id, "response": said, "error": None}
+    line_response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
+    return {"id": record_id(line), "custom_id": line.custom_id, "response": line_response, "error": None}
 
 
 def refused(line: Line, error: Exception) -> dict[str, Any]:

@@ -78,8 +78,8 @@ class RetryingDecoder:
 
     async def _once(self, request: Request) -> Answer:
         await self._serving.wait()
-        async with aclosing(self._backend.generate(request)) as news:
-            async for output in news:
+        async with aclosing(self._backend.generate(request)) as outputs:
+            async for output in outputs:
                 if output.answer is not None:
                     return output.answer
         raise AssertionError("the updates of a request ended without an answer")

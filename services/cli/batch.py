@@ -14,7 +14,7 @@ JOB_DIRECTORIES = "working_dir_files"
 
 
 @options.with_options(BatchOptions)
-def batch(asked: BatchOptions) -> int:
+def batch(arguments: BatchOptions) -> int:
     """Answer a file of requests; the same command resumes where it was stopped. Exit code 1: some lines have no
     answer."""
     import logging
@@ -25,12 +25,12 @@ def batch(asked: BatchOptions) -> int:
     from services.launch.errors import WorkerGroupError
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    given: dict[str, Any] = {} if asked.config is None else config_file.read(asked.config, BatchOptions)
-    given |= options.given(asdict(asked))
+    given: dict[str, Any] = {} if arguments.config is None else config_file.read(arguments.config, BatchOptions)
+    given |= options.given(asdict(arguments))
     config = BatchConfig(**{one.name: given[one.name] for one in fields(BatchConfig) if one.name in given})
-    if JOB_DIRECTORIES in asked.output.resolve().parts:
+    if JOB_DIRECTORIES in arguments.output.resolve().parts:
         print_warning(
-            f"{asked.output.resolve()} is in this job's own copy of its working directory, which Ray deletes; "
+            f"{arguments.output.resolve()} is in this job's own copy of its working directory, which Ray deletes; "
             "give an absolute path"
         )
     try:
@@ -41,5 +41,5 @@ def batch(asked: BatchOptions) -> int:
     except (WorkerGroupError, ServiceLost, ConnectionError) as error:
         print_error(f"{error}; run the same command again to resume")
         return 1
-    err.print(f"{progress.summary()}; answers in {asked.output.absolute()}", soft_wrap=True, markup=False)
+    err.print(f"{progress.summary()}; answers in {arguments.output.absolute()}", soft_wrap=True, markup=False)
     return 1 if progress.all_failed else 0

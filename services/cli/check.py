@@ -23,16 +23,16 @@ def check(target: options.Target = None, draft: options.Draft = None, as_json: o
     from smc.loading import pair_directories
     from smc.model.check import check_pair
 
-    places = pair_directories(target, draft)
-    report = check_pair(*places)
+    directories = pair_directories(target, draft)
+    report = check_pair(*directories)
     if as_json:
         print(json.dumps({"ok": not report.problems, **asdict(report)}))
     else:
-        _print(report, places)
+        _print(report, directories)
     return 1 if report.problems else 0
 
 
-def _print(report: PairReport, places: tuple[Path, Path]) -> None:
+def _print(report: PairReport, directories: tuple[Path, Path]) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 3, 0, 0))
     headers: tuple[tuple[str, JustifyMethod], ...] = (("", "left"), ("target", "right"), ("draft", "right"))
     for title, justify in headers:
@@ -40,8 +40,8 @@ def _print(report: PairReport, places: tuple[Path, Path]) -> None:
     columns = [_column(model) for model in (report.target, report.draft)]
     for name in columns[0]:
         table.add_row(Text(name, style="dim"), *(column[name] for column in columns))
-    for role, place in zip(("target", "draft"), places):
-        out.print(Text.assemble((f"{role:7}", "dim"), str(place)), soft_wrap=True)
+    for role, directory in zip(("target", "draft"), directories):
+        out.print(Text.assemble((f"{role:7}", "dim"), str(directory)), soft_wrap=True)
     out.print()
     for problem in report.problems:
         out.print(Text.assemble(("problem: ", "bold red"), problem), soft_wrap=True)

@@ -58,15 +58,17 @@ def generate(
     text = read_prompt(prompt)
     from smc.loading import loaded_models, pair_directories, require_directories, use_threads
 
-    places = pair_directories(target, draft)
+    directories = pair_directories(target, draft)
     given = options.given(ctx.params)
     _refuse_idle(given)
-    require_directories(places)
+    require_directories(directories)
     check_guidance(
         SamplingParams(**sampling), negative_prompt is not None
     )  # before torch is imported, which takes seconds
-    models = loaded_models("files", places, device, dtype, target_dtype, draft_dtype, draft_vocab, draft_vocab_text)
-    use_threads(threads, places)
+    models = loaded_models(
+        "files", directories, device, dtype, target_dtype, draft_dtype, draft_vocab, draft_vocab_text
+    )
+    use_threads(threads, directories)
     pair = models.pair(device, device)
     return _answer(pair, *_settings(pair, text, raw, given, sampling), as_json)
 

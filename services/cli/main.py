@@ -50,8 +50,8 @@ add_commands(app)
 app.add_typer(client, name="client")
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         out.print(f"smcserve {importlib.metadata.version('smcserve')}")
         raise typer.Exit()
 

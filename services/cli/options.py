@@ -71,8 +71,8 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        asked = {name: kwargs.pop(name) for name in SAMPLING_NAMES}
-        return command(*args, sampling=given(asked), **kwargs)
+        sampling = {name: kwargs.pop(name) for name in SAMPLING_NAMES}
+        return command(*args, sampling=given(sampling), **kwargs)
 
     call: Any = wrapped
     call.__signature__ = signature.replace(parameters=parameters)
@@ -122,8 +122,8 @@ def with_options(record: type[Record]) -> Callable[[Callable[[Record], int | Non
 
     def of(command: Callable[[Record], int | None]) -> Callable[..., int | None]:
         @wraps(command)
-        def wrapped(**asked: Any) -> int | None:
-            return command(record(**asked))
+        def wrapped(**arguments: Any) -> int | None:
+            return command(record(**arguments))
 
         call: Any = wrapped
         call.__signature__ = inspect.Signature(parameters)
@@ -133,9 +133,11 @@ def with_options(record: type[Record]) -> Callable[[Callable[[Record], int | Non
     return of
 
 
-def given(asked: Mapping[str, Any]) -> dict[str, Any]:
+def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The given options, without those left to their defaults."""
-    return {name: value for name, value in asked.items() if value is not None and value is not False and value != []}
+    return {
+        name: value for name, value in arguments.items() if value is not None and value is not False and value != []
+    }
 
 
 Target = Annotated[

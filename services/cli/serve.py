@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @options.with_options(ServeOptions)
-def serve(asked: ServeOptions) -> int:
+def serve(arguments: ServeOptions) -> int:
     """Serve a model pair over gRPC, and with --http-port over OpenAI's API; stop with Ctrl-C or SIGTERM.
 
     --config reads options from a file, which has some more than there are flags; --print-config writes such a file."""
@@ -23,12 +23,12 @@ def serve(asked: ServeOptions) -> int:
     import logging
 
     given: dict[str, Any] = {"max_queue": MAX_QUEUE}
-    if asked.config is not None:
-        given |= config_file.read(asked.config, ServeOptions)
-    given |= options.given(asdict(asked))
+    if arguments.config is not None:
+        given |= config_file.read(arguments.config, ServeOptions)
+    given |= options.given(asdict(arguments))
     group, gateway = worker_group_config(given), gateway_config(given)
     group.serving_pair()
-    if asked.print_config:
+    if arguments.print_config:
         print(config_file.text_of(effective(group, gateway, given), ServeOptions), end="")
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

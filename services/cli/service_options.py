@@ -354,7 +354,7 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     if given.get("load") in ("random", "grown") and not (given.get("target") and given.get("draft")):
         raise ValueError(f"--load {given['load']} needs --target and --draft, each the name of a published shape")
     target, draft = pair_directories(given.get("target"), given.get("draft"))
-    # In lockstep one model waits for the other; two cohorts let both work. In look-ahead form both work already.
+    # In lockstep one model waits for the other; two micro-batches let both work. In look-ahead form both work already.
     cohorts = 2 if given.get("form") == "lockstep" else 1
     settings: dict[str, Any] = {"cohorts": cohorts, "prefix_cache": not given.get("no_prefix_cache", False)}
     if given.get("device") == "cuda":

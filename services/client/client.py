@@ -80,7 +80,7 @@ class CompletionStream:
         self._call.cancel()
 
     def _complete(self, finish: pb.Finish) -> Completion:
-        matched, asked = finish.WhichOneof("matched"), self._request
+        matched, request = finish.WhichOneof("matched"), self._request
         return Completion(
             request_id=self.request_id,
             text="".join(self._texts),
@@ -90,11 +90,11 @@ class CompletionStream:
             seed=finish.seed,
             usage=_data(Usage, finish.usage),
             statistics=_data(Statistics, finish.statistics) if finish.HasField("statistics") else None,
-            logprobs=tuple(finish.logprobs) if asked.logprobs else None,
-            top_logprobs=tuple(tuple(zip(tops.token_ids, tops.logprobs)) for tops in finish.top_logprobs)
-            if asked.top_logprobs
+            logprobs=tuple(finish.logprobs) if request.logprobs else None,
+            top_logprobs=tuple(tuple(zip(top.token_ids, top.logprobs)) for top in finish.top_logprobs)
+            if request.top_logprobs
             else None,
-            particles=tuple(map(_particle, finish.particles)) if asked.return_particles else None,
+            particles=tuple(map(_particle, finish.particles)) if request.return_particles else None,
             seconds=time.monotonic() - self._started,
             times=_data(Times, finish.times),
         )
@@ -167,13 +167,13 @@ class Client:
         **settings: Any,
     ) -> Completion:
         """The whole answer at once. Arguments: see `stream`."""
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "timeout": timeout,
             "request_id": request_id,
             "cache_salt": cache_salt,
             "negative_prompt": negative_prompt,
         }
-        with self.stream(prompt, **asked, **settings) as stream:
+        with self.stream(prompt, **options, **settings) as stream:
             for _ in stream:
                 pass
         assert stream.completion is not None, "a stream that ends well has ended with an answer"

@@ -88,7 +88,7 @@ class _PendingUpdates:
     def __init__(self, request: Request) -> None:
         """`request`: as the caller knows it."""
         self.request = request
-        self._news: Output | None = None
+        self._update: Output | None = None
         self._error: Exception | None = None
         self._some = asyncio.Event()
         self._tokens: list[int] = []
@@ -98,10 +98,10 @@ class _PendingUpdates:
         """The caller has got the end of the request; there is nothing left to abort."""
 
     def add(self, output: Output) -> None:
-        old = self._news
+        old = self._update
         if old is not None:
             output = replace(output, tokens=old.tokens + output.tokens, text=old.text + output.text)
-        self._news = output
+        self._update = output
         self._some.set()
 
     def fail(self, error: Exception) -> None:
@@ -111,7 +111,7 @@ class _PendingUpdates:
     async def next(self) -> Output:
         await self._some.wait()
         self._some.clear()
-        output, self._news = self._news, None
+        output, self._update = self._update, None
         # A complete answer is delivered, even if the coordinator has been lost since.
         if output is None or (self._error is not None and output.answer is None):
             self.ended = True

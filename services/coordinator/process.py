@@ -36,14 +36,14 @@ class Coordinator:
         torch.set_num_threads(1)
         self._spec = spec
         self._remote = RemoteEngine(spec)
-        self._sign_of_life()
+        self._ping_workers()
         self._remote.timeline.forget()
         self._server = CoordinatorServer(host, spec.rendezvous.secret)
         self._loop = EngineLoop(
             self._remote.engine,
             self._deliver,
             timeline=self._remote.timeline,
-            when_idle=self._sign_of_life,
+            when_idle=self._ping_workers,
             idle_period=spec.heartbeat,
             on_draft_lost=self._remote.detach_draft,
         )
@@ -74,10 +74,10 @@ class Coordinator:
         """The draft's processes have been stopped. Returns once no command to it is in flight."""
         self._loop.do(lambda: self._loop.detach_draft("its processes have ended")).result(2 * self._spec.timeout)
 
-    def attach_draft(self, epoch: int) -> None:
-        """Returns when the draft of this epoch takes part. Raises RuntimeError if it does not come."""
+    def attach_draft(self, incarnation: int) -> None:
+        """Returns when the draft of this incarnation takes part. Raises RuntimeError if it does not come."""
         remote, timeout = self._remote, self._spec.timeout
-        draft = remote.connect_draft(epoch)
+        draft = remote.connect_draft(incarnation)
 
         def have_met() -> bool:
             return self._loop.do(lambda: remote.target_meets(draft)).result(2 * timeout)
@@ -107,7 +107,7 @@ class Coordinator:
             worker.keep_alive(self._spec.heartbeat)
         self._remote.timeline.forget()  # waits between two steps
 
-    def _sign_of_life(self) -> None:
+    def _ping_workers(self) -> None:
         """Nothing runs: the workers must answer."""
         for worker in self._remote.present:
             worker.ping()

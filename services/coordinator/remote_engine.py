@@ -88,28 +88,27 @@ class RemoteEngine:
         `connect_draft` and `pages_of_draft`."""
         draft = self.workers[ModelRole.DRAFT]
         draft.set_lost(why)
-        if self.lost_draft == draft.epoch:
+        if self.lost_draft == draft.incarnation:
             return []
-        self.lost_draft = draft.epoch
+        self.lost_draft = draft.incarnation
         return self.engine.detach_draft()
 
-    def connect_draft(self, epoch: int) -> RemoteWorker:
-        """Another draft, which has loaded its weights, of this epoch. Not in the engine's thread: it waits. Raises
-        RuntimeError if it does not come."""
-        if self.lost_draft != self.workers[ModelRole.DRAFT].epoch:
-            raise RuntimeError(
-                f"the draft of epoch {self.workers[ModelRole.DRAFT].epoch} is connected; only a lost draft can be replaced"
-            )
+    def connect_draft(self, incarnation: int) -> RemoteWorker:
+        """Another draft, which has loaded its weights, of this incarnation. Not in the engine's thread: it waits.
+        Raises RuntimeError if it does not come."""
+        connected = self.workers[ModelRole.DRAFT].incarnation
+        if self.lost_draft != connected:
+            raise RuntimeError(f"the draft of incarnation {connected} is connected; only a lost draft can be replaced")
         self.workers[ModelRole.DRAFT].close()
         rendezvous = self._rendezvous[ModelRole.DRAFT] = replace(
-            self._spec.rendezvous, epoch=epoch, start_timeout=self._spec.timeout
+            self._spec.rendezvous, incarnation=incarnation, start_timeout=self._spec.timeout
         )
         return self._worker(ModelRole.DRAFT, rendezvous, rendezvous.store(), Timeline())
 
     def target_meets(self, draft: RemoteWorker) -> bool:
         """Whether the target has a link to it, which the first question makes it open. Raises LinkError if it has none
         in time."""
-        return self.workers[ModelRole.TARGET].reconnect(draft.epoch, self._spec.timeout)
+        return self.workers[ModelRole.TARGET].reconnect(draft.incarnation, self._spec.timeout)
 
     def pages_of_draft(self) -> int:
         """Of the one that was connected last. Not in the engine's thread."""
@@ -126,7 +125,9 @@ class RemoteEngine:
     ) -> RemoteWorker:
         end = coordinator_end(rendezvous, store, role)
         may_be_lost = role == ModelRole.DRAFT and self._spec.outlives_draft
-        return RemoteWorker(role, end, rendezvous.epoch, rendezvous.start_timeout, timeline, may_be_lost=may_be_lost)
+        return RemoteWorker(
+            role, end, rendezvous.incarnation, rendezvous.start_timeout, timeline, may_be_lost=may_be_lost
+        )
 
     def _pages(self, role: ModelRole, store: dist.TCPStore) -> int:
         return int(store.get(self._rendezvous[role].name(f"{role}/pages")))
@@ -142,7 +143,9 @@ class RemoteEngine:
         try:
             while time.monotonic() < deadline:
                 # Why a draft ended that is already known to be lost is not reported again.
-                for role in ModelRole if self.lost_draft < self.workers[ModelRole.DRAFT].epoch else (ModelRole.TARGET,):
+                for role in (
+                    ModelRole if self.lost_draft < self.workers[ModelRole.DRAFT].incarnation else (ModelRole.TARGET,)
+                ):
                     if what := self._rendezvous[role].failure_report(self._store, role):
                         return WorkerFailed(role, what)
                 time.sleep(REPORT_SECONDS / 10)

@@ -231,11 +231,11 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             context.abort(grpc.StatusCode.ALREADY_EXISTS, "a gateway is attached already")
         outbox = self._outbox = queue.SimpleQueue()
         context.send_initial_metadata(())  # from now on updates reach the gateway
-        asked = _Submissions()
-        threading.Thread(target=self._take_all, args=(request_iterator, outbox, asked), daemon=True).start()
+        submissions = _Submissions()
+        threading.Thread(target=self._take_all, args=(request_iterator, outbox, submissions), daemon=True).start()
         try:
             for step in iter(outbox.get, None):
-                asked.end(step)
+                submissions.end(step)
                 yield to_response(step)
         finally:
             self._outbox = None
@@ -246,7 +246,9 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             outbox.put(None)
         self._server.stop(grace=0.5)
 
-    def _take_all(self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue, asked: _Submissions) -> None:
+    def _take_all(
+        self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue, submissions: _Submissions
+    ) -> None:
         """Everything the gateway asks. When it goes, so do its requests."""
         loop = self._loop
         assert loop is not None
@@ -255,11 +257,11 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
                 if request.WhichOneof("command") == "abort":
                     loop.abort(request.abort)
                     continue
-                asked.add(request.submit.request_id)
+                submissions.add(request.submit.request_id)
                 self._submit(loop, request.submit)
         except Exception as error:  # gRPC's way of saying that the other side is gone
             logger.debug("the gateway is gone: %s", error)
-        for request_id in asked.take():
+        for request_id in submissions.take():
             loop.abort(request_id)
         outbox.put(None)
 

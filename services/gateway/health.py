@@ -114,10 +114,10 @@ class Watchdog:
         self._next = self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def _watch(self) -> None:
-        said = 0.0
+        logged = 0.0
         while not self._ended.wait(BEAT_SECONDS):
             last = self._last
-            if time.monotonic() - last > LOG_SECONDS and last != said:
-                said = last
+            if time.monotonic() - last > LOG_SECONDS and last != logged:
+                logged = last
                 stack = "".join(traceback.format_stack(sys._current_frames().get(self._thread_id)))
                 logger.warning("the event loop has been blocked for more than %g s; it is at:\n%s", LOG_SECONDS, stack)

@@ -95,7 +95,7 @@ class ReceivingInterceptor(grpc.aio.ServerInterceptor):
     async def _ending(self, handler: Any, context: grpc.aio.ServicerContext, is_limited: bool) -> Status | None:
         """Serve the call. The status that it ends with, if something went wrong."""
         try:
-            with self._place() if is_limited else nullcontext():
+            with self._counted() if is_limited else nullcontext():
                 await self._serve(handler, context)
         except CallRefused as error:
             status = status_of(error.cause)
@@ -113,7 +113,7 @@ class ReceivingInterceptor(grpc.aio.ServerInterceptor):
         return None
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def _counted(self) -> Iterator[None]:
         with ExitStack() as held:
             try:
                 held.enter_context(self._call_limit.taken())

@@ -164,21 +164,21 @@ class CallRecord:
         self._arrived = time.monotonic() if arrived is None else arrived
         self._last: float | None = None
         self._tokens = 0
-        self._said: dict[str, str | int | float] = {} if trace is None else {"trace_id": trace.trace_id}
+        self._fields: dict[str, str | int | float] = {} if trace is None else {"trace_id": trace.trace_id}
         self._ended = False
 
     def another(self) -> CallRecord:
         """Of one more answer to the same call."""
         record = CallRecord(self._metrics, self._trace and self._trace.another(), self._arrived)
-        record._said = dict(self._said)
+        record._fields = dict(self._fields)
         return record
 
     def is_of(self, request_id: str) -> None:
-        self._said["request_id"] = request_id
+        self._fields["request_id"] = request_id
 
     def asks(self, request: Request) -> None:
         """Its settings and its prompt have been taken in."""
-        self._said |= {
+        self._fields |= {
             "method": request.params.method.value,
             "rows": request.params.rows,
             "prompt_tokens": len(request.prompt),
@@ -195,7 +195,7 @@ class CallRecord:
         self._tokens += new_tokens
         if self._last is None:
             self._metrics.prompt_started(prompt_tokens, now - self._arrived)
-            self._said["first_token_seconds"] = round(now - self._arrived, 6)
+            self._fields["first_token_seconds"] = round(now - self._arrived, 6)
         elif new_tokens:
             self._metrics.tokens_followed(new_tokens, now - self._last)
         self._last = now
@@ -205,12 +205,12 @@ class CallRecord:
         ran, finish_reason = answer.statistics, answer.finish_reason.value
         self._metrics.request_answered(answer, self.seconds)
         times = {f"{part}_seconds": round(seconds, 6) for part, seconds in vars(answer.times).items()}
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "finish_reason": finish_reason,
             "cached_tokens": answer.cached_tokens,
             "rounds": ran.rounds,
         }
-        self._end("OK", answer.times, **said, **times)
+        self._end("OK", answer.times, **fields, **times)
 
     def failed(self, status: Status, error: Exception) -> None:
         """It ended with this status, because of this error, if it had not ended. Without a single token it was a
@@ -237,10 +237,10 @@ class CallRecord:
 
     def _end(self, status: str, times: Times | None = None, **more: str | int | float) -> None:
         self._ended = True
-        said = self._said | {"tokens": self._tokens, "seconds": round(self.seconds, 6)} | more
-        logger.info("%s", json.dumps(said | {"status": status}))
+        fields = self._fields | {"tokens": self._tokens, "seconds": round(self.seconds, 6)} | more
+        logger.info("%s", json.dumps(fields | {"status": status}))
         if self._trace is not None:
-            self._trace.end(status, said, times)
+            self._trace.end(status, fields, times)
 
 
 MAX_ID_SIZE = 256

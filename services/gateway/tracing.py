@@ -41,14 +41,14 @@ class Trace:
         """32 hexadecimal digits, as collectors show it."""
         return f"{self._span.get_span_context().trace_id:032x}"
 
-    def end(self, status: str, said: Mapping[str, Any], times: Times | None) -> None:
-        """`said`: what the log says of the call. `times`: of its answer, if it has one."""
+    def end(self, status: str, fields: Mapping[str, Any], times: Times | None) -> None:
+        """`fields`: what the log says of the call. `times`: of its answer, if it has one."""
         from opentelemetry.trace import StatusCode, set_span_in_context
 
-        self._span.set_attributes({_ATTRIBUTES.get(name, f"smc.{name}"): value for name, value in said.items()})
+        self._span.set_attributes({_ATTRIBUTES.get(name, f"smc.{name}"): value for name, value in fields.items()})
         self._span.set_attribute("rpc.grpc.status_code", status)
         if status != "OK":
-            self._span.set_status(StatusCode.ERROR, str(said.get("cause", "")))
+            self._span.set_status(StatusCode.ERROR, str(fields.get("cause", "")))
         if times is not None:
             at, inside = self._began, set_span_in_context(self._span)
             for name, seconds in vars(times).items():

@@ -78,9 +78,9 @@ class CoordinatorActor:
     def detach_draft(self) -> None:
         self._coordinator.detach_draft()
 
-    def attach_draft(self, epoch: int) -> None:
+    def attach_draft(self, incarnation: int) -> None:
         """See `Coordinator`."""
-        self._coordinator.attach_draft(epoch)
+        self._coordinator.attach_draft(incarnation)
 
     @ray.method(concurrency_group=SIGNS)
     def pid(self) -> int:
@@ -154,10 +154,10 @@ def _bundle(gpus: bool, resource: str | None) -> dict[str, float]:
 
 
 def start_rank(group: PlacementGroup, role: ModelRole, rank: int, gpus: bool) -> ray.actor.ActorHandle:
-    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
     # Two calls at a time: `run` never returns.
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(gpus), "max_restarts": 0, "max_concurrency": 2}
-    return _remote(RankActor, f"{role} rank {rank}").options(scheduling_strategy=place, **options).remote()
+    return _remote(RankActor, f"{role} rank {rank}").options(scheduling_strategy=strategy, **options).remote()
 
 
 def end(actor: ray.actor.ActorHandle, pid: int | None) -> None:
@@ -172,9 +172,9 @@ def end(actor: ray.actor.ActorHandle, pid: int | None) -> None:
 
 def local_pid(process: ray.ObjectRef) -> int | None:
     """What `RankActor.process` says, of a process on this host that has said it; else None."""
-    said, _ = ray.wait([process], timeout=0)
+    ready, _ = ray.wait([process], timeout=0)
     try:
-        node, pid = ray.get(said[0]) if said else (None, None)
+        node, pid = ray.get(ready[0]) if ready else (None, None)
     except ray.exceptions.RayError:
         return None
     return pid if node == ray.get_runtime_context().get_node_id() else None

@@ -116,8 +116,8 @@ class WorkerGroupConfig:
     @cached_property
     def sources(self) -> SourcePair:
         """What is to be loaded. Raises ValueError if it cannot be served; nothing is loaded yet."""
-        places = (self.target.absolute(), self.draft.absolute()) if self.load == "files" else (self.target, self.draft)
-        sources = SourcePair.of(self.load, *places, small=(demo.TARGET, demo.DRAFT))
+        paths = (self.target.absolute(), self.draft.absolute()) if self.load == "files" else (self.target, self.draft)
+        sources = SourcePair.of(self.load, *paths, small=(demo.TARGET, demo.DRAFT))
         return sources.with_draft_vocab(self.draft_vocab, self.draft_vocab_text)
 
     def serving_pair(self) -> ServingPair:

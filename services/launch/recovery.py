@@ -75,8 +75,8 @@ async def resuming(
     again, and raises Unavailable if it never does. Raises what `ask` raises; Unavailable for the loss of what cannot be
     resumed."""
     if request.params.method not in RESUMED:
-        async with aclosing(ask(request)) as news:
-            async for output in news:
+        async with aclosing(ask(request)) as updates:
+            async for output in updates:
                 yield output
         return
     arrived = time.monotonic() - request.waited
@@ -85,9 +85,9 @@ async def resuming(
     given = _ReplayCursor()
     for left in reversed(range(MOST + 1)):
         try:
-            async with aclosing(ask(replace(request, waited=time.monotonic() - arrived))) as news:
+            async with aclosing(ask(replace(request, waited=time.monotonic() - arrived))) as updates:
                 given.begin()
-                async for output in news:
+                async for output in updates:
                     if (more := given.more(output)) is not None:
                         yield more
             return
@@ -140,7 +140,7 @@ class _ReplayCursor:
             return answer
         reason = FinishReason.TIME_BUDGET if answer.finish_reason is FinishReason.QUEUE_TIME else answer.finish_reason
         logprobs = None if answer.logprobs is None else (*answer.logprobs, *[math.nan] * missing)
-        tops = None if answer.top_logprobs is None else (*answer.top_logprobs, *[()] * missing)
+        top_logprobs = None if answer.top_logprobs is None else (*answer.top_logprobs, *[()] * missing)
         tokens, text = tuple(self._tokens), "".join(self._pieces)
         particles = None if answer.particles is None else (Particle(tokens, text, reason, 1.0),)
         return replace(
@@ -149,6 +149,6 @@ class _ReplayCursor:
             text=text,
             finish_reason=reason,
             logprobs=logprobs,
-            top_logprobs=tops,
+            top_logprobs=top_logprobs,
             particles=particles,
         )

@@ -63,9 +63,9 @@ class Service:
         await self.supervisor.stop()
 
     def _health(self, draft: bool, target: bool) -> None:
-        self.metrics.set_epoch(self.supervisor.epoch)
+        self.metrics.set_epoch(self.supervisor.incarnation)
         had_draft, had_target = self._ready
-        if self.supervisor.epoch > 1:
+        if self.supervisor.incarnation > 1:
             if target and not had_target:
                 self.metrics.workers_restarted()
             elif draft and not had_draft:
@@ -79,7 +79,7 @@ class Service:
             self.metrics.observe_round(**vars(step.times))
 
     def _status(self) -> ServiceStatus:
-        return ServiceStatus.of(self.supervisor.epoch, self.supervisor.stats)
+        return ServiceStatus.of(self.supervisor.incarnation, self.supervisor.stats)
 
 
 async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Callable[[Ready], None]) -> None:
@@ -96,7 +96,7 @@ async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Call
             if starting.done():
                 announce(starting.result())
                 started = True
-                await _first(interrupted, asyncio.create_task(service.supervisor.given_up()))
+                await _first(interrupted, asyncio.create_task(service.supervisor.wait_failed()))
                 logger.info("draining: calls in flight may go on for %g s", gateway.drain_timeout)
         finally:  # also after a start that failed: gRPC crashes in a process that ends with a server open
             starting.cancel()  # first, or it could still bring up what the stop has ended

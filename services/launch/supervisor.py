@@ -7,7 +7,7 @@ it can. Requests that need the draft end with UNAVAILABLE, in flight and new one
 Any other dead process means a dead worker group, and so does a dead draft whose link to the target cannot be made
 again: every process is ended, and a new worker group starts. Until it has warmed up, requests are refused with
 UNAVAILABLE. Those in flight end with UNAVAILABLE if they are of SMC; the others wait for it and go on. Every start, of
-a worker group or of a draft, has the next epoch."""
+a worker group or of a draft, has the next incarnation."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Supervisor:
         """No other worker group will be started."""
         self._heard = 0.0
         """When the engine's last step came."""
-        self._draft_epoch = 0
+        self._draft_incarnation = 0
         """Of the draft that is there; 0 if there is none."""
         self._in_flight: list[Request] | None = None
         """When the coordinator reported the loss of the draft."""
         self._draft_start: asyncio.Task | None = None
-        self.epoch = 0
+        self.incarnation = 0
         self.stats = EngineStats()
         """Of the engine's last step; of one that holds nothing once its worker group is lost."""
 
@@ -77,7 +77,7 @@ class Supervisor:
 
     @property
     def has_draft(self) -> bool:
-        return self.serving and self._draft_epoch > 0
+        return self.serving and self._draft_incarnation > 0
 
     @property
     def num_calls(self) -> int:
@@ -92,7 +92,7 @@ class Supervisor:
         await self._start_group()
         self._watch = asyncio.create_task(self._keep_alive())
 
-    async def given_up(self) -> None:
+    async def wait_failed(self) -> None:
         """Returns never; raises WorkerGroupError when the service does not come back: too many starts in a row have
         failed."""
         assert self._watch is not None
@@ -132,8 +132,8 @@ class Supervisor:
         return self._client
 
     async def _start_group(self) -> None:
-        self.epoch += 1
-        self._group = WorkerGroup(self._config, self.pair, self.epoch)
+        self.incarnation += 1
+        self._group = WorkerGroup(self._config, self.pair, self.incarnation)
         await asyncio.to_thread(self._group.start)
         client = CoordinatorClient(self._group.address, self._group.secret, self._step, self._lost)
         try:
@@ -142,9 +142,9 @@ class Supervisor:
             await client.close()
             raise WorkerGroupError(f"the worker group did not start: {error}") from error
         self._client, self._heard = client, time.monotonic()
-        self._draft_epoch, self._in_flight = self.epoch, None
+        self._draft_incarnation, self._in_flight = self.incarnation, None
         self._changed.set()
-        logger.info("serving: epoch %d", self.epoch)
+        logger.info("serving: epoch %d", self.incarnation)
         self._on_health(True, True)
 
     async def _keep_alive(self) -> None:
@@ -188,7 +188,7 @@ class Supervisor:
         logger.error("%s; the target decodes alone", error)
         if error.fault:
             self._quarantine.group_failed(client.requests if self._in_flight is None else self._in_flight)
-        self._draft_epoch, self._in_flight = 0, None
+        self._draft_incarnation, self._in_flight = 0, None
         self._on_health(False, True)
         # Calls that wait for a draft that hangs continue once it is killed.
         await asyncio.to_thread(group.end_draft)
@@ -202,15 +202,15 @@ class Supervisor:
             logger.error("%s", error)
         for failed in range(self._config.max_failed_starts):
             await asyncio.sleep(BACKOFF_SECONDS[min(failed, len(BACKOFF_SECONDS) - 1)])
-            self.epoch += 1
-            epoch = self.epoch
+            self.incarnation += 1
+            incarnation = self.incarnation
             try:
-                await asyncio.to_thread(group.start_draft, epoch)
+                await asyncio.to_thread(group.start_draft, incarnation)
             except WorkerGroupError as error:
                 logger.error("%s", error)
             else:
-                self._draft_epoch = epoch
-                logger.info("the draft is back: epoch %d", epoch)
+                self._draft_incarnation = incarnation
+                logger.info("the draft is back: epoch %d", incarnation)
                 self._on_health(True, True)
                 return
         logger.error(
@@ -220,7 +220,7 @@ class Supervisor:
     async def _end_group(self, error: Exception) -> None:
         if not isinstance(error, WorkerGroupError):
             logger.exception("unexpected error", exc_info=error)
-        logger.error("%s; the worker group of epoch %d ends", error, self.epoch)
+        logger.error("%s; the worker group of epoch %d ends", error, self.incarnation)
         client = self._client
         if self._draft_start is not None:
             self._draft_start.cancel()
@@ -248,12 +248,12 @@ class Supervisor:
                 slots_free=self.pair.engine.max_slots, pages_used=nothing, pages_total=total, pages_leaked=nothing
             )
             self._step(EngineStep(stats=room))
-        self._draft_epoch, self._in_flight = 0, None
+        self._draft_incarnation, self._in_flight = 0, None
         self._on_health(False, False)
 
     def _step(self, step: EngineStep) -> None:
         self._heard = time.monotonic()
-        if step.lost_draft and step.lost_draft == self._draft_epoch and self._in_flight is None:
+        if step.lost_draft and step.lost_draft == self._draft_incarnation and self._in_flight is None:
             assert self._client is not None
             self._in_flight = self._client.requests
             self._on_health(False, True)

@@ -66,7 +66,8 @@ def rank_spec(
 def coordinator_spec(
     config: WorkerGroupConfig, pair: ServingPair, rendezvous: Rendezvous, *, warm_up: bool = True
 ) -> CoordinatorSpec:
-    """`warm_up`: do what a service does before it accepts requests; dummy rounds run only where kernels are compiled."""
+    """`warm_up`: do what a service does before it accepts requests; dummy rounds run only where kernels are
+    compiled."""
     compiles, times = config.device == "cuda", warm_up and pair.engine.drafting == "costs"
     return CoordinatorSpec(
         rendezvous=rendezvous,
@@ -93,11 +94,11 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """Not restarted: after a failure a new one is made, with the next epoch. Only the draft's ranks may be, beside the
-    others."""
+    """Not restarted: after a failure a new one is made, with the next incarnation. Only the draft's ranks may be,
+    beside the others."""
 
-    def __init__(self, config: WorkerGroupConfig, pair: ServingPair, epoch: int) -> None:
-        self._config, self._pair, self.epoch = config, pair, epoch
+    def __init__(self, config: WorkerGroupConfig, pair: ServingPair, incarnation: int) -> None:
+        self._config, self._pair, self.incarnation = config, pair, incarnation
         self.secret = secrets.token_hex(16)
         self.actors: dict[str, ray.actor.ActorHandle] = {}
         """`coordinator`, `draft0`, `draft1`, .., `target0`, .."""
@@ -110,8 +111,8 @@ class WorkerGroup:
         """The caller checks whether it becomes ready or dies."""
         self._ended = False
         """`kill` has been called, maybe in the middle of the start."""
-        self._lives: dict[ray.ObjectRef, str] = {}
-        self._asked: dict[str, ray.ObjectRef] = {}
+        self._runs: dict[ray.ObjectRef, str] = {}
+        self._probes: dict[str, ray.ObjectRef] = {}
         """Liveness probes in flight."""
         self._waited: dict[str, float] = {}
         """Seconds that `check` has waited since then."""
@@ -134,35 +135,35 @@ class WorkerGroup:
         """Wait up to `timeout` seconds for a process to end. Raises WorkerGroupError, naming it, if one has, or if one
         has been silent for `PROBE_SECONDS` of such waits: counted only while this process itself was scheduled."""
         with self._guard:
-            lives = {life: name for life, name in self._lives.items() if not (self._draft_starts and _is_draft(name))}
-        self._wait_for(list(lives), lives, timeout)
+            runs = {run: name for run, name in self._runs.items() if not (self._draft_starts and _is_draft(name))}
+        self._wait_for(list(runs), runs, timeout)
         with self._guard:
-            self._look_for_silence({name for name in lives.values() if name in self.actors}, timeout)
+            self._look_for_silence({name for name in runs.values() if name in self.actors}, timeout)
 
     def _look_for_silence(self, names: set[str], waited: float) -> None:
         """Probe whether these processes are alive, periodically."""
-        asked = list(self._asked.values())
-        answered = set(ray.wait(asked, num_returns=len(asked), timeout=0)[0]) if asked else set()
+        probes = list(self._probes.values())
+        answered = set(ray.wait(probes, num_returns=len(probes), timeout=0)[0]) if probes else set()
         for name in names:
             self._waited[name] = self._waited.get(name, 0.0) + waited
-            is_silent = name in self._asked and self._asked[name] not in answered
+            is_silent = name in self._probes and self._probes[name] not in answered
             if is_silent and self._waited[name] > PROBE_SECONDS:
                 raise WorkerGroupError(f"{name} does not answer", draft=_is_draft(name) and self._config.outlives_draft)
             if not is_silent and self._waited[name] >= ASK_SECONDS:
-                self._asked[name], self._waited[name] = self.actors[name].pid.remote(), 0.0
+                self._probes[name], self._waited[name] = self.actors[name].pid.remote(), 0.0
 
     def probe(self) -> None:
         """Raises WorkerGroupError if a process other than the draft's has ended, or does not say within `PROBE_SECONDS`
         that it is alive."""
         with self._guard:
-            asked: dict[ray.ObjectRef, str] = {
+            probes: dict[ray.ObjectRef, str] = {
                 actor.pid.remote(): name for name, actor in self.actors.items() if not _is_draft(name)
             }
-            lives = {life: name for life, name in self._lives.items() if not _is_draft(name)}
-        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=PROBE_SECONDS)
-        self._wait_for(list(lives), lives, 0)
+            runs = {run: name for run, name in self._runs.items() if not _is_draft(name)}
+        _, silent = ray.wait(list(probes), num_returns=len(probes), timeout=PROBE_SECONDS)
+        self._wait_for(list(runs), runs, 0)
         if silent:
-            raise WorkerGroupError(f"{asked[silent[0]]} does not answer")
+            raise WorkerGroupError(f"{probes[silent[0]]} does not answer")
 
     def end_draft(self) -> None:
         """End its processes now, and give back their place."""
@@ -182,13 +183,13 @@ class WorkerGroup:
                 f"the coordinator does not go on without the draft: {_first_line(_cause(error))}"
             ) from error
 
-    def start_draft(self, epoch: int) -> None:
+    def start_draft(self, incarnation: int) -> None:
         """Another draft, in place of the one that has ended. Returns when requests can use it. Raises
         WorkerGroupError."""
         self._draft_starts = True
         try:
             assert self._rendezvous is not None
-            self._start_draft(replace(self._rendezvous, epoch=epoch))
+            self._start_draft(replace(self._rendezvous, incarnation=incarnation))
         except Exception as error:
             self.end_draft()
             if isinstance(error, WorkerGroupError):
@@ -200,21 +201,21 @@ class WorkerGroup:
     def _start_draft(self, rendezvous: Rendezvous) -> None:
         deadline = time.monotonic() + rendezvous.start_timeout
         self._start_side(ModelRole.DRAFT, rendezvous)
-        lives = {life: name for life, name in self._lives.items() if _is_draft(name)}
+        runs = {run: name for run, name in self._runs.items() if _is_draft(name)}
         while (store := self._store) is not None and not store.check([rendezvous.name("draft/pages")]):
-            self._wait_for(list(lives), lives, LOOK_SECONDS)
+            self._wait_for(list(runs), runs, LOOK_SECONDS)
             if time.monotonic() > deadline:
                 raise WorkerGroupError(f"the draft was not ready after {rendezvous.start_timeout:g} s")
         with self._adding():
-            taken: ray.ObjectRef = self.actors["coordinator"].attach_draft.remote(rendezvous.epoch)
-        self._wait_for([taken, *lives], lives, None)
+            taken: ray.ObjectRef = self.actors["coordinator"].attach_draft.remote(rendezvous.incarnation)
+        self._wait_for([taken, *runs], runs, None)
         ray.get(taken)
 
     def stop(self, timeout: float = 5.0) -> None:
         """Let every process end by itself, then make sure."""
         with contextlib.suppress(Exception):  # `kill` follows, whatever the error
             ray.get(self.actors["coordinator"].stop.remote(), timeout=timeout)
-            ray.wait(list(self._lives), num_returns=len(self._lives), timeout=timeout)
+            ray.wait(list(self._runs), num_returns=len(self._runs), timeout=timeout)
         self.kill()
 
     def kill(self) -> None:
@@ -229,16 +230,16 @@ class WorkerGroup:
     ) -> tuple[list[tuple[ray.actor.ActorHandle, int | None]], list]:
         """Forget processes and places, so as to end them. Processes come with their ids, where those may be needed for
         that."""
-        names, lives = set(names), {name: life for life, name in self._lives.items()}
-        over = set(ray.wait(list(lives.values()), num_returns=len(lives), timeout=0)[0]) if lives else set()
+        names, runs = set(names), {name: run for run, name in self._runs.items()}
+        over = set(ray.wait(list(runs.values()), num_returns=len(runs), timeout=0)[0]) if runs else set()
         actors = []
         for name in names:
             process = self._processes.pop(name, None)
-            ended = name not in lives or lives[name] in over
-            self._asked.pop(name, None)
+            ended = name not in runs or runs[name] in over
+            self._probes.pop(name, None)
             self._waited.pop(name, None)
             actors.append((self.actors.pop(name), None if process is None or ended else cluster.local_pid(process)))
-        self._lives = {life: name for life, name in self._lives.items() if name not in names}
+        self._runs = {run: name for run, name in self._runs.items() if name not in names}
         return actors, [self._groups.pop(role) for role in roles if role in self._groups]
 
     @contextlib.contextmanager
@@ -254,19 +255,19 @@ class WorkerGroup:
         limit = timedelta(seconds=config.start_timeout)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self._rendezvous = Rendezvous(
-            host, self._store.port, self.epoch, self.secret, config.link, config.start_timeout
+            host, self._store.port, self.incarnation, self.secret, config.link, config.start_timeout
         )
         for role in ModelRole:
             self._start_side(role, self._rendezvous)
         with self._adding():
             self.actors["coordinator"] = coordinator = cluster.start_coordinator()
             started: ray.ObjectRef = coordinator.start.remote(coordinator_spec(config, self._pair, self._rendezvous))
-        logger.info("epoch %d: waiting until %s are ready", self.epoch, ", ".join(self.actors))
-        if not self._wait_for([started, *self._lives], self._lives, config.start_timeout):
+        logger.info("epoch %d: waiting until %s are ready", self.incarnation, ", ".join(self.actors))
+        if not self._wait_for([started, *self._runs], self._runs, config.start_timeout):
             raise WorkerGroupError(f"the worker group was not ready after {config.start_timeout:g} s")
         self.address = ray.get(started)
         with self._adding():
-            self._lives[coordinator.wait.remote()] = "coordinator"
+            self._runs[coordinator.wait.remote()] = "coordinator"
 
     def _start_side(self, role: ModelRole, rendezvous: Rendezvous) -> None:
         """Every rank of a model begins to load it."""
@@ -280,23 +281,23 @@ class WorkerGroup:
                 name = f"{role}{rank}"
                 self.actors[name] = actor = cluster.start_rank(group, role, rank, gpus)
                 self._processes[name] = actor.process.remote()
-                self._lives[actor.run.remote(rank_spec(config, self._pair, rendezvous, role, Shard(rank, degree)))] = (
+                self._runs[actor.run.remote(rank_spec(config, self._pair, rendezvous, role, Shard(rank, degree)))] = (
                     name
                 )
 
-    def _wait_for(self, some: list[ray.ObjectRef], lives: dict[ray.ObjectRef, str], timeout: float | None) -> bool:
-        """Wait until one of these calls has returned; False: none has. Raises WorkerGroupError if a process of `lives`
+    def _wait_for(self, some: list[ray.ObjectRef], runs: dict[ray.ObjectRef, str], timeout: float | None) -> bool:
+        """Wait until one of these calls has returned; False: none has. Raises WorkerGroupError if a process of `runs`
         has ended."""
         ended, _ = ray.wait(some, timeout=timeout)
-        if ended and ended[0] in lives:
-            raise self._failure(ended[0], lives[ended[0]])
+        if ended and ended[0] in runs:
+            raise self._failure(ended[0], runs[ended[0]])
         return bool(ended)
 
-    def _failure(self, life: ray.ObjectRef, name: str) -> WorkerGroupError:
+    def _failure(self, run: ray.ObjectRef, name: str) -> WorkerGroupError:
         """Why a process has ended."""
         draft = _is_draft(name) and self._config.outlives_draft
         try:
-            ray.get(life)
+            ray.get(run)
         except ray.exceptions.RayTaskError as error:
             # A step that takes too long is no evidence against its requests: any step does on a machine that pauses.
             lost = isinstance(error.cause, LinkError) and not error.cause.began_here

@@ -86,9 +86,9 @@ def is_renewable(link: str, device: str) -> bool:
     return link == "grpc" or device == "cpu"
 
 
-def check_envelope(message: Message, epoch: int) -> None:
+def check_envelope(message: Message, incarnation: int) -> None:
     """Refuse a message of another layout or of another incarnation of the worker group. Raises LinkError."""
     if message.version != LAYOUT_VERSION:
         raise LinkError(f"a message of layout version {message.version} arrived; this side speaks {LAYOUT_VERSION}")
-    if message.epoch != epoch:
-        raise LinkError(f"a message of epoch {message.epoch} arrived in epoch {epoch}")
+    if message.incarnation != incarnation:
+        raise LinkError(f"a message of incarnation {message.incarnation} arrived in incarnation {incarnation}")

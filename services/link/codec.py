@@ -10,7 +10,7 @@ import numpy as np
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
-from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, Tops
+from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, TopLogprobsSpec
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
 from smc.philox import Purpose
 from smc.stops import StopMachine
@@ -39,10 +39,10 @@ _PLAN = {
 """Field -> attribute, and its type on the way."""
 _WIDE = ("slot", "group", "particle", "round", "chain", "chain_distribution")
 """int64 where they are used."""
-_COMPANIONS = {
+_UNCONDITIONAL = {
     "scale": ("scale_A", "<f4"),
     "of": ("of_A", "<i4"),
-    "place": ("place_U", "<i4"),
+    "index": ("index_U", "<i4"),
     "slot": ("slot_U", "<i4"),
     "shift": ("shift_U", "<i4"),
     "group": ("group_U", "<i4"),
@@ -94,8 +94,8 @@ def prompt_command(batch: PromptBatch) -> pb.PromptCommand:
     )
     if batch.draws is not None:
         command.draws.CopyFrom(_draws_message(batch.draws))
-    if batch.tops is not None:
-        command.tops.CopyFrom(_tops_message(batch.tops))
+    if batch.top_logprobs is not None:
+        command.top_logprobs.CopyFrom(_top_logprobs_message(batch.top_logprobs))
     return command
 
 
@@ -106,7 +106,7 @@ def to_prompt_batch(command: pb.PromptCommand) -> PromptBatch:
         counts_R=_array(command.counts, "<i4"),
         tokens_T=_array(command.tokens, "<i4").astype(np.int64),
         draws=_to_draws(command.draws) if command.HasField("draws") else None,
-        tops=_to_tops(command.tops) if command.HasField("tops") else None,
+        top_logprobs=_to_top_logprobs(command.top_logprobs) if command.HasField("top_logprobs") else None,
     )
 
 
@@ -115,7 +115,7 @@ def prompt_outcome(result: PromptResult[np.ndarray]) -> pb.PromptOutcome:
     arrays |= {"weights": (result.logw_RD, "<f8"), "log_z": (result.log_z_R, "<f4")}
     arrays |= {"top": (result.top_YK, "<i4"), "top_logp": (result.top_logp_YK, "<f4")}
     return pb.PromptOutcome(
-        tops=result.top_YK.shape[1], **{name: _bytes(array, kind) for name, (array, kind) in arrays.items()}
+        top_logprobs=result.top_YK.shape[1], **{name: _bytes(array, kind) for name, (array, kind) in arrays.items()}
     )
 
 
@@ -124,7 +124,7 @@ def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult[np.ndarray]:
     rows = len(log_z_R)
     columns = ((outcome.drawn, "<i4"), (outcome.drawn_logp, "<f4"), (outcome.weights, "<f8"))
     drawn_RD, drawn_logp_RD, logw_RD = (_rows(*column, rows) for column in columns)
-    shape = (-1, outcome.tops) if outcome.tops else (0, 0)
+    shape = (-1, outcome.top_logprobs) if outcome.top_logprobs else (0, 0)
     top_YK, top_logp_YK = _array(outcome.top, "<i4").reshape(shape), _array(outcome.top_logp, "<f4").reshape(shape)
     return PromptResult(drawn_RD, drawn_logp_RD, logw_RD, log_z_R, top_YK, top_logp_YK)
 
@@ -158,7 +158,7 @@ def _to_machine(machine: pb.StopMachine) -> StopMachine:
 
 
 def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
-    companions = plan.target_companions
+    unconditional = plan.target_unconditional
     return pb.RoundCommand(
         program=plan.program,
         contexts=plan.contexts,
@@ -169,17 +169,17 @@ def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
         target_distribution=_distribution_message(plan.target_distribution),
         draft_distribution=_distribution_message(plan.draft_distribution),
         **_fields(plan, _PLAN),
-        target_companions=pb.Companions(**_fields(companions, _COMPANIONS)) if companions else None,
+        target_unconditional=pb.UnconditionalRows(**_fields(unconditional, _UNCONDITIONAL)) if unconditional else None,
     )
 
 
 def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
     arrays = _attributes(command, _PLAN)
     arrays |= {_PLAN[name][0]: arrays[_PLAN[name][0]].astype(np.int64) for name in _WIDE}
-    places = len(arrays["slot_A"])
-    arrays["target_pages_AQ"] = _rows(command.target_pages, "<i4", places)
-    arrays["begin_pages_AP"] = _rows(command.begin_pages, "<i4", places)
-    arrays["branch_pages_XB"] = _rows(command.branch_pages, "<i4", places * command.branches)
+    batch_size = len(arrays["slot_A"])
+    arrays["target_pages_AQ"] = _rows(command.target_pages, "<i4", batch_size)
+    arrays["begin_pages_AP"] = _rows(command.begin_pages, "<i4", batch_size)
+    arrays["branch_pages_XB"] = _rows(command.branch_pages, "<i4", batch_size * command.branches)
     return RoundPlan(
         program=Program(command.program),
         contexts=Contexts(command.contexts),
@@ -188,15 +188,17 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
         kinds=frozenset(map(PopulationKind, command.kinds)),
         target_distribution=_to_distribution(command.target_distribution),
         draft_distribution=_to_distribution(command.draft_distribution),
-        target_companions=_to_companions(command.target_companions) if command.HasField("target_companions") else None,
+        target_unconditional=_to_unconditional(command.target_unconditional)
+        if command.HasField("target_unconditional")
+        else None,
         **arrays,
     )
 
 
-def _to_companions(message: pb.Companions) -> UnconditionalRows[np.ndarray]:
-    arrays = _attributes(message, _COMPANIONS)
-    arrays |= {name: arrays[name].astype(np.int64) for name in ("of_A", "place_U", "slot_U", "shift_U", "group_U")}
-    return UnconditionalRows(**arrays | {"pages_UW": _rows(message.pages, "<i4", len(arrays["place_U"]))})
+def _to_unconditional(message: pb.UnconditionalRows) -> UnconditionalRows[np.ndarray]:
+    arrays = _attributes(message, _UNCONDITIONAL)
+    arrays |= {name: arrays[name].astype(np.int64) for name in ("of_A", "index_U", "slot_U", "shift_U", "group_U")}
+    return UnconditionalRows(**arrays | {"pages_UW": _rows(message.pages, "<i4", len(arrays["index_U"]))})
 
 
 def round_outcome(result: RoundResult[np.ndarray] | Lineage[np.ndarray]) -> pb.RoundOutcome:
@@ -207,8 +209,8 @@ def round_outcome(result: RoundResult[np.ndarray] | Lineage[np.ndarray]) -> pb.R
 
 def to_result(outcome: pb.RoundOutcome) -> RoundResult[np.ndarray]:
     arrays = _attributes(outcome, _RESULT)
-    places = len(arrays["ancestor_A"])
-    arrays |= {name: array.reshape(places, -1) for name, array in arrays.items() if name.endswith("_AQ")}
+    batch_size = len(arrays["ancestor_A"])
+    arrays |= {name: array.reshape(batch_size, -1) for name, array in arrays.items() if name.endswith("_AQ")}
     return RoundResult(**arrays, lineage=to_lineage(outcome))
 
 
@@ -219,8 +221,8 @@ def to_lineage(outcome: pb.RoundOutcome) -> Lineage[np.ndarray]:
 
 def _draws_message(draws: Draws) -> pb.Draws:
     guidance = {}
-    if draws.companion_R is not None and draws.scale_R is not None:
-        guidance = {"companion": _bytes(draws.companion_R, "<i4"), "scale": _bytes(draws.scale_R, "<f4")}
+    if draws.unconditional_R is not None and draws.scale_R is not None:
+        guidance = {"unconditional": _bytes(draws.unconditional_R, "<i4"), "scale": _bytes(draws.scale_R, "<f4")}
     return pb.Draws(
         **guidance,
         distribution=_distribution_message(draws.distribution),
@@ -240,8 +242,8 @@ def _to_draws(draws: pb.Draws) -> Draws:
     round_R, stream_X = (_array(data, "<i4").astype(np.int64) for data in (draws.round, draws.stream))
     count_R, kind_R = (_array(data, "<i4") for data in (draws.count, draws.kind))
     guidance = (
-        {"companion_R": _array(draws.companion, "<i4"), "scale_R": _array(draws.scale, "<f4")}
-        if draws.companion
+        {"unconditional_R": _array(draws.unconditional, "<i4"), "scale_R": _array(draws.scale, "<f4")}
+        if draws.unconditional
         else {}
     )
     return Draws(
@@ -258,32 +260,34 @@ def _to_draws(draws: pb.Draws) -> Draws:
     )
 
 
-def _tops_message(tops: Tops) -> pb.Tops:
+def _top_logprobs_message(spec: TopLogprobsSpec) -> pb.TopLogprobsSpec:
     guidance = {}
-    if tops.companion_R is not None and tops.scale_R is not None:
-        guidance = {"companion": _bytes(tops.companion_R, "<i4"), "scale": _bytes(tops.scale_R, "<f4")}
-    machines = {row: machine for row, machine in enumerate(tops.machines) if machine is not None}
-    return pb.Tops(
+    if spec.unconditional_R is not None and spec.scale_R is not None:
+        guidance = {"unconditional": _bytes(spec.unconditional_R, "<i4"), "scale": _bytes(spec.scale_R, "<f4")}
+    machines = {row: machine for row, machine in enumerate(spec.machines) if machine is not None}
+    return pb.TopLogprobsSpec(
         **guidance,
-        distribution=_distribution_message(tops.distribution),
-        count=tops.count,
-        asked=_bytes(tops.asked_R, "<i4"),
-        least=_bytes(tops.least_R, "<i4"),
+        distribution=_distribution_message(spec.distribution),
+        count=spec.count,
+        scored=_bytes(spec.scored_R, "<i4"),
+        least=_bytes(spec.least_R, "<i4"),
         biased=_bytes(np.array([*machines]), "<i4"),
         machines=map(_machine_message, machines.values()),
     )
 
 
-def _to_tops(tops: pb.Tops) -> Tops:
-    least_R = _array(tops.least, "<i4")
-    machines = dict(zip(_array(tops.biased, "<i4").tolist(), map(_to_machine, tops.machines)))
+def _to_top_logprobs(spec: pb.TopLogprobsSpec) -> TopLogprobsSpec:
+    least_R = _array(spec.least, "<i4")
+    machines = dict(zip(_array(spec.biased, "<i4").tolist(), map(_to_machine, spec.machines)))
     guidance = (
-        {"companion_R": _array(tops.companion, "<i4"), "scale_R": _array(tops.scale, "<f4")} if tops.companion else {}
+        {"unconditional_R": _array(spec.unconditional, "<i4"), "scale_R": _array(spec.scale, "<f4")}
+        if spec.unconditional
+        else {}
     )
-    return Tops(
-        distribution=_to_distribution(tops.distribution),
-        count=tops.count,
-        asked_R=_array(tops.asked, "<i4"),
+    return TopLogprobsSpec(
+        distribution=_to_distribution(spec.distribution),
+        count=spec.count,
+        scored_R=_array(spec.scored, "<i4"),
         least_R=least_R,
         machines=tuple(machines.get(row) for row in range(len(least_R))),
         **guidance,

@@ -31,20 +31,22 @@ Exchange = pb.ExchangeRequest | pb.ExchangeResponse
 
 
 class MessagePeer:
-    """`services.link.base.PeerEnd` whose every tensor is a message with its epoch, name and number."""
+    """`services.link.base.PeerEnd` whose every tensor is a message with its incarnation, name and number."""
 
     renewable = True
 
-    def __init__(self, end: End[Exchange, Exchange], epoch: int, sends: type[Exchange]) -> None:
-        self._end, self._epoch, self._sends = end, epoch, sends
+    def __init__(self, end: End[Exchange, Exchange], incarnation: int, sends: type[Exchange]) -> None:
+        self._end, self._incarnation, self._sends = end, incarnation, sends
 
     def send(self, name: str, sequence: int, tensor: Tensor) -> None:
         data = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        self._end.send(self._sends(version=LAYOUT_VERSION, epoch=self._epoch, name=name, sequence=sequence, data=data))
+        self._end.send(
+            self._sends(version=LAYOUT_VERSION, incarnation=self._incarnation, name=name, sequence=sequence, data=data)
+        )
 
     def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
         message = self._end.receive(timeout)
-        check_envelope(message, self._epoch)
+        check_envelope(message, self._incarnation)
         if (message.name, message.sequence) != (name, sequence):
             raise LinkError(f"{message.name}, number {message.sequence}, came; expected {name}, number {sequence}")
         here.copy_(torch.frombuffer(bytearray(message.data), dtype=here.dtype).view(here.shape))
@@ -58,7 +60,7 @@ class MessagePeer:
 
 class DevicePeer:
     """On GPUs: tensors go from device to device in the order of the current stream, and the host waits for none. There
-    is nothing to check but what the communicators, which are of one epoch, make sure of."""
+    is nothing to check but what the communicators, which are of one incarnation, make sure of."""
 
     renewable = False
     """A kernel of NCCL that waits for a rank that has died stays on the stream, with all later work behind it."""
@@ -101,7 +103,7 @@ class Rendezvous:
     host: str
     port: int
     """Of the `TCPStore`."""
-    epoch: int
+    incarnation: int
     secret: str
     link: str
     """`nccl` (torch.distributed: gloo on CPUs and towards the coordinator) or `grpc`."""
@@ -112,7 +114,7 @@ class Rendezvous:
         return dist.TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.start_timeout))
 
     def name(self, what: str) -> str:
-        return f"{self.epoch}/{what}"
+        return f"{self.incarnation}/{what}"
 
     def report_failure(self, store: dist.TCPStore, role: ModelRole, error: Exception) -> None:
         """Record why a rank of `side` ends before it closes its links, on which messages in transit may be lost. A
@@ -176,10 +178,10 @@ def peer_end(
     if server is not None and role == ModelRole.TARGET:
         end = server.renew_peer()
         _publish(rendezvous, store, PEER, server.address)
-        return MessagePeer(end, rendezvous.epoch, pb.ExchangeResponse)
+        return MessagePeer(end, rendezvous.incarnation, pb.ExchangeResponse)
     if server is not None:
         caller = StreamCaller(_address(rendezvous, store, PEER), rendezvous.secret, "Exchange")
-        return MessagePeer(caller, rendezvous.epoch, pb.ExchangeRequest)
+        return MessagePeer(caller, rendezvous.incarnation, pb.ExchangeRequest)
     rank = 0 if role == ModelRole.DRAFT else 1
 
     def group(name: str, at: torch.device | str = "cpu") -> dist.ProcessGroup:
@@ -188,7 +190,9 @@ def peer_end(
     if between.type == "cuda":
         by_sender = [group(f"from {name}", between) for name in (ModelRole.DRAFT, ModelRole.TARGET)]
         return DevicePeer(by_sender[rank], by_sender[1 - rank], rank)
-    return MessagePeer(DistributedEnd(group("pair"), rank, pb.ExchangeRequest), rendezvous.epoch, pb.ExchangeRequest)
+    return MessagePeer(
+        DistributedEnd(group("pair"), rank, pb.ExchangeRequest), rendezvous.incarnation, pb.ExchangeRequest
+    )
 
 
 def _publish(rendezvous: Rendezvous, store: dist.TCPStore, who: str, address: str) -> None:

@@ -1,7 +1,7 @@
 """Process groups of torch.distributed, and the link over gloo.
 
 Every pair of ends is a process group of two, made over a `TCPStore` that outlives them: when one end dies, only its
-groups do, and the next epoch makes new ones. A message is one frame of fixed size; what does not fit follows in a
+groups do, and the next incarnation makes new ones. A message is one frame of fixed size; what does not fit follows in a
 second send."""
 
 from __future__ import annotations

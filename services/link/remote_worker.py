@@ -76,7 +76,7 @@ class RemoteWorker:
         self,
         role: ModelRole,
         end: CoordinatorEnd,
-        epoch: int,
+        incarnation: int,
         timeout: float,
         timeline: Timeline,
         *,
@@ -84,7 +84,7 @@ class RemoteWorker:
     ) -> None:
         """`may_be_lost`: the other side goes on without it. A broken link is then raised as SideLost, and only where
         its results are awaited."""
-        self.role, self.epoch, self.timeout = role, epoch, timeout
+        self.role, self.incarnation, self.timeout = role, incarnation, timeout
         self._end, self._timeline, self._may_be_lost = end, timeline, may_be_lost
         self._lost: LinkError | None = None
         self._sequence = 0
@@ -125,10 +125,12 @@ class RemoteWorker:
     def stop(self) -> None:
         self._send(stop=pb.StopCommand())
 
-    def reconnect(self, epoch: int, seconds: float) -> bool:
-        """Make it open a link to the other side's leader of this epoch, within so many seconds; called again, check
-        whether the link is up. Raises LinkError if that leader does not come."""
-        outcome = self.response(self._send(reconnect=pb.ReconnectCommand(epoch=epoch, seconds=seconds))).reconnect
+    def reconnect(self, incarnation: int, seconds: float) -> bool:
+        """Make it open a link to the other side's leader of this incarnation, within so many seconds; called again,
+        check whether the link is up. Raises LinkError if that leader does not come."""
+        outcome = self.response(
+            self._send(reconnect=pb.ReconnectCommand(incarnation=incarnation, seconds=seconds))
+        ).reconnect
         if outcome.error:
             raise LinkError(f"the {self.role} has no link to the other side: {outcome.error}")
         return outcome.connected
@@ -185,7 +187,7 @@ class RemoteWorker:
         return self._arrived.pop(sequence)
 
     def _take(self, response: pb.WorkResponse) -> None:
-        check_envelope(response, self.epoch)
+        check_envelope(response, self.incarnation)
         kind = response.WhichOneof("result")
         if kind == "failure":
             raise WorkerFailed(self.role, response.failure.message)
@@ -217,7 +219,9 @@ class RemoteWorker:
         if self._lost is not None:
             return self._sequence
         try:
-            self._end.send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=self.epoch, sequence=self._sequence, **command))
+            self._end.send(
+                pb.WorkRequest(version=LAYOUT_VERSION, incarnation=self.incarnation, sequence=self._sequence, **command)
+            )
         except LinkError as error:
             if not self._may_be_lost:
                 raise

@@ -1,2 +1,2 @@
-"""OpenAI's terms and the library's nouns: bodies to requests, answers to responses and events, errors. Knows no
+"""OpenAI's terms and the library's types: bodies to requests, answers to responses and events, errors. Knows no
 servers, no files."""

@@ -437,15 +437,15 @@ def _body(given: dict[str, Any], chat: bool) -> AnyBody:
 def _in_our_words(error: ValidationError, chat: bool) -> BadRequest:
     """The first of what is wrong."""
     first = error.errors(include_url=False)[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     param = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":
         allowed = f"; allowed: {', '.join(sorted(NAMES[chat]))}" if len(first["loc"]) == 1 else "; leave it out"
-        return BadRequest(f"{place} is not a field of {CHAT if chat else COMPLETIONS} here{allowed}", place)
+        return BadRequest(f"{path} is not a field of {CHAT if chat else COMPLETIONS} here{allowed}", path)
     if first["type"] == "missing":
-        return BadRequest(f"{place} is missing", param)
+        return BadRequest(f"{path} is missing", param)
     allowed = KINDS.get(first["type"]) or first["msg"].removeprefix("Input should be ")
-    return BadRequest(f"{place}={first['input']!r}; allowed: {allowed}", place)
+    return BadRequest(f"{path}={first['input']!r}; allowed: {allowed}", path)
 
 
 def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -515,9 +515,9 @@ def _negative(prompt: Any, vocabulary: int) -> Prompt:
     try:
         messages = [ChatMessage.model_validate(item) for item in prompt]
     except ValidationError as error:
-        place = error.errors(include_url=False)[0]["loc"]
+        path = error.errors(include_url=False)[0]["loc"]
         raise BadRequest(
-            f"{name} holds a message that is none, for its {place[0]!r}; allowed: messages as of a chat", name
+            f"{name} holds a message that is none, for its {path[0]!r}; allowed: messages as of a chat", name
         ) from error
     return Prompt(messages=tuple(_message(index, message) for index, message in enumerate(messages)))
 

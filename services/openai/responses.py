@@ -40,13 +40,13 @@ class ResponseHeader:
 
     def fields(self, chunk: bool = False) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
-        said = {
+        fields = {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
             "object": kind,
             "created": self.created,
             "model": self.model,
         }
-        return said | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {})
+        return fields | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {})
 
 
 def response(
@@ -60,24 +60,24 @@ def choice(
     index: int, answer: Answer, params: SamplingParams, chat: bool, tokenizer: Tokenizer, echo: str = ""
 ) -> dict[str, Any]:
     """One answer. `echo`: text that stands before it."""
-    said = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": echo + answer.text}
-    return {"index": index, **said} | _ending(answer, params, chat, tokenizer)
+    content = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": echo + answer.text}
+    return {"index": index, **content} | _ending(answer, params, chat, tokenizer)
 
 
 def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
     """A prompt counts once, whatever the number of its answers; its cached tokens are those that every answer found
     cached."""
     each = len(answers) // prompts
-    asked = sum(answer.prompt_tokens for answer in answers[::each])
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers[::each])
     # One of the answers computes what the others find: it has found what was there before.
     cached = sum(
         min(answer.cached_tokens for answer in answers[start : start + each]) for start in range(0, len(answers), each)
     )
     written = sum(len(answer.tokens) for answer in answers)
     return {
-        "prompt_tokens": asked,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": written,
-        "total_tokens": asked + written,
+        "total_tokens": prompt_tokens + written,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
@@ -85,11 +85,11 @@ def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
 class ChunkWriter:
     """Server-sent events of one response."""
 
-    def __init__(self, heading: ResponseHeader, asked: CompletionRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, heading: ResponseHeader, completion: CompletionRequest, tokenizer: Tokenizer) -> None:
         self._fields, self._chat, self._tokenizer = heading.fields(chunk=True), heading.chat, tokenizer
-        self._usage = {"usage": None} if asked.include_usage else {}
+        self._usage = {"usage": None} if completion.include_usage else {}
         head = json.dumps(self._fields)[:-1]
-        tail = ', "usage": null}' if asked.include_usage else "}"
+        tail = ', "usage": null}' if completion.include_usage else "}"
         # What comes with every few tokens is put together from parts: nothing but the text differs.
         self._before = f'data: {head}, "choices": [{{"index": '
         self._between = ', "delta": {"content": ' if self._chat else ', "text": '
@@ -107,8 +107,8 @@ class ChunkWriter:
 
     def end(self, index: int, answer: Answer, params: SamplingParams) -> bytes:
         """Log-probabilities are known with the last token: all of them come here."""
-        said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return self._event({"index": index, **said} | _ending(answer, params, self._chat, self._tokenizer))
+        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        return self._event({"index": index, **content} | _ending(answer, params, self._chat, self._tokenizer))
 
     def usage(self, answers: Sequence[Answer], prompts: int) -> bytes:
         return _event(self._fields | {"choices": [], "usage": usage(answers, prompts)})
@@ -173,8 +173,8 @@ def _smc(params: SamplingParams, answer: Answer) -> dict[str, Any]:
 
 
 def _particle(particle: Particle) -> dict[str, Any]:
-    said = {"text": particle.text, "token_ids": list(particle.tokens), "finish_reason": particle.finish_reason.value}
-    return said | {"weight": particle.weight}
+    fields = {"text": particle.text, "token_ids": list(particle.tokens), "finish_reason": particle.finish_reason.value}
+    return fields | {"weight": particle.weight}
 
 
 def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]
     return {
         "tokens": [tokenizer.decode([token]) for token in answer.tokens],
         "token_logprobs": [_finite(value) for value in answer.logprobs],
-        "top_logprobs": None if answer.top_logprobs is None else _completion_tops(answer, tokenizer),
+        "top_logprobs": None if answer.top_logprobs is None else _completion_top_logprobs(answer, tokenizer),
         "text_offset": offsets,
     }
 
@@ -197,26 +197,26 @@ def _chat_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
     # The same tokens are likely again and again.
     text = cache(lambda token: (tokenizer.decode([token]), list(tokenizer.bytes_of(token))))
 
-    def said(token: int, value: float) -> dict[str, Any]:
+    def entry(token: int, value: float) -> dict[str, Any]:
         name, data = text(token)
         return {"token": name, "logprob": _finite(value), "bytes": data}
 
-    tops = answer.top_logprobs or [()] * len(answer.tokens)
-    each = zip(answer.tokens, answer.logprobs, tops)
+    top_logprobs = answer.top_logprobs or [()] * len(answer.tokens)
+    each = zip(answer.tokens, answer.logprobs, top_logprobs)
     content = [
-        said(token, value) | {"top_logprobs": [said(*top) for top in likeliest]} for token, value, likeliest in each
+        entry(token, value) | {"top_logprobs": [entry(*top) for top in likeliest]} for token, value, likeliest in each
     ]
     return {"content": content, "refusal": None}
 
 
-def _completion_tops(answer: Answer, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def _completion_top_logprobs(answer: Answer, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """By their text, likeliest first, the answer's own token among them in any case. Of tokens of the same text the
     likeliest counts."""
     assert answer.logprobs is not None and answer.top_logprobs is not None
     found = []
-    for token, value, tops in zip(answer.tokens, answer.logprobs, answer.top_logprobs):
+    for token, value, top_logprobs in zip(answer.tokens, answer.logprobs, answer.top_logprobs):
         named: dict[str, Any] = {}
-        for one, logprob in (*tops, (token, value)):
+        for one, logprob in (*top_logprobs, (token, value)):
             named.setdefault(tokenizer.decode([one]), _finite(logprob))
         found.append(named)
     return found

@@ -187,23 +187,23 @@ class HttpReply:
             ) from error
 
 
-async def requests_of(asked: CompletionRequest, request_id: str, handler: RequestHandler) -> list[Request]:
+async def requests_of(completion: CompletionRequest, request_id: str, handler: RequestHandler) -> list[Request]:
     """One for each answer. Raises ValueError naming the field, the value and what is allowed, and QueueFull."""
-    requests, seeds = [], asked.seeds()
-    negative = await handler.prompts.negative(asked.negative)
-    for prompt in asked.prompts:
+    requests, seeds = [], completion.seeds()
+    negative = await handler.prompts.negative(completion.negative)
+    for prompt in completion.prompts:
         tokens = await handler.prompts.tokens(prompt)
         # A chat may go on for as long as there is room.
-        most = handler.longest(asked.params(LONGEST, None), len(tokens), len(negative or ()))
-        longest = most if asked.chat else min(DEFAULT_MAX_TOKENS, most)
-        for _ in range(asked.n):
-            params = asked.params(longest, next(seeds))
-            requests.append(Request(request_id, tokens, params, asked.cache_salt, negative_prompt=negative))
+        most = handler.longest(completion.params(LONGEST, None), len(tokens), len(negative or ()))
+        longest = most if completion.chat else min(DEFAULT_MAX_TOKENS, most)
+        for _ in range(completion.n):
+            params = completion.params(longest, next(seeds))
+            requests.append(Request(request_id, tokens, params, completion.cache_salt, negative_prompt=negative))
     return requests
 
 
 async def answered(
-    asked: CompletionRequest,
+    completion: CompletionRequest,
     requests: list[Request],
     heading: ResponseHeader,
     handler: RequestHandler,
@@ -213,21 +213,25 @@ async def answered(
     """Decode all of them and reply. At the end, also after an error, the backend's iterators are closed, which aborts
     what still runs."""
     tokenizer = handler.pair.tokenizer
-    echoes = [text for prompt in asked.prompts for text in [prompt.written(tokenizer) if asked.echo else ""] * asked.n]
+    echoes = [
+        text
+        for prompt in completion.prompts
+        for text in [prompt.written(tokenizer) if completion.echo else ""] * completion.n
+    ]
     if (size := sum(map(len, echoes))) > MOST_ECHOED:
         raise BadRequest(
             f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers", "echo"
         )
-    chunks = ChunkWriter(heading, asked, tokenizer) if asked.stream else None
+    chunks = ChunkWriter(heading, completion, tokenizer) if completion.stream else None
     begun: set[int] = set()
     ended: dict[int, Answer] = {}
     async with aclosing(handler.updates(requests, records)) as updates:
         async for index, output in updates:
             if chunks is not None:
-                said = partial(
+                make_events = partial(
                     _events, chunks, index, output, requests[index].params, None if index in begun else echoes[index]
                 )
-                await reply.send(await _beside(said, [output.answer]))
+                await reply.send(await _beside(make_events, [output.answer]))
                 begun.add(index)
             if output.answer is not None:
                 ended[index] = output.answer
@@ -237,14 +241,14 @@ async def answered(
 
         def write() -> bytes:
             choices = [
-                choice(index, answer, request.params, asked.chat, tokenizer, echo)
+                choice(index, answer, request.params, completion.chat, tokenizer, echo)
                 for index, (answer, request, echo) in each
             ]
-            return written(response(heading, choices, answers, len(asked.prompts))).encode()
+            return written(response(heading, choices, answers, len(completion.prompts))).encode()
 
         return await reply.send_whole(await _beside(write, answers))
-    if asked.include_usage:
-        await reply.send(chunks.usage(answers, len(asked.prompts)))
+    if completion.include_usage:
+        await reply.send(chunks.usage(answers, len(completion.prompts)))
     await reply.send(DONE)
     return await reply.end()
 
@@ -420,8 +424,8 @@ class OpenAiServer:
         reply = HttpReply(request, self._config.write_timeout, lambda: self._is_last(request))
         try:
             with self._call_limit.taken():
-                asked = await self._read(request)
-                return await self._within(asked, request, records, reply)
+                completion = await self._read(request)
+                return await self._within(completion, request, records, reply)
         except asyncio.CancelledError:
             _each_left(records, deadline=False)
             raise
@@ -466,32 +470,32 @@ class OpenAiServer:
         return understood(document, chat, self._names, self._handler.pair.tokenizer.size, self._config.method)
 
     async def _within(
-        self, asked: CompletionRequest, request: web.Request, records: list[CallRecord], reply: HttpReply
+        self, completion: CompletionRequest, request: web.Request, records: list[CallRecord], reply: HttpReply
     ) -> web.StreamResponse:
         """Raises DeadlineExceeded where the caller's time is over."""
-        request_id = asked.request_id or uuid.uuid4().hex
+        request_id = completion.request_id or uuid.uuid4().hex
         reply.headers["x-request-id"] = request_id
         records[0].is_of(request_id)
-        left = None if asked.timeout is None else max(0.0, asked.timeout - records[0].seconds)
+        left = None if completion.timeout is None else max(0.0, completion.timeout - records[0].seconds)
         try:
             async with asyncio.timeout(left) as deadline, self._calls.enter((caller_with(_token(request)), request_id)):
-                return await self._decode(asked, request_id, records, reply)
+                return await self._decode(completion, request_id, records, reply)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise DeadlineExceeded(f"timeout={asked.timeout:g} s is over; the call was aborted") from error
+            raise DeadlineExceeded(f"timeout={completion.timeout:g} s is over; the call was aborted") from error
 
     async def _decode(
-        self, asked: CompletionRequest, request_id: str, records: list[CallRecord], reply: HttpReply
+        self, completion: CompletionRequest, request_id: str, records: list[CallRecord], reply: HttpReply
     ) -> web.StreamResponse:
         check_waiting(self._handler.pair.engine, self._handler.status().queued)
         try:
-            requests = await requests_of(asked, request_id, self._handler)
+            requests = await requests_of(completion, request_id, self._handler)
             records.extend(records[0].another() for _ in requests[1:])
-            heading = ResponseHeader(request_id, int(time.time()), self._names[0], asked.chat)
-            return await answered(asked, requests, heading, self._handler, records, reply)
+            heading = ResponseHeader(request_id, int(time.time()), self._names[0], completion.chat)
+            return await answered(completion, requests, heading, self._handler, records, reply)
         except ValueError as error:
-            raise asked.named(error) from error
+            raise completion.named(error) from error
 
 
 def _token(request: web.Request) -> str:
@@ -499,8 +503,8 @@ def _token(request: web.Request) -> str:
 
 
 def _refused(error: Exception) -> web.Response:
-    said = refusal(error)
-    return web.json_response(said.body, status=said.http_status, headers=said.headers)
+    refused = refusal(error)
+    return web.json_response(refused.body, status=refused.http_status, headers=refused.headers)
 
 
 def _each_left(records: list[CallRecord], deadline: bool) -> None:

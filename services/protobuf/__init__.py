@@ -1,4 +1,4 @@
-"""What crosses process borders as protobuf, and how it becomes the library's nouns and back. Knows nothing about
+"""What crosses process borders as protobuf, and how it becomes the library's types and back. Knows nothing about
 servers or channels."""
 
 RETRY_TRAILER = "grpc-retry-pushback-ms"

@@ -170,7 +170,7 @@ def to_finish(answer: Answer, *, statistics: bool = True) -> pb.Finish:
         logprobs=answer.logprobs or (),
         times=pb.Times(**asdict(answer.times)),
         particles=map(_to_particle, answer.particles or ()),
-        top_logprobs=map(_to_tops, answer.top_logprobs or ()),
+        top_logprobs=map(_to_top_logprobs, answer.top_logprobs or ()),
     )
     if isinstance(answer.matched, str):
         finish.matched_string = answer.matched
@@ -212,7 +212,7 @@ def from_finish(
         cached_tokens=finish.usage.cached_tokens,
         times=Times(finish.times.queue, finish.times.prefill, finish.times.decode),
         particles=tuple(map(_from_particle, finish.particles)) or None,
-        top_logprobs=tuple(tuple(zip(tops.token_ids, tops.logprobs)) for tops in finish.top_logprobs) or None,
+        top_logprobs=tuple(tuple(zip(top.token_ids, top.logprobs)) for top in finish.top_logprobs) or None,
     )
 
 
@@ -225,8 +225,8 @@ def _to_particle(particle: Particle) -> pb.Particle:
     )
 
 
-def _to_tops(tops: Alternatives) -> pb.TopLogprobs:
-    tokens, logprobs = zip(*tops) if tops else ((), ())
+def _to_top_logprobs(alternatives: Alternatives) -> pb.TopLogprobs:
+    tokens, logprobs = zip(*alternatives) if alternatives else ((), ())
     return pb.TopLogprobs(token_ids=tokens, logprobs=logprobs)
 
 

@@ -57,15 +57,15 @@ class PeerChannel:
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
 
-    def reconnect(self, epoch: int, make: Callable[[], PeerEnd]) -> bool:
-        """Connect to another leader of the other side, of this epoch: `make`, which waits for it, starts in a thread.
-        Called again, whether that has completed; then the end is the new one. Raises RuntimeError if it does not
-        connect; then it is lost, too."""
+    def reconnect(self, incarnation: int, make: Callable[[], PeerEnd]) -> bool:
+        """Connect to another leader of the other side, of this incarnation: `make`, which waits for it, starts in a
+        thread. Called again, whether that has completed; then the end is the new one. Raises RuntimeError if it does
+        not connect; then it is lost, too."""
         assert self._end is not None
-        if self._coming is None or self._coming[0] != epoch:
+        if self._coming is None or self._coming[0] != incarnation:
             self._lost = True
             self._end.close()
-            self._coming = epoch, _begun(make)
+            self._coming = incarnation, _begun(make)
         _, coming = self._coming
         if not coming.done():
             return False
@@ -211,14 +211,14 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     stages = ops.stage_runner(device)
     channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout, outlives_peer=spec.outlives_peer)
 
-    def reconnect(epoch: int, seconds: float) -> bool:
-        there = replace(spec.rendezvous, epoch=epoch, start_timeout=seconds)
+    def reconnect(incarnation: int, seconds: float) -> bool:
+        there = replace(spec.rendezvous, incarnation=incarnation, start_timeout=seconds)
         assert ends is not None
-        return channel.reconnect(epoch, lambda: peer_end(there, store, spec.role, between, ends.server))
+        return channel.reconnect(incarnation, lambda: peer_end(there, store, spec.role, between, ends.server))
 
     runner = DraftRunner if spec.role == ModelRole.DRAFT else TargetRunner
     work = runner(spec.engine, worker, ops, stages, channel)
-    rank = Rank(worker, work, spec.rendezvous.epoch, spec.timeout, reconnect if leads else None)
+    rank = Rank(worker, work, spec.rendezvous.incarnation, spec.timeout, reconnect if leads else None)
     try:
         if ends is not None:
             lead(rank, ends.coordinator, group.spread if group else None)

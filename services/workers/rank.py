@@ -30,8 +30,8 @@ class ResponseSender:
     """`waits`: what responses tell of may take a while; a thread waits for it, so that the next command can be carried
     out."""
 
-    def __init__(self, end: LeaderEnd, epoch: int, *, waits: bool) -> None:
-        self._end, self._epoch = end, epoch
+    def __init__(self, end: LeaderEnd, incarnation: int, *, waits: bool) -> None:
+        self._end, self._incarnation = end, incarnation
         self._turn = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], pb.WorkResponse]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True) if waits else None
@@ -48,7 +48,9 @@ class ResponseSender:
     def fail(self, sequence: int, error: Exception) -> None:
         """Report that the worker could not execute a command and stops; other queued responses may never be sent."""
         failure = pb.Failure(message=failure_text(error))
-        self._send(pb.WorkResponse(version=LAYOUT_VERSION, epoch=self._epoch, sequence=sequence, failure=failure))
+        self._send(
+            pb.WorkResponse(version=LAYOUT_VERSION, incarnation=self._incarnation, sequence=sequence, failure=failure)
+        )
 
     def close(self) -> None:
         """After everything has been sent, or has taken too long."""
@@ -75,8 +77,8 @@ class ResponseSender:
 Respond = Callable[[], pb.WorkResponse]
 """Waits for the results of a response."""
 Reconnect = Callable[[int, float], bool]
-"""Open the link to the other side's leader of this epoch, within so many seconds, beside all else; whether it stands.
-Raises RuntimeError if it does not come."""
+"""Open the link to the other side's leader of this incarnation, within so many seconds, beside all else; whether it
+stands. Raises RuntimeError if it does not come."""
 
 
 class Rank:
@@ -86,18 +88,18 @@ class Rank:
         self,
         worker: ModelWorker,
         side: DraftRunner | TargetRunner,
-        epoch: int,
+        incarnation: int,
         timeout: float,
         reconnect: Reconnect | None = None,
     ) -> None:
         """`reconnect`: of a leader."""
-        self.worker, self.side, self.epoch, self.timeout = worker, side, epoch, timeout
+        self.worker, self.side, self.incarnation, self.timeout = worker, side, incarnation, timeout
         self._reconnect_to = reconnect
 
     def carry_out(self, request: pb.WorkRequest, answers: ResponseSender | None = None) -> None:
         """Execute a command, and give `answers` its response if it has one. Raises LinkError for a message of another
         incarnation."""
-        check_envelope(request, self.epoch)
+        check_envelope(request, self.incarnation)
         kind = request.WhichOneof("command")
         if kind == "join":
             self.side.join(codec.to_join(request.join))
@@ -115,7 +117,11 @@ class Rank:
             answers.put(request.sequence, respond)
 
     def _response(self, request: pb.WorkRequest, begin: int, end: int, **result) -> pb.WorkResponse:
-        envelope: dict[str, Any] = {"version": LAYOUT_VERSION, "epoch": self.epoch, "sequence": request.sequence}
+        envelope: dict[str, Any] = {
+            "version": LAYOUT_VERSION,
+            "incarnation": self.incarnation,
+            "sequence": request.sequence,
+        }
         return pb.WorkResponse(**envelope, begin_ns=begin, end_ns=end, **result)
 
     def _round(self, request: pb.WorkRequest, _begin: int) -> Respond:
@@ -150,7 +156,7 @@ class Rank:
         outcome = pb.ReconnectOutcome()
         try:
             if self._reconnect_to is not None:
-                outcome.connected = self._reconnect_to(request.reconnect.epoch, request.reconnect.seconds)
+                outcome.connected = self._reconnect_to(request.reconnect.incarnation, request.reconnect.seconds)
         except RuntimeError as what:
             outcome.error = failure_text(what)
         response = self._response(request, begin, time.monotonic_ns(), reconnect=outcome)
@@ -164,7 +170,7 @@ class Rank:
 def lead(rank: Rank, end: LeaderEnd, spread: Callable[[bytes], None] | None) -> None:
     """Serve the coordinator until it sends a stop command. `spread` hands a command to the other ranks. Raises errors
     after reporting them."""
-    answers = ResponseSender(end, rank.epoch, waits=rank.worker.device.type == "cuda")
+    answers = ResponseSender(end, rank.incarnation, waits=rank.worker.device.type == "cuda")
     try:
         while True:
             request = end.receive(rank.timeout)

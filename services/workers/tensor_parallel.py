@@ -46,7 +46,7 @@ class SymmetricSum:
         """None, on every rank alike, where not all of them are in one place with GPUs that reach each other. A
         collective in which the ranks report the result of every step to each other: a rank that stopped alone would
         leave the others waiting."""
-        if len(set(_exchange(store, f"{name}/place", rank, degree, _place()))) > 1:
+        if len(set(_exchange(store, f"{name}/host", rank, degree, _host_and_container()))) > 1:
             return None
         made: list[SymmetricSum] = []
         steps = {"made": lambda: made.append(SymmetricSum()), "met": lambda: made[0].meet(store, name, rank, degree)}
@@ -99,7 +99,7 @@ def _error_of(act: Callable[[], object]) -> str:
     return ""
 
 
-def _place() -> str:
+def _host_and_container() -> str:
     """The same for processes that find each other's sockets: those of one host and one container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return " ".join((boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "mnt"))))

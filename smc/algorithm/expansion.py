@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.resampling import place
+from smc.algorithm.resampling import assign_slots
 from smc.algorithm.weights import effective_sample_size, normalise
 from smc.arrays import to_device, to_host
 from smc.philox import Purpose, uniforms
@@ -152,14 +152,14 @@ def expand(
     )
     log_pi_HM = inclusion(mass_HM, most_G[used_H], is_best_H, least)
     taken_HM = _take(log_pi_HM, most_G[used_H], uniform_H1)
-    place_HX, is_place_HX = grid(*(bound[used_H] for bound in rows))
+    index_HX, exists_HX = grid(*(bound[used_H] for bound in rows))
     # The j-th chosen candidate becomes the j-th row of its group.
-    rank_HX = torch.arange(place_HX.shape[1], device=device).expand_as(place_HX).contiguous()
+    rank_HX = torch.arange(index_HX.shape[1], device=device).expand_as(index_HX).contiguous()
     chosen_HX = torch.searchsorted(taken_HM.long().cumsum(-1), rank_HX + 1)
-    alive_HX = is_place_HX & (rank_HX < taken_HM.sum(-1, keepdim=True))
+    alive_HX = exists_HX & (rank_HX < taken_HM.sum(-1, keepdim=True))
     chosen_HX = torch.where(alive_HX, chosen_HX, chosen_HX[:, :1]).clamp(max=taken_HM.shape[1] - 1)
     chosen_mass_HX = (mass_HM - log_pi_HM).gather(1, chosen_HX)
-    to_X, there_HX = place_HX[is_place_HX], is_place_HX
+    to_X, there_HX = index_HX[exists_HX], exists_HX
     parent_X[to_X] = source_HS.gather(1, chosen_HX // width)[there_HX]
     candidate_X[to_X] = (chosen_HX % width)[there_HX]
     chosen_mass_HX = chosen_mass_HX.masked_fill(~alive_HX, -torch.inf)
@@ -213,36 +213,36 @@ def keep_roots(
     parent_X: Tensor,
     alive_X: Tensor,
     rows: tuple[Tensor, Tensor],
-    places: tuple[Tensor, Tensor],
+    indices: tuple[Tensor, Tensor],
     total: int,
 ) -> tuple[Tensor, Tensor]:
     """Assign kept rows to batch indices such that no index is both copied from and overwritten: the row at every batch
     index [A], and whether there is one [A].
 
-    `root_R`: batch index whose history a source row continues; `parent_X`: source of each row; `rows`, `places`: first
+    `root_R`: batch index whose history a source row continues; `parent_X`: source of each row; `rows`, `indices`: first
     and size [G] of every group's rows and batch indices; `total` batch indices. The first row that continues an index
     stays at it; further rows take, in order, the indices that no row continues. There are at most as many alive rows as
     indices. An index without a row repeats the first index of its group that has one, or, if there is none, the group's
     first row. Synchronises with the host."""
-    used_H = ((rows[1] > 0) & (places[1] > 0)).nonzero()[:, 0]
+    used_H = ((rows[1] > 0) & (indices[1] > 0)).nonzero()[:, 0]
     row_A = torch.zeros(total, dtype=torch.int64, device=parent_X.device)
     alive_A = row_A > 0
     if not len(used_H):
         return row_A, alive_A
     row_HX, is_row_HX = grid(*(bound[used_H] for bound in rows))
-    place_HN, is_place_HN = grid(*(bound[used_H] for bound in places))
-    own_HX = root_R[parent_X][row_HX] - places[0][used_H].long()[:, None]
+    index_HN, exists_HN = grid(*(bound[used_H] for bound in indices))
+    own_HX = root_R[parent_X][row_HX] - indices[0][used_H].long()[:, None]
     there_HX = is_row_HX & alive_X[row_HX]
-    n = place_HN.shape[1]
+    n = index_HN.shape[1]
     counts_HNX = (own_HX[:, None, :] == torch.arange(n, device=own_HX.device)[:, None]) & there_HX[:, None, :]
-    _, branch_HN, filled_HN = place(counts_HNX.long(), places[1][used_H])
-    filled_HN = filled_HN & is_place_HN
+    _, branch_HN, filled_HN = assign_slots(counts_HNX.long(), indices[1][used_H])
+    filled_HN = filled_HN & exists_HN
     taken_HN = row_HX.gather(1, branch_HN)
     lead_H1 = filled_HN.long().argmax(-1, keepdim=True)
     taken_HN = torch.where(filled_HN, taken_HN, taken_HN.gather(1, lead_H1))
-    to_X = place_HN[is_place_HN]
-    row_A[to_X] = taken_HN[is_place_HN]
-    alive_A[to_X] = filled_HN[is_place_HN]
+    to_X = index_HN[exists_HN]
+    row_A[to_X] = taken_HN[exists_HN]
+    alive_A[to_X] = filled_HN[exists_HN]
     return row_A, alive_A
 
 

@@ -57,29 +57,29 @@ def verify_by_rejection(
     used_H = (groups[1] > 0).nonzero()[:, 0]
     if not len(used_H):
         return token_AQ, logp_AQ
-    place_HN, exists_HN = grid(*(bound[used_H] for bound in groups))
-    on_path_HN = exists_HN & chains.alive_A[place_HN]
+    index_HN, exists_HN = grid(*(bound[used_H] for bound in groups))
+    on_path_HN = exists_HN & chains.alive_A[index_HN]
     for j in range(token_AQ.shape[1]):
-        next_H, next_logp_H = _next(chains, place_HN, on_path_HN, j, uniform_AQ[:, j], noise_HQV[:, j])
-        to_A = place_HN[on_path_HN]
-        token_AQ[to_A, j] = next_H[:, None].expand_as(place_HN)[on_path_HN]
-        logp_AQ[to_A, j] = next_logp_H[:, None].expand_as(place_HN)[on_path_HN].float()
+        next_H, next_logp_H = _next(chains, index_HN, on_path_HN, j, uniform_AQ[:, j], noise_HQV[:, j])
+        to_A = index_HN[on_path_HN]
+        token_AQ[to_A, j] = next_H[:, None].expand_as(index_HN)[on_path_HN]
+        logp_AQ[to_A, j] = next_logp_H[:, None].expand_as(index_HN)[on_path_HN].float()
         if j + 1 < token_AQ.shape[1]:
-            goes_on_HN = (chains.count_A[place_HN] > j + 1) & (chains.tokens_AQ[place_HN, j + 1] == next_H[:, None])
+            goes_on_HN = (chains.count_A[index_HN] > j + 1) & (chains.tokens_AQ[index_HN, j + 1] == next_H[:, None])
             on_path_HN = on_path_HN & goes_on_HN
     return token_AQ, logp_AQ
 
 
 def _next(
-    chains: Chains, place_HN: Tensor, on_path_HN: Tensor, j: int, uniform_A: Tensor, noise_HV: Tensor
+    chains: Chains, index_HN: Tensor, on_path_HN: Tensor, j: int, uniform_A: Tensor, noise_HV: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The next token of each group [H] after token j of the chains on the path, and its log-probability [H]."""
     first_H1 = on_path_HN.long().argmax(-1, keepdim=True)
-    lead_H = place_HN.gather(1, first_H1)[:, 0]
+    lead_H = index_HN.gather(1, first_H1)[:, 0]
     logp_HV = chains.logp_AQV[lead_H, j].double()
     left_HV, kept_H = logp_HV.exp(), torch.full_like(lead_H, NO_TOKEN)
-    for n in range(place_HN.shape[1]):
-        at_H = place_HN[:, n]
+    for n in range(index_HN.shape[1]):
+        at_H = index_HN[:, n]
         if j + 1 >= chains.tokens_AQ.shape[1]:
             break
         tried_H = on_path_HN[:, n] & (chains.count_A[at_H] > j + 1) & (kept_H == NO_TOKEN)

@@ -1,9 +1,9 @@
 """Resampling schemes: from normalised weights and uniforms to offspring counts. See the package's legend for axes.
 
-Every scheme is unbiased, E[counts] = n * w, and treats groups independently. `place` then assigns copies to slots.
-Sources: Douc, Cappe, Moulines, "Comparison of resampling schemes for particle filtering" (2005); SSP: Gerber, Chopin,
-Whiteley, "Negative association, ordering and convergence of resampling methods" (2019), after Srinivasan (2001).
-"""
+Every scheme is unbiased, E[counts] = n * w, and treats groups independently. `assign_slots` then assigns copies to
+slots. Sources: Douc, Cappe, Moulines, "Comparison of resampling schemes for particle filtering" (2005); SSP: Gerber,
+Chopin, Whiteley, "Negative association, ordering and convergence of resampling methods" (2019), after Srinivasan
+(2001)."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def offspring(scheme_G: Tensor, weights_GM: Tensor, draws_G: Tensor, most: int, 
     return counts_GM
 
 
-def place(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def assign_slots(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Assign every chosen candidate to a slot: (ancestor [G, N], branch [G, N], whether the slot is filled [G, N]).
 
     A particle with a chosen candidate keeps its slot with the first of them; further copies fill, in order, the slots

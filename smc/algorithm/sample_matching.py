@@ -29,8 +29,8 @@ def match_samples(
     best_A = torch.arange(len(count_A), device=tokens_AQ.device)
     used_H = (groups[1] > 0).nonzero()[:, 0]
     if len(used_H):
-        place_HN, exists_HN = grid(*(bound[used_H] for bound in groups))
-        matching_HN = torch.where(exists_HN, matching_A[place_HN], -1)
+        index_HN, exists_HN = grid(*(bound[used_H] for bound in groups))
+        matching_HN = torch.where(exists_HN, matching_A[index_HN], -1)
         first_H1 = matching_HN.argmax(-1, keepdim=True)
-        best_A[place_HN[exists_HN]] = place_HN.gather(1, first_H1).expand_as(place_HN)[exists_HN]
+        best_A[index_HN[exists_HN]] = index_HN.gather(1, first_H1).expand_as(index_HN)[exists_HN]
     return best_A, matching_A[best_A].clamp(min=1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.bounds import Bounds
-from smc.algorithm.resampling import offspring, place
+from smc.algorithm.resampling import assign_slots, offspring
 from smc.algorithm.weights import effective_sample_size, log_mean_weight, normalise
 from smc.api.limits import SCHEME_NAMES
 from smc.arrays import to_device, to_host
@@ -73,9 +73,9 @@ def select(
     Candidates at indices without a particle (`alive` false) are ignored. A group without any weight keeps its first
     `draws` particles. Synchronises with the host."""
     used_H, own = groups.used()
-    place_HN, exists_HN = own.grid()
-    alive_HN = exists_HN & alive_A[place_HN]
-    candidates_HNF = torch.where(alive_HN[..., None], candidates_AF[place_HN].double(), -torch.inf)
+    index_HN, exists_HN = own.grid()
+    alive_HN = exists_HN & alive_A[index_HN]
+    candidates_HNF = torch.where(alive_HN[..., None], candidates_AF[index_HN].double(), -torch.inf)
     family_HN = candidates_HNF.logsumexp(-1)
     weights_HN, log_sum_H = normalise(family_HN)
     ess_H = effective_sample_size(weights_HN)
@@ -90,10 +90,10 @@ def select(
     log_z_H = log_mean_weight(log_sum_H, own.count_G.clamp(min=1)).masked_fill(~reset_H, 0.0)
 
     cell_X = exists_HN.flatten().nonzero()[:, 0]
-    place_X = place_HN.flatten()[cell_X]
+    index_X = index_HN.flatten()[cell_X]
 
     def packed(values_HN: Tensor, padding_A: Tensor) -> Tensor:
-        return padding_A.index_put((place_X,), values_HN.flatten()[cell_X])
+        return padding_A.index_put((index_X,), values_HN.flatten()[cell_X])
 
     own_A = torch.arange(len(alive_A), device=alive_A.device)
     by_group = (
@@ -129,7 +129,7 @@ def _assign(
     # All groups are resampled; groups without `resampled` then keep their particles.
     weights_GM, _ = normalise(candidates_GNF.flatten(1))
     counts_GM = offspring(scheme_G, weights_GM, own.draws_G.long(), n, uniforms_GU)
-    ancestor_GN, branch_GN, filled_GN = place(counts_GM.view(-1, n, branches), own.size_G)
+    ancestor_GN, branch_GN, filled_GN = assign_slots(counts_GM.view(-1, n, branches), own.size_G)
     is_first_GN = alive_GN.cumsum(-1) <= own.draws_G[:, None]
     kept_GN = alive_GN & (is_first_GN | ~collapsed_G[:, None])
     resampled_G1 = resampled_G[:, None]

@@ -70,10 +70,10 @@ class EngineConfig:
     where a service has timed its models; `always`: trees as large as requests ask for."""
     max_chains: int | None = None
     """Chains of all running requests together that are decoded by rejection (smc/executor/verify.py): each takes memory
-    for whole laws over the vocabulary, which is set aside. 0: no such requests. Default: as many as take 1 GiB at
-    either model; never more than slots."""
+    for token distributions over the whole vocabulary, which is set aside. 0: no such requests. Default: as many as take
+    1 GiB at either model; never more than slots."""
     defensive_share: float = 0.05
-    """Share of the untruncated law in the proposal of a truncated request (smc/distributions.py)."""
+    """Share of the untruncated distribution in the proposal of a truncated request (smc/distributions.py)."""
 
     def __post_init__(self) -> None:
         if self.form not in ("lockstep", "lookahead"):
@@ -132,9 +132,9 @@ class EngineConfig:
         return min(most, self.max_slots)
 
     def distributions(self, role: ModelRole) -> int:
-        """Distributions over the vocabulary that a model stores for a draft chain. At the target: those that the chain's
-        tokens were drawn from, and its own after each token. At the draft: those of the drafted tokens; in look-ahead
-        of F rows, and twice those of the chain in flight."""
+        """Distributions over the vocabulary that a model stores for a draft chain. At the target: those that the
+        chain's tokens were drawn from, and its own after each token. At the draft: those of the drafted tokens; in
+        look-ahead of F rows, and twice those of the chain in flight."""
         drawn = self.target_tokens - 1
         if role == ModelRole.TARGET:
             return drawn + self.target_tokens

@@ -56,7 +56,7 @@ class Method(StrEnum):
 
     SMC = "smc"
     EXACT = "exact"
-    """The target's law, many tokens at a time: by default its own draws, so the answer of `target`, sooner."""
+    """The target's distribution, many tokens at a time: by default its own draws, so the answer of `target`, sooner."""
     TARGET = "target"
     """Plain decoding by the target model: the baseline of every table."""
     DRAFT = "draft"
@@ -79,8 +79,8 @@ class SamplingParams:
         None,
         OneOf(tuple(method.value for method in Method)),
         option=Option(
-            "smc: near the target's law, every round at full speed; exact: the target's own answer; target, draft: one model alone. "
-            "Default: smc, at temperature 0 exact.",
+            "smc: near the target's distribution, every round at full speed; exact: the target's own answer; "
+            "target, draft: one model alone. Default: smc, at temperature 0 exact.",
             "METHOD",
         ),
     )
@@ -100,10 +100,10 @@ class SamplingParams:
     temperature: float = setting(
         1.0,
         number(lambda value: value == 0 or is_scale(value), f"{SCALES}; or 0 = greedy"),
-        option=Option("Of the target law. Default: 1; 0 = greedy, not with --method smc.", "T"),
+        option=Option("Of the target distribution. Default: 1; 0 = greedy, not with --method smc.", "T"),
     )
-    """Of the target law, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy otherwise,
-    where exact decoding drafts at 1."""
+    """Of the target distribution, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy
+    otherwise, where exact decoding drafts at 1."""
     top_k: int = setting(
         0,
         integer(lambda value: 0 <= value < 2**31, ">= 0 (0 = off), < 2**31"),
@@ -144,7 +144,7 @@ class SamplingParams:
         ),
     )
     """The first so many tokens of the answer do not end it, at most `max_tokens`: stop tokens and EOS have probability
-    0 under both laws, and stop strings that are complete by then have no effect."""
+    0 under both distributions, and stop strings that are complete by then have no effect."""
     logit_bias: tuple[tuple[int, float], ...] = setting((), Biases(MAX_BIASES, MAX_BIAS))
     """Added to both models' logits of these tokens, by id, before all else: temperature and truncation are of what
     comes of it. Given as a mapping, or as pairs; kept in the order of the ids, without those of 0."""
@@ -177,8 +177,8 @@ class SamplingParams:
         ),
     )
     """`walk`: the target draws, and drafted tokens that are its draws are confirmed; `rejection`: tokens are drawn from
-    the draft's law, and kept or replaced so that what comes out is drawn from the target's. Method `exact` only;
-    default `walk`."""
+    the draft's distribution, and kept or replaced so that what comes out is drawn from the target's. Method `exact`
+    only; default `walk`."""
     min_particles: int | None = setting(
         None, None, scope=Scope.SMC, option=Option("Particles to keep where KV memory is short. Default: all.", "N")
     )
@@ -220,9 +220,9 @@ class SamplingParams:
         number(is_scale, SCALES),
         scope=Scope.SMC,
         fill=lambda params: 1.0,
-        option=Option("Exponent of the target law. Default: 1.", "A"),
+        option=Option("Exponent of the target distribution. Default: 1.", "A"),
     )
-    """Exponent of the target law over sequences, > 0. SMC only; default 1."""
+    """Exponent of the target distribution over sequences, > 0. SMC only; default 1."""
     draft_temperature: float | None = setting(
         None,
         number(is_scale, SCALES),
@@ -237,17 +237,18 @@ class SamplingParams:
         number(lambda value: 1 <= value <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)"),
         option=Option("How much further from --negative-prompt, towards the prompt. Default: 1 = not at all.", "S"),
     )
-    """s of the target law of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after the negative
-    prompt; temperature and truncation come afterwards. 1 = none. A guided request takes two slots a row, and twice the
-    pages at the target. Not of `draft`."""
+    """s of the guided distribution, that of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after
+    the negative prompt; temperature and truncation come afterwards. 1 = none. A guided request takes two slots a row,
+    and twice the pages at the target. Not of `draft`."""
     logprobs: bool = setting(False, flag(), report=True)
-    """Report the log-probability of every answer token under the target law (after temperature and truncation)."""
+    """Report the log-probability of every answer token under the target distribution (after temperature and
+    truncation)."""
     top_logprobs: int = setting(
         0, integer(lambda value: 0 <= value <= MAX_TOP_LOGPROBS, f"0..{MAX_TOP_LOGPROBS}"), report=True
     )
     """Report so many of the likeliest tokens at every position of the answer, too, with their log-probabilities under
-    the same law; with `logprobs`. The answer is reported when it has run through the target once more, as a prompt
-    does."""
+    the same distribution; with `logprobs`. The answer is reported when it has run through the target once more, as a
+    prompt does."""
     return_particles: bool = setting(False, flag(), report=True)
     """Report every particle's answer with its weight; where a method has no particles, its answer alone."""
 
@@ -269,7 +270,7 @@ class SamplingParams:
 
     @property
     def guided(self) -> bool:
-        """Every row has a companion."""
+        """Every row has an unconditional row."""
         return self.guidance_scale != 1
 
     @property
@@ -279,7 +280,7 @@ class SamplingParams:
 
     @property
     def slots_per_row(self) -> int:
-        """A companion takes one, too."""
+        """An unconditional row takes one, too."""
         return 2 if self.guided else 1
 
     @property

@@ -37,7 +37,7 @@ class ForwardBatch:
 
 
 class NewEntries:
-    """Keys and values that a pass brings, and where they go. The dummy page stays zero: whoever reads it masks it, and
+    """Keys and values that a pass brings, and where they go. The dummy page stays zero: every reader masks it, and
     0 * NaN is NaN."""
 
     def __init__(self, batch: ForwardBatch, device: torch.device) -> None:

@@ -209,7 +209,7 @@ class SharedPrefixAttention:
         **tuning: Any,
     ) -> None:
         """`together`: rows that a group has, at most or mostly, which matters for speed alone; `heads` (H, J);
-        `max_context` bounds the positions that a group attends together; with `pdl` kernels, and whoever is launched
+        `max_context` bounds the positions that a group attends together; with `pdl` kernels, and whatever is launched
         next, begin before the one before has ended (`smc.kernels.launch`); `tuning` replaces fields of Tuning."""
         check_heads(heads, head_dim)
         h, j = heads

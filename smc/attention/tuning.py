@@ -20,8 +20,8 @@ were faster."""
 
 
 def floor_rows(rows: int) -> int:
-    """Rows by which sizes are chosen: the power of two at or below. Rounds with companions have more rows than places;
-    so they bring one size at most, and kernels to compile: that of the most rows, which is rehearsed
+    """Rows by which sizes are chosen: the power of two at or below. Guided rounds have more rows than batch indices;
+    so they bring one size at most, and kernels to compile: that of the most rows, which is warmed up
     (`smc.calibration.warm_up`)."""
     return 1 << (rows.bit_length() - 1)
 

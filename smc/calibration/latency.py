@@ -1,5 +1,5 @@
-"""Calibration of the latency model (`smc.scheduler.latency_model`): measures what a draft step and a target pass take on
-the devices of an engine, before it accepts requests.
+"""Calibration of the latency model (`smc.scheduler.latency_model`): measures what a draft step and a target pass take
+on the devices of an engine, before it accepts requests.
 
 Dummy rounds of full rows are timed. Every dummy request reads pages of its own, all over the pool and with whatever
 they hold, since reading one page for all would take other times. All write to the dummy page, so that nothing is
@@ -187,27 +187,27 @@ def _steps(part: str, config: EngineConfig) -> int:
 
 def live_plan(program: Program, config: EngineConfig, count: int, context: int, tree: int) -> RoundPlan[np.ndarray]:
     """A round of the first `count` slots: trees of at most so many rows; single rows where one model decodes alone."""
-    places, columns = bucket(count), room_for(context, config.block)
+    batch_size, columns = bucket(count), room_for(context, config.block)
     kind = PopulationKind.BEST if program is Program.PAIR else PopulationKind.INDEPENDENT
     shape = PROGRAMS[program].shape(config)
     first_X = np.arange(0, count, tree, dtype=np.int32)
     contexts = Contexts.of(columns, count, len(first_X))
-    plan = padding_plan(program, shape, places, config.max_slots, contexts, kinds=frozenset({kind}))
+    plan = padding_plan(program, shape, batch_size, config.max_slots, contexts, kinds=frozenset({kind}))
     sizes_X = np.minimum(tree, count - first_X)
-    place_A = np.arange(places)
+    index_A = np.arange(batch_size)
 
     def of_groups(values_X: np.ndarray | int) -> np.ndarray:
-        values_G = np.zeros(places, dtype=np.int32)
+        values_G = np.zeros(batch_size, dtype=np.int32)
         values_G[: len(first_X)] = values_X
         return values_G
 
     return replace(
         plan,
         columns=columns,
-        slot_A=np.where(place_A < count, place_A, config.max_slots),
-        group_A=np.where(place_A < count, place_A // tree, places - 1),
-        particle_A=place_A % tree,
-        seed_A=place_A // tree,
+        slot_A=np.where(index_A < count, index_A, config.max_slots),
+        group_A=np.where(index_A < count, index_A // tree, batch_size - 1),
+        particle_A=index_A % tree,
+        seed_A=index_A // tree,
         first_G=of_groups(first_X),
         size_G=of_groups(sizes_X),
         count_G=of_groups(sizes_X),

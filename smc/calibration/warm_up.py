@@ -34,7 +34,7 @@ REPEATS = 2
 """Dummy rounds of each kind: the first compiles its kernels, the second is captured."""
 PROCESSORS: tuple[tuple[str, ...], ...] = ((), ("top_k",), ("top_p",), ("min_p",), ("min_p", "top_k", "top_p"))
 """Truncations of token distributions: `DistributionSpec.canonical` knows no others."""
-TRUNCATED_PLACES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
+TRUNCATED_SIZES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
 """Sizes of dummy rounds with truncated distributions. These compile all kernels; capturing another size later costs one
 round."""
 
@@ -79,10 +79,10 @@ COMMON: tuple[RequestKind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
 EVERY: tuple[RequestKind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
 TOGETHER: tuple[tuple[RequestKind, ...], ...] = (
     COMMON,
-    *(tuple(kind | law for kind in EVERY) for law in ({}, TRUNCATED, BIASED, TRUNCATED | BIASED)),
+    *(tuple(kind | sampling for kind in EVERY) for sampling in ({}, TRUNCATED, BIASED, TRUNCATED | BIASED)),
 )
-"""Kinds that share rounds. Kernels over logits are compiled for truncated distributions and for others, for the logits of
-the models and for float32, to which logits with biases are converted: these rounds cover all combinations."""
+"""Kinds that share rounds. Kernels over logits are compiled for truncated distributions and for others, for the logits
+of the models and for float32, to which logits with biases are converted: these rounds cover all combinations."""
 
 
 def warm_up_plans(
@@ -92,22 +92,24 @@ def warm_up_plans(
     truncated: Sequence[tuple[str, ...]] = PROCESSORS,
 ) -> Iterator[RoundPlan[np.ndarray]]:
     """Plans of dummy rounds, to be launched in this order: all that default settings lead to, or fewer."""
-    sizes = sorted({bucket(places) for places in range(1, config.max_slots + 1)})
+    sizes = sorted({bucket(batch_size) for batch_size in range(1, config.max_slots + 1)})
     for (program, kinds), contexts in product(wanted, Contexts):
-        few = {min(places, sizes[-1]) for places in TRUNCATED_PLACES[program]}
-        for shape, places, processors in product(_shapes(config, program, kinds), sizes, truncated):
-            if (processors and places not in few) or contexts not in _contexts(
-                config.width(context), program, kinds, places
+        few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[program]}
+        for shape, batch_size, processors in product(_shapes(config, program, kinds), sizes, truncated):
+            if (processors and batch_size not in few) or contexts not in _contexts(
+                config.width(context), program, kinds, batch_size
             ):
                 continue
-            plan = padding_plan(program, shape, places, config.max_slots, contexts, processors=processors, kinds=kinds)
+            plan = padding_plan(
+                program, shape, batch_size, config.max_slots, contexts, processors=processors, kinds=kinds
+            )
             yield from [plan] * REPEATS
 
 
-def _contexts(width: int, program: Program, kinds: frozenset[PopulationKind], places: int) -> set[Contexts]:
+def _contexts(width: int, program: Program, kinds: frozenset[PopulationKind], batch_size: int) -> set[Contexts]:
     """Contexts that rounds of so many rows can have, where block tables have room for `width` positions."""
-    groups = {places} if program is not Program.PAIR else {1, places} if kinds == {PopulationKind.BEST} else {1}
-    return {Contexts.of(columns, places, count) for columns in (0, width) for count in groups}
+    groups = {batch_size} if program is not Program.PAIR else {1, batch_size} if kinds == {PopulationKind.BEST} else {1}
+    return {Contexts.of(columns, batch_size, count) for columns in (0, width) for count in groups}
 
 
 def _shapes(config: EngineConfig, program: Program, kinds: frozenset[PopulationKind]) -> list[PagesPerRow]:
@@ -120,7 +122,7 @@ def _shapes(config: EngineConfig, program: Program, kinds: frozenset[PopulationK
 def padding_plan(
     program: Program,
     shape: PagesPerRow,
-    places: int,
+    batch_size: int,
     slots: int,
     contexts: Contexts,
     *,
@@ -128,8 +130,8 @@ def padding_plan(
     kinds: frozenset[PopulationKind] = frozenset({PopulationKind.INDEPENDENT}),
 ) -> RoundPlan[np.ndarray]:
     """A round whose rows are all padding."""
-    whole, wide = np.zeros(places, dtype=np.int32), np.zeros(places, dtype=np.int64)
-    one = np.ones(places, dtype=np.float32)
+    whole, wide = np.zeros(batch_size, dtype=np.int32), np.zeros(batch_size, dtype=np.int64)
+    one = np.ones(batch_size, dtype=np.float32)
     distribution = DistributionSpec.of(one, wide, one, one * 0, one)
     distribution = replace(distribution.canonical(), active=distribution.canonical().active | set(processors))
     return RoundPlan(
@@ -140,24 +142,24 @@ def padding_plan(
         target_distribution=distribution,
         draft_distribution=distribution,
         slot_A=wide + slots,
-        group_A=wide + places - 1,
+        group_A=wide + batch_size - 1,
         particle_A=wide,
         seed_A=wide,
         round_A=wide + 1,
-        alpha_A=np.ones(places),
+        alpha_A=np.ones(batch_size),
         first_G=whole,
         size_G=whole,
         count_G=whole,
         draws_G=whole,
         shared_G=whole,
-        threshold_G=np.zeros(places),
+        threshold_G=np.zeros(batch_size),
         kind_G=whole,
         chain_C=wide[:0],
         distribution_C=wide[:0],
         scheme_G=whole,
-        target_pages_AQ=np.zeros((places, shape.target), dtype=np.int32),
-        begin_pages_AP=np.zeros((places, shape.begin), dtype=np.int32),
-        branch_pages_XB=np.zeros((places * shape.branches, shape.branch), dtype=np.int32),
+        target_pages_AQ=np.zeros((batch_size, shape.target), dtype=np.int32),
+        begin_pages_AP=np.zeros((batch_size, shape.begin), dtype=np.int32),
+        branch_pages_XB=np.zeros((batch_size * shape.branches, shape.branch), dtype=np.int32),
     )
 
 
@@ -169,8 +171,8 @@ def first_request(config: EngineConfig, context: int, vocab: int) -> Request:
 
 
 def warm_up(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence[Request]] = ()) -> None:
-    """Run dummy rounds, then requests, one list after another, on an idle engine, which forgets them. A request that the
-    engine rejects is left out; one that fails is logged, since only its kind may be affected."""
+    """Run dummy rounds, then requests, one list after another, on an idle engine, which forgets them. A request that
+    the engine rejects is left out; one that fails is logged, since only its kind may be affected."""
     last: Pending | None = None
     for plan in plans:
         # A round is launched while the one before runs.
@@ -239,8 +241,8 @@ def _numbered(requests: Iterable[Request]) -> list[Request]:
 
 def crowded(guided: int, others: int) -> int:
     """Rows of a round of so many guided particles and others, with unconditional rows and padding."""
-    places = bucket(guided + others)
-    return places + room(guided, places)
+    batch_size = bucket(guided + others)
+    return batch_size + room(guided, batch_size)
 
 
 def _parts(kind: RequestKind, rows: int) -> list[RequestKind]:

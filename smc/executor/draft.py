@@ -12,7 +12,8 @@ block, one of the likeliest; the others are drawn, so that rows after the right 
 Random numbers are keyed by seed, position and chain, and by no round: what chains off the path have drawn for a
 position has decided nothing when the path reaches it.
 
-See the package's legend for axes; S rows of the step before, C places of groups of chains, Y = C F rows of theirs."""
+See the package's legend for axes; S rows of the step before, C batch indices of groups of chains, Y = C F rows of
+theirs."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class TokenTree:
     """Rows in the making, or the particles that they continue."""
 
     root_X: Tensor
-    """int64 place whose particle a row continues."""
+    """int64 batch index whose particle a row continues."""
     tokens_XK: Tensor
     """int64; of these the first steps' exist."""
     logq_XK: Tensor
@@ -66,7 +67,7 @@ class TokenTree:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What a drafter makes of every place."""
+    """What a drafter makes of every batch index."""
 
     block: int
     """K."""
@@ -78,8 +79,8 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class CandidateLayout:
-    """What stays the same of rows that offer tokens, however they are re-parented: one a place at the first step, later
-    F."""
+    """What stays the same of rows that propose tokens, however they are re-parented: one a batch index at the first
+    step, later F."""
 
     group_S: Tensor
     """int32."""
@@ -121,7 +122,7 @@ class ChainAssignment:
     row_Y: Tensor
     """Of all X rows."""
     source_Y: Tensor
-    """Place."""
+    """Batch index."""
     guess_Y: Tensor
     """Which of the likeliest tokens it begins with, where it begins with a guess."""
     rank_Y: Tensor
@@ -144,8 +145,8 @@ class ChainDraws:
 
 @dataclass(frozen=True)
 class Continuation:
-    """How rows go on: those of trees as chosen among what all of a group offer, the others as each has drawn, chains
-    from what they were dealt. None: there are none such."""
+    """How rows go on: those of trees as chosen among the candidates of the whole group, the others as each has drawn,
+    chains from what they were dealt. None: there are none such."""
 
     chosen: tuple[Expansion, CandidateTokens] | None
     """And what it was chosen among."""
@@ -156,7 +157,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class ResumedSequences:
-    """How sequences go on, by place after the choice."""
+    """How sequences go on, by batch index after the choice."""
 
     lineage: Lineage[Tensor]
     end_A: Tensor
@@ -180,8 +181,8 @@ def begin(
     # Past what will be held, whatever is written is written over later.
     state.table_SL[slot_A[:, None], held_A[:, None] + torch.arange(queries, device=state.device)] = pages_AP
     tokens_AP = state.pending_SQ[slot_A, :queries]
-    place_A = torch.arange(len(slot_A), device=state.device)
-    zero_A = torch.zeros_like(place_A)
+    index_A = torch.arange(len(slot_A), device=state.device)
+    zero_A = torch.zeros_like(index_A)
     # What is pending has been found not to end the answer.
     text_A = grow(
         state.stops, state.entry_S[slot_A], state.text_S[slot_A], tokens_AP, pending_A, state.least_S[slot_A] - held_A
@@ -201,7 +202,7 @@ def begin(
         contexts=plan.contexts,
     )
     tree = TokenTree(
-        root_X=place_A,
+        root_X=index_A,
         tokens_XK=zero_A[:, None].expand(-1, shape.block),
         logq_XK=zero_A[:, None].expand(-1, shape.block).float(),
         tail_XB=plan.branch_pages_XB[:: plan.branches],
@@ -215,40 +216,40 @@ def begin(
         next_X=state.end_S[slot_A],
         run_4X=None,
     )
-    offerings = (_offering(plan, distribution, shape, width) for width in (1, plan.branches))
-    return DraftInputs(tokens_AP, rows, place_A * queries + pending_A - 1, tree, *offerings)
+    layouts = (_candidate_layout(plan, distribution, shape, width) for width in (1, plan.branches))
+    return DraftInputs(tokens_AP, rows, index_A * queries + pending_A - 1, tree, *layouts)
 
 
-def _offering(
+def _candidate_layout(
     plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape, width: int
 ) -> CandidateLayout:
-    """Of `width` rows a place."""
-    place_S, f = plan.place_of_rows(width), plan.branches
-    group_S = plan.group_A[place_S]
-    rank_S = torch.arange(len(place_S), device=place_S.device) - plan.first_G[group_S] * width
-    stream_AF = plan.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(f, device=place_S.device)
-    round_S = plan.round_A[place_S]
+    """Of `width` rows a batch index."""
+    index_S, f = plan.index_of_rows(width), plan.branches
+    group_S = plan.group_A[index_S]
+    rank_S = torch.arange(len(index_S), device=index_S.device) - plan.first_G[group_S] * width
+    stream_AF = plan.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(f, device=index_S.device)
+    round_S = plan.round_A[index_S]
     return CandidateLayout(
         group_S=group_S.int(),
         sources=(plan.first_G * width, plan.size_G * width),
         rows=(plan.first_G * f, plan.size_G * f),
         rank_S1=rank_S[:, None],
-        stream_SD=stream_AF.view(len(place_S), -1),
-        seed_S=plan.seed_A[place_S],
+        stream_SD=stream_AF.view(len(index_S), -1),
+        seed_S=plan.seed_A[index_S],
         round_S=round_S if shape.by_round else torch.zeros_like(round_S),
         seed_G=plan.seed_G,
         round_G=plan.round_G,
-        distribution=distribution.take(place_S),
+        distribution=distribution.take(index_S),
     )
 
 
 def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
     """Rows of every group in the order of its particles, each of which gets as many. No choice depends on what has been
     drawn."""
-    device, place_C, branches = plan.chain_C.device, plan.chain_C, plan.branches
+    device, index_C, branches = plan.chain_C.device, plan.chain_C, plan.branches
     first_G, size_G = plan.first_G.long(), plan.size_G.long()
-    row_Y = (place_C[:, None] * branches + torch.arange(branches, device=device)).flatten()
-    group_Y = plan.group_A[place_C].repeat_interleave(branches)
+    row_Y = (index_C[:, None] * branches + torch.arange(branches, device=device)).flatten()
+    group_Y = plan.group_A[index_C].repeat_interleave(branches)
     rank_Y, rows_Y = row_Y - first_G[group_Y] * branches, size_G[group_Y] * branches
     # Particles one after another, and how many there are before each group's.
     order_A, before_A = (~alive_A).long().argsort(stable=True), alive_A.long().cumsum(0)
@@ -258,7 +259,7 @@ def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
     which_Y = rank_Y * count_Y // rows_Y
     begin_Y = -(-which_Y * rows_Y // count_Y)
     source_Y = order_A[(before_G[group_Y] + which_Y).clamp(max=len(alive_A) - 1)]
-    # Where a group has no particle, its rows continue what is at their own places: nothing.
+    # Where a group has no particle, its rows continue what is at their own batch indices: nothing.
     is_own_Y = plan.group_A[source_Y] == group_Y
     source_Y = torch.where(is_own_Y & alive_A[source_Y], source_Y, row_Y // branches)
     return ChainAssignment(row_Y, source_Y, (rank_Y - begin_Y) % branches, rank_Y)
@@ -267,7 +268,7 @@ def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
 def reparent(
     tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int
 ) -> TokenTree:
-    """The rows with their next token: at the first step (0) `branches` for each place. The reference:
+    """The rows with their next token: at the first step (0) `branches` for each batch index. The reference:
     `smc.kernels.draft.reparent` does the same in one launch."""
     parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan, branches)
     root_X, ended_X, text_X, count_X = (
@@ -321,10 +322,11 @@ def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], bra
 
 
 def _chosen(
-    tree: TokenTree, chosen: Expansion, offers: CandidateTokens, plan: RoundPlan[Tensor], branches: int
+    tree: TokenTree, chosen: Expansion, candidate_tokens: CandidateTokens, plan: RoundPlan[Tensor], branches: int
 ) -> tuple[Tensor, ...]:
     token_X, logq_X = (
-        values_SC[chosen.parent_X, chosen.candidate_X] for values_SC in (offers.token_RC, offers.logq_RC)
+        values_SC[chosen.parent_X, chosen.candidate_X]
+        for values_SC in (candidate_tokens.token_RC, candidate_tokens.logq_RC)
     )
     logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
     # A draft that returns NaN must be seen, where what it says matters.
@@ -340,12 +342,12 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
     if PopulationKind.CHAINS in plan.kinds:
         # All are the same until the target has spoken, but for those that continue nothing.
         of_chains_X = torch.where(tree.alive_X, 0.0, -torch.inf)
-        share_X = torch.where(plan.places_of(PopulationKind.CHAINS).repeat_interleave(branches), of_chains_X, share_X)
+        share_X = torch.where(plan.has_kind(PopulationKind.CHAINS).repeat_interleave(branches), of_chains_X, share_X)
     if PopulationKind.INDEPENDENT in plan.kinds:
         branch_X = torch.arange(len(slot_X), device=slot_X.device) % branches
         alone_X = torch.where(branch_X == 0, 0.0, -torch.inf).double()
         own_X = torch.where(state.ended_S[slot_X], alone_X, -math.log(branches))
-        share_X = torch.where(plan.places_of(PopulationKind.INDEPENDENT).repeat_interleave(branches), own_X, share_X)
+        share_X = torch.where(plan.has_kind(PopulationKind.INDEPENDENT).repeat_interleave(branches), own_X, share_X)
     return DraftedRows.of(tree.tokens_XK, tree.logq_XK, tree.root_X, tree.count_X, tree.ended_X, share_X)
 
 
@@ -383,7 +385,7 @@ def resume(
 def _lineage(
     plan: RoundPlan[Tensor], path_AW: Tensor, pending_A: Tensor, kept_A: Tensor, dropped_A: Tensor
 ) -> Lineage[Tensor]:
-    """A particle's pending tokens, of which there may be fewer than places for them, then its row's."""
+    """A particle's pending tokens, of which there may be fewer than columns for them, then its row's."""
     queries = plan.begin_pages_AP.shape[1]
     if queries > 1:
         column_W = torch.arange(path_AW.shape[1], device=path_AW.device)

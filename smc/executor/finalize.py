@@ -1,5 +1,5 @@
-"""The last stage of a round at the target: what becomes of every place, and what the host learns of it. The torch form;
-`smc.kernels.finalize` is the Triton form. See the package's legend for axes."""
+"""The last stage of a round at the target: what becomes of every batch index, and what the host learns of it. The torch
+form; `smc.kernels.finalize` is the Triton form. See the package's legend for axes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Finalized = tuple[RoundChoice, RoundResult[Tensor]]
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """What goes on at each place."""
+    """What goes on at each batch index."""
 
     row_A: Tensor
     """int64, of the candidates."""
     ancestor_A: Tensor
-    """int64 place whose particle it continues."""
+    """int64 batch index whose particle it continues."""
     block_A: Tensor
-    """int64 place whose block it continues: in look-ahead the ancestor."""
+    """int64 batch index whose block it continues: in look-ahead the ancestor."""
     alive_A: Tensor
     bonus_A: Tensor
     """int64 token of the target's own that is appended to what is kept of the block; -1: none."""
@@ -44,13 +44,13 @@ class SelectedRows:
 def finalize(
     inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
 ) -> Finalized:
-    """What becomes of every place, and what the host learns of it. `own`: of independent particles; `trees`: of the
-    others."""
+    """What becomes of every batch index, and what the host learns of it. `own`: of independent particles; `trees`: of
+    the others."""
     return Finalizer(inputs, candidates).of(own, trees)
 
 
 class Finalizer:
-    """What has been decided for groups, for all of their places."""
+    """What has been decided for groups, for all of their batch indices."""
 
     def __init__(self, inputs: ScoreInputs, candidates: Candidates) -> None:
         self.inputs, self.candidates, self.plan = inputs, candidates, inputs.plan
@@ -117,13 +117,13 @@ class Finalizer:
         )
 
     def _of_trees(self, trees: SelectedTrees) -> SelectedRows:
-        target, chosen, offers = self.inputs.target, trees.chosen, self.candidates.offers
-        row_A, offer_A = chosen.parent_X[trees.pick_A], chosen.candidate_X[trees.pick_A]
+        target, chosen, candidate_tokens = self.inputs.target, trees.chosen, self.candidates.candidate_tokens
+        row_A, candidate_A = chosen.parent_X[trees.pick_A], chosen.candidate_X[trees.pick_A]
         ancestor_A, open_A = self.candidates.root_X[row_A], self.inputs.open_X[row_A]
         bonus_A, logp_A = torch.full_like(row_A, -1), torch.full_like(row_A, torch.nan, dtype=torch.float32)
-        if target.offered_logp_AC is not None:
-            bonus_A = torch.where(open_A, offers.token_RC[row_A, offer_A], bonus_A)
-            logp_A = torch.where(open_A, target.offered_logp_AC[row_A, offer_A], logp_A)
+        if target.candidate_logp_AC is not None:
+            bonus_A = torch.where(open_A, candidate_tokens.token_RC[row_A, candidate_A], bonus_A)
+            logp_A = torch.where(open_A, target.candidate_logp_AC[row_A, candidate_A], logp_A)
         elif self.lookahead and target.logp_X is not None:
             logp_A = torch.where(open_A, target.logp_X[row_A], logp_A)
         zero_G = torch.zeros_like(chosen.ess_G)
@@ -150,9 +150,9 @@ class Finalizer:
         any_A = plan.any_of_group(taken.alive_A[None], plan.group_A)[0][plan.group_A]
         misses_A = is_exact_A & ~any_A & (plan.size_G > 0)[plan.group_A]
         ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], taken.ancestor_A)
-        place_A = torch.arange(len(best_A), device=best_A.device)
+        index_A = torch.arange(len(best_A), device=best_A.device)
         is_over_A = blocks.ended_A[best_A] & (right_A == blocks.count_A[best_A])
-        says_A = is_exact_A & ~is_over_A & (misses_A if self.lookahead else is_exact_A)
+        has_next_A = is_exact_A & ~is_over_A & (misses_A if self.lookahead else is_exact_A)
         next_A, next_logp_A = (
             values_AQ[best_A, right_A - 1] for values_AQ in (self.scored.drawn_AQ, self.scored.logp_AQ)
         )
@@ -161,17 +161,17 @@ class Finalizer:
             "ancestor_A": ancestor_A,
             # What follows a block that is right to its end keeps its own, be it one of several of the same tokens.
             "block_A": torch.where(misses_A if self.lookahead else is_exact_A, best_A, taken.block_A),
-            "alive_A": torch.where(misses_A, place_A == ancestor_A, taken.alive_A),
-            "bonus_A": torch.where(is_exact_A, torch.where(says_A, next_A, -1), taken.bonus_A),
+            "alive_A": torch.where(misses_A, index_A == ancestor_A, taken.alive_A),
+            "bonus_A": torch.where(is_exact_A, torch.where(has_next_A, next_A, -1), taken.bonus_A),
             "logp_A": torch.where(is_exact_A, torch.where(is_over_A, torch.nan, next_logp_A), taken.logp_A),
-            "logw_A": torch.where(misses_A, torch.where(place_A == ancestor_A, 0.0, -torch.inf), taken.logw_A),
+            "logw_A": torch.where(misses_A, torch.where(index_A == ancestor_A, 0.0, -torch.inf), taken.logw_A),
             "misses_A": misses_A,
         }
         return SelectedRows(**(vars(taken) | changed))
 
     def _grown(self, taken: SelectedRows, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Whether what goes on has ended [A], the stop machine's state after what is kept of the blocks [A], and how
-        many drafted tokens each place takes [A]."""
+        many drafted tokens each batch index takes [A]."""
         state, blocks, drafted = self.inputs.state, self.blocks, self.drafted
         slot_A = self.plan.slot_A[taken.ancestor_A]
         entry_A, early_A = state.entry_S[slot_A], state.least_S[slot_A] - state.held(slot_A)
@@ -198,7 +198,7 @@ class Finalizer:
             grown_AQ = blocks.tokens_AQ[taken.block_A].roll(-1, 1).scatter(1, (kept_A - 1)[:, None], bonus_A1)
             logq_AQ = torch.zeros_like(grown_AQ, dtype=torch.float32)
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=kept_A.device)
-        says_G = plan.any_of_group((has_bonus_A & choice.alive_A)[None], plan.group_A)[0]
+        has_bonus_G = plan.any_of_group((has_bonus_A & choice.alive_A)[None], plan.group_A)[0]
         run_A = torch.minimum(self.scored.blocks.run_A[taken.block_A], kept_A)
         return RoundResult(
             ancestor_A=choice.ancestor_A,
@@ -217,6 +217,6 @@ class Finalizer:
             collapsed_G=taken.collapsed_G,
             draft_nan_G=candidates.draft_nan_G,
             target_nan_G=candidates.target_nan_G,
-            hit_G=plan.is_exact_G & ~says_G,
+            hit_G=plan.is_exact_G & ~has_bonus_G,
             lineage=Lineage(plan.target_pages_AQ[taken.block_A], run_A.int(), torch.zeros_like(run_A).int()),
         )

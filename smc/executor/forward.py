@@ -93,12 +93,12 @@ class StaticForward:
         return self.model.logits(hidden_RE) if head is None else head(hidden_RE).float()
 
 
-def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
-    """Run rows of prompts through a model. Returns hidden states [X, E] of the tokens at index `asked`; keys and values
-    of all tokens are stored."""
+def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: Tensor) -> Tensor:
+    """Run rows of prompts through a model. Returns hidden states [X, E] of the tokens at index `output`; keys and
+    values of all tokens are stored."""
     attend = reader.attention.plan(reader.pool, batch).attend
     rope_T2D = reader.rope.at(to_device(batch.positions_T, reader.device))
-    return reader.model(tokens_T, rope_T2D, attend)[asked_X]
+    return reader.model(tokens_T, rope_T2D, attend)[output_X]
 
 
 def _without_padding(rows: Rows, live_X: np.ndarray) -> tuple[ForwardBatch, np.ndarray]:

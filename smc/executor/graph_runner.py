@@ -76,7 +76,7 @@ class StageRunner:
         self._keys: OrderedDict[tuple, _Kept] = OrderedDict()
         self._most = (most_keys, most_bytes)
         self.evicted = 0
-        """Keys for which what was kept has been given up."""
+        """Keys for which what was kept has been released."""
 
     @property
     def recorded_keys(self) -> int:
@@ -163,7 +163,7 @@ class GraphRunner(StageRunner):
     """One stream of a GPU. A stage runs as it is the first time, which compiles its kernels, and is recorded the second
     time.
 
-    What is kept is counted, and given up where it is more than `most_keys` kinds or `most_bytes`: those not used for
+    What is kept is counted, and released where it is more than `most_keys` kinds or `most_bytes`: those not used for
     longest first."""
 
     records = True

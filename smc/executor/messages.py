@@ -1,7 +1,8 @@
 """What passes between the scheduler and a worker besides rounds: prompts, as a flat batch of rows.
 
 A worker learns nothing of requests, particles or weights from these. All arrays are NumPy, so a link can ship their
-bytes. Axes: R rows, T tokens (row after row), X pages (row after row), D draws; Y tokens that are asked about, K tops.
+bytes. Axes: R rows, T tokens (row after row), X pages (row after row), D draws; Y tokens that are scored, K
+top_logprobs.
 
 What the two models tell each other in a round, and the host of it. NumPy on the host's side, tensors on the models'.
 
@@ -70,29 +71,29 @@ class Draws:
     """int32: rows and tokens whose logits are changed, each pair once."""
     bias_Y: np.ndarray
     """float32: what is added to these."""
-    companion_R: np.ndarray | None = None
-    """int32 which row of the batch guides this one (`smc.executor.guidance`); itself: none does. None: nobody is
+    unconditional_R: np.ndarray | None = None
+    """int32 which row of the batch guides this one (`smc.executor.guidance`); itself: none does. None: no row is
     guided."""
     scale_R: np.ndarray | None = None
     """float32 scale of guidance; 1: none."""
 
 
 @dataclass(frozen=True)
-class Tops:
+class TopLogprobsSpec:
     """The likeliest tokens after each of the last tokens of rows, under the distribution of what comes there. Axis R is
-    of the first rows of the batch, those that are asked about; those after them only guide."""
+    of the first rows of the batch, those that are scored; those after them only guide."""
 
     distribution: DistributionSpec[np.ndarray]
     count: int
     """K, or the whole vocabulary if that has fewer."""
-    asked_R: np.ndarray
-    """int32: of how many of its last tokens; of all rows of the batch. A row that guides another is asked about as
-    many."""
+    scored_R: np.ndarray
+    """int32: of how many of its last tokens; of all rows of the batch. A row that guides another is scored as
+    often."""
     least_R: np.ndarray
     """int32 position up to which what comes does not end the answer."""
     machines: tuple[StopMachine | None, ...]
     """What is added to each row's logits, and ends its answer (`smc.executor.state`); None: nothing is added."""
-    companion_R: np.ndarray | None = None
+    unconditional_R: np.ndarray | None = None
     """As of `Draws`."""
     scale_R: np.ndarray | None = None
 
@@ -111,13 +112,13 @@ class PromptBatch:
     """int64 token ids, row after row."""
     draws: Draws | None = None
     """After the first rows; those after them only guide."""
-    tops: Tops | None = None
+    top_logprobs: TopLogprobsSpec | None = None
     """In place of draws."""
 
 
 @dataclass(frozen=True)
 class PromptResult(Generic[Array]):
-    """Draws [R, 0] where none were asked for, and no tops."""
+    """Draws [R, 0] where none were asked for, and no `top_logprobs`."""
 
     drawn_RD: Array
     """int32."""
@@ -128,7 +129,7 @@ class PromptResult(Generic[Array]):
     log_z_R: Array
     """float32 log normaliser of p^alpha after the last token; NaN if the model's logits were."""
     top_YK: Array
-    """int32: likeliest first, of every token that tops were asked of, row after row."""
+    """int32: likeliest first, of every token that has `top_logprobs`, row after row."""
     top_logp_YK: Array
     """float32 log-probabilities of these: -inf outside of a truncation, NaN if the model's logits were."""
 
@@ -152,8 +153,8 @@ class Worker(Protocol):
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """What the draft sends the target: rows of K tokens, F for every place, each group's in the order of the places
-    they come from."""
+    """What the draft sends the target: rows of K tokens, F for every batch index, each group's in the order of the
+    batch indices they come from."""
 
     all_WX: Tensor
     """int32, in one piece, as it travels: tokens, the bits of their log q, root, count, whether ended, the bits of the
@@ -191,7 +192,7 @@ class DraftedRows:
 
     @property
     def root_X(self) -> Tensor:
-        """int32 place whose particle a row continues."""
+        """int32 batch index whose particle a row continues."""
         return self.all_WX[-4]
 
     @property
@@ -213,7 +214,7 @@ class DraftedRows:
 
 @dataclass(frozen=True)
 class RoundChoice:
-    """What the target sends the draft: how each place goes on. By place after the choice."""
+    """What the target sends the draft: how each batch index goes on. By batch index after the choice."""
 
     all_9A: Tensor
     """int64, in one piece, as it travels."""
@@ -250,7 +251,7 @@ class RoundChoice:
 
     @property
     def ancestor_A(self) -> Tensor:
-        """Place whose particle goes on here."""
+        """Batch index whose particle goes on here."""
         return self.all_9A[0]
 
     @property
@@ -275,7 +276,7 @@ class RoundChoice:
 
     @property
     def alive_A(self) -> Tensor:
-        """bool: the place holds a particle."""
+        """bool: the batch index holds a particle."""
         return self.all_9A[5] > 0
 
     @property
@@ -296,26 +297,26 @@ class RoundChoice:
 
 @dataclass(frozen=True)
 class Lineage(Generic[Array]):
-    """Pages that particles have more or less than their ancestors had, by place after the choice. Tensors where the
-    model is."""
+    """Pages that particles have more or less than their ancestors had, by batch index after the choice. Tensors where
+    the model is."""
 
     path_AW: Array
     """int32."""
     kept_A: Array
     """int32: how many of them hold keys and values of the particle's tokens."""
     dropped_A: Array
-    """int32: how many of the ancestor's last pages are given up."""
+    """int32: how many of the ancestor's last pages are released."""
 
 
 @dataclass(frozen=True)
 class RoundResult(Generic[Array]):
-    """What the host learns of a round. By place, after the choice, unless said otherwise. Tensors where the model
+    """What the host learns of a round. By batch index, after the choice, unless said otherwise. Tensors where the model
     is."""
 
     ancestor_A: Array
-    """Place."""
+    """Batch index."""
     alive_A: Array
-    """bool: the place holds a particle. One that does not repeats another of its group, and has ended."""
+    """bool: the batch index holds a particle. One that does not repeats another of its group, and has ended."""
     cut_A: Array
     """How many of the ancestor's last tokens were taken back."""
     grown_AQ: Array

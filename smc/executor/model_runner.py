@@ -67,7 +67,7 @@ class LocalChannel:
         self._other = self
         self._sent: dict[str, tuple[Tensor, Event]] = {}
         self._kept: list[Tensor] = []
-        """What was sent, until the other side has its copy: memory that is let go is used again at once."""
+        """What was sent, until the other side has its copy: memory that is released is used again at once."""
         self._received: Event | None = None
 
     @staticmethod
@@ -159,11 +159,11 @@ class ModelRunner:
         drafter, state, slot_A = self._alone, self.state, plan.slot_A
         distribution = plan.draft_distribution if self.worker.name == ModelRole.DRAFT else plan.target_distribution
         _, tree = drafter.draft(plan, distribution)
-        place_A = torch.arange(len(slot_A), device=slot_A.device)
+        index_A = torch.arange(len(slot_A), device=slot_A.device)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
         choice = RoundChoice.of(
-            ancestor_A=place_A,
-            row_A=place_A,
+            ancestor_A=index_A,
+            row_A=index_A,
             count_A=tree.count_X,
             cut_A=zero_A,
             bonus_A=zero_A - 1,
@@ -179,7 +179,7 @@ class ModelRunner:
         zero_G = torch.zeros_like(plan.threshold_G)
         never_G = zero_G > 0
         return RoundResult(
-            ancestor_A=place_A,
+            ancestor_A=index_A,
             alive_A=alive_A,
             cut_A=zero_A,
             grown_AQ=tree.tokens_XK,
@@ -272,13 +272,13 @@ class DraftRunner(ModelRunner):
     def _follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> Lineage[Tensor]:
         if self.config.lookahead and len(plan.chain_C):
             # The distributions go with the rows. What was sent has arrived: the choice was made by it.
-            place_C, f = plan.chain_C, plan.branches
+            index_C, f = plan.chain_C, plan.branches
             chain_A = torch.zeros_like(plan.slot_A).index_copy(
-                0, place_C, torch.arange(len(place_C), device=place_C.device)
+                0, index_C, torch.arange(len(index_C), device=index_C.device)
             )
-            row_C = choice.row_A[place_C]
+            row_C = choice.row_A[index_C]
             self._pick_distributions(self._dists_YLV, chain_A[row_C // f] * f + row_C % f)
-            self._kept_MLV.index_copy_(0, plan.distribution_C, self._sent_CLV[: len(place_C)])
+            self._kept_MLV.index_copy_(0, plan.distribution_C, self._sent_CLV[: len(index_C)])
         return self._drafter.follow(plan, tree, choice)
 
     def _pick_distributions(self, dists_YLV: Tensor, index_C: Tensor) -> tuple[()]:
@@ -300,7 +300,7 @@ class TargetRunner(ModelRunner):
         self._scorer = Scorer(
             self._run, sampling, state, ops, self._biases, block=config.block, lookahead=config.lookahead, chains=chains
         )
-        self._chooser = Selector(sampling, state, ops, lookahead=config.lookahead)
+        self._selector = Selector(sampling, state, ops, lookahead=config.lookahead)
 
     @torch.inference_mode()
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
@@ -319,7 +319,7 @@ class TargetRunner(ModelRunner):
             ended = stages.event()
             rows = self._receive(key, here) if drafted is None else drafted
             heard = stages.event()
-            choice, result = stages.run(key, "choose", lambda: self._chooser.choose(here, scored, rows))
+            choice, result = stages.run(key, "choose", lambda: self._selector.choose(here, scored, rows))
             chosen = stages.event()
             self._channel.share(choice.all_9A)
             self._channel.send("choice", choice.all_9A)

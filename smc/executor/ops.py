@@ -25,7 +25,7 @@ from smc.executor.plan import RoundPlan
 from smc.executor.remap import Followed, advance, follow, remap_block_table
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import Candidates, ScoreInputs, SelectedTrees, score_candidates
-from smc.executor.state import BiasTables, Lives, SlotState, add_biases
+from smc.executor.state import BiasTables, SlotEntries, SlotState, add_biases
 from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, lay_out, verify, verify_chains
 from smc.model.draft_vocab import DraftVocab
 
@@ -46,8 +46,8 @@ class RoundOps(Protocol):
         """The pass of few packed rows through a model."""
         ...
 
-    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
-        """Run rows of prompts through a model. Returns hidden states [X, E] of the tokens at index `asked`; keys and
+    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: Tensor) -> Tensor:
+        """Run rows of prompts through a model. Returns hidden states [X, E] of the tokens at index `output`; keys and
         values of all tokens are stored."""
         ...
 
@@ -62,7 +62,13 @@ class RoundOps(Protocol):
         ...
 
     def add_biases(
-        self, tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int
+        self,
+        tables: BiasTables,
+        entries: SlotEntries,
+        logits_RV: Tensor,
+        slot_X: Tensor,
+        position_R: Tensor,
+        width: int,
     ) -> Tensor:
         """See `smc.executor.state.add_biases`."""
         ...
@@ -126,7 +132,7 @@ class RoundOps(Protocol):
 
     def verify(
         self,
-        asked: VerifyInputs,
+        inputs: VerifyInputs,
         plan: RoundPlan[Tensor],
         labelled_T: Tensor | None,
         drawn: TargetDraws | None,
@@ -136,7 +142,7 @@ class RoundOps(Protocol):
         ...
 
     def verify_chains(
-        self, plan: RoundPlan[Tensor], asked: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
+        self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `smc.executor.verify.verify_chains`."""
         ...
@@ -167,7 +173,7 @@ class RoundOps(Protocol):
         ...
 
     def keep_roots(
-        self, root_R: Tensor, parent_X: Tensor, alive_X: Tensor, rows: Groups, places: Groups, total: int
+        self, root_R: Tensor, parent_X: Tensor, alive_X: Tensor, rows: Groups, indices: Groups, total: int
     ) -> tuple[Tensor, Tensor]:
         """See `smc.algorithm.expansion.keep_roots`."""
         ...

@@ -21,12 +21,13 @@ from smc.types import Array, ModelRole
 
 ALIGNMENT = 16
 SHORT, SHORT_SINGLE = 384, 640
-"""Positions up to which it is cheaper that each row reads them by itself, in general and where hardly anybody shares
+"""Positions up to which it is cheaper that each row reads them by itself, in general and where hardly any row shares
 them."""
-PARTS = ("target_distribution", "draft_distribution", "target_companions")
+PARTS = ("target_distribution", "draft_distribution", "target_unconditional")
 """Of a plan, those that hold arrays themselves."""
 IN_FLIGHT = 9
-"""Rounds of one shape whose memory must not be used again yet: two for each of at most four cohorts, and the next."""
+"""Rounds of one shape whose memory must not be used again yet: two for each of at most four micro-batches, and the
+next."""
 
 
 class Program(StrEnum):
@@ -46,21 +47,21 @@ class Contexts(StrEnum):
     SHORT = "short"
     """Few positions, which each row reads by itself."""
     SINGLE = "single"
-    """More, of groups with hardly more than one place each: few queries read the same."""
+    """More, of groups with hardly more than one batch index each: few queries read the same."""
     SHARED = "shared"
-    """More, of groups with several places, for which what they share is read once."""
+    """More, of groups with several batch indices, for which what they share is read once."""
 
     @staticmethod
-    def of(columns: int, places: int, groups: int) -> Contexts:
+    def of(columns: int, batch_size: int, groups: int) -> Contexts:
         """Where no row holds more than `columns` positions when the round ends."""
-        short, longer = (SHORT_SINGLE, Contexts.SINGLE) if 2 * places < 3 * groups else (SHORT, Contexts.SHARED)
+        short, longer = (SHORT_SINGLE, Contexts.SINGLE) if 2 * batch_size < 3 * groups else (SHORT, Contexts.SHARED)
         return Contexts.SHORT if columns <= short else longer
 
 
 @dataclass(frozen=True)
 class SequenceHandoff:
-    """Particles that take part on one side from the next round on: a request that starts, or one that is taken up
-    again."""
+    """Particles that take part on one side from the next round on: a request that starts, or one that is
+    resumed."""
 
     slots_N: np.ndarray
     """int32."""
@@ -96,37 +97,38 @@ class SequenceHandoff:
 
 @dataclass(frozen=True)
 class UnconditionalRows(Generic[Array]):
-    """Of a round with guided requests, at one side: the U sequences that guided places have there besides, after the
-    negative prompts, group after group. See `smc.executor.guidance`. U is padded, and so is the number of their groups,
-    to as many: a padding one is of the dummy slot, of place 0 and of the last group, which has none then."""
+    """Of a round with guided requests, at one model: the U sequences that guided batch indices have there besides,
+    after the negative prompts, group after group. See `smc.executor.guidance`. U is padded, and so is the number of
+    their groups, to as many: a padding one is of the dummy slot, of batch index 0 and of the last group, which has none
+    then."""
 
     scale_A: Array
     """float32 scale of guidance; 1: none."""
     of_A: Array
-    """int64 which of the U is the place's; 0 where a place has none."""
-    place_U: Array
-    """int64 the place that it is of."""
+    """int64 which of the U is the batch index's; 0 where a batch index has none."""
+    index_U: Array
+    """int64 the batch index that it is of."""
     slot_U: Array
-    """int64 slot of which the block table is the companion's."""
+    """int64 slot of which the block table is the unconditional row's."""
     shift_U: Array
-    """int64 positions by which its sequence is longer than the place's; below 0, shorter."""
+    """int64 positions by which its sequence is longer than the batch index's; below 0, shorter."""
     group_U: Array
     """int64 which of their groups it belongs to."""
     first_U: Array
-    """int32 first companion of each group."""
+    """int32 first unconditional row of each group."""
     size_U: Array
-    """int32 companions of each group."""
+    """int32 unconditional rows of each group."""
     shared_U: Array
-    """int32 leading positions at which the companions of a group have the same tokens."""
+    """int32 leading positions at which the unconditional rows of a group have the same tokens."""
     pages_UW: Array
-    """int32 pages beside those that its place is given for the round, pending tokens first."""
+    """int32 pages beside those that its batch index is given for the round, pending tokens first."""
 
 
 @dataclass(frozen=True)
 class RoundPlan(Generic[Array]):
-    """One round of G groups on A places: everything about it that does not depend on what a model says. Arrays, or
-    tensors where the model is. Both numbers are padded: a padding place is of the dummy slot and of a padding group,
-    which has no places."""
+    """One round of G groups on A batch indices: everything about it that does not depend on what a model says. Arrays,
+    or tensors where the model is. Both numbers are padded: a padding batch index is of the dummy slot and of a padding
+    group, which has no batch indices."""
 
     program: Program
     contexts: Contexts
@@ -135,7 +137,7 @@ class RoundPlan(Generic[Array]):
     kinds: frozenset[PopulationKind]
     """How groups may be continued; where more than one is, all three that are common."""
     target_distribution: DistributionSpec[Array]
-    """Per place."""
+    """Per batch index."""
     draft_distribution: DistributionSpec[Array]
     slot_A: Array
     """int64."""
@@ -150,9 +152,9 @@ class RoundPlan(Generic[Array]):
     alpha_A: Array
     """float64."""
     first_G: Array
-    """int32 first place."""
+    """int32 first batch index."""
     size_G: Array
-    """int32 places."""
+    """int32 batch indices."""
     count_G: Array
     """int32 particles before the round's choice."""
     draws_G: Array
@@ -164,7 +166,7 @@ class RoundPlan(Generic[Array]):
     kind_G: Array
     """int32 `smc.algorithm.expansion.PopulationKind`: how the group is continued."""
     chain_C: Array
-    """int64 places of groups whose rows are chains, group after group; padded by repeating the first."""
+    """int64 batch indices of groups whose rows are chains, group after group; padded by repeating the first."""
     distribution_C: Array
     """int64 where the draft keeps the distributions of each."""
     scheme_G: Array
@@ -177,12 +179,12 @@ class RoundPlan(Generic[Array]):
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
     biased: int = 0
     """Tokens at most whose logits are changed for a row, of `smc.executor.state.WIDTHS`; 0: of no row."""
-    target_companions: UnconditionalRows[Array] | None = None
-    """None: nobody is guided."""
+    target_unconditional: UnconditionalRows[Array] | None = None
+    """None: no row is guided."""
 
     @property
     def branches(self) -> int:
-        """F: rows that the draft makes of every place."""
+        """F: rows that the draft makes of every batch index."""
         return len(self.branch_pages_XB) // len(self.slot_A)
 
     @property
@@ -212,11 +214,11 @@ class RoundPlan(Generic[Array]):
                 tuple(sorted(distribution.active))
                 for distribution in (self.target_distribution, self.draft_distribution)
             ),
-            len(self.target_companions.place_U) if self.target_companions else 0,
+            len(self.target_unconditional.index_U) if self.target_unconditional else 0,
         )
 
-    def companions_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
-        return self.target_companions if role is ModelRole.TARGET else None
+    def unconditional_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
+        return self.target_unconditional if role is ModelRole.TARGET else None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays, by name."""
@@ -234,7 +236,7 @@ class RoundPlan(Generic[Array]):
             if "." in name:
                 part, field = name.split(".")
                 parts[part][field] = tensor
-        companions = parts["target_companions"]
+        unconditional = parts["target_unconditional"]
         return RoundPlan(
             program=self.program,
             contexts=self.contexts,
@@ -245,12 +247,12 @@ class RoundPlan(Generic[Array]):
             ),
             draft_distribution=DistributionSpec(**parts["draft_distribution"], active=self.draft_distribution.active),
             biased=self.biased,
-            target_companions=UnconditionalRows(**companions) if companions else None,
+            target_unconditional=UnconditionalRows(**unconditional) if unconditional else None,
             **{name: tensor for name, tensor in tensors.items() if "." not in name},
         )
 
-    def places_of(self: RoundPlan[Tensor], kind: PopulationKind) -> Tensor:
-        """bool [A]: the place's group is continued so."""
+    def has_kind(self: RoundPlan[Tensor], kind: PopulationKind) -> Tensor:
+        """bool [A]: the batch index's group is continued so."""
         return (self.kind_G == kind)[self.group_A]
 
     @property
@@ -272,8 +274,8 @@ class RoundPlan(Generic[Array]):
         """No group is decoded otherwise."""
         return min(self.kinds) >= PopulationKind.BEST
 
-    def place_of_rows(self: RoundPlan[Tensor], width: int) -> Tensor:
-        """int64 [X]: where every place has `width` rows, the place that each belongs to."""
+    def index_of_rows(self: RoundPlan[Tensor], width: int) -> Tensor:
+        """int64 [X]: where every batch index has `width` rows, the batch index that each belongs to."""
         return torch.arange(len(self.slot_A), device=self.slot_A.device).repeat_interleave(width)
 
     def any_of_group(self: RoundPlan[Tensor], mask_XR: Tensor, group_R: Tensor) -> Tensor:
@@ -290,10 +292,10 @@ class PlanBuffer:
 
     def __init__(self, plan: RoundPlan[np.ndarray], device: torch.device) -> None:
         offset = 0
-        self._places = {}
+        self._spans = {}
         arrays = plan.arrays()
         for name, array in arrays.items():
-            self._places[name] = (offset, array.nbytes)
+            self._spans[name] = (offset, array.nbytes)
             offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         self.nbytes = offset
         # In turn: the next plan is written while those before it are still on their way.
@@ -315,5 +317,5 @@ class PlanBuffer:
         return plan.with_arrays(self._tensors)
 
     def _view(self, memory: Tensor, name: str, like: np.ndarray) -> Tensor:
-        begin, size = self._places[name]
+        begin, size = self._spans[name]
         return memory[begin : begin + size].view(torch.from_numpy(like[:0]).dtype).view(like.shape)

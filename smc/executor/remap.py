@@ -35,7 +35,7 @@ def remap_block_table(
 
 @dataclass(frozen=True)
 class Followed:
-    """How sequences go on, by place after the choice."""
+    """How sequences go on, by batch index after the choice."""
 
     end_A: Tensor
     """int64 tokens of the sequence."""

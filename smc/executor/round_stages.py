@@ -1,7 +1,7 @@
 """The stages of a round that run a model or sample: `Drafter`, `Scorer` and `Selector`. What each does beside that is
 in `smc.executor.draft`, `verify`, `select`, `finalize` and `remap`, in torch or in Triton (`RoundOps`).
 
-See the package's legend for axes; C places of groups of chains, Y = C F rows of theirs, V vocabulary."""
+See the package's legend for axes; C batch indices of groups of chains, Y = C F rows of theirs, V vocabulary."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Drafter:
         self.ops.advance(self.state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
         return next_.lineage
 
-    def _run(self, plan: RoundPlan[Tensor], offering: CandidateLayout, tree: TokenTree) -> Tensor:
+    def _run(self, plan: RoundPlan[Tensor], layout: CandidateLayout, tree: TokenTree) -> Tensor:
         """Logits [X, V] after the rows' last tokens."""
         assert tree.run_4X is not None, "rows, of which the last token alone is run"
         slot_X, begin_X, last_X, runs_X = tree.run_4X
@@ -90,9 +90,9 @@ class Drafter:
             tail_R=begin_X,
             start_R=last_X,
             count_R=runs_X,
-            group_R=offering.group_S,
-            first_G=offering.rows[0],
-            size_G=offering.rows[1],
+            group_R=layout.group_S,
+            first_G=layout.rows[0],
+            size_G=layout.rows[1],
             shared_G=plan.shared_G,
             queries=1,
             contexts=plan.contexts,
@@ -102,7 +102,7 @@ class Drafter:
     def _extend(
         self,
         plan: RoundPlan[Tensor],
-        offering: CandidateLayout,
+        layout: CandidateLayout,
         logits_SV: Tensor,
         tree: TokenTree,
         step: int,
@@ -112,23 +112,23 @@ class Drafter:
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
             logits_SV = self.ops.add_biases(
-                self.biases, self.state.lives, logits_SV.float(), slot_S, tree.next_X, plan.biased
+                self.biases, self.state.entries, logits_SV.float(), slot_S, tree.next_X, plan.biased
             )
         own = chosen = chains = None
         if PopulationKind.INDEPENDENT in plan.kinds:
-            keys = DrawKeys(offering.seed_S, offering.round_S, offering.stream_SD, tree.next_X, self.purpose)
-            own = self.sampling.propose(logits_SV, offering.distribution, self.mixture, keys)
+            keys = DrawKeys(layout.seed_S, layout.round_S, layout.stream_SD, tree.next_X, self.purpose)
+            own = self.sampling.propose(logits_SV, layout.distribution, self.mixture, keys)
         if plan.kinds - {PopulationKind.INDEPENDENT, PopulationKind.CHAINS}:
-            chosen = self._expanded(plan, offering, logits_SV, tree, step)
+            chosen = self._expanded(plan, layout, logits_SV, tree, step)
         if assigned is not None:
-            chains = self._drawn(plan, offering, logits_SV, tree, step, assigned)
+            chains = self._drawn(plan, layout, logits_SV, tree, step, assigned)
         more = Continuation(chosen, own, chains)
         return self.ops.reparent(tree, more, plan, self.state, step=step, branches=plan.branches)
 
     def _drawn(
         self,
         plan: RoundPlan[Tensor],
-        offering: CandidateLayout,
+        layout: CandidateLayout,
         logits_SV: Tensor,
         tree: TokenTree,
         step: int,
@@ -142,11 +142,11 @@ class Drafter:
             token_Y = self.sampling.likeliest(logits_YV, branches).gather(1, assigned.guess_Y[:, None])[:, 0]
             logq_Y = torch.zeros_like(token_Y, dtype=torch.float32)
         else:
-            seed_Y, rank_Y1 = offering.seed_S[at_Y], assigned.rank_Y[:, None]
+            seed_Y, rank_Y1 = layout.seed_S[at_Y], assigned.rank_Y[:, None]
             keys = DrawKeys(seed_Y, torch.zeros_like(seed_Y), rank_Y1, tree.next_X[at_Y], self.purpose)
             assert self.dists_YLV is not None
             dist_YV = self.dists_YLV[: len(at_Y), step - self.shape.guesses]
-            token_Y, logq_Y = self.sampling.propose_by(logits_YV, offering.distribution.take(at_Y), keys, dist_YV)
+            token_Y, logq_Y = self.sampling.propose_by(logits_YV, layout.distribution.take(at_Y), keys, dist_YV)
         row_X = torch.arange(len(plan.slot_A) * branches, device=at_Y.device)
         none_X = torch.zeros_like(row_X)
         parent_X = row_X // branches if begins else row_X
@@ -157,17 +157,19 @@ class Drafter:
         )
 
     def _expanded(
-        self, plan: RoundPlan[Tensor], offering: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
+        self, plan: RoundPlan[Tensor], layout: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
     ) -> tuple[Expansion, CandidateTokens]:
-        """The rows of a group are chosen among all that they offer together. The best are those that are likely
+        """The rows of a group are chosen among the candidate tokens of all of them. The best are those that are likely
         themselves, which nothing that stands for others is."""
         has_rest = PopulationKind.DISTINCT in plan.kinds
-        keys = DrawKeys(offering.seed_S, offering.round_S, offering.rank_S1, tree.next_X, self.purpose)
-        offers = self.sampling.offer(logits_SV, offering.distribution, self.mixture, keys, has_rest)
-        rows, random = offering.rows, (offering.seed_G, offering.round_G, step)
+        keys = DrawKeys(layout.seed_S, layout.round_S, layout.rank_S1, tree.next_X, self.purpose)
+        candidate_tokens = self.sampling.propose_candidates(
+            logits_SV, layout.distribution, self.mixture, keys, has_rest
+        )
+        rows, random = layout.rows, (layout.seed_G, layout.round_G, step)
         total = len(plan.branch_pages_XB)
-        given = (offers, tree.mass_X, tree.alive_X, offering.sources, rows, rows[1], plan.kind_G, random, total)
-        return self.ops.expand(*given, ended_R=tree.ended_X, has_rest=has_rest), offers
+        given = (candidate_tokens, tree.mass_X, tree.alive_X, layout.sources, rows, rows[1], plan.kind_G, random, total)
+        return self.ops.expand(*given, ended_R=tree.ended_X, has_rest=has_rest), candidate_tokens
 
 
 class Scorer:
@@ -203,41 +205,48 @@ class Scorer:
 
     def score(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyOutputs:
         """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
-        asked = self._ops.lay_out_blocks(self.state, self.logq_SQ, plan, drafted)
+        inputs = self._ops.lay_out_blocks(self.state, self.logq_SQ, plan, drafted)
         self.run.begin(plan, plan.target_pages_AQ[:, :0], plan.target_pages_AQ)
-        logits_TV = self.run(plan, asked.blocks.tokens_AQ.flatten(), asked.rows, root_R=asked.blocks.origin_A)
+        logits_TV = self.run(plan, inputs.blocks.tokens_AQ.flatten(), inputs.rows, root_R=inputs.blocks.origin_A)
         if plan.biased:
             logits_TV = self._ops.add_biases(
-                self._biases, self.state.lives, logits_TV.float(), asked.rows.slot_R, asked.keys.position_R, plan.biased
+                self._biases,
+                self.state.entries,
+                logits_TV.float(),
+                inputs.rows.slot_R,
+                inputs.keys.position_R,
+                plan.biased,
             )
         labelled_T = drawn = next_AV = None
         if not plan.all_exact:
-            labelled_T = self.sampling.score(logits_TV, asked.distribution_T, asked.label_T[:, None])[:, 0]
-            next_AV = logits_TV[asked.last_A]
+            labelled_T = self.sampling.score(logits_TV, inputs.distribution_T, inputs.label_T[:, None])[:, 0]
+            next_AV = logits_TV[inputs.last_A]
         if PopulationKind.BEST in plan.kinds:
-            drawn = self.sampling.bonus(logits_TV, asked.distribution_T, asked.keys)
+            drawn = self.sampling.bonus(logits_TV, inputs.distribution_T, inputs.keys)
         if len(plan.chain_C):
-            drawn = self._verified(plan, asked, logits_TV, drawn)
-        return self._ops.verify(asked, plan, labelled_T, drawn, next_AV)
+            drawn = self._verified(plan, inputs, logits_TV, drawn)
+        return self._ops.verify(inputs, plan, labelled_T, drawn, next_AV)
 
     def _verified(
-        self, plan: RoundPlan[Tensor], asked: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
+        self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
     ) -> TargetDraws:
         """What the target has drawn itself, and of chains what it keeps."""
-        place_C, q = plan.chain_C, self.queries
-        token_C = (place_C[:, None] * q + torch.arange(q, device=place_C.device)).flatten()
+        index_C, q = plan.chain_C, self.queries
+        token_C = (index_C[:, None] * q + torch.arange(q, device=index_C.device)).flatten()
         logp_TV = self._dist_TV[: len(token_C)]
-        self.sampling.write_distribution(logits_TV[token_C], asked.distribution_T.take(token_C), logp_TV)
-        said = self._ops.verify_chains(plan, asked, logp_TV.view(len(place_C), q, -1), self.drawn_CLV[: len(place_C)])
+        self.sampling.write_distribution(logits_TV[token_C], inputs.distribution_T.take(token_C), logp_TV)
+        verdicts = self._ops.verify_chains(
+            plan, inputs, logp_TV.view(len(index_C), q, -1), self.drawn_CLV[: len(index_C)]
+        )
         # Padding repeats the first chain.
-        chain_C = torch.arange(len(place_C), device=place_C.device)
-        said_CQ, logp_CQ = (
-            values_CQ[torch.where(chain_C < chain_groups(plan)[1].sum(), chain_C, 0)] for values_CQ in said
+        chain_C = torch.arange(len(index_C), device=index_C.device)
+        token_CQ, logp_CQ = (
+            values_CQ[torch.where(chain_C < chain_groups(plan)[1].sum(), chain_C, 0)] for values_CQ in verdicts
         )
         none_T = torch.zeros_like(logits_TV[:, 0], dtype=torch.float32)
         token_T1, logp_T1, log_z_T = drawn or (none_T[:, None].long(), none_T[:, None], none_T)
         return (
-            token_T1.index_copy(0, token_C, said_CQ.view(-1, 1).to(token_T1.dtype)),
+            token_T1.index_copy(0, token_C, token_CQ.view(-1, 1).to(token_T1.dtype)),
             logp_T1.index_copy(0, token_C, logp_CQ.view(-1, 1)),
             # Of a distribution that is NaN anywhere, every entry is.
             log_z_T.index_copy(0, token_C, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
@@ -284,11 +293,19 @@ class Selector:
 
     def _regrown(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
         """Particles that are never the same, and exact decoding: `smc.algorithm.expansion`."""
-        sizes, rows, places = candidates.sizes, (plan.first_G, plan.size_G), len(plan.slot_A)
+        sizes, rows, batch_size = candidates.sizes, (plan.first_G, plan.size_G), len(plan.slot_A)
         weights, sources = (candidates.weight_X, candidates.there_X), (sizes.source_first_G, sizes.source_size_G)
         random = (sizes.seed_G, sizes.round_G, step)
         chosen = self.ops.expand(
-            candidates.offers, *weights, sources, rows, plan.draws_G, plan.kind_G, random, places, LEAST_SHARE
+            candidates.candidate_tokens,
+            *weights,
+            sources,
+            rows,
+            plan.draws_G,
+            plan.kind_G,
+            random,
+            batch_size,
+            LEAST_SHARE,
         )
-        kept = self.ops.keep_roots(candidates.root_X, chosen.parent_X, chosen.alive_X, rows, rows, places)
+        kept = self.ops.keep_roots(candidates.root_X, chosen.parent_X, chosen.alive_X, rows, rows, batch_size)
         return SelectedTrees(chosen, *kept)

@@ -9,15 +9,16 @@ Proposals of a draft whose head has rows for M tokens of V: the single place whe
     q = share / (V - M)    on every other token.
 
 So q covers every token that the target may draw, and each token's log q is of exactly this distribution: what is drawn,
-and how weights count it, stay properly weighted. An independent row draws from q. A row that offers does so with its
-likeliest columns one by one; the token that stands for the rest is drawn from all the rest of q, which the tokens
-without a row are part of. Of exact decoding the tree is of what is likely itself, so it has tokens of the head alone.
+and how weights count it, stay properly weighted. An independent row draws from q. A row of a tree proposes candidates
+with its likeliest columns one by one; the token that stands for the rest is drawn from all the rest of q, which the
+tokens without a row are part of. Of exact decoding the tree is of what is likely itself, so it has tokens of the head
+alone.
 
 Besides the variates of the distribution itself, drawn with two of a key's four words, there is one uniform for which
 part of q a token comes from and one for which of the tokens without a row it is: the other two words. `HeadSampling` is
 the reference, in plain torch; `smc.executor.triton_ops` has what GPUs use.
 
-Axes: R rows, D draws a row, C offers, M columns, U tokens without a row.
+Axes: R rows, D draws a row, C candidate tokens, M columns, U tokens without a row.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Sampling:
         token_RC = self._logits(logits_RV).topk(min(count, self.vocab), dim=-1).indices
         return token_RC[:, torch.arange(count, device=token_RC.device) % token_RC.shape[1]]
 
-    def offer(
+    def propose_candidates(
         self,
         logits_RV: Tensor,
         distribution: DistributionSpec[Any],
@@ -94,23 +95,27 @@ class Sampling:
         keys: DrawKeys,
         has_rest: bool = True,
     ) -> CandidateTokens:
-        """What rows offer from the proposal; keys for one draw a row, of the token that stands for the rest: last, if
-        at all."""
-        return self._offers(
+        """Candidate tokens of rows from the proposal; keys for one draw a row, of the token that stands for the rest:
+        last, if at all."""
+        return self._candidate_tokens(
             Distributions(distribution, logits_RV.device).proposal(self._logits(logits_RV), mixture), keys, has_rest
         )
 
-    def bonus_offer(
+    def propose_bonus(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
     ) -> tuple[CandidateTokens, Tensor, Tensor]:
-        """What rows offer from the powered target distribution, log p [R, C] of the tokens, and log Z [R] of the power,
-        as `bonus`."""
+        """Candidate tokens of rows from the powered target distribution, log p [R, C] of the tokens, and log Z [R] of
+        the power, as `bonus`."""
         distributions = Distributions(distribution, logits_RV.device)
         logp_RV = distributions.target(self._logits(logits_RV))
         powered_RV, log_z_R = distributions.powered(logp_RV)
-        offers = self._offers(powered_RV, keys)
+        candidate_tokens = self._candidate_tokens(powered_RV, keys)
         nan_R = powered_RV.amax(-1) * 0.0
-        return offers, logp_RV.gather(-1, offers.token_RC), nan_R if log_z_R is None else log_z_R + nan_R
+        return (
+            candidate_tokens,
+            logp_RV.gather(-1, candidate_tokens.token_RC),
+            nan_R if log_z_R is None else log_z_R + nan_R,
+        )
 
     def score(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], token_RD: Tensor, row_X: Tensor | None = None
@@ -135,13 +140,13 @@ class Sampling:
         nan_R = powered_RV.amax(-1) * 0.0
         return token_RD, logp_RV.gather(-1, token_RD), nan_R if log_z_R is None else log_z_R + nan_R
 
-    def guide(self, own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
-        """Guided logits [T, V], float32: l_u + s (l_c - l_u), l_c a row's own and l_u its companion's, the `of`-th. At
-        scale 1 the row's own, whatever its companion's are."""
-        own_TV, companion_TV, scale_T1 = own_TV.float(), companion_XV[of_T].float(), scale_T[:, None]
-        return torch.where(scale_T1 == 1, own_TV, companion_TV + scale_T1 * (own_TV - companion_TV))
+    def guide(self, own_TV: Tensor, unconditional_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
+        """Guided logits [T, V], float32: l_u + s (l_c - l_u), l_c a row's own and l_u those of its unconditional row,
+        the `of`-th. At scale 1 the row's own, whatever the unconditional row's are."""
+        own_TV, unconditional_TV, scale_T1 = own_TV.float(), unconditional_XV[of_T].float(), scale_T[:, None]
+        return torch.where(scale_T1 == 1, own_TV, unconditional_TV + scale_T1 * (own_TV - unconditional_TV))
 
-    def _offers(self, log_dist_RV: Tensor, keys: DrawKeys, has_rest: bool = True) -> CandidateTokens:
+    def _candidate_tokens(self, log_dist_RV: Tensor, keys: DrawKeys, has_rest: bool = True) -> CandidateTokens:
         logq_RC, token_RC = log_dist_RV.topk(min(CANDIDATES_PER_ROW, self.vocab), dim=-1)
         if not has_rest:
             return CandidateTokens(token_RC, logq_RC, logq_RC)
@@ -162,7 +167,7 @@ class Sampling:
 
 
 class HeadSampling:
-    """`Sampling.propose` and `Sampling.offer` of logits [R, M], over the whole vocabulary."""
+    """`Sampling.propose` and `Sampling.propose_candidates` of logits [R, M], over the whole vocabulary."""
 
     def __init__(self, columns: Sampling, vocab: DraftVocab, device: torch.device) -> None:
         """`columns`: over M."""
@@ -191,7 +196,7 @@ class HeadSampling:
         logq_RM = torch.empty(len(logits_RM), len(self.ids_M), device=logits_RM.device)
         column_R, logq_R = self._columns.propose_by(logits_RM, distribution, keys, logq_RM)
         token_R1, logq_R1 = self._spread(column_R[:, None], logq_R[:, None], keys)
-        # A distribution that is NaN anywhere is NaN: nobody may take the rest of it for a distribution.
+        # A distribution that is NaN anywhere is NaN: the rest of it must not be used as a distribution.
         each_R1 = torch.where(logq_RM.isnan().any(-1, keepdim=True), torch.nan, self.log_each)
         dist_RV.copy_(each_R1.expand_as(dist_RV)).index_copy_(1, self.ids_M, logq_RM + self.log_inside)
         return token_R1[:, 0], logq_R1[:, 0]
@@ -200,7 +205,7 @@ class HeadSampling:
         """As `Sampling.likeliest`."""
         return self.ids_M[self._columns.likeliest(logits_RM, count)]
 
-    def offer(
+    def propose_candidates(
         self,
         logits_RM: Tensor,
         distribution: DistributionSpec[Tensor],
@@ -208,8 +213,10 @@ class HeadSampling:
         keys: DrawKeys,
         has_rest: bool = True,
     ) -> CandidateTokens:
-        """As `Sampling.offer`."""
-        return self._spread_rest(self._columns.offer(logits_RM, distribution, mixture, keys, has_rest), keys, has_rest)
+        """As `Sampling.propose_candidates`."""
+        return self._spread_rest(
+            self._columns.propose_candidates(logits_RM, distribution, mixture, keys, has_rest), keys, has_rest
+        )
 
     def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         coin_RD, other_RD = self._others(keys, column_RD.device)
@@ -218,11 +225,11 @@ class HeadSampling:
         logq_RD = torch.where(is_other_RD, logq_RD * 0.0 + self.log_each, logq_RD + self.log_inside)
         return torch.where(is_other_RD, other_RD, self.ids_M[column_RD.long()]), logq_RD
 
-    def _spread_rest(self, offers: CandidateTokens, keys: DrawKeys, has_rest: bool) -> CandidateTokens:
+    def _spread_rest(self, candidate_tokens: CandidateTokens, keys: DrawKeys, has_rest: bool) -> CandidateTokens:
         token_RC, logq_RC, share_RC = (
-            self.ids_M[offers.token_RC],
-            offers.logq_RC + self.log_inside,
-            offers.share_RC + self.log_inside,
+            self.ids_M[candidate_tokens.token_RC],
+            candidate_tokens.logq_RC + self.log_inside,
+            candidate_tokens.share_RC + self.log_inside,
         )
         if not has_rest:
             return CandidateTokens(token_RC, logq_RC, share_RC)

@@ -38,10 +38,10 @@ class TargetOutputs:
     bonus_A: Tensor | None = None
     """Integers: the tokens that it draws for independent rows."""
     log_z_A: Tensor | None = None
-    """float32 log Z of the distribution that it draws or offers from; NaN where its logits are."""
-    offers: CandidateTokens | None = None
-    """What it offers after each block, of which rows that are never the same are made."""
-    offered_logp_AC: Tensor | None = None
+    """float32 log Z of the distribution that it draws from; NaN where its logits are."""
+    candidate_tokens: CandidateTokens | None = None
+    """Candidate tokens after each block, of which distinct rows are made."""
+    candidate_logp_AC: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ScoreInputs:
 
     @property
     def width(self) -> int:
-        """F: rows of a place."""
+        """F: rows of a batch index."""
         return self.drafted.all_WX.shape[1] // len(self.plan.slot_A)
 
     @property
@@ -82,7 +82,7 @@ class GroupSizes:
     """What deciders are told of the groups; integers."""
 
     own_size_G: Tensor
-    """Places of groups of independent particles, 0 of others."""
+    """Batch indices of groups of independent particles, 0 of others."""
     source_first_G: Tensor
     """First candidate."""
     source_size_G: Tensor
@@ -93,18 +93,18 @@ class GroupSizes:
 
 @dataclass(frozen=True)
 class Candidates:
-    """X rows: those of the batch's places (lockstep), or F for each of them (look-ahead)."""
+    """X rows: one for each batch index (lockstep), or F for each of them (look-ahead)."""
 
     root_X: Tensor
-    """int64 place whose particle a row continues."""
+    """int64 batch index whose particle a row continues."""
     weight_X: Tensor
     """float64 log-weight, -inf where that is NaN; of exact decoding, the draft's log-likelihood."""
     there_X: Tensor
     """bool: the row may be chosen."""
-    offers: CandidateTokens
+    candidate_tokens: CandidateTokens
     """Of the token after the block, where it is chosen, too; or the row itself."""
     alive_A: Tensor
-    """bool: the place held a particle before the round."""
+    """bool: the batch index held a particle before the round."""
     target_nan_G: Tensor
     draft_nan_G: Tensor
     sizes: GroupSizes
@@ -116,7 +116,7 @@ class SelectedTrees:
 
     chosen: Expansion
     pick_A: Tensor
-    """int64: which of the chosen rows goes on at each place."""
+    """int64: which of the chosen rows goes on at each batch index."""
     alive_A: Tensor
     """bool: whether any does."""
 
@@ -143,8 +143,12 @@ def target_outputs(
         bonus_A1, logp_A1, log_z_A = sampling.bonus(next_AV, plan.target_distribution, keys(blocks.stream_A))
         target = TargetOutputs(logp_A1[:, 0], bonus_A1[:, 0], log_z_A)
     if plan.kinds - {PopulationKind.INDEPENDENT}:
-        offers, offered_logp_AC, log_z_A = sampling.bonus_offer(next_AV, plan.target_distribution, keys(blocks.rank_A))
-        target = replace(target, log_z_A=log_z_A, offers=offers, offered_logp_AC=offered_logp_AC)
+        candidate_tokens, candidate_logp_AC, log_z_A = sampling.propose_bonus(
+            next_AV, plan.target_distribution, keys(blocks.rank_A)
+        )
+        target = replace(
+            target, log_z_A=log_z_A, candidate_tokens=candidate_tokens, candidate_logp_AC=candidate_logp_AC
+        )
     return target
 
 
@@ -158,9 +162,9 @@ class CandidateScorer:
 
     def __init__(self, inputs: ScoreInputs) -> None:
         self.inputs, self.plan, self.scored, self.drafted = inputs, inputs.plan, inputs.scored, inputs.drafted
-        self.place_X = self.plan.place_of_rows(inputs.width)
-        """Place that every row belongs to: its group is that of its root."""
-        self.group_X = self.plan.group_A[self.place_X]
+        self.index_X = self.plan.index_of_rows(inputs.width)
+        """Batch index that every row belongs to: its group is that of its root."""
+        self.group_X = self.plan.group_A[self.index_X]
 
     def candidates(self) -> Candidates:
         plan, lookahead = self.plan, self.inputs.lookahead
@@ -170,18 +174,18 @@ class CandidateScorer:
         if plan.has_exact:
             weight_X, there_X, nan_2G = self._matching(weight_X, there_X, nan_2G)
         weight_X = weight_X.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        offers = self.inputs.target.offers
-        if offers is None:
-            offers = CandidateTokens.whole(weight_X)
+        candidate_tokens = self.inputs.target.candidate_tokens
+        if candidate_tokens is None:
+            candidate_tokens = CandidateTokens.whole(weight_X)
         else:
-            offers = offers.mask_ended(~self.scored.blocks.open_A | plan.is_exact_A)
+            candidate_tokens = candidate_tokens.mask_ended(~self.scored.blocks.open_A | plan.is_exact_A)
         width = self.inputs.width
         own_size_G = torch.where(plan.kind_G == PopulationKind.INDEPENDENT, plan.size_G, 0)
         sizes = GroupSizes(own_size_G, plan.first_G * width, plan.size_G * width, plan.seed_G, plan.round_G)
         root_X = self.drafted.root_X.long() if lookahead else self.scored.blocks.origin_A
         alive_A = self.inputs.state.alive_S[plan.slot_A]
         target_nan_G, draft_nan_G = nan_2G
-        return Candidates(root_X, weight_X, there_X, offers, alive_A, target_nan_G, draft_nan_G, sizes)
+        return Candidates(root_X, weight_X, there_X, candidate_tokens, alive_A, target_nan_G, draft_nan_G, sizes)
 
     def _rows_ahead(self) -> tuple[Tensor, Tensor, Tensor]:
         """Look-ahead: the rows that were drafted while the blocks were scored. A row's weight is that of its block, the
@@ -191,7 +195,7 @@ class CandidateScorer:
         logq_X = drafted.logq_XK[:, 0]
         logp_X = torch.zeros_like(logq_X) if self.inputs.target.logp_X is None else self.inputs.target.logp_X
         next_X = torch.where(open_X, self.plan.alpha_A[root_X] * logp_X - logq_X, 0.0)
-        target_nan_X = (open_X & torch.isnan(logp_X)) | scored.nan_A[self.place_X]
+        target_nan_X = (open_X & torch.isnan(logp_X)) | scored.nan_A[self.index_X]
         return (
             self._weight_of_blocks()[root_X] + next_X + drafted.share_X,
             scored.blocks.alive_A[root_X] & (drafted.share_X > -torch.inf),
@@ -210,18 +214,18 @@ class CandidateScorer:
         """Of groups that are decoded exactly, only what follows the target's own draws is left: in lockstep the block
         that agrees longest; in look-ahead rows of it, if it agrees as a whole, that begin with what the target says
         next."""
-        plan, scored, place_X = self.plan, self.scored, self.place_X
+        plan, scored, index_X = self.plan, self.scored, self.index_X
         best_A, right_A = self.inputs.matched
-        is_exact_X = plan.is_exact_A[place_X]
-        agrees_X = place_X == best_A[place_X]
+        is_exact_X = plan.is_exact_A[index_X]
+        agrees_X = index_X == best_A[index_X]
         if self.inputs.lookahead:
             root_X = self.drafted.root_X
             next_A = scored.drawn_AQ[best_A, right_A - 1]
-            says_X = self.drafted.tokens_XK[:, 0] == next_A[place_X]
-            agrees_X = self._whole_A()[root_X] & says_X & scored.blocks.open_A[root_X]
+            matches_X = self.drafted.tokens_XK[:, 0] == next_A[index_X]
+            agrees_X = self._whole_A()[root_X] & matches_X & scored.blocks.open_A[root_X]
         # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are
         # wrong.
-        column_Q = torch.arange(scored.nan_AQ.shape[1], device=place_X.device)
+        column_Q = torch.arange(scored.nan_AQ.shape[1], device=index_X.device)
         nan_A = (scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
         is_exact_G = plan.is_exact_G
         target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A[None], plan.group_A)[0], nan_2G[0])
@@ -246,14 +250,14 @@ class CandidateScorer:
         )
 
     def _nan_of_blocks(self) -> Tensor:
-        """bool [X]: there is a NaN of the draft in the block of the row's place."""
+        """bool [X]: there is a NaN of the draft in the block of the row's batch index."""
         blocks = self.scored.blocks
-        exists_AQ = torch.arange(blocks.logq_AQ.shape[1], device=self.place_X.device) < blocks.count_A[:, None]
-        nan_X = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)[self.place_X]
+        exists_AQ = torch.arange(blocks.logq_AQ.shape[1], device=self.index_X.device) < blocks.count_A[:, None]
+        nan_X = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)[self.index_X]
         if PopulationKind.DISTINCT in self.plan.kinds:
             # Rows of NaN have given way to others, on which the draft has left a mark.
             nan_X = nan_X | (
-                torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.places_of(PopulationKind.DISTINCT)[self.place_X]
+                torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.has_kind(PopulationKind.DISTINCT)[self.index_X]
             )
         return nan_X
 

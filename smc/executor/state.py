@@ -72,16 +72,16 @@ class BiasTables:
             table_EB[entry, :count] = to_device(values_B, self.device).to(table_EB.dtype)
 
 
-Lives = tuple[Tensor, Tensor]
+SlotEntries = tuple[Tensor, Tensor]
 """Of all slots: entries, and how many tokens of the sequence do not end it."""
 
 
 def add_biases(
-    tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int
+    tables: BiasTables, entries: SlotEntries, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int
 ) -> Tensor:
     """Logits of rows, as many for each of X slots, whose next token is at `position` of the sequence. They may be
     changed in place."""
-    entry_S, least_S = lives
+    entry_S, least_S = entries
     slot_R = slot_X.long().repeat_interleave(len(logits_RV) // len(slot_X))
     entry_R, is_early_R1 = entry_S[slot_R], (position_R < least_S[slot_R])[:, None]
     value_RB = torch.where(is_early_R1, tables.early_EB[entry_R, :width], tables.late_EB[entry_R, :width])
@@ -151,7 +151,7 @@ class SlotState:
         return slots_N
 
     @property
-    def lives(self) -> Lives:
+    def entries(self) -> SlotEntries:
         """What biases depend on."""
         return self.entry_S, self.least_S
 

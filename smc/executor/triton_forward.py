@@ -148,8 +148,8 @@ class TritonForward(StaticForward):
 
     def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
         config, groups, count = self.model.config, len(rows.first_G), len(rows.start_R)
-        # Every place has equally many rows, and there is room for as many groups as places. Some group may have more
-        # than one place.
+        # Every batch index has equally many rows, and there is room for as many groups as batch indices. Some group may
+        # have more than one batch index.
         together = count // groups if rows.contexts is Contexts.SINGLE else count
         shape = (groups, count, together, rows.queries)
         if shape not in self._attentions:
@@ -165,7 +165,7 @@ def _tables(rows: Rows) -> Tables:
 
 
 @torch.inference_mode()
-def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
+def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: Tensor) -> Tensor:
     """See `smc.executor.forward.run_prompt`. Matrix products and attention are by libraries, with one launch between
     two of them. Of the last layer only the tokens that are asked about are computed once its keys and values are
     stored."""
@@ -193,9 +193,9 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: T
             eps=config.rms_eps,
         )
         if layer is model.layers[-1]:
-            if not len(asked_X):
-                return x_TE[asked_X]
-            x_TE, out_THD = x_TE[asked_X], planned.read(layer.index, q_THD)[asked_X]
+            if not len(output_X):
+                return x_TE[output_X]
+            x_TE, out_THD = x_TE[output_X], planned.read(layer.index, q_THD)[output_X]
         else:
             out_THD = planned.read(layer.index, q_THD)
         hidden_TE = add_norm(

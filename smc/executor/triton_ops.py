@@ -27,11 +27,11 @@ from smc.executor.plan import RoundPlan
 from smc.executor.remap import Followed
 from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
 from smc.executor.select import Candidates, GroupSizes, ScoreInputs, SelectedTrees
-from smc.executor.state import BiasTables, Lives, SlotState
+from smc.executor.state import BiasTables, SlotEntries, SlotState
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.verify import Blocks, TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
 from smc.kernels import draft, finalize, remap, sampling, select, verify
-from smc.kernels.candidate_tokens import offer
+from smc.kernels.candidate_tokens import propose_candidates
 from smc.kernels.draft import ChainTokens, ChosenTokens, TreeBefore, TreeTensors
 from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.finalize import CandidateOutputs, TreeSelection
@@ -67,8 +67,8 @@ class TritonOps(RoundOps):
     def forward(self, reader: Reader) -> StaticForward:
         return TritonForward(reader, **self._options)
 
-    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, asked_X: Tensor) -> Tensor:
-        return run_prompt(reader, tokens_T, batch, asked_X)
+    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: Tensor) -> Tensor:
+        return run_prompt(reader, tokens_T, batch, output_X)
 
     def sampling(self, vocab: int) -> Sampling:
         return TritonSampling(vocab)
@@ -77,15 +77,21 @@ class TritonOps(RoundOps):
         return TritonHeadSampling(self.sampling(len(vocab.ids_M)), vocab, device)
 
     def add_biases(
-        self, tables: BiasTables, lives: Lives, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int
+        self,
+        tables: BiasTables,
+        entries: SlotEntries,
+        logits_RV: Tensor,
+        slot_X: Tensor,
+        position_R: Tensor,
+        width: int,
     ) -> Tensor:
         added = (tables.column_EB, tables.early_EB, tables.late_EB, tables.count_E)
-        return sampling.add_biases(logits_RV, added, lives, slot_X.contiguous(), position_R.contiguous(), width)
+        return sampling.add_biases(logits_RV, added, entries, slot_X.contiguous(), position_R.contiguous(), width)
 
     def begin_draft(
         self, state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape
     ) -> DraftInputs:
-        branches, (places, queries) = plan.branches, plan.begin_pages_AP.shape
+        branches, (batch_size, queries) = plan.branches, plan.begin_pages_AP.shape
         out = draft.begin(
             fields_of(PlanTensors, plan),
             fields_of(DistributionTensors, distribution),
@@ -94,13 +100,13 @@ class TritonOps(RoundOps):
             branches,
             shape.by_round,
         )
-        place_A, none_A, text_A, end_A, last_A, rank_A = out.numbers_6A
+        index_A, none_A, text_A, end_A, last_A, rank_A = out.numbers_6A
         (slot_R, held_R, run_R, group_R), (alive_A, ended_A) = out.rows_4A, out.flags_2A
         stream_X, rank_X, seed_X, round_X, top_k_X = out.numbers_5X
         temperature_X, top_p_X, min_p_X, alpha_X = out.distribution_4X
         bounds = (plan.first_G, plan.size_G, plan.shared_G)
         tree = TokenTree(
-            root_X=place_A,
+            root_X=index_A,
             tokens_XK=none_A[:, None].expand(-1, shape.block),
             logq_XK=out.zero_A[:, None].expand(-1, shape.block),
             tail_XB=plan.branch_pages_XB[::branches],
@@ -125,7 +131,7 @@ class TritonOps(RoundOps):
                 sources=(plan.first_G, plan.size_G),
                 rows=later,
                 rank_S1=rank_A[:, None],
-                stream_SD=stream_X.view(places, branches),
+                stream_SD=stream_X.view(batch_size, branches),
                 seed_S=plan.seed_A,
                 round_S=plan.round_A if shape.by_round else none_A,
                 seed_G=seed_G,
@@ -160,14 +166,14 @@ class TritonOps(RoundOps):
     ) -> TokenTree:
         chosen = None
         if more.chosen is not None:
-            expansion, offers = more.chosen
+            expansion, candidate_tokens = more.chosen
             chosen = ChosenTokens(
                 expansion.parent_X,
                 expansion.candidate_X,
                 expansion.mass_X,
                 expansion.nan_G,
-                offers.token_RC,
-                offers.logq_RC,
+                candidate_tokens.token_RC,
+                candidate_tokens.logq_RC,
             )
         made = draft.reparent(
             fields_of(TreeBefore, tree),
@@ -227,10 +233,10 @@ class TritonOps(RoundOps):
         temperature_T, top_p_T, min_p_T, alpha_T = out.distribution_4T
         seed_T, position_T, zero_T = out.keys_3T
         known = (origin_A, out.tokens_AQ, out.logq_AQ, count_A, ended_A, alive_A, out.logw_A, open_A, run_A)
-        places = (slot_R, pages_AQ, held_R, held_R, run_R, group_R)
+        per_row = (slot_R, pages_AQ, held_R, held_R, run_R, group_R)
         return VerifyInputs(
             blocks=Blocks(*known, *next_3A),
-            rows=Rows(state.table_SL, *places, *bounds, logq_SQ.shape[1], plan.contexts),
+            rows=Rows(state.table_SL, *per_row, *bounds, logq_SQ.shape[1], plan.contexts),
             distribution_T=DistributionSpec(temperature_T, out.top_k_T, top_p_T, min_p_T, alpha_T, distribution.active),
             label_T=out.label_T,
             keys=DrawKeys(seed_T, zero_T, zero_T[:, None], position_T, Purpose.TARGET),
@@ -239,7 +245,7 @@ class TritonOps(RoundOps):
 
     def verify(
         self,
-        asked: VerifyInputs,
+        inputs: VerifyInputs,
         plan: RoundPlan[Tensor],
         labelled_T: Tensor | None,
         drawn: TargetDraws | None,
@@ -247,32 +253,34 @@ class TritonOps(RoundOps):
     ) -> VerifyOutputs:
         out = verify.verify(
             fields_of(PlanTensors, plan),
-            fields_of(BlockTensors, asked.blocks),
+            fields_of(BlockTensors, inputs.blocks),
             None if labelled_T is None else labelled_T.contiguous(),
             None if drawn is None else contiguous(SampleTensors(*drawn)),
         )
-        return VerifyOutputs(asked.blocks, next_AV=next_AV, **out._asdict())
+        return VerifyOutputs(inputs.blocks, next_AV=next_AV, **out._asdict())
 
     def verify_chains(
-        self, plan: RoundPlan[Tensor], asked: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
+        self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
     ) -> tuple[Tensor, Tensor]:
-        blocks = asked.blocks
+        blocks = inputs.blocks
         trials = ChainTrials(
-            place_C=plan.chain_C,
+            index_C=plan.chain_C,
             tokens_AQ=blocks.tokens_AQ,
             count_A=blocks.count_A,
             alive_A=blocks.alive_A,
             rank_A=blocks.rank_A,
             seed_A=plan.seed_A,
-            position_AQ=asked.keys.position_R.view(blocks.tokens_AQ.shape),
+            position_AQ=inputs.keys.position_R.view(blocks.tokens_AQ.shape),
         )
         return verify.verify_chains(contiguous(trials), logp_CQV, logq_CLV, chain_groups(plan))
 
     match_samples = staticmethod(match_samples)
 
     def score_candidates(self, inputs: ScoreInputs) -> Candidates:
-        target, offers = inputs.target, inputs.target.offers
-        scores = ScoreTensors(target.logp_X, target.log_z_A, None if offers is None else offers.share_RC)
+        target, candidate_tokens = inputs.target, inputs.target.candidate_tokens
+        scores = ScoreTensors(
+            target.logp_X, target.log_z_A, None if candidate_tokens is None else candidate_tokens.share_RC
+        )
         out = select.score_candidates(
             *_scored(inputs),
             scores=contiguous(scores),
@@ -280,14 +288,16 @@ class TritonOps(RoundOps):
             lookahead=inputs.lookahead,
             alive_S=inputs.state.alive_S,
         )
-        if offers is None:
+        if candidate_tokens is None:
             assert out.token_X1 is not None, "rows are their own candidates"
-            offers = CandidateTokens(out.token_X1, out.share_XC, out.share_XC)
+            candidate_tokens = CandidateTokens(out.token_X1, out.share_XC, out.share_XC)
         else:
-            offers = CandidateTokens(offers.token_RC, offers.logq_RC, out.share_XC)
+            candidate_tokens = CandidateTokens(candidate_tokens.token_RC, candidate_tokens.logq_RC, out.share_XC)
         target_nan_G, draft_nan_G = out.nan_2G
         sizes = GroupSizes(*out.size_3G, *out.random_2G)
-        return Candidates(out.root_X, out.weight_X, out.there_X, offers, out.alive_A, target_nan_G, draft_nan_G, sizes)
+        return Candidates(
+            out.root_X, out.weight_X, out.there_X, candidate_tokens, out.alive_A, target_nan_G, draft_nan_G, sizes
+        )
 
     select = staticmethod(select_particles)
     keep_roots = staticmethod(keep_roots)
@@ -297,7 +307,11 @@ class TritonOps(RoundOps):
     ) -> Finalized:
         target = inputs.target
         outputs = CandidateOutputs(
-            candidates.root_X, candidates.offers.token_RC, target.logp_X, target.bonus_A, target.offered_logp_AC
+            candidates.root_X,
+            candidates.candidate_tokens.token_RC,
+            target.logp_X,
+            target.bonus_A,
+            target.candidate_logp_AC,
         )
         out = finalize.finalize(
             *_scored(inputs),
@@ -422,7 +436,7 @@ class TritonSampling(Sampling):
     def write_distribution(self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], dist_RV: Tensor) -> None:
         write_distribution(logits_RV, dist_RV, distribution.temperature_R, self._cut(logits_RV, distribution))
 
-    def offer(
+    def propose_candidates(
         self,
         logits_RV: Tensor,
         distribution: DistributionSpec[Tensor],
@@ -430,24 +444,26 @@ class TritonSampling(Sampling):
         keys: DrawKeys,
         has_rest: bool = True,
     ) -> CandidateTokens:
-        return self._offer(
+        return self._propose_candidates(
             logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution, mixture), has_rest
         )
 
-    def bonus_offer(
+    def propose_bonus(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys
     ) -> tuple[CandidateTokens, Tensor, Tensor]:
         cut = self._cut(logits_RV, distribution)
         if "alpha" not in distribution.active:
-            offers = self._offer(logits_RV, distribution.temperature_R, keys, cut)
-            return offers, offers.logq_RC, offers.logq_RC[:, 0] * 0.0
+            candidate_tokens = self._propose_candidates(logits_RV, distribution.temperature_R, keys, cut)
+            return candidate_tokens, candidate_tokens.logq_RC, candidate_tokens.logq_RC[:, 0] * 0.0
         # As of a bonus. The likeliest token's log-probability is finite for any distribution.
-        offers = self._offer(logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut)
-        logp_RC = self._score(logits_RV, distribution, offers.token_RC, cut)
-        log_z_R = torch.where(
-            distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RC[:, 0] - offers.logq_RC[:, 0]
+        candidate_tokens = self._propose_candidates(
+            logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut
         )
-        return offers, logp_RC, log_z_R + offers.logq_RC[:, 0] * 0.0
+        logp_RC = self._score(logits_RV, distribution, candidate_tokens.token_RC, cut)
+        log_z_R = torch.where(
+            distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RC[:, 0] - candidate_tokens.logq_RC[:, 0]
+        )
+        return candidate_tokens, logp_RC, log_z_R + candidate_tokens.logq_RC[:, 0] * 0.0
 
     def score(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_RD: Tensor, row_X: Tensor | None = None
@@ -474,8 +490,8 @@ class TritonSampling(Sampling):
         log_z_R = torch.where(distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
         return token_RD, logp_RD, log_z_R + lse_R * 0.0
 
-    def guide(self, own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
-        return guide(own_TV, companion_XV, of_T, scale_T)
+    def guide(self, own_TV: Tensor, unconditional_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
+        return guide(own_TV, unconditional_XV, of_T, scale_T)
 
     def _cut(self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], share: float = 0.0) -> Cut | None:
         processors = {"top_k": distribution.top_k_R, "top_p": distribution.top_p_R, "min_p": distribution.min_p_R}
@@ -499,11 +515,11 @@ class TritonSampling(Sampling):
         assert logp_XD is not None, "asked for"
         return logp_XD
 
-    def _offer(
+    def _propose_candidates(
         self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None, has_rest: bool = True
     ) -> CandidateTokens:
         random = (keys.seed_R, keys.round_R, keys.stream_RD[:, 0], keys.position_R, int(keys.purpose))
-        return offer(logits_RV, self.vocab, temperature_R, *random, cut, has_rest)
+        return propose_candidates(logits_RV, self.vocab, temperature_R, *random, cut, has_rest)
 
     def _draw(
         self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None
@@ -521,7 +537,7 @@ class TritonHeadSampling(HeadSampling):
             column_RD, logq_RD, random, self.ids_M, self.others_U, self.chance, self.log_inside, self.log_each
         )
 
-    def _spread_rest(self, offers: CandidateTokens, keys: DrawKeys, has_rest: bool) -> CandidateTokens:
+    def _spread_rest(self, candidate_tokens: CandidateTokens, keys: DrawKeys, has_rest: bool) -> CandidateTokens:
         random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, keys.purpose)
         logs = (self.log_inside, self.log_share, self.log_each)
-        return spread_rest(offers, random, self.ids_M, self.others_U, *logs, has_rest)
+        return spread_rest(candidate_tokens, random, self.ids_M, self.others_U, *logs, has_rest)

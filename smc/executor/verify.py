@@ -2,11 +2,11 @@
 `smc.kernels.verify` is the Triton form. What is chosen afterwards, and how: `smc.executor.select`.
 
 A block is a particle's last tokens, whose first is already counted in its weight, or known to be the target's own draw.
-In look-ahead it was drafted in the round before, and its place is the particle's; in lockstep it has just been drafted,
-and continues the particle of its root. Draft chains (`smc.executor.draft`) are verified against the target's
+In look-ahead it was drafted in the round before, and its batch index is the particle's; in lockstep it has just been
+drafted, and continues the particle of its root. Draft chains (`smc.executor.draft`) are verified against the target's
 distribution (`smc.algorithm.rejection`).
 
-See the package's legend for axes; C places of groups of chains, V vocabulary."""
+See the package's legend for axes; C batch indices of groups of chains, V vocabulary."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from smc.philox import STREAMS_PER_PARTICLE, Purpose, exponentials, words
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the target scores, by place."""
+    """What the target scores, by batch index."""
 
     origin_A: Tensor
-    """int64 place whose particle the block continues; in look-ahead its own."""
+    """int64 batch index whose particle the block continues; in look-ahead its own."""
     tokens_AQ: Tensor
     logq_AQ: Tensor
     count_A: Tensor
@@ -51,7 +51,7 @@ class Blocks:
     stream_A: Tensor
     """int64: which random numbers an independent particle's bonus is drawn by."""
     rank_A: Tensor
-    """int64 number of the place in its group."""
+    """int64 number of the batch index in its group."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class VerifyInputs:
 
 @dataclass(frozen=True)
 class VerifyOutputs:
-    """The target's verdict on blocks, by place."""
+    """The target's verdict on blocks, by batch index."""
 
     blocks: Blocks
     logp_AQ: Tensor
@@ -81,7 +81,7 @@ class VerifyOutputs:
     drawn_AQ: Tensor
     """int64: what the target says after each token (exact decoding): its own draw, or what it keeps."""
     next_AV: Tensor | None
-    """Logits after the block; None: nobody asks for them."""
+    """Logits after the block; None: no stage reads them."""
     nan_A: Tensor
     """bool: the target's logits were NaN."""
     nan_AQ: Tensor
@@ -98,14 +98,14 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
     known = _pending(state, logq_SQ, plan) if drafted is None else _drafted(state, logq_SQ, plan, drafted)
     alive_A, ended_A, count_A, (_, q) = known["alive_A"], known["ended_A"], known["count_A"], known["tokens_AQ"].shape
     slot_A = plan.slot_A[known["origin_A"]]
-    held_A, place_A = state.held(slot_A), plan.place_of_rows(1)
+    held_A, index_A = state.held(slot_A), plan.index_of_rows(1)
     blocks = Blocks(
         **known,
         open_A=alive_A & ~ended_A,
         run_A=torch.where(alive_A, count_A - ended_A.long(), 0),
         position_A=held_A + count_A,
         stream_A=plan.particle_A * STREAMS_PER_PARTICLE,
-        rank_A=place_A - plan.first_G[plan.group_A],
+        rank_A=index_A - plan.first_G[plan.group_A],
     )
     rows = Rows(
         table_SL=state.table_SL,
@@ -121,7 +121,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
         queries=q,
         contexts=plan.contexts,
     )
-    column_Q, of_T = torch.arange(q, device=state.device), plan.place_of_rows(q)
+    column_Q, of_T = torch.arange(q, device=state.device), plan.index_of_rows(q)
     label_AQ = torch.where(column_Q < count_A[:, None] - 1, blocks.tokens_AQ.roll(-1, 1), -1)
     zero_T, position_T = torch.zeros_like(of_T), (held_A[:, None] + 1 + column_Q).flatten()
     return VerifyInputs(
@@ -130,7 +130,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
         distribution_T=plan.target_distribution.take(of_T),
         label_T=label_AQ.flatten(),
         keys=DrawKeys(plan.seed_A[of_T], zero_T, zero_T[:, None], position_T, Purpose.TARGET),
-        last_A=place_A * q + count_A - 1,
+        last_A=index_A * q + count_A - 1,
     )
 
 
@@ -149,7 +149,7 @@ def _pending(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor]) -> dict
 
 
 def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows) -> dict[str, Tensor]:
-    """Lockstep: the seed, and what has just been drafted for each place."""
+    """Lockstep: the seed, and what has just been drafted for each batch index."""
     root_A = drafted.root_X.long()
     slot_A = plan.slot_A[root_A]
     alive_A = state.alive_S[slot_A] & (drafted.share_X > -torch.inf)
@@ -158,7 +158,7 @@ def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted
         # A draft that proposes nothing, such as one that returns NaN, leaves the seed alone.
         nothing_G = plan.is_exact_G & ~plan.any_of_group(alive_A[None], plan.group_A)[0]
         lone_A = nothing_G[plan.group_A] & state.alive_S[plan.slot_A]
-        root_A, slot_A = torch.where(lone_A, plan.place_of_rows(1), root_A), torch.where(lone_A, plan.slot_A, slot_A)
+        root_A, slot_A = torch.where(lone_A, plan.index_of_rows(1), root_A), torch.where(lone_A, plan.slot_A, slot_A)
         count_A, ended_A = torch.where(lone_A, 1, count_A), torch.where(lone_A, state.ended_S[plan.slot_A], ended_A)
         alive_A = alive_A | lone_A
     return {
@@ -173,7 +173,7 @@ def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted
 
 
 def verify(
-    asked: VerifyInputs,
+    inputs: VerifyInputs,
     plan: RoundPlan[Tensor],
     labelled_T: Tensor | None,
     drawn: TargetDraws | None,
@@ -181,7 +181,7 @@ def verify(
 ) -> VerifyOutputs:
     """The verdict: `labelled_T`, log p of the labels, 0 where there is none, unless all groups are decoded exactly;
     `drawn`, what the target drew itself, if any group is."""
-    blocks, shape = asked.blocks, asked.blocks.tokens_AQ.shape
+    blocks, shape = inputs.blocks, inputs.blocks.tokens_AQ.shape
     column_Q = torch.arange(shape[1], device=blocks.count_A.device)
     is_run_AQ = column_Q < blocks.run_A[:, None]
     logp_AQ = torch.zeros_like(blocks.logq_AQ) if labelled_T is None else labelled_T.view(shape)
@@ -205,24 +205,24 @@ def chain_groups(plan: RoundPlan[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def verify_chains(
-    plan: RoundPlan[Tensor], asked: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
+    plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What the target says after every token of chains [C, Q], and its log-probability [C, Q], as
     `smc.algorithm.rejection.verify_by_rejection`.
 
     `logp`: the target's log-distribution after every token; `logq`: what the next was drawn from, of all but the
     last."""
-    blocks, place_C, vocab = asked.blocks, plan.chain_C, logp_CQV.shape[-1]
+    blocks, index_C, vocab = inputs.blocks, plan.chain_C, logp_CQV.shape[-1]
     first_G, size_G = chain_groups(plan)
     q = blocks.tokens_AQ.shape[1]
-    position_CQ = asked.keys.position_R.view(-1, q)[place_C]
-    seed_C1 = plan.seed_A[place_C][:, None]
-    high_CQ, low_CQ, _, _ = _words(seed_C1, blocks.rank_A[place_C][:, None], position_CQ, Purpose.TRIAL)
+    position_CQ = inputs.keys.position_R.view(-1, q)[index_C]
+    seed_C1 = plan.seed_A[index_C][:, None]
+    high_CQ, low_CQ, _, _ = _words(seed_C1, blocks.rank_A[index_C][:, None], position_CQ, Purpose.TRIAL)
     uniform_CQ = ((high_CQ << 21) | (low_CQ >> 11)) * 2.0**-53
     lead_H = first_G[size_G > 0]
     noise = _words(seed_C1[lead_H], torch.zeros_like(seed_C1[lead_H]), position_CQ[lead_H], Purpose.REMAINDER)
     noise_HQV = -exponentials(noise[0], noise[1], vocab).log()
-    chains = Chains(blocks.tokens_AQ[place_C], blocks.count_A[place_C], blocks.alive_A[place_C], logp_CQV, logq_CLV)
+    chains = Chains(blocks.tokens_AQ[index_C], blocks.count_A[index_C], blocks.alive_A[index_C], logp_CQV, logq_CLV)
     return verify_by_rejection(chains, (first_G, size_G), uniform_CQ, noise_HQV)
 
 

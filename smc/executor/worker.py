@@ -3,7 +3,7 @@
 `top_logprobs` are computed here, too: the likeliest tokens at positions of a sequence, under the token distribution of
 rounds. They are plain torch on every device, because an answer asks for them once.
 
-Axes: R rows, T tokens, V vocabulary, E hidden size, D draws; Y tokens that are asked about (row after row), X those
+Axes: R rows, T tokens, V vocabulary, E hidden size, D draws; Y tokens that are scored (row after row), X those
 and, after them, their unconditional tokens, S a slice of Y, K top_logprobs."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smc.arrays import to_device
 from smc.attention.base import ForwardBatch
 from smc.attention.prompts import PromptAttention
 from smc.executor.graph_runner import AsyncResult, StageRunner
-from smc.executor.messages import Draws, PromptBatch, PromptResult, Tops
+from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.sampling import DrawKeys, Sampling
 from smc.executor.state import BiasTables, add_biases, width_of
@@ -31,14 +31,14 @@ from smc.stops import TokenBytes
 from smc.types import ModelRole
 
 SLICE = 32
-"""Tokens whose distributions exist at the same time: whole vocabularies of more would take memory that nobody has set
+"""Tokens whose distributions exist at the same time: whole vocabularies of more would take memory that has not been set
 aside."""
 
 
-def last_tokens(counts_R: np.ndarray, asked_R: np.ndarray) -> np.ndarray:
-    """Index [X] of the last `asked` of every row's `count` tokens, which stand row after row."""
-    end_X = np.repeat(np.cumsum(counts_R), asked_R)
-    return end_X - np.repeat(asked_R, asked_R) + offsets(asked_R)
+def last_tokens(counts_R: np.ndarray, scored_R: np.ndarray) -> np.ndarray:
+    """Index [X] of the last `scored` of every row's `count` tokens, which stand row after row."""
+    end_X = np.repeat(np.cumsum(counts_R), scored_R)
+    return end_X - np.repeat(scored_R, scored_R) + offsets(scored_R)
 
 
 def offsets(count_R: np.ndarray) -> np.ndarray:
@@ -47,51 +47,51 @@ def offsets(count_R: np.ndarray) -> np.ndarray:
 
 
 def likeliest(
-    logits: Callable[[Tensor], Tensor], sampling: Sampling, tops: Tops, hidden_XE: Tensor, ends_R: np.ndarray
+    logits: Callable[[Tensor], Tensor], sampling: Sampling, spec: TopLogprobsSpec, hidden_XE: Tensor, ends_R: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Tokens int32 [Y, K] and their log p [Y, K]. `ends_R`: positions of every row after this pass."""
-    device, rows = hidden_XE.device, len(tops.distribution.temperature_R)
-    asked_R, ends_R = tops.asked_R[:rows], ends_R[:rows]
-    row_Y = np.repeat(np.arange(rows), asked_R)
-    next_Y = ends_R[row_Y] - asked_R[row_Y] + offsets(asked_R) + 1
-    companion_Y = _companions(tops, row_Y, offsets(asked_R))
-    tables = _tables(tops, sampling.vocab, device)
-    width = max((width_of(machine) for machine in tops.machines if machine is not None), default=0)
-    lives = (torch.arange(rows, device=device), to_device(tops.least_R, device))
+    device, rows = hidden_XE.device, len(spec.distribution.temperature_R)
+    scored_R, ends_R = spec.scored_R[:rows], ends_R[:rows]
+    row_Y = np.repeat(np.arange(rows), scored_R)
+    next_Y = ends_R[row_Y] - scored_R[row_Y] + offsets(scored_R) + 1
+    unconditional_Y = _unconditional_tokens(spec, row_Y, offsets(scored_R))
+    tables = _tables(spec, sampling.vocab, device)
+    width = max((width_of(machine) for machine in spec.machines if machine is not None), default=0)
+    entries = (torch.arange(rows, device=device), to_device(spec.least_R, device))
     found = []
     for first in range(0, len(row_Y), SLICE):
         part = slice(first, first + SLICE)
         row_S = to_device(row_Y[part], device)
         logits_SV = logits(hidden_XE[first : first + len(row_S)])
-        if companion_Y is not None and tops.scale_R is not None:
-            theirs_SV = logits(hidden_XE[to_device(companion_Y[part], device)])
+        if unconditional_Y is not None and spec.scale_R is not None:
+            theirs_SV = logits(hidden_XE[to_device(unconditional_Y[part], device)])
             own_S = torch.arange(len(row_S), device=device)
-            logits_SV = sampling.guide(logits_SV, theirs_SV, own_S, to_device(tops.scale_R, device)[row_S])
+            logits_SV = sampling.guide(logits_SV, theirs_SV, own_S, to_device(spec.scale_R, device)[row_S])
         if tables is not None:
-            logits_SV = add_biases(tables, lives, logits_SV, row_S, to_device(next_Y[part], device), width)
+            logits_SV = add_biases(tables, entries, logits_SV, row_S, to_device(next_Y[part], device), width)
         dist_SV = torch.empty(len(row_S), sampling.vocab, device=device)
-        sampling.write_distribution(logits_SV, tops.distribution.take(row_Y[part]), dist_SV)
-        logp_SK, token_SK = dist_SV.topk(min(tops.count, sampling.vocab), dim=-1)
+        sampling.write_distribution(logits_SV, spec.distribution.take(row_Y[part]), dist_SV)
+        logp_SK, token_SK = dist_SV.topk(min(spec.count, sampling.vocab), dim=-1)
         found.append((token_SK.int(), logp_SK))
     tokens, logps = zip(*found)
     return torch.cat(tokens), torch.cat(logps)
 
 
-def _companions(tops: Tops, row_Y: np.ndarray, offset_Y: np.ndarray) -> np.ndarray | None:
-    """Index [Y] of the token beside each, in the row that guides its row; itself where none does. None: nobody is
+def _unconditional_tokens(spec: TopLogprobsSpec, row_Y: np.ndarray, offset_Y: np.ndarray) -> np.ndarray | None:
+    """Index [Y] of the token beside each, in the row that guides its row; itself where none does. None: no row is
     guided."""
-    if tops.companion_R is None:
+    if spec.unconditional_R is None:
         return None
-    begin_R = np.cumsum(tops.asked_R) - tops.asked_R
-    return begin_R[tops.companion_R[row_Y]] + offset_Y
+    begin_R = np.cumsum(spec.scored_R) - spec.scored_R
+    return begin_R[spec.unconditional_R[row_Y]] + offset_Y
 
 
-def _tables(tops: Tops, vocab: int, device: torch.device) -> BiasTables | None:
+def _tables(spec: TopLogprobsSpec, vocab: int, device: torch.device) -> BiasTables | None:
     """What is added, a row of the batch an entry; None where nothing is."""
-    if not any(tops.machines):
+    if not any(spec.machines):
         return None
-    tables = BiasTables(len(tops.machines), vocab, device)
-    for row, machine in enumerate(tops.machines):
+    tables = BiasTables(len(spec.machines), vocab, device)
+    for row, machine in enumerate(spec.machines):
         if machine is not None:
             tables.set(row, machine)
     return tables
@@ -141,23 +141,27 @@ class ModelWorker:
             last_R = np.cumsum(batch.counts_R) - 1
             none_R0 = torch.zeros(len(batch.counts_R), 0)
             drawn = (none_R0.int(), none_R0, none_R0.double(), none_R0.sum(1))
-            tops = (torch.zeros(0, 0, dtype=torch.int32), torch.zeros(0, 0))
+            top_logprobs = (torch.zeros(0, 0, dtype=torch.int32), torch.zeros(0, 0))
             if batch.draws is not None:
                 logits_RV = self._guided(batch.draws, self.model.logits(self._forward(batch, last_R)))
                 drawn = self._draw(batch.draws, logits_RV, (batch.starts_R + batch.counts_R)[: len(batch.draws.seed_R)])
-            elif batch.tops is not None:
-                hidden_XE = self._forward(batch, last_tokens(batch.counts_R, batch.tops.asked_R))
-                tops = likeliest(
-                    self.model.logits, Sampling(self.vocab_size), batch.tops, hidden_XE, batch.starts_R + batch.counts_R
+            elif batch.top_logprobs is not None:
+                hidden_XE = self._forward(batch, last_tokens(batch.counts_R, batch.top_logprobs.scored_R))
+                top_logprobs = likeliest(
+                    self.model.logits,
+                    Sampling(self.vocab_size),
+                    batch.top_logprobs,
+                    hidden_XE,
+                    batch.starts_R + batch.counts_R,
                 )
             else:
                 self._forward(batch, last_R[:0])
-            result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in (*drawn, *tops)))
+            result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in (*drawn, *top_logprobs)))
             arrived = self.stages.event()
             return AsyncResult(result, arrived, {"prompt": (began, arrived)})
 
-    def _forward(self, batch: PromptBatch, asked_X: np.ndarray) -> Tensor:
-        """Hidden states [X, E] of the tokens that are asked about; keys and values of all are stored."""
+    def _forward(self, batch: PromptBatch, output_X: np.ndarray) -> Tensor:
+        """Hidden states [X, E] of the tokens at index `output`; keys and values of all are stored."""
         ends_R = batch.starts_R + batch.counts_R
         if ends_R.max() > self.width or len(batch.pages_X) != ends_R.sum():
             raise ValueError(
@@ -182,16 +186,18 @@ class ModelWorker:
             table_RL, batch.starts_R, batch.counts_R, table_RL[row_T, position_T], position_T, *nothing_shared
         )
         return self.ops.run_prompt(
-            self, to_device(batch.tokens_T, self.device), forward, to_device(asked_X, self.device)
+            self, to_device(batch.tokens_T, self.device), forward, to_device(output_X, self.device)
         )
 
     def _guided(self, draws: Draws, logits_XV: Tensor) -> Tensor:
         """Logits [R, V] of the rows that are drawn after, of those [X, V] of all."""
         own_RV = logits_XV[: len(draws.seed_R)]
-        if draws.companion_R is None or draws.scale_R is None:
+        if draws.unconditional_R is None or draws.scale_R is None:
             return own_RV
-        companion_R, scale_R = (to_device(values_R, self.device) for values_R in (draws.companion_R, draws.scale_R))
-        return Sampling(self.vocab_size).guide(own_RV, logits_XV, companion_R.long(), scale_R)
+        unconditional_R, scale_R = (
+            to_device(values_R, self.device) for values_R in (draws.unconditional_R, draws.scale_R)
+        )
+        return Sampling(self.vocab_size).guide(own_RV, logits_XV, unconditional_R.long(), scale_R)
 
     def _draw(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a `PromptResult` has, on the device."""
@@ -230,13 +236,17 @@ class ModelWorker:
             torch.from_numpy(position_R.astype(np.int64)),
             draws.purpose,
         )
-        offers, offered_logp_RC, log_z_R = Sampling(self.vocab_size).bonus_offer(logits_RV, draws.distribution, keys)
+        candidate_tokens, candidate_logp_RC, log_z_R = Sampling(self.vocab_size).propose_bonus(
+            logits_RV, draws.distribution, keys
+        )
         rows = torch.arange(len(logits_RV), device=self.device)
         one_R, there_R = torch.ones_like(rows), rows >= 0
         kind_R, count_R = to_device(draws.kind_R, self.device), to_device(draws.count_R, self.device)
         random = (to_device(draws.seed_R, self.device), to_device(draws.round_R, self.device), FIRST_STEP)
         bounds = ((rows, one_R), (rows * most, one_R * most))
-        chosen = self.ops.expand(offers, log_z_R.double(), there_R, *bounds, count_R, kind_R, random, len(rows) * most)
-        token_X = offers.token_RC[chosen.parent_X, chosen.candidate_X]
-        logp_X = offered_logp_RC[chosen.parent_X, chosen.candidate_X]
+        chosen = self.ops.expand(
+            candidate_tokens, log_z_R.double(), there_R, *bounds, count_R, kind_R, random, len(rows) * most
+        )
+        token_X = candidate_tokens.token_RC[chosen.parent_X, chosen.candidate_X]
+        logp_X = candidate_logp_RC[chosen.parent_X, chosen.candidate_X]
         return token_X.view(-1, most), logp_X.view(-1, most), chosen.mass_X.view(-1, most)

@@ -1,5 +1,5 @@
-"""What rows of logits offer: the likeliest tokens of every row one by one, and a token drawn from the rest of its
-distribution, which stands for it.
+"""Candidate tokens of rows of logits: the likeliest tokens of every row one by one, and a token drawn from the rest of
+its distribution, which stands for it.
 
 Nothing is sorted. The C largest entries of a row lie in the C parts of it whose largest entries are largest, so a
 search goes down from long parts to parts of a few columns and at last to columns: each time there are few, and their
@@ -44,7 +44,7 @@ FEW, MOST_STEPS = 256, 3
 """Parts of a row that a search may begin with, unless it would take more steps."""
 
 
-def offer(
+def propose_candidates(
     logits_RV: Tensor,
     vocab: int,
     temperature_R: Tensor,
@@ -58,9 +58,9 @@ def offer(
     block: int | None = None,
     warps: int = 4,
 ) -> CandidateTokens:
-    """What rows offer from softmax(logits / temperature) after `cut`: their min(CANDIDATES_PER_ROW, vocab) likeliest
-    tokens, the likeliest first and of equal logits the first, then with `has_rest` the token drawn from the rest with
-    the random numbers of `smc.kernels.sampling.draw`.
+    """Candidate tokens of rows from softmax(logits / temperature) after `cut`: their min(CANDIDATES_PER_ROW, vocab)
+    likeliest tokens, the likeliest first and of equal logits the first, then with `has_rest` the token drawn from the
+    rest with the random numbers of `smc.kernels.sampling.draw`.
 
     Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy. A row with NaN gives NaN.
     """

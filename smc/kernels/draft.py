@@ -1,12 +1,12 @@
 """What a round does at the model that drafts, beside running it: the Triton form of `smc.executor.draft`.
 
-`begin` and `pack` have a program for every few rows; the first row of a place does what there is to do once a place.
-`resume` has a program a place. `reparent` has a program for every few rows: every row continues a row of the step
-before with one more token. Nothing reads the host, and grids follow from shapes alone, so all can be captured in a CUDA
-graph.
+`begin` and `pack` have a program for every few rows; the first row of a batch index does what there is to do once a
+batch index. `resume` has a program a batch index. `reparent` has a program for every few rows: every row continues a
+row of the step before with one more token. Nothing reads the host, and grids follow from shapes alone, so all can be
+captured in a CUDA graph.
 
-Axes: A places, G groups, S slots (in `reparent`: rows before), X rows (F of each place), P pending tokens, K tokens of
-a row, B pages of a row, C candidate tokens of a row, D draws of a row, W pages of a path."""
+Axes: A batch indices, G groups, S slots (in `reparent`: rows before), X rows (F of each batch index), P pending tokens,
+K tokens of a row, B pages of a row, C candidate tokens of a row, D draws of a row, W pages of a path."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BeginOutputs(NamedTuple):
     """Written by `begin`."""
 
     numbers_6A: Tensor
-    """Place, 0, text state, end, index of the last pending token, number in the group."""
+    """Batch index, 0, text state, end, index of the last pending token, number in the group."""
     rows_4A: Tensor
     """Slot, cached length, tokens to run, group."""
     flags_2A: Tensor
@@ -127,15 +127,15 @@ def begin(
     by_round: bool,
 ) -> BeginOutputs:
     """See `smc.executor.draft.begin`."""
-    (places, queries), groups, rows = plan.begin_pages_AP.shape, len(plan.first_G), len(plan.slot_A) * branches
+    (batch_size, queries), groups, rows = plan.begin_pages_AP.shape, len(plan.first_G), len(plan.slot_A) * branches
     room = Room(plan.slot_A.device)
     out = BeginOutputs(
-        numbers_6A=room.longs(6, places),
-        rows_4A=room.ints(4, places),
-        flags_2A=room.bools(2, places),
-        zero_A=room.floats(places),
-        mass_A=room.doubles(places),
-        tokens_AP=room.longs(places, queries),
+        numbers_6A=room.longs(6, batch_size),
+        rows_4A=room.ints(4, batch_size),
+        flags_2A=room.bools(2, batch_size),
+        zero_A=room.floats(batch_size),
+        mass_A=room.doubles(batch_size),
+        tokens_AP=room.longs(batch_size, queries),
         numbers_5X=room.longs(5, rows),
         group_X=room.ints(rows),
         distribution_4X=room.floats(4, rows),
@@ -143,7 +143,7 @@ def begin(
         keys_2G=room.longs(2, groups),
     )
     _begin[(triton.cdiv(max(rows, groups), ROWS),)](
-        plan, distribution, slots, slots.table_SL.stride(0), slots.pending_SQ.stride(0), tables, out, Sizes(places, groups, rows),
+        plan, distribution, slots, slots.table_SL.stride(0), slots.pending_SQ.stride(0), tables, out, Sizes(batch_size, groups, rows),
         F=branches, P=queries, BY_ROUND=by_round, BLOCK=ROWS, BLOCK_P=triton.next_power_of_2(queries), num_warps=1,
     )  # fmt: skip
     return out
@@ -162,16 +162,16 @@ def pack(
 
 def resume(plan: PlanTensors, slots: SlotTensors, tree: TreeTensors, choice_9A: Tensor, block: int) -> ResumeOutputs:
     """See `smc.executor.draft.resume`; block tables follow the choice in the same launch."""
-    (places, queries), pages = plan.begin_pages_AP.shape, tree.tail_XB.shape[1]
+    (batch_size, queries), pages = plan.begin_pages_AP.shape, tree.tail_XB.shape[1]
     width, room = min(2, slots.pending_SQ.shape[1]), Room(plan.slot_A.device)
     out = ResumeOutputs(
-        numbers_3A=room.longs(3, places),
-        tokens_AW=room.longs(places, width),
-        path_AW=room.ints(places, queries + pages),
-        counts_2A=room.ints(2, places),
+        numbers_3A=room.longs(3, batch_size),
+        tokens_AW=room.longs(batch_size, width),
+        path_AW=room.ints(batch_size, queries + pages),
+        counts_2A=room.ints(2, batch_size),
     )
-    _resume[(places,)](
-        plan, slots, slots.table_SL.stride(0), tree, choice_9A, out, places,
+    _resume[(batch_size,)](
+        plan, slots, slots.table_SL.stride(0), tree, choice_9A, out, batch_size,
         K=block, P=queries, B=pages, Q=width, BLOCK_Q=triton.next_power_of_2(width),
         BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages), CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
@@ -238,21 +238,21 @@ def _begin(
     plan, distribution, slots, table_stride, pending_stride, tables, out, sizes,
     F: tl.constexpr, P: tl.constexpr, BY_ROUND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    places, groups, rows = sizes.places, sizes.groups, sizes.rows
+    batch_size, groups, rows = sizes.batch_size, sizes.groups, sizes.rows
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, place = x < rows, x // F
-    group = tl.load(plan.group_A + place, mask=inside, other=0)
+    inside, index = x < rows, x // F
+    group = tl.load(plan.group_A + index, mask=inside, other=0)
     first = tl.load(plan.first_G + group, mask=inside, other=0)
-    _begin_rows(x, inside, place, group, first, plan, distribution, out, rows, F, BY_ROUND)
+    _begin_rows(x, inside, index, group, first, plan, distribution, out, rows, F, BY_ROUND)
     is_group = x < groups
     first_of = tl.load(plan.first_G + x, mask=is_group, other=0)
-    at = tl.minimum(first_of, places - 1)
+    at = tl.minimum(first_of, batch_size - 1)
     tl.store(out.bounds_2G + x, first_of * F, mask=is_group)
     tl.store(out.bounds_2G + groups + x, tl.load(plan.size_G + x, mask=is_group, other=0) * F, mask=is_group)
     tl.store(out.keys_2G + x, tl.load(plan.seed_A + at, mask=is_group, other=0), mask=is_group)
     tl.store(out.keys_2G + groups + x, tl.load(plan.round_A + at, mask=is_group, other=0), mask=is_group)
     own = inside & (x % F == 0)
-    slot = tl.load(plan.slot_A + place, mask=own, other=0)
+    slot = tl.load(plan.slot_A + index, mask=own, other=0)
     end, pending = tl.load(slots.end_S + slot, mask=own, other=1), tl.load(slots.pending_S + slot, mask=own, other=1)
     ended, held = tl.load(slots.ended_S + slot, mask=own, other=1) != 0, end - pending
     text = tl.load(slots.text_S + slot, mask=own, other=0).to(tl.int32)
@@ -261,23 +261,23 @@ def _begin(
         text, slots.pending_SQ + slot * pending_stride, 1, tl.load(slots.entry_S + slot, mask=own, other=0), own, pending,
         tl.load(slots.least_S + slot, mask=own, other=0) - held, tables, P,
     )  # fmt: skip
-    zero, wide = place * 0, place.to(tl.int64)
-    tl.store(out.numbers_6A + place, wide, mask=own)
-    tl.store(out.numbers_6A + places + place, zero.to(tl.int64), mask=own)
-    tl.store(out.numbers_6A + 2 * places + place, text.to(tl.int64), mask=own)
-    tl.store(out.numbers_6A + 3 * places + place, end, mask=own)
-    tl.store(out.numbers_6A + 4 * places + place, wide * P + pending - 1, mask=own)
-    tl.store(out.numbers_6A + 5 * places + place, place - first, mask=own)
-    tl.store(out.rows_4A + place, slot.to(tl.int32), mask=own)
-    tl.store(out.rows_4A + places + place, held.to(tl.int32), mask=own)
-    tl.store(out.rows_4A + 2 * places + place, tl.where(ended, 0, pending).to(tl.int32), mask=own)
-    tl.store(out.rows_4A + 3 * places + place, group.to(tl.int32), mask=own)
-    tl.store(out.flags_2A + place, tl.load(slots.alive_S + slot, mask=own, other=0) != 0, mask=own)
-    tl.store(out.flags_2A + places + place, ended, mask=own)
-    tl.store(out.zero_A + place, zero.to(tl.float32), mask=own)
-    tl.store(out.mass_A + place, tl.load(slots.logw_S + slot, mask=own, other=0.0), mask=own)
+    zero, wide = index * 0, index.to(tl.int64)
+    tl.store(out.numbers_6A + index, wide, mask=own)
+    tl.store(out.numbers_6A + batch_size + index, zero.to(tl.int64), mask=own)
+    tl.store(out.numbers_6A + 2 * batch_size + index, text.to(tl.int64), mask=own)
+    tl.store(out.numbers_6A + 3 * batch_size + index, end, mask=own)
+    tl.store(out.numbers_6A + 4 * batch_size + index, wide * P + pending - 1, mask=own)
+    tl.store(out.numbers_6A + 5 * batch_size + index, index - first, mask=own)
+    tl.store(out.rows_4A + index, slot.to(tl.int32), mask=own)
+    tl.store(out.rows_4A + batch_size + index, held.to(tl.int32), mask=own)
+    tl.store(out.rows_4A + 2 * batch_size + index, tl.where(ended, 0, pending).to(tl.int32), mask=own)
+    tl.store(out.rows_4A + 3 * batch_size + index, group.to(tl.int32), mask=own)
+    tl.store(out.flags_2A + index, tl.load(slots.alive_S + slot, mask=own, other=0) != 0, mask=own)
+    tl.store(out.flags_2A + batch_size + index, ended, mask=own)
+    tl.store(out.zero_A + index, zero.to(tl.float32), mask=own)
+    tl.store(out.mass_A + index, tl.load(slots.logw_S + slot, mask=own, other=0.0), mask=own)
     p = tl.arange(0, BLOCK_P)[None, :]
-    exists, to = own[:, None] & (p < P), place[:, None] * P + p
+    exists, to = own[:, None] & (p < P), index[:, None] * P + p
     token = tl.load(slots.pending_SQ + slot[:, None] * pending_stride + p, mask=exists, other=0)
     tl.store(out.tokens_AP + to, token, mask=exists)
     # Entries past the pages that will be held are overwritten later.
@@ -286,21 +286,21 @@ def _begin(
 
 
 @triton.jit
-def _begin_rows(x, inside, place, group, first, plan, distribution, out, rows, F: tl.constexpr, BY_ROUND: tl.constexpr):
+def _begin_rows(x, inside, index, group, first, plan, distribution, out, rows, F: tl.constexpr, BY_ROUND: tl.constexpr):
     """What every row draws with: its number, its random numbers and its token distribution."""
-    rounds = tl.load(plan.round_A + place, mask=inside, other=0)
-    stream = tl.load(plan.particle_A + place, mask=inside, other=0) * STREAMS + x % F
+    rounds = tl.load(plan.round_A + index, mask=inside, other=0)
+    stream = tl.load(plan.particle_A + index, mask=inside, other=0) * STREAMS + x % F
     tl.store(out.numbers_5X + x, stream, mask=inside)
     tl.store(out.numbers_5X + rows + x, (x - first * F).to(tl.int64), mask=inside)
-    tl.store(out.numbers_5X + 2 * rows + x, tl.load(plan.seed_A + place, mask=inside, other=0), mask=inside)
+    tl.store(out.numbers_5X + 2 * rows + x, tl.load(plan.seed_A + index, mask=inside, other=0), mask=inside)
     tl.store(out.numbers_5X + 3 * rows + x, rounds if BY_ROUND else rounds * 0, mask=inside)
-    tl.store(out.numbers_5X + 4 * rows + x, tl.load(distribution.top_k_R + place, mask=inside, other=0), mask=inside)
+    tl.store(out.numbers_5X + 4 * rows + x, tl.load(distribution.top_k_R + index, mask=inside, other=0), mask=inside)
     tl.store(out.group_X + x, group.to(tl.int32), mask=inside)
     to = out.distribution_4X + x
-    tl.store(to, tl.load(distribution.temperature_R + place, mask=inside, other=0.0), mask=inside)
-    tl.store(to + rows, tl.load(distribution.top_p_R + place, mask=inside, other=0.0), mask=inside)
-    tl.store(to + 2 * rows, tl.load(distribution.min_p_R + place, mask=inside, other=0.0), mask=inside)
-    tl.store(to + 3 * rows, tl.load(distribution.alpha_R + place, mask=inside, other=0.0), mask=inside)
+    tl.store(to, tl.load(distribution.temperature_R + index, mask=inside, other=0.0), mask=inside)
+    tl.store(to + rows, tl.load(distribution.top_p_R + index, mask=inside, other=0.0), mask=inside)
+    tl.store(to + 2 * rows, tl.load(distribution.min_p_R + index, mask=inside, other=0.0), mask=inside)
+    tl.store(to + 3 * rows, tl.load(distribution.alpha_R + index, mask=inside, other=0.0), mask=inside)
 
 
 @one_variant()
@@ -334,16 +334,16 @@ def _pack(
 
 @one_variant()
 def _resume(
-    plan, slots, table_stride, tree, choice_9A, out, places,
+    plan, slots, table_stride, tree, choice_9A, out, batch_size,
     K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """At most Q tokens are pending afterwards."""
-    place = tl.program_id(0)
-    of = choice_9A + place
-    ancestor, row, taken = tl.load(of), tl.load(of + places), tl.load(of + 2 * places)
-    cut, bonus, ended = tl.load(of + 3 * places), tl.load(of + 4 * places), tl.load(of + 6 * places) > 0
-    slot, source = tl.load(plan.slot_A + place), tl.load(plan.slot_A + ancestor)
+    index = tl.program_id(0)
+    of = choice_9A + index
+    ancestor, row, taken = tl.load(of), tl.load(of + batch_size), tl.load(of + 2 * batch_size)
+    cut, bonus, ended = tl.load(of + 3 * batch_size), tl.load(of + 4 * batch_size), tl.load(of + 6 * batch_size) > 0
+    slot, source = tl.load(plan.slot_A + index), tl.load(plan.slot_A + ancestor)
     end, pending = tl.load(slots.end_S + source), tl.load(slots.pending_S + source)
     # A particle that had ended continues if its end is taken back.
     is_open, has_bonus = (tl.load(slots.ended_S + source) == 0) | (cut > 0), bonus >= 0
@@ -353,21 +353,21 @@ def _resume(
     whole = taken == K
     run = taken - (whole | (ended & (has_bonus == 0) & (taken > 0))).to(tl.int64)
     left = tl.where(ended, 1, whole.to(tl.int64) + has_bonus.to(tl.int64))
-    text = tl.where(whole, tl.load(tree.before_X + row), tl.load(of + 7 * places))
-    tl.store(out.numbers_3A + place, end - cut + taken + has_bonus.to(tl.int64))
-    tl.store(out.numbers_3A + places + place, tl.maximum(left, 1))
-    tl.store(out.numbers_3A + 2 * places + place, text)
-    tl.store(out.counts_2A + place, tl.where(is_open, tl.maximum(pending - cut, 0) + run, 0).to(tl.int32))
-    tl.store(out.counts_2A + places + place, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
+    text = tl.where(whole, tl.load(tree.before_X + row), tl.load(of + 7 * batch_size))
+    tl.store(out.numbers_3A + index, end - cut + taken + has_bonus.to(tl.int64))
+    tl.store(out.numbers_3A + batch_size + index, tl.maximum(left, 1))
+    tl.store(out.numbers_3A + 2 * batch_size + index, text)
+    tl.store(out.counts_2A + index, tl.where(is_open, tl.maximum(pending - cut, 0) + run, 0).to(tl.int32))
+    tl.store(out.counts_2A + batch_size + index, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
     q = tl.arange(0, BLOCK_Q)
     token = tl.where(whole & (q == 0), tl.load(tree.tokens_XK + row * K + K - 1), tl.maximum(bonus, 0))
-    tl.store(out.tokens_AW + place * Q + q, token, mask=q < Q)
+    tl.store(out.tokens_AW + index * Q + q, token, mask=q < Q)
     # The particle's pending tokens, of which there may be fewer than P, then the tokens of its row.
     w = tl.arange(0, BLOCK_W)
     at = tl.minimum(tl.where(w < pending, w, w + P - pending), P + B - 1)
     page = tl.load(plan.begin_pages_AP + ancestor * P + at, mask=at < P, other=0)
     page = tl.where(at < P, page, tl.load(tail_B + at - P, mask=(at >= P) & (w < P + B), other=0))
-    tl.store(out.path_AW + place * (P + B) + w, page, mask=w < P + B)
+    tl.store(out.path_AW + index * (P + B) + w, page, mask=w < P + B)
 
 
 @one_variant()
@@ -393,9 +393,9 @@ def _reparent(
         at = parent * WIDTH + tl.load(chosen.candidate_X + x, mask=is_tree, other=0)
         token = tl.where(is_tree, tl.load(chosen.token_RC + at, mask=is_tree, other=0), token)
         was_over = tl.load(before.ended_X + parent, mask=is_tree, other=0) != 0
-        offered = tl.where(was_over, 0.0, tl.load(chosen.logq_RC + at, mask=is_tree, other=0.0))
-        offered = tl.where(tl.load(chosen.nan_G + group, mask=is_tree, other=0) != 0, float("nan"), offered)
-        logq = tl.where(is_tree, offered, logq)
+        tree_logq = tl.where(was_over, 0.0, tl.load(chosen.logq_RC + at, mask=is_tree, other=0.0))
+        tree_logq = tl.where(tl.load(chosen.nan_G + group, mask=is_tree, other=0) != 0, float("nan"), tree_logq)
+        logq = tl.where(is_tree, tree_logq, logq)
     if chains is not None:
         is_chain = inside & (tl.load(plan.kind_G + group, mask=inside, other=0) == CHAINS)
         parent = tl.where(is_chain, tl.load(chains.parent_X + x, mask=is_chain, other=0), parent)

@@ -1,13 +1,13 @@
 """Which continuations of a population's rows go on, on the device: `smc.algorithm.expansion`, one program a group.
 
-Masses are float64, as there. Nothing is sorted: the mass from which on offers are sure, or are taken, is searched for
-by halving what lies between two of them, and each probe is a pass over the group's offers. The line on which the
-systematic draw puts its points is measured in whole numbers of 2**-52, so that sums do not depend on their order and no
-point falls on an offer without mass. Nothing reads the host, and grids follow from shapes alone: all can be captured in
-a CUDA graph.
+Masses are float64, as there. Nothing is sorted: the mass from which on candidates are sure, or are taken, is searched
+for by halving what lies between two of them, and each probe is a pass over the group's candidates. The line on which
+the systematic draw puts its points is measured in whole numbers of 2**-52, so that sums do not depend on their order
+and no point falls on a candidate without mass. Nothing reads the host, and grids follow from shapes alone: all can be
+captured in a CUDA graph.
 
-Axes: R source rows, C offers of a row, X rows that go on, A places, G groups; of one group M offers, N places; I offers
-or rows at a time."""
+Axes: R source rows, C candidates of a row, X rows that go on, A batch indices, G groups; of one group M candidates, N
+batch indices; I candidates or rows at a time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from smc.algorithm.expansion import EXPANSION_POSITION, CandidateTokens, Expansion, PopulationKind
 from smc.api.limits import MAX_PARTICLES
-from smc.kernels.launch import one_variant, own_places, programs
+from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.round_tensors import contiguous
 from smc.kernels.select import _uniform
 
 CHUNKS = (256, 512, 1024, 2048)
-"""Offers that a program looks at at a time: all, if there are no more than the last."""
+"""Candidates that a program looks at at a time: all, if there are no more than the last."""
 INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
 
 
@@ -45,19 +45,19 @@ def expand(
     chunk: int | None = None,
     warps: int = 8,
 ) -> Expansion:
-    """As `smc.algorithm.expansion.expand`. Where nothing goes on in a group, its rows repeat the first offer of its
+    """As `smc.algorithm.expansion.expand`. Where nothing goes on in a group, its rows repeat the first candidate of its
     first source."""
     count, width = candidates.share_RC.shape
     parent_X, candidate_X = mass_R.new_empty((2, total), dtype=torch.int64)
     mass_X, ess_G = (mass_R.new_empty(size, dtype=torch.float64) for size in (total, len(kind_G)))
     alive_X, collapsed_G, nan_G = (there_R.new_empty(size) for size in (total, len(kind_G), len(kind_G)))
     scratch_2M = mass_X.new_empty((2, count * width))
-    offered = contiguous(OfferedTensors(candidates.share_RC, mass_R, there_R, ended_R))
+    source = contiguous(SourceTensors(candidates.share_RC, mass_R, there_R, ended_R))
     groups = contiguous(ExpandGroups(*sources, *rows, most_G, kind_G, *keys[:2]))
     out = ExpandTensors(parent_X, candidate_X, mass_X, alive_X, ess_G, collapsed_G, nan_G)
     # One program more, for the rows that are of no group.
     _expand[(len(kind_G) + 1,)](
-        offered, groups, out, *scratch_2M, EXPANSION_POSITION + keys[2], width, width - 1 if has_rest else -1, total,
+        source, groups, out, *scratch_2M, EXPANSION_POSITION + keys[2], width, width - 1 if has_rest else -1, total,
         LEAST=least, CHUNK=chunk or next(size for size in CHUNKS if size >= count * width or size == CHUNKS[-1]),
         # The reference rounds a product before it adds to it.
         enable_fp_fusion=False, num_warps=warps,
@@ -65,7 +65,7 @@ def expand(
     return Expansion(*out)
 
 
-class OfferedTensors(NamedTuple):
+class SourceTensors(NamedTuple):
     """Candidate tokens of source rows."""
 
     share_RC: Tensor
@@ -104,13 +104,13 @@ def keep_roots(
     parent_X: Tensor,
     alive_X: Tensor,
     rows: tuple[Tensor, Tensor],
-    places: tuple[Tensor, Tensor],
+    indices: tuple[Tensor, Tensor],
     total: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.expansion.keep_roots`, for groups of up to MAX_PARTICLES places."""
+    """As `smc.algorithm.expansion.keep_roots`, for groups of up to MAX_PARTICLES batch indices."""
     row_A, count = torch.empty(total, dtype=torch.int64, device=root_R.device), len(rows[0])
     alive_A = torch.empty_like(row_A, dtype=torch.bool)
-    given = (tensor.contiguous() for tensor in (root_R, parent_X, alive_X, *rows, *places))
+    given = (tensor.contiguous() for tensor in (root_R, parent_X, alive_X, *rows, *indices))
     _keep_roots[(programs(total, count),)](*given, row_A, alive_A, count, total, BLOCK_N=MAX_PARTICLES, num_warps=8)
     return row_A, alive_A
 
@@ -129,11 +129,11 @@ def _parted(largest, upto, least, above, other_largest, other_upto, other_least,
 
 @triton.jit
 def _spread(
-    share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best,
+    share_M, mass_R, there_R, ended_R, log_mass_M, count, width, rest, is_best,
     CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr,
 ):  # fmt: skip
-    """Write a group's log masses, or of one that has collapsed 0 for each offer that has a share. Returns how many have
-    mass, how little and how much that is, and whether there is NaN among the shares."""
+    """Write a group's log masses, or of one that has collapsed 0 for each candidate that has a share. Returns how many
+    have mass, how little and how much that is, and whether there is NaN among the shares."""
     valid, lowest, top = 0, tl.full((), float("inf"), tl.float64), tl.full((), -float("inf"), tl.float64)
     nan = 0
     for begin in range(0, count, CHUNK):
@@ -147,14 +147,14 @@ def _spread(
         share_I = tl.where(is_best & (m_I % width == rest), -float("inf"), share_I)
         nan += tl.sum((share_I != share_I).to(tl.int32), 0)
         if IS_COLLAPSED:
-            offered_I = tl.where(share_I > -float("inf"), tl.zeros_like(share_I), -float("inf"))
+            log_mass_I = tl.where(share_I > -float("inf"), tl.zeros_like(share_I), -float("inf"))
         else:
-            offered_I = tl.load(mass_R + source_I, mask=there_I, other=-float("inf")).to(tl.float64) + share_I
-            offered_I = tl.where(offered_I == offered_I, offered_I, -float("inf"))
-        tl.store(offered_M + m_I, offered_I, mask=inside_I)
-        has_mass_I = offered_I > -float("inf")
+            log_mass_I = tl.load(mass_R + source_I, mask=there_I, other=-float("inf")).to(tl.float64) + share_I
+            log_mass_I = tl.where(log_mass_I == log_mass_I, log_mass_I, -float("inf"))
+        tl.store(log_mass_M + m_I, log_mass_I, mask=inside_I)
+        has_mass_I = log_mass_I > -float("inf")
         here = tl.reduce(
-            (has_mass_I.to(tl.int32), tl.where(has_mass_I, offered_I, float("inf")), offered_I), 0, _joined
+            (has_mass_I.to(tl.int32), tl.where(has_mass_I, log_mass_I, float("inf")), log_mass_I), 0, _joined
         )
         valid, lowest, top = _joined(valid, lowest, top, here[0], here[1], here[2])
     tl.debug_barrier()
@@ -162,12 +162,12 @@ def _spread(
 
 
 @triton.jit
-def _scale(offered_M, relative_M, count, top, CHUNK: tl.constexpr):
+def _scale(log_mass_M, relative_M, count, top, CHUNK: tl.constexpr):
     """Write masses over the largest, and return their sum."""
     total = tl.zeros((), tl.float64)
     for begin in range(0, count, CHUNK):
         m_I = begin + tl.arange(0, CHUNK)
-        power_I = tl.exp(tl.load(offered_M + m_I, mask=m_I < count, other=-float("inf")) - top)
+        power_I = tl.exp(tl.load(log_mass_M + m_I, mask=m_I < count, other=-float("inf")) - top)
         relative_I = tl.where(power_I == power_I, power_I, 0.0)
         tl.store(relative_M + m_I, relative_I, mask=m_I < count)
         total += tl.sum(relative_I, 0)
@@ -176,26 +176,27 @@ def _scale(offered_M, relative_M, count, top, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _part(offered_M, relative_M, count, probe, CHUNK: tl.constexpr):
-    """Of the offers up to a log mass, the largest and the sum; of those above it, the least and how many there are."""
+def _part(log_mass_M, relative_M, count, probe, CHUNK: tl.constexpr):
+    """Of the candidates up to a log mass, the largest and the sum; of those above it, the least and how many there
+    are."""
     above, upto = 0, tl.zeros((), tl.float64)
     largest, least = tl.full((), -float("inf"), tl.float64), tl.full((), float("inf"), tl.float64)
     for begin in range(0, count, CHUNK):
         m_I = begin + tl.arange(0, CHUNK)
-        offered_I = tl.load(offered_M + m_I, mask=m_I < count, other=-float("inf"))
+        log_mass_I = tl.load(log_mass_M + m_I, mask=m_I < count, other=-float("inf"))
         relative_I = tl.load(relative_M + m_I, mask=m_I < count, other=0.0)
-        is_upto_I = offered_I <= probe
-        below_I, above_I = tl.where(is_upto_I, offered_I, -float("inf")), tl.where(is_upto_I, float("inf"), offered_I)
-        given_I, is_above_I = tl.where(is_upto_I, relative_I, 0.0), (offered_I > probe).to(tl.int32)
+        is_upto_I = log_mass_I <= probe
+        below_I, above_I = tl.where(is_upto_I, log_mass_I, -float("inf")), tl.where(is_upto_I, float("inf"), log_mass_I)
+        given_I, is_above_I = tl.where(is_upto_I, relative_I, 0.0), (log_mass_I > probe).to(tl.int32)
         here = tl.reduce((below_I, given_I, above_I, is_above_I), 0, _parted)
         largest, upto, least, above = _parted(largest, upto, least, above, here[0], here[1], here[2], here[3])
     return largest, upto, least, above
 
 
 @triton.jit
-def _bound(offered_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.constexpr):
-    """What decides for more offers than may go on: a log mass above which all are sure, how many of those that equal it
-    are, and the factor by which the others' share of the largest mass becomes their chance.
+def _bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.constexpr):
+    """What decides for more candidates than may go on: a log mass above which all are sure, how many of those that
+    equal it are, and the factor by which the others' share of the largest mass becomes their chance.
 
     Where `is_best`, that is the mass that comes `most`-th. Else it is the largest that c, chosen so that chances sum to
     `most`, does not make sure: m (most - k) <= the sum of all but the k masses above m."""
@@ -206,7 +207,7 @@ def _bound(offered_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.c
         # From infinities there is no middle.
         middle = (following + tl.minimum(tl.minimum(high, top), tl.full((), 1e308, tl.float64))) * 0.5
         probe = tl.where((middle > following) & (middle < high), middle, following)
-        mass, upto, least, above = _part(offered_M, relative_M, count, probe, CHUNK)
+        mass, upto, least, above = _part(log_mass_M, relative_M, count, probe, CHUNK)
         left = tl.maximum(most - above, 0).to(tl.float64)
         is_low = tl.where(is_best, above >= most, tl.exp(mass - top) * left <= upto)
         low, under, tail = tl.where(is_low, mass, low), tl.where(is_low, above, under), tl.where(is_low, upto, tail)
@@ -218,8 +219,8 @@ def _bound(offered_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.c
 
 @triton.jit
 def _draw(
-    offered_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
-    parent_N, offer_N, mass_N, alive_N, CHUNK: tl.constexpr, LEAST: tl.constexpr,
+    log_mass_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
+    parent_N, candidate_N, mass_N, alive_N, CHUNK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Write those that go on, in order. Returns how many there are and which is the first."""
     # The points lie at u, u + 1, ..., all up to the next whole number.
@@ -227,10 +228,10 @@ def _draw(
     taken, equal, first = 0, 0, count
     for begin in range(0, count, CHUNK):
         m_I = begin + tl.arange(0, CHUNK)
-        offered_I = tl.load(offered_M + m_I, mask=m_I < count, other=-float("inf"))
+        log_mass_I = tl.load(log_mass_M + m_I, mask=m_I < count, other=-float("inf"))
         relative_I = tl.load(relative_M + m_I, mask=m_I < count, other=0.0)
-        is_equal_I = (offered_I == bound) & (offered_I > -float("inf"))
-        is_sure_I = (offered_I > bound) | (is_equal_I & (equal + tl.cumsum(is_equal_I.to(tl.int32), 0) <= ties))
+        is_equal_I = (log_mass_I == bound) & (log_mass_I > -float("inf"))
+        is_sure_I = (log_mass_I > bound) | (is_equal_I & (equal + tl.cumsum(is_equal_I.to(tl.int32), 0) <= ties))
         # No mass times an infinite factor is NaN, of which a device's minimum with 1 is 1.
         chance_I = tl.where(is_sure_I, 1.0, tl.where(relative_I > 0, tl.minimum(relative_I * factor, 1.0), 0.0))
         if LEAST > 0:
@@ -242,9 +243,9 @@ def _draw(
         rank_I = taken + tl.cumsum(is_taken_I.to(tl.int32), 0) - 1
         # Rounding of the sum must not take one too many.
         goes_I = is_taken_I & (rank_I < most) & (rank_I < size)
-        mass_I = offered_I - tl.log(tl.where(goes_I, chance_I, 1.0))
+        mass_I = log_mass_I - tl.log(tl.where(goes_I, chance_I, 1.0))
         tl.store(parent_N + rank_I, (source_first + m_I // width).to(tl.int64), mask=goes_I)
-        tl.store(offer_N + rank_I, (m_I % width).to(tl.int64), mask=goes_I)
+        tl.store(candidate_N + rank_I, (m_I % width).to(tl.int64), mask=goes_I)
         tl.store(mass_N + rank_I, mass_I, mask=goes_I)
         tl.store(alive_N + rank_I, mass_I > -float("inf"), mask=goes_I)
         first = tl.minimum(first, tl.min(tl.where(goes_I, m_I, count), 0))
@@ -255,13 +256,13 @@ def _draw(
 
 
 @triton.jit
-def _finish(parent_N, offer_N, mass_N, went, size, first_parent, first_offer, CHUNK: tl.constexpr):
+def _finish(parent_N, candidate_N, mass_N, went, size, first_parent, first_candidate, CHUNK: tl.constexpr):
     """Rows beyond those that went on repeat the first. Returns the effective sample size."""
     top = tl.full((), -float("inf"), tl.float64)
     for begin in range(0, size, CHUNK):
         n_I = begin + tl.arange(0, CHUNK)
         tl.store(parent_N + n_I, first_parent + n_I * 0, mask=(n_I >= went) & (n_I < size))
-        tl.store(offer_N + n_I, first_offer + n_I * 0, mask=(n_I >= went) & (n_I < size))
+        tl.store(candidate_N + n_I, first_candidate + n_I * 0, mask=(n_I >= went) & (n_I < size))
         top = tl.maximum(top, tl.max(tl.load(mass_N + n_I, mask=n_I < went, other=-float("inf")), 0))
     total, squares = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     for begin in range(0, went, CHUNK):
@@ -287,7 +288,7 @@ def _clear(parent_X, candidate_X, mass_X, alive_X, first, end, CHUNK: tl.constex
 
 @one_variant()
 def _expand(
-    offered, groups, out, offered_M, relative_M, position, width, rest, total, CHUNK: tl.constexpr, LEAST: tl.constexpr
+    source, groups, out, log_mass_M, relative_M, position, width, rest, total, CHUNK: tl.constexpr, LEAST: tl.constexpr
 ):  # fmt: skip
     group, count_G = tl.program_id(0), tl.num_programs(0) - 1
     if group == count_G:
@@ -325,42 +326,42 @@ def _expand(
         return
     count, at = sources * width, source_first * width
     share_M, mass_R, there_R = (
-        offered.share_RC + at,
-        offered.mass_R + source_first,
-        offered.there_R + source_first,
+        source.share_RC + at,
+        source.mass_R + source_first,
+        source.there_R + source_first,
     )
-    offered_M, relative_M = offered_M + at, relative_M + at
-    ended_R = offered.ended_R
-    if offered.ended_R is not None:
-        ended_R = offered.ended_R + source_first
+    log_mass_M, relative_M = log_mass_M + at, relative_M + at
+    ended_R = source.ended_R
+    if source.ended_R is not None:
+        ended_R = source.ended_R + source_first
     valid, lowest, top, nan = _spread(
-        share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, False
+        share_M, mass_R, there_R, ended_R, log_mass_M, count, width, rest, is_best, CHUNK, False
     )
     collapsed = (kind < BEST) & (valid == 0)
     if collapsed:
         valid, lowest, top, nan = _spread(
-            share_M, mass_R, there_R, ended_R, offered_M, count, width, rest, is_best, CHUNK, True
+            share_M, mass_R, there_R, ended_R, log_mass_M, count, width, rest, is_best, CHUNK, True
         )
-    total = _scale(offered_M, relative_M, count, top, CHUNK)
+    total = _scale(log_mass_M, relative_M, count, top, CHUNK)
     bound, ties, factor = tl.full((), -float("inf"), tl.float64), 0, tl.zeros((), tl.float64)
     if valid > most:
-        bound, ties, factor = _bound(offered_M, relative_M, count, lowest, top, most, is_best, CHUNK)
+        bound, ties, factor = _bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK)
     uniform = tl.sum(
         _uniform(tl.load(groups.seed_G + group), position + tl.arange(0, 1), tl.load(groups.round_G + group)), 0
     )
-    parent_N, offer_N, mass_N, alive_N = (
+    parent_N, candidate_N, mass_N, alive_N = (
         out.parent_X + row_first,
         out.candidate_X + row_first,
         out.mass_X + row_first,
         out.alive_X + row_first,
     )
     went, first = _draw(
-        offered_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
-        parent_N, offer_N, mass_N, alive_N, CHUNK, LEAST,
+        log_mass_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
+        parent_N, candidate_N, mass_N, alive_N, CHUNK, LEAST,
     )  # fmt: skip
     first = tl.where(went > 0, first, 0)
     ess = _finish(
-        parent_N, offer_N, mass_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK
+        parent_N, candidate_N, mass_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK
     )
     tl.store(out.ess_G + group, ess)
     tl.store(out.collapsed_G + group, collapsed)
@@ -369,14 +370,14 @@ def _expand(
 
 @one_variant()
 def _keep_roots(
-    root_R, parent_X, alive_X, row_first_G, row_size_G, place_first_G, place_size_G, row_A, alive_A, groups, places,
+    root_R, parent_X, alive_X, row_first_G, row_size_G, index_first_G, index_size_G, row_A, alive_A, groups, batch_size,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Twice through the group's rows, BLOCK_N at a time: how many continue each place, and where those beyond the first
-    of a place go."""
-    place_N, exists_N, group, is_group = own_places(place_first_G, place_size_G, groups, places, BLOCK_N)
-    rows, size = tl.load(row_size_G + group).to(tl.int32), tl.load(place_size_G + group).to(tl.int32)
-    row_first, first = tl.load(row_first_G + group).to(tl.int64), tl.load(place_first_G + group).to(tl.int64)
+    """Twice through the group's rows, BLOCK_N at a time: how many continue each batch index, and where those beyond the
+    first of a batch index go."""
+    index_N, exists_N, group, is_group = own_indices(index_first_G, index_size_G, groups, batch_size, BLOCK_N)
+    rows, size = tl.load(row_size_G + group).to(tl.int32), tl.load(index_size_G + group).to(tl.int32)
+    row_first, first = tl.load(row_first_G + group).to(tl.int64), tl.load(index_first_G + group).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     rows = tl.where(is_group & (size > 0), rows, 0)
     count_N, own_N = tl.zeros((BLOCK_N,), tl.int32), tl.zeros((BLOCK_N,), tl.int32) + rows
@@ -391,7 +392,8 @@ def _keep_roots(
     for begin in range(0, rows, BLOCK_N):
         is_of_IN, i = _continues(root_R, parent_X + row_first, alive_X + row_first, begin, rows, first, BLOCK_N)
         is_further_IN = (is_of_IN & (i[:, None] != own_N[None, :])).to(tl.int32)
-        # Further rows are numbered from 1, place after place, and the r-th of them takes the r-th free place.
+        # Further rows are numbered from 1, batch index after batch index, and the r-th of them takes the r-th free
+        # batch index.
         number_I = tl.sum((seen_N[None, :] + tl.cumsum(is_further_IN, 0)) * is_further_IN, 1)
         takes_IN = free_N[None, :] & (rank_N[None, :] == number_I[:, None])
         filler_N += tl.sum(tl.where(takes_IN, i[:, None], 0), 0)
@@ -400,15 +402,15 @@ def _keep_roots(
     lead = tl.min(tl.where(filled_N, n, BLOCK_N), 0)
     taken_N = tl.where(filled_N, taken_N, tl.sum(tl.where(n == lead, taken_N, 0), 0))
     has_rows = rows > 0
-    tl.store(row_A + place_N, tl.where(has_rows, row_first + taken_N, 0), mask=exists_N)
-    tl.store(alive_A + place_N, filled_N & has_rows, mask=exists_N)
+    tl.store(row_A + index_N, tl.where(has_rows, row_first + taken_N, 0), mask=exists_N)
+    tl.store(alive_A + index_N, filled_N & has_rows, mask=exists_N)
 
 
 @triton.jit
 def _continues(root_R, parent_X, alive_X, begin, rows, first, BLOCK_N: tl.constexpr):
-    """Whether rows from `begin` on are alive and continue each of a group's places; and the rows' numbers."""
+    """Whether rows from `begin` on are alive and continue each of a group's batch indices; and the rows' numbers."""
     i = begin + tl.arange(0, BLOCK_N)
     is_alive_I = tl.load(alive_X + i, mask=i < rows, other=0) != 0
     parent_I = tl.load(parent_X + i, mask=is_alive_I, other=0)
-    place_I = tl.where(is_alive_I, (tl.load(root_R + parent_I, mask=is_alive_I, other=0) - first).to(tl.int32), -1)
-    return place_I[:, None] == tl.arange(0, BLOCK_N)[None, :], i
+    index_I = tl.where(is_alive_I, (tl.load(root_R + parent_I, mask=is_alive_I, other=0) - first).to(tl.int32), -1)
+    return index_I[:, None] == tl.arange(0, BLOCK_N)[None, :], i

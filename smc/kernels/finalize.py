@@ -1,11 +1,11 @@
-"""What becomes of every place after a round, and what the host learns of it, in one launch: the Triton form of
+"""What becomes of every batch index after a round, and what the host learns of it, in one launch: the Triton form of
 `smc.executor.finalize`.
 
-A program has the places of one group, or places of no group. Nothing reads the host, and the grid follows from shapes
-alone, so it can be captured in a CUDA graph.
+A program has the batch indices of one group, or batch indices of no group. Nothing reads the host, and the grid follows
+from shapes alone, so it can be captured in a CUDA graph.
 
-Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C candidate tokens of a
-place, N places of a program."""
+Axes: A batch indices, G groups, X rows (F of each batch index), Q tokens of a block, K tokens of a row, C candidate
+tokens of a batch index, N batch indices of a program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
 from smc.api.limits import MAX_PARTICLES
-from smc.kernels.launch import one_variant, own_places, programs
+from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, SlotTensors
 from smc.kernels.select import SelectTensors
 from smc.kernels.stops import DONE, StopTensors, after, after_all
@@ -84,24 +84,24 @@ def finalize(
     lookahead: bool,
 ) -> FinalizeOutputs:
     """See `smc.executor.finalize.finalize`."""
-    (places, q), groups, (numbers, rows) = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape
+    (batch_size, q), groups, (numbers, rows) = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape
     room = Room(plan.slot_A.device)
     out = FinalizeOutputs(
-        choice_9A=room.longs(9, places),
-        flags_2A=room.bools(2, places),
-        grown_AQ=room.longs(places, q),
-        count_A=room.longs(places),
-        logq_AQ=room.floats(places, q),
-        logp_AQ=room.floats(places, q),
-        first_logp_A=room.floats(places),
+        choice_9A=room.longs(9, batch_size),
+        flags_2A=room.bools(2, batch_size),
+        grown_AQ=room.longs(batch_size, q),
+        count_A=room.longs(batch_size),
+        logq_AQ=room.floats(batch_size, q),
+        logp_AQ=room.floats(batch_size, q),
+        first_logp_A=room.floats(batch_size),
         values_2G=room.doubles(2, groups),
         flags_3G=room.bools(3, groups),
-        path_AQ=room.ints(places, q),
-        run_2A=room.ints(2, places),
+        path_AQ=room.ints(batch_size, q),
+        run_2A=room.ints(2, batch_size),
     )
-    _finalize[(programs(places, groups),)](
-        plan, slots, tables, blocks, verified, rows_WX, candidates, matched, own, trees, out, Sizes(places, groups, rows),
-        F=rows // places, K=(numbers - 4) // 2, Q=q, C=candidates.token_XC.shape[1], BLOCK_N=MAX_PARTICLES,
+    _finalize[(programs(batch_size, groups),)](
+        plan, slots, tables, blocks, verified, rows_WX, candidates, matched, own, trees, out, Sizes(batch_size, groups, rows),
+        F=rows // batch_size, K=(numbers - 4) // 2, Q=q, C=candidates.token_XC.shape[1], BLOCK_N=MAX_PARTICLES,
         BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=lookahead, num_warps=4,
     )  # fmt: skip
     return out
@@ -113,20 +113,20 @@ def _finalize(
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
-    places, groups, rows = sizes.places, sizes.groups, sizes.rows
-    place, exists, group, is_group = own_places(plan.first_G, plan.size_G, groups, places, BLOCK_N)
-    kind = tl.load(plan.kind_G + tl.load(plan.group_A + place, mask=exists, other=0), mask=exists, other=0)
-    row, ancestor, alive = tl.zeros_like(place), tl.zeros_like(place), tl.zeros_like(place) != 0
+    batch_size, groups, rows = sizes.batch_size, sizes.groups, sizes.rows
+    index, exists, group, is_group = own_indices(plan.first_G, plan.size_G, groups, batch_size, BLOCK_N)
+    kind = tl.load(plan.kind_G + tl.load(plan.group_A + index, mask=exists, other=0), mask=exists, other=0)
+    row, ancestor, alive = tl.zeros_like(index), tl.zeros_like(index), tl.zeros_like(index) != 0
     bonus, logw, misses = tl.full((BLOCK_N,), -1, tl.int64), tl.full((BLOCK_N,), NONE, tl.float64), alive
-    logp, block = tl.full((BLOCK_N,), float("nan"), tl.float32), place
+    logp, block = tl.full((BLOCK_N,), float("nan"), tl.float32), index
     if own is not None:
         mine = exists & (kind == INDEPENDENT) if trees is not None else exists
-        row, ancestor, alive, logw, bonus, logp = _of_own(mine, place, own, candidates, blocks.open_A, F, LOOKAHEAD)
+        row, ancestor, alive, logw, bonus, logp = _of_own(mine, index, own, candidates, blocks.open_A, F, LOOKAHEAD)
         block = ancestor
     if trees is not None:
         theirs = exists & (kind != INDEPENDENT) if own is not None else exists
         tree_row, tree_ancestor, tree_alive, tree_logw, tree_bonus, tree_logp = _of_trees(
-            theirs, place, trees, candidates, blocks.open_A, C, LOOKAHEAD
+            theirs, index, trees, candidates, blocks.open_A, C, LOOKAHEAD
         )
         tree_block = tree_ancestor if LOOKAHEAD else tree_row
         row, block = tl.where(theirs, tree_row, row), tl.where(theirs, tree_block, block)
@@ -136,8 +136,8 @@ def _finalize(
     right = tl.full((BLOCK_N,), 2**30, tl.int32)
     if matched is not None:
         exact, any_alive = exists & (kind >= BEST), tl.max((exists & alive).to(tl.int32), 0) > 0
-        best = tl.load(matched.best_A + place, mask=exact, other=0).to(tl.int32)
-        right = tl.load(matched.right_A + place, mask=exact, other=2**30).to(tl.int32)
+        best = tl.load(matched.best_A + index, mask=exact, other=0).to(tl.int32)
+        right = tl.load(matched.right_A + index, mask=exact, other=2**30).to(tl.int32)
         misses = exact & is_group & (any_alive == 0)
         best_ended = tl.load(blocks.ended_A + best, mask=exact, other=0) != 0
         ended = best_ended & (right == tl.load(blocks.count_A + best, mask=exact, other=0))
@@ -147,8 +147,8 @@ def _finalize(
         # Nothing follows a block that has ended.
         drawn_logp = tl.load(verified.logp_AQ + best * Q + right - 1, mask=exact & (ended == 0), other=float("nan"))
         bonus, logp = tl.where(exact, drawn, bonus), tl.where(exact, drawn_logp, logp)
-        block, alive = tl.where(misses if LOOKAHEAD else exact, best, block), tl.where(misses, place == ancestor, alive)
-        logw = tl.where(misses, tl.where(place == ancestor, 0.0, NONE), logw)
+        block, alive = tl.where(misses if LOOKAHEAD else exact, best, block), tl.where(misses, index == ancestor, alive)
+        logw = tl.where(misses, tl.where(index == ancestor, 0.0, NONE), logw)
         if not LOOKAHEAD:
             row = tl.where(misses, best, row)
     count = tl.load(blocks.count_A + block, mask=exists, other=1).to(tl.int32)
@@ -174,24 +174,24 @@ def _finalize(
     ended = tl.where(has_bonus, (room <= 1) | (last == DONE), ended) | (alive == 0)
     cut = count - kept if LOOKAHEAD else tl.zeros_like(count)
     run = tl.minimum(tl.load(blocks.run_A + block, mask=exists, other=0).to(tl.int32), kept)
-    to = out.choice_9A + place
+    to = out.choice_9A + index
     tl.store(to, ancestor.to(tl.int64), mask=exists)
-    tl.store(to + places, row.to(tl.int64), mask=exists)
-    tl.store(to + 2 * places, grown.to(tl.int64), mask=exists)
-    tl.store(to + 3 * places, cut.to(tl.int64), mask=exists)
-    tl.store(to + 4 * places, bonus, mask=exists)
-    tl.store(to + 5 * places, alive.to(tl.int64), mask=exists)
-    tl.store(to + 6 * places, ended.to(tl.int64), mask=exists)
-    tl.store(to + 7 * places, text.to(tl.int64), mask=exists)
-    tl.store(to + 8 * places, logw.to(tl.int64, bitcast=True), mask=exists)
-    tl.store(out.flags_2A + place, alive, mask=exists)
-    tl.store(out.flags_2A + places + place, ended, mask=exists)
-    tl.store(out.count_A + place, (grown + has_bonus.to(tl.int32)).to(tl.int64), mask=exists)
-    tl.store(out.first_logp_A + place, logp, mask=exists)
-    tl.store(out.run_2A + place, run, mask=exists)
-    tl.store(out.run_2A + places + place, tl.zeros_like(run), mask=exists)
+    tl.store(to + batch_size, row.to(tl.int64), mask=exists)
+    tl.store(to + 2 * batch_size, grown.to(tl.int64), mask=exists)
+    tl.store(to + 3 * batch_size, cut.to(tl.int64), mask=exists)
+    tl.store(to + 4 * batch_size, bonus, mask=exists)
+    tl.store(to + 5 * batch_size, alive.to(tl.int64), mask=exists)
+    tl.store(to + 6 * batch_size, ended.to(tl.int64), mask=exists)
+    tl.store(to + 7 * batch_size, text.to(tl.int64), mask=exists)
+    tl.store(to + 8 * batch_size, logw.to(tl.int64, bitcast=True), mask=exists)
+    tl.store(out.flags_2A + index, alive, mask=exists)
+    tl.store(out.flags_2A + batch_size + index, ended, mask=exists)
+    tl.store(out.count_A + index, (grown + has_bonus.to(tl.int32)).to(tl.int64), mask=exists)
+    tl.store(out.first_logp_A + index, logp, mask=exists)
+    tl.store(out.run_2A + index, run, mask=exists)
+    tl.store(out.run_2A + batch_size + index, tl.zeros_like(run), mask=exists)
     _write_tokens(
-        place, exists, row, block, kept, bonus, plan, blocks, verified, rows_WX, out, rows, K, Q, BLOCK_Q, LOOKAHEAD
+        index, exists, row, block, kept, bonus, plan, blocks, verified, rows_WX, out, rows, K, Q, BLOCK_Q, LOOKAHEAD
     )
     if is_group:
         group_kind, any_bonus = tl.load(plan.kind_G + group), tl.max((exists & has_bonus & alive).to(tl.int32), 0) > 0
@@ -200,14 +200,14 @@ def _finalize(
 
 
 @triton.jit
-def _of_own(exists, place, own, candidates, open_A, F: tl.constexpr, LOOKAHEAD: tl.constexpr):
+def _of_own(exists, index, own, candidates, open_A, F: tl.constexpr, LOOKAHEAD: tl.constexpr):
     """Independent particles: row, ancestor, whether alive, log-weight, the target's token after the block, and its
     log p."""
-    ancestor = tl.load(own.ancestor_A + place, mask=exists, other=0).to(tl.int32)
-    row = ancestor * F + tl.load(own.branch_A + place, mask=exists, other=0).to(tl.int32)
-    alive = tl.load(own.alive_A + place, mask=exists, other=0) != 0
-    logw = tl.load(own.logw_A + place, mask=exists, other=NONE)
-    bonus = place.to(tl.int64) * 0 - 1
+    ancestor = tl.load(own.ancestor_A + index, mask=exists, other=0).to(tl.int32)
+    row = ancestor * F + tl.load(own.branch_A + index, mask=exists, other=0).to(tl.int32)
+    alive = tl.load(own.alive_A + index, mask=exists, other=0) != 0
+    logw = tl.load(own.logw_A + index, mask=exists, other=NONE)
+    bonus = index.to(tl.int64) * 0 - 1
     if LOOKAHEAD:
         is_open = tl.load(open_A + tl.load(candidates.root_X + row, mask=exists, other=0), mask=exists, other=0) != 0
     else:
@@ -218,14 +218,14 @@ def _of_own(exists, place, own, candidates, open_A, F: tl.constexpr, LOOKAHEAD: 
 
 
 @triton.jit
-def _of_trees(exists, place, trees, candidates, open_A, C: tl.constexpr, LOOKAHEAD: tl.constexpr):
+def _of_trees(exists, index, trees, candidates, open_A, C: tl.constexpr, LOOKAHEAD: tl.constexpr):
     """Distinct particles and exact decoding: as `_of_own`, with the candidate token that was chosen."""
-    pick = tl.load(trees.pick_A + place, mask=exists, other=0)
-    alive = tl.load(trees.alive_A + place, mask=exists, other=0) != 0
+    pick = tl.load(trees.pick_A + index, mask=exists, other=0)
+    alive = tl.load(trees.alive_A + index, mask=exists, other=0) != 0
     row = tl.load(trees.parent_X + pick, mask=exists, other=0).to(tl.int32)
     ancestor = tl.load(candidates.root_X + row, mask=exists, other=0).to(tl.int32)
     logw = tl.load(trees.mass_X + pick, mask=exists & alive, other=NONE)
-    bonus, logp = place.to(tl.int64) * 0 - 1, place.to(tl.float32) * 0 + float("nan")
+    bonus, logp = index.to(tl.int64) * 0 - 1, index.to(tl.float32) * 0 + float("nan")
     is_open = exists & (tl.load(open_A + (ancestor if LOOKAHEAD else row), mask=exists, other=0) != 0)
     if candidates.token_logp_AC is not None:
         at = row * C + tl.load(trees.candidate_X + pick, mask=exists, other=0).to(tl.int32)
@@ -238,13 +238,13 @@ def _of_trees(exists, place, trees, candidates, open_A, C: tl.constexpr, LOOKAHE
 
 @triton.jit
 def _write_tokens(
-    place, exists, row, block, kept, bonus, plan, blocks, verified, rows_WX, out, rows,
+    index, exists, row, block, kept, bonus, plan, blocks, verified, rows_WX, out, rows,
     K: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
     """The new tokens, their log q, log p of the tokens of the block that are kept, and pages of those that the target
     ran."""
     q = tl.arange(0, BLOCK_Q)[None, :]
-    inside, to, of = exists[:, None] & (q < Q), place[:, None] * Q + q, block[:, None] * Q + q
+    inside, to, of = exists[:, None] & (q < Q), index[:, None] * Q + q, block[:, None] * Q + q
     last = tl.maximum(bonus, 0)[:, None]
     if LOOKAHEAD:
         grows = inside & (bonus < 0)[:, None]

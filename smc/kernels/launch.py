@@ -1,5 +1,5 @@
 """How kernels are launched: programmatic dependent launch, how many variants of a kernel are compiled, and which
-program handles which places of a batch. Knows nothing about what kernels compute.
+program handles which batch indices. Knows nothing about what kernels compute.
 
 **Programmatic dependent launch (PDL).** A kernel starts while the kernel before it ends. The kernels of a decoding step
 take a few microseconds each, of which the launch is one. A kernel that is launched this way waits (`gdc_wait`) until
@@ -18,7 +18,7 @@ kernel that reads prefixes, with one program for each multiprocessor, then finds
 early, too, because attention to own positions needs few resources. Each choice was measured. Prefetching weights was
 measured, too, and made passes slower (`docs/performance.md`).
 
-Axes: A places, G groups, N places of a program."""
+Axes: A batch indices, G groups, N batch indices of a program."""
 
 from __future__ import annotations
 
@@ -102,17 +102,18 @@ def unspecialized(kind: Any, key: Any) -> tuple[Any, Any]:
     return kind, "" if key == "D" else key
 
 
-def programs(places: int, groups: int) -> int:
-    """How many programs there are: one for each group, then programs of MAX_PARTICLES places that belong to no
+def programs(batch_size: int, groups: int) -> int:
+    """How many programs there are: one for each group, then programs of MAX_PARTICLES batch indices that belong to no
     group."""
-    return groups + triton.cdiv(places, MAX_PARTICLES)
+    return groups + triton.cdiv(batch_size, MAX_PARTICLES)
 
 
 @triton.jit
-def own_places(first_G, size_G, groups, places, BLOCK_N: tl.constexpr):
-    """This program's places int32 [N] and whether they exist; their group, and whether they belong to a group.
+def own_indices(first_G, size_G, groups, batch_size, BLOCK_N: tl.constexpr):
+    """This program's batch indices int32 [N] and whether they exist; their group, and whether they belong to a group.
 
-    Groups are stored one after another from the first place on, so all places after the last group are padding."""
+    Groups are stored one after another from the first batch index on, so all batch indices after the last group are
+    padding."""
     program, n = tl.program_id(0), tl.arange(0, BLOCK_N)
     is_group = program < groups
     group = tl.where(is_group, program, 0)
@@ -126,5 +127,5 @@ def own_places(first_G, size_G, groups, places, BLOCK_N: tl.constexpr):
             size_of_G = tl.load(size_G + g, mask=g < groups, other=0).to(tl.int32)
             first = tl.maximum(first, tl.max(tl.where(size_of_G > 0, first_of_G + size_of_G, 0), 0))
         first += (program - groups) * BLOCK_N
-    place_N = first + n
-    return place_N, tl.where(is_group, n < size, place_N < places), group, is_group
+    index_N = first + n
+    return index_N, tl.where(is_group, n < size, index_N < batch_size), group, is_group

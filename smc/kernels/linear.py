@@ -9,8 +9,8 @@ side.
 
 The weight tile is the long side of the tensor cores' product (M = outputs, N = tokens), so 8 tokens cost little more
 than the loads. Small matrices are cut along K as well (split-K) to occupy every multiprocessor; the fp32 partials [S,
-T, N] are summed in a fixed order by whoever reads them (`smc.kernels.norm`, or `reduce` here), without atomics: the
-same bits every time. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
+T, N] are summed in a fixed order by the kernel that reads them (`smc.kernels.norm`, or `reduce` here), without atomics:
+the same bits every time. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
 
 Axes: T tokens, K inputs, N outputs, I inner features, S splits of K.
 """
@@ -34,7 +34,7 @@ MOST_TOKENS = 128
 _PROGRAMS = 120
 """Fewest programs that occupy all multiprocessors well enough."""
 _ROOM, _MODEST_ROOM, _SHARED_ROOM = 216 * 1024, 128 * 1024, 110 * 1024
-"""Bytes for what is in flight: of a program that has a multiprocessor to itself, of one that leaves some to whoever
+"""Bytes for what is in flight: of a program that has a multiprocessor to itself, of one that leaves some to what
 comes next, of one of two."""
 
 

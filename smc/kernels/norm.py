@@ -59,7 +59,7 @@ def _round_rows(x, out, scale, inputs, stride_x, BLOCK: tl.constexpr, PDL: tl.co
 
 @triton.jit
 def store_rounded(x_K, at_K, scale_at, inside):
-    """A row, whose places outside are zeros, and its scale: NaN where a number is not finite, which neither the
+    """A row, whose columns outside are zeros, and its scale: NaN where a number is not finite, which neither the
     machine's maximum nor its clamp would pass on."""
     magnitude_K = tl.abs(x_K)
     size = tl.max(tl.where(magnitude_K < float("inf"), magnitude_K, float("inf")), 0) / LARGEST

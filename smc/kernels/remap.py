@@ -1,9 +1,10 @@
 """Slots follow the choice of a round: the Triton form of `smc.executor.remap`.
 
-A program handles one place. `follow` reads what slots were and rewrites block tables; `advance` only writes. Work grows
-with what particles hold, not with the width of a table. Nothing reads the host, and grids follow from shapes alone.
+A program handles one batch index. `follow` reads what slots were and rewrites block tables; `advance` only writes. Work
+grows with what particles hold, not with the width of a table. Nothing reads the host, and grids follow from shapes
+alone.
 
-Axes: A places, S slots, L positions, X rows, Q tokens of a block, K tokens of a row, W tokens that are pending
+Axes: A batch indices, S slots, L positions, X rows, Q tokens of a block, K tokens of a row, W tokens that are pending
 afterwards, B pages of a tail."""
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CHUNK = 1024
 
 
 class NextSequences(NamedTuple):
-    """How sequences go on, by place."""
+    """How sequences go on, by batch index."""
 
     end_A: Tensor
     tokens_AW: Tensor
@@ -35,13 +36,13 @@ def follow(
     plan: PlanTensors, slots: SlotTensors, rows_WX: Tensor, choice_9A: Tensor, logq_SQ: Tensor, lookahead: bool
 ) -> NextSequences:
     """See `smc.executor.remap.follow`; block tables follow the choice in the same launch."""
-    (places, q), (numbers, rows), room = plan.target_pages_AQ.shape, rows_WX.shape, Room(plan.slot_A.device)
+    (batch_size, q), (numbers, rows), room = plan.target_pages_AQ.shape, rows_WX.shape, Room(plan.slot_A.device)
     block = (numbers - 4) // 2
     width = block if lookahead else 1
-    end_A, pending_A = room.longs(2, places)
-    out = NextSequences(end_A, room.longs(places, width), pending_A)
-    _follow[(places,)](
-        plan, slots, slots.table_SL.stride(0), rows_WX, choice_9A, logq_SQ, logq_SQ.stride(0), out, Sizes(places, 0, rows),
+    end_A, pending_A = room.longs(2, batch_size)
+    out = NextSequences(end_A, room.longs(batch_size, width), pending_A)
+    _follow[(batch_size,)](
+        plan, slots, slots.table_SL.stride(0), rows_WX, choice_9A, logq_SQ, logq_SQ.stride(0), out, Sizes(batch_size, 0, rows),
         K=block, Q=q, W=width, BLOCK_Q=triton.next_power_of_2(q), CHUNK=CHUNK, LOOKAHEAD=lookahead, num_warps=4,
     )  # fmt: skip
     return out
@@ -49,9 +50,9 @@ def follow(
 
 def advance(slots: SlotTensors, dummy: int, slot_A: Tensor, choice_9A: Tensor, next_: NextSequences) -> None:
     """See `smc.executor.remap.advance`; `dummy` is the first dummy slot."""
-    places, width = next_.tokens_AW.shape
-    _advance[(places,)](
-        slots, slots.pending_SQ.stride(0), dummy, slot_A, choice_9A, next_, *next_.tokens_AW.stride(), places,
+    batch_size, width = next_.tokens_AW.shape
+    _advance[(batch_size,)](
+        slots, slots.pending_SQ.stride(0), dummy, slot_A, choice_9A, next_, *next_.tokens_AW.stride(), batch_size,
         W=width, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
 
@@ -60,8 +61,8 @@ def remap_block_table(
     table_SL: Tensor, slot_A: Tensor, source_A: Tensor, base_A: Tensor, end_A: Tensor, tail_AB: Tensor, columns: int
 ) -> None:
     """See `smc.executor.remap.remap_block_table`."""
-    (places, width), tail_AB = tail_AB.shape, tail_AB.contiguous()
-    _remap_block_table[(places,)](
+    (batch_size, width), tail_AB = tail_AB.shape, tail_AB.contiguous()
+    _remap_block_table[(batch_size,)](
         table_SL, table_SL.stride(0), slot_A, source_A, base_A, end_A, tail_AB, width,
         TAIL=triton.next_power_of_2(width) if width else 0, CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
@@ -87,17 +88,17 @@ def _follow(
     plan, slots, table_stride, rows_WX, choice_9A, logq_SQ, logq_stride, out, sizes,
     K: tl.constexpr, Q: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, CHUNK: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
-    place, places, rows = tl.program_id(0), sizes.places, sizes.rows
-    of = choice_9A + place
-    ancestor, row, count = tl.load(of), tl.load(of + places), tl.load(of + 2 * places)
-    cut, bonus = tl.load(of + 3 * places), tl.load(of + 4 * places)
-    slot, source = tl.load(plan.slot_A + place), tl.load(plan.slot_A + ancestor)
+    index, batch_size, rows = tl.program_id(0), sizes.batch_size, sizes.rows
+    of = choice_9A + index
+    ancestor, row, count = tl.load(of), tl.load(of + batch_size), tl.load(of + 2 * batch_size)
+    cut, bonus = tl.load(of + 3 * batch_size), tl.load(of + 4 * batch_size)
+    slot, source = tl.load(plan.slot_A + index), tl.load(plan.slot_A + ancestor)
     end, pending = tl.load(slots.end_S + source), tl.load(slots.pending_S + source)
     block = ancestor if LOOKAHEAD else row
     base, tail_Q = tl.load(slots.base_S + slot), plan.target_pages_AQ + block * Q
     copy_pages(slots.table_SL, table_stride, slot, source, base, end - pending, tail_Q, Q, BLOCK_Q, CHUNK)
     has_bonus = bonus >= 0
-    tl.store(out.end_A + place, end - cut + count + has_bonus.to(tl.int64))
+    tl.store(out.end_A + index, end - cut + count + has_bonus.to(tl.int64))
     q = tl.arange(0, BLOCK_Q)
     if LOOKAHEAD:
         token = tl.load(rows_WX + q * rows + row, mask=q < W, other=0).to(tl.int64)
@@ -106,26 +107,26 @@ def _follow(
         count = tl.maximum(tl.where(has_bonus, 1, count), 1)
     else:
         token, logq, count = q.to(tl.int64) * 0, q.to(tl.float32) * 0, count * 0 + 1
-    tl.store(out.tokens_AW + place * W + q, tl.where(has_bonus, bonus, token), mask=q < W)
+    tl.store(out.tokens_AW + index * W + q, tl.where(has_bonus, bonus, token), mask=q < W)
     tl.store(logq_SQ + slot * logq_stride + q, logq, mask=q < W)
-    tl.store(out.pending_A + place, count)
+    tl.store(out.pending_A + index, count)
 
 
 @one_variant()
 def _advance(
-    slots, pending_stride, dummy, slot_A, choice_9A, next_, stride_a, stride_w, places, W: tl.constexpr, BLOCK_W: tl.constexpr
+    slots, pending_stride, dummy, slot_A, choice_9A, next_, stride_a, stride_w, batch_size, W: tl.constexpr, BLOCK_W: tl.constexpr
 ):  # fmt: skip
-    place, w = tl.program_id(0), tl.arange(0, BLOCK_W)
-    slot, of = tl.load(slot_A + place), choice_9A + place
-    token = tl.load(next_.tokens_AW + place * stride_a + w * stride_w, mask=w < W, other=0)
+    index, w = tl.program_id(0), tl.arange(0, BLOCK_W)
+    slot, of = tl.load(slot_A + index), choice_9A + index
+    token = tl.load(next_.tokens_AW + index * stride_a + w * stride_w, mask=w < W, other=0)
     tl.store(slots.pending_SQ + slot * pending_stride + w, token, mask=w < W)
-    tl.store(slots.text_S + slot, tl.load(next_.text_A + place))
-    alive, ended = tl.load(of + 5 * places) > 0, tl.load(of + 6 * places) > 0
-    logw = tl.load(of + 8 * places).to(tl.float64, bitcast=True)
+    tl.store(slots.text_S + slot, tl.load(next_.text_A + index))
+    alive, ended = tl.load(of + 5 * batch_size) > 0, tl.load(of + 6 * batch_size) > 0
+    logw = tl.load(of + 8 * batch_size).to(tl.float64, bitcast=True)
     # Padding writes to the dummy slot like any other; that must stay ended, and short.
     is_dummy = slot >= dummy
-    tl.store(slots.end_S + slot, tl.where(is_dummy, 1, tl.load(next_.end_A + place)))
-    tl.store(slots.pending_S + slot, tl.where(is_dummy, 1, tl.load(next_.pending_A + place)))
+    tl.store(slots.end_S + slot, tl.where(is_dummy, 1, tl.load(next_.end_A + index)))
+    tl.store(slots.pending_S + slot, tl.where(is_dummy, 1, tl.load(next_.pending_A + index)))
     tl.store(slots.ended_S + slot, ended | is_dummy)
     tl.store(slots.alive_S + slot, alive & (is_dummy == 0))
     tl.store(slots.logw_S + slot, tl.where(is_dummy, 0.0, logw))
@@ -135,7 +136,7 @@ def _advance(
 def _remap_block_table(
     table_SL, table_stride, slot_A, source_A, base_A, end_A, tail_AB, width, TAIL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0)
-    slot, source = tl.load(slot_A + place), tl.load(source_A + place)
-    base, end = tl.load(base_A + place), tl.load(end_A + place)
-    copy_pages(table_SL, table_stride, slot, source, base, end, tail_AB + place * width, width, TAIL, CHUNK)
+    index = tl.program_id(0)
+    slot, source = tl.load(slot_A + index), tl.load(source_A + index)
+    base, end = tl.load(base_A + index), tl.load(end_A + index)
+    copy_pages(table_SL, table_stride, slot, source, base, end, tail_AB + index * width, width, TAIL, CHUNK)

@@ -29,7 +29,7 @@ class PlanTensors(NamedTuple):
 
 
 class DistributionTensors(NamedTuple):
-    """Parameters of the token distribution of each place, of `smc.distributions.DistributionSpec`."""
+    """Parameters of the token distribution of each batch index, of `smc.distributions.DistributionSpec`."""
 
     temperature_R: Tensor
     top_k_R: Tensor
@@ -79,7 +79,7 @@ class MatchTensors(NamedTuple):
 class Sizes(NamedTuple):
     """Of a batch."""
 
-    places: int
+    batch_size: int
     groups: int
     rows: int
 

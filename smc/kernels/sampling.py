@@ -19,7 +19,7 @@ Columns of a draft's head become tokens, in one launch: `smc.executor.sampling`.
 
 Nothing reads the host, and grids follow from shapes alone: both functions can be captured in a CUDA graph.
 
-Axes: R rows, D draws a row, C offers, M columns, U tokens without a row.
+Axes: R rows, D draws a row, C candidate tokens, M columns, U tokens without a row.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ def score(
 
     A token of -1 (none) scores 0. Temperature 0 is greedy: 0 for the largest logit, -inf for any other. A row with NaN
     gives NaN."""
-    rows, asked, block = len(temperature_T), len(label_X), block or min(8192, triton.next_power_of_2(vocab))
+    rows, requested, block = len(temperature_T), len(label_X), block or min(8192, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
     require_rows(logits_TV, vocab)
     sums_2TS = logits_TV.new_empty((2, rows, splits), dtype=torch.float32)
     top_TS = logits_TV.new_empty((rows, splits), dtype=torch.int32)
-    logp_X = logits_TV.new_empty(asked, dtype=torch.float32)
+    logp_X = logits_TV.new_empty(requested, dtype=torch.float32)
     extra = 0 if extra_XF is None else extra_XF.shape[1]
-    extra_logp_XF = logits_TV.new_empty((asked, extra), dtype=torch.float32) if extra else logp_X
+    extra_logp_XF = logits_TV.new_empty((requested, extra), dtype=torch.float32) if extra else logp_X
     more = extra_XF.contiguous() if extra_XF is not None and extra else label_X
     tokens = (label_X, more, label_X if row_X is None else row_X.contiguous())
     distribution = (logits_TV, logits_TV.stride(0), temperature_T, *cut_arguments(cut, temperature_T))
@@ -124,7 +124,7 @@ def score(
     )
     most = max(EXTRA, triton.next_power_of_2(extra))
     blocks = {"CUT": cut is not None, "BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": most}
-    _finish_sum[(asked,)](
+    _finish_sum[(requested,)](
         *distribution,
         *sums_2TS,
         top_TS,
@@ -273,17 +273,17 @@ BIAS_BLOCK = 128
 def add_biases(
     logits_RV: Tensor,
     tables: tuple[Tensor, Tensor, Tensor, Tensor],
-    lives: tuple[Tensor, Tensor],
+    entries: tuple[Tensor, Tensor],
     slot_X: Tensor,
     position_R: Tensor,
     width: int,
 ) -> Tensor:
-    """In place. `tables`: columns, what is added early and late, and counts; `lives`: of all slots, entries, and how
+    """In place. `tables`: columns, what is added early and late, and counts; `entries`: of all slots, entries, and how
     many tokens are early."""
     column_EB, early_EB, late_EB, count_E = tables
     rows = len(logits_RV)
     _add_biases[(triton.cdiv(width, BIAS_BLOCK), rows)](
-        logits_RV, logits_RV.stride(0), slot_X, position_R, *lives, column_EB, early_EB, late_EB, count_E, rows // len(slot_X),
+        logits_RV, logits_RV.stride(0), slot_X, position_R, *entries, column_EB, early_EB, late_EB, count_E, rows // len(slot_X),
         column_EB.shape[1], BLOCK=BIAS_BLOCK, num_warps=1,
     )  # fmt: skip
     return logits_RV
@@ -339,7 +339,7 @@ def spread(
 
 
 def spread_rest(
-    offers: CandidateTokens,
+    tokens: CandidateTokens,
     keys: DrawWords,
     ids_M: Tensor,
     others_U: Tensor,
@@ -348,11 +348,11 @@ def spread_rest(
     log_each: float,
     has_rest: bool,
 ) -> CandidateTokens:
-    """Offers over all tokens: with `has_rest` the last stands for those without a row, too."""
-    (rows, width), (*numbers, purpose) = offers.token_RC.shape, keys
-    made = tuple(torch.empty_like(values_RC) for values_RC in (offers.token_RC, offers.logq_RC, offers.share_RC))
+    """Candidate tokens over the whole vocabulary: with `has_rest` the last stands for those without a row, too."""
+    (rows, width), (*numbers, purpose) = tokens.token_RC.shape, keys
+    made = tuple(torch.empty_like(values_RC) for values_RC in (tokens.token_RC, tokens.logq_RC, tokens.share_RC))
     _spread_rest[(rows,)](
-        offers.token_RC, offers.logq_RC, offers.share_RC, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U),
+        tokens.token_RC, tokens.logq_RC, tokens.share_RC, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U),
         *made, width, log_inside, log_share, log_each,
         PURPOSE=int(purpose), BLOCK=triton.next_power_of_2(width), HAS_REST=has_rest, num_warps=1,
     )  # fmt: skip
@@ -395,7 +395,7 @@ def _spread_rest(
     logq = tl.load(logq_RC + at, mask=inside, other=0.0) + log_inside
     share = tl.load(share_RC + at, mask=inside, other=0.0) + log_inside
     if HAS_REST:
-        # A program's one key, for as many lanes as there are offers.
+        # A program's one key, for as many lanes as there are tokens.
         seed, rounds, none = tl.load(seed_R + row), tl.load(round_R + row), c.to(tl.int64) * 0
         stream, position = tl.load(stream_R + row) + none, tl.load(position_R + row) + none
         coin, other = _other(seed, rounds + none, stream, position, others_U, others, inside, PURPOSE)
@@ -462,16 +462,17 @@ def _write_distribution(
     tl.store(dist_RV + row.to(tl.int64) * dist_stride + column, logp, mask=column < vocab)
 
 
-def guide(own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:
-    """l_u + s (l_c - l_u) [T, V], float32: l_c a row's own logits, l_u its companion's, the `of`-th, both of one type
-    and at any stride of rows. At scale 1 the row's own, and no companion's is read."""
+def guide(own_TV: Tensor, unconditional_XV: Tensor, of_T: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:
+    """l_u + s (l_c - l_u) [T, V], float32: l_c a row's own logits, l_u those of its unconditional row, the `of`-th,
+    both of one type and at any stride of rows. At scale 1 the row's own, and no unconditional row is read."""
     tokens, width = own_TV.shape
-    assert width == companion_XV.shape[1] and own_TV.stride(1) == companion_XV.stride(1) == 1
+    assert width == unconditional_XV.shape[1] and own_TV.stride(1) == unconditional_XV.stride(1) == 1
     out_TV = torch.empty(tokens, width, dtype=torch.float32, device=own_TV.device)
     block = min(block, triton.next_power_of_2(width))
     # Tokens first: a grid's second axis ends at 65,535.
     _guide[(tokens, triton.cdiv(width, block))](
-        own_TV, own_TV.stride(0), companion_XV, companion_XV.stride(0), of_T.contiguous(), scale_T.contiguous(), out_TV, width, BLOCK=block,
+        own_TV, own_TV.stride(0), unconditional_XV, unconditional_XV.stride(0), of_T.contiguous(), scale_T.contiguous(),
+        out_TV, width, BLOCK=block,
         # The reference rounds a product before it adds to it.
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
@@ -479,12 +480,14 @@ def guide(own_TV: Tensor, companion_XV: Tensor, of_T: Tensor, scale_T: Tensor, b
 
 
 @one_variant("own_TV", "own_stride", "out_TV", "width")
-def _guide(own_TV, own_stride, companion_XV, companion_stride, of_T, scale_T, out_TV, width, BLOCK: tl.constexpr):
+def _guide(
+    own_TV, own_stride, unconditional_XV, unconditional_stride, of_T, scale_T, out_TV, width, BLOCK: tl.constexpr
+):
     token, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scale, inside, beside = tl.load(scale_T + token), v < width, tl.load(of_T + token).to(tl.int64)
     own_V = tl.load(own_TV + token * own_stride + v, mask=inside, other=0.0).to(tl.float32)
     theirs_V = tl.load(
-        companion_XV + beside * companion_stride + v, mask=v < tl.where(scale == 1, 0, width), other=0.0
+        unconditional_XV + beside * unconditional_stride + v, mask=v < tl.where(scale == 1, 0, width), other=0.0
     ).to(tl.float32)
     guided_V = theirs_V + scale * (own_V - theirs_V)
     tl.store(out_TV + token * width + v, tl.where(scale == 1, own_V, guided_V), mask=inside)

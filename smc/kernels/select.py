@@ -8,8 +8,9 @@ sorted, so slots are assigned by binary searches in that list. A candidate witho
 schemes are data: one launch runs all of them. Nothing reads the host, and grids follow from shapes alone, so both can
 be captured in a CUDA graph.
 
-Axes: A places, G groups, X rows (F of each place), Q tokens of a block, K tokens of a row, C candidate tokens of a
-place, W numbers of a row; of one group N particles, F branches of a particle, M = N * F candidates, P draws."""
+Axes: A batch indices, G groups, X rows (F of each batch index), Q tokens of a block, K tokens of a row, C candidate
+tokens of a batch index, W numbers of a row; of one group N particles, F branches of a particle, M = N * F candidates, P
+draws."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
-from smc.kernels.launch import one_variant, own_places, programs
+from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, fields_of
 from smc.kernels.verify import VerifyTensors
 from smc.philox import Purpose
@@ -61,7 +62,7 @@ class CandidateTensors(NamedTuple):
     nan_2G: Tensor
     """Of the target, of the draft."""
     size_3G: Tensor
-    """Places of groups of independent particles, first candidate, candidates."""
+    """Batch indices of groups of independent particles, first candidate, candidates."""
     random_2G: Tensor
     """Seed, round."""
     token_X1: Tensor | None
@@ -118,7 +119,7 @@ def score_candidates(
     lookahead: bool,
 ) -> CandidateTensors:
     """See `smc.executor.select.score_candidates`. `matched`: of groups that are decoded exactly."""
-    (places, q), groups, (numbers, rows) = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape
+    (batch_size, q), groups, (numbers, rows) = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape
     block, room, shares = (numbers - 4) // 2, Room(plan.slot_A.device), scores.share_AC
     width = 1 if shares is None else shares.shape[1]
     out = CandidateTensors(
@@ -126,15 +127,15 @@ def score_candidates(
         weight_X=room.doubles(rows),
         there_X=room.bools(rows),
         share_XC=room.floats(rows, width),
-        alive_A=room.bools(places),
+        alive_A=room.bools(batch_size),
         nan_2G=room.bools(2, groups),
         size_3G=room.ints(3, groups),
         random_2G=room.longs(2, groups),
         token_X1=room.longs(rows, 1) if shares is None else None,
     )
     _score_candidates[(triton.cdiv(rows, ROWS) + groups,)](
-        plan, alive_S, blocks, verified, rows_WX, scores, matched, out, Sizes(places, groups, rows),
-        F=rows // places, K=block, Q=q, C=width, BLOCK_X=ROWS, BLOCK_Q=triton.next_power_of_2(max(q, block)),
+        plan, alive_S, blocks, verified, rows_WX, scores, matched, out, Sizes(batch_size, groups, rows),
+        F=rows // batch_size, K=block, Q=q, C=width, BLOCK_X=ROWS, BLOCK_Q=triton.next_power_of_2(max(q, block)),
         BLOCK_C=triton.next_power_of_2(width), LOOKAHEAD=lookahead,
         # The reference rounds a product before it subtracts from it.
         enable_fp_fusion=False, num_warps=4,
@@ -152,17 +153,17 @@ def select(
     round_G: Tensor,
     warps: int = 8,
 ) -> Selection:
-    """As `smc.algorithm.selection.select`, for groups of up to MAX_PARTICLES places."""
-    (places, branches), count, room = candidates_AF.shape, len(seed_G), Room(candidates_AF.device)
-    (ancestor_A, branch_A), (log_z_G, ess_G) = room.longs(2, places), room.doubles(2, count)
+    """As `smc.algorithm.selection.select`, for groups of up to MAX_PARTICLES batch indices."""
+    (batch_size, branches), count, room = candidates_AF.shape, len(seed_G), Room(candidates_AF.device)
+    (ancestor_A, branch_A), (log_z_G, ess_G) = room.longs(2, batch_size), room.doubles(2, count)
     resampled_G, collapsed_G = room.bools(2, count)
     out = SelectTensors(
-        ancestor_A, branch_A, room.doubles(places), room.bools(places), log_z_G, ess_G, resampled_G, collapsed_G
+        ancestor_A, branch_A, room.doubles(batch_size), room.bools(batch_size), log_z_G, ess_G, resampled_G, collapsed_G
     )
-    _select[(programs(places, count),)](
+    _select[(programs(batch_size, count),)](
         candidates_AF.contiguous(), alive_A.contiguous(), fields_of(GroupBounds, groups),
-        SelectSettings(threshold_G, scheme_G, seed_G, round_G), out, SelectScratch(*room.doubles(3, places * branches)),
-        branches, count, places, BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches),
+        SelectSettings(threshold_G, scheme_G, seed_G, round_G), out, SelectScratch(*room.doubles(3, batch_size * branches)),
+        branches, count, batch_size, BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches),
         # The reference rounds a product before it subtracts from it.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
@@ -182,11 +183,11 @@ def _score_candidates(
         )  # fmt: skip
         return
     x = program * BLOCK_X + tl.arange(0, BLOCK_X)
-    inside, place = x < rows, x // F
+    inside, index = x < rows, x // F
     is_own = inside & (x % F == 0)
-    slot = tl.load(plan.slot_A + place, mask=is_own, other=0)
-    tl.store(out.alive_A + place, tl.load(alive_S + slot, mask=is_own, other=0) != 0, mask=is_own)
-    kind = tl.load(plan.kind_G + tl.load(plan.group_A + place, mask=inside, other=0))
+    slot = tl.load(plan.slot_A + index, mask=is_own, other=0)
+    tl.store(out.alive_A + index, tl.load(alive_S + slot, mask=is_own, other=0) != 0, mask=is_own)
+    kind = tl.load(plan.kind_G + tl.load(plan.group_A + index, mask=inside, other=0))
     if LOOKAHEAD:
         root = tl.load(rows_WX + 2 * K * rows + x, mask=inside, other=0)
         block = root
@@ -211,7 +212,7 @@ def _score_candidates(
     elif scores.log_z_A is not None:
         weight += tl.where(is_open, tl.load(scores.log_z_A + x, mask=inside, other=0.0).to(tl.float64), 0.0)
     if matched is not None:
-        agrees = _agrees(matched, blocks, verified.drawn_AQ, place, root, token, is_open, inside, Q, BLOCK_Q, LOOKAHEAD)
+        agrees = _agrees(matched, blocks, verified.drawn_AQ, index, root, token, is_open, inside, Q, BLOCK_Q, LOOKAHEAD)
         exists = exists & (agrees | (kind < BEST))
         weight = tl.where(kind >= BEST, tl.where(share == share, share, 0.0), weight)
     tl.store(out.root_X + x, root.to(tl.int64), mask=inside)
@@ -222,9 +223,9 @@ def _score_candidates(
         # A row that takes no token is its own candidate.
         at, is_share = x[:, None] * C + c[None, :], inside[:, None] & (c < C)[None, :]
         takes = is_open & (kind < BEST)
-        offered = tl.load(scores.share_AC + at, mask=is_share, other=NONE)
-        offered = tl.where(takes[:, None], offered, tl.where(c == 0, 0.0, NONE)[None, :])
-        tl.store(out.share_XC + at, offered, mask=is_share)
+        candidate_share = tl.load(scores.share_AC + at, mask=is_share, other=NONE)
+        candidate_share = tl.where(takes[:, None], candidate_share, tl.where(c == 0, 0.0, NONE)[None, :])
+        tl.store(out.share_XC + at, candidate_share, mask=is_share)
     else:
         tl.store(out.share_XC + x, tl.zeros_like(share).to(tl.float32), mask=inside)
         tl.store(out.token_X1 + x, tl.zeros_like(x).to(tl.int64), mask=inside)
@@ -244,14 +245,14 @@ def _block_weight(blocks, logp_AQ, block, inside, alpha, Q: tl.constexpr, BLOCK_
 
 @triton.jit
 def _agrees(
-    matched, blocks, drawn_AQ, place, root, token, is_open, inside,
+    matched, blocks, drawn_AQ, index, root, token, is_open, inside,
     Q: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
     """Of groups that are decoded exactly: whether a row continues with the target's own draw, after a block that
     matches to its end. Several chains may match, with the same tokens."""
-    best = tl.load(matched.best_A + place, mask=inside, other=0).to(tl.int32)
+    best = tl.load(matched.best_A + index, mask=inside, other=0).to(tl.int32)
     if LOOKAHEAD:
-        right = tl.load(matched.right_A + place, mask=inside, other=1).to(tl.int32)
+        right = tl.load(matched.right_A + index, mask=inside, other=1).to(tl.int32)
         is_alive = tl.load(blocks.alive_A + root, mask=inside, other=0) != 0
         is_whole = (right == tl.load(blocks.count_A + root, mask=inside, other=0)) & is_alive
         q = tl.arange(0, BLOCK_Q)[None, :]
@@ -262,7 +263,7 @@ def _agrees(
         drawn = tl.load(drawn_AQ + best * Q + right - 1, mask=inside, other=-1)
         return is_whole & (token == drawn) & is_open
     else:
-        return place == best
+        return index == best
 
 
 @triton.jit
@@ -273,7 +274,7 @@ def _score_group(
     """Bounds and random numbers of a group, and whether there is NaN in it."""
     groups, rows = sizes.groups, sizes.rows
     first, size = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.size_G + group).to(tl.int32)
-    kind, lead = tl.load(plan.kind_G + group), tl.minimum(first, sizes.places - 1)
+    kind, lead = tl.load(plan.kind_G + group), tl.minimum(first, sizes.batch_size - 1)
     tl.store(out.size_3G + group, tl.where(kind == INDEPENDENT, size, 0))
     tl.store(out.size_3G + groups + group, first * F)
     tl.store(out.size_3G + 2 * groups + group, size * F)
@@ -282,17 +283,17 @@ def _score_group(
     target_nan, draft_nan = 0, 0
     q = tl.arange(0, BLOCK_Q)
     for begin in range(0, size, BLOCK_X):
-        place = begin + tl.arange(0, BLOCK_X)
-        inside, place = place < size, first + place
-        count = tl.load(blocks.count_A + place, mask=inside, other=0)
+        index = begin + tl.arange(0, BLOCK_X)
+        inside, index = index < size, first + index
+        count = tl.load(blocks.count_A + index, mask=inside, other=0)
         exists = inside[:, None] & (q[None, :] < count[:, None]) & (q < Q)[None, :]
-        logq = tl.load(blocks.logq_AQ + place[:, None] * Q + q[None, :], mask=exists, other=0.0)
-        nan = tl.load(verified.nan_A + place, mask=inside, other=0).to(tl.int32)
+        logq = tl.load(blocks.logq_AQ + index[:, None] * Q + q[None, :], mask=exists, other=0.0)
+        nan = tl.load(verified.nan_A + index, mask=inside, other=0).to(tl.int32)
         draft_nan = tl.maximum(draft_nan, tl.max(tl.max((logq != logq).to(tl.int32), 1), 0))
         target_nan = tl.maximum(target_nan, tl.max(nan, 0))
         if not LOOKAHEAD and scores.log_z_A is not None:
-            log_z = tl.load(scores.log_z_A + place, mask=inside, other=0.0)
-            is_open = tl.load(blocks.open_A + place, mask=inside, other=0) != 0
+            log_z = tl.load(scores.log_z_A + index, mask=inside, other=0.0)
+            is_open = tl.load(blocks.open_A + index, mask=inside, other=0) != 0
             target_nan = tl.maximum(target_nan, tl.max((is_open & (log_z != log_z)).to(tl.int32), 0))
     for begin in range(0, size * F, BLOCK_X):
         x = begin + tl.arange(0, BLOCK_X)
@@ -443,9 +444,9 @@ def _draw(weight_NF, sure_NF, is_rest, scheme, draws, last, seed, rounds, BLOCK_
 
 
 @triton.jit
-def _place(chosen_P, size, draws, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
-    """`smc.algorithm.resampling.place` from the sorted list of chosen candidates: the one that each slot continues
-    with, if any."""
+def _assign_slots(chosen_P, size, draws, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
+    """`smc.algorithm.resampling.assign_slots` from the sorted list of chosen candidates: the one that each slot
+    continues with, if any."""
     slot_N = tl.arange(0, BLOCK_N)
     family_P = chosen_P // BLOCK_F
     before_P = tl.gather(family_P, tl.maximum(slot_N - 1, 0), 0)
@@ -490,20 +491,20 @@ def _resample(
     chosen_P = _draw(
         weight_NF, sure_NF, scheme == RESIDUAL, scheme, draws, last, seed, rounds, BLOCK_N, BLOCK_N * BLOCK_F
     )
-    return _place(chosen_P, size, draws, BLOCK_N, BLOCK_F)
+    return _assign_slots(chosen_P, size, draws, BLOCK_N, BLOCK_F)
 
 
 @one_variant()
 def _select(
-    candidates_AF, alive_A, groups, settings, out, scratch, branches, count, places, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr
+    candidates_AF, alive_A, groups, settings, out, scratch, branches, count, batch_size, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr
 ):  # fmt: skip
     group = tl.program_id(0)
     if group >= count:
-        place_N, exists_N, _, _ = own_places(groups.first_G, groups.size_G, count, places, BLOCK_N)
-        tl.store(out.ancestor_A + place_N, place_N.to(tl.int64), mask=exists_N)
-        tl.store(out.branch_A + place_N, place_N.to(tl.int64) * 0, mask=exists_N)
-        tl.store(out.logw_A + place_N, tl.full((BLOCK_N,), -float("inf"), tl.float64), mask=exists_N)
-        tl.store(out.alive_A + place_N, place_N < 0, mask=exists_N)
+        index_N, exists_N, _, _ = own_indices(groups.first_G, groups.size_G, count, batch_size, BLOCK_N)
+        tl.store(out.ancestor_A + index_N, index_N.to(tl.int64), mask=exists_N)
+        tl.store(out.branch_A + index_N, index_N.to(tl.int64) * 0, mask=exists_N)
+        tl.store(out.logw_A + index_N, tl.full((BLOCK_N,), -float("inf"), tl.float64), mask=exists_N)
+        tl.store(out.alive_A + index_N, index_N < 0, mask=exists_N)
         return
     first, size = tl.load(groups.first_G + group), tl.load(groups.size_G + group)
     if size == 0:
@@ -515,12 +516,12 @@ def _select(
     particles, draws = tl.load(groups.count_G + group), tl.load(groups.draws_G + group)
     seed, rounds = tl.load(settings.seed_G + group), tl.load(settings.round_G + group)
     n, f = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_F)
-    exists_N, place_N = n < size, first + n
-    alive_N = tl.load(alive_A + place_N, mask=exists_N, other=0) != 0
+    exists_N, index_N = n < size, first + n
+    alive_N = tl.load(alive_A + index_N, mask=exists_N, other=0) != 0
     inside_NF = exists_N[:, None] & (f < branches)[None, :]
-    at_NF = place_N[:, None] * branches + f[None, :]
-    offered_NF = inside_NF & alive_N[:, None]
-    candidates_NF = tl.load(candidates_AF + at_NF, mask=offered_NF, other=-float("inf")).to(tl.float64)
+    at_NF = index_N[:, None] * branches + f[None, :]
+    valid_NF = inside_NF & alive_N[:, None]
+    candidates_NF = tl.load(candidates_AF + at_NF, mask=valid_NF, other=-float("inf")).to(tl.float64)
     highest_N, family_N, log_sum, squares = _family_weights(candidates_NF)
     has_weight = squares > 0
     ess = tl.where(has_weight, 1.0 / squares, 0.0)
@@ -536,10 +537,10 @@ def _select(
         taken_N = n * BLOCK_F + _own_branch(candidates_NF, highest_N, uniform_N, branches)
         held_N = alive_N & (tl.cumsum(alive_N.to(tl.int32), 0) <= tl.where(has_weight, BLOCK_N, draws))
     reset = resampled | (squares == 0)
-    tl.store(out.ancestor_A + place_N, (first + taken_N // BLOCK_F).to(tl.int64), mask=exists_N)
-    tl.store(out.branch_A + place_N, (taken_N % BLOCK_F).to(tl.int64), mask=exists_N)
-    tl.store(out.logw_A + place_N, tl.where(held_N, tl.where(reset, 0.0, family_N), -float("inf")), mask=exists_N)
-    tl.store(out.alive_A + place_N, held_N, mask=exists_N)
+    tl.store(out.ancestor_A + index_N, (first + taken_N // BLOCK_F).to(tl.int64), mask=exists_N)
+    tl.store(out.branch_A + index_N, (taken_N % BLOCK_F).to(tl.int64), mask=exists_N)
+    tl.store(out.logw_A + index_N, tl.where(held_N, tl.where(reset, 0.0, family_N), -float("inf")), mask=exists_N)
+    tl.store(out.alive_A + index_N, held_N, mask=exists_N)
     log_mean = log_sum - tl.log(tl.maximum(particles, 1).to(tl.float64))
     tl.store(out.log_z_G + group, tl.where(reset, log_mean, 0.0))
     tl.store(out.ess_G + group, ess)

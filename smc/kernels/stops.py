@@ -1,6 +1,6 @@
 """How answers grow, within kernels: what `smc.stops.grow` does to states of stop machines.
 
-Axes: A places, K tokens, E entries of the tables, X states, B bytes, V vocabulary.
+Axes: A batch indices, K tokens, E entries of the tables, X states, B bytes, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """What the target runs in a round and how its outputs are checked: the Triton form of `smc.executor.verify`, and
 `smc.algorithm.sample_matching` and `smc.algorithm.rejection` on the device.
 
-`lay_out` and `match_samples` have a program for each group and some for places of no group; `verify` has a program for
-every few places. `verify_chains` has a program for each group, which follows the group's path token after token: a
-trial reads two numbers of two distributions; only a rejected token costs passes over the vocabulary, which leave the
-remainder of the target's distribution in memory of the group's own, from which the last draw is made. Nothing reads the
-host, and grids follow from shapes alone, so all can be captured in a CUDA graph.
+`lay_out` and `match_samples` have a program for each group and some for batch indices of no group; `verify` has a
+program for every few batch indices. `verify_chains` has a program for each group, which follows the group's path token
+after token: a trial reads two numbers of two distributions; only a rejected token costs passes over the vocabulary,
+which leave the remainder of the target's distribution in memory of the group's own, from which the last draw is made.
+Nothing reads the host, and grids follow from shapes alone, so all can be captured in a CUDA graph.
 
-Axes: A places, G groups, S slots, X rows, Q tokens of a block, L those but the last, T = A * Q, K tokens of a row, C
-places of groups of chains, V columns, N places of a program."""
+Axes: A batch indices, G groups, S slots, X rows, Q tokens of a block, L those but the last, T = A * Q, K tokens of a
+row, C batch indices of groups of chains, V columns, N batch indices of a program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
 from smc.api.limits import MAX_PARTICLES
-from smc.kernels.launch import one_variant, own_places, programs
+from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.round_tensors import BlockTensors, DistributionTensors, PlanTensors, Room, Sizes, SlotTensors
 from smc.kernels.sampling import exponentials
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
@@ -30,8 +30,8 @@ BEST, NONE = tl.constexpr(int(PopulationKind.BEST)), tl.constexpr(-float("inf"))
 NOTHING = tl.constexpr(-1)
 STREAMS = tl.constexpr(STREAMS_PER_PARTICLE)
 TRIAL, REMAINDER = tl.constexpr(int(Purpose.TRIAL)), tl.constexpr(int(Purpose.REMAINDER))
-PLACES = 16
-"""Places of a program of `verify`."""
+INDICES = 16
+"""Batch indices of a program of `verify`."""
 
 
 class LayoutOutputs(NamedTuple):
@@ -76,7 +76,7 @@ class ChainTrials(NamedTuple):
     """Draft chains and the random numbers that they are verified with; integers. See
     `smc.algorithm.rejection.Chains`."""
 
-    place_C: Tensor
+    index_C: Tensor
     tokens_AQ: Tensor
     count_A: Tensor
     alive_A: Tensor
@@ -96,22 +96,22 @@ def lay_out(
     has_exact: bool,
 ) -> LayoutOutputs:
     """See `smc.executor.verify.lay_out`; `rows_WX`: `DraftedRows.all_WX`, None in look-ahead."""
-    places, groups, q, room = len(plan.slot_A), len(plan.first_G), logq_SQ.shape[1], Room(logq_SQ.device)
+    batch_size, groups, q, room = len(plan.slot_A), len(plan.first_G), logq_SQ.shape[1], Room(logq_SQ.device)
     out = LayoutOutputs(
-        numbers_7A=room.longs(7, places),
-        flags_3A=room.bools(3, places),
-        logw_A=room.doubles(places),
-        tokens_AQ=room.longs(places, q),
-        logq_AQ=room.floats(places, q),
-        rows_4A=room.ints(4, places),
-        distribution_4T=room.floats(4, places * q),
-        top_k_T=room.longs(places * q),
-        label_T=room.ints(places * q),
-        keys_3T=room.longs(3, places * q),
+        numbers_7A=room.longs(7, batch_size),
+        flags_3A=room.bools(3, batch_size),
+        logw_A=room.doubles(batch_size),
+        tokens_AQ=room.longs(batch_size, q),
+        logq_AQ=room.floats(batch_size, q),
+        rows_4A=room.ints(4, batch_size),
+        distribution_4T=room.floats(4, batch_size * q),
+        top_k_T=room.longs(batch_size * q),
+        label_T=room.ints(batch_size * q),
+        keys_3T=room.longs(3, batch_size * q),
     )
-    # In lockstep there is one row a place.
-    sizes, lookahead = Sizes(places, groups, places), rows_WX is None
-    _lay_out[(programs(places, groups),)](
+    # In lockstep there is one row a batch index.
+    sizes, lookahead = Sizes(batch_size, groups, batch_size), rows_WX is None
+    _lay_out[(programs(batch_size, groups),)](
         plan, distribution, slots, slots.pending_SQ.stride(0), logq_SQ, logq_SQ.stride(0), rows_WX, out, sizes,
         K=q - (not lookahead), Q=q, BLOCK_N=MAX_PARTICLES, BLOCK_Q=triton.next_power_of_2(q), EXACT=has_exact, num_warps=4,
     )  # fmt: skip
@@ -122,10 +122,12 @@ def verify(
     plan: PlanTensors, blocks: BlockTensors, labelled_T: Tensor | None, drawn: SampleTensors | None
 ) -> VerifyTensors:
     """See `smc.executor.verify.verify`."""
-    (places, q), room = blocks.tokens_AQ.shape, Room(blocks.tokens_AQ.device)
-    out = VerifyTensors(room.floats(places, q), room.longs(places, q), room.bools(places), room.bools(places, q))
-    _verify[(triton.cdiv(places, PLACES),)](
-        plan, blocks.run_A, labelled_T, drawn, out, places, Q=q, BLOCK_N=PLACES, BLOCK_Q=triton.next_power_of_2(q), num_warps=1
+    (batch_size, q), room = blocks.tokens_AQ.shape, Room(blocks.tokens_AQ.device)
+    out = VerifyTensors(
+        room.floats(batch_size, q), room.longs(batch_size, q), room.bools(batch_size), room.bools(batch_size, q)
+    )
+    _verify[(triton.cdiv(batch_size, INDICES),)](
+        plan, blocks.run_A, labelled_T, drawn, out, batch_size, Q=q, BLOCK_N=INDICES, BLOCK_Q=triton.next_power_of_2(q), num_warps=1
     )  # fmt: skip
     return out
 
@@ -133,13 +135,16 @@ def verify(
 def match_samples(
     tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.sample_matching.match_samples`, for groups of up to MAX_PARTICLES places; integers of any type."""
-    places, tokens = tokens_AQ.shape
-    best_A, right_A = torch.empty(2, places, dtype=torch.int64, device=tokens_AQ.device)
+    """As `smc.algorithm.sample_matching.match_samples`, for groups of up to MAX_PARTICLES batch indices; integers of
+    any type."""
+    batch_size, tokens = tokens_AQ.shape
+    best_A, right_A = torch.empty(2, batch_size, dtype=torch.int64, device=tokens_AQ.device)
     given = (tensor.contiguous() for tensor in (tokens_AQ, count_A, drawn_AQ, alive_A, *groups))
     count = len(groups[0])
     blocks = {"BLOCK_N": MAX_PARTICLES, "BLOCK_Q": triton.next_power_of_2(tokens + 1)}
-    _match_samples[(programs(places, count),)](*given, best_A, right_A, tokens, count, places, **blocks, num_warps=4)
+    _match_samples[(programs(batch_size, count),)](
+        *given, best_A, right_A, tokens, count, batch_size, **blocks, num_warps=4
+    )
     return best_A, right_A
 
 
@@ -151,8 +156,8 @@ def verify_chains(
     block: int | None = None,
     warps: int = 8,
 ) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.rejection.verify_by_rejection`, with random numbers of `smc.philox` made here: of round 0, for trials of the
-    chain's own stream and for draws of stream 0. `groups`: first chain, of all C, and how many [G], up to
+    """As `smc.algorithm.rejection.verify_by_rejection`, with random numbers of `smc.philox` made here: of round 0, for
+    trials of the chain's own stream and for draws of stream 0. `groups`: first chain, of all C, and how many [G], up to
     MAX_PARTICLES."""
     (chains, q, vocab), device = logp_CQV.shape, logp_CQV.device
     token_CQ = torch.full((chains, q), -1, dtype=torch.int64, device=device)
@@ -175,18 +180,18 @@ def _lay_out(
     plan, distribution, slots, pending_stride, logq_SQ, logq_stride, rows_WX, out, sizes,
     K: tl.constexpr, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    places, rows = sizes.places, sizes.rows
-    place, exists, _, is_group = own_places(plan.first_G, plan.size_G, sizes.groups, places, BLOCK_N)
-    group = tl.load(plan.group_A + place, mask=exists, other=0)
-    own = tl.load(plan.slot_A + place, mask=exists, other=0)
-    origin, slot, lone = place, own, place < 0
+    batch_size, rows = sizes.batch_size, sizes.rows
+    index, exists, _, is_group = own_indices(plan.first_G, plan.size_G, sizes.groups, batch_size, BLOCK_N)
+    group = tl.load(plan.group_A + index, mask=exists, other=0)
+    own = tl.load(plan.slot_A + index, mask=exists, other=0)
+    origin, slot, lone = index, own, index < 0
     if rows_WX is None:
         alive = tl.load(slots.alive_S + slot, mask=exists, other=0) != 0
         ended = tl.load(slots.ended_S + slot, mask=exists, other=1) != 0
         count = tl.load(slots.pending_S + slot, mask=exists, other=1)
-        share = tl.zeros_like(place).to(tl.float64)
+        share = tl.zeros_like(index).to(tl.float64)
     else:
-        drafted = rows_WX + 2 * K * rows + place
+        drafted = rows_WX + 2 * K * rows + index
         origin = tl.load(drafted, mask=exists, other=0)
         slot = tl.load(plan.slot_A + origin, mask=exists, other=0)
         share = tl.load(drafted + 3 * rows, mask=exists, other=0).to(tl.float32, bitcast=True).to(tl.float64)
@@ -198,7 +203,7 @@ def _lay_out(
             nothing = is_group & (tl.max((exists & alive).to(tl.int32), 0) == 0)
             is_exact = tl.load(plan.kind_G + group) >= BEST
             lone = exists & nothing & is_exact & (tl.load(slots.alive_S + own, mask=exists, other=0) != 0)
-            origin, slot, count = tl.where(lone, place, origin), tl.where(lone, own, slot), tl.where(lone, 1, count)
+            origin, slot, count = tl.where(lone, index, origin), tl.where(lone, own, slot), tl.where(lone, 1, count)
             ended = tl.where(lone, tl.load(slots.ended_S + own, mask=exists, other=1) != 0, ended)
             alive = alive | lone
     end, pending = (
@@ -207,41 +212,41 @@ def _lay_out(
     )
     held, run = end - pending, tl.where(alive, count - ended.to(tl.int64), 0)
     logw = tl.load(slots.logw_S + slot, mask=exists, other=0.0) + share
-    stream = tl.load(plan.particle_A + place, mask=exists, other=0) * STREAMS
-    tl.store(out.logw_A + place, logw, mask=exists)
-    tl.store(out.flags_3A + place, ended, mask=exists)
-    tl.store(out.flags_3A + places + place, alive, mask=exists)
-    tl.store(out.flags_3A + 2 * places + place, alive & (ended == 0), mask=exists)
-    to = out.numbers_7A + place
+    stream = tl.load(plan.particle_A + index, mask=exists, other=0) * STREAMS
+    tl.store(out.logw_A + index, logw, mask=exists)
+    tl.store(out.flags_3A + index, ended, mask=exists)
+    tl.store(out.flags_3A + batch_size + index, alive, mask=exists)
+    tl.store(out.flags_3A + 2 * batch_size + index, alive & (ended == 0), mask=exists)
+    to = out.numbers_7A + index
     tl.store(to, origin.to(tl.int64), mask=exists)
-    tl.store(to + places, count, mask=exists)
-    tl.store(to + 2 * places, run, mask=exists)
-    tl.store(to + 3 * places, held + count, mask=exists)
-    tl.store(to + 4 * places, stream, mask=exists)
-    tl.store(to + 5 * places, (place - tl.load(plan.first_G + group)).to(tl.int64), mask=exists)
-    tl.store(to + 6 * places, place * Q + count - 1, mask=exists)
-    tl.store(out.rows_4A + place, slot.to(tl.int32), mask=exists)
-    tl.store(out.rows_4A + places + place, held.to(tl.int32), mask=exists)
-    tl.store(out.rows_4A + 2 * places + place, run.to(tl.int32), mask=exists)
-    tl.store(out.rows_4A + 3 * places + place, group.to(tl.int32), mask=exists)
+    tl.store(to + batch_size, count, mask=exists)
+    tl.store(to + 2 * batch_size, run, mask=exists)
+    tl.store(to + 3 * batch_size, held + count, mask=exists)
+    tl.store(to + 4 * batch_size, stream, mask=exists)
+    tl.store(to + 5 * batch_size, (index - tl.load(plan.first_G + group)).to(tl.int64), mask=exists)
+    tl.store(to + 6 * batch_size, index * Q + count - 1, mask=exists)
+    tl.store(out.rows_4A + index, slot.to(tl.int32), mask=exists)
+    tl.store(out.rows_4A + batch_size + index, held.to(tl.int32), mask=exists)
+    tl.store(out.rows_4A + 2 * batch_size + index, run.to(tl.int32), mask=exists)
+    tl.store(out.rows_4A + 3 * batch_size + index, group.to(tl.int32), mask=exists)
     q = tl.arange(0, BLOCK_Q)[None, :]
-    inside, at = exists[:, None] & (q < Q), place[:, None] * Q + q
+    inside, at = exists[:, None] & (q < Q), index[:, None] * Q + q
     token, logq = _block_tokens(
-        q, inside, place, slot, slots.pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K
+        q, inside, index, slot, slots.pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K
     )
     tl.store(out.tokens_AQ + at, token, mask=inside)
     tl.store(out.logq_AQ + at, logq, mask=inside)
     is_labelled = inside & (q < count[:, None] - 1)
     label, _ = _block_tokens(
-        q + 1, is_labelled, place, slot, slots.pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K
+        q + 1, is_labelled, index, slot, slots.pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K
     )
     tl.store(out.label_T + at, tl.where(is_labelled, label, -1).to(tl.int32), mask=inside)
-    _draw_settings(at, inside, q, place, exists, held, plan.seed_A, distribution, out, places * Q)
+    _draw_settings(at, inside, q, index, exists, held, plan.seed_A, distribution, out, batch_size * Q)
 
 
 @triton.jit
 def _block_tokens(
-    q, inside, place, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K: tl.constexpr
+    q, inside, index, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K: tl.constexpr
 ):
     """Tokens of blocks and their log q: in look-ahead the pending tokens, in lockstep the first of these and then the
     tokens that have just been drafted."""
@@ -251,44 +256,46 @@ def _block_tokens(
     else:
         token = tl.load(pending_SQ + slot[:, None] * pending_stride + q * 0, mask=inside & (q == 0), other=0)
         logq = tl.load(logq_SQ + slot[:, None] * logq_stride + q * 0, mask=inside & (q == 0), other=0.0)
-        is_drafted, drafted = inside & (q > 0), rows_WX + (q - 1) * rows + place[:, None]
+        is_drafted, drafted = inside & (q > 0), rows_WX + (q - 1) * rows + index[:, None]
         token = tl.where(q > 0, tl.load(drafted, mask=is_drafted, other=0).to(tl.int64), token)
         logq = tl.where(q > 0, tl.load(drafted + K * rows, mask=is_drafted, other=0).to(tl.float32, bitcast=True), logq)
     return token, logq
 
 
 @triton.jit
-def _draw_settings(at, inside, q, place, exists, held, seed_A, distribution, out, tokens):
+def _draw_settings(at, inside, q, index, exists, held, seed_A, distribution, out, tokens):
     """The token distribution and the random numbers of every token's draw."""
     none, to = q * 0, out.distribution_4T + at
-    temperature = tl.load(distribution.temperature_R + place, mask=exists, other=0.0)
-    top_k = tl.load(distribution.top_k_R + place, mask=exists, other=0)
-    top_p = tl.load(distribution.top_p_R + place, mask=exists, other=0.0)
-    min_p = tl.load(distribution.min_p_R + place, mask=exists, other=0.0)
-    alpha = tl.load(distribution.alpha_R + place, mask=exists, other=0.0)
+    temperature = tl.load(distribution.temperature_R + index, mask=exists, other=0.0)
+    top_k = tl.load(distribution.top_k_R + index, mask=exists, other=0)
+    top_p = tl.load(distribution.top_p_R + index, mask=exists, other=0.0)
+    min_p = tl.load(distribution.min_p_R + index, mask=exists, other=0.0)
+    alpha = tl.load(distribution.alpha_R + index, mask=exists, other=0.0)
     tl.store(to, temperature[:, None] + none, mask=inside)
     tl.store(to + tokens, top_p[:, None] + none, mask=inside)
     tl.store(to + 2 * tokens, min_p[:, None] + none, mask=inside)
     tl.store(to + 3 * tokens, alpha[:, None] + none, mask=inside)
     tl.store(out.top_k_T + at, top_k[:, None] + none, mask=inside)
-    tl.store(out.keys_3T + at, tl.load(seed_A + place, mask=exists, other=0)[:, None] + none, mask=inside)
+    tl.store(out.keys_3T + at, tl.load(seed_A + index, mask=exists, other=0)[:, None] + none, mask=inside)
     tl.store(out.keys_3T + tokens + at, held[:, None] + 1 + q, mask=inside)
     tl.store(out.keys_3T + 2 * tokens + at, held[:, None] * 0 + none, mask=inside)
 
 
 @one_variant()
-def _verify(plan, run_A, labelled_T, drawn, out, places, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
-    place, q = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_Q)[None, :]
-    exists = place < places
-    inside, at = exists[:, None] & (q < Q), place[:, None] * Q + q
+def _verify(
+    plan, run_A, labelled_T, drawn, out, batch_size, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr
+):
+    index, q = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_Q)[None, :]
+    exists = index < batch_size
+    inside, at = exists[:, None] & (q < Q), index[:, None] * Q + q
     logp, token = at.to(tl.float32) * 0, at.to(tl.int64) * 0
     is_nan = inside & (q < 0)
     if labelled_T is not None:
         logp = tl.load(labelled_T + at, mask=inside, other=0.0)
-    tl.store(out.nan_A + place, tl.max((logp != logp).to(tl.int32), 1) > 0, mask=exists)
+    tl.store(out.nan_A + index, tl.max((logp != logp).to(tl.int32), 1) > 0, mask=exists)
     if drawn is not None:
-        is_run = inside & (q < tl.load(run_A + place, mask=exists, other=0)[:, None])
-        group = tl.load(plan.group_A + place, mask=exists, other=0)
+        is_run = inside & (q < tl.load(run_A + index, mask=exists, other=0)[:, None])
+        group = tl.load(plan.group_A + index, mask=exists, other=0)
         is_exact = tl.load(plan.kind_G + group, mask=exists, other=0) >= BEST
         token = tl.load(drawn.token_T1 + at, mask=inside, other=0).to(tl.int64)
         logp = tl.where(is_exact[:, None], tl.load(drawn.logp_T1 + at, mask=is_run, other=0.0), logp)
@@ -301,23 +308,23 @@ def _verify(plan, run_A, labelled_T, drawn, out, places, Q: tl.constexpr, BLOCK_
 
 @one_variant()
 def _match_samples(
-    tokens_AQ, count_A, drawn_AQ, alive_A, first_G, size_G, best_A, right_A, tokens, groups, places,
+    tokens_AQ, count_A, drawn_AQ, alive_A, first_G, size_G, best_A, right_A, tokens, groups, batch_size,
     BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     q = tl.arange(0, BLOCK_Q)
-    place_N, exists_N, _, is_group = own_places(first_G, size_G, groups, places, BLOCK_N)
-    count_N = tl.load(count_A + place_N, mask=exists_N, other=0)
-    at_NQ = place_N[:, None] * tokens + q[None, :]
+    index_N, exists_N, _, is_group = own_indices(first_G, size_G, groups, batch_size, BLOCK_N)
+    count_N = tl.load(count_A + index_N, mask=exists_N, other=0)
+    at_NQ = index_N[:, None] * tokens + q[None, :]
     # The first token is right; a later one is, if it exists and the target drew it after the token before.
     asks_NQ = exists_N[:, None] & (q > 0)[None, :] & (q < tokens)[None, :] & (q[None, :] < count_N[:, None])
     token_NQ = tl.load(tokens_AQ + at_NQ, mask=asks_NQ, other=0)
     agrees_NQ = (q == 0)[None, :] | (asks_NQ & (token_NQ == tl.load(drawn_AQ + at_NQ - 1, mask=asks_NQ, other=-1)))
     right_N = tl.min(tl.where(agrees_NQ, BLOCK_Q, q[None, :]), 1)
-    right_N = tl.where(tl.load(alive_A + place_N, mask=exists_N, other=0) != 0, right_N, 0)
+    right_N = tl.where(tl.load(alive_A + index_N, mask=exists_N, other=0) != 0, right_N, 0)
     right, best = tl.max(tl.where(exists_N, right_N, -1), 0, return_indices=True, return_indices_tie_break_left=True)
-    first = tl.min(place_N, 0)
-    tl.store(best_A + place_N, tl.where(is_group, first + best, place_N).to(tl.int64), mask=exists_N)
-    tl.store(right_A + place_N, tl.where(is_group, tl.maximum(right, 1), 1) + place_N.to(tl.int64) * 0, mask=exists_N)
+    first = tl.min(index_N, 0)
+    tl.store(best_A + index_N, tl.where(is_group, first + best, index_N).to(tl.int64), mask=exists_N)
+    tl.store(right_A + index_N, tl.where(is_group, tl.maximum(right, 1), 1) + index_N.to(tl.int64) * 0, mask=exists_N)
 
 
 @one_variant("logp_CQV", "logq_CLV", "left_CV", "vocab")
@@ -328,16 +335,16 @@ def _verify_chains(
     group, n = tl.program_id(0), tl.arange(0, BLOCK_N)
     first, size = tl.load(first_G + group).to(tl.int64), tl.load(size_G + group).to(tl.int32)
     exists = n < size
-    place = tl.load(trials.place_C + first + n, mask=exists, other=0)
-    count = tl.load(trials.count_A + place, mask=exists, other=0)
-    on_path = exists & (tl.load(trials.alive_A + place, mask=exists, other=0) != 0)
+    index = tl.load(trials.index_C + first + n, mask=exists, other=0)
+    count = tl.load(trials.count_A + index, mask=exists, other=0)
+    on_path = exists & (tl.load(trials.alive_A + index, mask=exists, other=0) != 0)
     left_V = left_CV + first * vocab
     for j in range(Q):
         lead = tl.min(tl.where(on_path, n, BLOCK_N), 0)
         if lead < BLOCK_N:
             logp_V = logp_CQV + ((first + lead) * Q + j) * vocab
             asks = on_path & (count > j + 1)
-            token = tl.load(trials.tokens_AQ + place * Q + j + 1, mask=asks & (j + 1 < Q), other=NOTHING)
+            token = tl.load(trials.tokens_AQ + index * Q + j + 1, mask=asks & (j + 1 < Q), other=NOTHING)
             accepted = _accept(
                 trials, logq_CLV, logp_V, left_V, first, size, asks & (token >= 0), token, vocab, j, Q, BLOCK_N, BLOCK
             )
@@ -377,10 +384,10 @@ def _accept(
 @triton.jit
 def _words(trials, chain, j, PURPOSE: tl.constexpr, Q: tl.constexpr, OWN: tl.constexpr):
     """Random words of token j: of the chain's own stream, or of stream 0."""
-    place = tl.load(trials.place_C + chain)
-    position = tl.load(trials.position_AQ + place * Q + j).to(tl.uint32)
-    stream = tl.load(trials.rank_A + place).to(tl.uint32) if OWN else position * 0
-    w0, w1, _, _ = tl.philox(tl.load(trials.seed_A + place), position, stream, position * 0, PURPOSE)
+    index = tl.load(trials.index_C + chain)
+    position = tl.load(trials.position_AQ + index * Q + j).to(tl.uint32)
+    stream = tl.load(trials.rank_A + index).to(tl.uint32) if OWN else position * 0
+    w0, w1, _, _ = tl.philox(tl.load(trials.seed_A + index), position, stream, position * 0, PURPOSE)
     return w0, w1
 
 

@@ -106,15 +106,16 @@ class PageAllocator:
         self._free_pages(pages_T)
 
     def settle(self, allocated_T: Pages, used: Pages) -> None:
-        """Free those of `allocated_T` (unassigned pages, except for the used ones) that are not in `used` (any shape; 0 is
-        ignored)."""
+        """Free those of `allocated_T` (unassigned pages, except for the used ones) that are not in `used` (any shape; 0
+        is ignored)."""
         allocated_T = np.asarray(allocated_T, dtype=np.intp)
         self._scratch[allocated_T] = 0
         self._scratch[np.asarray(used, dtype=np.intp)] = 1
         self.free(allocated_T[self._scratch[allocated_T] == 0])
 
     def chain(self, parent: int, pages_T: Pages) -> None:
-        """Put unassigned pages as a chain below `parent`. The last one has no reference yet: the caller must `hold` it."""
+        """Put unassigned pages as a chain below `parent`. The last one has no reference yet: the caller must `hold`
+        it."""
         pages_T = np.asarray(pages_T, dtype=np.intp)
         assert self._state[parent] >= PLACED, "a chain of KV pages continues a page that is not in the forest"
         assert (self._state[pages_T] == UNASSIGNED).all(), "a KV page was chained that is not unassigned"
@@ -128,8 +129,8 @@ class PageAllocator:
         self._add(self._refs, np.array([parent]))
 
     def grow(self, heads_N: Pages, paths_NW: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
-        """Row n continues `heads_N[n]` by the unassigned pages `paths_NW[n, :counts_N[n]]`. Returns every row's last page
-        [N], int32.
+        """Row n continues `heads_N[n]` by the unassigned pages `paths_NW[n, :counts_N[n]]`. Returns every row's last
+        page [N], int32.
 
         A page may stand in several rows (branches of a tree), then with the same page before it; it is one child of
         that page. The last page of a row without new pages is its head. The returned pages are not held yet."""
@@ -163,12 +164,12 @@ class PageAllocator:
         self._add(self._refs, pages_N)
 
     def release(self, pages_N: Pages) -> None:
-        """Remove a reference from each page. Repeats count; page 0 is ignored. Pages without references are freed, and then
-        their parents that have none left."""
+        """Remove a reference from each page. Repeats count; page 0 is ignored. Pages without references are freed, and
+        then their parents that have none left."""
         pages_N = np.asarray(pages_N, dtype=np.intp)
         np.subtract.at(self._heads, pages_N, ONE)
         self._heads[DUMMY_PAGE] = 0
-        assert (self._heads[pages_N] >= 0).all(), "a KV page was released that nobody holds"
+        assert (self._heads[pages_N] >= 0).all(), "a KV page was released that nothing holds"
         dying_T = self._drop(pages_N)
         if len(dying_T) == 0:
             return
@@ -202,8 +203,8 @@ class PageAllocator:
         return found_N
 
     def check(self) -> None:
-        """Assert the invariants: free + held = all, no page is both, references are children and holds, and every placed
-        page is referred to."""
+        """Assert the invariants: free + held = all, no page is both, references are children and holds, and every
+        placed page is referred to."""
         free_T = self._free[: self._num_free]
         assert (self._state[free_T] == FREE).all(), "a KV page is free and held"
         assert np.bincount(free_T, minlength=1).max() <= 1, "a KV page is free twice"

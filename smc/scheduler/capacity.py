@@ -66,7 +66,8 @@ def check_fits(
         most = config.chains(vocab_size)
         allowed = f"particles <= {most}, or verification='walk'" if most else "verification='walk'"
         raise ValueError(
-            f"particles={params.rows} with verification='rejection'; this engine has room for the laws of {most} chains (max_chains); "
+            f"particles={params.rows} with verification='rejection'; this engine has room for the token "
+            f"distributions of {most} chains (max_chains); "
             f"allowed: {allowed}"
         )
     for role, pages in decoding_of(params).most_pages(config, params, size, negative=request.negative_size).items():

@@ -67,7 +67,7 @@ def commit_tokens(slots: Slots, population: Population) -> None:
     lag_G = population.largest(slots.length_S[slot_A]) - committed_G
     for group, committed, lag in zip(groups, committed_G.tolist(), lag_G.tolist()):
         group.committed, group.lag = committed, lag
-        group.tally.lag_sum += lag
+        group.counters.lag_sum += lag
 
 
 MEMORY = 0.997
@@ -265,7 +265,7 @@ class RoundScheduler:
             work = {ModelRole(program.value): open_A * config.block}
         for role, tokens_A in work.items():
             for group, tokens in zip(population.groups, population.sums(tokens_A).tolist()):
-                group.tally.count_tokens(role, tokens * (1 + (role in group.params.guided_roles)))
+                group.counters.count_tokens(role, tokens * (1 + (role in group.params.guided_roles)))
 
     def _facts(
         self, population: Population, result: RoundResult[np.ndarray], current_G: np.ndarray, confirmed_G: np.ndarray

@@ -237,12 +237,12 @@ class Engine:
 
     def attach_draft(self, pages: int) -> None:
         """Another draft is there, which holds nothing yet, with so many pages. Requests that fell back to the target
-        rejoin the pair; where the latency model decides, when it says so."""
+        get their draft back; where the latency model decides, when it says so."""
         self.memory.renew(ModelRole.DRAFT, pages)
         self.fallback.has_draft = True
         for group in self.registry.groups.values():
             if group.state is not RequestState.RESCORING and (self.latency is None or not group.adaptive):
-                self.fallback.rejoin(group)
+                self.fallback.reenable_draft(group)
 
     def _with_negative_prompt(self, request: Request) -> Request:
         """The default is the token that begins texts. Raises ValueError where the model has none."""

@@ -63,7 +63,7 @@ class CountedRequest(Protocol):
     log_z: float
     error: str | None
     acceptance: Acceptance
-    tally: RequestCounters
+    counters: RequestCounters
 
     @property
     def params(self) -> SamplingParams: ...
@@ -163,8 +163,8 @@ class Decoding(ABC):
 
     @abstractmethod
     def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
-        """Answer tokens of a particle that a model has keys and values of. An ended particle needs none at the draft, or
-        where one model decodes alone."""
+        """Answer tokens of a particle that a model has keys and values of. An ended particle needs none at the draft,
+        or where one model decodes alone."""
 
     def round_pages(self, config: EngineConfig, rows: int, guided: Collection[ModelRole] = ()) -> dict[ModelRole, int]:
         """Pages that one round allocates in each pool: the first model drafts, or decodes alone. A `guided` model needs
@@ -294,7 +294,7 @@ class Independent(DraftTargetDecoding):
         return list(enumerate(final_weights(torch.from_numpy(logw_N)).tolist()))
 
     def count_round(self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
-        group.tally.count_population(facts.ess, facts.resampled, facts.collapsed)
+        group.counters.count_population(facts.ess, facts.resampled, facts.collapsed)
         group.log_z += facts.log_z
         stats.count_round(self._ess_share(facts.ess, len(group.slots)), group.lag, facts.resampled, facts.collapsed)
 
@@ -339,8 +339,8 @@ class Distinct(Competing, Independent):
 
 
 class Exact(Competing):
-    """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.sample_matching`. Only what the
-    target has drawn is part of the answer: what all rows agree on may still be taken back."""
+    """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.sample_matching`.
+    Only what the target has drawn is part of the answer: what all rows agree on may still be taken back."""
 
     kind = PopulationKind.BEST
 
@@ -378,7 +378,7 @@ class Exact(Competing):
         if group.error:
             return
         confirmed, block, ahead, hit = facts.confirmed, facts.block, facts.ahead, facts.hit
-        group.tally.count_tree(confirmed, facts.rows, ahead, hit)
+        group.counters.count_tree(confirmed, facts.rows, ahead, hit)
         if self.adaptive(group.params) and facts.open:
             for counted in (group.acceptance, acceptance):
                 counted.count(min(confirmed, block), not hit if ahead else confirmed <= block, facts.rows)

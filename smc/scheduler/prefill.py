@@ -329,7 +329,7 @@ class PrefillManager:
         job = next(job for job in self._jobs_of(PrefillRequest) if job.group is group)
         self.prefixes.drop(job, [stream for stream in group.streams if stream not in group.streams_by(alone)])
         self._narrow(group, alone)
-        self.slots.release_laws(group.slots)
+        self.slots.release_distributions(group.slots)
 
     def grant(self, group: SequenceGroup) -> None:
         """Let the next round bring the number of rows that is pending, if no other change is under way and there are

@@ -15,7 +15,7 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Alternatives, Answer
-from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, Tops, Worker
+from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, TopLogprobsSpec, Worker
 from smc.memory.kv_cache import KVCacheManager
 from smc.memory.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
@@ -138,7 +138,7 @@ class RescoringJob(PrefillJob):
     at each of its positions. It takes part in no round and holds no slot."""
 
     answer: Answer
-    tops: list[tuple[Pending[PromptResult[np.ndarray]], slice]] = field(init=False, default_factory=list)
+    results: list[tuple[Pending[PromptResult[np.ndarray]], slice]] = field(init=False, default_factory=list)
     """Results in the order of the answer's tokens, and where in each its own are."""
 
     @property
@@ -167,7 +167,7 @@ class RescoringJob(PrefillJob):
     def top_logprobs(self) -> tuple[Alternatives, ...]:
         """Waits for them. Fails the request if the model's logits are NaN."""
         found: list[Alternatives] = []
-        for result, at in [(pending.result(), at) for pending, at in self.tops]:
+        for result, at in [(pending.result(), at) for pending, at in self.results]:
             token_YK, logp_YK = (
                 top_YK[at, : self.group.params.top_logprobs] for top_YK in (result.top_YK, result.top_logp_YK)
             )
@@ -220,12 +220,16 @@ def count_pages(sequences: Sequence[np.ndarray]) -> int:
 
 
 def allocate_from_cache(
-    memory: KVCacheManager, role: ModelRole, sequences: Sequence[np.ndarray], cached: tuple[int, int], loose: np.ndarray
+    memory: KVCacheManager,
+    role: ModelRole,
+    sequences: Sequence[np.ndarray],
+    cached: tuple[int, int],
+    new_pages: np.ndarray,
 ) -> list[PromptRow]:
     """Pages for sequences that all begin with the `cached` (positions, page); what they have in common they share.
 
-    `loose`: unassigned pages, as many as `count_pages` says less the cached ones. The caller holds one reference to the
-    last page of every sequence."""
+    `new_pages`: unassigned pages, as many as `count_pages` says less the cached ones. The caller holds one reference to
+    the last page of every sequence."""
     allocator = memory.allocators[role]
     rows: list[PromptRow] = []
     for i, tokens_L in enumerate(sequences):
@@ -234,12 +238,12 @@ def allocate_from_cache(
         if shared and max(shared) > known:
             known = max(shared)
             pages_L = rows[shared.index(known)].pages_L[:known]
-        own_L, loose = loose[: len(tokens_L) - known], loose[len(tokens_L) - known :]
+        own_L, new_pages = new_pages[: len(tokens_L) - known], new_pages[len(tokens_L) - known :]
         allocator.chain(int(pages_L[-1]) if known else DUMMY_PAGE, own_L)
         pages_L = np.concatenate((pages_L, own_L)).astype(np.int32)
         allocator.hold(pages_L[-1:])
         rows.append(PromptRow(tokens_L, pages_L, known))
-    assert not len(loose), "more pages were allocated than sequences need"
+    assert not len(new_pages), "more pages were allocated than sequences need"
     return rows
 
 
@@ -280,9 +284,9 @@ def prefill_step(
             job.first, job.batch_index = first, index
     parts = _answer_parts(scored)
     if scored:
-        tops = run(parts, _batch(parts, tops=_tops(scored)))
+        pending = run(parts, _batch(parts, top_logprobs=_top_logprobs_spec(scored)))
         for (rescoring, count), end in zip(scored, accumulate(count for _, count in scored)):
-            rescoring.tops.append((tops, slice(end - count, end)))
+            rescoring.results.append((pending, slice(end - count, end)))
     for row, count in (*plain, *last, *parts):
         row.done += count
     for job in jobs:
@@ -327,7 +331,9 @@ def _answer_parts(scored: list[tuple[RescoringJob, int]]) -> list[tuple[PromptRo
     return [(rows[0], job.before_answer(rows)[0] + count) for rows, job, count in parts]
 
 
-def _batch(parts: list[tuple[PromptRow, int]], draws: Draws | None = None, tops: Tops | None = None) -> PromptBatch:
+def _batch(
+    parts: list[tuple[PromptRow, int]], draws: Draws | None = None, top_logprobs: TopLogprobsSpec | None = None
+) -> PromptBatch:
     ends = [row.done + count for row, count in parts]
     return PromptBatch(
         pages_X=np.concatenate([row.pages_L[:end] for (row, _), end in zip(parts, ends)]),
@@ -335,20 +341,20 @@ def _batch(parts: list[tuple[PromptRow, int]], draws: Draws | None = None, tops:
         counts_R=np.array([count for _, count in parts], dtype=np.int32),
         tokens_T=np.concatenate([row.tokens_L[row.done : end] for (row, _), end in zip(parts, ends)]).astype(np.int64),
         draws=draws,
-        tops=tops,
+        top_logprobs=top_logprobs,
     )
 
 
-def _tops(scored: list[tuple[RescoringJob, int]]) -> Tops:
+def _top_logprobs_spec(scored: list[tuple[RescoringJob, int]]) -> TopLogprobsSpec:
     groups, guided = (
         [job.group for job, _ in scored],
         [count for job, count in scored if job.group.params.guided],
     )
     is_biased = [bool(g.params.logit_bias or g.params.min_tokens) for g in groups]
-    return Tops(
+    return TopLogprobsSpec(
         distribution=Population(groups).target_distribution,
         count=max(g.params.top_logprobs for g in groups),
-        asked_R=np.array([*(count for _, count in scored), *guided], dtype=np.int32),
+        scored_R=np.array([*(count for _, count in scored), *guided], dtype=np.int32),
         least_R=np.array([g.prompt_size + g.params.min_tokens for g in groups], dtype=np.int32),
         machines=tuple(g.rules.machine if biased else None for g, biased in zip(groups, is_biased)),
         **_guidance(groups),
@@ -359,7 +365,7 @@ def _first_draws(groups: list[SequenceGroup]) -> Draws:
     population = Population(groups)
     biases = [(row, token, bias) for row, group in enumerate(groups) for token, bias in group.first_biases()]
     return Draws(
-        distribution=population.law_of(groups[0].decoding.first),
+        distribution=population.distribution_of(groups[0].decoding.first),
         seed_R=population.seed_G,
         round_R=np.zeros(len(groups), dtype=np.int64),
         stream_RD=np.tile(np.arange(population.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),
@@ -378,8 +384,8 @@ def _guidance(groups: list[SequenceGroup]) -> dict[str, np.ndarray]:
     if not guided.any():
         return {}
     row_R = np.arange(len(groups))
-    companion_R = np.where(guided, len(groups) + np.cumsum(guided) - 1, row_R)
+    unconditional_R = np.where(guided, len(groups) + np.cumsum(guided) - 1, row_R)
     return {
-        "companion_R": companion_R.astype(np.int32),
+        "unconditional_R": unconditional_R.astype(np.int32),
         "scale_R": np.array([g.params.guidance_scale for g in groups], dtype=np.float32),
     }

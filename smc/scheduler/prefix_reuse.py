@@ -38,12 +38,14 @@ class PrefixReuse:
         cached = {stream: self._match(job, stream) for stream in streams}
         try:
             wanted = {stream: job.pages(stream) - cached[stream][0] for stream in streams}
-            loose = self._allocate(wanted, memory.spare(job.round_pages))
+            new_pages = self._allocate(wanted, memory.spare(job.round_pages))
             job.count_cached(min(cached[stream][0] for stream in streams if not stream.unconditional))
             for stream in streams:
                 sequences = job.sequences(stream)
                 memory.count_match(stream.role, len(sequences[0]), cached[stream][0])
-                job.rows[stream] = allocate_from_cache(memory, stream.role, sequences, cached[stream], loose[stream])
+                job.rows[stream] = allocate_from_cache(
+                    memory, stream.role, sequences, cached[stream], new_pages[stream]
+                )
             return True
         except OutOfPages:
             return False
@@ -62,8 +64,10 @@ class PrefixReuse:
             if count > rows[0].known:
                 self._release(stream, rows)
                 # Pages that have not been run are not shared: more than these have just become free.
-                loose = memory.allocate({role: job.pages(stream) - count})
-                job.rows[stream] = allocate_from_cache(memory, role, job.sequences(stream), (count, page), loose[role])
+                new_pages = memory.allocate({role: job.pages(stream) - count})
+                job.rows[stream] = allocate_from_cache(
+                    memory, role, job.sequences(stream), (count, page), new_pages[role]
+                )
                 memory.count_match(role, 0, count - rows[0].known)
             memory.allocators[role].release([page])
         job.count_cached(min(rows[0].known for stream, rows in job.rows.items() if not stream.unconditional))
@@ -85,12 +89,12 @@ class PrefixReuse:
         try:
             round_pages = decoding.round_pages(self.config, rows, group.params.guided_roles)
             spare = memory.spare({stream.role: round_pages[stream.role] for stream in new})
-            loose = self._allocate({stream: len(sequences[stream]) - cached[stream][0] for stream in new}, spare)
+            new_pages = self._allocate({stream: len(sequences[stream]) - cached[stream][0] for stream in new}, spare)
         except OutOfPages:
             return None
         else:
             carried = {
-                stream: allocate_from_cache(memory, stream.role, [sequences[stream]], cached[stream], loose[stream])
+                stream: allocate_from_cache(memory, stream.role, [sequences[stream]], cached[stream], new_pages[stream])
                 for stream in new
             }
         finally:
@@ -158,10 +162,10 @@ class PrefixReuse:
 
     def _allocate(self, wanted: dict[Stream, int], spare: dict[ModelRole, int]) -> dict[Stream, np.ndarray]:
         """Unassigned pages for streams, as `KVCacheManager.allocate`."""
-        loose = self.memory.allocate(_by_role(wanted), spare)
+        new_pages = self.memory.allocate(_by_role(wanted), spare)
         found = {}
         for stream, count in wanted.items():
-            found[stream], loose[stream.role] = np.split(loose[stream.role], [count])
+            found[stream], new_pages[stream.role] = np.split(new_pages[stream.role], [count])
         return found
 
     def _path(self, role: ModelRole, slot: int) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Results of requests: the draw of the answer among its particles, and the outputs that its caller gets while it runs and
-when it ends. Knows nothing about when they are asked for."""
+"""Results of requests: the draw of the answer among its particles, and the outputs that its caller gets while it runs
+and when it ends. Knows nothing about when they are asked for."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_answer(
         matched=matched,
         seed=group.seed,
         prompt_tokens=group.prompt_size,
-        statistics=group.tally.statistics(log_z, group.count),
+        statistics=group.counters.statistics(log_z, group.count),
         seconds=math.nan,
         logprobs=logp,
         error=group.error,

@@ -1,5 +1,5 @@
-"""Plans of rounds: what the models are told of a round, as arrays. All of it follows from the state of the requests when
-the round is launched; nothing depends on results that are in flight. Changes nothing.
+"""Plans of rounds: what the models are told of a round, as arrays. All of it follows from the state of the requests
+when the round is launched; nothing depends on results that are in flight. Changes nothing.
 
 A guided request has an unconditional row for every row, in a slot of its own, of which only its pages count. In a round
 every page that is allocated for a row has one for its unconditional row beside it, so the row's lineage says what
@@ -65,7 +65,7 @@ class Population:
         """Token distribution of the proposal, per request; of a draft that decodes alone, its own."""
         return self._distribution([g.method.draft_temperature(g.params) for g in self.groups])
 
-    def law_of(self, role: ModelRole) -> DistributionSpec[np.ndarray]:
+    def distribution_of(self, role: ModelRole) -> DistributionSpec[np.ndarray]:
         return self.draft_distribution if role is ModelRole.DRAFT else self.target_distribution
 
     def by_decoding(self) -> list[tuple[Decoding, np.ndarray | slice]]:
@@ -106,8 +106,8 @@ class Population:
 
 
 def room(count: int, size: int) -> int:
-    """Unconditional rows of a round of `size` rows, padded, of which `count` are guided. Few sizes: a round runs at most
-    twice the rows that are guided, and never more than it has."""
+    """Unconditional rows of a round of `size` rows, padded, of which `count` are guided. Few sizes: a round runs at
+    most twice the rows that are guided, and never more than it has."""
     return min(1 << (count - 1).bit_length(), size)
 
 
@@ -127,15 +127,15 @@ def plan_unconditional_rows(
     if not guided_G.any():
         return None
     is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
-    place_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
-    count, scale_G = len(place_U), np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
+    index_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
+    count, scale_G = len(index_U), np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
     most = room(count, size)
     return UnconditionalRows(
         scale_A=padded(scale_G[group_A], size, 1.0),
         of_A=padded(np.where(is_guided_A, np.cumsum(is_guided_A) - 1, 0), size, 0),
-        place_U=padded(place_U, most, 0),
-        slot_U=padded(slots.unconditional_S[population.slot_A[place_U]].astype(np.int64), most, dummy),
-        shift_U=padded(shift_G[group_A[place_U]], most, 0),
+        index_U=padded(index_U, most, 0),
+        slot_U=padded(slots.unconditional_S[population.slot_A[index_U]].astype(np.int64), most, dummy),
+        shift_U=padded(shift_G[group_A[index_U]], most, 0),
         group_U=padded(np.repeat(np.arange(len(size_H)), size_H), most, most - 1),
         first_U=padded((np.cumsum(size_H) - size_H).astype(np.int32), most, 0),
         size_U=padded(size_H.astype(np.int32), most, 0),
@@ -155,7 +155,7 @@ def remap_unconditional_rows(
     lineage: Lineage[np.ndarray],
     pages: list[RoundPages],
 ) -> None:
-    """At a side, of whose pool the ledger is, companions of a population's particles descend from those of the
+    """In the pool of one model, unconditional rows of a population's particles descend from those of the
     particles in slots `source`, by the pages beside those of the particles' own `lineage`."""
     stream = Stream(role, unconditional=True)
     is_guided_A = np.array([stream in given for given in pages])[population.group_A]
@@ -197,8 +197,8 @@ class RoundPlanner:
         width: int,
         branches: Callable[[int, int], int] | None = None,
     ) -> None:
-        """`width`: positions of the models' block tables. `branches`: F of a round of so many rows and tokens of context
-        whose requests all have an adaptive tree, up to the config's, which others have."""
+        """`width`: positions of the models' block tables. `branches`: F of a round of so many rows and tokens of
+        context whose requests all have an adaptive tree, up to the config's, which others have."""
         self.config, self.slots, self.decoding = config, slots, decoding
         self.shape, self.width = decoding.shape(config), width
         self._branches = branches
@@ -268,7 +268,7 @@ class RoundPlanner:
             target_pages_AQ=padded(own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32), size, 0),
             begin_pages_AP=padded(begun[:, : shape.begin], size, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
-            target_companions=plan_unconditional_rows(ModelRole.TARGET, population, pages, *beside),
+            target_unconditional=plan_unconditional_rows(ModelRole.TARGET, population, pages, *beside),
             biased=self._biased(population),
         )
 

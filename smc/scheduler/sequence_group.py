@@ -91,13 +91,13 @@ class SequenceGroup:
     error: str | None = None
     """Why the request fails; the next report ends it."""
     text: TextStream = field(init=False)
-    tally: RequestCounters = field(init=False)
+    counters: RequestCounters = field(init=False)
 
     def __post_init__(self) -> None:
         self.method = self.decoding = decoding_of(self.params)
         self.most_rows = self.params.rows
         self.text = TextStream(self.rules)
-        self.tally = RequestCounters(self.params.rows)
+        self.counters = RequestCounters(self.params.rows)
 
     # Transitions.
 
@@ -127,7 +127,7 @@ class SequenceGroup:
         else:
             resumes = self.checkpoint is not None
             self._enter(RequestState.PREEMPTED if resumes else RequestState.WAITING, {RequestState.PREFILL})
-        self.tally.preemptions += 1
+        self.counters.preemptions += 1
 
     def switch(self, decoding: Decoding, rows: int, checkpoint: Checkpoint, slots: np.ndarray) -> None:
         """It has released its slots for others, in which it goes on by another decoding from what is confirmed."""
@@ -165,7 +165,7 @@ class SequenceGroup:
         """While it is preempted: fewer particles than it had, by an unbiased choice."""
         assert self.state is RequestState.PREEMPTED, "a request that is preempted"
         assert self.checkpoint is not None, "a preempted request has a checkpoint"
-        keys = RandomKeys(self.seed, self.tally.preemptions)
+        keys = RandomKeys(self.seed, self.counters.preemptions)
         self.checkpoint, kept_X, log_z = self.decoding.shrink(self.checkpoint, rows, self.params, keys)
         self.particles = self.particles[kept_X]
         self.count = len(self.particles)
@@ -223,8 +223,8 @@ class SequenceGroup:
     def end_round(self) -> None:
         self.in_flight.popleft()
         self.rounds += 1
-        self.tally.rounds += 1
-        self.tally.alone_rounds += self.alone
+        self.counters.rounds += 1
+        self.counters.alone_rounds += self.alone
 
     def fail(self, role: ModelRole) -> None:
         """The request ends with an error that names the model."""

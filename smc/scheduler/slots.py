@@ -28,8 +28,8 @@ class Slots:
     def __init__(self, count: int, width: int, chains: int = 0) -> None:
         self.tokens_SL = np.zeros((count, width), dtype=np.int32)
         self.logp_SL = np.full((count, width), np.nan, dtype=np.float32)
-        """Log-probability of every token under the target law, NaN where not known yet; kept up only for requests that
-        ask."""
+        """Log-probability of every token under the target distribution, NaN where not known yet; kept up only for
+        requests that ask."""
         self.logq_SL = np.zeros((count, width), dtype=np.float32)
         """Log-probability under the proposal; kept for the block in flight, from which a request resumes."""
         self.length_S = np.zeros(count, dtype=np.int32)
@@ -47,7 +47,8 @@ class Slots:
         self.unconditional_S = np.full(count, -1, dtype=np.int32)
         """Slot of the particle's unconditional row; -1: it has none."""
         self.distribution_S = np.full(count, -1, dtype=np.int32)
-        """Index at which the draft stores the token distributions of the particle, which is a draft chain; -1: it is none."""
+        """Index at which the draft stores the token distributions of the particle, which is a draft chain; -1: it is
+        none."""
         self.chains = chains
         self._free, self._free_distributions = list(range(count - 1, -1, -1)), list(range(chains - 1, -1, -1))
 
@@ -61,8 +62,8 @@ class Slots:
         return len(self._free_distributions)
 
     def claim(self, count: int, guided: bool = False, *, chained: bool = False) -> np.ndarray:
-        """Slots for `count` particles of one request, int32; of a `guided` one with as many for unconditional rows, of a
-        `chained` one with room for token distributions. The caller has checked that there are enough."""
+        """Slots for `count` particles of one request, int32; of a `guided` one with as many for unconditional rows, of
+        a `chained` one with room for token distributions. The caller has checked that there are enough."""
         slots = self._claim(count)
         if guided:
             self.unconditional_S[slots] = self._claim(count)
@@ -80,12 +81,12 @@ class Slots:
         return slots
 
     def release(self, slots: np.ndarray) -> None:
-        self.release_laws(slots)
+        self.release_distributions(slots)
         unconditional_slots = self.unconditional_slots(slots)
         self.unconditional_S[slots] = -1
         self._free.extend([*unconditional_slots.tolist(), *slots.tolist()])
 
-    def release_laws(self, slots_X: np.ndarray) -> None:
+    def release_distributions(self, slots_X: np.ndarray) -> None:
         """The particles of these slots are no longer draft chains."""
         distribution_X = self.distribution_S[slots_X]
         self._free_distributions.extend(distribution_X[distribution_X >= 0].tolist())

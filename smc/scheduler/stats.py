@@ -86,8 +86,8 @@ class EngineStats:
     """Rounds of requests of exact decoding in which nothing was drafted."""
 
     def count_round(self, ess_share: float | None, lag: int, resampled: bool, collapsed: bool) -> None:
-        """A round of SMC. `ess_share`: None of distinct particles, whose weights are as unequal as the law that they
-        are drawn from."""
+        """A round of SMC. `ess_share`: None of distinct particles, whose weights are as unequal as the distribution
+        that they are drawn from."""
         if ess_share is not None:
             self.ess_shares.append(ess_share)
         self.committed_lags.append(lag)

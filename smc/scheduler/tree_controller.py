@@ -37,7 +37,7 @@ class DraftFallback:
         else:
             self._prefill.fall_back(group, TARGET_ALONE)
 
-    def rejoin(self, group: SequenceGroup, rows: int | None = None) -> None:
+    def reenable_draft(self, group: SequenceGroup, rows: int | None = None) -> None:
         """As soon as no round of it is in flight, the draft runs what it lacks, and the request takes part in rounds of
         the pair again, with so many rows or all it may have. Without enough slots or pages, or without a draft, it
         stays as it is."""
@@ -78,7 +78,7 @@ a draft that was bad for other requests is tried again after thousands of steps.
 
 
 class TreeController:
-    """Asks a policy, and lets requests fall back to the target or rejoin the pair."""
+    """Asks a policy, and switches requests to the target alone or back to the pair."""
 
     def __init__(self, policy: TreePolicy, acceptance: Acceptance, fallback: DraftFallback) -> None:
         """`acceptance`: of all requests together."""
@@ -102,7 +102,7 @@ class TreeController:
         if rows == 0:
             self._fallback.fall_back(group)
         elif rows and group.alone:
-            self._fallback.rejoin(group, rows)
+            self._fallback.reenable_draft(group, rows)
         elif rows:
             group.choose(group.decoding, rows)
 
@@ -138,7 +138,7 @@ class TreeController:
     def _change(self, group: SequenceGroup, rows: int) -> None:
         """As soon as no round of it is in flight."""
         if group.alone and rows:
-            self._fallback.rejoin(group, rows)
+            self._fallback.reenable_draft(group, rows)
         elif rows:
             group.request_rows(rows)
         elif group.alone:

@@ -91,7 +91,7 @@ class TreePolicy(Protocol):
         only, of which a tree takes one for each row."""
         ...
 
-    def branches(self, places: int, context: int, costs: LatencyModel | None) -> int:
+    def branches(self, batch_size: int, context: int, costs: LatencyModel | None) -> int:
         """F of a round of so many rows, all of exact decoding, whose requests have so many tokens of context together:
         at most the config's."""
         ...
@@ -150,8 +150,8 @@ class CostBasedTreePolicy:
         drafts = any(tree.rows for tree in trees)
         return alone[: len(trees)] if drafts and SURE * speed_alone > speed else None
 
-    def branches(self, places: int, context: int, costs: LatencyModel | None) -> int:
-        return self._config.branches if costs is None else self._forecast(costs).branches(places, context)
+    def branches(self, batch_size: int, context: int, costs: LatencyModel | None) -> int:
+        return self._config.branches if costs is None else self._forecast(costs).branches(batch_size, context)
 
     def _forecast(self, costs: LatencyModel) -> ThroughputForecast:
         if self._known is None or self._known[0] is not costs:
@@ -176,9 +176,9 @@ class ThroughputForecast:
         alone = int((~drafted_G).sum()) + beside.target
         tokens = float(confirmed) + alone * config.block + beside.pair * config.target_tokens
         by_itself = self._by_itself(alone, int(context_G[~drafted_G].sum()) + beside.target_context)
-        places = self._padded(int(rows_G.sum()) + beside.pair_rows)
+        batch_size = self._padded(int(rows_G.sum()) + beside.pair_rows)
         context = int(context_G[drafted_G].sum()) + beside.pair_context
-        return tokens / (self._seconds(places, context, by_itself, beside.pair > 0) if places else by_itself)
+        return tokens / (self._seconds(batch_size, context, by_itself, beside.pair > 0) if batch_size else by_itself)
 
     def best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int) -> list[int]:
         """Rows of each tree, at least one, and together as many as there are slots. Rows go to the trees for which they
@@ -208,40 +208,40 @@ class ThroughputForecast:
         by_itself = self._by_itself(beside.target, beside.target_context)
         context, mixed = sum(tree.context for tree in trees) + beside.pair_context, beside.pair > 0
         padded_M = [self._padded(rows) for rows in rows_M.tolist()]
-        seconds = {places: self._seconds(places, context, by_itself, mixed) for places in set(padded_M)}
-        return np.array([seconds[places] for places in padded_M])
+        seconds = {batch_size: self._seconds(batch_size, context, by_itself, mixed) for batch_size in set(padded_M)}
+        return np.array([seconds[batch_size] for batch_size in padded_M])
 
     def _by_itself(self, sequences: int, context: int) -> float:
         """Seconds of the passes of the target over sequences that it decodes alone, one for each token of a block."""
         return self._config.block * self._costs.alone.at(self._padded(sequences), context) if sequences else 0.0
 
-    def branches(self, places: int, context: int) -> int:
-        """All branches if they cost nothing, since the target takes longer, else one: trees seldom miss because of it. On the
-        shipped pair, rounds with F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to 8;
-        `benchmarks.exactness`)."""
+    def branches(self, batch_size: int, context: int) -> int:
+        """All branches if they cost nothing, since the target takes longer, else one: trees seldom miss because of it.
+        On the shipped pair, rounds with F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1
+        to 8; `benchmarks.exactness`)."""
         most = self._config.branches
-        wide, lean = (self._seconds_of(places, context, 0.0, branches) for branches in (most, 1))
+        wide, lean = (self._seconds_of(batch_size, context, 0.0, branches) for branches in (most, 1))
         return most if wide <= FREE * lean else 1
 
-    def _seconds(self, places: int, context: int, by_itself: float, mixed: bool) -> float:
+    def _seconds(self, batch_size: int, context: int, by_itself: float, mixed: bool) -> float:
         """Seconds from a round of the pair to the next. `mixed`: some rows are of other methods."""
         return self._seconds_of(
-            places, context, by_itself, self._config.branches if mixed else self.branches(places, context)
+            batch_size, context, by_itself, self._config.branches if mixed else self.branches(batch_size, context)
         )
 
-    def _seconds_of(self, places: int, context: int, by_itself: float, branches: int) -> float:
+    def _seconds_of(self, batch_size: int, context: int, by_itself: float, branches: int) -> float:
         config, costs = self._config, self._costs
-        draft, target = self._models(places, branches)
+        draft, target = self._models(batch_size, branches)
         draft += config.block * costs.draft.read * context
         target += costs.target.read * context + by_itself
         # The target's own sequences run beside the draft's steps in look-ahead only.
         return (max(draft, target) if config.lookahead else draft + target) + costs.round_overhead
 
-    def _models_of(self, places: int, branches: int) -> tuple[float, float]:
+    def _models_of(self, batch_size: int, branches: int) -> tuple[float, float]:
         """Seconds of the draft and of the target in a round, without reading contexts."""
         config, draft, target = self._config, self._costs.draft.curve, self._costs.target.curve
-        steps = draft.at(places) + (config.block - 1) * draft.at(places * branches)
-        return steps, target.at(places * config.target_tokens)
+        steps = draft.at(batch_size) + (config.block - 1) * draft.at(batch_size * branches)
+        return steps, target.at(batch_size * config.target_tokens)
 
 
 def _levels(most: int) -> list[int]:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smc.algorithm.resampling import SCHEMES, offspring, place
+from smc.algorithm.resampling import SCHEMES, assign_slots, offspring
 from smc.api.limits import SCHEME_NAMES
 from tests.pairwise import few
 
@@ -196,7 +196,7 @@ def chosen_counts(draw) -> tuple[list[list[list[int]]], list[int]]:
 @given(chosen_counts())
 def test_placement_holds_every_copy_and_moves_no_survivor(case):
     counts, sizes = case
-    ancestor_GN, branch_GN, filled_GN = place(torch.tensor(counts), torch.tensor(sizes))
+    ancestor_GN, branch_GN, filled_GN = assign_slots(torch.tensor(counts), torch.tensor(sizes))
     for g, size in enumerate(sizes):
         ancestors, branches, filled = ancestor_GN[g].tolist(), branch_GN[g].tolist(), filled_GN[g].tolist()
         placed = Counter((a, f) for a, f, is_filled in zip(ancestors, branches, filled) if is_filled)

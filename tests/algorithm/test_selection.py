@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smc.algorithm import selection
-from smc.algorithm.resampling import SCHEMES, offspring, place
+from smc.algorithm.resampling import SCHEMES, assign_slots, offspring
 from smc.algorithm.selection import BRANCH_POSITION, Selection, draw_branch, select
 from smc.algorithm.weights import normalise
 from smc.api.limits import SCHEME_NAMES
@@ -192,7 +192,7 @@ def test_uniforms_are_those_of_the_seed_and_round(n, branches, seed, rounds, sch
     counts_GM = offspring(
         torch.tensor([SCHEME_NAMES.index(scheme)]), weights_GM, torch.tensor([n]), n, drawn_GU[:, : n * branches]
     )
-    ancestor_GN, branch_GN, _ = place(counts_GM.view(1, n, branches), torch.tensor([n]))
+    ancestor_GN, branch_GN, _ = assign_slots(counts_GM.view(1, n, branches), torch.tensor([n]))
     assert torch.equal(chosen.ancestor_A[7 : 7 + n], 7 + ancestor_GN[0])
     assert torch.equal(chosen.branch_A[7 : 7 + n], branch_GN[0])
     assert torch.equal(chosen.branch_A[7 + n :], draw_branch(candidates_NF[None], drawn_GU[:, n * branches :])[0])

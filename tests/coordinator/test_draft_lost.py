@@ -62,7 +62,7 @@ def test_one_draft_after_the_other(link, form, monkeypatch):
 
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         plain = (await ask(client, method="target")).tokens
-        for epoch in (2, 3):
+        for incarnation in (2, 3):
             calls = [asyncio.create_task(outcome(client, **params)) for params in NEEDS_DRAFT]
             survivors = [{"method": "exact", "particles": 4}, {"method": "exact", "particles": 1}, {"method": "target"}]
             survive = [asyncio.create_task(ask(client, **params)) for params in survivors]
@@ -73,17 +73,19 @@ def test_one_draft_after_the_other(link, form, monkeypatch):
             assert [(await call).tokens for call in survive] == [plain] * 3
             assert (await ask(client, method="exact")).tokens == plain
             assert [await outcome(client, **params) for params in NEEDS_DRAFT] == ["unavailable"] * 3
-            assert steps[-1].lost_draft == epoch - 1
+            assert steps[-1].lost_draft == incarnation - 1
             fails.clear()
-            start_draft(epoch)
-            await asyncio.to_thread(made.attach_draft, epoch)
+            start_draft(incarnation)
+            await asyncio.to_thread(made.attach_draft, incarnation)
             again = await ask(client, method="exact", particles=4)
             assert again.tokens == plain and again.statistics.draft_tokens
             assert [await outcome(client, **params) for params in NEEDS_DRAFT] == ["answered"] * 3
 
-    def start_draft(epoch: int) -> None:
+    def start_draft(incarnation: int) -> None:
         config = WorkerGroupConfig(**settings)
-        rank = rank_spec(config, config.serving_pair(), replace(spec.rendezvous, epoch=epoch), "draft", Shard())
+        rank = rank_spec(
+            config, config.serving_pair(), replace(spec.rendezvous, incarnation=incarnation), "draft", Shard()
+        )
         drafts.append(threading.Thread(target=run, args=(rank,), daemon=True))
         drafts[-1].start()
 
@@ -117,7 +119,7 @@ def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
         broken(side, plan)
 
     def peer_end(where, store, side, *rest):
-        if side == "draft" and where.epoch > 1:
+        if side == "draft" and where.incarnation > 1:
             come.set()
             silence.wait()
         return met(where, store, side, *rest)
@@ -144,7 +146,7 @@ def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
 
     with coordinator(**settings) as (made, spec):
         config = WorkerGroupConfig(**settings)
-        rank = rank_spec(config, config.serving_pair(), replace(spec.rendezvous, epoch=2), "draft", Shard())
+        rank = rank_spec(config, config.serving_pair(), replace(spec.rendezvous, incarnation=2), "draft", Shard())
         try:
             asyncio.run(_attached(made, spec, work))
         finally:

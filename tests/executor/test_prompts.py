@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from smc.distributions import DistributionSpec
-from smc.executor.messages import Draws, PromptBatch, PromptResult, Tops
+from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.executor.ops import TorchOps
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
@@ -39,7 +39,7 @@ def worker(which: str, family: str = "llama") -> ModelWorker:
     return made
 
 
-def batch(parts: list[tuple[int, int, int]], draws: bool, tops: Tops | None = None) -> PromptBatch:
+def batch(parts: list[tuple[int, int, int]], draws: bool, top_logprobs: TopLogprobsSpec | None = None) -> PromptBatch:
     """Parts (sequence, positions held, new tokens) of sequences whose tokens and pages follow from their numbers."""
     starts_R, counts_R = (np.array(column, dtype=np.int32) for column in zip(*[(held, new) for _, held, new in parts]))
     pages = [
@@ -50,7 +50,9 @@ def batch(parts: list[tuple[int, int, int]], draws: bool, tops: Tops | None = No
         np.random.default_rng(9 + sequence).integers(0, VOCAB, 40)[held : held + new] for sequence, held, new in parts
     ]
     drawn = first_draws(len(parts)) if draws else None
-    return PromptBatch(np.concatenate(pages).astype(np.int32), starts_R, counts_R, np.concatenate(tokens), drawn, tops)
+    return PromptBatch(
+        np.concatenate(pages).astype(np.int32), starts_R, counts_R, np.concatenate(tokens), drawn, top_logprobs
+    )
 
 
 def first_draws(rows: int) -> Draws:
@@ -78,13 +80,15 @@ def assert_close(one: PromptResult, other: PromptResult) -> None:
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2", "qwen3"])
 def test_kernels_do_what_the_reference_does(family):
-    """Ragged rows, with and without a past; chunks that nobody asks anything about, that tops are asked of, and that
+    """Ragged rows, with and without a past; chunks that nobody asks anything about, with `top_logprobs`, and that
     end prompts."""
     reference, kernels = worker("reference", family), worker("kernels", family)
-    tops = Tops(first_draws(2).distribution, 3, np.array([4, 30], np.int32), np.zeros(2, np.int32), (None, None))
+    top_logprobs = TopLogprobsSpec(
+        first_draws(2).distribution, 3, np.array([4, 30], np.int32), np.zeros(2, np.int32), (None, None)
+    )
     for one in (
         batch([(0, 0, 17), (1, 0, 1), (2, 0, 40)], False),
-        batch([(0, 17, 9), (1, 1, 30)], False, tops),
+        batch([(0, 17, 9), (1, 1, 30)], False, top_logprobs),
         batch([(0, 26, 1), (1, 31, 9)], True),
     ):
         assert_close(kernels.run_prompts(one).result(), reference.run_prompts(one).result())

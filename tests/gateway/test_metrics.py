@@ -192,14 +192,15 @@ def test_all_slots_are_free_while_models_load(metrics):
 
 
 def test_a_lost_worker_group_holds_nothing(metrics, monkeypatch):
-    """Its last numbers would stand until the next worker group's first step, and look like a queue that does not move."""
+    """Its last numbers would stand until the next worker group's first step, and look like a queue that does not
+    move."""
     told, group = {}, SimpleNamespace(start=lambda: None, address="", secret="")
 
     def connect(address, secret, on_step, on_lost) -> SimpleNamespace:
         told.update(step=on_step, lost=on_lost)
         return SimpleNamespace(attached=lambda timeout: asyncio.sleep(0))
 
-    monkeypatch.setattr(launch, "WorkerGroup", lambda config, pair, epoch: group)
+    monkeypatch.setattr(launch, "WorkerGroup", lambda config, pair, incarnation: group)
     monkeypatch.setattr(launch, "CoordinatorClient", connect)
     pair = SimpleNamespace(engine=SimpleNamespace(max_slots=64))
     supervisor = launch.Supervisor(WorkerGroupConfig(), pair, on_step=lambda step: metrics.observe_step(step.stats))

@@ -87,9 +87,11 @@ def test_sixteen_clients_get_the_answers_of_the_cpu(running, expected):
 
 
 def test_a_dead_rank_is_replaced(running, expected):
-    supervisor, epoch, begin = running.supervisor, running.supervisor.epoch, time.monotonic()
+    supervisor, incarnation, begin = running.supervisor, running.supervisor.incarnation, time.monotonic()
     running.kill("target0")
-    running.until(lambda: supervisor.epoch > epoch and supervisor.serving, 200, "the service did not come back")
+    running.until(
+        lambda: supervisor.incarnation > incarnation and supervisor.serving, 200, "the service did not come back"
+    )
     print(f"back after {time.monotonic() - begin:.1f} s")
     assert same(running, expected) >= 14
     running.until_empty()

@@ -210,11 +210,11 @@ class Round:
         )
         if self.kinds == {PopulationKind.INDEPENDENT}:
             return TargetOutputs(*own)
-        offered_AC = self.here(self.floats(rows, c))
+        candidate_logp_AC = self.here(self.floats(rows, c))
         offers = CandidateTokens(
-            self.here(rng.integers(0, VOCAB, (rows, c))), offered_AC, self.here(self.floats(rows, c))
+            self.here(rng.integers(0, VOCAB, (rows, c))), candidate_logp_AC, self.here(self.floats(rows, c))
         )
-        return TargetOutputs(*own, offers, offered_AC)
+        return TargetOutputs(*own, offers, candidate_logp_AC)
 
     def inputs(self, asked: VerifyInputs, drafted: DraftedRows, walk: object) -> ScoreInputs:
         scored, blocks, walked = self.scored(asked), asked.blocks, (None, None)

@@ -38,7 +38,10 @@ def assert_same(seed: int, kinds: frozenset[PopulationKind], lookahead: bool, **
     assert_equal(found.sizes, wanted.sizes)
     for name in ("root_X", "weight_X", "there_X", "alive_A"):
         assert_equal(getattr(found, name), getattr(wanted, name), name)
-    assert_equal((found.offers.token_RC, found.offers.share_RC), (wanted.offers.token_RC, wanted.offers.share_RC))
+    assert_equal(
+        (found.candidate_tokens.token_RC, found.candidate_tokens.share_RC),
+        (wanted.candidate_tokens.token_RC, wanted.candidate_tokens.share_RC),
+    )
     used_G = inputs.plan.size_G > 0
     for name in ("target_nan_G", "draft_nan_G"):
         assert torch.equal(getattr(found, name).cpu()[used_G], getattr(wanted, name)[used_G]), name

@@ -88,7 +88,7 @@ def test_tokens_come_from_the_law_that_is_claimed(truncated, monkeypatch):
     law = DistributionSpec(*(torch.from_numpy(getattr(spec, n)) for n in vars(spec) if n != "active"), spec.active)
     logits_RM = torch.tensor([[1.0, -1.0, 0.5, 0.0, 2.0, -2.0]]).expand(rows, -1).contiguous()
     token_RD, logq_RD = sampling.propose(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))
-    offers = sampling.offer(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))
+    offers = sampling.propose_candidates(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))
     logq_of = dict(zip(token_RD.flatten().tolist(), logq_RD.flatten().tolist()))
     assert len(logq_of) == vocab + 1 and sum(map(math.exp, logq_of.values())) == pytest.approx(1, abs=1e-5)
     own_V = token_RD.flatten().bincount(minlength=vocab + 1) / rows

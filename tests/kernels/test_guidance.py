@@ -19,11 +19,11 @@ def test_guided_logits_are_those_of_the_torch_one(dtype, shape):
     no scale, a companion may say anything."""
     torch.manual_seed(shape[1])
     tokens, width = shape
-    own_TV, companion_XV = (torch.randn(2, tokens, width + 5) * 30).to(dtype)[..., :width]
+    own_TV, unconditional_XV = (torch.randn(2, tokens, width + 5) * 30).to(dtype)[..., :width]
     scale_T, of_T = torch.tensor([1.0, 1.5, 1000.0, 7.5, 1.0])[:tokens], torch.tensor([0, 1, 2, 1, 0])[:tokens]
-    own_TV[-1, 0], companion_XV[0] = -1e5, torch.nan
-    expected_TV = Sampling(width).guide(own_TV, companion_XV, of_T, scale_T)
-    here = [values.to(DEVICE) for values in (companion_XV[:3], of_T, scale_T)]
+    own_TV[-1, 0], unconditional_XV[0] = -1e5, torch.nan
+    expected_TV = Sampling(width).guide(own_TV, unconditional_XV, of_T, scale_T)
+    here = [values.to(DEVICE) for values in (unconditional_XV[:3], of_T, scale_T)]
     found_TV = sampling.guide(own_TV.to(DEVICE), *here, block=1024)
     assert found_TV.dtype == torch.float32 and not found_TV.isnan().any()
     assert torch.equal(found_TV.cpu(), expected_TV)

@@ -17,7 +17,7 @@ from smc.arrays import to_device
 from smc.distributions import Distributions, DistributionSpec
 from smc.executor.sampling import DrawKeys, Sampling
 from smc.executor.triton_ops import TritonSampling
-from smc.kernels.candidate_tokens import offer
+from smc.kernels.candidate_tokens import propose_candidates
 from smc.kernels.truncation import truncate
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
@@ -50,7 +50,7 @@ def made(
     key, on_device = keys(len(logits_RV)), arguments(spec, DEVICE)
     cut = truncate(logits_RV, vocab, *on_device, share) if spec.active & {"top_k", "top_p", "min_p"} else None
     random = (key.seed_R, key.round_R, key.stream_RD[:, 0], key.position_R, int(key.purpose))
-    offers = offer(logits_RV, vocab, on_device[0], *random, cut, block=block)
+    offers = propose_candidates(logits_RV, vocab, on_device[0], *random, cut, block=block)
     return CandidateTokens(offers.token_RC.cpu(), offers.logq_RC.cpu(), offers.share_RC.cpu())
 
 
@@ -155,8 +155,8 @@ def powered(rows: int, truncated: bool) -> DistributionSpec:
 def test_offers_of_a_powered_law(vocab, truncated):
     logits_RV = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)).to(DEVICE) * 3
     spec, key = powered(6, truncated), keys(6)
-    found = TritonSampling(vocab).bonus_offer(logits_RV, spec, key)
-    expected = Sampling(vocab).bonus_offer(logits_RV, spec, key)
+    found = TritonSampling(vocab).propose_bonus(logits_RV, spec, key)
+    expected = Sampling(vocab).propose_bonus(logits_RV, spec, key)
     laws = Distributions(spec, DEVICE)
     offers = CandidateTokens(*(values_RC.cpu() for values_RC in vars(found[0]).values()))
     assert_offers(offers, logits_RV, laws.powered(laws.target(logits_RV))[0].cpu())
@@ -172,7 +172,7 @@ def test_a_bonus_without_a_power_and_scores_of_rows_that_repeat():
     ones_R = torch.ones(4, device=DEVICE)
     spec = DistributionSpec(ones_R, ones_R.long() * 7, ones_R, ones_R * 0, ones_R, frozenset({"top_k"}))
     (offers, logp_RC, log_z_R), expected = (
-        kind(vocab).bonus_offer(logits_RV, spec, keys(4)) for kind in (TritonSampling, Sampling)
+        kind(vocab).propose_bonus(logits_RV, spec, keys(4)) for kind in (TritonSampling, Sampling)
     )
     torch.testing.assert_close(logp_RC, expected[1], atol=TOLERANCE, rtol=TOLERANCE)
     assert torch.equal(logp_RC, offers.logq_RC) and (log_z_R == 0).all()

@@ -19,4 +19,4 @@ def test_a_start_that_fails_says_why(monkeypatch, error):
 
     monkeypatch.setattr(WorkerGroup, "_start", fail)
     with pytest.raises(WorkerGroupError, match=r"^the worker group did not start: no such file$"):
-        WorkerGroup(WorkerGroupConfig(), None, epoch=1).start()
+        WorkerGroup(WorkerGroupConfig(), None, incarnation=1).start()

@@ -24,7 +24,7 @@ PAIR = CONFIG.serving_pair()
 
 
 class FakeWorkerGroup:
-    """Lives until its epoch's entry in `deaths` is raised by a check."""
+    """Lives until its incarnation's entry in `deaths` is raised by a check."""
 
     deaths: ClassVar[dict[int, Exception]] = {}
     stillborn: ClassVar[tuple[int, ...]] = ()
@@ -33,29 +33,29 @@ class FakeWorkerGroup:
     """Epochs of drafts that have come beside a target."""
     secret = ""
 
-    def __init__(self, config, pair, epoch: int) -> None:
-        self.epoch = self.address = epoch
+    def __init__(self, config, pair, incarnation: int) -> None:
+        self.incarnation = self.address = incarnation
 
     def start(self) -> None:
-        if self.epoch in self.stillborn:
+        if self.incarnation in self.stillborn:
             raise WorkerGroupError("no GPU")
 
     def check(self, timeout: float) -> None:
         time.sleep(0.03)
-        if self.epoch in self.deaths:
-            raise self.deaths[self.epoch]
+        if self.incarnation in self.deaths:
+            raise self.deaths[self.incarnation]
 
     def probe(self) -> None:
-        if self.epoch in self.silent:
+        if self.incarnation in self.silent:
             raise WorkerGroupError("target0 does not answer")
 
-    def start_draft(self, epoch: int) -> None:
-        if epoch in self.stillborn:
+    def start_draft(self, incarnation: int) -> None:
+        if incarnation in self.stillborn:
             raise WorkerGroupError("no GPU")
-        self.drafts.append(epoch)
+        self.drafts.append(incarnation)
 
     def end_draft(self) -> None:
-        self.deaths.pop(self.epoch, None)
+        self.deaths.pop(self.incarnation, None)
 
     def kill(self) -> None:
         pass
@@ -110,7 +110,7 @@ def test_whatever_a_check_raises_the_worker_group_starts_again(fakes, error):
     async def work() -> None:
         supervisor = Supervisor(CONFIG, PAIR)
         await supervisor.start()
-        await until(lambda: supervisor.epoch == 2 and supervisor.serving)
+        await until(lambda: supervisor.incarnation == 2 and supervisor.serving)
         await supervisor.stop()
 
     asyncio.run(work())
@@ -125,7 +125,7 @@ def test_a_lost_connection_to_a_coordinator_that_lives(fakes):
         await supervisor.start()
         supervisor._client.fail("silent for too long")
         assert not supervisor.serving
-        await until(lambda: supervisor.epoch == 2 and supervisor.serving)
+        await until(lambda: supervisor.incarnation == 2 and supervisor.serving)
         await supervisor.stop()
 
     asyncio.run(work())
@@ -142,7 +142,7 @@ def test_a_draft_that_dies_comes_back_beside_the_target(fakes):
         await supervisor.start()
         group = supervisor.group
         await until(lambda: FakeWorkerGroup.drafts == [4] and supervisor.has_draft)
-        assert supervisor.serving and supervisor.group is group and supervisor.epoch == 4
+        assert supervisor.serving and supervisor.group is group and supervisor.incarnation == 4
         await supervisor.stop()
 
     asyncio.run(work())
@@ -158,9 +158,9 @@ def test_a_draft_that_cannot_be_started_stays_away(fakes):
     async def work() -> None:
         supervisor = Supervisor(CONFIG, PAIR)
         await supervisor.start()
-        await until(lambda: supervisor.epoch == 1 + CONFIG.max_failed_starts)
+        await until(lambda: supervisor.incarnation == 1 + CONFIG.max_failed_starts)
         await asyncio.sleep(0.1)
-        assert supervisor.serving and not supervisor.has_draft and supervisor.epoch == 4
+        assert supervisor.serving and not supervisor.has_draft and supervisor.incarnation == 4
         await supervisor.stop()
 
     asyncio.run(work())
@@ -176,10 +176,10 @@ def test_the_coordinator_says_that_the_draft_is_lost(fakes, target_answers):
         supervisor = Supervisor(CONFIG, PAIR)
         await supervisor.start()
         supervisor._step(EngineStep(stats=EngineStats(), lost_draft=1))
-        await until(lambda: supervisor.epoch == 2 and supervisor.has_draft)
+        await until(lambda: supervisor.incarnation == 2 and supervisor.has_draft)
         supervisor._step(EngineStep(stats=EngineStats(), lost_draft=1))
         await asyncio.sleep(0.1)
-        assert supervisor.epoch == 2, "what has been told before says nothing of another draft"
+        assert supervisor.incarnation == 2, "what has been told before says nothing of another draft"
         await supervisor.stop()
 
     asyncio.run(work())
@@ -195,21 +195,21 @@ def test_a_service_that_cannot_be_started_again_is_given_up(fakes):
         await supervisor.start()
         async with asyncio.timeout(5):
             with pytest.raises(WorkerGroupError, match="3 starts in a row have failed, the last one because: no GPU"):
-                await supervisor.given_up()
-        assert supervisor.epoch == 4
+                await supervisor.wait_failed()
+        assert supervisor.incarnation == 4
         await supervisor.stop()
 
     asyncio.run(work())
 
 
 def test_starts_that_fail_now_and_then_are_no_reason_to_give_up(fakes):
-    FakeWorkerGroup.deaths = {epoch: WorkerGroupError("draft0 died") for epoch in (1, 4, 7)}
+    FakeWorkerGroup.deaths = {incarnation: WorkerGroupError("draft0 died") for incarnation in (1, 4, 7)}
     FakeWorkerGroup.stillborn = (2, 3, 5, 6, 8, 9)
 
     async def work() -> None:
         supervisor = Supervisor(CONFIG, PAIR)
         await supervisor.start()
-        await until(lambda: supervisor.epoch == 10 and supervisor.serving)
+        await until(lambda: supervisor.incarnation == 10 and supervisor.serving)
         await supervisor.stop()
 
     asyncio.run(work())
@@ -222,7 +222,7 @@ def test_a_coordinator_that_says_nothing(fakes, monkeypatch):
     async def work() -> None:
         supervisor = Supervisor(WorkerGroupConfig(link_timeout=0.2, heartbeat=0.1), PAIR)
         await supervisor.start()
-        await until(lambda: supervisor.epoch >= 2 and supervisor.serving)
+        await until(lambda: supervisor.incarnation >= 2 and supervisor.serving)
         await supervisor.stop()
 
     asyncio.run(work())
@@ -246,7 +246,7 @@ def test_what_a_worker_group_failed_over_is_not_decoded_again(fakes, monkeypatch
     async def work() -> list[Request]:
         supervisor = Supervisor(CONFIG, PAIR)
         await supervisor.start()
-        await until(lambda: supervisor.epoch == 6 and supervisor.serving)
+        await until(lambda: supervisor.incarnation == 6 and supervisor.serving)
         await supervisor.stop()
         return [request for request in (ALONE, FIRST, SECOND) if is_refused(supervisor, request)]
 
@@ -263,7 +263,7 @@ def test_what_a_draft_failed_over_is_not_decoded_again(fakes):
         supervisor._client.requests = [ALONE]
         supervisor._step(EngineStep(stats=EngineStats(), lost_draft=1))
         supervisor._client.requests = [FIRST]
-        await until(lambda: supervisor.epoch == 2 and supervisor.has_draft)
+        await until(lambda: supervisor.incarnation == 2 and supervisor.has_draft)
         await supervisor.stop()
         return [request for request in (ALONE, FIRST) if is_refused(supervisor, request)]
 

@@ -12,7 +12,7 @@ from services.link import codec
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
-from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, Tops
+from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, TopLogprobsSpec
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
 from smc.philox import Purpose
 from smc.stops import StopMachine
@@ -64,11 +64,11 @@ def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     )
 
 
-def tops(rng: np.random.Generator, r: int) -> Tops:
+def top_logprobs(rng: np.random.Generator, r: int) -> TopLogprobsSpec:
     asked, least = rng.integers(1, 4, 2 * r, dtype=np.int32), rng.integers(0, 99, r, dtype=np.int32)
     machines = [StopMachine.of([7], [b"ab"]), StopMachine.of([], [], ((1, -0.7), (2**17, 100.0))), None]
     guidance = (rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32)) if rng.random() < 0.5 else ()
-    return Tops(
+    return TopLogprobsSpec(
         law(rng, r),
         int(rng.integers(1, 20)),
         asked,
@@ -79,11 +79,15 @@ def tops(rng: np.random.Generator, r: int) -> Tops:
 
 
 @examples
-@given(sizes(), st.sampled_from(("nothing", "draws", "tops")))
+@given(sizes(), st.sampled_from(("nothing", "draws", "top_logprobs")))
 def test_prompts(drawn, asking):
     rng, r, d = drawn
     counts, starts, pages = rng.integers(1, 4, r, dtype=np.int32), *rng.integers(0, 2**31 - 1, (2, r), dtype=np.int32)
-    asked = {"draws": {"draws": draws(rng, r, d)}, "tops": {"tops": tops(rng, r)}, "nothing": {}}[asking]
+    asked = {
+        "draws": {"draws": draws(rng, r, d)},
+        "top_logprobs": {"top_logprobs": top_logprobs(rng, r)},
+        "nothing": {},
+    }[asking]
     batch = PromptBatch(pages, starts, counts, rng.integers(0, 2**17, int(counts.sum())), **asked)
     assert equal(codec.to_prompt_batch(over_the_wire(codec.prompt_command(batch))), batch)
 
@@ -152,10 +156,10 @@ def test_a_round(drawn, flag, program, contexts, f, b):
     def ints(*shape: int, dtype: type = np.int64) -> np.ndarray:
         return rng.integers(0, 2**31 - 1, shape).astype(dtype)
 
-    companions = UnconditionalRows(
+    unconditional = UnconditionalRows(
         scale_A=rng.random(a, dtype=np.float32),
         of_A=ints(a),
-        **{name: ints(q) - 2**30 for name in ("place_U", "slot_U", "shift_U", "group_U")},
+        **{name: ints(q) - 2**30 for name in ("index_U", "slot_U", "shift_U", "group_U")},
         **{name: ints(q, dtype=np.int32) for name in ("first_U", "size_U", "shared_U")},
         pages_UW=ints(q, b, dtype=np.int32),
     )
@@ -186,7 +190,7 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         target_pages_AQ=ints(a, 0 if flag else q, dtype=np.int32),
         begin_pages_AP=ints(a, 1 + flag, dtype=np.int32),
         branch_pages_XB=ints(a * f, b, dtype=np.int32),
-        target_companions=companions if rng.random() < 0.5 else None,
+        target_unconditional=unconditional if rng.random() < 0.5 else None,
     )
     found = codec.to_plan(over_the_wire(codec.round_command(plan)))
     assert equal(found, plan) and found.key == plan.key

@@ -1,4 +1,5 @@
-"""Both transports, end against end: order, size, silence, death of the other side, another incarnation of the worker group."""
+"""Both transports, end against end: order, size, silence, death of the other side, another incarnation of the worker
+group."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from services.workers.process import PeerChannel
 from smc.executor.graph_runner import StageRunner
 
 CPU = torch.device("cpu")
-EPOCH = 3
+INCARNATION = 3
 
 
 @pytest.fixture(params=["nccl", "grpc"])
@@ -35,7 +36,7 @@ def link(request) -> str:
 def connected(link: str) -> Iterator[tuple[dict, dict[str, LeaderEnds]]]:
     """Coordinator's ends and leaders' ends, by side, in threads as the processes would be."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    ends, leaders = connect(Rendezvous("127.0.0.1", store.port, EPOCH, "secret", link, 20.0), ("draft", "target"))
+    ends, leaders = connect(Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", link, 20.0), ("draft", "target"))
     try:
         yield ends, leaders
     finally:
@@ -67,7 +68,7 @@ def connect(
 
 
 def ping(sequence: int) -> pb.WorkRequest:
-    return pb.WorkRequest(version=LAYOUT_VERSION, epoch=EPOCH, sequence=sequence, ping=pb.Ping())
+    return pb.WorkRequest(version=LAYOUT_VERSION, incarnation=INCARNATION, sequence=sequence, ping=pb.Ping())
 
 
 @pytest.mark.parametrize("size", [0, FRAME - 200, FRAME, 5 * FRAME + 1])
@@ -75,7 +76,9 @@ def test_messages_of_any_size_in_order(link, size):
     with connected(link) as (ends, leaders):
         for sequence in range(1, 4):
             big = pb.JoinCommand(pages=bytes(range(256)) * (size // 256) + b"x" * (size % 256))
-            ends["draft"].send(pb.WorkRequest(version=LAYOUT_VERSION, epoch=EPOCH, sequence=2 * sequence - 1, join=big))
+            ends["draft"].send(
+                pb.WorkRequest(version=LAYOUT_VERSION, incarnation=INCARNATION, sequence=2 * sequence - 1, join=big)
+            )
             ends["draft"].send(ping(2 * sequence))
             assert leaders["draft"].coordinator.receive(5.0).join == big
             assert leaders["draft"].coordinator.receive(5.0) == ping(2 * sequence)
@@ -141,21 +144,21 @@ def test_the_other_side_closes(link):
             ends["draft"].receive(5.0)
 
 
-def meet(channel: PeerChannel, epoch: int, make) -> None:
+def meet(channel: PeerChannel, incarnation: int, make) -> None:
     """Asks until there is another leader on the other side."""
-    while not channel.reconnect(epoch, make):
+    while not channel.reconnect(incarnation, make):
         time.sleep(0.01)
 
 
 def test_a_target_outlives_one_draft_after_the_other(link):
     """What a lost draft was to send is zeros, until another one is there; and one that does not come is lost, too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    where = Rendezvous("127.0.0.1", store.port, EPOCH, "secret", link, 20.0)
+    where = Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", link, 20.0)
     ends, leaders = connect(where, ("draft", "target"))
     target, draft = leaders["target"], leaders.pop("draft")
     channel = PeerChannel(target.peer, None, StageRunner(CPU), 5.0, outlives_peer=True)
     ask = lambda: channel.receive((), "rows", (2, 3), torch.int32).tolist()  # noqa: E731
-    for epoch in (EPOCH + 1, EPOCH + 2):
+    for incarnation in (INCARNATION + 1, INCARNATION + 2):
         there = PeerChannel(draft.peer, None, StageRunner(CPU), 5.0)
         for number in (7, 8):
             there.send("rows", torch.full((2, 3), number, dtype=torch.int32))
@@ -166,7 +169,7 @@ def test_a_target_outlives_one_draft_after_the_other(link):
         closing.start()
         assert ask() == [[0] * 3] * 2 == ask()
         channel.send("choice", torch.ones(4))
-        nobody = replace(where, epoch=99, start_timeout=0.3)
+        nobody = replace(where, incarnation=99, start_timeout=0.3)
         with pytest.raises(RuntimeError):
             meet(
                 channel,
@@ -174,12 +177,15 @@ def test_a_target_outlives_one_draft_after_the_other(link):
                 lambda at=nobody: peer_end(at, at.store(), "draft" if link == "grpc" else "target", CPU, target.server),
             )
         assert ask() == [[0] * 3] * 2
-        again = replace(where, epoch=epoch)
-        renew = lambda at=again: meet(channel, at.epoch, lambda: peer_end(at, at.store(), "target", CPU, target.server))  # noqa: E731
+        again = replace(where, incarnation=incarnation)
+
+        def renew(at=again):
+            meet(channel, at.incarnation, lambda: peer_end(at, at.store(), "target", CPU, target.server))
+
         more, drafts = connect(again, ("draft",), renew)
         closing.join(10)
         draft = drafts["draft"]
-        ends[f"draft of {epoch}"] = more["draft"]
+        ends[f"draft of {incarnation}"] = more["draft"]
     close(channel, *ends.values(), draft, target)
 
 
@@ -192,7 +198,7 @@ def test_strangers_are_not_let_in():
             stranger.send(ping(1))
             stranger.receive(5.0)
         stranger.close()
-        caller = MessagePeer(StreamCaller(address, "guess", "Exchange"), EPOCH, pb.ExchangeRequest)
+        caller = MessagePeer(StreamCaller(address, "guess", "Exchange"), INCARNATION, pb.ExchangeRequest)
         with pytest.raises(LinkError):
             for number in range(100):
                 caller.send("first", number, torch.zeros(1, 1, dtype=torch.int64))
@@ -204,7 +210,7 @@ def test_nobody_who_listens_at_a_forged_address_learns_the_secret():
     """Anybody who reaches the store may write to it; and a call that reaches the wrong server proves nothing anywhere
     else."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    where = Rendezvous("127.0.0.1", store.port, EPOCH, "secret", "grpc", 20.0)
+    where = Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", "grpc", 20.0)
     store.set(where.name("draft/address"), "127.0.0.1:1")
     with pytest.raises(LinkError, match=r"'127.0.0.1:1', was not written by this worker group"):
         coordinator_end(where, where.store(), "draft")
@@ -224,12 +230,12 @@ def test_nobody_who_listens_at_a_forged_address_learns_the_secret():
 
 
 def test_messages_of_another_life_or_layout_are_refused():
-    check_envelope(ping(1), EPOCH)
-    with pytest.raises(LinkError, match="epoch 3 arrived in epoch 4"):
-        check_envelope(ping(1), EPOCH + 1)
+    check_envelope(ping(1), INCARNATION)
+    with pytest.raises(LinkError, match="incarnation 3 arrived in incarnation 4"):
+        check_envelope(ping(1), INCARNATION + 1)
     other = ping(1)
     other.version = LAYOUT_VERSION + 1
     with pytest.raises(
         LinkError, match=f"layout version {LAYOUT_VERSION + 1} arrived; this side speaks {LAYOUT_VERSION}"
     ):
-        check_envelope(other, EPOCH)
+        check_envelope(other, INCARNATION)

@@ -32,7 +32,7 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
         for slot, row in zip(claimed, rows):
             slots.tokens_SL[slot, : len(row)] = row
             slots.length_S[slot] = len(row)
-        tally = SimpleNamespace(lag_sum=0)
+        counters = SimpleNamespace(lag_sum=0)
         slots.block_S[claimed] = 0
         decoding = DECODINGS[(Method.EXACT, "walk") if confirms else (Method.SMC, "independent")]
         members.append(
@@ -42,7 +42,7 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
                 seed=0,
                 committed=0,
                 lag=0,
-                tally=tally,
+                counters=counters,
                 decoding=decoding,
             )
         )

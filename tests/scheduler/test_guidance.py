@@ -149,7 +149,7 @@ def test_a_scale_of_1_is_no_guidance_and_costs_no_companion(config):
     for request_id, one in expected.items():
         other = found[request_id]
         assert (other.tokens, other.logprobs, other.statistics) == (one.tokens, one.logprobs, one.statistics)
-    assert plans and all(plan.target_companions is None for plan in plans)
+    assert plans and all(plan.target_unconditional is None for plan in plans)
 
 
 @pytest.mark.parametrize("config", ENDS, ids=config_id)
@@ -241,7 +241,7 @@ def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config):
     engine = local_engine(tiny_pair(), config)
     written = {side: TokenLedger(engine, side) for side in ModelRole}
     engine.submit(asked(method="exact", particles=4, **law))
-    changes = {3: engine.fallback.fall_back, 7: engine.fallback.rejoin, 12: engine.fallback.fall_back}
+    changes = {3: engine.fallback.fall_back, 7: engine.fallback.reenable_draft, 12: engine.fallback.fall_back}
     steps = 0
     while not engine.idle:
         outputs, steps = engine.step(), steps + 1

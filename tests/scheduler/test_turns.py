@@ -172,7 +172,7 @@ def test_the_target_runs_nothing_again_and_the_draft_what_it_lacks(form, cached)
     assert draft.num_held == (held // 16 * 16 if cached else 0), "nothing of it but what is cached"
     while group.committed < 40:
         engine.step()
-    engine.fallback.rejoin(group)
+    engine.fallback.reenable_draft(group)
     while group.alone or not group.is_running:
         engine.step()
     lacks = 21 + group.committed - 1 - (held // 16 * 16 if cached else 0)
@@ -209,12 +209,12 @@ def test_one_that_finds_no_slots_stays_alone():
     engine.fallback.fall_back(first)
     while len(running(engine)) < 2:
         engine.step()
-    engine.fallback.rejoin(first)
+    engine.fallback.reenable_draft(first)
     for _ in range(5):
         engine.step()
     assert first.alone and first.is_running and first.pending is None
     engine.abort("other")
-    engine.fallback.rejoin(first)
+    engine.fallback.reenable_draft(first)
     while first.alone or not first.is_running:
         engine.step()
     assert len(first.slots) == 8

@@ -28,14 +28,14 @@ CONFIG = EngineConfig(block=3, max_slots=16)
 
 def traits(plan: RoundPlan) -> tuple:
     """What decides which kernels run, but for sizes."""
-    guided = plan.target_companions is not None
+    guided = plan.target_unconditional is not None
     return plan.program, tuple(sorted(plan.kinds)), plan.biased, guided
 
 
 def rows_of(plan: RoundPlan) -> int:
     """At the target, padded."""
-    companions = plan.target_companions
-    return len(plan.slot_A) + (0 if companions is None else len(companions.place_U))
+    unconditional = plan.target_unconditional
+    return len(plan.slot_A) + (0 if unconditional is None else len(unconditional.index_U))
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def test_a_process_dies_under_load(group, alone, name, how):
     """Killed: noticed within 5 s. Stopped, which looks like a very slow process: after five seconds of silence. Answers
     that are the target's own draws go on where they were, and are those that they would have been."""
     group.until(lambda: group.supervisor.serving, 60, "the service did not come up")
-    epoch = group.supervisor.epoch
+    incarnation = group.supervisor.incarnation
     with group.client() as client, ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(outcome, client, seed=i, **LONG) for i in range(6)]
         methods = ({"method": "exact", "particles": 4}, {"method": "target"})
@@ -70,7 +70,7 @@ def test_a_process_dies_under_load(group, alone, name, how):
         # A draft that has lost its target may be the first to say so.
         group.until(lambda: client.health() == "NOT_SERVING", 15, "the loss was not noticed")
         group.until(lambda: group.supervisor.serving, 60, "the service did not come back")
-        assert group.supervisor.epoch == epoch + 1 == client.server_info().epoch
+        assert group.supervisor.incarnation == incarnation + 1 == client.server_info().epoch
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
         assert client.generate(QUESTION, seed=1, particles=4).text
         assert [call.result(60).tokens for call in survivors] == [alone] * 2
@@ -81,7 +81,7 @@ def test_the_draft_is_lost_under_load(group, alone):
     """The target goes on: answers of its own draws do not break off, and are those that they would have been; what
     needs the draft ends, is refused for a while, and is served again. No other process is started again."""
     group.until(lambda: group.supervisor.has_draft, 60, "the service did not come up")
-    epoch, before = group.supervisor.epoch, group.pids()
+    incarnation, before = group.supervisor.incarnation, group.pids()
     with group.client() as client, ThreadPoolExecutor(10) as pool:
         calls = [pool.submit(outcome, client, **params) for params in NEEDS_DRAFT]
         methods = (
@@ -107,7 +107,7 @@ def test_the_draft_is_lost_under_load(group, alone):
         assert client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORT).tokens == alone[:40]
         assert [call.result(60).tokens for call in survivors] == [alone] * 3
         group.until(lambda: group.supervisor.has_draft, 60, "the draft did not come back")
-        assert group.supervisor.epoch == epoch + 1 == client.server_info().epoch
+        assert group.supervisor.incarnation == incarnation + 1 == client.server_info().epoch
         assert {name: pid for name, pid in group.pids().items() if before[name] == pid}.keys() == before.keys() - {
             "draft0"
         }
@@ -123,22 +123,22 @@ def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(group, name, i
     """Processes of the service are asked beside its own supervisor, by waits that nobody has waited; one is stopped for
     a moment."""
     group.until(lambda: group.supervisor.has_draft, 60, "the service did not come up")
-    beside = WorkerGroup(group.supervisor._config, group.supervisor.pair, group.supervisor.epoch)
+    beside = WorkerGroup(group.supervisor._config, group.supervisor.pair, group.supervisor.incarnation)
     beside.actors = dict(group.supervisor.group.actors)
     names, pid = set(beside.actors), group.pids()[name]
 
     def wait_for_answers(of: set[str], seconds: float = 30) -> None:
-        answered, _ = ray.wait([beside._asked[one] for one in of], num_returns=len(of), timeout=seconds)
+        answered, _ = ray.wait([beside._probes[one] for one in of], num_returns=len(of), timeout=seconds)
         assert len(answered) == len(of)
 
     beside._look_for_silence(names, ASK_SECONDS / 2)
-    assert not beside._asked
+    assert not beside._probes
     beside._look_for_silence(names, ASK_SECONDS / 2)
-    first = dict(beside._asked)
+    first = dict(beside._probes)
     assert first.keys() == names
     wait_for_answers(names)
     beside._look_for_silence(names, 2 * PROBE_SECONDS)
-    assert not set(first.values()) & set(beside._asked.values())
+    assert not set(first.values()) & set(beside._probes.values())
     wait_for_answers(names)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -159,14 +159,16 @@ def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(group, name, i
 def test_calls_that_never_return_are_no_silence(group):
     """Attaching a draft that dies meanwhile is one; several at a time are not the end of the worker group."""
     group.until(lambda: group.supervisor.serving, 60, "the service did not come up")
-    epoch, coordinator = group.supervisor.epoch, group.supervisor.group.actors["coordinator"]
+    incarnation, coordinator = group.supervisor.incarnation, group.supervisor.group.actors["coordinator"]
     waiting = [coordinator.wait.remote() for _ in range(8)]
     time.sleep(PROBE_SECONDS + 3)
-    assert group.supervisor.serving and group.supervisor.epoch == epoch
+    assert group.supervisor.serving and group.supervisor.incarnation == incarnation
     # Its threads are of no use to anybody now.
     group.kill("coordinator", signal.SIGKILL)
     group.until(
-        lambda: group.supervisor.epoch > epoch and group.supervisor.serving, 60, "the service did not come back"
+        lambda: group.supervisor.incarnation > incarnation and group.supervisor.serving,
+        60,
+        "the service did not come back",
     )
     del waiting
     group.until_empty()

@@ -92,10 +92,12 @@ def test_many_lives(start):
     with start(engine=EngineConfig(block=3, branches=2, max_slots=4)) as running:
         files, threads = [], []
         for _ in range(3):
-            epoch = running.supervisor.epoch
+            incarnation = running.supervisor.incarnation
             running.kill("coordinator")
             running.until(
-                lambda last=epoch: running.supervisor.epoch == last + 1 and running.supervisor.serving, 60, "no restart"
+                lambda last=incarnation: running.supervisor.incarnation == last + 1 and running.supervisor.serving,
+                60,
+                "no restart",
             )
             with running.client() as client:
                 client.generate("x", particles=2, max_tokens=4, timeout=30)
