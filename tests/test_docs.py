@@ -1,4 +1,5 @@
-"""The limits of the documentation: its size, its lines, its links, the files it names, and the words it no longer uses."""
+"""The limits of the documentation: its size, its lines, its links, the files it names, and the words it no longer
+uses."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import words
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -20,37 +23,6 @@ MAX_README = 150
 MAX_TERMS = 20
 """In the glossary."""
 MAX_COLUMNS = 120
-
-REPLACED = {
-    "anybody": "a noun that says who is meant",
-    "chooser": "selector",
-    "cohort": "micro-batch",
-    "companion": "unconditional row",
-    "evidence": "score inputs",
-    "foretell": "forecast",
-    "gang": "replica, worker group",
-    "give up": "release",
-    "give way": "be preempted",
-    "go alone": "fall back to the target",
-    "hazard": "miss rate",
-    "judge": "verify, check",
-    "lane": "sequence stream",
-    "ledger": "page allocator",
-    "let go": "release",
-    "loose page": "unassigned page",
-    "nobody": "a noun that says who is meant",
-    "noun": "type",
-    "rehearsal": "warm-up, graph capture",
-    "rejoin": "re-enable the draft",
-    "reroot": "remap the block table",
-    "somebody": "a noun that says who is meant",
-    "suspect": "quarantined request",
-    "taken up again": "resumed",
-    "tally": "counters",
-    "tops": "top_logprobs",
-    "whoever": "a noun that says who is meant",
-}
-"""Words of our own that gave way to the field's, each with what is written instead."""
 
 
 def _without_code(text: str) -> str:
@@ -114,9 +86,4 @@ def test_files_that_it_names_exist(page):
 @pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs").glob("*.svg"))], ids=lambda page: page.name)
 def test_replaced_words_do_not_come_back(page):
     text = re.sub(r"<[^>]*>", " ", page.read_text()) if page.suffix == ".svg" else _prose(page)
-    found = {
-        f"{word} (write: {standard})"
-        for word, standard in REPLACED.items()
-        if re.search(r"\b" + word.replace(" ", r"\s+") + r"s?\b", text, flags=re.IGNORECASE)
-    }
-    assert not found, found
+    assert words.replaced(text, words.ANYWHERE | words.IN_PAGES) == {}

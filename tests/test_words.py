@@ -1,0 +1,49 @@
+"""Words that gave way to the field's do not come back: in names, comments, docstrings and other texts of the code.
+`tests.test_docs` looks for them in the pages."""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import words
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("smc", "services")
+TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+"""From Python 3.12 on the text of an f-string is a token of its own."""
+OF_USERS = {"cohorts"}
+"""Names that users write in a configuration: they stay."""
+
+
+def _tokens(file: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line, text, and whether it is a name."""
+    for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
+        if token.type == tokenize.NAME:
+            yield token.start[0], token.string, True
+        elif token.type in TEXTS:
+            yield token.start[0], token.string, False
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_replaced_words_do_not_come_back(folder):
+    anywhere = words.ANYWHERE | words.IN_CODE
+    gone = {True: anywhere | words.IN_NAMES, False: anywhere}
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {word} (write: {standard})"
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if ROOT / "services/pb" not in file.parents
+        for line, text, is_name in _tokens(file)
+        if text.strip("\"'") not in OF_USERS
+        for word, standard in words.replaced(words.parts(text), gone[is_name]).items()
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_parts_of_names_count():
+    assert set(words.replaced(words.parts("_place_N, isPlace, OFFERED_AC"), words.IN_NAMES)) == {"place", "offered"}
+    assert words.replaced("replaced, placement, masked", words.IN_NAMES) == {}
