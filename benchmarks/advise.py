@@ -23,7 +23,7 @@ from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.stats import EngineStats
 from smc.types import ModelRole
 
-OFFERS = 32
+CANDIDATES = 32
 """Tokens that a root offers: a tree's first level is no wider."""
 PARTICLES = (1, 2, 4, 8, 16, 32)
 BRANCHES = (1, 2, 4, 8)
@@ -74,7 +74,7 @@ class AcceptanceCurve:
         that follow the winning row are as many as its share of them."""
         share = self.one**block
         found = self.of_rows(min(particles, particles * branches * share))
-        hit, again = found**block, self.of_rows(min(particles * branches, OFFERS))
+        hit, again = found**block, self.of_rows(min(particles * branches, CANDIDATES))
         trees = again / (again + 1 - hit)
         return trees * sum(found**token for token in range(block)) + (1 - trees)
 
@@ -234,18 +234,20 @@ def measure_costs(backend: PromptBackend, degrees: tuple[int, int], effort: Effo
 
 
 def measure_acceptance(
-    backend: PromptBackend, degrees: tuple[int, int], law: Mapping[str, Any], problems: int = PROBED_PROBLEMS
+    backend: PromptBackend, degrees: tuple[int, int], distribution: Mapping[str, Any], problems: int = PROBED_PROBLEMS
 ) -> AcceptanceCurve:
-    """Acceptance in exact answers to problems, with one row and with `WIDE_ROWS`. `law`: settings of `SamplingParams`,
-    by name."""
+    """Acceptance in exact answers to problems, with one row and with `WIDE_ROWS`. `distribution`: settings of
+    `SamplingParams`, by name."""
     missed = {}
     for rows in (1, WIDE_ROWS):
         load = problem_load(backend.tokenizer, problems)
         assert load.answer is not None
-        asked = load.make_requests(SamplingParams(method=Method.EXACT, particles=rows, **law), load.answer)[:problems]
-        config = sized_config(EngineConfig(form="lockstep", block=PROBED_BLOCK), asked, BESIDE)
+        requests = load.make_requests(SamplingParams(method=Method.EXACT, particles=rows, **distribution), load.answer)[
+            :problems
+        ]
+        config = sized_config(EngineConfig(form="lockstep", block=PROBED_BLOCK), requests, BESIDE)
         with backend.engine(_mode(config, degrees, rows), config) as engine:
-            for _ in ClosedLoop(engine, asked, BESIDE).run():
+            for _ in ClosedLoop(engine, requests, BESIDE).run():
                 pass
             missed[rows] = missed_share(engine.take_stats(), problems)
     gain = math.log(missed[1] / missed[WIDE_ROWS]) / math.log(WIDE_ROWS)

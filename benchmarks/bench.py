@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from smc.local_engine import ModelPair
 
 ROUNDS = 30
-LAW = ("temperature", "top_k", "top_p", "min_p", "guidance_scale")
+DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p", "guidance_scale")
 """Options of the distribution that tokens are drawn from."""
 OF_METHOD = {"smc": "population", "exact": "verification"}
 """The option that each method has for itself."""
 OWN = ("target_dtype", "draft_dtype", "draft_vocab", "draft_vocab_text")
 """Options of the models' types and draft vocabulary."""
-PLACES = ("target", "draft")
+MODELS = ("target", "draft")
 
 ParticlesList = Annotated[
     list[int] | None,
@@ -229,9 +229,9 @@ class BenchOptions:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def law(self) -> dict[str, Any]:
+    def distribution(self) -> dict[str, Any]:
         """Given settings of the target's distribution, by their names in `SamplingParams`."""
-        return {name: value for name, value in self.named(*LAW).items() if value is not None}
+        return {name: value for name, value in self.named(*DISTRIBUTION).items() if value is not None}
 
     @property
     def modes(self) -> Sequence[str]:
@@ -312,133 +312,142 @@ def refuse_idle(given: Mapping[str, Any], where: str) -> None:
 
 
 @with_options(BenchOptions)
-def bench(asked: BenchOptions) -> None:
+def bench(arguments: BenchOptions) -> None:
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
-    if asked.advise:
-        _advise(asked)
+    if arguments.advise:
+        _advise(arguments)
         return
-    refuse_idle(asked.named("gpus", "acceptance", "picture"), "without --advise")
-    asked.check_decoding()
-    if asked.device == "cuda":
-        _bench_gpus(asked)
-    elif asked.prompts:
-        _bench_prompts(asked)
+    refuse_idle(arguments.named("gpus", "acceptance", "picture"), "without --advise")
+    arguments.check_decoding()
+    if arguments.device == "cuda":
+        _bench_gpus(arguments)
+    elif arguments.prompts:
+        _bench_prompts(arguments)
     else:
-        _bench_rounds(asked)
+        _bench_rounds(arguments)
 
 
-def _advise(asked: BenchOptions) -> None:
+def _advise(arguments: BenchOptions) -> None:
     """Costs, and what they say of how to split GPUs."""
-    idle = asked.named("mode") | {"prompts": asked.prompts or None}
-    idle |= asked.named(
+    idle = arguments.named("mode") | {"prompts": arguments.prompts or None}
+    idle |= arguments.named(
         "rounds", "draft_tp", "trace", "method", "population", "verification", "guidance_scale", "drafting"
     )
     refuse_idle(idle, "with --advise")
-    if asked.context and len(asked.context) > 1:
-        raise ValueError(f"--context {' '.join(map(str, asked.context))}; allowed with --advise: one")
-    asked.check(asked.named("target_tp"), asked.json, asked.picture)
-    on_gpu = asked.device == "cuda"
-    plan = _advise_plan(asked, count_gpus() if on_gpu else None)
-    if asked.load == "random" and plan.acceptance is None:
+    if arguments.context and len(arguments.context) > 1:
+        raise ValueError(f"--context {' '.join(map(str, arguments.context))}; allowed with --advise: one")
+    arguments.check(arguments.named("target_tp"), arguments.json, arguments.picture)
+    on_gpu = arguments.device == "cuda"
+    plan = _advise_plan(arguments, count_gpus() if on_gpu else None)
+    if arguments.load == "random" and plan.acceptance is None:
         raise ValueError("--load random says nothing of what is accepted; give --acceptance")
     if not on_gpu:
-        refuse_idle(asked.named("load"), "without --device cuda")
-    if not on_gpu and not asked.link:
-        run_advice(plan, _cpu_backend(asked), compiles=False)
+        refuse_idle(arguments.named("load"), "without --device cuda")
+    if not on_gpu and not arguments.link:
+        run_advice(plan, _cpu_backend(arguments), compiles=False)
         return
     apart = (1, max((degree for degree in plan.degrees if degree < plan.gpus), default=1))
-    with _backend(asked.link, _gang_config(asked), apart) as (backend, _):
+    with _backend(arguments.link, _worker_group_config(arguments), apart) as (backend, _):
         run_advice(plan, backend, compiles=on_gpu)
 
 
-def _advise_plan(asked: BenchOptions, there: int | None) -> AdvisePlan:
+def _advise_plan(arguments: BenchOptions, there: int | None) -> AdvisePlan:
     """`there`: GPUs; None: the models are on a CPU."""
-    gpus = (there or 2) if asked.gpus is None else asked.gpus
-    most = 1 if not asked.link else gpus if there is None else min(gpus, there)
+    gpus = (there or 2) if arguments.gpus is None else arguments.gpus
+    most = 1 if not arguments.link else gpus if there is None else min(gpus, there)
     return AdvisePlan(
         gpus=gpus,
-        degrees=[asked.target_tp]
-        if asked.target_tp
+        degrees=[arguments.target_tp]
+        if arguments.target_tp
         else [1 << power for power in range(most.bit_length()) if 1 << power <= most],
-        loads=asked.concurrency or ADVISE_LOADS,
-        context=asked.context[0] if asked.context else 256,
-        particles=asked.particles,
-        branches=asked.branches,
-        blocks=asked.block,
-        acceptance=asked.acceptance,
-        law=asked.law,
-        json=asked.json,
-        picture=asked.picture,
+        loads=arguments.concurrency or ADVISE_LOADS,
+        context=arguments.context[0] if arguments.context else 256,
+        particles=arguments.particles,
+        branches=arguments.branches,
+        blocks=arguments.block,
+        acceptance=arguments.acceptance,
+        distribution=arguments.distribution,
+        json=arguments.json,
+        picture=arguments.picture,
     )
 
 
-def _bench_gpus(asked: BenchOptions) -> None:
+def _bench_gpus(arguments: BenchOptions) -> None:
     """Tokens a second, or how soon answers begin."""
-    asked.check(asked.named("draft_tp", "target_tp", "threads"), asked.json, asked.trace)
-    contexts: Sequence[int] = asked.context or (PROMPT_CONTEXTS if asked.prompts else (256,))
-    if asked.prompts:
-        refuse_idle(asked.named("trace", "drafting"), "with --prompts")
-    elif asked.load == "grown":
-        refuse_idle(asked.named("context"), "with --load grown, whose prompts are problems")
+    arguments.check(arguments.named("draft_tp", "target_tp", "threads"), arguments.json, arguments.trace)
+    contexts: Sequence[int] = arguments.context or (PROMPT_CONTEXTS if arguments.prompts else (256,))
+    if arguments.prompts:
+        refuse_idle(arguments.named("trace", "drafting"), "with --prompts")
+    elif arguments.load == "grown":
+        refuse_idle(arguments.named("context"), "with --load grown, whose prompts are problems")
         contexts = ()
-    if WIDE in (asked.mode or ()) and not asked.link:
+    if WIDE in (arguments.mode or ()) and not arguments.link:
         raise ValueError(f"--mode {WIDE} shares the target among processes; give --link")
-    degrees = (asked.draft_tp or 1, asked.target_tp or 1)
+    degrees = (arguments.draft_tp or 1, arguments.target_tp or 1)
     plan = SpeedPlan(
         degrees,
-        asked.modes,
-        *asked.sizes,
+        arguments.modes,
+        *arguments.sizes,
         contexts,
-        asked.loads,
-        asked.timed_rounds,
-        asked.law,
-        not asked.no_prefix_cache,
-        asked.decodings,
-        asked.drafting or "always",
+        arguments.loads,
+        arguments.timed_rounds,
+        arguments.distribution,
+        not arguments.no_prefix_cache,
+        arguments.decodings,
+        arguments.drafting or "always",
     )
-    with _backend(asked.link, _gang_config(asked), degrees) as (backend, gpus):
+    with _backend(arguments.link, _worker_group_config(arguments), degrees) as (backend, gpus):
         assert gpus is not None
-        _measure_prompts(plan, backend, gpus, asked.json) if asked.prompts else _measure_speed(
-            plan, backend, gpus, asked
+        _measure_prompts(plan, backend, gpus, arguments.json) if arguments.prompts else _measure_speed(
+            plan, backend, gpus, arguments
         )
 
 
-def _bench_prompts(asked: BenchOptions) -> None:
+def _bench_prompts(arguments: BenchOptions) -> None:
     """How soon answers begin, on a CPU."""
-    idle = asked.named("load", "mode", "trace", "drafting", *LAW) | {"link": asked.link and asked.link[0]}
-    refuse_idle(idle | asked.named("draft_tp", "target_tp"), "with --prompts on a CPU")
-    asked.check({}, asked.json)
-    contexts = asked.context or SHORT_PROMPT_CONTEXTS
+    idle = arguments.named("load", "mode", "trace", "drafting", *DISTRIBUTION) | {
+        "link": arguments.link and arguments.link[0]
+    }
+    refuse_idle(idle | arguments.named("draft_tp", "target_tp"), "with --prompts on a CPU")
+    arguments.check({}, arguments.json)
+    contexts = arguments.context or SHORT_PROMPT_CONTEXTS
     modes = ("plain", "lookahead")
     plan = SpeedPlan(
-        (1, 1), modes, *asked.sizes, contexts, asked.loads, asked.timed_rounds, {}, decodings=[asked.decoding]
+        (1, 1),
+        modes,
+        *arguments.sizes,
+        contexts,
+        arguments.loads,
+        arguments.timed_rounds,
+        {},
+        decodings=[arguments.decoding],
     )
-    _measure_prompts(plan, _cpu_backend(asked), 2, asked.json)
+    _measure_prompts(plan, _cpu_backend(arguments), 2, arguments.json)
 
 
-def _bench_rounds(asked: BenchOptions) -> None:
+def _bench_rounds(arguments: BenchOptions) -> None:
     """Where the time of a round goes, on a CPU."""
-    refuse_idle(asked.named("load", "mode", "context", "trace", "drafting", *LAW), "without --device cuda")
-    (particles, *more), blocks, branches = asked.sizes
+    refuse_idle(arguments.named("load", "mode", "context", "trace", "drafting", *DISTRIBUTION), "without --device cuda")
+    (particles, *more), blocks, branches = arguments.sizes
     if more:
         raise ValueError(
             f"--particles {' '.join(map(str, (particles, *more)))}; allowed without --device cuda: one value"
         )
-    asked.check(asked.named("draft_tp", "target_tp"), asked.json)
-    configs = [replace(config, prefix_cache=not asked.no_prefix_cache) for config in _configs(blocks, branches)]
-    sampling, rounds = {"particles": particles, **asked.decoding}, asked.timed_rounds
+    arguments.check(arguments.named("draft_tp", "target_tp"), arguments.json)
+    configs = [replace(config, prefix_cache=not arguments.no_prefix_cache) for config in _configs(blocks, branches)]
+    sampling, rounds = {"particles": particles, **arguments.decoding}, arguments.timed_rounds
     rows: list[Any]
-    if asked.link:
-        config = service_options.worker_group_config(asked.named(*PLACES, "draft_tp", "target_tp", "threads", *OWN))
+    if arguments.link:
+        config = service_options.worker_group_config(arguments.named(*MODELS, "draft_tp", "target_tp", "threads", *OWN))
         rows = _measure_processes(
-            [replace(config, link=name) for name in asked.link], configs, asked.loads, sampling, rounds
+            [replace(config, link=name) for name in arguments.link], configs, arguments.loads, sampling, rounds
         )
         out.print(process_round_table(rows), PROCESS_LEGEND.format(particles=particles), sep="\n")
     else:
-        rows = time_rounds(_cpu_pair(asked), configs, asked.loads, sampling, rounds)
+        rows = time_rounds(_cpu_pair(arguments), configs, arguments.loads, sampling, rounds)
         out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles, rounds=rounds), sep="\n")
     out.print(*curve_tables(costs_of_rounds(rows)), CURVES_LEGEND, sep="\n")
-    _write(asked.json, rows)
+    _write(arguments.json, rows)
 
 
 def _write(json: Path | None, rows: Sequence[Any]) -> None:
@@ -454,7 +463,7 @@ def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfi
 
 
 def _measure_processes(
-    gangs: Sequence[WorkerGroupConfig],
+    worker_groups: Sequence[WorkerGroupConfig],
     configs: Sequence[EngineConfig],
     concurrency: Sequence[int],
     sampling: dict[str, Any],
@@ -464,17 +473,17 @@ def _measure_processes(
 
     rows = []
     with progress_bar() as progress:
-        task = progress.add_task("rounds", total=len(gangs) * len(configs) * len(concurrency))
-        for config in gangs:
+        task = progress.add_task("rounds", total=len(worker_groups) * len(configs) * len(concurrency))
+        for config in worker_groups:
             rows += measure_process_rounds(
                 config, list(configs), list(concurrency), sampling, rounds, lambda: progress.advance(task)
             )
     return rows
 
 
-def _gang_config(asked: BenchOptions) -> WorkerGroupConfig:
+def _worker_group_config(arguments: BenchOptions) -> WorkerGroupConfig:
     """Raises ValueError for wrong options before torch is imported."""
-    return service_options.worker_group_config(asked.named("load", *PLACES, "device", "threads", *OWN))
+    return service_options.worker_group_config(arguments.named("load", *MODELS, "device", "threads", *OWN))
 
 
 @contextmanager
@@ -500,23 +509,23 @@ def _backend(
         yield (MixedBackend(here, apart) if gpus else apart), gpus
 
 
-def _cpu_pair(asked: BenchOptions) -> ModelPair:
+def _cpu_pair(arguments: BenchOptions) -> ModelPair:
     from smc.loading import load_pair, pair_directories, use_threads
 
-    found = pair_directories(asked.target, asked.draft)
-    use_threads(asked.threads, found)
-    return load_pair(found, "cpu", None, **asked.named(*OWN))
+    found = pair_directories(arguments.target, arguments.draft)
+    use_threads(arguments.threads, found)
+    return load_pair(found, "cpu", None, **arguments.named(*OWN))
 
 
-def _cpu_backend(asked: BenchOptions) -> CpuBackend:
+def _cpu_backend(arguments: BenchOptions) -> CpuBackend:
     from benchmarks.backends import CpuBackend
 
-    return CpuBackend(_cpu_pair(asked))
+    return CpuBackend(_cpu_pair(arguments))
 
 
-def _measure_speed(plan: SpeedPlan, backend: BenchBackend, gpus: int, asked: BenchOptions) -> None:
+def _measure_speed(plan: SpeedPlan, backend: BenchBackend, gpus: int, arguments: BenchOptions) -> None:
     # The file is written after every line, since a run can take an hour.
-    rows = measure_speed(plan, backend, gpus, asked.trace, lambda found: _write(asked.json, found))
+    rows = measure_speed(plan, backend, gpus, arguments.trace, lambda found: _write(arguments.json, found))
     out.print(speed_table(rows), SPEED_LEGEND.format(rounds=plan.rounds), sep="\n")
     if tables := curve_tables(costs_of_speeds(rows, plan.drafting)):
         out.print(*tables, CURVES_LEGEND, sep="\n")

@@ -89,7 +89,7 @@ class EvalOptions:
     block: GridBlocks = None
     branches: GridBranches = None
     temperature: Annotated[
-        float, options.option(options.SAMPLING, "Of the target law; 0 = greedy, without SMC.", metavar="T")
+        float, options.option(options.SAMPLING, "Of the target distribution; 0 = greedy, without SMC.", metavar="T")
     ] = 1.0
     ess_threshold: Annotated[float | None, options.sampling_option("ess_threshold")] = None
     concurrency: Annotated[int, options.option(options.ENGINE, "Requests in flight.", metavar="COUNT")] = 8
@@ -113,25 +113,33 @@ class EvalOptions:
 
 
 @with_options(EvalOptions)
-def evaluate(asked: EvalOptions) -> None:
+def evaluate(arguments: EvalOptions) -> None:
     """Measure quality and speed of every way of decoding, on problems made for it."""
     from benchmarks.reports.quality import DemoPairs, QualityPlan, measure_all, prepare, report
 
-    plan = QualityPlan(**{name: getattr(asked, name) for name in QualityPlan.__dataclass_fields__})
-    _check_outputs(plan, asked.json, asked.markdown, asked.picture)
-    settings = _settings(grid_of(asked.particles, asked.block, asked.branches, asked.temperature), asked.only)
-    threshold = asked.ess_threshold
+    plan = QualityPlan(**{name: getattr(arguments, name) for name in QualityPlan.__dataclass_fields__})
+    _check_outputs(plan, arguments.json, arguments.markdown, arguments.picture)
+    settings = _settings(
+        grid_of(arguments.particles, arguments.block, arguments.branches, arguments.temperature), arguments.only
+    )
+    threshold = arguments.ess_threshold
     if threshold is not None and not any(setting.population == "independent" for setting in settings):
         raise ValueError(
             f"--ess-threshold {threshold:g} has no effect without settings of independent particles; leave it out"
         )
-    if asked.accuracy_from and not asked.speed_problems:
+    if arguments.accuracy_from and not arguments.speed_problems:
         raise ValueError("--accuracy-from leaves nothing to be measured with --speed-problems 0; leave one of them out")
-    own = (asked.dtype, asked.target_dtype, asked.draft_dtype, asked.draft_vocab, asked.draft_vocab_text)
-    pairs = DemoPairs.of(asked.load, asked.target, asked.draft, asked.device, own)
-    record, known = prepare(plan, settings, pairs, asked.json, asked.resume, asked.accuracy_from or ())
+    own = (
+        arguments.dtype,
+        arguments.target_dtype,
+        arguments.draft_dtype,
+        arguments.draft_vocab,
+        arguments.draft_vocab_text,
+    )
+    pairs = DemoPairs.of(arguments.load, arguments.target, arguments.draft, arguments.device, own)
+    record, known = prepare(plan, settings, pairs, arguments.json, arguments.resume, arguments.accuracy_from or ())
     measure_all(pairs, plan, settings, record, known)
-    report(plan, settings, record, asked.markdown, asked.picture)
+    report(plan, settings, record, arguments.markdown, arguments.picture)
 
 
 def _check_outputs(plan: QualityPlan, *paths: Path | None) -> None:

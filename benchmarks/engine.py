@@ -57,7 +57,7 @@ def make_engine(args: argparse.Namespace, config: EngineConfig, *, warm: bool = 
 def recorded(engine: Engine) -> dict[str, str]:
     stages = engine.executor.stages
     return {
-        side: f"{s.recorded_keys} kinds, {s.recorded_bytes / 2**30:.2f} GiB, {s.evicted} given up"
+        side: f"{s.recorded_keys} kinds, {s.recorded_bytes / 2**30:.2f} GiB, {s.evicted} evicted"
         for side, s in stages.items()
     }
 
@@ -71,7 +71,7 @@ def mixed(args: argparse.Namespace) -> dict:
     answered request is replaced by a new one."""
     config = EngineConfig(block=args.block, branches=2, max_slots=512, max_context=1024, pages=200_000)
     engine, rng = make_engine(args, config), random.Random(1)
-    vocab, asked = engine.tokenizer.size, 0
+    vocab, submitted = engine.tokenizer.size, 0
     plans, ask = [], engine.executor.round
 
     def told(plan: RoundPlan) -> LocalRound:
@@ -81,23 +81,23 @@ def mixed(args: argparse.Namespace) -> dict:
     engine.executor.round = told
 
     def one() -> Request:
-        law = rng.choice([{}, {}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}])
+        distribution = rng.choice([{}, {}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}])
         smc = rng.random() < 0.9
         method = {
             "particles": rng.choice(SIZES),
             "resampling": rng.choice(["systematic", "systematic", "ssp", "residual"]),
         }
         params = SamplingParams(
-            seed=asked, max_tokens=rng.randint(20, 400), **law, **(method if smc else {"method": "target"})
+            seed=submitted, max_tokens=rng.randint(20, 400), **distribution, **(method if smc else {"method": "target"})
         )
         prompt = tuple(rng.randrange(vocab) for _ in range(rng.choice([20, 100, 250, 500])))
-        return Request(str(asked), prompt, params)
+        return Request(str(submitted), prompt, params)
 
     lengths, memory, work, source = [], [], [], engine.rounds_of(Method.SMC)
     while len(lengths) < args.rounds:
         while len(engine.registry.groups) < args.requests:
             engine.submit(one())
-            asked += 1
+            submitted += 1
         begin, source.queued = time.monotonic(), 0.0
         engine.step()
         if source.last is not None:
@@ -121,7 +121,7 @@ def mixed(args: argparse.Namespace) -> dict:
     after = np.array(lengths[len(lengths) // 10 :])
     found = {
         "rounds": len(lengths),
-        "answered": asked - args.requests,
+        "answered": submitted - args.requests,
         "particles": float(np.mean([used for _, used in pair_rounds])),
         "rows_a_particle_at_most": max(rows / used for rows, used in pair_rounds),
         "median_ms": float(np.median(after)),

@@ -45,7 +45,7 @@ TEMPERATURES: tuple[dict[str, Any], ...] = (
     {"temperature": 1.5},
 )
 CUTS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}, {"stop": ("so", ".")})
-SAMPLING = [{**law, **cut} for law, cut in itertools.product(TEMPERATURES, CUTS)]
+SAMPLING = [{**temperature, **cut} for temperature, cut in itertools.product(TEMPERATURES, CUTS)]
 EQUALITY_PARTICLES = (1, 4, 8, 16)
 MISSES_PARTICLES = (1, 2, 4, 8)
 MISSES_SEED = 5

@@ -217,17 +217,17 @@ def bench_score(rows: int, extra: int, vocab: int = 128256) -> None:
 
 def bench_truncate(rows: int, truncation: Truncation, vocab: int = 128256) -> None:
     logits, every = copies(random(rows, vocab, scale=3.0)), truncation.spec(rows)
-    name, asked = "+".join(sorted(every.active)), truncate_arguments(every, logits[0].device)
-    torch_law = distributions.Distributions(every, logits[0].device)
-    expected_RV = torch_law.target(logits[0].float()) > -torch.inf
-    differ = (kept(logits[0], truncate(logits[0], vocab, *asked)) != expected_RV).sum().item()
+    name, arguments = "+".join(sorted(every.active)), truncate_arguments(every, logits[0].device)
+    torch_distributions = distributions.Distributions(every, logits[0].device)
+    expected_RV = torch_distributions.target(logits[0].float()) > -torch.inf
+    differ = (kept(logits[0], truncate(logits[0], vocab, *arguments)) != expected_RV).sum().item()
     count_R = expected_RV.sum(-1)
     print(f"{name} {rows}: keeps {count_R.min().item()} to {count_R.max().item()}; {differ} entries otherwise")
     # Sums in another order may end top-p a few entries earlier or later.
     assert differ <= (4 * rows if truncation.top_p < 1 else 0)
-    sorting = microseconds(lambda x: torch_law.target(x.float()), logits[:2])
+    sorting = microseconds(lambda x: torch_distributions.target(x.float()), logits[:2])
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)):
-        us = microseconds(lambda x, b=block, w=warps: truncate(x, vocab, *asked, block=b, warps=w), logits)
+        us = microseconds(lambda x, b=block, w=warps: truncate(x, vocab, *arguments, block=b, warps=w), logits)
         note(f"truncate {name} {rows} block {block} warps {warps}", us, rows * vocab * 2, sorting=round(sorting, 1))
 
 
@@ -261,12 +261,12 @@ def bench_norm(features: int, rows: int) -> None:
 
 
 def bench_selection(groups: int, n: int, branches: int) -> None:
-    places, full = groups * n, torch.full((groups,), n, dtype=torch.int32, device="cuda")
-    candidates = torch.randn(places, branches, dtype=torch.float64, device="cuda") * 3
+    rows, full = groups * n, torch.full((groups,), n, dtype=torch.int32, device="cuda")
+    candidates = torch.randn(rows, branches, dtype=torch.float64, device="cuda") * 3
     bounds = Bounds(torch.arange(groups, dtype=torch.int32, device="cuda") * n, full, full, full)
     seed_G = torch.arange(groups, device="cuda")
     rest = (
-        torch.ones(places, dtype=torch.bool, device="cuda"),
+        torch.ones(rows, dtype=torch.bool, device="cuda"),
         bounds,
         torch.full((groups,), 0.5, dtype=torch.float64, device="cuda"),
     )
@@ -279,33 +279,33 @@ def bench_selection(groups: int, n: int, branches: int) -> None:
 
 
 def bench_expansion(groups: int, rows: int, kind: PopulationKind, vocab: int = 128256) -> None:
-    """What rows offer, then which of it goes on: `rows` rows of every group from as many."""
+    """The candidates of rows, then the rows of the next step: `rows` rows of every group from as many."""
     total, device = groups * rows, torch.device("cuda")
     logits, ones_R = copies(random(total, vocab, scale=3.0)), torch.ones(total, device=device)
     keys = torch.randint(0, 2**31, (4, total), device=device)
-    offers = propose_candidates(logits[0], vocab, ones_R, *keys, 1)
+    candidates = propose_candidates(logits[0], vocab, ones_R, *keys, 1)
     likeliest = logits[0].float().log_softmax(-1).topk(32)
-    assert (offers.logq_RC[:, :32] - likeliest.values).abs().max() < 2e-5
+    assert (candidates.logq_RC[:, :32] - likeliest.values).abs().max() < 2e-5
     tie_free = likeliest.values.diff(dim=1).ne(0).all(1)
-    assert (offers.token_RC[:, :32] == likeliest.indices).all(1)[tie_free].all()
+    assert (candidates.token_RC[:, :32] == likeliest.indices).all(1)[tie_free].all()
     floor = total * vocab * 2
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
         us = microseconds(
             lambda x, b=block, w=warps: propose_candidates(x, vocab, ones_R, *keys, 1, block=b, warps=w), logits
         )
-        note(f"offer {groups}x{rows} block {block} warps {warps}", us, floor)
+        note(f"candidates {groups}x{rows} block {block} warps {warps}", us, floor)
     first_G, size_G = torch.arange(groups, device=device) * rows, torch.full((groups,), rows, device=device)
     kind_G, seed_G = torch.full_like(size_G, int(kind)), torch.arange(groups, device=device)
     mass_R, there_R = torch.randn(total, device=device, dtype=torch.float64), ones_R > 0
     rest = (mass_R, there_R, (first_G, size_G), (first_G, size_G), size_G, kind_G, (seed_G, seed_G, 1), total)
-    made, expected = expand(offers, *rest), torch_expand(offers, *rest)
+    made, expected = expand(candidates, *rest), torch_expand(candidates, *rest)
     assert torch.equal(made.parent_X, expected.parent_X) and torch.equal(made.candidate_X, expected.candidate_X)
     for chunk, w in ((256, 4), (512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 16)):
-        us = microseconds(lambda o, c=chunk, w=w: expand(o, *rest, chunk=c, warps=w), [offers])
-        note(f"expand {kind.name} {groups}x{rows} chunk {chunk} warps {w}", us, offers.share_RC.numel() * 4)
+        us = microseconds(lambda o, c=chunk, w=w: expand(o, *rest, chunk=c, warps=w), [candidates])
+        note(f"expand {kind.name} {groups}x{rows} chunk {chunk} warps {w}", us, candidates.share_RC.numel() * 4)
 
 
-def bench_laws() -> None:
+def bench_sampling() -> None:
     for rows, draws in ((8, 4), (32, 1), (64, 1)):
         bench_draw(rows, draws)
     bench_score(72, 4)
@@ -458,7 +458,7 @@ def _cells(found: dict[str, float]) -> str:
 
 
 PARTS = {
-    "laws": bench_laws,
+    "sampling": bench_sampling,
     "norms": bench_norms,
     "selections": bench_selections,
     "expansions": bench_expansions,

@@ -101,13 +101,13 @@ class DecodePass:
 
     def build(self, pdl: bool) -> Callable[[], Tensor]:
         """Something that runs it, for the logits of all tokens."""
-        forward, rows, tokens_T = TritonForward(self.worker, pdl=pdl), self.places(), self.tokens()
+        forward, rows, tokens_T = TritonForward(self.worker, pdl=pdl), self.random_rows(), self.tokens()
         return lambda: forward.logits(forward(tokens_T, rows))
 
     def tokens(self) -> Tensor:
         return torch.randint(0, 1000, (self.rows * self.queries,), device="cuda")
 
-    def places(self) -> Rows:
+    def random_rows(self) -> Rows:
         """Anywhere in the pool."""
         own, size = OWN + self.queries, self.rows // self.groups
         shared, others = (

@@ -106,14 +106,14 @@ class RankProcesses:
             for pipe in ready:
                 name = silent.pop(pipe)
                 try:
-                    said = pipe.recv()
+                    message = pipe.recv()
                 except (EOFError, OSError):
                     raise WorkerGroupError(f"{name} died") from None
-                if isinstance(said, _Failure):
-                    raise WorkerGroupError(f"{name}: {said.text}") from RemoteTraceback(
-                        f"in the process of {name}\n{said.traceback}"
+                if isinstance(message, _Failure):
+                    raise WorkerGroupError(f"{name}: {message.text}") from RemoteTraceback(
+                        f"in the process of {name}\n{message.traceback}"
                     )
-                assert said == word, f"{name} said {said!r} where {word!r} comes next"
+                assert message == word, f"{name} said {message!r} where {word!r} comes next"
 
 
 @dataclass(frozen=True)

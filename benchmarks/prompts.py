@@ -97,35 +97,35 @@ class _Run:
 
 
 class FirstTokenTimer:
-    """Measures on a machine, for requests of one law; `on_prompt` is told whenever a prompt has been run."""
+    """Measures on a machine, for requests of one distribution; `on_prompt` is told whenever a prompt has been run."""
 
     def __init__(
         self,
         backend: PromptBackend,
         quiet: int,
         on_prompt: Callable[[], None] = lambda: None,
-        law: Mapping[str, Any] | None = None,
+        distribution: Mapping[str, Any] | None = None,
     ) -> None:
-        """`quiet`: rounds before each prompt, which those beside it are compared with; `law`: settings of
+        """`quiet`: rounds before each prompt, which those beside it are compared with; `distribution`: settings of
         `SamplingParams` of the requests that are decoded meanwhile, by name."""
-        self._backend, self._quiet, self._on_prompt, self._law = backend, quiet, on_prompt, law or {}
+        self._backend, self._quiet, self._on_prompt, self._distribution = backend, quiet, on_prompt, distribution or {}
 
     def run(self, mode: Mode, context: int, beside: int) -> list[FirstToken]:
         """Rows for new prompts and for the same prompts again. Raises ValueError for a context that is too long for the
         models."""
         rows: dict[str, Any] = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
-        params = SamplingParams(method=mode.method, **rows, **self._law)
+        params = SamplingParams(method=mode.method, **rows, **self._distribution)
         longest = min(self._backend.shape(mode, role).max_context for role in ModelRole)
         if context >= longest:
             raise ValueError(f"--context {context}; allowed: below {longest}, what both models were made for")
         load = Load(beside, self._prompts(beside, min(longest // 2, BESIDE_TOKENS), 1), None)
-        asked = load.make_requests(params, min(longest // 2, self._lifetime(mode, params, context, beside)))
+        background = load.make_requests(params, min(longest // 2, self._lifetime(mode, params, context, beside)))
         prompts = self._prompts(REPEATS + 1, context, 2)
         runs: dict[str, list[_Run]] = {"new": [], "again": []}
         quiet: list[float] = []
-        with self._backend.engine(mode, _fitted(mode, asked, context)) as engine, _listening(engine) as pending:
+        with self._backend.engine(mode, _fitted(mode, background, context)) as engine, _listening(engine) as pending:
             for i, prompt in enumerate(prompts):
-                loop = _begun(engine, asked, beside)
+                loop = _begun(engine, background, beside)
                 between = [_timed_step(loop)[0] for _ in range(self._quiet)] if beside else []
                 # The first compile, record, and find out what is fastest.
                 quiet += between if i else []
@@ -190,24 +190,24 @@ def operations(config: ModelConfig, tokens: int, past: int) -> float:
 
 @contextmanager
 def _listening(engine: Engine) -> Iterator[PromptRuns]:
-    """The prompts that the engine's workers are asked to run, by role."""
-    asked: PromptRuns = {role: [] for role in ModelRole}
+    """The prompts that the engine's workers run, by role."""
+    prompts: PromptRuns = {role: [] for role in ModelRole}
     for role, worker in engine.workers.items():
 
-        def listen(batch, ask=worker.run_prompts, to=asked[role]):
+        def listen(batch, ask=worker.run_prompts, to=prompts[role]):
             to.append(ask(batch))
             return to[-1]
 
         # In place of the method, for this worker alone.
         vars(worker)["run_prompts"] = listen
-    yield asked
+    yield prompts
     for worker in engine.workers.values():
         del vars(worker)["run_prompts"]
 
 
-def _begun(engine: Engine, asked: list[Request], requests: int) -> ClosedLoop:
+def _begun(engine: Engine, background: list[Request], requests: int) -> ClosedLoop:
     """All are decoded. Raises ValueError if some have ended before others have begun."""
-    loop = ClosedLoop(engine, repeated(asked), requests)
+    loop = ClosedLoop(engine, repeated(background), requests)
     while engine.num_running < requests:
         ended = any(output.answer is not None for output in loop.step())
         if ended:
@@ -220,8 +220,8 @@ def _begun(engine: Engine, asked: list[Request], requests: int) -> ClosedLoop:
 
 
 def _first_token(mode: Mode, loop: ClosedLoop, pending: PromptRuns, name: str, prompt: tuple[int, ...]) -> _Run:
-    for asked in pending.values():
-        asked.clear()
+    for prompts in pending.values():
+        prompts.clear()
     begin, answer = time.monotonic(), None
     steps: list[float] = []
     loop.engine.submit(Request(name, prompt, _asking(mode)))
@@ -231,10 +231,10 @@ def _first_token(mode: Mode, loop: ClosedLoop, pending: PromptRuns, name: str, p
         steps += [step] if decoded else []
         answer = next((output.answer for output in outputs if output.request_id == name), None)
     ttft, spans = time.monotonic() - begin, {}
-    for role, asked in pending.items():
-        for one in asked:
+    for role, prompts in pending.items():
+        for one in prompts:
             one.result()
-        spans[role] = [one.spans()["prompt"] for one in asked]
+        spans[role] = [one.spans()["prompt"] for one in prompts]
     took = {role: sum(1e-9 * (end - begin) for begin, end in of_role) for role, of_role in spans.items()}
     return _Run(ttft, steps, took, len(spans["target"]), answer)
 
@@ -251,10 +251,10 @@ def _asking(mode: Mode) -> SamplingParams:
     return SamplingParams(**rows, max_tokens=1, ignore_eos=True, seed=1)
 
 
-def _fitted(mode: Mode, asked: list[Request], context: int) -> EngineConfig:
+def _fitted(mode: Mode, background: list[Request], context: int) -> EngineConfig:
     """With room for those that are decoded and for two prompts, of which one may be cached; what was cached before
     makes room."""
-    params = [(request.params, len(request.prompt)) for request in asked] + [(_asking(mode), context)] * 2
+    params = [(request.params, len(request.prompt)) for request in background] + [(_asking(mode), context)] * 2
     needs = [decoding_of(one).ample_pages(mode.config, one, prompt) for one, prompt in params]
     pages = pool_for(sum(max(need.get(role, 0) for role in ModelRole) for need in needs))
     longest = max(prompt + one.max_tokens for one, prompt in params)

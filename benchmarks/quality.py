@@ -204,17 +204,17 @@ def measure_speed(
     for _ in ClosedLoop(engine, requests[:WARM_UP_PROBLEMS], 1).run():
         pass
     tokens, decoding, waiting = 0, 0.0, 0.0
-    asked, first = time.perf_counter(), None
+    submitted, first = time.perf_counter(), None
     for output in ClosedLoop(engine, requests, 1).run():
         now = time.perf_counter()
         if first is not None:
             tokens += len(output.tokens)
         elif output.tokens:
             first = now
-            waiting += first - asked
+            waiting += first - submitted
         if output.answer is not None:
             decoding += now - (first or now)
-            asked, first = now, None
+            submitted, first = now, None
     return tokens / decoding, 1e3 * waiting / len(requests)
 
 
@@ -390,7 +390,8 @@ def environment(device: str) -> dict[str, Any]:
 
     return {
         "weights_sha256": {
-            place.name: hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest() for place in DEMO
+            directory.name: hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+            for directory in DEMO
         },
         "torch": torch.__version__,
         "device": device,

@@ -78,16 +78,16 @@ def measure_rounds(
     `sampling`: settings of `SamplingParams`, by name.
     """
     # The first round runs in the step that prefills.
-    asked = endless_problem_requests(pair.tokenizer, config, requests, sampling, rounds + WARM_UP + 1)
-    chunk = sum(len(request.prompt) for request in asked)
-    engine = fitted_engine(pair, replace(config, prefill_chunk=chunk), asked, requests)
-    loop = ClosedLoop(engine, asked, requests)
+    problems = endless_problem_requests(pair.tokenizer, config, requests, sampling, rounds + WARM_UP + 1)
+    chunk = sum(len(request.prompt) for request in problems)
+    engine = fitted_engine(pair, replace(config, prefill_chunk=chunk), problems, requests)
+    loop = ClosedLoop(engine, problems, requests)
     for _ in range(1 + WARM_UP):
         loop.step()
     assert engine.num_running == requests
     engine.take_stats()
     medians = [1e3 * statistics.median(column) for column in zip(*(_timed_step(loop) for _ in range(rounds)))]
-    params, stride = asked[0].params, engine.rounds_of(Method.SMC).decoding.stride(config)
+    params, stride = problems[0].params, engine.rounds_of(Method.SMC).decoding.stride(config)
     tokens = engine.take_stats().spec["walk"].tokens_a_round or stride
     shape = (config.form, config.block, config.branches, requests, params.rows, rounds)
     return RoundTime(decoding_name(params), *shape, tokens, *medians)
@@ -139,8 +139,8 @@ def _timed_step(loop: ClosedLoop) -> tuple[float, float, float]:
 def _process_times(remote: RemoteEngine, requests: int, sampling: Mapping[str, Any], rounds: int) -> list[RoundTimes]:
     """Times of the rounds in which all requests take part, without the first few."""
     engine = remote.engine
-    asked = endless_problem_requests(engine.tokenizer, engine.config, requests, sampling, rounds + WARM_UP + 1)
-    loop, found = ClosedLoop(engine, asked, requests), []
+    problems = endless_problem_requests(engine.tokenizer, engine.config, requests, sampling, rounds + WARM_UP + 1)
+    loop, found = ClosedLoop(engine, problems, requests), []
     while not engine.idle:
         begin = time.monotonic_ns()
         loop.step()

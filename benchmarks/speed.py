@@ -128,18 +128,18 @@ class TimedRounds:
 
 
 class ModeTimer:
-    """Times modes on a machine, for requests of one law; `on_round` is told of every timed round."""
+    """Times modes on a machine, for requests of one distribution; `on_round` is told of every timed round."""
 
     def __init__(
         self,
         backend: BenchBackend,
         on_round: Callable[[TracedRound], None] | None = None,
-        law: Mapping[str, Any] | None = None,
+        distribution: Mapping[str, Any] | None = None,
         costs: Callable[[Mode], LatencyModel | None] = lambda mode: None,
     ) -> None:
-        """`law`: settings of `SamplingParams`, by name; `costs`: what decides about the trees of a mode, if not they
-        themselves."""
-        self._backend, self._on_round, self._law, self._costs = backend, on_round, law or {}, costs
+        """`distribution`: settings of `SamplingParams`, by name; `costs`: what decides about the trees of a mode, if
+        not they themselves."""
+        self._backend, self._on_round, self._distribution, self._costs = backend, on_round, distribution or {}, costs
 
     def run(self, mode: Mode, load: Load, rounds: int) -> Speed:
         """Time `rounds` rounds of a load."""
@@ -148,15 +148,15 @@ class ModeTimer:
             "population": mode.population,
             "verification": mode.verification,
         }
-        params = SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **self._law)
+        params = SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **self._distribution)
         costs = self._costs(mode) if mode.method is Method.EXACT else None
         untimed = WARM_UP if costs is None else SETTLED
-        asked = load.make_requests(params, _stride(mode) * (rounds + untimed + 4) + 1)
-        with self._backend.engine(mode, sized_config(mode.config, asked, load.requests)) as engine:
+        requests = load.make_requests(params, _stride(mode) * (rounds + untimed + 4) + 1)
+        with self._backend.engine(mode, sized_config(mode.config, requests, load.requests)) as engine:
             if costs is not None:
                 engine.latency = costs
                 _rehearse(engine)
-            loop = (ClosedLoop if load.answer is None else Waves)(engine, repeated(asked), load.requests)
+            loop = (ClosedLoop if load.answer is None else Waves)(engine, repeated(requests), load.requests)
             while engine.num_running < load.requests:
                 loop.step()
             for _ in range(untimed):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LOADS = (1, 8, 64)
 LEGEND = (
-    "predicted for exact decoding{law}, of {how}; requests of {context:,} tokens each, without their prompts. "
+    "predicted for exact decoding{distribution}, of {how}; requests of {context:,} tokens each, without their prompts. "
     "tok a round: tokens that a round adds to an answer; tok/s: of one request; total: of all. x plain: relative to "
     "the fastest plain decoding on the same number of GPUs, by several services or with the target split."
 )
@@ -50,7 +50,7 @@ class AdvisePlan:
     blocks: Sequence[int] | None
     acceptance: float | None
     """Acceptance of one row; None: measured."""
-    law: Mapping[str, Any]
+    distribution: Mapping[str, Any]
     """Settings of `SamplingParams`, by name."""
     json: Path | None
     picture: Path | None
@@ -59,7 +59,7 @@ class AdvisePlan:
         from smc.api.engine_config import EngineConfig
         from smc.api.sampling_params import Method, SamplingParams
 
-        SamplingParams(method=Method.EXACT, **self.law)
+        SamplingParams(method=Method.EXACT, **self.distribution)
         if self.acceptance is not None and not 0 < self.acceptance < 1:
             raise ValueError(f"--acceptance {self.acceptance:g}; allowed: between 0 and 1, both excluded")
         if self.context < 1:
@@ -106,7 +106,7 @@ def run(plan: AdvisePlan, backend: PromptBackend, compiles: bool) -> None:
         acceptance = AcceptanceCurve(plan.acceptance)
     else:
         err.print("answering problems, to see what is accepted", style="dim")
-        acceptance = measure_acceptance(backend, plan.split(plan.degrees[0]), plan.law)
+        acceptance = measure_acceptance(backend, plan.split(plan.degrees[0]), plan.distribution)
 
     def speeds(loads: Sequence[int]) -> list[PredictedSpeed]:
         return advise(arrangements(plan.gpus, curves), loads, acceptance, plan.settings, PLAIN_BLOCK, plan.context)
@@ -126,18 +126,22 @@ def report(
         f" ({'given' if plan.acceptance else 'measured'}), and with N rows misses it "
         f"N^{acceptance.gain:.2f} times less often"
     )
-    law = "".join(f", {name} {value:g}" for name, value in plan.law.items())
+    distribution = "".join(f", {name} {value:g}" for name, value in plan.distribution.items())
     found = speeds(plan.loads)
     for table in costs_tables(curves):
         out.print(table)
-    out.print(advice_table(found), LEGEND.format(law=law, how=f"a pair {how}", context=plan.context), sep="\n")
+    out.print(
+        advice_table(found),
+        LEGEND.format(distribution=distribution, how=f"a pair {how}", context=plan.context),
+        sep="\n",
+    )
     if plan.json is not None:
         plan.json.write_text(json_module.dumps(_record(curves, acceptance, found), indent=1) + "\n")
     if plan.picture is not None:
         most = max(plan.loads)
         doubling = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
         title = (
-            f"exact decoding on {plan.gpus} GPUs{law}, predicted for contexts of {plan.context:,} tokens: "
+            f"exact decoding on {plan.gpus} GPUs{distribution}, predicted for contexts of {plan.context:,} tokens: "
             f"a drafted row has the target's token with probability {acceptance.one:.3f}"
         )
         draw_advice(speeds(sorted({*doubling, *plan.loads})), plan.picture, title)

@@ -127,8 +127,8 @@ class DemoPairs:
                 raise ValueError(f"--{name} {shape} has no effect without --load grown; leave it out")
             if shape is None and load == "grown":
                 raise ValueError(f"--load grown needs --{name}, the name of a published shape")
-        places = (Path(target), Path(draft)) if target is not None and draft is not None else DEMO
-        return DemoPairs(loaded_models(load, places, device, *own), load, device)
+        directories = (Path(target), Path(draft)) if target is not None and draft is not None else DEMO
+        return DemoPairs(loaded_models(load, directories, device, *own), load, device)
 
     def placed(self, setting: DecodingSetting) -> ModelPair:
         """Look-ahead has a GPU for each model where there are two; all else is on one, which is that of the target."""

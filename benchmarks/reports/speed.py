@@ -95,7 +95,7 @@ class SpeedPlan:
     """Prompt tokens; empty: prompts are problems, as long as these are."""
     concurrency: Sequence[int]
     rounds: int
-    law: Mapping[str, Any]
+    distribution: Mapping[str, Any]
     """Settings of `SamplingParams`, by name."""
     prefix_cache: bool = True
     """`prefix_cache` of `EngineConfig`."""
@@ -113,7 +113,7 @@ class SpeedPlan:
                 raise ValueError(f"--mode {mode!r}; allowed: {', '.join((*MODES, WIDE))}")
         of_pair = self.decodings if set(self.modes) - {"plain", WIDE} else ()
         for decoding in ({"method": "target"}, *of_pair):
-            SamplingParams(**decoding, **self.law)
+            SamplingParams(**decoding, **self.distribution)
         for context in self.contexts:
             if context < 1:
                 raise ValueError(f"--context {context}; allowed: >= 1")
@@ -206,27 +206,27 @@ def measure_speed(
         return found
 
     decide = (lambda mode: costs(mode.degrees)) if plan.drafting == "costs" else (lambda mode: None)
-    bench = ModeTimer(backend, keep if trace else None, plan.law, decide)
+    bench = ModeTimer(backend, keep if trace else None, plan.distribution, decide)
     todo = in_turn(list(plan.rows(gpus)))
     measured: dict[int, Speed] = {}
     with progress_bar() as progress:
         task = progress.add_task("modes", total=len(todo))
-        for place, (mode, requests, context) in todo:
+        for index, (mode, requests, context) in todo:
             load = (
                 problem_load(backend.tokenizer, requests)
                 if context is None
                 else random_load(backend.tokenizer, requests, context)
             )
-            measured[place] = bench.run(mode, load, plan.rounds)
-            keep_rows(_in_place(measured))
+            measured[index] = bench.run(mode, load, plan.rounds)
+            keep_rows(_in_order(measured))
             progress.advance(task)
     if trace is not None:
         timeline.write(trace)
-    return _in_place(measured)
+    return _in_order(measured)
 
 
-def _in_place(measured: Mapping[int, Speed]) -> list[Speed]:
-    return [measured[place] for place in sorted(measured)]
+def _in_order(measured: Mapping[int, Speed]) -> list[Speed]:
+    return [measured[index] for index in sorted(measured)]
 
 
 def count_gpus() -> int:
@@ -276,12 +276,12 @@ def measure_prompts(plan: SpeedPlan, backend: PromptBackend, gpus: int) -> list[
     found: dict[int, list[FirstToken]] = {}
     with progress_bar() as progress:
         task = progress.add_task("prompts", total=len(todo) * 2 * (1 + REPEATS))
-        bench = FirstTokenTimer(backend, plan.rounds, lambda: progress.advance(task), plan.law)
-        for place, (mode, beside, context) in todo:
+        bench = FirstTokenTimer(backend, plan.rounds, lambda: progress.advance(task), plan.distribution)
+        for index, (mode, beside, context) in todo:
             assert context is not None, "prompts have lengths"
             progress.update(task, description=f"{mode.name}, {context:,} tokens, {beside} beside")
-            found[place] = bench.run(mode, context, beside)
-    return [row for place in sorted(found) for row in found[place]]
+            found[index] = bench.run(mode, context, beside)
+    return [row for index in sorted(found) for row in found[index]]
 
 
 def first_token_table(rows: Sequence[FirstToken]) -> Table:
