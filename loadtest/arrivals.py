@@ -16,7 +16,8 @@ def poisson(rate: float, rng: np.random.Generator) -> Iterator[float]:
 
 
 def gamma(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[float]:
-    """Gaps from a gamma law of this shape and mean 1/rate; their coefficient of variation is 1/sqrt(burstiness).
+    """Gaps from a gamma distribution of this shape and mean 1/rate; their coefficient of variation is
+    1/sqrt(burstiness).
 
     vLLM's meaning of the word: 1 is Poisson, below 1 requests come in bursts, above 1 more evenly.
     """

@@ -17,7 +17,7 @@ BROKEN = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED")
 REFUSALS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
 """Codes that tell a caller to come back later."""
 OVERWHELMED = ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED")
-"""Codes that load alone explains, and clients that give up."""
+"""Codes that load alone explains, and clients that cancel."""
 OVERLOAD_SHARE = 0.8
 """Share of the capacity that goodput must reach under overload."""
 QUEUE_GROWTH = 1.25
@@ -41,7 +41,7 @@ class RunCheck:
     text: str
 
 
-def judge(
+def check_run(
     summary: RunSummary, settings: LoadSettings, epoch: int, during: Sequence[ServerSample], after: ServerSample
 ) -> list[RunCheck]:
     """`epoch`: of the workers, before the run."""
@@ -190,7 +190,7 @@ def memory_series(during: Sequence[ServerSample]) -> dict[str, tuple[list[float]
 
 
 def _flat(name: str, times: list[float], values: list[float]) -> RunCheck:
-    """Judge the slope of a straight line; the first third, in which buffers grow to their size, is left out."""
+    """Check the slope of a straight line; the first third, in which buffers grow to their size, is left out."""
     title = f"memory flat: {name}"
     if len(values) < ENOUGH_SAMPLES:
         return RunCheck(title, None, f"{len(values)} looks while requests were sent are too few; let it run longer")

@@ -60,8 +60,8 @@ OPTIONS: dict[str, Any] = {
     "warm_up": Annotated[float | None, option(WHEN, "Before that; these requests are not counted.", metavar="SECONDS")],
     "overload": Annotated[float | None, _number(WHEN, "The rate as a multiple of --capacity.")],
     "prompts": Annotated[Path | None, option(WHAT, "JSONL file. Default: the demo problems.", metavar="FILE")],
-    "prompt_length": Annotated[str | None, option(WHAT, f"Random prompts of this length: {FORMS}.", metavar="LAW")],
-    "output_length": Annotated[str | None, option(WHAT, f"Longest answer: {FORMS}. Default: 128.", metavar="LAW")],
+    "prompt_length": Annotated[str | None, option(WHAT, f"Random prompts of this length: {FORMS}.", metavar="LENGTH")],
+    "output_length": Annotated[str | None, option(WHAT, f"Longest answer: {FORMS}. Default: 128.", metavar="LENGTH")],
     "ignore_eos": Annotated[bool | None, option(WHAT, "Go on to the longest answer.", "--ignore-eos/--no-ignore-eos")],
     "method": Annotated[
         str | None,
@@ -91,7 +91,9 @@ OPTIONS: dict[str, Any] = {
     "attainment": Annotated[
         float | None, option(JUDGED, "Share of requests that must meet it. Default: 0.95.", metavar="SHARE")
     ],
-    "capacity": Annotated[float | None, _number(JUDGED, "Judge overload against this many requests a second.")],
+    "capacity": Annotated[
+        float | None, _number(JUDGED, "Check behaviour under overload against this many requests a second.")
+    ],
     "flat": Annotated[
         bool | None,
         option(JUDGED, "Check that memory, threads and open files of every process do not grow.", "--flat/--no-flat"),
@@ -124,9 +126,9 @@ def with_settings(command: Callable[..., int]) -> Callable[..., int]:
         )
 
     @wraps(command)
-    def wrapped(**asked: Any) -> int:
-        given = {name: value for name in OPTIONS if (value := asked.pop(name)) is not None}
-        return command(settings=given, **asked)
+    def wrapped(**arguments: Any) -> int:
+        given = {name: value for name in OPTIONS if (value := arguments.pop(name)) is not None}
+        return command(settings=given, **arguments)
 
     call: Any = wrapped
     call.__signature__ = signature.replace(parameters=parameters)
@@ -172,14 +174,14 @@ def load(
     json: Annotated[Path | None, option(OUTPUT, "Write all numbers, under vLLM's names.", metavar="FILE")] = None,
     picture: Annotated[Path | None, option(OUTPUT, "Draw the run (png).", metavar="FILE")] = None,
 ) -> int:
-    """Load a running service over gRPC, open loop, and judge how it bears that."""
+    """Load a running service over gRPC, open loop, and check how it behaves."""
     profile = profile or (SEARCH_PROFILE if find_capacity else None)
-    asked = LoadSettings.of(load_profile(profile) if profile else {}, dict(settings))
+    chosen = LoadSettings.of(load_profile(profile) if profile else {}, dict(settings))
     known = {"address": address, "metrics": metrics, "watch_pid": watch_pid, "wait": wait}
     _check_service(serve, serve_arguments or (), known)
-    _check_search(asked, find_capacity, precision)
-    _check_files(asked, {"json": json, "picture": picture})
-    job = LoadJob(asked, PRECISION if precision is None else precision, find_capacity, json, picture)
+    _check_search(chosen, find_capacity, precision)
+    _check_files(chosen, {"json": json, "picture": picture})
+    job = LoadJob(chosen, PRECISION if precision is None else precision, find_capacity, json, picture)
     token = read_tokens(token_file, "--token-file")[0] if token_file else None
     with ExitStack() as stack:
         if serve:

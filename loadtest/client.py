@@ -225,12 +225,12 @@ class ClientConnections:
         record = RequestRecord(planned, sent_at=clock())
         stub = self._stubs[planned.index % len(self._stubs)]
         call = stub.Generate(message, timeout=deadline, metadata=self._metadata)
-        give_up = partial(self._abort, stub, message.request_id) if planned.abort else call.cancel
+        cancel = partial(self._abort, stub, message.request_id) if planned.abort else call.cancel
         timer = None
         if planned.cancel_after is not None:
-            timer = asyncio.get_running_loop().call_later(planned.cancel_after, give_up)
+            timer = asyncio.get_running_loop().call_later(planned.cancel_after, cancel)
         try:
-            await _follow(call, record, clock, give_up)
+            await _follow(call, record, clock, cancel)
         except grpc.RpcError as error:
             record.code, record.detail = error.code().name, error.details() or ""
             record.cancelled = planned.abort and error.code() is grpc.StatusCode.CANCELLED
@@ -255,7 +255,7 @@ class ClientConnections:
         task.add_done_callback(self._aborts.discard)
 
 
-async def _follow(call: Any, record: RequestRecord, clock: Callable[[], float], give_up: Callable[[], object]) -> None:
+async def _follow(call: Any, record: RequestRecord, clock: Callable[[], float], cancel: Callable[[], object]) -> None:
     planned = record.planned
     async for response in call:
         now = clock()
@@ -265,7 +265,7 @@ async def _follow(call: Any, record: RequestRecord, clock: Callable[[], float], 
         if response.HasField("finish"):
             _finish(record, response.finish)
         elif planned.cancel_after_tokens is not None and record.tokens >= planned.cancel_after_tokens:
-            give_up()
+            cancel()
         elif planned.pause:
             await asyncio.sleep(planned.pause)
     if not record.answered:

@@ -1,4 +1,4 @@
-"""Settings that stand for a law: how long something is (`Lengths`), which of several things it is (`Mix`). Each is read
+"""Distributions that are settings: of a length (`LengthDistribution`), and of several things (`Mixture`). Each is read
 from one word."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FORMS = "COUNT, uniform:LOW-HIGH, normal:MEAN,STD or lognormal:MEDIAN,SIGMA"
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """A law of token counts; whatever it draws is rounded, and at least 1."""
+    """A distribution of token counts. Every draw is rounded, and at least 1."""
 
     kind: str
     """`fixed`, `uniform`, `normal` or `lognormal`."""

@@ -82,9 +82,9 @@ def headline(run: LoadRun) -> str:
         unknown = [check.name for check in run.checks if check.passed is None]
         rest = f" Not measured: {', '.join(unknown)}." if unknown else ""
         summary, capacity = run.summary, run.settings.capacity
-        times = f"{summary.offered / capacity:.2g} times its capacity of {capacity:.3g}"
+        times = f"{summary.send_rate / capacity:.2g} times its capacity of {capacity:.3g}"
         return (
-            f"Overload was borne: at {summary.offered:.3g} requests/s, {times}, "
+            f"Overload was borne: at {summary.send_rate:.3g} requests/s, {times}, "
             f"{summary.good_of_sent:.2f} a second were good.{rest}"
         )
     if run.settings.goodput is None:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from loadtest.checks import RunCheck, judge, left_behind, overwhelmed
+from loadtest.checks import RunCheck, check_run, left_behind, overwhelmed
 from loadtest.client import ClientConnections, PlannedRequest, RequestRecord, ServiceEndpoint, ServiceUnreachable
 from loadtest.monitor import ProcessTree, ServerMonitor, ServerSample, scrape
 from loadtest.settings import LoadSettings
@@ -243,7 +243,7 @@ async def run_once(site: LoadedService, settings: LoadSettings, watch: ShowProgr
             looking.cancel()
         after = await rest(monitor, runner.clock, settings.settle)
     summary = summarise(outcome.records, settings.goodput)
-    checks = judge(summary, settings, site.server.epoch, monitor.samples, after)
+    checks = check_run(summary, settings, site.server.epoch, monitor.samples, after)
     return LoadRun(site, settings, started, outcome, monitor.samples, after, summary, checks)
 
 

@@ -18,7 +18,7 @@ WITH_PARTICLES = {"smc", "exact"}
 """Methods that have a number of particles."""
 CANCEL_BY = ("leave", "abort")
 """leave: the client closes its stream; abort: it calls Abort with the request's id."""
-COMPANIONS = {
+DEPENDENT_OPTIONS = {
     "arrivals": ("burstiness", "rate_end", "trace"),
     "prompts": ("prompt_length",),
     "prompt_length": ("prompts",),
@@ -80,7 +80,7 @@ class LoadSettings:
     capacity: float | None = None
     """The highest rate that meets the objective, as found before; with it, behaviour under overload is judged."""
     flat: bool = False
-    """Judge whether memory, threads and open files of every process stay as they are."""
+    """Check whether memory, threads and open files of every process stay as they are."""
     interval: float = 1.0
     """Between two looks at the server."""
     settle: float = 5.0
@@ -89,7 +89,7 @@ class LoadSettings:
     @classmethod
     def of(cls, profile: dict[str, Any], given: dict[str, Any]) -> Self:
         """Settings of a profile, changed by those that are given, all as words and numbers."""
-        dropped = {other for name in given for other in COMPANIONS.get(name, ())}
+        dropped = {other for name in given for other in DEPENDENT_OPTIONS.get(name, ())}
         if {"rate", "capacity"} <= given.keys():
             dropped.add("overload")
         values = {name: value for name, value in profile.items() if name not in dropped} | given
@@ -98,7 +98,7 @@ class LoadSettings:
     def __post_init__(self) -> None:
         self._check_ranges()
         self._settle_rate()
-        self._check_companions()
+        self._check_dependent_options()
         if self.arrivals not in KINDS:
             raise ValueError(f"--arrivals {self.arrivals!r}; allowed: {', '.join(KINDS)}")
         self._check_mixes()
@@ -174,7 +174,7 @@ class LoadSettings:
         if wrong:
             raise ValueError(f"--particles {wrong[0]!r}; allowed: 1..64")
 
-    def _check_companions(self) -> None:
+    def _check_dependent_options(self) -> None:
         needs = {
             "rate_end": ("--arrivals ramp", self.arrivals == "ramp"),
             "burstiness": ("--arrivals gamma", self.arrivals == "gamma"),

@@ -88,7 +88,7 @@ class RunSummary:
         return self.last_end - self.first_send
 
     @property
-    def offered(self) -> float:
+    def send_rate(self) -> float:
         """Requests a second of sending."""
         return _rate(self.sent, self.sending)
 

@@ -37,22 +37,23 @@ class PromptLine:
 
 def read_prompts(path: Path) -> list[PromptLine]:
     """One JSON object a line: `prompt` (text or token ids) or `messages`, and `max_tokens` if it has one of its own."""
-    asked = [_asked(values, where, ("prompt", "messages", "max_tokens")) for where, values in _json_lines(path)]
-    if missing := next((index for index, line in enumerate(asked, 1) if line.prompt is None), 0):
+    lines = [_prompt_line(values, where, ("prompt", "messages", "max_tokens")) for where, values in _json_lines(path)]
+    if missing := next((index for index, line in enumerate(lines, 1) if line.prompt is None), 0):
         raise ValueError(f"{path}: entry {missing} has neither prompt nor messages; give one of them")
-    return _not_empty(asked, path)
+    return _not_empty(lines, path)
 
 
 def read_trace(path: Path) -> list[PromptLine]:
     """One request a line, JSONL or, by the file's name, CSV with a header; in the order of their times."""
     lines = _csv_lines(path) if path.suffix == ".csv" else _json_lines(path)
-    asked = [
-        _asked(values, where, ("time", "prompt", "messages", "prompt_tokens", "max_tokens")) for where, values in lines
+    requests = [
+        _prompt_line(values, where, ("time", "prompt", "messages", "prompt_tokens", "max_tokens"))
+        for where, values in lines
     ]
-    return sorted(_not_empty(asked, path), key=lambda line: line.time)
+    return sorted(_not_empty(requests, path), key=lambda line: line.time)
 
 
-def _asked(values: dict[str, Any], where: str, allowed: tuple[str, ...]) -> PromptLine:
+def _prompt_line(values: dict[str, Any], where: str, allowed: tuple[str, ...]) -> PromptLine:
     if unknown := values.keys() - set(allowed):
         raise ValueError(f"{where}: {min(unknown)} is not known; allowed: {', '.join(allowed)}")
     time = values.get("time", 0.0 if "time" not in allowed else None)
@@ -112,10 +113,10 @@ def _csv_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise ValueError(f"{where}: {error}; time is in seconds, counts are whole numbers") from error
 
 
-def _not_empty(asked: list[PromptLine], path: Path) -> list[PromptLine]:
-    if not asked:
+def _not_empty(lines: list[PromptLine], path: Path) -> list[PromptLine]:
+    if not lines:
         raise ValueError(f"{path} is empty; give at least one line")
-    return asked
+    return lines
 
 
 DEMO_PROBLEMS = 256
@@ -132,13 +133,13 @@ class Workload:
         self._token_ids = np.setdiff1d(np.arange(model.vocab_size), model.eos_token_ids)
         self._trace = read_trace(settings.trace) if settings.trace else None
         if settings.prompts:
-            self._asked = read_prompts(settings.prompts)
+            self._lines = read_prompts(settings.prompts)
         elif settings.prompt_length is None:
-            self._asked = [
+            self._lines = [
                 PromptLine(self._question(p.question)) for p in problems.generate(settings.seed, DEMO_PROBLEMS, "test")
             ]
         else:
-            self._asked = [PromptLine()]
+            self._lines = [PromptLine()]
 
     def plan(self) -> Iterator[PlannedRequest]:
         """Requests for the duration of the settings; `requests` counts those after the warm-up."""
@@ -146,11 +147,11 @@ class Workload:
         end = np.inf if settings.duration is None else settings.warm_up + settings.duration
         limit = settings.requests
         counted = 0
-        for index, (at, asked) in enumerate(self._arrivals()):
+        for index, (at, line) in enumerate(self._arrivals()):
             if at >= end or (limit is not None and counted >= limit):
                 return
             counted += at >= settings.warm_up
-            yield self._request(index, at, asked)
+            yield self._request(index, at, line)
 
     def _arrivals(self) -> Iterator[tuple[float, PromptLine]]:
         if self._trace is not None:
@@ -161,7 +162,7 @@ class Workload:
             yield at, PromptLine()
 
     def _times(self) -> Iterator[float]:
-        """Without a trace. What each kind of arrivals needs, `Settings` has asked for."""
+        """Without a trace. `LoadSettings` has what each kind of arrivals needs."""
         settings, rng = self._settings, np.random.default_rng((self._settings.seed, ARRIVALS))
         rate = settings.rate
         assert rate is not None
@@ -173,14 +174,14 @@ class Workload:
             return arrivals.ramp(rate, settings.rate_end, settings.warm_up, settings.duration, rng)
         return arrivals.constant(rate) if settings.arrivals == "constant" else arrivals.poisson(rate, rng)
 
-    def _request(self, index: int, at: float, asked: PromptLine) -> PlannedRequest:
+    def _request(self, index: int, at: float, line: PromptLine) -> PlannedRequest:
         settings = self._settings
         rng = np.random.default_rng((settings.seed, REQUESTS, index))
         # Every number is drawn, used or not, so that an option changes only its own subject.
         seed, method = int(rng.integers(2**63)), settings.method.draw(rng)
         particles = settings.particles.draw(rng) if settings.particles else None
         kind, drawn_tokens = rng.random(), settings.output_length.draw(rng)
-        prompt, max_tokens = self._prompt(index, asked, rng)
+        prompt, max_tokens = self._prompt(index, line, rng)
         max_tokens = max_tokens or drawn_tokens
         sampling = {"method": method, "seed": seed, "max_tokens": max_tokens, "ignore_eos": settings.ignore_eos or None}
         if particles is not None and method in WITH_PARTICLES:
@@ -202,19 +203,19 @@ class Workload:
             pause=pause,
         )
 
-    def _prompt(self, index: int, asked: PromptLine, rng: np.random.Generator) -> tuple[Prompt, int | None]:
+    def _prompt(self, index: int, line: PromptLine, rng: np.random.Generator) -> tuple[Prompt, int | None]:
         """The prompt, and the longest answer if the line of the prompt has one."""
-        if asked.prompt is None and asked.prompt_tokens is None:
-            own = asked
-            asked = self._asked[index % len(self._asked)]
-            max_tokens = own.max_tokens or asked.max_tokens
+        if line.prompt is None and line.prompt_tokens is None:
+            own = line
+            line = self._lines[index % len(self._lines)]
+            max_tokens = own.max_tokens or line.max_tokens
         else:
-            max_tokens = asked.max_tokens
-        if asked.prompt is not None:
-            return asked.prompt, max_tokens
-        length = asked.prompt_tokens
+            max_tokens = line.max_tokens
+        if line.prompt is not None:
+            return line.prompt, max_tokens
+        length = line.prompt_tokens
         if not length:
-            assert self._settings.prompt_length is not None, "what is asked has a prompt otherwise"
+            assert self._settings.prompt_length is not None, "otherwise every line has a prompt"
             length = self._settings.prompt_length.draw(rng)
         return rng.choice(self._token_ids, size=min(length, self._model.max_context - 1)).tolist(), max_tokens
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loadtest.checks import judge
+from loadtest.checks import check_run
 from loadtest.client import PlannedRequest, RequestRecord, ServiceEndpoint
 from loadtest.monitor import ServerSample
 from loadtest.runner import LoadedService, LoadRun, RunResult
@@ -56,5 +56,5 @@ def made_run(
     summary = summarise(records, given.goodput)
     outcome = RunResult(records, 10.0, 0.5)
     return LoadRun(
-        SITE, given, 1.8e9, outcome, list(samples), after, summary, judge(summary, given, SERVER.epoch, samples, after)
+        SITE, given, 1.8e9, outcome, list(samples), after, summary, check_run(summary, given, SERVER.epoch, samples, after)
     )

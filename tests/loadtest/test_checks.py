@@ -93,7 +93,7 @@ def test_one_straggler_changes_neither_goodput_nor_what_was_offered():
     alone = made_run(steady, **OVERLOAD | {"rate": 30.0, "capacity": 10.0})
     straggler = made_run([*steady, record(59.9, (60.0,), (1,), 110.0)], **OVERLOAD | {"rate": 30.0, "capacity": 10.0})
     assert passed(alone)["goodput under overload"] is passed(straggler)["goodput under overload"] is True
-    assert straggler.summary.offered == pytest.approx(10.0, rel=0.01)
+    assert straggler.summary.send_rate == pytest.approx(10.0, rel=0.01)
     assert straggler.summary.goodput == pytest.approx(601 / 110)
 
 

@@ -43,7 +43,7 @@ def test_who_counts():
     assert (summary.input_tokens, summary.output_tokens) == (35, 9)
     assert summary.codes == {"OK": 3, "RESOURCE_EXHAUSTED": 1, "CANCELLED": 1} and summary.finish_reasons == {"eos": 3}
     assert summary.duration == pytest.approx(8.0) and summary.sending == pytest.approx(1.5) and summary.last_send == 2.5
-    assert summary.offered == pytest.approx(5 / 1.5)
+    assert summary.send_rate == pytest.approx(5 / 1.5)
     assert summary.request_throughput == pytest.approx(3 / 8) and summary.output_throughput == pytest.approx(9 / 8)
     assert summary.total_token_throughput == pytest.approx(44 / 8)
     assert (summary.ttft.count, summary.tpot.count, summary.itl.count, summary.e2el.count) == (2, 1, 2, 2)
@@ -76,7 +76,7 @@ def test_a_late_generator_is_seen():
 
 def test_nothing_was_sent():
     summary = summarise([WARM_UP], LatencyObjective.read("ttft:1"))
-    assert (summary.sent, summary.duration, summary.offered, summary.goodput, summary.attainment) == (
+    assert (summary.sent, summary.duration, summary.send_rate, summary.goodput, summary.attainment) == (
         0,
         0.0,
         0.0,

@@ -39,8 +39,8 @@ def rows(text: str) -> list[tuple[str, object, str]]:
 def readme() -> str:
     """The chart's README, with the table of values."""
     body = "\n".join(
-        f"| `{name}` | `{json.dumps(value)}` | {said} |"
-        for name, value, said in rows((HERE / "values.yaml").read_text())
+        f"| `{name}` | `{json.dumps(value)}` | {description} |"
+        for name, value, description in rows((HERE / "values.yaml").read_text())
     )
     return (HERE / "README.md.in").read_text().replace(TABLE, f"| value | default | |\n| :--- | :--- | :--- |\n{body}")
 
