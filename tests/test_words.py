@@ -1,9 +1,10 @@
-"""Words that gave way to the field's do not come back: in names, comments, docstrings and other texts of the code.
-`tests.test_docs` looks for them in the pages."""
+"""Words that gave way to the field's do not come back: in names, comments, docstrings and other texts of the code, and in
+protocols, charts and other files of deploy/. `tests.test_docs` looks for them in the pages."""
 
 from __future__ import annotations
 
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,15 @@ import pytest
 from tests import words
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("smc", "services")
+FOLDERS = ("smc", "services", "benchmarks", "loadtest", "deploy")
+OTHER_FILES = ("proto", "deploy")
 TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 """From Python 3.12 on the text of an f-string is a token of its own."""
 OF_USERS = {"cohorts"}
 """Names that users write in a configuration: they stay."""
+STANDARD = re.compile(r"component: gang|\"gang\"|\bcohorts\b|Little's law")
+"""In files that are not Python: a label that users select pods by, a key of the configuration, a name from the
+literature."""
 
 
 def _tokens(file: Path) -> Iterator[tuple[int, str, bool]]:
@@ -42,6 +47,20 @@ def test_replaced_words_do_not_come_back(folder):
         for word, standard in words.replaced(words.parts(text), gone[is_name]).items()
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", OTHER_FILES)
+def test_replaced_words_do_not_come_back_to_other_files(folder):
+    files = [
+        file for file in sorted((ROOT / folder).rglob("*")) if file.is_file() and file.suffix not in (".py", ".pyc")
+    ]
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {word} (write: {standard})"
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        for word, standard in words.replaced(STANDARD.sub("", line), words.ANYWHERE | words.IN_CODE).items()
+    ]
+    assert files and not found, "\n".join(found)
 
 
 def test_parts_of_names_count():

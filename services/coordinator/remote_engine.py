@@ -63,7 +63,7 @@ class RemoteEngine:
         self.workers = {role: self._worker(role, spec.rendezvous, store, self.timeline) for role in ModelRole}
         pages = {role: self._pages(role, store) for role in ModelRole}
         self.lost_draft = 0
-        """Epoch of the draft that was lost last."""
+        """Incarnation of the draft that was lost last."""
         self._pair = RemotePair(self.workers)
         self.engine = Engine(
             spec.engine, self.workers, spec.target.tokenizer(), executor=self._pair, pages=pages, context=spec.context

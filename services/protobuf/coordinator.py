@@ -29,7 +29,7 @@ class EngineStep:
     times: RoundTimes | None = None
     """Where the time of the turn's rounds went; None where that is not known or no model worked."""
     lost_draft: int = 0
-    """Epoch of the draft that was lost last; 0 if none was."""
+    """Incarnation of the draft that was lost last; 0 if none was."""
 
 
 _GROUP_FIELDS = {

@@ -1,4 +1,4 @@
-"""Gangs for measuring, without Ray: they serve one engine after another, say what went wrong, and leave nothing
+"""Worker groups for measuring, without Ray: they serve one engine after another, say what went wrong, and leave nothing
 behind."""
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ VARIANTS = {
             "monitoring": {"ray": True},
         },
     ],
-    "gangs behind a router": [
+    "replicas behind a router": [
         ROUTED,
         KEDA,
         MONITORED,
@@ -215,7 +215,7 @@ def rendered(variant: str) -> list[dict]:
 
 def test_lint():
     """Of profiles, and of what has every object of the chart in it."""
-    for variant in (*PROFILES, "everything", "everything in one pod", "gangs behind a router"):
+    for variant in (*PROFILES, "everything", "everything in one pod", "replicas behind a router"):
         report = helm_python.lint(CHART, values(*VARIANTS[variant]), strict=True)
         assert not report["errors"], report
         assert {message["error"] for message in report["messages"]} <= {"icon is recommended"}
@@ -320,7 +320,7 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"ingress": {"hosts": ["a"]}}, "has no effect with ingress.enabled=false"),
         ({"route": {"enabled": True}}, "route.parentRefs is empty; name the Gateway"),
         ({"route": {"kind": "TCPRoute"}}, "/route/kind"),
-        ({"router": {"enabled": True}}, "router.enabled=true with topology=cluster, which is one gang a release"),
+        ({"router": {"enabled": True}}, "router.enabled=true with topology=cluster, which has one replica a release"),
         (POD | {"router": {"enabled": True}}, "router.controlKeySecret is empty"),
         (
             ROUTED | {"gateway": {"httpPort": 8000}},
@@ -332,7 +332,7 @@ def test_an_unknown_field_would_be_noticed(field):
             {"serve": {"enabled": False}, **BATCH, "gateway": {"httpPort": 8000}},
             "gateway.httpPort=8000 has no effect with serve",
         ),
-        (ROUTED | TLS, "smg speaks plain text to the gangs"),
+        (ROUTED | TLS, "smg speaks plain text to the replicas"),
         (POD | {"router": {"replicas": 3}}, "router.replicas=3 has no effect with router.enabled=false"),
         (ROUTED | {"router": {"enabled": True, "controlKeySecret": "c", "policy": "random"}}, "/router/policy"),
         (
@@ -447,7 +447,7 @@ def test_pods_keep_the_restricted_standard(variant):
             and security["seccompProfile"] == {"type": "RuntimeDefault"}
         )
         assert pod["automountServiceAccountToken"] is (pod["containers"][0]["name"] == "router"), (
-            "which looks for gangs"
+            "which looks for replicas"
         )
         for container in containers(pod):
             own = container["securityContext"]
@@ -501,7 +501,7 @@ def test_keda_asks_for_metrics_that_there_are():
 
 
 def test_keda_sees_no_load_where_models_are_loading(tmp_path):
-    """A replica that is three quarters full, one that loads, one that has lost its gang; and a release whose name
+    """A replica that is three quarters full, one that loads, one that has lost its workers; and a release whose name
     begins alike."""
     full, loading, lost = Metrics(), Metrics(), Metrics()
     for replica in (full, loading, lost):

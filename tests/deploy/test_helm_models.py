@@ -98,7 +98,7 @@ def test_pods_wait_for_what_a_job_downloads(layer, gateway):
 
 
 def test_another_source_has_another_directory_and_another_job():
-    """A gang that runs keeps its files while the next one's come; a Job cannot be changed, not even its image."""
+    """A replica that runs keeps its files while the next one's come; a Job cannot be changed, not even its image."""
 
     def of(layer: dict, **more: object) -> tuple[str, str]:
         objects = render(layer, POD, more)

@@ -1,4 +1,4 @@
-"""smg before several gangs: whom it finds, what it may do, and how the number of gangs follows the load."""
+"""smg before several replicas: which pods it finds, what it may do, and how the number of replicas follows the load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_smg_understands_what_it_is_told():
     assert (told.host, told.shutdown_grace_period_secs, told.worker_startup_timeout_secs) == ("0.0.0.0", 30, 600)
 
 
-def test_it_finds_the_gangs_and_nothing_else():
+def test_it_finds_the_replicas_and_nothing_else():
     flags = arguments()
     begin = flags.index("--selector") + 1
     chosen = dict(flag.split("=") for flag in flags[begin : begin + 3])
@@ -75,7 +75,7 @@ def test_its_keys_come_from_secrets():
     assert not [flag for flag in arguments() if "api-key=" in flag]
 
 
-def test_calls_come_to_it_and_to_the_gangs_only_from_it():
+def test_calls_come_to_it_and_to_the_replicas_only_from_it():
     objects = render(ROUTER, CLOSED, {"ingress": {"enabled": True, "hosts": ["llm.example"]}})
     service = all_of_kind(objects, "Service")["demo-smcserve-router"]["spec"]
     labels = templates(objects)["router"]["metadata"]["labels"]
@@ -153,7 +153,7 @@ def test_keda_reckons_how_long_a_request_waits(case, tmp_path):
 
 
 def test_alerts_of_the_router(tmp_path):
-    """Three gangs, of which one is lost, then another; a router that has met none; and one that has lost its only
+    """Three replicas, of which one is lost, then another; a router that has met none; and one that has lost its only
     one."""
     groups = all_of_kind(render(ROUTER, {"monitoring": {"rules": True}}), "PrometheusRule")["demo-smcserve-router"][
         "spec"

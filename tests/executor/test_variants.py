@@ -69,8 +69,8 @@ def firsts(calls: list[Call]) -> list[Call]:
 
 
 class Variants:
-    """Of all kernels that are launched, by the side that does: in a gang each has a process of its own, and compiles
-    for itself."""
+    """Of all kernels that are launched, by the side that does: in a worker group each has a process of its own, and
+    compiles for itself."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: LocalRoundExecutor) -> None:
         self.found: set[tuple] = set()

@@ -56,5 +56,12 @@ def made_run(
     summary = summarise(records, given.goodput)
     outcome = RunResult(records, 10.0, 0.5)
     return LoadRun(
-        SITE, given, 1.8e9, outcome, list(samples), after, summary, check_run(summary, given, SERVER.epoch, samples, after)
+        SITE,
+        given,
+        1.8e9,
+        outcome,
+        list(samples),
+        after,
+        summary,
+        check_run(summary, given, SERVER.epoch, samples, after),
     )

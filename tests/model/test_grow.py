@@ -337,7 +337,7 @@ def test_mistakes(smcserve, tmp_path, arguments, message):
     assert (ran.code, ran.out) == (2, "") and message in ran.err and not (tmp_path / "out").exists()
 
 
-def test_gangs_grow_the_shipped_pair():
+def test_worker_groups_grow_the_shipped_pair():
     config = worker_group_config({"load": "grown", "target": Path("llama-8b"), "draft": Path("llama-1b")})
     assert config.sources.draft.small == demo.DRAFT and config.sources.target.small == demo.TARGET
     with pytest.raises(ValueError, match="--load grown needs --target and --draft, each the name of a published shape"):

@@ -1,5 +1,5 @@
 """smg, unmodified, in front of one gateway: OpenAI's API over ours. Two worker groups, and the loss of one:
-`tests.vllm.two_gangs`."""
+`tests.vllm.two_replicas`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chart without a cluster: two gangs behind the router, installed, asked, upgraded, killed and drained, from the
+"""The chart without a cluster: two replicas behind the router, installed, asked, upgraded, killed and drained, from the
 rendered manifests.
 
     sudo python -m tests.deploy.rehearsal --directory /var/tmp/rehearsal

@@ -23,20 +23,20 @@ from tests.deploy.rehearsal.pod import Pod
 from tests.rehearsal import Rehearsal
 from tests.vllm.load import HANG, Load
 
-GANGS, ROUTERS = "demo-smcserve", "demo-smcserve-router"
+REPLICAS, ROUTERS = "demo-smcserve", "demo-smcserve-router"
 """Names of Deployments, and of Services."""
 SECRETS = {"control": {"key": "control-key"}, "callers": {"key": "caller-key"}}
 CALLERS, REST = 3, 1.0
-"""What leaves room for gangs to start on a machine of two cores."""
+"""What leaves room for replicas to start on a machine of two cores."""
 STEADY = 20.0
 """Seconds of load while nothing happens."""
 
 
-def values(models: Path, version: str, gangs: int = 2, routers: int = 2) -> dict:
+def values(models: Path, version: str, replicas: int = 2, routers: int = 2) -> dict:
     """Beside those of values-cpu.yaml."""
     sides = {side: {"path": f"/mnt/{version}/{side}"} for side in ("target", "draft")}
     return {
-        "pod": {"replicas": gangs},
+        "pod": {"replicas": replicas},
         "models": {**sides, "mountPath": "/mnt", "volume": {"hostPath": {"path": str(models)}}},
         "router": {"enabled": True, "replicas": routers, "controlKeySecret": "control", "apiKeySecret": "callers"},
     }
@@ -131,14 +131,14 @@ class ReleaseRehearsal(Rehearsal):
     def install(self, objects: list[dict]) -> None:
         with self.phase("install") as row:
             self._cluster.apply(objects)
-            for name in (GANGS, ROUTERS):
+            for name in (REPLICAS, ROUTERS):
                 pods = self._cluster.of(name)
                 row.seen.append(
                     f"{name}: {len(pods)} pods, ready after {', '.join(f'{pod.ready_after:.0f}' for pod in pods)} s"
                 )
             self.must(
-                "both gangs and both routers are ready",
-                [len(self._cluster.endpoints(name)) for name in (GANGS, ROUTERS)] == [2, 2],
+                "both replicas and both routers are ready",
+                [len(self._cluster.endpoints(name)) for name in (REPLICAS, ROUTERS)] == [2, 2],
             )
 
     def test(self, objects: list[dict]) -> None:
@@ -150,46 +150,48 @@ class ReleaseRehearsal(Rehearsal):
 
     def steady(self) -> None:
         with self.load("load") as (row, load):
-            before = [answers(pod) for pod in self._cluster.of(GANGS)]
+            before = [answers(pod) for pod in self._cluster.of(REPLICAS)]
             time.sleep(STEADY)
-            shares = [answers(pod) - had for pod, had in zip(self._cluster.of(GANGS), before)]
-            row.seen.append(f"answers of each gang: {', '.join(f'{share:.0f}' for share in shares)}")
-        self.must("nothing is lost, and both gangs answer", load.lost == 0 and min(shares) > 0)
+            shares = [answers(pod) - had for pod, had in zip(self._cluster.of(REPLICAS), before)]
+            row.seen.append(f"answers of each replica: {', '.join(f'{share:.0f}' for share in shares)}")
+        self.must("nothing is lost, and both replicas answer", load.lost == 0 and min(shares) > 0)
 
     def upgrade(self, objects: list[dict]) -> None:
-        old = self._cluster.of(GANGS)
+        old = self._cluster.of(REPLICAS)
         both = threading.Event()
         stop = threading.Event()
 
         def watch() -> None:
             while not stop.wait(1):
-                if len({weights(pod) for pod in self._cluster.endpoints(GANGS)} - {None}) > 1:
+                if len({weights(pod) for pod in self._cluster.endpoints(REPLICAS)} - {None}) > 1:
                     both.set()
 
         watcher = threading.Thread(target=watch, daemon=True)
         with self.load("upgrade of the weights") as (row, load):
             watcher.start()
             self._cluster.apply(objects)
-            self.until("the old gangs have ended", lambda: all(pod.gone.is_set() for pod in old), 120)
-            new = self._cluster.of(GANGS)
+            self.until("the old replicas have ended", lambda: all(pod.gone.is_set() for pod in old), 120)
+            new = self._cluster.of(REPLICAS)
             had = [answers(pod) for pod in new]
-            self.until("each new gang answers", lambda: all(answers(pod) > before for pod, before in zip(new, had)), 60)
+            self.until(
+                "each new replica answers", lambda: all(answers(pod) > before for pod, before in zip(new, had)), 60
+            )
             stop.set()
             watcher.join()
             row.seen.append(f"ready after {', '.join(f'{pod.ready_after:.0f}' for pod in new)} s")
             row.seen.append(f"old ones ended in {', '.join(f'{pod.took:.0f}' for pod in old)} s")
         self.must("nothing is lost", load.lost == 0)
         self.must(
-            "every gang serves the new weights, and says so", {weights(pod) for pod in new} == {self._prints["v2"]}
+            "every replica serves the new weights, and says so", {weights(pod) for pod in new} == {self._prints["v2"]}
         )
         self.must("old and new were served side by side meanwhile", both.is_set())
         self.ends(old)
 
     def kill(self) -> None:
-        victim, other = self._cluster.of(GANGS)
+        victim, other = self._cluster.of(REPLICAS)
         (container,) = victim.containers
-        with self.load("kill -9 of a gang") as (row, load):
-            self.until("both gangs answer", lambda: all(running(pod) for pod in (victim, other)), 60)
+        with self.load("kill -9 of a replica") as (row, load):
+            self.until("both replicas answer", lambda: all(running(pod) for pod in (victim, other)), 60)
             starts = container.starts
             container.send(signal.SIGKILL)
             self.until("its container is started again", lambda: container.starts > starts, 30)

@@ -26,7 +26,7 @@
 {{- end -}}
 
 {{/* What `serve` and `batch` have in common: a list of keys and values, as JSON. */}}
-{{- define "smcserve.gangKeys" -}}
+{{- define "smcserve.workerGroupKeys" -}}
 {{- $v := .Values -}}
 {{- $keys := list
   (list "target" (include "smcserve.modelPath" (dict "root" . "side" "target"))) (list "draft" (include "smcserve.modelPath" (dict "root" . "side" "draft"))) (list "target-tp" $v.target.tp) (list "draft-tp" $v.draft.tp)
@@ -55,11 +55,11 @@
 {{- $authority := ternary "/etc/smcserve/client-ca/ca.crt" "" (not (empty $v.tls.clientCaSecret)) -}}
 {{- $tokens := ternary (printf "/etc/smcserve/tokens/%s" $v.auth.tokensKey) "" (not (empty $v.auth.tokensSecret)) -}}
 {{- $keys = concat $keys (list (list "tls-cert" $cert) (list "tls-key" $key) (list "tls-client-ca" $authority) (list "auth-token-file" $tokens)) -}}
-{{- include "smcserve.keys" (dict "keys" (concat (include "smcserve.gangKeys" . | fromJsonArray) $keys) "config" $v.gateway.config "where" "gateway.config") | trim -}}
+{{- include "smcserve.keys" (dict "keys" (concat (include "smcserve.workerGroupKeys" . | fromJsonArray) $keys) "config" $v.gateway.config "where" "gateway.config") | trim -}}
 {{- end -}}
 
 {{- define "smcserve.batchConfig" -}}
-{{- include "smcserve.keys" (dict "keys" (include "smcserve.gangKeys" . | fromJsonArray) "config" .Values.batch.config "where" "batch.config") | trim -}}
+{{- include "smcserve.keys" (dict "keys" (include "smcserve.workerGroupKeys" . | fromJsonArray) "config" .Values.batch.config "where" "batch.config") | trim -}}
 {{- end -}}
 
 {{/* A file that differs has another name, so that an upgrade does not change it under a running pod. Arguments: root, command. */}}

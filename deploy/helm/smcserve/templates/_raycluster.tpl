@@ -38,7 +38,7 @@ workerGroupSpecs:
     minReplicas: {{ $group.replicas }}
     maxReplicas: {{ $group.replicas }}
     rayStartParams:
-      # CPUs for one gang, and the custom resource that places its ranks in this group.
+      # CPUs for one worker group, and the custom resource that places its ranks in this group.
       num-cpus: {{ $group.tp | quote }}
       num-gpus: {{ $gpus | quote }}
       resources: {{ printf "'{\"smc_%s\": 1}'" $side | quote }}

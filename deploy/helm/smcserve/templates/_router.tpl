@@ -1,4 +1,4 @@
-{{/* smg, the router in front of the gangs of topology `pod`. */}}
+{{/* smg, the router in front of the replicas of topology `pod`. */}}
 
 {{- define "smcserve.routerImage" -}}
 {{- with .Values.router.image -}}
@@ -44,16 +44,16 @@ app.kubernetes.io/component: router
 {{- $v := .Values -}}
 {{- if $v.router.enabled -}}
 {{- if ne $v.topology "pod" -}}
-{{- fail "router.enabled=true with topology=cluster, which is one gang a release; use topology=pod, whose replicas are gangs" -}}
+{{- fail "router.enabled=true with topology=cluster, which has one replica a release; use topology=pod, which has as many as wanted" -}}
 {{- end -}}
 {{- if $v.gateway.httpPort -}}
 {{- fail (printf "gateway.httpPort=%v with router.enabled=true; the router has OpenAI's API on router.port=%v: leave one out" $v.gateway.httpPort $v.router.port) -}}
 {{- end -}}
 {{- if not $v.router.controlKeySecret -}}
-{{- fail "router.controlKeySecret is empty; give a Secret with `key`, or whoever reaches the router could send its callers elsewhere" -}}
+{{- fail "router.controlKeySecret is empty; give a Secret with `key`, or every client that reaches the router could send its callers elsewhere" -}}
 {{- end -}}
 {{- if $v.tls.secret -}}
-{{- fail "router.enabled=true with tls.secret; smg speaks plain text to the gangs: leave tls.secret out, close the gangs' port by networkPolicy, and encrypt at an Ingress or a route" -}}
+{{- fail "router.enabled=true with tls.secret; smg speaks plain text to the replicas: leave tls.secret out, close the replicas' port by networkPolicy, and encrypt at an Ingress or a route" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

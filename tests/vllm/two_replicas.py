@@ -1,7 +1,7 @@
-"""Two worker groups behind smg, and what happens when one of them is killed: a rehearsal of docs/scale.md, too heavy for the
-tests.
+"""Two worker groups behind smg, and what happens when one of them is killed: a rehearsal of docs/scale.md, too heavy
+for the tests.
 
-    python -m tests.vllm.two_gangs --directory /tmp/rehearsal
+    python -m tests.vllm.two_replicas --directory /tmp/rehearsal
 
 Prints what it saw; exits with 1 if anything was not as docs/scale.md says. Takes about two minutes and 6 GB.
 """
@@ -31,7 +31,7 @@ FAMILIES, MEMBERS = 5, 6
 would part none."""
 
 
-class Gang:
+class Replica:
     """One `smcserve serve`, with every process that it starts."""
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -105,10 +105,10 @@ class Gang:
         return self.metric("smc_serving") == 1.0
 
 
-class TwoGangs(Rehearsal):
+class TwoReplicas(Rehearsal):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.groups = [Gang("first", directory), Gang("second", directory)]
+        self.groups = [Replica("first", directory), Replica("second", directory)]
 
     def run(self) -> int:
         with ExitStack() as stack:
@@ -128,18 +128,18 @@ class TwoGangs(Rehearsal):
                     f"and finds more of them computed: {together:.0f} tokens instead of {apart:.0f}", together > apart
                 )
                 self.lose_a_rank(url)
-                self.lose_a_gang(url)
+                self.lose_a_replica(url)
         return self.verdict()
 
-    def start(self, group: Gang) -> None:
+    def start(self, group: Replica) -> None:
         group.start()
         self.until(f"the {group.name} worker group serves", lambda: group.serving or group.ended, 180)
         if group.ended:
             raise SystemExit(f"NOT: the {group.name} worker group did not start; see its log")
 
     def prefixes(self, url: str, salt: str) -> tuple[int, float]:
-        """Prompts of several families, one after the other: families that one worker group answered alone, and prompt tokens
-        found computed."""
+        """Prompts of several families, one after the other: families that one worker group answered alone, and prompt
+        tokens found computed."""
         hits = sum(group.hits for group in self.groups)
         owners: list[set[str]] = [set() for _ in range(FAMILIES)]
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -162,8 +162,8 @@ class TwoGangs(Rehearsal):
         return alone, found
 
     def lose_a_rank(self, url: str) -> None:
-        """A worker's process is killed: its worker group starts anew behind its gateway, and answers of the target's own draws
-        go on."""
+        """A worker's process is killed: its worker group starts anew behind its gateway, and answers of the target's
+        own draws go on."""
         first, _ = self.groups
         epoch = first.metric("smc_epoch")
         with self.load(url) as load:
@@ -184,7 +184,7 @@ class TwoGangs(Rehearsal):
             set(load.ends) <= {"ok", "hanging"},
         )
 
-    def lose_a_gang(self, url: str) -> None:
+    def lose_a_replica(self, url: str) -> None:
         """All its processes at once, its gateway among them; then it is started again."""
         first, second = self.groups
         with self.load(url) as load:
@@ -217,7 +217,7 @@ class TwoGangs(Rehearsal):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, required=True, help="where the logs go")
-    return TwoGangs(parser.parse_args().directory).run()
+    return TwoReplicas(parser.parse_args().directory).run()
 
 
 if __name__ == "__main__":

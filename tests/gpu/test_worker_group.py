@@ -25,14 +25,14 @@ from smc.model.random_model import random_model
 from tests.scheduler.harness import answers
 
 FORMS = {"look-ahead": EngineConfig(block=5, branches=4), "lockstep": EngineConfig(form="lockstep", block=8, cohorts=2)}
-GANGS = [
+GROUPS = [
     ("demo", "nccl", 1, 1),
     ("demo", "grpc", 1, 1),
     ("demo", "nccl", 1, 2),
     ("demo", "nccl", 2, 2),
     ("demo", "grpc", 2, 2),
 ]
-GANGS += [("wide", "nccl", 1, 1), ("wide", "nccl", 1, 2), ("wide", "nccl", 1, 3), ("wide", "nccl", 3, 1)]
+GROUPS += [("wide", "nccl", 1, 1), ("wide", "nccl", 1, 2), ("wide", "nccl", 1, 3), ("wide", "nccl", 3, 1)]
 """(models, link, ranks of draft, ranks of target)"""
 
 
@@ -58,7 +58,7 @@ def places(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     return {"demo": (demo.TARGET, demo.DRAFT), "wide": (directory / "target", directory / "draft")}
 
 
-@pytest.fixture(scope="module", params=GANGS, ids=lambda group: "-".join(map(str, group)))
+@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: "-".join(map(str, group)))
 def started(request, places) -> Iterator[Started]:
     """Models stay loaded for all tests of the same link and degrees."""
     models, link, draft, target = request.param
@@ -71,7 +71,7 @@ def started(request, places) -> Iterator[Started]:
 
 
 @pytest.mark.parametrize("link", ["nccl", "grpc"])
-def test_a_follower_that_dies_ends_the_gang(link):
+def test_a_follower_that_dies_ends_the_worker_group(link):
     """Its leader's GPU waits for it without end, in the middle of a sum: nobody else may."""
     if torch.cuda.device_count() < 3:
         pytest.skip("needs 3 GPUs")
