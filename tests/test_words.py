@@ -1,5 +1,5 @@
-"""Words that gave way to the field's do not come back: in names, comments, docstrings and other texts of the code, and in
-protocols, charts and other files of deploy/. `tests.test_docs` looks for them in the pages."""
+"""Words that gave way to the field's do not come back: in names, comments, docstrings and other texts of the code, and
+in protocols, charts and other files of deploy/. `tests.test_docs` looks for them in the pages."""
 
 from __future__ import annotations
 

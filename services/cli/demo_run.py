@@ -75,10 +75,11 @@ MORE = (
     DemoDecoding("distinct lockstep N=32 K=5", _smc(32), LOCKSTEP),
 )
 LESSON = """\
-Every answer is drawn at temperature 1. The draft alone is fast and mostly wrong. Exact decoding gives the target's own answers in few \
-of its passes. SMC comes near them; it needs as few passes however far apart the two models are, and is right more often the more \
-particles it has. On a GPU a pass over many rows costs about what one over a single row does, so passes are time. On a CPU it costs more, \
-and look-ahead, made for models that work at the same time, gains nothing: these speeds are a CPU's only.
+Every answer is drawn at temperature 1. The draft alone is fast and mostly wrong. Exact decoding gives the target's \
+own answers in few of its passes. SMC comes near them; it needs as few passes however far apart the two models are, \
+and is right more often the more particles it has. On a GPU a pass over many rows costs about what one over a single \
+row does, so passes are time. On a CPU it costs more, and look-ahead, made for models that work at the same time, \
+gains nothing: these speeds are a CPU's only.
 """
 NEXT = """\
 Next:  smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"

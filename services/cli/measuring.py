@@ -36,8 +36,8 @@ def _command(name: str) -> Callable[[typer.Context], int]:
             if error.name not in ("benchmarks", "benchmarks.cli"):
                 raise
             raise ValueError(
-                f"smcserve {name} needs the package benchmarks, which the wheel does not hold; run it from a checkout of the "
-                "repository, installed by pip install -e ."
+                f"smcserve {name} needs the package benchmarks, which the wheel does not hold; run it from a checkout "
+                "of the repository, installed by pip install -e ."
             ) from error
         return run(name, ctx.args)
 

@@ -32,8 +32,8 @@ class Statistics:
     collapses: int = 0
     """Rounds after which every weight was zero and all were set equal. Above 0 the answer is not to be trusted."""
     particles_left: int = 0
-    """Particles at the end: fewer than `particles` where memory was short and the request allowed it, or where a smaller
-    tree was faster (`exact`)."""
+    """Particles at the end: fewer than `particles` where memory was short and the request allowed it, or where a
+    smaller tree was faster (`exact`)."""
     preemptions: int = 0
     """How often the request was preempted and resumed."""
     mean_ess: float = 0.0

@@ -1,4 +1,4 @@
-"""How one request is decoded, as its user says it.
+"""How one request is decoded, in the words of its user.
 
 Settings are checked when they are built; a setting that the chosen method would ignore is refused.
 """
@@ -72,15 +72,15 @@ class Method(StrEnum):
 class SamplingParams:
     """How one request is decoded. Raises ValueError naming the field, the value and what is allowed.
 
-    What all of the service knows of a field stands here: commands, bodies and messages have it from `SETTINGS`.
+    All properties of a field are defined here: commands, HTTP bodies and messages read them from `SETTINGS`.
     """
 
     method: Method = setting(
         None,
         OneOf(tuple(method.value for method in Method)),
         option=Option(
-            "smc: near the target's distribution, every round at full speed; exact: the target's own answer; "
-            "target, draft: one model alone. Default: smc, at temperature 0 exact.",
+            "smc: approximate the target's distribution, K tokens every round; exact: follow it exactly; "
+            "target, draft: decode with one model alone. Default: smc, or exact at temperature 0.",
             "METHOD",
         ),
     )
@@ -88,70 +88,73 @@ class SamplingParams:
     max_tokens: int = setting(
         DEFAULT_MAX_TOKENS,
         integer(lambda value: value >= 1, ">= 1"),
-        option=Option("Longest answer. Default: 256, or what the context leaves.", "TOKENS"),
+        option=Option(
+            "Maximum number of answer tokens. Default: 256, or the rest of the context if that is less.", "TOKENS"
+        ),
     )
     """Longest answer in tokens, EOS included."""
     seed: int | None = setting(
         None,
         integer(lambda value: -(2**63) <= value < 2**63, "a 64-bit signed integer"),
-        option=Option("Same seed, same answer. Default: drawn, and reported.", "SEED"),
+        option=Option("The same seed gives the same answer. Default: a random seed, which is reported.", "SEED"),
     )
     """64-bit; the same seed gives the same answer. Default: drawn by the engine and reported with the answer."""
     temperature: float = setting(
         1.0,
         number(lambda value: value == 0 or is_scale(value), f"{SCALES}; or 0 = greedy"),
-        option=Option("Of the target distribution. Default: 1; 0 = greedy, not with --method smc.", "T"),
+        option=Option("Temperature of the target distribution; 0 = greedy, not with --method smc. Default: 1.", "T"),
     )
     """Of the target distribution, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy
     otherwise, where exact decoding drafts at 1."""
     top_k: int = setting(
         0,
         integer(lambda value: 0 <= value < 2**31, ">= 0 (0 = off), < 2**31"),
-        option=Option("Keep the K likeliest tokens; 0 = all.", "K"),
+        option=Option("Keep only the K most likely tokens; 0 = all.", "K"),
     )
     """Keep the k likeliest tokens; 0 = all."""
     top_p: float = setting(
         1.0,
         number(lambda value: 0 < value <= 1, "0 < top_p <= 1"),
-        option=Option("Keep the likeliest tokens that hold this mass; 1 = all.", "P"),
+        option=Option("Keep only the most likely tokens whose probabilities sum to at least P; 1 = all.", "P"),
     )
     """Keep the smallest set of likeliest tokens with at least this mass; 1 = all."""
     min_p: float = setting(
         0.0,
         number(lambda value: 0 <= value < 1, "0 <= min_p < 1"),
-        option=Option("Drop tokens below this share of the likeliest; 0 = none.", "P"),
+        option=Option("Drop tokens less likely than P times the most likely token; 0 = none.", "P"),
     )
     """Drop tokens less likely than this share of the likeliest; 0 = none."""
     stop: tuple[str, ...] = setting(
         (),
         Items(lambda item: isinstance(item, str) and item != "", "non-empty strings", MAX_STOPS, "strings"),
-        option=Option("String that ends the answer; may be repeated.", "TEXT"),
+        option=Option("A string that ends the answer; may be repeated.", "TEXT"),
     )
     """Strings that end the answer; the text ends before the first of them."""
     stop_token_ids: tuple[int, ...] = setting(
         (),
         Items(is_token, "token ids >= 0", MAX_STOP_IDS, "ids"),
-        option=Option("Token id that ends the answer; may be repeated.", "ID", ("--stop-token-id",)),
+        option=Option("A token id that ends the answer; may be repeated.", "ID", ("--stop-token-id",)),
     )
     """Token ids that end the answer, besides the model's own EOS."""
-    ignore_eos: bool = setting(False, flag(), option=Option("Go on after the model's end-of-text token."))
+    ignore_eos: bool = setting(False, flag(), option=Option("Continue after the model's end-of-text token."))
     """EOS is a token like any other."""
     min_tokens: int = setting(
         0,
         integer(lambda value: value >= 0, ">= 0"),
         option=Option(
-            "So many tokens do not end the answer: stop tokens have no probability, stop strings no effect.", "TOKENS"
+            "Minimum number of answer tokens: until then stop tokens are not drawn, and stop strings have no effect.",
+            "TOKENS",
         ),
     )
     """The first so many tokens of the answer do not end it, at most `max_tokens`: stop tokens and EOS have probability
     0 under both distributions, and stop strings that are complete by then have no effect."""
     logit_bias: tuple[tuple[int, float], ...] = setting((), Biases(MAX_BIASES, MAX_BIAS))
-    """Added to both models' logits of these tokens, by id, before all else: temperature and truncation are of what
-    comes of it. Given as a mapping, or as pairs; kept in the order of the ids, without those of 0."""
+    """Added to both models' logits of these tokens, by id, before temperature and truncation. Given as a mapping, or as
+    pairs; kept in the order of the ids, without those of 0."""
     time_budget: float | None = setting(
         None,
         number(lambda value: value > 0, "> 0 seconds"),
-        option=Option("Answer with what there is after this long.", "SECONDS"),
+        option=Option("Time limit: the request then ends with the answer decoded so far.", "SECONDS"),
     )
     """Soft limit in seconds from arrival; checked between rounds."""
     particles: int | None = setting(
@@ -160,7 +163,7 @@ class SamplingParams:
         scope=Scope.BOTH,
         fill=lambda params: 8,
         option=Option(
-            "N, answers grown side by side; of exact, rows of the tree or chains. Default: 8.",
+            "N, the number of particles; with --method exact, rows of the tree, or chains. Default: 8.",
             "N",
             ("--particles", "-n"),
         ),
@@ -172,15 +175,19 @@ class SamplingParams:
         scope=Scope.EXACT,
         fill=lambda params: "walk",
         option=Option(
-            "walk: the target draws, and confirms what was drafted; rejection: drafted tokens are kept or replaced. Default: walk.",
+            "walk: the target draws its own tokens and confirms drafted ones that match; rejection: drafted tokens are "
+            "accepted or replaced, so that the answer follows the target's distribution. Default: walk.",
             "walk|rejection",
         ),
     )
     """`walk`: the target draws, and drafted tokens that are its draws are confirmed; `rejection`: tokens are drawn from
-    the draft's distribution, and kept or replaced so that what comes out is drawn from the target's. Method `exact`
-    only; default `walk`."""
+    the draft's distribution, and kept or replaced so that the answer follows the target's. Method `exact` only; default
+    `walk`."""
     min_particles: int | None = setting(
-        None, None, scope=Scope.SMC, option=Option("Particles to keep where KV memory is short. Default: all.", "N")
+        None,
+        None,
+        scope=Scope.SMC,
+        option=Option("Minimum number of particles to keep when KV memory is short. Default: all.", "N"),
     )
     """Particles that must be left where memory is short, 1..N. SMC only; default N: never fewer."""
     population: str | None = setting(
@@ -189,7 +196,8 @@ class SamplingParams:
         scope=Scope.SMC,
         fill=lambda params: "independent" if params.resamples else "distinct",
         option=Option(
-            "distinct: drawn without replacement; independent: each for itself, and resampled. Default: distinct.",
+            "distinct: particles are drawn without replacement; independent: each particle draws for itself, and all are "
+            "resampled. Default: distinct.",
             "distinct|independent",
         ),
     )
@@ -201,7 +209,9 @@ class SamplingParams:
         scope=Scope.INDEPENDENT,
         fill=lambda params: 0.5,
         option=Option(
-            "Resample below this share of N effective samples; 0 = never. Independent only. Default: 0.5.", "SHARE"
+            "Resample when the effective sample size is below this share of N; 0 = never. Only for independent "
+            "particles. Default: 0.5.",
+            "SHARE",
         ),
     )
     """Resample when ESS < threshold * N, 0..1; 0 = never. Independent particles only; default 0.5."""
@@ -211,7 +221,9 @@ class SamplingParams:
         scope=Scope.INDEPENDENT,
         fill=lambda params: "systematic",
         option=Option(
-            "systematic, stratified, residual, multinomial or ssp. Independent only. Default: systematic.", "SCHEME"
+            "Resampling scheme: systematic, stratified, residual, multinomial or ssp. Only for independent particles. "
+            "Default: systematic.",
+            "SCHEME",
         ),
     )
     """Scheme. Independent particles only; default `systematic`."""
@@ -220,7 +232,7 @@ class SamplingParams:
         number(is_scale, SCALES),
         scope=Scope.SMC,
         fill=lambda params: 1.0,
-        option=Option("Exponent of the target distribution. Default: 1.", "A"),
+        option=Option("Exponent of the target distribution over sequences. Default: 1.", "A"),
     )
     """Exponent of the target distribution over sequences, > 0. SMC only; default 1."""
     draft_temperature: float | None = setting(
@@ -228,14 +240,16 @@ class SamplingParams:
         number(is_scale, SCALES),
         scope=Scope.PROPOSAL,
         fill=lambda params: params.temperature or 1.0,
-        option=Option("Of the proposal. Default: --temperature.", "T"),
+        option=Option("Temperature of the draft's proposal. Default: --temperature.", "T"),
     )
     """Of the proposal, and corrected for. SMC, and exact decoding by rejection; default: `temperature`, and 1 where
     that is 0."""
     guidance_scale: float = setting(
         1.0,
         number(lambda value: 1 <= value <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)"),
-        option=Option("How much further from --negative-prompt, towards the prompt. Default: 1 = not at all.", "S"),
+        option=Option(
+            "Strength of classifier-free guidance away from --negative-prompt. Default: 1, no guidance.", "S"
+        ),
     )
     """s of the guided distribution, that of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after
     the negative prompt; temperature and truncation come afterwards. 1 = none. A guided request takes two slots a row,
@@ -338,7 +352,8 @@ class SamplingParams:
         if self.method is Method.DRAFT and self.guided:
             scale = self.guidance_scale
             raise ValueError(
-                f"guidance_scale={scale!r} has no effect with method='draft', where the target does not run; leave it out"
+                f"guidance_scale={scale!r} has no effect with method='draft', where the target does not run; "
+                "leave it out"
             )
         if self.method is not Method.SMC:
             return

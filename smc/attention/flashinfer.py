@@ -42,7 +42,10 @@ def obstacle(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: 
     """Why `FlashInferAttention` cannot be used, or None. Loads its kernels, so that none is found missing in the middle
     of a pass."""
     if head_dim not in HEAD_DIMS or dtype not in DTYPES:
-        return f"head dimension {head_dim} in {dtype}: flashinfer is used for {', '.join(map(str, HEAD_DIMS))} in bfloat16 and float16"
+        return (
+            f"head dimension {head_dim} in {dtype}: flashinfer is used for {', '.join(map(str, HEAD_DIMS))} "
+            "in bfloat16 and float16"
+        )
     if heads[0] % heads[1] or heads[0] > MOST_HEADS:
         return f"heads {heads}: want H a multiple of J, at most {MOST_HEADS}"
     if importlib.util.find_spec("flashinfer") is None:

@@ -56,8 +56,8 @@ def take_in(q_XD, k_PD, v_PD, visible_XP, masked, m_X, l_X, acc_XD, SCALE: tl.co
 @one_variant("q", "keys", "values", "table_SL", "part", "q_stride", "table_stride")
 def _prefix_kernel(
     q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, W, E,
-    N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One piece of one key/value head. Pieces that there are none of come last, so that the others get a multiprocessor
     each. With PDL, `_own_kernel` may come when each program has seen that queries are there: it finds room beside
@@ -252,13 +252,15 @@ class SharedPrefixAttention:
         tune, table, piece_6W = self.tuning, prepared.tables.table_SL, prepared.piece_6W
         entries, spans = self.lse_JE.shape[1], RowSpans(prepared.start_R, prepared.count_R)
         self.prefix_kernel[(self.heads[1], piece_6W.shape[1])](
-            q_THD, keys, values, table, piece_6W, prepared.pieces_1, self.part_JED, self.lse_JE, q_THD.stride(0), table.stride(0),
-            piece_6W.shape[1], entries, **self._prefix_keywords, **self._constants,
+            q_THD, keys, values, table, piece_6W, prepared.pieces_1, self.part_JED, self.lse_JE,
+            q_THD.stride(0), table.stride(0), piece_6W.shape[1], entries,
+            **self._prefix_keywords, **self._constants,
         )  # fmt: skip
         h, j = self.heads
         _own_kernel[(triton.cdiv(self.queries * h // j, tune.own_y), j, self.rows)](
-            q_THD, keys, values, *prepared.tables.arguments(), spans, RowSplits(prepared.row_4R, self.rows, entries), self.part_JED,
-            self.lse_JE, out_THD, q_THD.stride(0), Q=self.queries, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s,
-            STAGES=tune.own_stages, num_warps=tune.own_warps, **self._constants,
+            q_THD, keys, values, *prepared.tables.arguments(), spans,
+            RowSplits(prepared.row_4R, self.rows, entries), self.part_JED, self.lse_JE, out_THD, q_THD.stride(0),
+            Q=self.queries, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s, STAGES=tune.own_stages,
+            num_warps=tune.own_warps, **self._constants,
         )  # fmt: skip
         return out_THD

@@ -81,7 +81,8 @@ def _weigh(s_XP, m_X, l_X, SCALE: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    work, N: gl.constexpr, D: gl.constexpr, SCALE: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr
+    work, N: gl.constexpr, D: gl.constexpr, SCALE: gl.constexpr,
+    BLOCK_P: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The online softmax of `take_in` (`smc.attention.kernels`) over what comes through the ring."""
     q, part, lse, x0, queries, first, last, entry, j, q_stride, q_XD, k_SPD, v_SPD, k_full, v_full, empty = work

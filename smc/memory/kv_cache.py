@@ -57,7 +57,8 @@ class KVCacheManager:
         )
 
     def expect(self, request: int, pages: dict[ModelRole, int], round_pages: dict[ModelRole, int]) -> None:
-        """Enter or replace the forecast of an admitted request: pages that it is likely to hold, and pages of a round."""
+        """Enter or replace the forecast of an admitted request: pages that it is likely to hold, and pages of a
+        round."""
         self.no_longer_expect(request)
         self._shares[request] = pages, round_pages
         self._add(pages, round_pages, 1)
@@ -102,7 +103,8 @@ class KVCacheManager:
         return [role for role, count in pages.items() if count > self.allocators[role].num_free]
 
     def room(self, role: ModelRole) -> int:
-        """Pages, approximately, that are free or would be if the cache was evicted: all of a pool that no request uses."""
+        """Pages, approximately, that are free or would be if the cache was evicted: all of a pool that no request
+        uses."""
         if not self.expected[role]:
             return self.capacity[role]
         return self.allocators[role].num_free + (self.caches[role].pages if role in self.caches else 0)
@@ -112,7 +114,8 @@ class KVCacheManager:
         return self.capacity[role] - self.allocators[role].num_free
 
     def leaked(self) -> dict[ModelRole, int]:
-        """References and unassigned pages without an owner, while no request runs: only the cache may hold pages then."""
+        """References and unassigned pages without an owner, while no request runs: only the cache may hold pages
+        then."""
         cached = {role: self.caches[role].entries if role in self.caches else 0 for role in self.allocators}
         return {
             role: allocator.num_unassigned + allocator.num_holds - cached[role]
@@ -124,8 +127,8 @@ class KVCacheManager:
         return next((cache.keys(tokens, salt) for cache in self.caches.values()), [])
 
     def match(self, role: ModelRole, keys: list[bytes], most: int) -> tuple[int, int]:
-        """`PrefixCache.find` in at most so many tokens. The caller holds the page from now on, and calls `count_match` if it
-        uses the match."""
+        """`PrefixCache.find` in at most so many tokens. The caller holds the page from now on, and calls `count_match`
+        if it uses the match."""
         if role not in self.caches:
             return 0, DUMMY_PAGE
         cache = self.caches[role]

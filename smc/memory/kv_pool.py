@@ -22,7 +22,8 @@ def pages_that_fit(page_bytes: int, device: torch.device, distribution_bytes: in
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose memory, on a CPU, is allocated page by page when it is written; an allocator might clear all of it."""
+    """Zeros whose memory, on a CPU, is allocated page by page when it is written; an allocator might clear all of
+    it."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     untouched = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -21,8 +21,8 @@ Tokens = np.ndarray | Sequence[int]
 
 
 def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """Leading blocks that two sequences have in common. The key of a block covers all before it, so that a binary search
-    finds the last common one."""
+    """Leading blocks that two sequences have in common. The key of a block covers all before it, so that a binary
+    search finds the last common one."""
     if not one or not other or one[0] != other[0]:
         return 0
     return bisect_left(

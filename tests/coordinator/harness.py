@@ -1,4 +1,5 @@
-"""A worker group without Ray: the coordinator in this thread, every rank in a thread beside it, a real link between them."""
+"""A worker group without Ray: the coordinator in this thread, every rank in a thread beside it, a real link between
+them."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ SIDES = ("draft", "target")
 def coordinator(
     engine: EngineConfig, *, watched: bool = True, **settings: Any
 ) -> Iterator[tuple[Coordinator, CoordinatorSpec]]:
-    """Of the demo pair, warmed up; `settings` of the worker group. At the end every rank must have heard that it is to stop.
-    `watched`: nothing may stop it before."""
+    """Of the demo pair, warmed up; `settings` of the worker group. At the end every rank must have heard that it is to
+    stop. `watched`: nothing may stop it before."""
     config = WorkerGroupConfig(
         engine=engine, **{"start_timeout": 30.0, "link_timeout": 20.0, "heartbeat": 0.2, **settings}
     )

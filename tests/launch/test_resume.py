@@ -1,4 +1,5 @@
-"""Answers that are asked for again when the worker group is lost: no token twice, none missing, none of another answer."""
+"""Answers that are asked for again when the worker group is lost: no token twice, none missing, none of another
+answer."""
 
 from __future__ import annotations
 
