@@ -80,7 +80,7 @@ def random_candidates(n: int, branches: int, seed: int, spread: float = 1.5) -> 
 
 
 def lockstep_candidates(logw_A: Tensor, block_A: Tensor, bonus_log_z_A: Tensor) -> Tensor:
-    """Candidate log-weights [A, 1] of a lockstep round (design section 2, steps 3 and 4).
+    """Candidate log-weights [A, 1] of a lockstep round.
 
     `block_A` is the block's increment (`weights.block_log_weight`); `bonus_log_z_A` the log normaliser of the law the
     bonus was drawn from: 0 at alpha = 1, and 0 for a particle that ended inside the block."""
@@ -88,7 +88,7 @@ def lockstep_candidates(logw_A: Tensor, block_A: Tensor, bonus_log_z_A: Tensor) 
 
 
 def lookahead_candidates(logw_A: Tensor, block_A: Tensor, next_AF: Tensor, open_A: Tensor) -> Tensor:
-    """Candidate log-weights [A, F] of a look-ahead round (design section 3).
+    """Candidate log-weights [A, F] of a look-ahead round.
 
     `next_AF` is alpha * log p - log q of the first token of every branch. A particle that ended (`open` false) has one
     candidate, itself, with its whole weight.

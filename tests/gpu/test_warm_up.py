@@ -49,7 +49,7 @@ def test_no_user_waits_for_a_compiler(config):
             for _ in range(TIMES):
                 together = draw.randint(1, most)
                 for _ in range(together):
-                    # All that come together are served together, even if each has as many companions as rows.
+                    # All that come together are served together, even if each has as many unconditional rows as rows.
                     asked.append(some_request(draw, number, shape.vocab_size, config.max_slots // (2 * together)))
                     engine.submit(asked[-1])
                     number += 1
