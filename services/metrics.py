@@ -100,6 +100,8 @@ ROUND_BUCKETS = (
     10.0,
 )
 SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+EXPONENT_BUCKETS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
+EVIDENCE_BUCKETS = (-10.0, -5.0, -3.0, -2.0, -1.0, -0.5, -0.3, -0.2, -0.1, -0.05, 0.0, 0.1, 0.5)
 LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -363,6 +365,10 @@ class RequestMetrics(Families):
         self._decode_time.observe(answer.times.decode)
         self._model_tokens.labels("draft").inc(answer.statistics.draft_tokens)
         self._model_tokens.labels("target").inc(answer.statistics.target_tokens)
+        if answer.statistics.draft_exponent:
+            self._draft_exponent.observe(answer.statistics.draft_exponent)
+        if answer.statistics.mean_ess and answer.tokens:
+            self._log_evidence.observe(answer.statistics.log_z / len(answer.tokens))
 
     def request_failed(self, status: str) -> None:
         """Ended without an answer, for any reason; rejections and cancellations are counted separately, too."""
@@ -436,6 +442,16 @@ class RequestMetrics(Families):
         )
         self._decode_time = self._histogram(
             "smc_request_decode_time_seconds", "From there to the end of its answer.", E2E_BUCKETS
+        )
+        self._draft_exponent = self._histogram(
+            "smc_spec_decode_draft_exponent",
+            "Exponent of the draft's probabilities with which an answer's tree was drafted (exact decoding), at its end.",
+            EXPONENT_BUCKETS,
+        )
+        self._log_evidence = self._histogram(
+            "smc_log_evidence_per_token",
+            "log Z-hat of an answer of SMC over its tokens: far below 0 where the draft does not know the text.",
+            EVIDENCE_BUCKETS,
         )
 
 

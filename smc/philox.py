@@ -72,13 +72,16 @@ def uniforms(seed_X: np.ndarray, round_X: np.ndarray, position_P: np.ndarray, pu
     return ((high << 21) | (low >> 11)) * 2.0**-53
 
 
-def exponentials(w0_X: Tensor, w1_X: Tensor, size: int) -> Tensor:
-    """Standard exponential variates [X, size], float32, from two words per row.
+def exponentials(w0_X: Tensor, w1_X: Tensor, size: int, ids_V: Tensor | None = None) -> Tensor:
+    """Standard exponential variates [X, size], float32, from two words per row: of the first `size` entries, or of
+    those that `ids` names.
 
     The index is hashed to 31 bits by two multiply-xorshift rounds; one word is mixed in before the first and one
     between the two. Small values keep full relative precision, because the minimum over the vocabulary decides the
     draw."""
-    entry_V = torch.arange(size, dtype=torch.int32, device=w0_X.device) * _GOLDEN
+    if ids_V is None:
+        ids_V = torch.arange(size, device=w0_X.device)
+    entry_V = ids_V.to(torch.int32) * _GOLDEN
     x = w0_X.to(torch.int32)[..., None] + entry_V
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
     x = x ^ w1_X.to(torch.int32)[..., None]

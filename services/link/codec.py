@@ -10,7 +10,7 @@ import numpy as np
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
-from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, TopLogprobsSpec
+from smc.executor.messages import DraftReport, Draws, Lineage, PromptBatch, PromptResult, RoundResult, TopLogprobsSpec
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
 from smc.philox import Purpose
 from smc.stops import StopMachine
@@ -22,6 +22,7 @@ _PLAN = {
     "seed": ("seed_A", "<i8"),
     "round": ("round_A", "<i4"),
     "alpha": ("alpha_A", "<f8"),
+    "exponent": ("exponent_A", "<f4"),
     "first": ("first_G", "<i4"),
     "size": ("size_G", "<i4"),
     "count": ("count_G", "<i4"),
@@ -201,9 +202,9 @@ def _to_unconditional(message: pb.UnconditionalRows) -> UnconditionalRows[np.nda
     return UnconditionalRows(**arrays | {"pages_UW": _rows(message.pages, "<i4", len(arrays["index_U"]))})
 
 
-def round_outcome(result: RoundResult[np.ndarray] | Lineage[np.ndarray]) -> pb.RoundOutcome:
-    if isinstance(result, Lineage):
-        return pb.RoundOutcome(**_fields(result, _LINEAGE))
+def round_outcome(result: RoundResult[np.ndarray] | DraftReport[np.ndarray]) -> pb.RoundOutcome:
+    if isinstance(result, DraftReport):
+        return pb.RoundOutcome(**_fields(result.lineage, _LINEAGE), observed=_bytes(result.observed_2A, "<f4"))
     return pb.RoundOutcome(**_fields(result, _RESULT), **_fields(result.lineage, _LINEAGE))
 
 
@@ -211,10 +212,14 @@ def to_result(outcome: pb.RoundOutcome) -> RoundResult[np.ndarray]:
     arrays = _attributes(outcome, _RESULT)
     batch_size = len(arrays["ancestor_A"])
     arrays |= {name: array.reshape(batch_size, -1) for name, array in arrays.items() if name.endswith("_AQ")}
-    return RoundResult(**arrays, lineage=to_lineage(outcome))
+    return RoundResult(**arrays, lineage=_to_lineage(outcome))
 
 
-def to_lineage(outcome: pb.RoundOutcome) -> Lineage[np.ndarray]:
+def to_draft_report(outcome: pb.RoundOutcome) -> DraftReport[np.ndarray]:
+    return DraftReport(_to_lineage(outcome), _rows(outcome.observed, "<f4", 2))
+
+
+def _to_lineage(outcome: pb.RoundOutcome) -> Lineage[np.ndarray]:
     kept_A = _array(outcome.kept, "<i4")
     return Lineage(_rows(outcome.path, "<i4", len(kept_A)), kept_A, _array(outcome.dropped, "<i4"))
 

@@ -16,7 +16,7 @@ from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
 from smc.executor.executor import LocalRound
-from smc.executor.messages import Lineage, ModelLost, PromptBatch, PromptResult, RoundResult
+from smc.executor.messages import DraftReport, ModelLost, PromptBatch, PromptResult, RoundResult
 from smc.executor.plan import Program, RoundPlan, SequenceHandoff
 from smc.scheduler.timeline import Timeline
 from smc.types import ModelRole
@@ -103,10 +103,12 @@ class RemoteWorker:
     def join(self, group: SequenceHandoff) -> None:
         self._send(join=codec.join_command(group))
 
-    def round(self, plan: RoundPlan[np.ndarray]) -> RemotePending[RoundResult[np.ndarray] | Lineage[np.ndarray]]:
-        """The result is the target's, or that of a model alone; the draft's of a pair is its lineage."""
-        decode: Callable[[pb.RoundOutcome], RoundResult[np.ndarray] | Lineage[np.ndarray]]
-        decode = codec.to_lineage if plan.program is Program.PAIR and self.role == ModelRole.DRAFT else codec.to_result
+    def round(self, plan: RoundPlan[np.ndarray]) -> RemotePending[RoundResult[np.ndarray] | DraftReport[np.ndarray]]:
+        """The result is the target's, or that of a model alone; the draft's of a pair is its report."""
+        decode: Callable[[pb.RoundOutcome], RoundResult[np.ndarray] | DraftReport[np.ndarray]]
+        decode = (
+            codec.to_draft_report if plan.program is Program.PAIR and self.role == ModelRole.DRAFT else codec.to_result
+        )
         return self._ask(lambda response: decode(response.round), round=codec.round_command(plan))
 
     def ping(self) -> None:

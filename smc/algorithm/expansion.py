@@ -2,7 +2,8 @@
 replacement.
 
 Every row has candidate tokens, each with a mass. `BEST` keeps the candidates of largest mass (exact decoding, where
-masses are log-likelihoods under the draft). `DISTINCT` samples R candidates such that candidate j is chosen with
+masses are log-probabilities under the draft: `smc.algorithm.coupling`), and always the most probable continuation of
+the first row. `DISTINCT` samples R candidates such that candidate j is chosen with
 probability pi_j = min(1, c m_j), by one systematic draw over the candidates in the order of their rows. A chosen
 candidate gets the mass m_j / pi_j, which keeps the expectation of the weighted sum of every function (Fearnhead and
 Clifford, "On-line inference for hidden Markov models via particle filters", 2003). Knows nothing about models, requests
@@ -28,6 +29,8 @@ from smc.philox import Purpose, uniforms
 CANDIDATES_PER_ROW = 32
 """Number of most likely tokens that become candidates of a row. One more token, drawn from the rest of the
 distribution, represents that rest."""
+LEAD = 1e300
+"""Log mass above every other, of candidates that are kept in any case."""
 EXPANSION_POSITION = 2 << 20
 """Position of the first uniform for sampling without replacement; the step of the round is added."""
 
@@ -40,7 +43,7 @@ class PopulationKind(IntEnum):
     DISTINCT = 1
     """Rows are sampled without replacement from all candidates of the population."""
     BEST = 2
-    """The candidates of largest mass are kept: a draft tree for exact decoding."""
+    """The candidates of largest mass are kept, and the first one: a draft tree for exact decoding."""
     CHAINS = 3
     """Each row is a draft chain from one root, verified by rejection sampling (`smc.algorithm.rejection`)."""
 
@@ -150,7 +153,7 @@ def expand(
     uniform_H1 = to_device(
         uniforms(to_host(keys[0][used_H]), to_host(keys[1][used_H]), position, Purpose.SELECTION), device
     )
-    log_pi_HM = inclusion(mass_HM, most_G[used_H], is_best_H, least)
+    log_pi_HM = inclusion(_lead_first(mass_HM, is_best_H), most_G[used_H], is_best_H, least)
     taken_HM = _take(log_pi_HM, most_G[used_H], uniform_H1)
     index_HX, exists_HX = grid(*(bound[used_H] for bound in rows))
     # The j-th chosen candidate becomes the j-th row of its group.
@@ -167,6 +170,16 @@ def expand(
     ess_G[used_H] = effective_sample_size(normalise(chosen_mass_HX)[0])
     collapsed_G[used_H] = collapsed_H
     return Expansion(parent_X, candidate_X, mass_X, mass_X > -torch.inf, ess_G, collapsed_G, nan_G)
+
+
+def _lead_first(mass_HM: Tensor, best_H: Tensor) -> Tensor:
+    """The masses by which candidates are ranked. With `best`, the first candidate that has mass is always kept: it is
+    the most probable continuation of the first row, which was the first candidate itself a step before. So the draft
+    chain that a single row would be is part of every tree, however many rows there are."""
+    has_mass_HM = mass_HM > -torch.inf
+    lead_H1 = has_mass_HM.long().argmax(-1, keepdim=True)
+    is_lead_HM = torch.zeros_like(has_mass_HM).scatter(1, lead_H1, best_H[:, None]) & has_mass_HM
+    return mass_HM.masked_fill(is_lead_HM, LEAD)
 
 
 def inclusion(mass_HM: Tensor, most_H: Tensor, best_H: Tensor, least: float = 0.0) -> Tensor:

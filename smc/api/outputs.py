@@ -60,6 +60,9 @@ class Statistics:
     `accepted_per_round`, `hits` and `misses`."""
     mean_rows: float = 0.0
     """Of exact decoding: rows of its tree, averaged over the rounds that drafted."""
+    draft_exponent: float = 0.0
+    """Of exact decoding: the exponent of coupled drafting (`smc.algorithm.coupling`) at the end. Above 1 the target is
+    more certain than the draft. 0: nothing was drafted so."""
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ def padding_plan(
         seed_A=wide,
         round_A=wide + 1,
         alpha_A=np.ones(batch_size),
+        exponent_A=one,
         first_G=whole,
         size_G=whole,
         count_G=whole,

@@ -23,12 +23,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from smc.algorithm.coupling import score_of_exponent
 from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.forward import Rows
 from smc.executor.messages import DraftedRows, Lineage, RoundChoice
 from smc.executor.plan import RoundPlan
 from smc.executor.remap import remap_block_table
+from smc.executor.sampling import Coupling
 from smc.executor.state import SlotState
 from smc.philox import STREAMS_PER_PARTICLE
 from smc.stops import grow
@@ -349,6 +351,29 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
         own_X = torch.where(state.ended_S[slot_X], alone_X, -math.log(branches))
         share_X = torch.where(plan.has_kind(PopulationKind.INDEPENDENT).repeat_interleave(branches), own_X, share_X)
     return DraftedRows.of(tree.tokens_XK, tree.logq_XK, tree.root_X, tree.count_X, tree.ended_X, share_X)
+
+
+def observe_draws(
+    state: SlotState,
+    plan: RoundPlan[Tensor],
+    tree: TokenTree,
+    choice: RoundChoice,
+    kept_BV: Tensor,
+    coupling: Coupling,
+) -> Tensor:
+    """What the target's draws after the roots of the drafted rows say of the exponent of coupled drafting: float32
+    [2, A], see `DraftReport`. A draw is seen where the block before the root was accepted as a whole, which does not
+    depend on the draw. `kept`: log q after the first B roots. Before `advance`."""
+    root_A = choice.ancestor_A
+    token_A = torch.where(choice.count_A > 0, tree.tokens_XK[choice.row_A, 0], choice.bonus_A)
+    slot_A, exponent_A = plan.slot_A[root_A], plan.exponent_A[root_A]
+    kept_AV = kept_BV[root_A.clamp(max=len(kept_BV) - 1)]
+    is_drawn_AV = coupling.tokens(kept_AV.shape[1], state.device) == token_A[:, None]
+    is_seen_A = choice.alive_A & ~state.ended_S[slot_A] & (choice.cut_A == 0) & (exponent_A > 0) & (token_A >= 0)
+    is_seen_A = is_seen_A & is_drawn_AV.any(-1) & (root_A < len(kept_BV))
+    noise_AV = coupling.noise(root_A, state.end_S[slot_A], kept_AV.shape[1])
+    observed_2A = torch.stack(score_of_exponent(kept_AV, exponent_A, noise_AV, is_drawn_AV))
+    return observed_2A.masked_fill(~is_seen_A | ~observed_2A[0].isfinite(), torch.nan)
 
 
 def resume(

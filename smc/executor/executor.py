@@ -9,7 +9,7 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.graph_runner import AsyncResult
-from smc.executor.messages import Lineage, Pending, RoundResult
+from smc.executor.messages import DraftReport, Lineage, Pending, RoundResult
 from smc.executor.model_runner import DraftRunner, LocalChannel, TargetRunner
 from smc.executor.ops import RoundOps
 from smc.executor.plan import Program, RoundPlan, SequenceHandoff
@@ -24,6 +24,8 @@ class RoundOutcome:
     result: RoundResult[np.ndarray]
     lineage: dict[ModelRole, Lineage[np.ndarray]]
     """By side."""
+    observed_2A: np.ndarray | None = None
+    """Of `DraftReport`; None: the draft took no part."""
 
 
 class RoundExecutor(Protocol):
@@ -78,8 +80,8 @@ class LocalRound:
         # In this order each says when it came, by the clock of its own device.
         values = {role: reading.result() for role, reading in self.readings.items()}
         result = next(value for value in values.values() if isinstance(value, RoundResult))
-        lineage = {role: value.lineage if isinstance(value, RoundResult) else value for role, value in values.items()}
-        return RoundOutcome(result, lineage)
+        observed_2A = next((value.observed_2A for value in values.values() if isinstance(value, DraftReport)), None)
+        return RoundOutcome(result, {role: value.lineage for role, value in values.items()}, observed_2A)
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """See `Reading.spans`."""

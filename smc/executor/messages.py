@@ -309,6 +309,18 @@ class Lineage(Generic[Array]):
 
 
 @dataclass(frozen=True)
+class DraftReport(Generic[Array]):
+    """What the host learns of the draft's part in a round of both models. Tensors where the model is."""
+
+    lineage: Lineage[Array]
+    """At the draft."""
+    observed_2A: Array
+    """float32, by batch index after the choice: what the target's draw after the root of the drafted rows says of
+    the exponent of coupled drafting, score and information (`smc.algorithm.coupling.DrawObservation`); NaN: nothing
+    was seen."""
+
+
+@dataclass(frozen=True)
 class RoundResult(Generic[Array]):
     """What the host learns of a round. By batch index, after the choice, unless said otherwise. Tensors where the model
     is."""

@@ -24,7 +24,7 @@ from smc.api.engine_config import EngineConfig
 from smc.executor.draft import DraftShape, TokenTree
 from smc.executor.graph_runner import AsyncResult, Event, StageRunner
 from smc.executor.guidance import GuidedPass
-from smc.executor.messages import DraftedRows, Lineage, RoundChoice, RoundResult
+from smc.executor.messages import DraftedRows, DraftReport, RoundChoice, RoundResult
 from smc.executor.ops import RoundOps
 from smc.executor.plan import PlanBuffer, Program, RoundPlan, SequenceHandoff
 from smc.executor.round_stages import Drafter, Scorer, Selector
@@ -33,6 +33,10 @@ from smc.executor.state import BiasTables, SlotState
 from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
 from smc.types import ModelRole
+
+OBSERVED_ROOTS = 64
+"""Roots of a round whose log q is kept, at most, to fit the exponent of coupled drafting: others follow what these
+show."""
 
 
 class Channel(Protocol):
@@ -172,7 +176,7 @@ class ModelRunner:
             text_A=tree.text_X,
             mass_A=zero_A.double(),
         )
-        lineage = drafter.follow(plan, tree, choice)
+        lineage = drafter.follow(plan, tree, choice).lineage
         logq_AK = tree.logq_XK
         exists_AK = torch.arange(drafter.shape.block, device=slot_A.device) < tree.count_X[:, None]
         nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1)[None], plan.group_A)[0]
@@ -229,12 +233,13 @@ class DraftRunner(ModelRunner):
             shape=DraftShape(config.block, by_round=True, guesses=config.lookahead),
             mixture=config.defensive_share,
             purpose=Purpose.PROPOSAL,
+            kept_BV=torch.empty(min(config.max_slots, OBSERVED_ROOTS), sampling.columns, device=worker.device),
             dists_YLV=self._dists_YLV,
         )
         self._round: tuple[RoundPlan[Tensor], TokenTree, tuple] | None = None
 
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
-        """Queue the draft's part of a round. What comes back of a round of the pair is its `Lineage`."""
+        """Queue the draft's part of a round. What comes back of a round of the pair is a `DraftReport`."""
         if plan.program is Program.DRAFT:
             return self._decode(plan)
         self.draft(plan)
@@ -266,10 +271,10 @@ class DraftRunner(ModelRunner):
         plan, tree, span = self._round
         with self.stages.working():
             choice = RoundChoice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
-            lineage = self.stages.run(plan.key, "follow", lambda: self._follow(plan, tree, choice))
-            return self.stages.read(plan.key, lineage, {ModelRole.DRAFT: span})
+            report = self.stages.run(plan.key, "follow", lambda: self._follow(plan, tree, choice))
+            return self.stages.read(plan.key, report, {ModelRole.DRAFT: span})
 
-    def _follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> Lineage[Tensor]:
+    def _follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> DraftReport[Tensor]:
         if self.config.lookahead and len(plan.chain_C):
             # The distributions go with the rows. What was sent has arrived: the choice was made by it.
             index_C, f = plan.chain_C, plan.branches

@@ -23,7 +23,7 @@ from smc.executor.graph_runner import StageRunner
 from smc.executor.messages import DraftedRows, RoundChoice
 from smc.executor.plan import RoundPlan
 from smc.executor.remap import Followed, advance, follow, remap_block_table
-from smc.executor.sampling import HeadSampling, Sampling
+from smc.executor.sampling import Coupling, HeadSampling, Sampling
 from smc.executor.select import Candidates, ScoreInputs, SelectedTrees, score_candidates
 from smc.executor.state import BiasTables, SlotEntries, SlotState, add_biases
 from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, lay_out, verify, verify_chains
@@ -114,6 +114,18 @@ class RoundOps(Protocol):
 
     def pack_rows(self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
         """See `smc.executor.draft.pack`."""
+        ...
+
+    def observe_draws(
+        self,
+        state: SlotState,
+        plan: RoundPlan[Tensor],
+        tree: TokenTree,
+        choice: RoundChoice,
+        kept_BV: Tensor,
+        coupling: Coupling,
+    ) -> Tensor:
+        """See `smc.executor.draft.observe_draws`."""
         ...
 
     def resume_draft(
@@ -246,6 +258,7 @@ class TorchOps(RoundOps):
     expand = staticmethod(expand)
     reparent = staticmethod(reparent)
     pack_rows = staticmethod(draft.pack)
+    observe_draws = staticmethod(draft.observe_draws)
     resume_draft = staticmethod(draft.resume)
     lay_out_blocks = staticmethod(lay_out)
     verify = staticmethod(verify)

@@ -151,6 +151,8 @@ class RoundPlan(Generic[Array]):
     """int64, from 1: part of the key of random numbers."""
     alpha_A: Array
     """float64."""
+    exponent_A: Array
+    """float32 exponent of coupled drafting (`smc.algorithm.coupling`); 0: the group is not drafted so."""
     first_G: Array
     """int32 first batch index."""
     size_G: Array

@@ -27,10 +27,10 @@ from smc.executor.draft import (
 from smc.executor.finalize import Finalized
 from smc.executor.forward import Rows
 from smc.executor.guidance import GuidedPass
-from smc.executor.messages import DraftedRows, Lineage, RoundChoice
+from smc.executor.messages import DraftedRows, DraftReport, RoundChoice
 from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan, SequenceHandoff
-from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
+from smc.executor.sampling import Coupling, DrawKeys, HeadSampling, Sampling
 from smc.executor.select import LEAST_SHARE, Candidates, ScoreInputs, SelectedTrees, target_outputs
 from smc.executor.state import BiasTables, SlotState
 from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
@@ -53,6 +53,9 @@ class Drafter:
     mixture: float
     """Share of the untruncated distribution in the proposal."""
     purpose: Purpose = Purpose.PROPOSAL
+    kept_BV: Tensor | None = None
+    """Room for log q after the first B roots of exact decoding, which the target's draws are compared with. None: the
+    drafter has no target."""
     dists_YLV: Tensor | None = None
     """Room for the log-distributions that tokens of chains are drawn from: L = K, or where the first is a guess K - 1.
     None: it has none."""
@@ -72,12 +75,15 @@ class Drafter:
             tree = self._extend(plan, begun.later, logits_SV, tree, step, assigned)
         return self.ops.pack_rows(self.state, plan, tree), tree
 
-    def follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> Lineage[Tensor]:
+    def follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> DraftReport[Tensor]:
         """Let the chosen rows be the particles."""
+        observed_2A = self.state.nan.expand(2, len(plan.slot_A))
+        if self.kept_BV is not None and PopulationKind.BEST in plan.kinds:
+            observed_2A = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_BV, self._coupling(plan))
         self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
         next_ = self.ops.resume_draft(self.state, plan, tree, choice, self.shape.block)
         self.ops.advance(self.state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
-        return next_.lineage
+        return DraftReport(next_.lineage, observed_2A)
 
     def _run(self, plan: RoundPlan[Tensor], layout: CandidateLayout, tree: TokenTree) -> Tensor:
         """Logits [X, V] after the rows' last tokens."""
@@ -156,15 +162,20 @@ class Drafter:
             logq_X=assigned.spread(logq_Y, none_X.float()),
         )
 
+    def _coupling(self, plan: RoundPlan[Tensor]) -> Coupling:
+        return self.sampling.coupling(plan.exponent_A, plan.target_distribution.temperature_R, plan.seed_A)
+
     def _expanded(
         self, plan: RoundPlan[Tensor], layout: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
     ) -> tuple[Expansion, CandidateTokens]:
         """The rows of a group are chosen among the candidate tokens of all of them. The best are those that are likely
         themselves, which nothing that stands for others is."""
         has_rest = PopulationKind.DISTINCT in plan.kinds
+        coupling = self._coupling(plan) if PopulationKind.BEST in plan.kinds else None
         keys = DrawKeys(layout.seed_S, layout.round_S, layout.rank_S1, tree.next_X, self.purpose)
+        kept_BV = None if coupling is None or step else self.kept_BV
         candidate_tokens = self.sampling.propose_candidates(
-            logits_SV, layout.distribution, self.mixture, keys, has_rest
+            logits_SV, layout.distribution, self.mixture, keys, has_rest, coupling, kept_BV
         )
         rows, random = layout.rows, (layout.seed_G, layout.round_G, step)
         total = len(plan.branch_pages_XB)

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smc.algorithm.coupling import coupled_logp
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
 from smc.arrays import to_device
 from smc.distributions import Distributions, DistributionSpec, draw
@@ -55,11 +56,51 @@ class DrawKeys:
         return words(seed, rounds, stream, position, self.purpose)
 
 
+@dataclass(frozen=True)
+class Coupling:
+    """How rows that are drafted for exact decoding are coupled to the target's draws (`smc.algorithm.coupling`), by
+    batch index; each has as many rows as any other, one after another."""
+
+    exponent_A: Tensor
+    """float32; 0: its rows are not coupled."""
+    temperature_A: Tensor
+    """float32 of the target; at 0 there is no noise."""
+    seed_A: Tensor
+    """int64 of the request."""
+    ids_M: Tensor | None = None
+    """int64 token of each column; None: columns are tokens."""
+
+    def apply(self, logq_RV: Tensor, position_R: Tensor) -> Tensor:
+        """See `smc.algorithm.coupling.coupled_logp`; `position`: of the token that is drawn."""
+        index_R = torch.arange(len(self.exponent_A), device=logq_RV.device).repeat_interleave(
+            len(logq_RV) // len(self.exponent_A)
+        )
+        noise_RV = self.noise(index_R, position_R, logq_RV.shape[1])
+        return coupled_logp(logq_RV, self.exponent_A[index_R], noise_RV)
+
+    def noise(self, index_R: Tensor, position_R: Tensor, columns: int) -> Tensor:
+        """The target's Gumbel noise [R, columns] at a position of rows that belong to these batch indices."""
+        zero_R = torch.zeros_like(position_R)
+        keys = DrawKeys(self.seed_A[index_R], zero_R, zero_R[:, None], position_R, Purpose.TARGET)
+        word0_R, word1_R = (to_device(word[:, 0], position_R.device) for word in keys.words()[:2])
+        noise_RV = -exponentials(word0_R, word1_R, columns, self.ids_M).log()
+        return torch.where(self.temperature_A[index_R, None] > 0, noise_RV, 0.0)
+
+    def tokens(self, columns: int, device: torch.device) -> Tensor:
+        """int64 token of each column."""
+        return torch.arange(columns, device=device) if self.ids_M is None else self.ids_M
+
+
 class Sampling:
     """Over a vocabulary of `vocab` tokens."""
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
+
+    @property
+    def columns(self) -> int:
+        """Columns of the logits that are tokens."""
+        return self.vocab
 
     def propose(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], mixture: float, keys: DrawKeys
@@ -94,12 +135,22 @@ class Sampling:
         mixture: float,
         keys: DrawKeys,
         has_rest: bool = True,
+        coupling: Coupling | None = None,
+        kept_BV: Tensor | None = None,
     ) -> CandidateTokens:
-        """Candidate tokens of rows from the proposal; keys for one draw a row, of the token that stands for the rest:
-        last, if at all."""
-        return self._candidate_tokens(
-            Distributions(distribution, logits_RV.device).proposal(self._logits(logits_RV), mixture), keys, has_rest
-        )
+        """Candidate tokens of rows from the proposal; keys for one draw a row, of the token that stands for the rest: last, if
+        at all. With `coupling`, the log q of rows that are coupled is that of winning the target's draw. `kept`: where
+        the log-proposal of the first B rows is written, up to a constant for each row."""
+        logq_RV = Distributions(distribution, logits_RV.device).proposal(self._logits(logits_RV), mixture)
+        if kept_BV is not None:
+            kept_BV[: len(logq_RV)] = logq_RV[: len(kept_BV)]
+        if coupling is not None:
+            logq_RV = coupling.apply(logq_RV, keys.position_R)
+        return self._candidate_tokens(logq_RV, keys, has_rest)
+
+    def coupling(self, exponent_A: Tensor, temperature_A: Tensor, seed_A: Tensor) -> Coupling:
+        """How rows whose logits these columns are of are coupled."""
+        return Coupling(exponent_A, temperature_A, seed_A)
 
     def propose_bonus(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
@@ -183,6 +234,11 @@ class HeadSampling:
             math.log(share / len(others_U)),
         )
 
+    @property
+    def columns(self) -> int:
+        """As `Sampling.columns`."""
+        return len(self.ids_M)
+
     def propose(
         self, logits_RM: Tensor, distribution: DistributionSpec[Tensor], mixture: float, keys: DrawKeys
     ) -> tuple[Tensor, Tensor]:
@@ -212,11 +268,18 @@ class HeadSampling:
         mixture: float,
         keys: DrawKeys,
         has_rest: bool = True,
+        coupling: Coupling | None = None,
+        kept_BV: Tensor | None = None,
     ) -> CandidateTokens:
-        """As `Sampling.propose_candidates`."""
-        return self._spread_rest(
-            self._columns.propose_candidates(logits_RM, distribution, mixture, keys, has_rest), keys, has_rest
+        """As `Sampling.propose_candidates`; columns of the head are kept."""
+        candidate_tokens = self._columns.propose_candidates(
+            logits_RM, distribution, mixture, keys, has_rest, coupling, kept_BV
         )
+        return self._spread_rest(candidate_tokens, keys, has_rest)
+
+    def coupling(self, exponent_A: Tensor, temperature_A: Tensor, seed_A: Tensor) -> Coupling:
+        """As `Sampling.coupling`."""
+        return Coupling(exponent_A, temperature_A, seed_A, self.ids_M)
 
     def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         coin_RD, other_RD = self._others(keys, column_RD.device)

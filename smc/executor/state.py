@@ -128,6 +128,7 @@ class SlotState:
         self.entry_S = torch.zeros(slots + 1, **integers)
         """The group's entry of the stop tables, and of those of biases."""
         self.biases: list[BiasTables] = []
+        self.nan = torch.full((1, 1), torch.nan, device=device)
 
     def join(self, group: SequenceHandoff) -> Tensor:
         """Take over particles. Returns their slots as an index."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,13 +27,14 @@ from smc.executor.messages import DraftedRows, Lineage, RoundChoice, RoundResult
 from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan
 from smc.executor.remap import Followed
-from smc.executor.sampling import DrawKeys, HeadSampling, Sampling
+from smc.executor.sampling import Coupling, DrawKeys, HeadSampling, Sampling
 from smc.executor.select import Candidates, GroupSizes, ScoreInputs, SelectedTrees
 from smc.executor.state import BiasTables, SlotEntries, SlotState
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.verify import Blocks, TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
 from smc.kernels import draft, finalize, remap, sampling, select, verify
-from smc.kernels.candidate_tokens import propose_candidates
+from smc.kernels.candidate_tokens import CouplingTensors, propose_candidates
+from smc.kernels.coupling import observe_draws
 from smc.kernels.draft import ChainTokens, ChosenTokens, TreeBefore, TreeTensors
 from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.finalize import CandidateOutputs, TreeSelection
@@ -200,6 +203,24 @@ class TritonOps(RoundOps):
             PopulationKind.INDEPENDENT in plan.kinds,
         )
         return DraftedRows(all_WX)
+
+    def observe_draws(
+        self,
+        state: SlotState,
+        plan: RoundPlan[Tensor],
+        tree: TokenTree,
+        choice: RoundChoice,
+        kept_BV: Tensor,
+        coupling: Coupling,
+    ) -> Tensor:
+        return observe_draws(
+            fields_of(PlanTensors, plan),
+            fields_of(SlotTensors, state),
+            tree.tokens_XK,
+            choice.all_9A,
+            kept_BV,
+            fields_of(CouplingTensors, coupling),
+        )
 
     def resume_draft(
         self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int
@@ -443,9 +464,14 @@ class TritonSampling(Sampling):
         mixture: float,
         keys: DrawKeys,
         has_rest: bool = True,
+        coupling: Coupling | None = None,
+        kept_BV: Tensor | None = None,
     ) -> CandidateTokens:
+        cut, coupled = self._cut(logits_RV, distribution, mixture), None
+        if coupling is not None:
+            coupled = fields_of(CouplingTensors, coupling)
         return self._propose_candidates(
-            logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution, mixture), has_rest
+            logits_RV, distribution.temperature_R, keys, cut, has_rest, coupling=coupled, kept_BV=kept_BV
         )
 
     def propose_bonus(
@@ -516,10 +542,16 @@ class TritonSampling(Sampling):
         return logp_XD
 
     def _propose_candidates(
-        self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None, has_rest: bool = True
+        self,
+        logits_RV: Tensor,
+        temperature_R: Tensor,
+        keys: DrawKeys,
+        cut: Cut | None,
+        has_rest: bool = True,
+        **coupled: Any,
     ) -> CandidateTokens:
         random = (keys.seed_R, keys.round_R, keys.stream_RD[:, 0], keys.position_R, int(keys.purpose))
-        return propose_candidates(logits_RV, self.vocab, temperature_R, *random, cut, has_rest)
+        return propose_candidates(logits_RV, self.vocab, temperature_R, *random, cut, has_rest, **coupled)
 
     def _draw(
         self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None

@@ -35,13 +35,24 @@ from smc.kernels.truncation import (
     order_key,
     require_rows,
 )
+from smc.philox import Purpose
 
 PART = 64
 """Columns of the parts of which the first pass keeps the largest entry."""
+TARGET = tl.constexpr(int(Purpose.TARGET))
 FAN = 8
 """Parts that a part is made of at the next step of the search."""
 FEW, MOST_STEPS = 256, 3
 """Parts of a row that a search may begin with, unless it would take more steps."""
+
+
+class CouplingTensors(NamedTuple):
+    """Of `smc.executor.sampling.Coupling`."""
+
+    exponent_A: Tensor
+    temperature_A: Tensor
+    seed_A: Tensor
+    ids_M: Tensor | None
 
 
 def propose_candidates(
@@ -57,12 +68,15 @@ def propose_candidates(
     has_rest: bool = True,
     block: int | None = None,
     warps: int = 4,
+    coupling: CouplingTensors | None = None,
+    kept_BV: Tensor | None = None,
 ) -> CandidateTokens:
     """Candidate tokens of rows from softmax(logits / temperature) after `cut`: their min(CANDIDATES_PER_ROW, vocab)
     likeliest tokens, the likeliest first and of equal logits the first, then with `has_rest` the token drawn from the
     rest with the random numbers of `smc.kernels.sampling.draw`.
 
     Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy. A row with NaN gives NaN.
+    `coupling`, `kept`: see `smc.executor.sampling.Sampling.propose_candidates`.
     """
     require_rows(logits_RV, vocab)
     rows, block, most, steps = (
@@ -79,11 +93,25 @@ def propose_candidates(
     longs, width = partial(logits_RV.new_empty, dtype=torch.int64), most + has_rest
     found = (longs((rows, width)), *floats(2, rows, width))
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
-    keys = (key.contiguous() for key in (seed_R, round_R, stream_R, position_R))
+    keys = tuple(key.contiguous() for key in (seed_R, round_R, stream_R, position_R))
     blocks, by_row = {"CUT": cut is not None, "BLOCK": block, "num_warps": warps}, {"CUT": cut is not None}
     by_row["SPLITS"] = triton.next_power_of_2(splits)
     parts = (largest_RP, largest_RP.shape[1])
-    _survey[(splits, rows)](*distribution, vocab, *sums_2RS, *parts, PART=PART if length >= PART else 0, **blocks)
+    survey = {"PART": PART if length >= PART else 0, **blocks}
+    if coupling is None:
+        _survey[(splits, rows)](*distribution, vocab, *sums_2RS, *parts, **survey)
+    else:
+        scores_RV = floats(rows, vocab)
+        kept = (scores_RV, 0, 0) if kept_BV is None else (kept_BV, kept_BV.stride(0), len(kept_BV))
+        rows_each = rows // len(coupling.exponent_A)
+        _survey_coupled[(splits, rows)](
+            *distribution, vocab, tuple(sums_2RS), parts, coupling, (keys[3], rows_each), scores_RV, kept,
+            KEEPS=kept_BV is not None, HEAD=coupling.ids_M is not None, **survey,
+        )  # fmt: skip
+        # From here on scores are read in place of logits.
+        distribution = (scores_RV, scores_RV.stride(0), temperature_R, *cut_arguments(None, temperature_R))
+        blocks["CUT"] = by_row["CUT"] = False
+    blocks["SCORES"] = by_row["SCORES"] = coupling is not None
     search = {
         "STEPS": steps,
         "COUNT": triton.next_power_of_2(max(CANDIDATES_PER_ROW, triton.cdiv(vocab, length))),
@@ -131,6 +159,47 @@ def _survey(
     if PART > 0:
         largest_P = tl.max(tl.reshape(order_key(raw), (BLOCK // PART, PART)), 1)
         tl.store(largest_RP + row * parts + split * (BLOCK // PART) + tl.arange(0, BLOCK // PART), largest_P)
+
+
+@one_variant("logits", "stride", "vocab", "parts_of", "scores_RV", "kept")
+def _survey_coupled(
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, sums, parts_of, coupling, of_rows, scores_RV, kept,
+    PART: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr, KEEPS: tl.constexpr, HEAD: tl.constexpr,
+):  # fmt: skip
+    """As `_survey`, of what `smc.algorithm.coupling` makes of the logits, which is written to `scores`; the logits
+    after the cut are written to `kept`."""
+    split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    inverse, _ = inverse_temperature(temperature_R, row)
+    raw, column = load_block(logits, stride, row, vocab, BLOCK)
+    logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
+    inside = column < vocab
+    if KEEPS:
+        tl.store(kept[0] + row.to(tl.int64) * kept[1] + column, logit, mask=inside & (row < kept[2]))
+    score = coupled_score(logit, column, inside, row // of_rows[1], tl.load(of_rows[0] + row), coupling, HEAD)
+    tl.store(scores_RV + row.to(tl.int64) * vocab + column, score, mask=inside)
+    top = tl.max(score, 0)
+    tl.store(sums[0] + row * splits + split, top)
+    tl.store(sums[1] + row * splits + split, tl.sum(tl.exp(score - finite(top)), 0))
+    if PART > 0:
+        parts = parts_of[1]
+        largest_P = tl.max(tl.reshape(order_key(score), (BLOCK // PART, PART)), 1)
+        tl.store(parts_of[0] + row * parts + split * (BLOCK // PART) + tl.arange(0, BLOCK // PART), largest_P)
+
+
+@triton.jit
+def coupled_score(logit_V, column_V, inside_V, index, position, coupling, HEAD: tl.constexpr):
+    """gamma log q + g of the given columns of a row that belongs to batch index `index`; the logits of a row that is
+    not coupled."""
+    exponent, is_noisy = tl.load(coupling.exponent_A + index), tl.load(coupling.temperature_A + index) > 0
+    token_V = column_V
+    if HEAD:
+        token_V = tl.load(coupling.ids_M + column_V, mask=inside_V, other=0)
+    zero_1 = tl.zeros((1,), tl.uint32)
+    w0_1, w1_1, _, _ = tl.philox(
+        tl.load(coupling.seed_A + index), position.to(tl.uint32) + zero_1, zero_1, zero_1, TARGET
+    )
+    noise_V = tl.where(is_noisy, -tl.log(exponentials(w0_1, w1_1, token_V)), 0.0)
+    return tl.where(exponent > 0, exponent * logit_V + noise_V, logit_V)
 
 
 @triton.jit
@@ -201,7 +270,7 @@ class SearchSizes(NamedTuple):
 def _find(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, sums, parts_of, lists, summary, found, sizes,
     STEPS: tl.constexpr, COUNT: tl.constexpr, MOST: tl.constexpr, FAN: tl.constexpr, PART: tl.constexpr,
-    SPLITS: tl.constexpr, CUT: tl.constexpr,
+    SPLITS: tl.constexpr, CUT: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """One row: its likeliest tokens, the last one's key and column, and the distribution's normaliser."""
     row, splits, most, width = tl.program_id(0), sizes.splits, sizes.most, sizes.width
@@ -224,6 +293,8 @@ def _find(
     # With NaN in the row any column may come out.
     column_C, rank_C, out = tl.minimum(column_C, vocab - 1), tl.arange(0, MOST), row.to(tl.int64) * width
     inverse, greedy = inverse_temperature(temperature_R, row)
+    if SCORES:
+        inverse = 1.0
     logit_C = cut_logit(tl.load(logits_V + column_C), column_C, row, inverse, key_R, last_R, drop_R, CUT)
     _, top, total = combine(sums[0], sums[1], row, splits, SPLITS)
     log_sum = tl.log(total)
@@ -241,11 +312,13 @@ def _find(
 def _race_rest(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, seed_R, round_R, stream_R, position_R, purpose,
     bound_key_R, bound_column_R, max_RS, sum_RS, won_RS, token_RS,
-    CUT: tl.constexpr, BLOCK: tl.constexpr,
+    CUT: tl.constexpr, BLOCK: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """One block of one row without the row's likeliest tokens: as `_race` of `smc.kernels.sampling` for one draw."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, greedy = inverse_temperature(temperature_R, row)
+    if SCORES:
+        inverse = 1.0
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
     key, bound = order_key(raw), tl.load(bound_key_R + row)
@@ -268,11 +341,13 @@ def _race_rest(
 @one_variant()
 def _finish_rest(
     logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, won_RS, token_RS, top_R, log_sum_R,
-    token_RC, logq_RC, share_RC, splits, most, SPLITS: tl.constexpr, CUT: tl.constexpr,
+    token_RC, logq_RC, share_RC, splits, most, SPLITS: tl.constexpr, CUT: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """One row: the token of the rest, and its share."""
     row, split = tl.program_id(0), tl.arange(0, SPLITS)
     inverse, greedy = inverse_temperature(temperature_R, row)
+    if SCORES:
+        inverse = 1.0
     max_S, rest_top, rest = combine(max_RS, sum_RS, row, splits, SPLITS)
     top, log_sum = tl.load(top_R + row), tl.load(log_sum_R + row)
     won_S = tl.load(won_RS + row * splits + split, mask=split < splits, other=float("inf")) * tl.exp(rest_top - max_S)

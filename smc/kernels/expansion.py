@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import EXPANSION_POSITION, CandidateTokens, Expansion, PopulationKind
+from smc.algorithm.expansion import LEAD as MOST_MASS
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.round_tensors import contiguous
@@ -26,6 +27,7 @@ from smc.kernels.select import _uniform
 
 CHUNKS = (256, 512, 1024, 2048)
 """Candidates that a program looks at at a time: all, if there are no more than the last."""
+LEAD = tl.constexpr(MOST_MASS)
 INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
 
 
@@ -133,9 +135,9 @@ def _spread(
     CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr,
 ):  # fmt: skip
     """Write a group's log masses, or of one that has collapsed 0 for each candidate that has a share. Returns how many
-    have mass, how little and how much that is, and whether there is NaN among the shares."""
+    have mass, how little and how much that is, the first of them, and whether there is NaN among the shares."""
     valid, lowest, top = 0, tl.full((), float("inf"), tl.float64), tl.full((), -float("inf"), tl.float64)
-    nan = 0
+    nan, lead = 0, count
     for begin in range(0, count, CHUNK):
         m_I = begin + tl.arange(0, CHUNK)
         inside_I, source_I = m_I < count, m_I // width
@@ -153,12 +155,13 @@ def _spread(
             log_mass_I = tl.where(log_mass_I == log_mass_I, log_mass_I, -float("inf"))
         tl.store(log_mass_M + m_I, log_mass_I, mask=inside_I)
         has_mass_I = log_mass_I > -float("inf")
+        lead = tl.minimum(lead, tl.min(tl.where(has_mass_I, m_I, count), 0))
         here = tl.reduce(
             (has_mass_I.to(tl.int32), tl.where(has_mass_I, log_mass_I, float("inf")), log_mass_I), 0, _joined
         )
         valid, lowest, top = _joined(valid, lowest, top, here[0], here[1], here[2])
     tl.debug_barrier()
-    return valid, lowest, top, nan
+    return valid, lowest, top, lead, nan
 
 
 @triton.jit
@@ -220,7 +223,7 @@ def _bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.
 @triton.jit
 def _draw(
     log_mass_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
-    parent_N, candidate_N, mass_N, alive_N, CHUNK: tl.constexpr, LEAST: tl.constexpr,
+    lead, lead_mass, parent_N, candidate_N, mass_N, alive_N, CHUNK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Write those that go on, in order. Returns how many there are and which is the first."""
     # The points lie at u, u + 1, ..., all up to the next whole number.
@@ -243,7 +246,7 @@ def _draw(
         rank_I = taken + tl.cumsum(is_taken_I.to(tl.int32), 0) - 1
         # Rounding of the sum must not take one too many.
         goes_I = is_taken_I & (rank_I < most) & (rank_I < size)
-        mass_I = log_mass_I - tl.log(tl.where(goes_I, chance_I, 1.0))
+        mass_I = tl.where(m_I == lead, lead_mass, log_mass_I) - tl.log(tl.where(goes_I, chance_I, 1.0))
         tl.store(parent_N + rank_I, (source_first + m_I // width).to(tl.int64), mask=goes_I)
         tl.store(candidate_N + rank_I, (m_I % width).to(tl.int64), mask=goes_I)
         tl.store(mass_N + rank_I, mass_I, mask=goes_I)
@@ -334,16 +337,22 @@ def _expand(
     ended_R = source.ended_R
     if source.ended_R is not None:
         ended_R = source.ended_R + source_first
-    valid, lowest, top, nan = _spread(
+    valid, lowest, top, lead, nan = _spread(
         share_M, mass_R, there_R, ended_R, log_mass_M, count, width, rest, is_best, CHUNK, False
     )
     collapsed = (kind < BEST) & (valid == 0)
     if collapsed:
-        valid, lowest, top, nan = _spread(
+        valid, lowest, top, lead, nan = _spread(
             share_M, mass_R, there_R, ended_R, log_mass_M, count, width, rest, is_best, CHUNK, True
         )
     total = _scale(log_mass_M, relative_M, count, top, CHUNK)
     bound, ties, factor = tl.full((), -float("inf"), tl.float64), 0, tl.zeros((), tl.float64)
+    lead_mass = tl.load(log_mass_M + lead, mask=lead < count, other=0.0)
+    tl.debug_barrier()
+    if is_best & (lead < count):
+        # The first candidate is kept in any case.
+        tl.store(log_mass_M + lead, tl.full((), LEAD, tl.float64))
+        tl.debug_barrier()
     if valid > most:
         bound, ties, factor = _bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK)
     uniform = tl.sum(
@@ -357,7 +366,7 @@ def _expand(
     )
     went, first = _draw(
         log_mass_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
-        parent_N, candidate_N, mass_N, alive_N, CHUNK, LEAST,
+        lead, lead_mass, parent_N, candidate_N, mass_N, alive_N, CHUNK, LEAST,
     )  # fmt: skip
     first = tl.where(went > 0, first, 0)
     ess = _finish(

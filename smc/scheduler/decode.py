@@ -24,12 +24,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from smc.algorithm.coupling import DrawObservation
 from smc.api.engine_config import EngineConfig
 from smc.executor.executor import RoundExecutor, RoundOutcome
 from smc.executor.messages import Lineage, Pending, RoundResult, Stream
 from smc.executor.plan import Program
 from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.acceptance import Acceptance
+from smc.scheduler.draft_exponents import DraftExponents
 from smc.scheduler.methods import Decoding, RoundFacts
 from smc.scheduler.round_plan import Population, RoundPlanner, remap_unconditional_rows
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
@@ -85,6 +87,8 @@ class InFlightStep:
     """Whether the round changes the number of a request's particles."""
     pages: list[RoundPages]
     """Pages that were allocated for each request."""
+    exponents: list[float]
+    """Of coupled drafting, of each request."""
     branches: int
     """F."""
     pending: Pending[RoundOutcome]
@@ -109,6 +113,8 @@ class RoundScheduler:
         self._stats = EngineStats()
         self.acceptance = Acceptance(MEMORY)
         """Of exact decoding, by all requests."""
+        self.exponents = DraftExponents()
+        """Of coupled drafting, by all requests."""
         self.pipelined = executor.pipelined
         self.last: Pending[RoundOutcome] | None = None
         """The round that was read last, for timing."""
@@ -132,12 +138,17 @@ class RoundScheduler:
         """Launch a round of requests, each with the pages that were allocated for it."""
         begin = time.perf_counter()
         population, pages = Population([group for group, _ in given]), [pages for _, pages in given]
+        for group in population.groups:
+            if group.decoding.coupled and group.exponent is None:
+                group.exponent = self.exponents.begin(group.params.temperature)
         plan = self._planner.plan(population, pages)
         for group, granted in given:
             group.begin_round(granted)
         generations = [group.generation for group, _ in given]
         resized = [group.next_rows is not None for group, _ in given]
-        step = InFlightStep(population, generations, resized, pages, plan.branches, self.executor.round(plan))
+        exponents = [group.draft_exponent for group in population.groups]
+        round_ = self.executor.round(plan)
+        step = InFlightStep(population, generations, resized, pages, exponents, plan.branches, round_)
         self.queued += time.perf_counter() - begin
         return step
 
@@ -182,6 +193,8 @@ class RoundScheduler:
         commit_tokens(slots, population)
         more_G = slots.block_S[population.slot_A[population.first_G]] - confirmed_G
         self._count(population, self._facts(population, result, current_G, more_G), result, current_G)
+        if outcome.observed_2A is not None:
+            self._observe_draws(population, outcome.observed_2A[:, index_A], [step.exponents[g] for g in current_G])
         self._drop_slots(population, [step.resized[g] for g in current_G], result, index_A)
 
     def _remap_pages(
@@ -234,6 +247,16 @@ class RoundScheduler:
         """Values from `first` on. What does not exist is written too, and overwritten by what does."""
         column_AQ = np.minimum(first_A[:, None] + np.arange(values_AQ.shape[1]), array_SL.shape[1] - 1)
         array_SL[slot_A[:, None], column_AQ] = values_AQ
+
+    def _observe_draws(self, population: Population, observed_2A: np.ndarray, exponents: list[float]) -> None:
+        """Fit the exponents of coupled drafting to the target's draws. All rows of a request saw the same draw."""
+        seen_A = np.isfinite(observed_2A).all(0)
+        for g, (group, exponent) in enumerate(zip(population.groups, exponents)):
+            seen = np.flatnonzero(seen_A & (population.group_A == g))
+            if len(seen) and group.exponent is not None:
+                score, information = observed_2A[:, seen[0]].tolist()
+                draw = DrawObservation(score, information, exponent)
+                self.exponents.observe(group.params.temperature, group.exponent, draw)
 
     def _drop_slots(
         self, population: Population, resized: list[bool], result: RoundResult[np.ndarray], index_A: np.ndarray

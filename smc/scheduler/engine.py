@@ -193,8 +193,10 @@ class Engine:
             yield from self.step()
 
     def forget(self) -> None:
-        """Drop what warm-up requests have shown of acceptance, and what they have counted."""
+        """Drop what warm-up requests have shown of acceptance and of the draft, and what they have counted."""
         self.trees.forget()
+        for batches in self.registry.batches.values():
+            batches.rounds.exponents.forget()
         self.take_stats()
 
     def resize(self, request_id: str, particles: int) -> None:

@@ -100,6 +100,8 @@ class Decoding(ABC):
     """The model whose distribution the first token is drawn from."""
     kind = PopulationKind.INDEPENDENT
     """How rows are continued."""
+    coupled = False
+    """Drafted rows are coupled to the target's draws (`smc.algorithm.coupling`)."""
     resizable = False
     """The caller, or a shortage of pages, may change the number of particles."""
 
@@ -343,6 +345,7 @@ class Exact(Competing):
     Only what the target has drawn is part of the answer: what all rows agree on may still be taken back."""
 
     kind = PopulationKind.BEST
+    coupled = True
 
     @property
     def without_draft(self) -> Decoding | None:
@@ -400,6 +403,7 @@ class Rejection(Exact):
     Answers depend on how many chains there are, so there are always as many as were requested."""
 
     kind = PopulationKind.CHAINS
+    coupled = False
 
     def adaptive(self, params: SamplingParams) -> bool:
         return False

@@ -59,7 +59,7 @@ def make_answer(
         matched=matched,
         seed=group.seed,
         prompt_tokens=group.prompt_size,
-        statistics=group.counters.statistics(log_z, group.count),
+        statistics=group.counters.statistics(log_z, group.count, group.fitted_exponent),
         seconds=math.nan,
         logprobs=logp,
         error=group.error,

@@ -255,6 +255,7 @@ class RoundPlanner:
             alpha_A=padded(
                 population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], size, 1.0
             ),
+            exponent_A=padded(np.array([g.draft_exponent for g in groups], np.float32)[population.group_A], size, 0.0),
             first_G=padded(population.first_G.astype(np.int32), size, 0),
             size_G=padded(population.size_G.astype(np.int32), size, 0),
             count_G=padded(count_G.astype(np.int32), size, 0),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from smc.algorithm.coupling import ExponentFit
 from smc.api.outputs import Times
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
@@ -80,6 +81,8 @@ class SequenceGroup:
     """Prefix cache keys of the blocks of its prompts, by `prompt` and `negative`, once they have been computed."""
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY))
     """How often drafted tokens were accepted (exact decoding)."""
+    exponent: ExponentFit | None = None
+    """Of coupled drafting; None: it has not been drafted so."""
     committed: int = 0
     """Answer tokens on which all particles agree."""
     streamed: int = 0
@@ -98,6 +101,16 @@ class SequenceGroup:
         self.most_rows = self.params.rows
         self.text = TextStream(self.rules)
         self.counters = RequestCounters(self.params.rows)
+
+    @property
+    def draft_exponent(self) -> float:
+        """Exponent of coupled drafting; 0: its rows are not coupled."""
+        return self.exponent.exponent if self.exponent is not None and self.decoding.coupled else 0.0
+
+    @property
+    def fitted_exponent(self) -> float:
+        """Exponent of coupled drafting, also while the target decodes alone; 0: nothing was drafted so."""
+        return self.exponent.exponent if self.exponent is not None else 0.0
 
     # Transitions.
 

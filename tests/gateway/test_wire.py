@@ -191,6 +191,7 @@ statistics = st.builds(
     misses=int32,
     alone_rounds=int32,
     mean_rows=number,
+    draft_exponent=number,
 )
 
 

@@ -103,6 +103,9 @@ class Round:
             seed_A=self.here(seed_G[group_A]),
             round_A=self.here(group_A + 7),
             alpha_A=self.here(rng.choice([1.0, 0.7], groups)[group_A]),
+            exponent_A=self.here(
+                np.where(rng.random(groups) < 0.3, 0, rng.uniform(0.5, 8, groups))[group_A], torch.float32
+            ),
             first_G=padded(first),
             size_G=padded(self.sizes),
             count_G=padded(self.sizes),

@@ -12,7 +12,7 @@ from services.link import codec
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
-from smc.executor.messages import Draws, Lineage, PromptBatch, PromptResult, RoundResult, TopLogprobsSpec
+from smc.executor.messages import DraftReport, Draws, Lineage, PromptBatch, PromptResult, RoundResult, TopLogprobsSpec
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
 from smc.philox import Purpose
 from smc.stops import StopMachine
@@ -183,6 +183,7 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         seed_A=rng.integers(-(2**63), 2**63 - 1, a, dtype=np.int64),
         round_A=ints(a),
         alpha_A=rng.random(a),
+        exponent_A=rng.random(a, dtype=np.float32),
         **of_group,
         chain_C=ints(q if flag else 0),
         distribution_C=ints(q if flag else 0),
@@ -221,7 +222,8 @@ def test_round_result(drawn, w):
         lineage=Lineage(rng.integers(0, 99, (a, w), dtype=np.int32), *rng.integers(0, 9, (2, a), dtype=np.int32)),
     )
     assert equal(codec.to_result(over_the_wire(codec.round_outcome(result))), result)
-    assert equal(codec.to_lineage(over_the_wire(codec.round_outcome(result.lineage))), result.lineage)
+    report = DraftReport(result.lineage, rng.random((2, a), dtype=np.float32))
+    assert equal(codec.to_draft_report(over_the_wire(codec.round_outcome(report))), report)
 
 
 def test_arrays_can_be_written_to():

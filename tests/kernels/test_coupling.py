@@ -1,0 +1,122 @@
+"""Coupled drafting by the kernels, against the torch form: candidate tokens, and what draws say of the exponent.
+
+Axes: R rows, V vocabulary, M columns of a draft head, A batch indices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from smc.algorithm.expansion import PopulationKind
+from smc.distributions import DistributionSpec
+from smc.executor.draft import observe_draws
+from smc.executor.ops import TorchOps
+from smc.executor.sampling import Coupling, DrawKeys, HeadSampling
+from smc.executor.triton_ops import TritonOps
+from smc.model.draft_vocab import DraftVocab
+from smc.philox import Purpose
+from tests.kernels.conftest import DEVICE
+from tests.kernels.rounds import VOCAB, assert_equal
+from tests.kernels.test_draft import CPU, DraftRound
+from tests.kernels.test_follow import choice_of
+
+PLACES = 3
+
+
+def drawn(
+    vocab: int, width: int, seed: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, DistributionSpec, DrawKeys, Coupling]:
+    """Logits of `width` rows for each batch index, one of which is not coupled, one without noise."""
+    rng, rows = np.random.default_rng(seed), PLACES * width
+    logits_RV = torch.from_numpy(rng.normal(size=(rows, vocab)) * 3).to(dtype)
+    one_R, longs = torch.ones(rows), torch.from_numpy(rng.integers(0, 2**31, (3, rows)))
+    distribution = DistributionSpec(one_R * 0.8, one_R.long() * 0, one_R, one_R * 0, one_R, frozenset({"temperature"}))
+    keys = DrawKeys(longs[0], longs[1], torch.arange(rows)[:, None], longs[2], Purpose.PROPOSAL)
+    exponent_A, temperature_A = torch.tensor([1.3, 0.0, 3.0]), torch.tensor([0.8, 0.8, 0.0])
+    return logits_RV, distribution, keys, Coupling(exponent_A, temperature_A, longs[0, :PLACES])
+
+
+def moved(value: object) -> object:
+    """To the device of the kernels."""
+    if isinstance(value, torch.Tensor):
+        return value.to(DEVICE)
+    return type(value)(
+        **{name: moved(each) if isinstance(each, torch.Tensor) else each for name, each in vars(value).items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocab", "width", "dtype"), [(40, 1, torch.float32), (300, 4, torch.bfloat16), (5000, 2, torch.float32)]
+)
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_candidate_tokens_are_the_torch_ones(vocab, width, dtype, cut, has_head):
+    logits_RV, distribution, keys, coupling = drawn(vocab, width, vocab + width, dtype)
+    if cut:
+        distribution = replace(distribution, top_k_R=distribution.top_k_R + 35, active=distribution.active | {"top_k"})
+    head = DraftVocab(np.arange(vocab) * 2 + 1, 2 * vocab + 3, 0.05)
+    found = []
+    for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+        sampling = ops.head_sampling(head, device) if has_head else ops.sampling(vocab)
+        of = coupling if device is CPU and ops.__class__ is TorchOps else moved(coupling)
+        of = sampling.coupling(of.exponent_A, of.temperature_A, of.seed_A)
+        kept_BV = torch.zeros(2 * width, vocab, device=device)
+        spec, key = (distribution, keys) if isinstance(ops, TorchOps) else (moved(distribution), moved(keys))
+        candidates = sampling.propose_candidates(
+            logits_RV.to(device), spec, 0.2, key, has_rest=True, coupling=of, kept_BV=kept_BV
+        )
+        found.append((candidates, kept_BV.cpu()))
+    (one, kept_one), (other, kept_other) = found
+    is_coupled_R = (coupling.exponent_A > 0).repeat_interleave(width)
+    is_finite_BV = torch.isfinite(kept_one)
+    shift_B1 = (kept_other - kept_one).where(is_finite_BV, torch.zeros(())).amax(-1, keepdim=True)
+    torch.testing.assert_close(kept_other, kept_one + shift_B1, atol=1e-4, rtol=1e-4)
+    # The last one stands for the rest, which coupled rows ignore.
+    if dtype is torch.float32:  # without noise, equal logits in bfloat16 have equal scores
+        assert torch.equal(other.token_RC.cpu()[is_coupled_R, :-1], one.token_RC[is_coupled_R, :-1])
+    torch.testing.assert_close(other.share_RC.cpu()[:, :-1], one.share_RC[:, :-1], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(other.share_RC.cpu()[~is_coupled_R], one.share_RC[~is_coupled_R], atol=2e-5, rtol=2e-5)
+    assert torch.equal(other.token_RC.cpu()[~is_coupled_R, -1], one.token_RC[~is_coupled_R, -1])
+
+
+def test_noise_belongs_to_tokens_and_not_to_columns():
+    """A draft head that holds half of the vocabulary has the same scores for its tokens, up to a constant."""
+    vocab = 60
+    logits_RV, distribution, keys, coupling = drawn(vocab, 1, 5, torch.float32)
+    ids_M = np.arange(0, vocab, 2)
+    head = HeadSampling(TorchOps().sampling(len(ids_M)), DraftVocab(ids_M, vocab, 0.05), CPU)
+    whole = TorchOps().sampling(vocab)
+    of_head = head.coupling(coupling.exponent_A, coupling.temperature_A, coupling.seed_A)
+    one = whole.propose_candidates(logits_RV, distribution, 0.0, keys, has_rest=False, coupling=coupling)
+    other = head.propose_candidates(logits_RV[:, ids_M], distribution, 0.0, keys, has_rest=False, coupling=of_head)
+    for row in (0, 2):
+        among_whole = [token for token in one.token_RC[row].tolist() if token % 2 == 0]
+        assert among_whole == other.token_RC[row].tolist()[: len(among_whole)]
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_what_draws_say_is_what_torch_finds(lookahead, has_head):
+    seen = 0
+    for seed in range(6):
+        found = []
+        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+            made = DraftRound(seed, frozenset({PopulationKind.BEST}), lookahead, device, largest=6)
+            tree, choice = made.tree(), choice_of(made)
+            ids_M = torch.arange(0, VOCAB, 2, device=device) if has_head else None
+            columns = VOCAB if ids_M is None else len(ids_M)
+            kept_BV = made.here(made.rng.normal(size=(5, columns)).astype(np.float32))
+            coupling = Coupling(
+                made.plan.exponent_A, made.plan.target_distribution.temperature_R, made.plan.seed_A, ids_M
+            )
+            choice.all_9A[3] = torch.where(choice.all_9A[3] > 1, choice.all_9A[3], 0)
+            given = (made.state, made.plan, tree, choice, kept_BV, coupling)
+            found.append(ops.observe_draws(*given).cpu())
+            if isinstance(ops, TorchOps):
+                assert_equal(observe_draws(*given), found[0])
+        torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4, equal_nan=True)
+        seen += int(torch.isfinite(found[0]).all(0).sum())
+    assert seen > 2

@@ -1,0 +1,90 @@
+"""Coupled drafting in whole engines (`smc.algorithm.coupling`): a draft that is its target is always right, more rows
+never hurt, and the exponent follows the pair."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from smc import demo
+from smc.api.engine_config import EngineConfig
+from smc.demo.problems import generate
+from smc.local_engine import ModelPair, local_engine
+from tests.scheduler.harness import answers, request
+from tests.scheduler.pairs import tiny_pair
+
+FORMS = {
+    "lockstep": EngineConfig(form="lockstep", block=4, drafting="always"),
+    "one branch": EngineConfig(block=4, branches=1, drafting="always"),
+    "four branches": EngineConfig(block=4, branches=4, drafting="always"),
+}
+TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def shipped() -> ModelPair:
+    return ModelPair.load(demo.TARGET, demo.DRAFT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_that_is_the_target_is_always_right(form, temperature):
+    """Every round confirms all that it can: K tokens and one more in lockstep, K tokens in look-ahead. With noise, the
+    exponent moves about 1, and a round in a few may miss."""
+    config, pair = FORMS[form], tiny_pair()
+    pair = replace(pair, draft=pair.target)
+    engine = local_engine(pair, config)
+    sizes = (1, 2, 8)
+    requests = [
+        request(
+            [2, 1, 0],
+            f"{n} {seed}",
+            method="exact",
+            particles=n,
+            temperature=temperature,
+            seed=seed,
+            max_tokens=TOKENS,
+            ignore_eos=True,
+        )
+        for n in sizes
+        for seed in range(4)
+    ]
+    found = answers(engine, requests)
+    for n in sizes:
+        for seed in range(4):
+            statistics = found[f"{n} {seed}"].statistics
+            slack, least = temperature > 0, (TOKENS - 1) / (config.block + (not config.lookahead))
+            assert statistics.misses <= slack and statistics.rounds <= math.ceil(least) + config.lookahead + slack
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_more_rows_confirm_no_fewer_tokens(form, shipped):
+    """At temperature 0, where no noise tells which token the target will draw, in the mean of several prompts."""
+    pair, config = shipped, FORMS[form]
+    prompts = [pair.tokenizer.encode(problem.question) for problem in generate(3, 5, "test")]
+    means = []
+    for n in (1, 2, 4, 8):
+        engine = local_engine(pair, config)
+        requests = [
+            request(prompt, f"{i}", method="exact", particles=n, temperature=0.0, max_tokens=25)
+            for i, prompt in enumerate(prompts)
+        ]
+        found = answers(engine, requests).values()
+        means.append(sum(len(one.tokens) - 1 for one in found) / sum(one.statistics.rounds for one in found))
+    assert means == sorted(means) and means[-1] > means[0] + 0.2
+
+
+def test_the_exponent_follows_the_pair(shipped):
+    """The shipped draft is less certain than its target, and at temperature 2 far less."""
+    pair = shipped
+    engine = local_engine(pair, FORMS["lockstep"])
+    prompts = [pair.tokenizer.encode(problem.question) for problem in generate(4, 8, "test")]
+    requests = [
+        request(prompt, f"{i}", method="exact", particles=4, temperature=2.0, seed=i, max_tokens=25)
+        for i, prompt in enumerate(prompts)
+    ]
+    found = answers(engine, requests)
+    assert found["7"].statistics.draft_exponent > 1.3
+    assert answers(engine, [request(prompts[0], method="target", max_tokens=2)])["r"].statistics.draft_exponent == 0
