@@ -78,7 +78,7 @@ ASKED = [
         ("qwen2", LOOKAHEAD, slice(2)),
         pytest.param("qwen2", LOOKAHEAD, slice(4, 5), marks=pytest.mark.slow),
         pytest.param("qwen3", LOCKSTEP, slice(3, 5), marks=pytest.mark.slow),
-        ("llama", LOCKSTEP, slice(5, 6)),
+        pytest.param("llama", LOCKSTEP, slice(5, 6), marks=pytest.mark.slow),
     ],
     ids=["ahead", "independent", "exact ahead", "distinct and exact in lockstep", "rejection in lockstep"],
 )
@@ -100,12 +100,11 @@ def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
     law = {"max_tokens": 3, "logprobs": True, "guidance_scale": 2.0}
     asked = [
         replace(
-            request([1, 2, 3], "0", method="exact", particles=3, seed=1, **law),
+            request([1, 2, 3], "0", method="exact", particles=2, seed=1, **law),
             negative_prompt=(4, 5, 6, 7, 1),
         ),
         replace(request([1, 2], "1", particles=2, seed=2, **law), negative_prompt=(3,)),
-        replace(request([5], "2", method="target", seed=3, **law), negative_prompt=(3, 2)),
-        request([1, 2, 3], "3", particles=2, seed=4, max_tokens=4, logprobs=True),
+        request([1, 2, 3], "2", particles=2, seed=4, max_tokens=3, logprobs=True),
     ]
     expected = answers(local_engine(pair("llama"), config), asked)
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
@@ -120,7 +119,7 @@ def test_truncated_and_powered_laws_are_those_of_the_reference(monkeypatch):
         monkeypatch.setattr(f"{module}.CANDIDATES_PER_ROW", 4)
     laws = [{"top_k": 3, "alpha": 1.5}, {"alpha": 0.5}, {"top_p": 0.7, "min_p": 0.2, "temperature": 0.8}]
     asked = [
-        request([1, 2, 3], str(i), particles=2, seed=i, max_tokens=4, logprobs=True, **law)
+        request([1, 2, 3], str(i), particles=2, seed=i, max_tokens=3, logprobs=True, **law)
         for i, law in enumerate(laws)
     ]
     expected = answers(local_engine(pair("llama"), LOCKSTEP), asked)
