@@ -10,26 +10,29 @@ from tests.scheduler.harness import answers, assert_empty, request, running
 from tests.scheduler.lives import assert_same
 from tests.scheduler.pairs import tiny_pair
 
-PROMPT, PARTICLES, ANSWER = (0, 1, 2, 1) * 5, 32, 192
+PROMPT, ANSWER = (0, 1, 2, 1) * 5, 192
 ADMITTED_BEFORE = 1
 """Where all that a request can ever need was set aside for it."""
 
 
 @pytest.mark.parametrize(
-    "config",
-    [EngineConfig(form="lockstep", block=8), pytest.param(EngineConfig(block=8, branches=2), marks=pytest.mark.slow)],
-    ids=lambda c: c.form,
+    ("config", "particles"),
+    [
+        (EngineConfig(form="lockstep", block=8), 16),
+        pytest.param(EngineConfig(block=8, branches=2), 32, marks=pytest.mark.slow),
+    ],
+    ids=["lockstep", "lookahead"],
 )
-def test_four_times_as_many_as_if_all_were_set_aside(config):
+def test_four_times_as_many_as_if_all_were_set_aside(config, particles):
     """Particles descend from few after some rounds, and hold their common past once."""
-    most = len(PROMPT) + PARTICLES * (ANSWER + config.branches * config.block)
+    most = len(PROMPT) + particles * (ANSWER + config.branches * config.block)
     made = tiny_pair(max_context=216)
     asked = [
-        request(PROMPT, str(i), particles=PARTICLES, seed=i, max_tokens=ANSWER, ignore_eos=True, ess_threshold=0.9)
+        request(PROMPT, str(i), particles=particles, seed=i, max_tokens=ANSWER, ignore_eos=True, ess_threshold=0.9)
         for i in range(4 * ADMITTED_BEFORE)
     ]
     small = EngineConfig(
-        **{**vars(config), "max_slots": 4 * ADMITTED_BEFORE * PARTICLES, "pages": ADMITTED_BEFORE * most + most - 1}
+        **{**vars(config), "max_slots": 4 * ADMITTED_BEFORE * particles, "pages": ADMITTED_BEFORE * most + most - 1}
     )
     engine, at_once, found = local_engine(made, small), 0, {}
     for one in asked:

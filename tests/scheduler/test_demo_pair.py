@@ -23,8 +23,8 @@ def test_nearly_greedy(config):
         Request(
             str(i),
             tuple(pair.tokenizer.encode(problem.question)),
-            SamplingParams(particles=8, temperature=0.05, seed=i, max_tokens=60),
+            SamplingParams(particles=8, temperature=0.05, seed=i, max_tokens=40),
         )
-        for i, problem in enumerate(generate(31, 6, "test"))
+        for i, problem in enumerate(generate(31, 4, "test"))
     ]
     assert not [answer.error for answer in answers(local_engine(pair, config), asked).values() if answer.error]

@@ -14,7 +14,7 @@ from tests.scheduler.harness import assert_empty, request, running
 from tests.scheduler.lives import assert_same, live, pair, random_requests, small_engine, with_endless_memory
 from tests.scheduler.pairs import tiny_pair
 
-PROMPT, PARTICLES, ANSWER, COUNT = (0, 1, 2, 1) * 5, 6, 160, 20
+PROMPT, PARTICLES, ANSWER, COUNT = (0, 1, 2, 1) * 5, 6, 160, 16
 WHOLE = len(PROMPT) + PARTICLES * ANSWER
 """Pages of a complete answer whose particles share nothing."""
 FORMS = [EngineConfig(form="lockstep", block=4), EngineConfig(block=4, branches=2)]
@@ -89,7 +89,7 @@ def test_grown_pages_are_those_of_running_particles(config, ahead, monkeypatch):
             seen.append(len(pages))
         assert bool(engine.registry.admitted) == any(engine.memory.expected.values())
 
-    requests = random_requests(36, random.Random(3))
+    requests = random_requests(24, random.Random(3), longest=30)
     lives = live(
         engine, requests, random.Random(4), submit=0.9, cancel=0.04, resize=0.3, interrupt=0.05, after_step=count
     )
@@ -123,7 +123,7 @@ def test_an_answer_does_not_depend_on_what_has_been_learnt():
     config = EngineConfig(form="lockstep", block=4, max_slots=60, pages=900)
     engine = local_engine(pair(), config)
     law = {"particles": 4, "max_tokens": 100, "ignore_eos": True, "ess_threshold": 0.0}
-    requests = [request((0, 1, 2), str(i), seed=i % 2, **law) for i in range(6)]
+    requests = [request((0, 1, 2), str(i), seed=i % 2, **law) for i in range(4)]
     found = {output.request_id: output.answer for output in engine.run(requests) if output.answer}
     assert engine.forecast.own_share > 0.9
     expected = with_endless_memory(config, requests[:2])

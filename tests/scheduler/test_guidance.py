@@ -215,8 +215,8 @@ def test_companions_live_as_their_particles_do(config, ahead, monkeypatch):
     """In pools too small for all: preempted, resized, cancelled, out of time; keys and values are right after every
     step, all pages are free afterwards, and who has been left alone answers as with endless memory."""
     rng, clock = random.Random(5), iter(range(1 << 30))
-    small = replace(config, max_slots=60, pages=800, prefill_chunk=24)
-    requests = guided(random_requests(28, rng, longest=30, budgets=0.1), rng)
+    small = replace(config, max_slots=60, pages=640, prefill_chunk=24)
+    requests = guided(random_requests(22, rng, longest=24, budgets=0.1), rng)
     engine = small_engine(small, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))
     written, seen = {side: TokenLedger(engine, side) for side in ModelRole}, []
     chances = {"submit": 0.9, "cancel": 0.04, "resize": 0.8}

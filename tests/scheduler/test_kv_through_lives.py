@@ -21,14 +21,15 @@ OTHERS = [
 EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "ahead"),
-    [(CONFIG, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
+    [(CONFIG, True), *OTHERS],
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     """After every step: cache hits, starting over, shrinking, growing and cancelled neighbours, both methods of plain
-    decoding too."""
+    decoding too. tests/scheduler/test_guidance.py looks at the same of guided requests in `make test`."""
     rng = random.Random(3)
     engine = small_engine(config, monkeypatch, ahead=ahead)
     written, seen = {side: TokenLedger(engine, side) for side in ModelRole}, []

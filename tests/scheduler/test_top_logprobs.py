@@ -87,7 +87,7 @@ def test_every_method_reports_the_targets_law(config, monkeypatch):
     """In one engine at once, with a prefix cache, in chunks that cut prompts and answers; beside who does not ask, and
     is not disturbed."""
     monkeypatch.setattr(tops, "SLICE", 5)
-    requests = [asked(i, (*PROMPT, *[i % 3] * (i % 7 * 5)), ignore_eos=i % 2 == 0) for i in range(2 * len(EVERY))]
+    requests = [asked(i, (*PROMPT, *[i % 3] * (i % 7 * 5)), ignore_eos=i % 2 == 0) for i in range(len(EVERY))]
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=12, **how) for i, how in enumerate(EVERY[:7])]
     found = answers(local_engine(tiny_pair(), replace(config, prefill_chunk=13)), [*requests, *company])
     for one in requests:
@@ -123,10 +123,10 @@ def test_lives_with_tops(monkeypatch):
     """In pools too small for all: preempted, cancelled while they run and while they are rescored, out of time; all
     pages are free afterwards."""
     rng, ticks, seen = random.Random(4), iter(range(1 << 30)), set()
-    config = EngineConfig(form="lookahead", block=3, branches=2, max_slots=60, pages=700, prefill_chunk=24)
+    config = EngineConfig(form="lookahead", block=3, branches=2, max_slots=60, pages=560, prefill_chunk=24)
     requests = [
         replace(one, params=replace(one.params, logprobs=True, top_logprobs=2)) if one.params.method != "draft" else one
-        for one in guided(random_requests(28, rng, longest=30, budgets=0.1), rng)
+        for one in guided(random_requests(20, rng, longest=20, budgets=0.1), rng)
     ]
     engine = small_engine(config, monkeypatch, ahead=True, clock=lambda: float(next(ticks)))
 

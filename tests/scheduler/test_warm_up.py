@@ -23,6 +23,7 @@ from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.harness import answers, assert_empty, request
 from tests.scheduler.pairs import tiny_pair
 
+pytestmark = pytest.mark.xdist_group("warm-up")
 CONFIG = EngineConfig(block=3, max_slots=16)
 
 
@@ -99,7 +100,7 @@ def test_what_an_engine_refuses_is_left_out(limits, caplog):
     engine = local_engine(tiny_pair(), config)
     with caplog.at_level(logging.INFO):
         rare = list(rare_requests(config, engine.context, engine.tokenizer.size))
-        warm_up(engine, (), [requests for requests in rare if len(requests) > 1][:3] + rare[:6])
+        warm_up(engine, (), [requests for requests in rare if len(requests) > 1][:1] + rare[:2])
     assert ("left out of the warm-up" in caplog.text) == ("max_chains" in limits) and "are waiting" not in caplog.text
     assert_empty(engine)
 
