@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import prompts
 from benchmarks.bench import BenchOptions
 from benchmarks.reports.speed import SpeedPlan
 from smc.api.sampling_params import Method
@@ -78,7 +79,9 @@ def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):
     assert {row["decoding"] for row in rows} == {"exact"} and all(1 <= row["tokens"] <= 4 for row in rows)
 
 
-def test_prompts(smcserve, tmp_path):
+def test_prompts(smcserve, tmp_path, monkeypatch):
+    monkeypatch.setattr(prompts, "REPEATS", 2)
+    monkeypatch.setattr(prompts, "BESIDE_ROUNDS", 8)
     path = tmp_path / "bench.json"
     ran = smcserve(
         "bench", "--prompts", "-c", 1, "-n", 2, "-k", 3, "-f", 2, "--context", 40, "--rounds", 3, "--json", path

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import prompts
 from benchmarks.backends import CpuBackend, Mode
-from benchmarks.prompts import REPEATS, FirstTokenTimer, operations
+from benchmarks.prompts import FirstTokenTimer, operations
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.model.presets import preset
@@ -35,11 +35,13 @@ def test_an_8b_model_s_prompt_takes_fifteen_billion_operations_a_token():
 
 
 @pytest.mark.parametrize("mode", [AHEAD, PLAIN], ids=lambda mode: mode.name)
-def test_prompts_alone_and_beside_others_new_and_cached(mode):
+def test_prompts_alone_and_beside_others_new_and_cached(mode, monkeypatch):
+    monkeypatch.setattr(prompts, "REPEATS", 2)
+    monkeypatch.setattr(prompts, "BESIDE_ROUNDS", 8)
     told = []
     bench = FirstTokenTimer(CpuBackend(pair(256)), 4, lambda: told.append(None))
     alone, beside = (bench.run(mode, 100, count) for count in (0, 2))
-    assert len(told) == 2 * 2 * (REPEATS + 1)
+    assert len(told) == 2 * 2 * (prompts.REPEATS + 1)
     for new, again in (alone, beside):
         assert (new.context, new.cached, again.cached) == (100, 0, 96)
         assert new.ttft > 0 and again.target > 0 and new.chunks == 1 and again.chunks == 1

@@ -77,12 +77,14 @@ def test_json_is_one_object_and_says_the_same(smcserve):
 @pytest.mark.parametrize("arguments", [("generate", "-"), ("generate",)])
 def test_prompt_on_standard_input(smcserve, typed, arguments):
     typed(PROBLEM.question + "\n")
-    assert smcserve(*arguments, "--seed", 5).out == smcserve("generate", PROBLEM.question, "--seed", 5).out
+    law = ("--seed", 5, "-n", 2, "--max-tokens", 10)
+    assert smcserve(*arguments, *law).out == smcserve("generate", PROBLEM.question, *law).out
 
 
 def test_without_a_seed_one_is_drawn_and_reproduces(smcserve):
-    first = json.loads(smcserve("generate", PROBLEM.question, "--json").out)
-    again = json.loads(smcserve("generate", PROBLEM.question, "--json", "--seed", first["seed"]).out)
+    asked = ("generate", PROBLEM.question, "-n", 2, "--max-tokens", 10, "--json")
+    first = json.loads(smcserve(*asked).out)
+    again = json.loads(smcserve(*asked, "--seed", first["seed"]).out)
     assert again["tokens"] == first["tokens"]
 
 
@@ -98,12 +100,12 @@ def test_stops_and_lengths(smcserve):
     assert (stopped["finish_reason"], stopped["matched"]) == ("stop_string", "####") and "#" not in stopped["text"]
     short = json.loads(smcserve(*TARGET, "--max-tokens", 5, "--json").out)
     assert (short["finish_reason"], len(short["tokens"])) == ("length", 5)
-    long = json.loads(smcserve(*TARGET, "--ignore-eos", "--max-context", 100, "--json").out)
-    assert long["usage"]["prompt_tokens"] + len(long["tokens"]) == 100
+    long = json.loads(smcserve(*TARGET, "--ignore-eos", "--max-context", 90, "--json").out)
+    assert long["usage"]["prompt_tokens"] + len(long["tokens"]) == 90
 
 
 def test_settings_that_need_not_change_the_answer(smcserve):
-    asked = ("generate", PROBLEM.question, "-n", 4, "--seed", 3, "--json")
+    asked = ("generate", PROBLEM.question, "-n", 4, "--seed", 3, "--max-tokens", 10, "--json")
     plain, other = (
         json.loads(smcserve(*asked, *options).out) for options in ((), ("--no-prefix-cache", "--min-particles", 2))
     )
@@ -113,10 +115,8 @@ def test_settings_that_need_not_change_the_answer(smcserve):
 
 def test_raw_prompt_skips_the_template(smcserve):
     prompt = "<|bos|><|user|>" + PROBLEM.question + "<|assistant|>"
-    assert (
-        smcserve("generate", prompt, "--raw", "--seed", 4).out
-        == smcserve("generate", PROBLEM.question, "--seed", 4).out
-    )
+    law = ("--seed", 4, "-n", 2, "--max-tokens", 10)
+    assert smcserve("generate", prompt, "--raw", *law).out == smcserve("generate", PROBLEM.question, *law).out
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def test_text_on_stdout_and_statistics_on_stderr(client, pair):
 
 def test_the_same_as_in_process(client, smcserve):
     engine = ("-k", PLAIN_CONFIG.block, "-f", PLAIN_CONFIG.branches)
+    short = ("--max-tokens", 12)
     for options in (
         ("--seed", 5),
         ("--seed", 6, "--raw"),
@@ -39,7 +40,8 @@ def test_the_same_as_in_process(client, smcserve):
         ("--seed", 7, "--stop", "="),
     ):
         local = engine if "--method" not in options else ("-k", PLAIN_CONFIG.block)
-        assert client("generate", QUESTION, *options).out == smcserve("generate", QUESTION, *options, *local).out
+        ran = smcserve("generate", QUESTION, *options, *short, *local)
+        assert client("generate", QUESTION, *options, *short).out == ran.out
 
 
 def test_json(client):
@@ -65,7 +67,8 @@ def test_json(client):
 
 def test_prompt_on_standard_input(client, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION + "\n"))
-    assert client("generate", "--seed", 5).out == client("generate", QUESTION, "--seed", 5).out
+    short = ("--seed", 5, "--max-tokens", 10)
+    assert client("generate", *short).out == client("generate", QUESTION, *short).out
 
 
 def test_health(client, smcserve, pair):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tests.gateway.fuzz import CODES, fuzz
 
-BESIDE = {"max_tokens": 80, "ignore_eos": True, "seed": 1}
+BESIDE = {"max_tokens": 40, "ignore_eos": True, "seed": 1}
 """An answer that does not depend on what else is decoded."""
 
 

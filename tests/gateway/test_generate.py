@@ -20,7 +20,7 @@ def chat_ids(pair, text: str) -> list[int]:
 
 
 def test_an_answer_is_the_engines_own(service, pair):
-    asked = {"particles": 6, "seed": 11, "logprobs": True, "top_logprobs": 4}
+    asked = {"particles": 6, "seed": 11, "max_tokens": 24, "logprobs": True, "top_logprobs": 4}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[0]), **asked)
     with service.client() as client:
         found = client.generate([Message("user", QUESTIONS[0])], **asked)
@@ -45,7 +45,7 @@ def test_particles_are_the_engines_own(service, pair):
         {"method": "exact"},
         {"method": "target"},
     ):
-        asked = {"seed": 4, "max_tokens": 25, "return_particles": True, **settings}
+        asked = {"seed": 4, "max_tokens": 12, "return_particles": True, **settings}
         expected = local_answer(pair, prompt, **asked)
         with service.client() as client:
             found = client.generate(prompt, **asked)
@@ -61,7 +61,7 @@ def test_particles_are_the_engines_own(service, pair):
 
 
 def test_exact_decoding_is_the_targets_own_answer(service, pair):
-    prompt, asked = chat_ids(pair, QUESTIONS[3]), {"seed": 7, "max_tokens": 60}
+    prompt, asked = chat_ids(pair, QUESTIONS[3]), {"seed": 7, "max_tokens": 30}
     with service.client() as client:
         exact = client.generate(prompt, method="exact", particles=4, logprobs=True, **asked)
         plain = client.generate(prompt, method="target", logprobs=True, **asked)
@@ -81,15 +81,15 @@ def test_exact_decoding_is_the_targets_own_answer(service, pair):
 
 def test_the_three_forms_of_a_prompt(service, pair):
     ids = chat_ids(pair, QUESTIONS[1])
-    asked = {"seed": 5, "max_tokens": 40}
+    asked = {"seed": 5, "max_tokens": 12}
     expected = local_answer(pair, ids, **asked)
     with service.client() as client:
         assert client.generate([Message("user", QUESTIONS[1])], **asked).tokens == expected.tokens
         assert client.generate(ids, **asked).tokens == expected.tokens
         text = "Mia has 12 apples."
         assert (
-            client.generate(text, seed=5, max_tokens=20).tokens
-            == local_answer(pair, pair.tokenizer.encode(text), seed=5, max_tokens=20).tokens
+            client.generate(text, seed=5, max_tokens=12).tokens
+            == local_answer(pair, pair.tokenizer.encode(text), seed=5, max_tokens=12).tokens
         )
 
 
@@ -106,8 +106,8 @@ def test_a_long_text_is_the_same_text(service, pair):
 
 def test_company_changes_nothing(service, pair):
     """Five callers at once, all different, each on its own connection."""
-    settings = [{"particles": 2 + i, "seed": i, "max_tokens": 12 + 2 * i} for i in range(4)] + [
-        {"method": "target", "seed": 7}
+    settings = [{"particles": 2 + i, "seed": i, "max_tokens": 10 + 2 * i} for i in range(4)] + [
+        {"method": "target", "seed": 7, "max_tokens": 12}
     ]
 
     def call(question: str, sampling: dict) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def test_company_changes_nothing(service, pair):
 
 
 def test_one_connection_carries_many_calls(service, pair):
-    asked = {"particles": 4, "seed": 3, "max_tokens": 40}
+    asked = {"particles": 4, "seed": 3, "max_tokens": 12}
     expected = [local_answer(pair, chat_ids(pair, q), **asked).text for q in QUESTIONS[:4]]
     with service.client() as client, ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda q: client.generate([Message("user", q)], **asked).text, QUESTIONS[:4]))
@@ -131,7 +131,7 @@ def test_one_connection_carries_many_calls(service, pair):
 def test_text_and_tokens_come_as_they_become_final(service):
     with (
         service.client() as client,
-        client.stream([Message("user", QUESTIONS[2])], method="target", temperature=0) as stream,
+        client.stream([Message("user", QUESTIONS[2])], method="target", temperature=0, max_tokens=30) as stream,
     ):
         chunks = list(stream)
     assert len(chunks) > 3
@@ -152,7 +152,9 @@ def test_absent_settings_have_the_librarys_defaults(service):
     """An id is made, a seed drawn and reported; 256 tokens, or what the context leaves."""
     with service.stub() as stub:
         long = list(
-            stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(ignore_eos=True, particles=1)))
+            stub.Generate(
+                pb.GenerateRequest(text="x", sampling=pb.SamplingParams(ignore_eos=True, method=pb.METHOD_DRAFT))
+            )
         )
         full = pb.TokenIds(ids=[5] * 488)
         first = list(stub.Generate(pb.GenerateRequest(token_ids=full, sampling=pb.SamplingParams(ignore_eos=True))))
@@ -217,9 +219,9 @@ def test_what_is_served(service, pair):
 
 
 def test_an_id_is_free_again_at_once(service):
-    """Twenty calls in a row under one name."""
+    """Eight calls in a row under one name."""
     with service.client() as client:
-        for _ in range(20):
+        for _ in range(8):
             client.generate("x", request_id="again", max_tokens=2, particles=1)
 
 

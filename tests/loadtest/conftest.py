@@ -1,14 +1,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
 from loadtest.cli import run
+from smc.demo.problems import generate
 from tests.conftest import Ran, in_this_process
 from tests.gateway.conftest import certificates, pair
 
 __all__ = ["certificates", "pair"]
+
+
+_generate = cache(generate)
+
+
+@pytest.fixture(autouse=True)
+def problems(monkeypatch) -> None:
+    """Every workload asks for the same thousands of problems: they are made once."""
+    monkeypatch.setattr("loadtest.workload.problems.generate", _generate)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_answers_cancelled_and_slow_ones(loadtest, pair, tmp_path):
             "--slow-pause",
             0.05,
         )
-        load = ("--rate", 10, "--requests", 20, "--output-length", 30, "--ignore-eos", "--connections", 2)
+        load = ("--rate", 15, "--requests", 20, "--output-length", 16, "--ignore-eos", "--connections", 2)
         ran = loadtest(*where, *QUICK, *load, *mix, "--goodput", "ttft:60000", "--json", path)
         service.wait_until_free()
         assert (
@@ -57,7 +57,7 @@ def test_answers_cancelled_and_slow_ones(loadtest, pair, tmp_path):
     assert ours["cancelled"] >= 3 and sum(request["slow_reader"] for request in ours["requests"]) >= 3
     assert ours["codes"] == {"OK": written["completed"], "CANCELLED": ours["cancelled"]}
     for request, tokens in zip(ours["requests"], written["output_lens"]):
-        assert request["cancelled_by_us"] or (tokens == 30 and request["finish_reason"] == "length")
+        assert request["cancelled_by_us"] or (tokens == 16 and request["finish_reason"] == "length")
     assert max(sample["running"] for sample in ours["samples"]) >= 1
     assert ours["after"]["metrics"]["smc_generation_tokens_total"] >= written["total_output_tokens"]
     assert 0 < ours["ess_share"] <= 1 <= ours["rounds"]
@@ -98,7 +98,7 @@ def test_the_same_run_twice_asks_and_is_answered_the_same(loadtest, pair, tmp_pa
     written = []
     with watched(pair) as (_, where):
         for name in "ab":
-            loadtest(*where, *QUICK, "--rate", 20, "--requests", 8, "--seed", 3, "--json", tmp_path / name)
+            loadtest(*where, *QUICK, "--rate", 40, "--requests", 5, "--seed", 3, "--json", tmp_path / name)
             written.append(json.loads((tmp_path / name).read_text()))
     first, second = (
         [(r["seed"], r["planned_at"], r["finish_reason"]) for r in run["smcserve"]["requests"]] for run in written
@@ -108,7 +108,7 @@ def test_the_same_run_twice_asks_and_is_answered_the_same(loadtest, pair, tmp_pa
 
 def test_a_trace_is_followed(loadtest, pair, tmp_path):
     trace, path, picture = tmp_path / "trace.jsonl", tmp_path / "run.json", tmp_path / "run.png"
-    lines = [{"time": 0.2 * i, "prompt": "1 + 1 =", "max_tokens": i + 1} for i in range(5)]
+    lines = [{"time": 0.1 * i, "prompt": "1 + 1 =", "max_tokens": i + 1} for i in range(5)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     with watched(pair) as (_, where):
         ran = loadtest(
@@ -126,7 +126,9 @@ def test_a_trace_is_followed(loadtest, pair, tmp_path):
         )
     written = json.loads(path.read_text())
     assert ran.code == 0 and written["output_lens"] == [1, 2, 3, 4, 5] and written["request_rate"] is None
-    assert [request["planned_at"] for request in written["smcserve"]["requests"]] == [0.0, 0.2, 0.4, 0.6, 0.8]
+    assert [request["planned_at"] for request in written["smcserve"]["requests"]] == pytest.approx(
+        [0.0, 0.1, 0.2, 0.3, 0.4]
+    )
     assert picture.stat().st_size > 10_000
 
 

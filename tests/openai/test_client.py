@@ -18,12 +18,12 @@ from tests.gateway.harness import PLAIN_CONFIG, local_answer, serving
 from tests.openai.asking import LONG, QUESTIONS, user
 
 KINDS = [
-    {"particles": 8, "max_tokens": 24},
-    {"particles": 4, "max_tokens": 24, "ess_threshold": 1.0},
-    {"method": "target", "max_tokens": 50},
-    {"particles": 3, "max_tokens": 30, "alpha": 1.2, "stop": ["####"]},
-    {"method": "exact", "particles": 4, "max_tokens": 24, "temperature": 1.5, "top_p": 0.9},
-    {"method": "draft", "max_tokens": 20},
+    {"particles": 8, "max_tokens": 16},
+    {"particles": 4, "max_tokens": 12, "ess_threshold": 1.0},
+    {"method": "target", "max_tokens": 12},
+    {"particles": 3, "max_tokens": 16, "alpha": 1.2, "stop": ["####"]},
+    {"method": "exact", "particles": 4, "max_tokens": 12, "temperature": 1.5, "top_p": 0.9},
+    {"method": "draft", "max_tokens": 12},
 ]
 ASKED = [(question, {"seed": index, **KINDS[index % len(KINDS)]}) for index, question in enumerate(QUESTIONS[:8])]
 
@@ -80,7 +80,7 @@ def test_eight_at_once_and_alone_are_the_engines_own(service, client, pair):
 
 
 def test_exact_is_the_targets_answer(service, client):
-    settings = {"seed": 7, "max_tokens": 60, "logprobs": True}
+    settings = {"seed": 7, "max_tokens": 24, "logprobs": True}
     exact, target = (
         create(client, QUESTIONS[3], {"method": method}, **settings).choices[0] for method in ("exact", "target")
     )
@@ -132,13 +132,13 @@ def test_the_likeliest_tokens_of_a_completion(service, client, pair):
 def test_biases_and_answers_that_must_not_end(service, client, pair):
     """As OpenAI's clients ask for them; over gRPC and in process the same."""
     digit, eos = pair.tokenizer.encode("7")[-1], pair.tokenizer.eos_ids[0]
-    bias, settings = {str(digit): 4, str(eos): 90}, {"seed": 3, "max_tokens": 50}
+    bias, settings = {str(digit): 4, str(eos): 90}, {"seed": 3, "max_tokens": 20}
     found = create(
-        client, QUESTIONS[0], {"min_tokens": 30, "particles": 4}, logit_bias=bias, logprobs=True, **settings
+        client, QUESTIONS[0], {"min_tokens": 12, "particles": 4}, logit_bias=bias, logprobs=True, **settings
     ).choices[0]
-    settings |= {"min_tokens": 30, "particles": 4, "logit_bias": {digit: 4, eos: 90}}
+    settings |= {"min_tokens": 12, "particles": 4, "logit_bias": {digit: 4, eos: 90}}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[0]), **settings)
-    assert found.smc["token_ids"] == list(expected.tokens) and len(expected.tokens) == 31, (
+    assert found.smc["token_ids"] == list(expected.tokens) and len(expected.tokens) == 13, (
         "then the end is all but certain"
     )
     with service.client() as grpc_client:
@@ -148,11 +148,11 @@ def test_biases_and_answers_that_must_not_end(service, client, pair):
 
 
 def test_temperature_zero_is_exact(service, client):
-    greedy = create(client, QUESTIONS[0], {}, temperature=0).choices[0]
+    greedy = create(client, QUESTIONS[0], {}, temperature=0, max_tokens=20).choices[0]
     assert greedy.smc["method"] == "exact"
     assert (
         greedy.message.content
-        == create(client, QUESTIONS[0], {"method": "target"}, temperature=0).choices[0].message.content
+        == create(client, QUESTIONS[0], {"method": "target"}, temperature=0, max_tokens=20).choices[0].message.content
     )
 
 
@@ -161,7 +161,7 @@ def test_a_chat_as_clients_know_it(service, client, pair):
         model="gpt-4o",
         messages=user(QUESTIONS[0]),
         seed=5,
-        max_completion_tokens=80,
+        max_completion_tokens=20,
         user="me",
         logprobs=True,
         top_logprobs=0,
@@ -184,7 +184,7 @@ def test_a_chat_as_clients_know_it(service, client, pair):
 
 
 def test_a_chat_may_go_on_to_the_end_of_the_context(service, client, pair):
-    answer = create(client, QUESTIONS[0], {"ignore_eos": True, "method": "draft", "seed": 1})
+    answer = create(client, "plums and pears " * 110, {"ignore_eos": True, "method": "draft", "seed": 1})
     assert answer.usage.total_tokens == pair.max_context and answer.choices[0].finish_reason == "length"
 
 
@@ -264,7 +264,7 @@ def test_what_ended_an_answer(service, client):
 
 
 def test_all_particles(service, client, pair):
-    settings = {"particles": 4, "population": "independent", "seed": 2, "max_tokens": 30}
+    settings = {"particles": 4, "population": "independent", "seed": 2, "max_tokens": 16}
     choice = create(client, QUESTIONS[0], settings | {"return_particles": True}).choices[0]
     own = local_answer(pair, chat_ids(pair, QUESTIONS[0]), return_particles=True, **settings)
     said = [
@@ -280,7 +280,7 @@ def test_asynchronously(service, pair):
         async with openai.AsyncOpenAI(base_url=service.url, api_key="-") as client:
 
             async def one(index: int) -> str:
-                text, asked = "", {"model": "demo", "messages": user(QUESTIONS[index]), "seed": index, "max_tokens": 30}
+                text, asked = "", {"model": "demo", "messages": user(QUESTIONS[index]), "seed": index, "max_tokens": 12}
                 async for chunk in await client.chat.completions.create(**asked, stream=True):
                     text += chunk.choices[0].delta.content or ""
                 return text
@@ -288,7 +288,7 @@ def test_asynchronously(service, pair):
             return await asyncio.gather(*(one(index) for index in range(4)))
 
     expected = [
-        local_answer(pair, chat_ids(pair, QUESTIONS[index]), seed=index, max_tokens=30).text for index in range(4)
+        local_answer(pair, chat_ids(pair, QUESTIONS[index]), seed=index, max_tokens=12).text for index in range(4)
     ]
     assert asyncio.run(work()) == expected
 

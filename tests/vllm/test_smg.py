@@ -37,10 +37,10 @@ def expected(pair, question: str, **settings):
 
 
 def test_answers_and_streams_are_the_targets_own(service, client, pair):
-    """Eight at once, half of them streamed; usage and finish reasons come along."""
+    """Six at once, half of them streamed; usage and finish reasons come along."""
 
     def call(number: int) -> tuple[str, str, int]:
-        settings = {"temperature": 1.5, "seed": number, "max_tokens": 30}
+        settings = {"temperature": 1.5, "seed": number, "max_tokens": 12}
         if number % 2:
             whole = ask(client, QUESTIONS[number], **settings)
             return whole.choices[0].message.content, whole.choices[0].finish_reason, whole.usage.completion_tokens
@@ -53,18 +53,18 @@ def test_answers_and_streams_are_the_targets_own(service, client, pair):
             chunks[-1].usage.completion_tokens,
         )
 
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(call, range(8)))
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(call, range(6)))
     for number, (text, reason, tokens) in enumerate(found):
-        own = expected(pair, QUESTIONS[number], temperature=1.5, seed=number, max_tokens=30)
+        own = expected(pair, QUESTIONS[number], temperature=1.5, seed=number, max_tokens=12)
         assert (text, tokens) == (own.text, len(own.tokens))
         assert reason == ("length" if own.finish_reason == "length" else "stop")
 
 
 def test_several_answers_stops_and_log_probabilities(service, client, pair):
-    several = ask(client, QUESTIONS[0], n=2, seed=5, temperature=1.5, max_tokens=20, logprobs=True)
+    several = ask(client, QUESTIONS[0], n=2, seed=5, temperature=1.5, max_tokens=10, logprobs=True)
     for index, choice in enumerate(several.choices):
-        own = expected(pair, QUESTIONS[0], seed=5 + index, temperature=1.5, max_tokens=20, logprobs=True)
+        own = expected(pair, QUESTIONS[0], seed=5 + index, temperature=1.5, max_tokens=10, logprobs=True)
         assert choice.message.content == own.text
         assert [token.logprob for token in choice.logprobs.content] == pytest.approx(own.logprobs, abs=1e-4)
     stopped = ask(client, QUESTIONS[0], temperature=0, stop=["####"])
