@@ -190,7 +190,7 @@ group = st.tuples(
 )
 
 
-@settings(max_examples=14, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     groups=st.lists(group, min_size=1, max_size=4),
     tail=st.none() | st.integers(0, 12),
@@ -228,9 +228,10 @@ def test_lengths_about_the_bound_between_short_and_long(held, short, tail):
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_a_group_of_64_particles_with_4_branches(short):
+@pytest.mark.parametrize("particles", [17, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_group_of_many_particles_with_4_branches(particles, short):
     """Branches of a particle read one slot; every third particle has ended."""
-    members = [(20 + i // 4 % 3, int(i // 4 % 3 > 0)) for i in range(256)]
+    members = [(20 + i // 4 % 3, int(i // 4 % 3 > 0)) for i in range(4 * particles)]
     built = Built(Case([20], [members], 1, (2, 1), 16, tail=0, padding=0))
     assert_right(built, built.run(short))
 
