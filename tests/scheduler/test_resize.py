@@ -45,10 +45,18 @@ def up(engine: Engine, group: SequenceGroup) -> None:
         engine.resize(group.id, MANY - 1)
 
 
+def evidence(group: SequenceGroup) -> float:
+    """Log Z-hat of a request that is preempted."""
+    return group.log_z + group.decoding.log_z(group.checkpoint["logw_S"], group.count)
+
+
 def saved(engine: Engine, group: SequenceGroup) -> None:
     if group.rounds == 1 and group.count == MANY:
         engine.registry.preempt(group)
+        before = evidence(group)
         group.shrink_checkpoint(FEW)
+        if group.params.population == "independent":
+            assert evidence(group) == pytest.approx(before), "what is drawn loses none of the evidence"
 
 
 def resized(form: str, change: Callable[[Engine, SequenceGroup], None], ahead: bool, monkeypatch) -> list[Answer]:
