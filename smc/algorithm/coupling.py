@@ -28,6 +28,10 @@ from torch import Tensor
 LEAST_EXPONENT, MOST_EXPONENT = 0.5, 8.0
 SLACK = 0.1
 """Probability below which a token is seldom in a tree, so that it hardly matters how far below."""
+FIRST_EXPONENT = 1.25
+"""Before any draw has been seen: pairs have shown 1 to 1.8."""
+FIRST_GREEDY_EXPONENT = 2.0
+"""The same at temperature 0."""
 
 
 def coupled_logp(logq_RV: Tensor, exponent_R: Tensor, noise_RV: Tensor) -> Tensor:
@@ -50,7 +54,7 @@ def score_of_exponent(
     variance_R = (win_RV * (value_RV - mean_R1) ** 2).sum(-1)
     drawn_R, win_R = (torch.where(is_drawn_RV, values_RV, 0.0).sum(-1) for values_RV in (logq_RV, win_RV))
     weight_R = win_R / (win_R + SLACK)
-    return weight_R * (drawn_R - mean_R1[:, 0]), weight_R * variance_R
+    return weight_R * (drawn_R - mean_R1[:, 0]), 0.5 * weight_R * variance_R
 
 
 class DrawObservation(NamedTuple):
@@ -73,7 +77,7 @@ class ExponentFit:
 
     memory: float
     """Weight that the information of earlier draws keeps after each draw."""
-    log_exponent: float = 0.0
+    log_exponent: float = math.log(FIRST_EXPONENT)
     information: float = 4.0
     """About log_exponent; before the first draw that of the prior."""
 

@@ -78,6 +78,6 @@ def _observe(
         weight = win / (win + _SLACK)
         if drawn_logq > -float("inf"):
             score = weight * (drawn_logq - mean)
-            information = weight * tl.maximum(second / total - mean * mean, 0.0)
+            information = 0.5 * weight * tl.maximum(second / total - mean * mean, 0.0)
     tl.store(observed_2A + index, score)
     tl.store(observed_2A + batch_size + index, information)

@@ -250,12 +250,12 @@ class RoundScheduler:
 
     def _observe_draws(self, population: Population, observed_2A: np.ndarray, exponents: list[float]) -> None:
         """Fit the exponents of coupled drafting to the target's draws. All rows of a request saw the same draw."""
-        seen_A = np.isfinite(observed_2A).all(0)
-        for g, (group, exponent) in enumerate(zip(population.groups, exponents)):
-            seen = np.flatnonzero(seen_A & (population.group_A == g))
-            if len(seen) and group.exponent is not None:
-                score, information = observed_2A[:, seen[0]].tolist()
-                draw = DrawObservation(score, information, exponent)
+        seen = np.flatnonzero(np.isfinite(observed_2A[0]))
+        drawn = dict(zip(population.group_A[seen].tolist(), observed_2A[:, seen].T.tolist()))
+        for g, (score, information) in drawn.items():
+            group = population.groups[g]
+            if group.exponent is not None:
+                draw = DrawObservation(score, information, exponents[g])
                 self.exponents.observe(group.params.temperature, group.exponent, draw)
 
     def _drop_slots(

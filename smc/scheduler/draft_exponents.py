@@ -3,9 +3,10 @@ each request, which begins with the former. Knows nothing about rows or costs.""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from smc.algorithm.coupling import DrawObservation, ExponentFit
+from smc.algorithm.coupling import FIRST_EXPONENT, FIRST_GREEDY_EXPONENT, DrawObservation, ExponentFit
 
 SHARED_MEMORY, REQUEST_MEMORY = 0.999, 0.99
 """Weight that earlier draws keep after each draw."""
@@ -39,4 +40,5 @@ class DraftExponents:
         return {temperature: fit.exponent for temperature, fit in self._by_temperature.items()}
 
     def _shared(self, temperature: float) -> ExponentFit:
-        return self._by_temperature.setdefault(round(temperature, 1), ExponentFit(SHARED_MEMORY))
+        first = FIRST_EXPONENT if temperature else FIRST_GREEDY_EXPONENT
+        return self._by_temperature.setdefault(round(temperature, 1), ExponentFit(SHARED_MEMORY, math.log(first)))

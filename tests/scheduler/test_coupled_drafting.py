@@ -32,7 +32,7 @@ def shipped() -> ModelPair:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_that_is_the_target_is_always_right(form, temperature):
     """Every round confirms all that it can: K tokens and one more in lockstep, K tokens in look-ahead. With noise, the
-    exponent moves about 1, and a round in a few may miss."""
+    exponent moves about 1, and a few rounds miss."""
     config, pair = FORMS[form], tiny_pair()
     pair = replace(pair, draft=pair.target)
     engine = local_engine(pair, config)
@@ -55,7 +55,7 @@ def test_a_draft_that_is_the_target_is_always_right(form, temperature):
     for n in sizes:
         for seed in range(4):
             statistics = found[f"{n} {seed}"].statistics
-            slack, least = temperature > 0, (TOKENS - 1) / (config.block + (not config.lookahead))
+            slack, least = 2 * (temperature > 0), (TOKENS - 1) / (config.block + (not config.lookahead))
             assert statistics.misses <= slack and statistics.rounds <= math.ceil(least) + config.lookahead + slack
 
 
@@ -73,7 +73,7 @@ def test_more_rows_confirm_no_fewer_tokens(form, shipped):
         ]
         found = answers(engine, requests).values()
         means.append(sum(len(one.tokens) - 1 for one in found) / sum(one.statistics.rounds for one in found))
-    assert means == sorted(means) and means[-1] > means[0] + 0.2
+    assert means == sorted(means) and means[-1] > means[0] + 0.1
 
 
 def test_the_exponent_follows_the_pair(shipped):
