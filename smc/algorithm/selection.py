@@ -51,7 +51,7 @@ class Selection:
     resampled_G: Tensor
     """bool: the group was resampled."""
     collapsed_G: Tensor
-    """bool: every weight was zero (or NaN), so weights were set equal and decoding continues."""
+    """bool: every weight was zero (or NaN): see `smc.algorithm.surviving_prefix`."""
 
 
 def select(

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.selection import Selection
+from smc.algorithm.surviving_prefix import PREFIX_POSITION, surviving_prefix
+from smc.arrays import to_device, to_host
 from smc.executor.messages import Lineage, RoundChoice, RoundResult
 from smc.executor.select import Candidates, ScoreInputs, SelectedTrees
+from smc.philox import Purpose, uniforms
 from smc.stops import grow
 
 Finalized = tuple[RoundChoice, RoundResult[Tensor]]
@@ -60,10 +64,13 @@ class Finalizer:
 
     def of(self, own: Selection | None, trees: SelectedTrees | None) -> Finalized:
         taken = self._take(own, trees)
-        count_A = self.blocks.count_A[taken.block_A]
-        kept_A = count_A
+        right_A = torch.full_like(taken.block_A, self.blocks.tokens_AQ.shape[1])
         if self.inputs.right_A is not None:
-            kept_A = torch.where(self.is_exact_A, torch.minimum(self.inputs.right_A, count_A), count_A)
+            right_A = torch.where(self.is_exact_A, self.inputs.right_A, right_A)
+        if not self.plan.all_exact:
+            taken, right_A = self._redrawn(taken, right_A)
+        count_A = self.blocks.count_A[taken.block_A]
+        kept_A = torch.minimum(right_A, count_A)
         ended_A, text_A, grown_A = self._grown(taken, kept_A)
         choice = RoundChoice.of(
             ancestor_A=taken.ancestor_A,
@@ -168,6 +175,37 @@ class Finalizer:
             "misses_A": misses_A,
         }
         return SelectedRows(**(vars(taken) | changed))
+
+    def _redrawn(self, taken: SelectedRows, right_A: Tensor) -> tuple[SelectedRows, Tensor]:
+        """Groups of particles none of which has weight go on from a prefix of a block (`surviving_prefix`), and from the
+        token that the target says after it: a population of independent particles as copies of it, another as one row.
+        Also how many tokens of each block are kept."""
+        plan, blocks, scored = self.plan, self.blocks, self.scored
+        lost_A = (taken.collapsed_G & ~plan.is_exact_G)[plan.group_A] & (plan.size_G > 0)[plan.group_A]
+        step_AQ = plan.alpha_A[:, None] * scored.logp_AQ[:, :-1] - blocks.logq_AQ[:, 1:]
+        logw_A = torch.where(blocks.alive_A, blocks.logw_A, -torch.inf)
+        seed_G, round_G = (to_host(values_G) for values_G in (plan.seed_G, plan.round_G))
+        uniform_G1 = uniforms(seed_G, round_G, np.array([PREFIX_POSITION]), Purpose.SELECTION)
+        uniform_G = to_device(uniform_G1[:, 0], blocks.count_A.device)
+        drawn_A, kept_A = surviving_prefix(step_AQ, blocks.count_A, logw_A, (plan.first_G, plan.size_G), uniform_G)
+        index_A = torch.arange(len(drawn_A), device=drawn_A.device)
+        origin_A = blocks.origin_A[drawn_A]
+        is_copy_A = index_A - plan.first_G[plan.group_A] < plan.draws_G[plan.group_A]
+        stays_A = torch.where(plan.has_kind(PopulationKind.INDEPENDENT), is_copy_A, index_A == origin_A)
+        is_over_A = blocks.ended_A[drawn_A] & (kept_A == blocks.count_A[drawn_A])
+        next_A, next_logp_A = (values_AQ[drawn_A, kept_A - 1] for values_AQ in (scored.drawn_AQ, scored.drawn_logp_AQ))
+        changed = {
+            "row_A": taken.row_A if self.lookahead else drawn_A,
+            "ancestor_A": origin_A,
+            "block_A": drawn_A,
+            "alive_A": stays_A,
+            "bonus_A": torch.where(is_over_A, -1, next_A),
+            "logp_A": torch.where(is_over_A, torch.nan, next_logp_A),
+            "logw_A": torch.where(stays_A, 0.0, -torch.inf).double(),
+            "misses_A": lost_A,
+        }
+        redrawn = {name: torch.where(lost_A, value_A, getattr(taken, name)) for name, value_A in changed.items()}
+        return SelectedRows(**(vars(taken) | redrawn)), torch.where(lost_A, kept_A, right_A)
 
     def _grown(self, taken: SelectedRows, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Whether what goes on has ended [A], the stop machine's state after what is kept of the blocks [A], and how

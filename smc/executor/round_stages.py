@@ -232,7 +232,8 @@ class Scorer:
         if not plan.all_exact:
             labelled_T = self.sampling.score(logits_TV, inputs.distribution_T, inputs.label_T[:, None])[:, 0]
             next_AV = logits_TV[inputs.last_A]
-        if PopulationKind.BEST in plan.kinds:
+        if plan.kinds != {PopulationKind.CHAINS}:
+            # Exact decoding follows it; a population in which no particle has weight goes on with it.
             drawn = self.sampling.bonus(logits_TV, inputs.distribution_T, inputs.keys)
         if len(plan.chain_C):
             drawn = self._verified(plan, inputs, logits_TV, drawn)

@@ -80,6 +80,8 @@ class VerifyOutputs:
     drew."""
     drawn_AQ: Tensor
     """int64: what the target says after each token (exact decoding): its own draw, or what it keeps."""
+    drawn_logp_AQ: Tensor
+    """float32 log p of these."""
     next_AV: Tensor | None
     """Logits after the block; None: no stage reads them."""
     nan_A: Tensor
@@ -180,7 +182,7 @@ def verify(
     next_AV: Tensor | None,
 ) -> VerifyOutputs:
     """The verdict: `labelled_T`, log p of the labels, 0 where there is none, unless all groups are decoded exactly;
-    `drawn`, what the target drew itself, if any group is."""
+    `drawn`, what the target drew itself."""
     blocks, shape = inputs.blocks, inputs.blocks.tokens_AQ.shape
     column_Q = torch.arange(shape[1], device=blocks.count_A.device)
     is_run_AQ = column_Q < blocks.run_A[:, None]
@@ -190,12 +192,13 @@ def verify(
         torch.zeros_like(is_run_AQ),
         torch.zeros_like(blocks.tokens_AQ),
     )
+    drawn_logp_AQ = torch.zeros_like(logp_AQ)
     if drawn is not None:
         is_exact_A1 = plan.is_exact_A[:, None]
         drawn_AQ, drawn_logp_AQ, log_z_AQ = (values.view(shape) for values in drawn)
         logp_AQ = torch.where(is_exact_A1, torch.where(is_run_AQ, drawn_logp_AQ, 0.0), logp_AQ)
         nan_AQ = torch.isnan(log_z_AQ) & is_run_AQ
-    return VerifyOutputs(blocks, logp_AQ, drawn_AQ.long(), next_AV, nan_A, nan_AQ)
+    return VerifyOutputs(blocks, logp_AQ, drawn_AQ.long(), drawn_logp_AQ, next_AV, nan_A, nan_AQ)
 
 
 def chain_groups(plan: RoundPlan[Tensor]) -> tuple[Tensor, Tensor]:

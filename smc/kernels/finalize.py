@@ -16,15 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
+from smc.algorithm.surviving_prefix import PREFIX_POSITION
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, SlotTensors
-from smc.kernels.select import SelectTensors
+from smc.kernels.select import SelectTensors, _uniform
 from smc.kernels.stops import DONE, StopTensors, after, after_all
 from smc.kernels.verify import VerifyTensors
 
 INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
 NONE = tl.constexpr(-float("inf"))
+PREFIX = tl.constexpr(PREFIX_POSITION)
 
 
 class CandidateOutputs(NamedTuple):
@@ -151,6 +153,19 @@ def _finalize(
         logw = tl.where(misses, tl.where(index == ancestor, 0.0, NONE), logw)
         if not LOOKAHEAD:
             row = tl.where(misses, best, row)
+    if is_group & _has_collapsed(group, plan, own, trees):
+        first, group_kind = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.kind_G + group)
+        block, right = _surviving_prefix(index, exists, group, first, plan, blocks, verified, Q, BLOCK_Q)
+        origin = tl.load(blocks.origin_A + block).to(tl.int32)
+        is_over = (tl.load(blocks.ended_A + block) != 0) & (right == tl.load(blocks.count_A + block))
+        is_copy = index - first < tl.load(plan.draws_G + group)
+        alive = exists & tl.where(group_kind == INDEPENDENT, is_copy, index == origin)
+        drawn = block * Q + right - 1
+        bonus = tl.where(is_over, -1, tl.load(verified.drawn_AQ + drawn, mask=exists, other=-1).to(tl.int64))
+        logp = tl.load(verified.drawn_logp_AQ + drawn, mask=exists & (is_over == 0), other=float("nan"))
+        ancestor, logw, misses = origin, tl.where(alive, tl.zeros_like(logw), NONE), exists
+        if not LOOKAHEAD:
+            row = block
     count = tl.load(blocks.count_A + block, mask=exists, other=1).to(tl.int32)
     kept = tl.minimum(right, count)
     slot = tl.load(plan.slot_A + ancestor, mask=exists, other=0)
@@ -197,6 +212,44 @@ def _finalize(
         group_kind, any_bonus = tl.load(plan.kind_G + group), tl.max((exists & has_bonus & alive).to(tl.int32), 0) > 0
         tl.store(out.flags_3G + 2 * groups + group, (group_kind >= BEST) & (any_bonus == 0))
         _write_group(group, groups, group_kind, own, trees, out)
+
+
+@triton.jit
+def _has_collapsed(group, plan, own, trees):
+    """Whether the group has particles, and none has weight."""
+    kind, collapsed = tl.load(plan.kind_G + group), group < 0
+    if own is not None:
+        collapsed = collapsed | ((kind == INDEPENDENT) & (tl.load(own.collapsed_G + group) != 0))
+    if trees is not None:
+        collapsed = collapsed | ((kind != INDEPENDENT) & (kind < BEST) & (tl.load(trees.collapsed_G + group) != 0))
+    return collapsed
+
+
+@triton.jit
+def _surviving_prefix(index, exists, group, first, plan, blocks, verified, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """`smc.algorithm.surviving_prefix` of one group: for all of its batch indices, the block that was drawn and how many
+    of its tokens are kept."""
+    q, at = tl.arange(0, BLOCK_Q)[None, :], index[:, None] * Q + tl.arange(0, BLOCK_Q)[None, :]
+    has_next = exists[:, None] & (q < tl.load(blocks.count_A + index, mask=exists, other=1)[:, None] - 1)
+    alpha = tl.load(plan.alpha_A + index, mask=exists, other=1.0)[:, None]
+    logp = tl.load(verified.logp_AQ + at, mask=has_next, other=0.0).to(tl.float64)
+    logq = tl.load(blocks.logq_AQ + at + 1, mask=has_next, other=0.0).to(tl.float64)
+    step = tl.where(has_next, alpha * logp - logq, 0.0)
+    is_dead = has_next & ((step > NONE) == 0)
+    survives = tl.cumsum(is_dead.to(tl.int32), 1) == 0
+    kept = 1 + tl.sum((survives & has_next).to(tl.int32), 1)
+    is_block = exists & (tl.load(blocks.alive_A + index, mask=exists, other=0) != 0)
+    weight = tl.load(blocks.logw_A + index, mask=is_block, other=NONE) + tl.sum(tl.where(survives, step, 0.0), 1)
+    weight = tl.where(weight == weight, weight, NONE)
+    top = tl.max(weight, 0)
+    power = tl.where(weight > NONE, tl.exp(weight - tl.where(top > NONE, top, 0.0)), 0.0)
+    total, seed = tl.sum(power, 0), tl.load(plan.seed_A + first)
+    position = tl.full((1,), PREFIX, tl.int32)
+    uniform = tl.sum(_uniform(seed, position, tl.load(plan.round_A + first)), 0)
+    pick = tl.sum((exists & (tl.cumsum(power, 0) <= uniform * total)).to(tl.int32), 0)
+    size = tl.load(plan.size_G + group).to(tl.int32)
+    pick = tl.where(total > 0, tl.minimum(pick, size - 1), 0)
+    return index * 0 + first + pick, index * 0 + tl.sum(tl.where(index == first + pick, kept, 0), 0)
 
 
 @triton.jit

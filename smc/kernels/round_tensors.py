@@ -22,6 +22,7 @@ class PlanTensors(NamedTuple):
     alpha_A: Tensor
     first_G: Tensor
     size_G: Tensor
+    draws_G: Tensor
     kind_G: Tensor
     target_pages_AQ: Tensor
     begin_pages_AP: Tensor

@@ -68,6 +68,7 @@ class VerifyTensors(NamedTuple):
 
     logp_AQ: Tensor
     drawn_AQ: Tensor
+    drawn_logp_AQ: Tensor
     nan_A: Tensor
     nan_AQ: Tensor
 
@@ -124,7 +125,11 @@ def verify(
     """See `smc.executor.verify.verify`."""
     (batch_size, q), room = blocks.tokens_AQ.shape, Room(blocks.tokens_AQ.device)
     out = VerifyTensors(
-        room.floats(batch_size, q), room.longs(batch_size, q), room.bools(batch_size), room.bools(batch_size, q)
+        room.floats(batch_size, q),
+        room.longs(batch_size, q),
+        room.floats(batch_size, q),
+        room.bools(batch_size),
+        room.bools(batch_size, q),
     )
     _verify[(triton.cdiv(batch_size, INDICES),)](
         plan, blocks.run_A, labelled_T, drawn, out, batch_size, Q=q, BLOCK_N=INDICES, BLOCK_Q=triton.next_power_of_2(q), num_warps=1
@@ -289,7 +294,7 @@ def _verify(
     exists = index < batch_size
     inside, at = exists[:, None] & (q < Q), index[:, None] * Q + q
     logp, token = at.to(tl.float32) * 0, at.to(tl.int64) * 0
-    is_nan = inside & (q < 0)
+    is_nan, drawn_logp = inside & (q < 0), at.to(tl.float32) * 0
     if labelled_T is not None:
         logp = tl.load(labelled_T + at, mask=inside, other=0.0)
     tl.store(out.nan_A + index, tl.max((logp != logp).to(tl.int32), 1) > 0, mask=exists)
@@ -298,11 +303,13 @@ def _verify(
         group = tl.load(plan.group_A + index, mask=exists, other=0)
         is_exact = tl.load(plan.kind_G + group, mask=exists, other=0) >= BEST
         token = tl.load(drawn.token_T1 + at, mask=inside, other=0).to(tl.int64)
-        logp = tl.where(is_exact[:, None], tl.load(drawn.logp_T1 + at, mask=is_run, other=0.0), logp)
+        drawn_logp = tl.load(drawn.logp_T1 + at, mask=inside, other=0.0)
+        logp = tl.where(is_exact[:, None], tl.where(is_run, drawn_logp, 0.0), logp)
         log_z = tl.load(drawn.log_z_T + at, mask=is_run, other=0.0)
         is_nan = log_z != log_z
     tl.store(out.logp_AQ + at, logp, mask=inside)
     tl.store(out.drawn_AQ + at, token, mask=inside)
+    tl.store(out.drawn_logp_AQ + at, drawn_logp, mask=inside)
     tl.store(out.nan_AQ + at, is_nan, mask=inside)
 
 

@@ -289,6 +289,10 @@ class Independent(DraftTargetDecoding):
         # What was drafted in a round is scored in the next.
         return length + self.stride(config) * (rounds - 1) if rounds else block
 
+    def settled(self, length_N: np.ndarray, block_N: np.ndarray) -> np.ndarray:
+        # What the target has not scored is taken back if no particle has weight then.
+        return np.minimum(length_N, block_N + 1)
+
     def log_z(self, logw_N: np.ndarray, count: int) -> float:
         return log_mean_weight(normalise(torch.from_numpy(logw_N)[None])[1], torch.tensor([count])).item()
 

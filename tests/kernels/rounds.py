@@ -193,6 +193,7 @@ class Round:
             drawn_AQ=torch.where(
                 self.here(rng.random((a, q)) < 0.8), next_AQ, self.here(rng.integers(0, VOCAB, (a, q)))
             ),
+            drawn_logp_AQ=self.here(self.floats(a, q)),
             next_AV=logp_AQ,
             nan_A=torch.isnan(logp_AQ).any(-1) & blocks.alive_A,
             nan_AQ=self.here(rng.random((a, q)) < self.nan),

@@ -33,7 +33,8 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
             slots.tokens_SL[slot, : len(row)] = row
             slots.length_S[slot] = len(row)
         counters = SimpleNamespace(lag_sum=0)
-        slots.block_S[claimed] = 0
+        # Of confirmed tokens the block begins after the first; elsewhere all has been scored.
+        slots.block_S[claimed] = 0 if confirms else slots.length_S[claimed] - 1
         decoding = DECODINGS[(Method.EXACT, "walk") if confirms else (Method.SMC, "independent")]
         members.append(
             SimpleNamespace(

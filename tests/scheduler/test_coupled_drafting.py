@@ -32,7 +32,7 @@ def shipped() -> ModelPair:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_that_is_the_target_is_always_right(form, temperature):
     """Every round confirms all that it can: K tokens and one more in lockstep, K tokens in look-ahead. With noise, the
-    exponent moves about 1, and a few rounds miss."""
+    exponent begins above 1, and some rounds miss."""
     config, pair = FORMS[form], tiny_pair()
     pair = replace(pair, draft=pair.target)
     engine = local_engine(pair, config)
@@ -55,7 +55,7 @@ def test_a_draft_that_is_the_target_is_always_right(form, temperature):
     for n in sizes:
         for seed in range(4):
             statistics = found[f"{n} {seed}"].statistics
-            slack, least = 2 * (temperature > 0), (TOKENS - 1) / (config.block + (not config.lookahead))
+            slack, least = 4 * (temperature > 0), (TOKENS - 1) / (config.block + (not config.lookahead))
             assert statistics.misses <= slack and statistics.rounds <= math.ceil(least) + config.lookahead + slack
 
 

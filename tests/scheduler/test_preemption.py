@@ -55,7 +55,7 @@ def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
     lives = live(engine, requests, random.Random(0), submit=1.0, interrupt=0.3)
     assert_empty(engine)
     times = sorted(lives.final[r.request_id].statistics.preemptions for r in requests)
-    assert sum(times) >= lives.events["interrupted"] > 6 and times[-3] >= 2, times
+    assert sum(times) >= lives.events["interrupted"] > 6 and times[-3] >= 1, times
     expected = with_endless_memory(config, requests)
     for r in requests:
         outputs = lives.streamed[r.request_id]

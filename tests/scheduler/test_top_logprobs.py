@@ -151,8 +151,7 @@ def test_lives_with_tops(monkeypatch):
 
 @pytest.mark.parametrize("preempted", [False, True])
 def test_time_that_is_up_ends_decoding_and_not_what_comes_after_it(preempted):
-    """Of one that runs, or has given up its memory. What was streamed and never weighed has no log-probability, but the
-    likeliest."""
+    """Of one that runs, or has given up its memory. Every token of the answer has its likeliest."""
     now, one = [0.0], asked(0, particles=1, max_tokens=40, ignore_eos=True, time_budget=1.0)
     engine = local_engine(tiny_pair(), EngineConfig(block=8, branches=2, prefill_chunk=4), clock=lambda: now[0])
     engine.submit(one)
@@ -165,7 +164,7 @@ def test_time_that_is_up_ends_decoding_and_not_what_comes_after_it(preempted):
     (output,) = [output for outputs in steps for output in outputs]
     assert_empty(engine)
     assert output.answer.finish_reason is FinishReason.TIME_BUDGET and output.answer.seconds == 2.0
-    assert len(output.answer.tokens) > 2
+    assert len(output.answer.tokens) >= 2
     for found, expected in zip(output.answer.top_logprobs, expected_of(one, output.answer.tokens), strict=True):
         assert dict(found) == pytest.approx(dict(expected), abs=2e-5)
 

@@ -1,0 +1,76 @@
+"""Populations in which no particle has weight: the target's truncation often leaves none. No answer may hold a token of
+probability zero, and the mean of Z-hat stays 1."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from smc import demo
+from smc.demo.problems import generate
+from smc.distributions import Distributions, DistributionSpec
+from smc.local_engine import ModelPair, local_engine
+from tests.model.dense import dense_logits
+from tests.scheduler.harness import CASES, answers, config_id, request
+from tests.scheduler.pairs import tiny_pair
+
+LAWS = {"top-p .9": {"top_p": 0.9}, "top-p .5": {"top_p": 0.5}, "min-p": {"min_p": 0.05}, "top-k": {"top_k": 5}}
+EVERY = pytest.mark.parametrize("population", ["distinct", "independent"])
+FORMS = pytest.mark.parametrize("config", CASES, ids=config_id)
+
+
+def logp_of(pair: ModelPair, prompt: tuple[int, ...], tokens: tuple[int, ...], law: dict) -> torch.Tensor:
+    """log p of each token of an answer under the request's own distribution, recomputed from scratch."""
+    logits_TV = dense_logits(pair.target, torch.tensor([*prompt, *tokens])).float()[len(prompt) - 1 : -1]
+    one = np.ones(len(tokens), np.float32)
+    spec = DistributionSpec.of(
+        one * law.get("temperature", 1.0),
+        np.full(len(tokens), law.get("top_k", 0)),
+        one * law.get("top_p", 1.0),
+        one * law.get("min_p", 0.0),
+        one,
+    )
+    return Distributions(spec).target(logits_TV).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@EVERY
+@FORMS
+def test_no_answer_holds_a_token_of_probability_zero(population, config):
+    """The shipped pair, problems of another wording than its own: nearly every population collapses."""
+    pair = ModelPair.load(demo.TARGET, demo.DRAFT)
+    requests, laws = [], {}
+    for i, problem in enumerate(generate(9, 12, "test")):
+        name, law = f"{i}", list(LAWS.values())[i % len(LAWS)]
+        prompt = pair.tokenizer.encode("Question: " + problem.question.replace("There are", "We see"))
+        params = {"method": "smc", "population": population, "particles": 4, "seed": i, "max_tokens": 14}
+        requests.append(request(prompt, name, **params, **law))
+        laws[name] = law
+    found = answers(local_engine(pair, config), requests)
+    assert sum(one.statistics.collapses > 0 for one in found.values()) > 4
+    for one in requests:
+        logp_T = logp_of(pair, one.prompt, found[one.request_id].tokens, laws[one.request_id])
+        assert torch.isfinite(logp_T).all(), one.request_id
+
+
+@EVERY
+@FORMS
+def test_the_mean_of_z_hat_stays_one(population, config):
+    """An unlike draft, and a truncation that leaves one or two of four tokens: many populations collapse, whose Z-hat
+    is 0. A Z-hat that went on from the prefix would have a mean above 1.1 here."""
+    pair, count = tiny_pair(scale=1.5), 500
+    engine = local_engine(pair, config)
+    requests = [
+        request(
+            [0, 1], f"{seed}", population=population, particles=3, seed=seed, max_tokens=3, top_p=0.6, ignore_eos=True
+        )
+        for seed in range(count)
+    ]
+    found = answers(engine, requests).values()
+    z_M = np.exp([one.statistics.log_z for one in found])
+    # Three distinct rows of four tokens hold nearly all that the target allows.
+    if population == "independent":
+        assert sum(one.statistics.collapses > 0 for one in found) > count // 10
+    assert abs(z_M.mean() - 1) <= 4 * z_M.std() / math.sqrt(count)
