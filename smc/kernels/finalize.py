@@ -160,9 +160,9 @@ def _finalize(
         is_over = (tl.load(blocks.ended_A + block) != 0) & (right == tl.load(blocks.count_A + block))
         is_copy = index - first < tl.load(plan.draws_G + group)
         alive = exists & tl.where(group_kind == INDEPENDENT, is_copy, index == origin)
-        drawn = block * Q + right - 1
-        bonus = tl.where(is_over, -1, tl.load(verified.drawn_AQ + drawn, mask=exists, other=-1).to(tl.int64))
-        logp = tl.load(verified.drawn_logp_AQ + drawn, mask=exists & (is_over == 0), other=float("nan"))
+        follows, at = exists & (is_over == 0), block * Q + right - 1
+        bonus = tl.load(verified.drawn_AQ + at, mask=follows, other=-1).to(tl.int64)
+        logp = tl.load(verified.drawn_logp_AQ + at, mask=follows, other=float("nan"))
         ancestor, logw, misses = origin, tl.where(alive, tl.zeros_like(logw), NONE), exists
         if not LOOKAHEAD:
             row = block

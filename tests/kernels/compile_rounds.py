@@ -1,0 +1,116 @@
+"""Compiles the kernels of a round for an H100, on a machine without one, and prints their names as JSON. The interpreter
+accepts what the compiler refuses, such as a variable that has another type in a branch.
+
+    python -m tests.kernels.compile_rounds
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.sample_matching import match_samples
+from smc.distributions import DistributionSpec
+from smc.executor.ops import TorchOps
+from smc.executor.round_stages import Selector
+from smc.executor.sampling import Coupling, DrawKeys
+from smc.executor.triton_ops import TritonOps
+from smc.executor.verify import lay_out
+from smc.philox import Purpose
+from tests.kernels.rounds import Round
+from tests.kernels.test_draft import DraftRound
+from tests.kernels.test_follow import choice_of
+
+CPU = torch.device("cpu")
+KINDS = [
+    frozenset(PopulationKind),
+    *(frozenset({kind}) for kind in PopulationKind if kind is not PopulationKind.CHAINS),
+]
+
+
+class NoDriver:
+    """Of a GPU that is not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def compile_only(compiled: set[str]) -> None:
+    """From now on a launch compiles its kernel and adds its name."""
+    run = JITFunction.run
+
+    def warm_up(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
+        compiled.add(self.fn.__name__)
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    triton.runtime.driver.set_active(NoDriver())
+    JITFunction.run = warm_up
+
+
+def target_stages(kinds: frozenset[PopulationKind], lookahead: bool) -> None:
+    made = Round(1, kinds, lookahead, CPU)
+    logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
+    laid_out = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
+    inputs = made.inputs(laid_out, drafted, match_samples)
+    scored, selector = (
+        TorchOps().score_candidates(inputs),
+        Selector(None, inputs.state, TorchOps(), lookahead=lookahead),
+    )
+    own = selector._selected(inputs.plan, scored) if PopulationKind.INDEPENDENT in kinds else None
+    trees = selector._regrown(inputs.plan, scored, drafted.block) if kinds - {PopulationKind.INDEPENDENT} else None
+    none_T1 = torch.zeros(len(laid_out.label_T), 1)
+    TritonOps().verify(laid_out, made.plan, none_T1[:, 0], (none_T1.long(), none_T1, none_T1[:, 0]), None)
+    TritonOps().score_candidates(inputs)
+    TritonOps().finalize(inputs, scored, own, trees)
+
+
+def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
+    made, vocab = DraftRound(1, frozenset({PopulationKind.BEST}), True, CPU), 5000
+    plan, places = made.plan, len(made.plan.slot_A)
+    ids_M = torch.arange(vocab) * 2 if has_head else None
+    coupling = Coupling(plan.exponent_A, plan.target_distribution.temperature_R, plan.seed_A, ids_M)
+    kept_BV, one_R, long_R = torch.zeros(5, vocab), torch.ones(places), torch.zeros(places, dtype=torch.int64)
+    distribution = DistributionSpec(one_R, long_R + 35, one_R, one_R * 0, one_R, frozenset({"temperature"}))
+    if cut:
+        distribution = replace(distribution, active=distribution.active | {"top_k"})
+    keys = DrawKeys(long_R, long_R, long_R[:, None], long_R, Purpose.PROPOSAL)
+    logits_RV = torch.from_numpy(np.random.default_rng(0).normal(size=(places, vocab))).to(dtype)
+    for kept in (None, kept_BV):
+        TritonOps().sampling(vocab).propose_candidates(
+            logits_RV, distribution, 0.2, keys, has_rest=True, coupling=coupling, kept_BV=kept
+        )
+    TritonOps().observe_draws(made.state, plan, made.tree(), choice_of(made), kept_BV, coupling)
+    token_RC, share_RC = torch.zeros(places, 33, dtype=torch.int64), torch.zeros(places, 33)
+    bounds = (torch.zeros(1, dtype=torch.int32), torch.full((1,), places, dtype=torch.int32))
+    most_G, kind_G, random_G = bounds[1], torch.full((1,), 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    candidates, is_there_R = CandidateTokens(token_RC, share_RC, share_RC), torch.ones(places) > 0
+    given = (candidates, one_R.double(), is_there_R, bounds, bounds, most_G, kind_G, (random_G, random_G, 0), places)
+    TritonOps().expand(*given, ended_R=is_there_R, has_rest=True)
+
+
+if __name__ == "__main__":
+    names: set[str] = set()
+    compile_only(names)
+    for each in KINDS:
+        for ahead in (True, False):
+            target_stages(each, ahead)
+    for head, dtype, is_cut in ((False, torch.bfloat16, False), (True, torch.float32, True)):
+        draft_stages(head, dtype, is_cut)
+    print(json.dumps(sorted(names)))

@@ -1,0 +1,24 @@
+"""The kernels of a round compile for a GPU, also where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_kernels_of_a_round_compile(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_rounds"],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert {"_finalize", "_verify", "_survey_coupled", "_observe", "_expand", "_find"} <= set(json.loads(run.stdout))
