@@ -368,7 +368,8 @@ class RequestMetrics(Families):
         if answer.statistics.draft_exponent:
             self._draft_exponent.observe(answer.statistics.draft_exponent)
         if answer.statistics.mean_ess and answer.tokens:
-            self._log_evidence.observe(answer.statistics.log_z / len(answer.tokens))
+            # Of a population that lost all weight it is -inf, which would spoil the sum.
+            self._log_evidence.observe(max(answer.statistics.log_z / len(answer.tokens), 2 * EVIDENCE_BUCKETS[0]))
 
     def request_failed(self, status: str) -> None:
         """Ended without an answer, for any reason; rejections and cancellations are counted separately, too."""

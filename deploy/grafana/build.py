@@ -247,6 +247,12 @@ def particles() -> Dashboard:
                 "suffix: tok",
                 quantiles(lag, 0.5, 0.9, 0.99),
             ),
+            graph(
+                "Evidence per token",
+                "log Z-hat of an answer over its tokens. Far below 0 the draft does not know the text.",
+                "none",
+                quantiles("smc_log_evidence_per_token", 0.1, 0.5, 0.9),
+            ),
         ],
         "Efficiency": [
             graph(
@@ -286,6 +292,12 @@ def particles() -> Dashboard:
                 "Share of drafted tokens accepted; share of rounds whose block, drafted ahead, was a hit.",
                 "percentunit",
                 {"accepted": ratio(accepted, drafted), "hits": ratio(hits, f"({hits} + {misses})")},
+            ),
+            graph(
+                "Draft exponent",
+                "Exponent of coupled drafting at the end of an answer. Above 1 the target is more certain than the draft.",
+                "none",
+                quantiles("smc_spec_decode_draft_exponent", 0.1, 0.5, 0.9),
             ),
         ],
         "What costs decide": [

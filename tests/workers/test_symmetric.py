@@ -69,5 +69,5 @@ def test_all_that_can_do(monkeypatch):
 
 def test_ranks_in_different_places_do_not_try(monkeypatch):
     places = iter(["here", "there"])
-    monkeypatch.setattr(symmetric, "_place", lambda: next(places))
+    monkeypatch.setattr(symmetric, "_host_and_container", lambda: next(places))
     assert Ranks(monkeypatch, "make").between() == [None, None]
