@@ -11,8 +11,8 @@ and q is taken at temperature 1. The choice of drafted tokens decides the speed 
 
 The exponent is fitted to the target's draws: it maximises the mean of log(w + SLACK), where w is the probability to win
 that the draft gave to the token drawn. Without SLACK this would be the likelihood. That is decided by the few draws
-that the draft considers almost impossible, which no tree would have held: for the shipped pair at temperature 1 it is
-greatest at 0.7, where trees hold 5% fewer tokens than at the exponent found here.
+that the draft considers almost impossible, which no tree would have held, and asks for an exponent at which trees hold
+fewer tokens.
 
 Axes: R rows, V vocabulary."""
 
@@ -29,7 +29,7 @@ LEAST_EXPONENT, MOST_EXPONENT = 0.5, 8.0
 SLACK = 0.1
 """Probability below which a token is seldom in a tree, so that it hardly matters how far below."""
 FIRST_EXPONENT = 1.25
-"""Before any draw has been seen: pairs have shown 1 to 1.8."""
+"""Before any draw has been seen; a start above 1 costs less than one below the best."""
 FIRST_GREEDY_EXPONENT = 2.0
 """The same at temperature 0."""
 

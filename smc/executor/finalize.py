@@ -182,6 +182,8 @@ class Finalizer:
         Also how many tokens of each block are kept."""
         plan, blocks, scored = self.plan, self.blocks, self.scored
         lost_A = (taken.collapsed_G & ~plan.is_exact_G)[plan.group_A] & (plan.size_G > 0)[plan.group_A]
+        if not lost_A.any():
+            return taken, right_A
         step_AQ = plan.alpha_A[:, None] * scored.logp_AQ[:, :-1] - blocks.logq_AQ[:, 1:]
         logw_A = torch.where(blocks.alive_A, blocks.logw_A, -torch.inf)
         seed_G, round_G = (to_host(values_G) for values_G in (plan.seed_G, plan.round_G))

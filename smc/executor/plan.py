@@ -220,7 +220,7 @@ class RoundPlan(Generic[Array]):
         )
 
     def unconditional_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
-        return self.target_unconditional if role == ModelRole.TARGET else None
+        return self.target_unconditional if role is ModelRole.TARGET else None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays, by name."""

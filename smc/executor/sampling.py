@@ -138,8 +138,8 @@ class Sampling:
         coupling: Coupling | None = None,
         kept_BV: Tensor | None = None,
     ) -> CandidateTokens:
-        """Candidate tokens of rows from the proposal; keys for one draw a row, of the token that stands for the rest: last, if
-        at all. With `coupling`, the log q of rows that are coupled is that of winning the target's draw. `kept`: where
+        """Candidate tokens of rows from the proposal; keys for one draw a row, of the token that stands for the rest:
+        last, if at all. With `coupling`, the log q of rows that are coupled is that of winning the target's draw. `kept`: where
         the log-proposal of the first B rows is written, up to a constant for each row."""
         logq_RV = Distributions(distribution, logits_RV.device).proposal(self._logits(logits_RV), mixture)
         if kept_BV is not None:

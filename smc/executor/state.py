@@ -129,6 +129,7 @@ class SlotState:
         """The group's entry of the stop tables, and of those of biases."""
         self.biases: list[BiasTables] = []
         self.nan = torch.full((1, 1), torch.nan, device=device)
+        """For reports of draws that were not seen, without a launch."""
 
     def join(self, group: SequenceHandoff) -> Tensor:
         """Take over particles. Returns their slots as an index."""

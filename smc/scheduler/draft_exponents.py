@@ -34,11 +34,6 @@ class DraftExponents:
         """Forget what requests so far have shown."""
         self._by_temperature.clear()
 
-    @property
-    def exponents(self) -> dict[float, float]:
-        """Exponent by temperature, rounded to one decimal."""
-        return {temperature: fit.exponent for temperature, fit in self._by_temperature.items()}
-
     def _shared(self, temperature: float) -> ExponentFit:
         first = FIRST_EXPONENT if temperature else FIRST_GREEDY_EXPONENT
         return self._by_temperature.setdefault(round(temperature, 1), ExponentFit(SHARED_MEMORY, math.log(first)))

@@ -271,7 +271,7 @@ class DraftTargetDecoding(Decoding):
         return PagesPerRow(config.target_tokens, config.begin_tokens, config.branches, config.block - 1)
 
     def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
-        if role == ModelRole.TARGET:
+        if role is ModelRole.TARGET:
             return particle.block
         # In lockstep, after its first round, neither the draft's last token nor the bonus.
         pending = config.begin_tokens if particle.rounds else 1

@@ -66,7 +66,7 @@ class Population:
         return self._distribution([g.method.draft_temperature(g.params) for g in self.groups])
 
     def distribution_of(self, role: ModelRole) -> DistributionSpec[np.ndarray]:
-        return self.draft_distribution if role == ModelRole.DRAFT else self.target_distribution
+        return self.draft_distribution if role is ModelRole.DRAFT else self.target_distribution
 
     def by_decoding(self) -> list[tuple[Decoding, np.ndarray | slice]]:
         """Decodings of the requests, and which of the A slots are decoded so."""

@@ -105,7 +105,7 @@ class SequenceGroup:
     @property
     def draft_exponent(self) -> float:
         """Exponent of coupled drafting; 0: its rows are not coupled."""
-        return self.exponent.exponent if self.exponent is not None and self.decoding.coupled else 0.0
+        return self.fitted_exponent if self.decoding.coupled else 0.0
 
     @property
     def fitted_exponent(self) -> float:

@@ -119,7 +119,7 @@ class RequestCounters:
     lag_sum: int = 0
 
     def count_tokens(self, role: ModelRole, tokens: int) -> None:
-        if role == ModelRole.DRAFT:
+        if role is ModelRole.DRAFT:
             self.draft_tokens += tokens
         else:
             self.target_tokens += tokens

@@ -19,9 +19,10 @@ from services.link.connect import Rendezvous
 from services.workers.process import RankSpec, run_rank
 from smc.api.engine_config import EngineConfig
 from smc.model.parallel import Shard
+from smc.types import ModelRole
 
 HOST, SECRET = "127.0.0.1", "secret"
-SIDES = ("draft", "target")
+SIDES = tuple(ModelRole)
 
 
 @contextmanager
