@@ -73,7 +73,8 @@ def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: 
         if i % 3 == 0:  # particles that share nothing, to the end
             params = SamplingParams(seed=i, particles=5, ess_threshold=0, max_tokens=longest + 20, ignore_eos=True)
         if budgets and rng.random() < budgets:
-            params = replace(params, time_budget=float(rng.randint(2, 60)))
+            budget = rng.randint(2, 60) if rng.random() < 0.5 else rng.randint(60, 400)  # over in the queue, or later
+            params = replace(params, time_budget=float(budget))
         found.append(Request(str(i), prompt, params, rng.choice(SALTS)))
     return found
 
