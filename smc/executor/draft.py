@@ -62,6 +62,9 @@ class TokenTree:
     """int64 last token."""
     next_X: Tensor
     """int64 position of the token that comes next."""
+    cut_X: Tensor
+    """int64 tokens of the root that the row takes back first: it begins at an inner node of the root's block
+    (`smc.executor.inner_nodes`)."""
     run_4X: Tensor | None
     """int32, for the pass over the last tokens: slot, position of the first of the row's own tokens, of the last one,
     and whether it is run. None: particles, of which more may be pending."""
@@ -172,6 +175,16 @@ class ResumedSequences:
     """int64 state of the stop machine before them."""
 
 
+@dataclass(frozen=True)
+class DraftStep:
+    """What one step of the draft has made."""
+
+    tree: TokenTree
+    """X rows, each with a token more than the row that it continues."""
+    chosen: tuple[Expansion, CandidateTokens] | None
+    """As of `Continuation`; the rows of the first step may continue inner nodes."""
+
+
 def begin(
     state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape
 ) -> DraftInputs:
@@ -216,6 +229,7 @@ def begin(
         mass_X=state.logw_S[slot_A],
         last_X=zero_A,
         next_X=state.end_S[slot_A],
+        cut_X=zero_A,
         run_4X=None,
     )
     layouts = (_candidate_layout(plan, distribution, shape, width) for width in (1, plan.branches))
@@ -273,11 +287,11 @@ def reparent(
     """The rows with their next token: at the first step (0) `branches` for each batch index. The reference:
     `smc.kernels.draft.reparent` does the same in one launch."""
     parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan, branches)
-    root_X, ended_X, text_X, count_X = (
-        values_S[parent_X] for values_S in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X)
+    root_X, ended_X, text_X, count_X, cut_X = (
+        values_S[parent_X] for values_S in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X, tree.cut_X)
     )
     slot_X = plan.slot_A[root_X]
-    end_X = state.end_S[slot_X]
+    end_X = state.end_S[slot_X] - cut_X
     room_X = state.limit_S[slot_X] - end_X - count_X
     growth = grow(
         state.stops, state.entry_S[slot_X], text_X, token_X[:, None], room_X, state.least_S[slot_X] - end_X - count_X
@@ -299,6 +313,7 @@ def reparent(
         mass_X=mass_X,
         last_X=token_X,
         next_X=end_X + (step + 1),
+        cut_X=cut_X,
         run_4X=torch.stack((slot_X, end_X, end_X + step, alive_X & ~has_ended_X)).int(),
     )
 
@@ -309,6 +324,8 @@ def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], bra
     if more.own is not None:
         token_SD, logq_SD = more.own
         parent_X = torch.arange(len(token_SD), device=token_SD.device).repeat_interleave(token_SD.shape[1])
+        # Where nodes are beside them, particles are the first of each batch index's.
+        parent_X = parent_X * (len(tree.root_X) // len(token_SD))
         own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
         parts.append((plan.kind_G >= 0, own))
     if more.chosen is not None:
@@ -350,7 +367,8 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
         alone_X = torch.where(branch_X == 0, 0.0, -torch.inf).double()
         own_X = torch.where(state.ended_S[slot_X], alone_X, -math.log(branches))
         share_X = torch.where(plan.has_kind(PopulationKind.INDEPENDENT).repeat_interleave(branches), own_X, share_X)
-    return DraftedRows.of(tree.tokens_XK, tree.logq_XK, tree.root_X, tree.count_X, tree.ended_X, share_X)
+    numbers = (tree.root_X, tree.count_X, tree.ended_X, tree.cut_X)
+    return DraftedRows.of(tree.tokens_XK, tree.logq_XK, *numbers, share_X)
 
 
 def observe_draws(
@@ -389,32 +407,33 @@ def resume(
     has_bonus_A = choice.bonus_A >= 0
     tail_AB = tree.tail_XB[row_A]
     path_AW = torch.cat((plan.begin_pages_AP[ancestor_A], tail_AB), 1)
-    remap_block_table(state.table_SL, slot_A, source_A, state.base_S[slot_A], end_A, tail_AB, plan.columns)
+    left_A = end_A - cut_A
+    remap_block_table(state.table_SL, slot_A, source_A, state.base_S[slot_A], left_A, tail_AB, plan.columns)
     # The last token of a whole row has not been run, and one that ends an answer never is.
     whole_A = taken_A == block
     run_A = taken_A - (whole_A | (choice.ended_A & ~has_bonus_A & (taken_A > 0))).long()
     bonus_A = choice.bonus_A.clamp(min=0)
     tokens_A2 = torch.stack((torch.where(whole_A, tree.tokens_XK[row_A, -1], bonus_A), bonus_A), 1)
-    left_A = torch.where(choice.ended_A, 1, whole_A.long() + has_bonus_A.long())
-    kept_A = torch.where(open_A, (pending_A - cut_A).clamp(min=0) + run_A, 0)
+    unrun_A = torch.where(choice.ended_A, 1, whole_A.long() + has_bonus_A.long())
+    stays_A = (pending_A - cut_A).clamp(min=0)
+    kept_A = torch.where(open_A, stays_A + run_A, 0)
     dropped_A = torch.where(open_A, (cut_A - pending_A).clamp(min=0), 0)
     return ResumedSequences(
-        lineage=_lineage(plan, path_AW, pending_A, kept_A, dropped_A),
-        end_A=end_A - cut_A + taken_A + has_bonus_A.long(),
+        lineage=_lineage(plan, path_AW, stays_A, kept_A, dropped_A),
+        end_A=left_A + taken_A + has_bonus_A.long(),
         tokens_AW=tokens_A2[:, : state.pending_SQ.shape[1]],
-        pending_A=left_A.clamp(min=1),
+        pending_A=unrun_A.clamp(min=1),
         text_A=torch.where(whole_A, tree.before_X[row_A], choice.text_A),
     )
 
 
 def _lineage(
-    plan: RoundPlan[Tensor], path_AW: Tensor, pending_A: Tensor, kept_A: Tensor, dropped_A: Tensor
+    plan: RoundPlan[Tensor], path_AW: Tensor, stays_A: Tensor, kept_A: Tensor, dropped_A: Tensor
 ) -> Lineage[Tensor]:
-    """A particle's pending tokens, of which there may be fewer than columns for them, then its row's."""
-    queries = plan.begin_pages_AP.shape[1]
-    if queries > 1:
-        column_W = torch.arange(path_AW.shape[1], device=path_AW.device)
-        skipped_A1 = (queries - pending_A)[:, None]
-        shifted_AW = torch.where(column_W < pending_A[:, None], column_W, column_W + skipped_A1)
-        path_AW = path_AW.gather(1, shifted_AW.clamp(max=path_AW.shape[1] - 1))
+    """Those of a particle's pending tokens that stay, of which there may be fewer than columns for them, then its
+    row's."""
+    column_W = torch.arange(path_AW.shape[1], device=path_AW.device)
+    skipped_A1 = (plan.begin_pages_AP.shape[1] - stays_A)[:, None]
+    shifted_AW = torch.where(column_W < stays_A[:, None], column_W, column_W + skipped_A1)
+    path_AW = path_AW.gather(1, shifted_AW.clamp(max=path_AW.shape[1] - 1))
     return Lineage(path_AW, kept_A.int(), dropped_A.int())

@@ -157,28 +157,34 @@ class DraftedRows:
     batch indices they come from."""
 
     all_WX: Tensor
-    """int32, in one piece, as it travels: tokens, the bits of their log q, root, count, whether ended, the bits of the
-    share."""
+    """int32, in one piece, as it travels: tokens, the bits of their log q, root, count, whether ended, cut, the bits of
+    the share."""
 
     @staticmethod
     def width(block: int) -> int:
         """W: numbers of a row of so many tokens."""
-        return 2 * block + 4
+        return 2 * block + 5
 
     @staticmethod
     def of(
-        tokens_XK: Tensor, logq_XK: Tensor, root_X: Tensor, count_X: Tensor, ended_X: Tensor, share_X: Tensor
+        tokens_XK: Tensor,
+        logq_XK: Tensor,
+        root_X: Tensor,
+        count_X: Tensor,
+        ended_X: Tensor,
+        cut_X: Tensor,
+        share_X: Tensor,
     ) -> DraftedRows:
         share_1X = share_X.float().view(torch.int32)[None]
-        numbers_3X = torch.stack((root_X.int(), count_X.int(), ended_X.int()))
+        numbers_4X = torch.stack((root_X.int(), count_X.int(), ended_X.int(), cut_X.int()))
         return DraftedRows(
-            torch.cat((tokens_XK.t().int(), logq_XK.t().contiguous().view(torch.int32), numbers_3X, share_1X))
+            torch.cat((tokens_XK.t().int(), logq_XK.t().contiguous().view(torch.int32), numbers_4X, share_1X))
         )
 
     @property
     def block(self) -> int:
         """K."""
-        return (len(self.all_WX) - 4) // 2
+        return (len(self.all_WX) - 5) // 2
 
     @property
     def tokens_XK(self) -> Tensor:
@@ -188,22 +194,27 @@ class DraftedRows:
     @property
     def logq_XK(self) -> Tensor:
         """float32."""
-        return self.all_WX[self.block : -4].view(torch.float32).t()
+        return self.all_WX[self.block : -5].view(torch.float32).t()
 
     @property
     def root_X(self) -> Tensor:
         """int32 batch index whose particle a row continues."""
-        return self.all_WX[-4]
+        return self.all_WX[-5]
 
     @property
     def count_X(self) -> Tensor:
         """int64: how many tokens exist; 0 where the particle had ended."""
-        return self.all_WX[-3].long()
+        return self.all_WX[-4].long()
 
     @property
     def ended_X(self) -> Tensor:
         """bool: the last token is terminal."""
-        return self.all_WX[-2] > 0
+        return self.all_WX[-3] > 0
+
+    @property
+    def cut_X(self) -> Tensor:
+        """int64: how many of the root's last tokens the row takes back; above 0, it begins at an inner node."""
+        return self.all_WX[-2].long()
 
     @property
     def share_X(self) -> Tensor:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from smc import stops
 from smc.api.engine_config import EngineConfig
-from smc.executor.draft import DraftShape, TokenTree
+from smc.executor.draft import DraftShape, DraftStep
 from smc.executor.graph_runner import AsyncResult, Event, StageRunner
 from smc.executor.guidance import GuidedPass
+from smc.executor.inner_nodes import InnerNodes
 from smc.executor.messages import DraftedRows, DraftReport, RoundChoice, RoundResult
 from smc.executor.ops import RoundOps
 from smc.executor.plan import PlanBuffer, Program, RoundPlan, SequenceHandoff
@@ -162,7 +163,8 @@ class ModelRunner:
     def _run_alone(self, plan: RoundPlan[Tensor]) -> RoundResult[Tensor]:
         drafter, state, slot_A = self._alone, self.state, plan.slot_A
         distribution = plan.draft_distribution if self.worker.name == ModelRole.DRAFT else plan.target_distribution
-        _, tree = drafter.draft(plan, distribution)
+        _, steps = drafter.draft(plan, distribution)
+        tree = steps[-1].tree
         index_A = torch.arange(len(slot_A), device=slot_A.device)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
         choice = RoundChoice.of(
@@ -176,7 +178,7 @@ class ModelRunner:
             text_A=tree.text_X,
             mass_A=zero_A.double(),
         )
-        lineage = drafter.follow(plan, tree, choice).lineage
+        lineage = drafter.follow(plan, steps, choice).lineage
         logq_AK = tree.logq_XK
         exists_AK = torch.arange(drafter.shape.block, device=slot_A.device) < tree.count_X[:, None]
         nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1)[None], plan.group_A)[0]
@@ -225,6 +227,9 @@ class DraftRunner(ModelRunner):
         self._dists_YLV, self._kept_MLV, self._sent_CLV = (
             torch.empty(rows, length, worker.vocab_size, device=worker.device) for rows in rooms
         )
+        nodes = None
+        if ahead and config.block > 1:
+            nodes = InnerNodes(config.max_slots, config.block, sampling.columns, worker.device)
         self._drafter = replace(
             self._alone,
             run=run,
@@ -234,9 +239,10 @@ class DraftRunner(ModelRunner):
             mixture=config.defensive_share,
             purpose=Purpose.PROPOSAL,
             kept_BV=torch.empty(min(config.max_slots, OBSERVED_ROOTS), sampling.columns, device=worker.device),
+            nodes=nodes,
             dists_YLV=self._dists_YLV,
         )
-        self._round: tuple[RoundPlan[Tensor], TokenTree, tuple] | None = None
+        self._round: tuple[RoundPlan[Tensor], tuple[DraftStep, ...], tuple] | None = None
 
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
         """Queue the draft's part of a round. What comes back of a round of the pair is a `DraftReport`."""
@@ -257,24 +263,26 @@ class DraftRunner(ModelRunner):
                 stages.run(key, "distributions", lambda: self._pick_distributions(self._kept_MLV, here.distribution_C))
                 self._channel.send("distributions", self._sent_CLV[:chains])
             began = stages.event()
-            drafted, tree = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_distribution))
+            drafted, steps = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_distribution))
             ended = stages.event()
             if chains and not ahead:
                 self._channel.send("distributions", self._dists_YLV[:chains])
             self._channel.send("rows", drafted.all_WX)
-        self._round = (here, tree, (began, ended))
+        self._round = (here, steps, (began, ended))
 
     @torch.inference_mode()
     def follow(self) -> AsyncResult:
         """Queue the rest of it: the chosen rows become the particles."""
         assert self._round is not None, "what is followed has been drafted"
-        plan, tree, span = self._round
+        plan, steps, span = self._round
         with self.stages.working():
             choice = RoundChoice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
-            report = self.stages.run(plan.key, "follow", lambda: self._follow(plan, tree, choice))
+            report = self.stages.run(plan.key, "follow", lambda: self._follow(plan, steps, choice))
             return self.stages.read(plan.key, report, {ModelRole.DRAFT: span})
 
-    def _follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> DraftReport[Tensor]:
+    def _follow(
+        self, plan: RoundPlan[Tensor], steps: tuple[DraftStep, ...], choice: RoundChoice
+    ) -> DraftReport[Tensor]:
         if self.config.lookahead and len(plan.chain_C):
             # The distributions go with the rows. What was sent has arrived: the choice was made by it.
             index_C, f = plan.chain_C, plan.branches
@@ -284,7 +292,12 @@ class DraftRunner(ModelRunner):
             row_C = choice.row_A[index_C]
             self._pick_distributions(self._dists_YLV, chain_A[row_C // f] * f + row_C % f)
             self._kept_MLV.index_copy_(0, plan.distribution_C, self._sent_CLV[: len(index_C)])
-        return self._drafter.follow(plan, tree, choice)
+        return self._drafter.follow(plan, steps, choice)
+
+    def _join(self, group: SequenceHandoff) -> None:
+        slots_N = self.state.join(group)
+        if self._drafter.nodes is not None:
+            self._drafter.nodes.forget(slots_N)
 
     def _pick_distributions(self, dists_YLV: Tensor, index_C: Tensor) -> tuple[()]:
         """Some distributions, to where they are sent from. Nothing is kept of it by rounds' recordings."""

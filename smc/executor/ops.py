@@ -16,10 +16,11 @@ from smc.algorithm.selection import Selection, select
 from smc.attention.base import ForwardBatch
 from smc.distributions import DistributionSpec
 from smc.executor import draft
-from smc.executor.draft import Continuation, DraftInputs, DraftShape, ResumedSequences, TokenTree, reparent
+from smc.executor.draft import Continuation, DraftInputs, DraftShape, DraftStep, ResumedSequences, TokenTree, reparent
 from smc.executor.finalize import Finalized, finalize
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
+from smc.executor.inner_nodes import InnerNodes, keep_nodes, with_inner_nodes
 from smc.executor.messages import DraftedRows, RoundChoice
 from smc.executor.plan import RoundPlan
 from smc.executor.remap import Followed, advance, follow, remap_block_table
@@ -110,6 +111,23 @@ class RoundOps(Protocol):
         branches: int,
     ) -> TokenTree:
         """See `smc.executor.draft.reparent`."""
+        ...
+
+    def keep_nodes(
+        self,
+        nodes: InnerNodes,
+        state: SlotState,
+        plan: RoundPlan[Tensor],
+        steps: tuple[DraftStep, ...],
+        choice: RoundChoice,
+    ) -> None:
+        """See `smc.executor.inner_nodes.keep_nodes`."""
+        ...
+
+    def with_inner_nodes(
+        self, nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
+    ) -> tuple[CandidateTokens, TokenTree, Groups]:
+        """See `smc.executor.inner_nodes.with_inner_nodes`."""
         ...
 
     def pack_rows(self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
@@ -257,6 +275,8 @@ class TorchOps(RoundOps):
     begin_draft = staticmethod(draft.begin)
     expand = staticmethod(expand)
     reparent = staticmethod(reparent)
+    keep_nodes = staticmethod(keep_nodes)
+    with_inner_nodes = staticmethod(with_inner_nodes)
     pack_rows = staticmethod(draft.pack)
     observe_draws = staticmethod(draft.observe_draws)
     resume_draft = staticmethod(draft.resume)

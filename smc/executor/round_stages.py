@@ -21,12 +21,14 @@ from smc.executor.draft import (
     ChainDraws,
     Continuation,
     DraftShape,
+    DraftStep,
     TokenTree,
     assign_chains,
 )
 from smc.executor.finalize import Finalized
 from smc.executor.forward import Rows
 from smc.executor.guidance import GuidedPass
+from smc.executor.inner_nodes import InnerNodes
 from smc.executor.messages import DraftedRows, DraftReport, RoundChoice
 from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan, SequenceHandoff
@@ -56,11 +58,15 @@ class Drafter:
     kept_BV: Tensor | None = None
     """Room for log q after the first B roots of exact decoding, which the target's draws are compared with. None: the
     drafter has no target."""
+    nodes: InnerNodes | None = None
+    """Of blocks in flight, from which rows ahead may begin. None: there are no rows ahead."""
     dists_YLV: Tensor | None = None
     """Room for the log-distributions that tokens of chains are drawn from: L = K, or where the first is a guess K - 1.
     None: it has none."""
 
-    def draft(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> tuple[DraftedRows, TokenTree]:
+    def draft(
+        self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]
+    ) -> tuple[DraftedRows, tuple[DraftStep, ...]]:
         """Run the pending tokens of every particle, then extend rows by K tokens. The distributions of chains are
         written to the room for them."""
         begun = self.ops.begin_draft(self.state, plan, distribution, self.shape)
@@ -69,17 +75,20 @@ class Drafter:
             plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None
         )
         assigned = assign_chains(plan, begun.tree.alive_X) if PopulationKind.CHAINS in plan.kinds else None
-        tree = self._extend(plan, begun.first, logits_SV, begun.tree, 0, assigned)
+        steps = [self._extend(plan, begun.first, logits_SV, begun.tree, 0, assigned)]
         for step in range(1, self.shape.block):
-            logits_SV = self._run(plan, begun.later, tree)
-            tree = self._extend(plan, begun.later, logits_SV, tree, step, assigned)
-        return self.ops.pack_rows(self.state, plan, tree), tree
+            tree = steps[-1].tree
+            steps.append(self._extend(plan, begun.later, self._run(plan, begun.later, tree), tree, step, assigned))
+        return self.ops.pack_rows(self.state, plan, steps[-1].tree), tuple(steps)
 
-    def follow(self, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice) -> DraftReport[Tensor]:
+    def follow(self, plan: RoundPlan[Tensor], steps: tuple[DraftStep, ...], choice: RoundChoice) -> DraftReport[Tensor]:
         """Let the chosen rows be the particles."""
+        tree = steps[-1].tree
         observed_2A = self.state.nan.expand(2, len(plan.slot_A))
         if self.kept_BV is not None and PopulationKind.BEST in plan.kinds:
             observed_2A = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_BV, self._coupling(plan))
+        if self.nodes is not None and PopulationKind.BEST in plan.kinds:
+            self.ops.keep_nodes(self.nodes, self.state, plan, steps, choice)
         self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
         next_ = self.ops.resume_draft(self.state, plan, tree, choice, self.shape.block)
         self.ops.advance(self.state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
@@ -113,23 +122,27 @@ class Drafter:
         tree: TokenTree,
         step: int,
         assigned: ChainAssignment | None,
-    ) -> TokenTree:
-        """Every row continues one of those before it with a token: at the first step a particle, later a row."""
+    ) -> DraftStep:
+        """Every row continues one of those before it with a token: at the first step a particle or an inner node, later
+        a row."""
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
             logits_SV = self.ops.add_biases(
                 self.biases, self.state.entries, logits_SV.float(), slot_S, tree.next_X, plan.biased
             )
         own = chosen = chains = None
+        before = tree
         if PopulationKind.INDEPENDENT in plan.kinds:
             keys = DrawKeys(layout.seed_S, layout.round_S, layout.stream_SD, tree.next_X, self.purpose)
             own = self.sampling.propose(logits_SV, layout.distribution, self.mixture, keys)
         if plan.kinds - {PopulationKind.INDEPENDENT, PopulationKind.CHAINS}:
-            chosen = self._expanded(plan, layout, logits_SV, tree, step)
+            chosen, before = self._expanded(plan, layout, logits_SV, tree, step)
         if assigned is not None:
-            chains = self._drawn(plan, layout, logits_SV, tree, step, assigned)
+            width = len(before.root_X) // len(tree.root_X)
+            chains = self._drawn(plan, layout, logits_SV, tree, step, assigned, width)
         more = Continuation(chosen, own, chains)
-        return self.ops.reparent(tree, more, plan, self.state, step=step, branches=plan.branches)
+        after = self.ops.reparent(before, more, plan, self.state, step=step, branches=plan.branches)
+        return DraftStep(after, chosen)
 
     def _drawn(
         self,
@@ -139,8 +152,9 @@ class Drafter:
         tree: TokenTree,
         step: int,
         assigned: ChainAssignment,
+        width: int,
     ) -> ChainDraws:
-        """Chains draw their next tokens, or guess."""
+        """Chains draw their next tokens, or guess. `width`: rows that may be continued for each of the `tree`'s."""
         begins, branches = step == 0, plan.branches
         at_Y = assigned.source_Y if begins else assigned.row_Y
         logits_YV = logits_SV[at_Y]
@@ -157,7 +171,7 @@ class Drafter:
         none_X = torch.zeros_like(row_X)
         parent_X = row_X // branches if begins else row_X
         return ChainDraws(
-            parent_X=assigned.spread(at_Y, parent_X),
+            parent_X=assigned.spread(at_Y, parent_X) * width,
             token_X=assigned.spread(token_Y, none_X),
             logq_X=assigned.spread(logq_Y, none_X.float()),
         )
@@ -167,9 +181,9 @@ class Drafter:
 
     def _expanded(
         self, plan: RoundPlan[Tensor], layout: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
-    ) -> tuple[Expansion, CandidateTokens]:
-        """The rows of a group are chosen among the candidate tokens of all of them. The best are those that are likely
-        themselves, which nothing that stands for others is."""
+    ) -> tuple[tuple[Expansion, CandidateTokens], TokenTree]:
+        """The rows of a group are chosen among the candidate tokens of all of them; what was chosen, and the rows that
+        it continues. The best are those that are likely themselves, which nothing that stands for others is."""
         has_rest = PopulationKind.DISTINCT in plan.kinds
         coupling = self._coupling(plan) if PopulationKind.BEST in plan.kinds else None
         keys = DrawKeys(layout.seed_S, layout.round_S, layout.rank_S1, tree.next_X, self.purpose)
@@ -177,10 +191,13 @@ class Drafter:
         candidate_tokens = self.sampling.propose_candidates(
             logits_SV, layout.distribution, self.mixture, keys, has_rest, coupling, kept_BV
         )
-        rows, random = layout.rows, (layout.seed_G, layout.round_G, step)
+        rows, random, sources = layout.rows, (layout.seed_G, layout.round_G, step), layout.sources
+        if step == 0 and self.nodes is not None and coupling is not None:
+            candidate_tokens, tree, sources = self.ops.with_inner_nodes(self.nodes, plan, tree, candidate_tokens)
         total = len(plan.branch_pages_XB)
-        given = (candidate_tokens, tree.mass_X, tree.alive_X, layout.sources, rows, rows[1], plan.kind_G, random, total)
-        return self.ops.expand(*given, ended_R=tree.ended_X, has_rest=has_rest), candidate_tokens
+        given = (candidate_tokens, tree.mass_X, tree.alive_X, sources, rows, rows[1], plan.kind_G, random, total)
+        chosen = self.ops.expand(*given, ended_R=tree.ended_X, has_rest=has_rest)
+        return (chosen, candidate_tokens), tree
 
 
 class Scorer:

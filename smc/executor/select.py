@@ -212,8 +212,8 @@ class CandidateScorer:
 
     def _matching(self, weight_X: Tensor, there_X: Tensor, nan_2G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of groups that are decoded exactly, only what follows the target's own draws is left: in lockstep the block
-        that agrees longest; in look-ahead rows of it, if it agrees as a whole, that begin with what the target says
-        next."""
+        that agrees longest; in look-ahead rows that begin where it ceases to agree, with what the target says
+        there."""
         plan, scored, index_X = self.plan, self.scored, self.index_X
         best_A, right_A = self.inputs.matched
         is_exact_X = plan.is_exact_A[index_X]
@@ -222,7 +222,8 @@ class CandidateScorer:
             root_X = self.drafted.root_X
             next_A = scored.drawn_AQ[best_A, right_A - 1]
             matches_X = self.drafted.tokens_XK[:, 0] == next_A[index_X]
-            agrees_X = self._whole_A()[root_X] & matches_X & scored.blocks.open_A[root_X]
+            cut_X = self.drafted.cut_X
+            agrees_X = self._agrees_up_to(cut_X) & matches_X & (scored.blocks.open_A[root_X] | (cut_X > 0))
         # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are
         # wrong.
         column_Q = torch.arange(scored.nan_AQ.shape[1], device=index_X.device)
@@ -236,12 +237,15 @@ class CandidateScorer:
             torch.stack((target_nan_G, nan_2G[1] & ~is_exact_G)),
         )
 
-    def _whole_A(self) -> Tensor:
-        """bool [A]: the block is right to its end. Of chains several may be, with the same tokens."""
-        blocks, (best_A, right_A) = self.scored.blocks, self.inputs.matched
+    def _agrees_up_to(self, cut_X: Tensor) -> Tensor:
+        """bool [X]: the block that a row continues, without its last `cut` tokens, is what the target says, and the
+        target says something else after it. Of chains several blocks may be so, with the same tokens."""
+        blocks, root_X, (best_A, right_A) = self.scored.blocks, self.drafted.root_X, self.inputs.matched
+        best_X, right_X = best_A[self.index_X], right_A[self.index_X]
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=best_A.device)
-        same_A = ((blocks.tokens_AQ == blocks.tokens_AQ[best_A]) | (column_Q >= right_A[:, None])).all(-1)
-        return same_A & blocks.alive_A & (blocks.count_A == right_A)
+        is_same_XQ = blocks.tokens_AQ[root_X] == blocks.tokens_AQ[best_X]
+        same_X = (is_same_XQ | (column_Q >= right_X[:, None])).all(-1)
+        return same_X & blocks.alive_A[root_X] & (blocks.count_A[root_X] - cut_X == right_X)
 
     def _weight_of_blocks(self) -> Tensor:
         blocks = self.scored.blocks

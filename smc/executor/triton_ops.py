@@ -17,12 +17,14 @@ from smc.executor.draft import (
     Continuation,
     DraftInputs,
     DraftShape,
+    DraftStep,
     ResumedSequences,
     TokenTree,
 )
 from smc.executor.finalize import Finalized
 from smc.executor.forward import Reader, Rows, StaticForward
 from smc.executor.graph_runner import GraphRunner, StageRunner
+from smc.executor.inner_nodes import InnerNodes
 from smc.executor.messages import DraftedRows, Lineage, RoundChoice, RoundResult
 from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan
@@ -32,12 +34,13 @@ from smc.executor.select import Candidates, GroupSizes, ScoreInputs, SelectedTre
 from smc.executor.state import BiasTables, SlotEntries, SlotState
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.verify import Blocks, TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
-from smc.kernels import draft, finalize, remap, sampling, select, verify
+from smc.kernels import draft, finalize, inner_nodes, remap, sampling, select, verify
 from smc.kernels.candidate_tokens import CouplingTensors, propose_candidates
 from smc.kernels.coupling import observe_draws
 from smc.kernels.draft import ChainTokens, ChosenTokens, TreeBefore, TreeTensors
 from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.finalize import CandidateOutputs, TreeSelection
+from smc.kernels.inner_nodes import NodeTensors, ParticleTensors, StepTensors
 from smc.kernels.remap import NextSequences, remap_block_table
 from smc.kernels.round_tensors import (
     BlockTensors,
@@ -121,6 +124,7 @@ class TritonOps(RoundOps):
             mass_X=out.mass_A,
             last_X=none_A,
             next_X=end_A,
+            cut_X=none_A,
             run_4X=None,
         )
         later, (seed_G, round_G) = (out.bounds_2G[0], out.bounds_2G[1]), out.keys_2G
@@ -190,6 +194,52 @@ class TritonOps(RoundOps):
             branches,
         )
         return TokenTree(**made._asdict())
+
+    def keep_nodes(
+        self,
+        nodes: InnerNodes,
+        state: SlotState,
+        plan: RoundPlan[Tensor],
+        steps: tuple[DraftStep, ...],
+        choice: RoundChoice,
+    ) -> None:
+        inner_nodes.keep_nodes(
+            fields_of(NodeTensors, nodes),
+            fields_of(PlanTensors, plan),
+            state.logw_S,
+            steps[-1].tree.tokens_XK,
+            tuple(map(_step_tensors, steps)),
+            choice.all_9A,
+        )
+
+    def with_inner_nodes(
+        self, nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
+    ) -> tuple[CandidateTokens, TokenTree, tuple[Tensor, Tensor]]:
+        particles = ParticleTensors(
+            *(tree.root_X, tree.alive_X, tree.ended_X, tree.text_X, tree.mass_X),
+            *(candidates.token_RC, candidates.logq_RC, candidates.share_RC),
+        )
+        out = inner_nodes.with_inner_nodes(
+            fields_of(NodeTensors, nodes), fields_of(PlanTensors, plan), contiguous(particles)
+        )
+        (root_H, none_H, text_H, cut_H), (alive_H, ended_H) = out.numbers_4H, out.flags_2H
+        rows = TokenTree(
+            root_X=root_H,
+            tokens_XK=none_H[:, None].expand(-1, nodes.block),
+            logq_XK=out.values_2HC[1][:, :1].expand(-1, nodes.block),
+            tail_XB=tree.tail_XB[:1].expand(len(root_H), -1),
+            count_X=none_H,
+            alive_X=alive_H,
+            ended_X=ended_H,
+            before_X=text_H,
+            text_X=text_H,
+            mass_X=out.mass_H,
+            last_X=none_H,
+            next_X=none_H,
+            cut_X=cut_H,
+            run_4X=None,
+        )
+        return CandidateTokens(out.token_HC, *out.values_2HC), rows, (out.bounds_2G[0], out.bounds_2G[1])
 
     def pack_rows(self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
         rows, block = tree.tokens_XK.shape
@@ -399,6 +449,13 @@ class TritonOps(RoundOps):
         remap.advance(fields_of(SlotTensors, state), state.dummy, slot_A, choice.all_9A, next_)
 
     remap_block_table = staticmethod(remap_block_table)
+
+
+def _step_tensors(step: DraftStep) -> StepTensors:
+    assert step.chosen is not None, "rows of exact decoding are chosen"
+    expansion, candidates = step.chosen
+    of_candidates = (candidates.token_RC.contiguous(), candidates.share_RC.contiguous())
+    return StepTensors(expansion.parent_X, *of_candidates, step.tree.mass_X, step.tree.text_X)
 
 
 def _scored(inputs: ScoreInputs) -> tuple[PlanTensors, BlockTensors, VerifyTensors, Tensor]:

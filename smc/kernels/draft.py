@@ -48,6 +48,7 @@ class TreeTensors(NamedTuple):
     mass_X: Tensor
     last_X: Tensor
     next_X: Tensor
+    cut_X: Tensor
     run_4X: Tensor
 
 
@@ -63,6 +64,7 @@ class TreeBefore(NamedTuple):
     ended_X: Tensor
     before_X: Tensor
     text_X: Tensor
+    cut_X: Tensor
 
 
 class ChosenTokens(NamedTuple):
@@ -205,13 +207,15 @@ def reparent(
         mass_X=room.doubles(rows),
         last_X=room.longs(rows),
         next_X=room.longs(rows),
+        cut_X=room.longs(rows),
         run_4X=room.ints(4, rows),
     )
     strides = TreeStrides(before.tokens_XK.stride(0), before.logq_XK.stride(0), before.tail_XB.stride(0))
     _reparent[(triton.cdiv(rows, TREE_ROWS),)](
         before, strides, chosen, own, chains, plan, slots, tables, out, TreeSizes(rows, step, tokens, pages),
         BLOCK=TREE_ROWS, BLOCK_K=triton.next_power_of_2(tokens), BLOCK_B=triton.next_power_of_2(max(1, pages)), BRANCHES=branches,
-        WIDTH=0 if chosen is None else chosen.token_RC.shape[1], DRAWS=0 if own is None else own[0].shape[1], num_warps=1,
+        WIDTH=0 if chosen is None else chosen.token_RC.shape[1], DRAWS=0 if own is None else own[0].shape[1],
+        SOURCES=1 if own is None else len(before.root_X) // len(own[0]), num_warps=1,
     )  # fmt: skip
     return out
 
@@ -329,7 +333,8 @@ def _pack(
     tl.store(out, root.to(tl.int32), mask=inside)
     tl.store(out + rows, tl.load(tree.count_X + x, mask=inside, other=0).to(tl.int32), mask=inside)
     tl.store(out + 2 * rows, (tl.load(tree.ended_X + x, mask=inside, other=0) != 0).to(tl.int32), mask=inside)
-    tl.store(out + 3 * rows, share.to(tl.float32).to(tl.int32, bitcast=True), mask=inside)
+    tl.store(out + 3 * rows, tl.load(tree.cut_X + x, mask=inside, other=0).to(tl.int32), mask=inside)
+    tl.store(out + 4 * rows, share.to(tl.float32).to(tl.int32, bitcast=True), mask=inside)
 
 
 @one_variant()
@@ -347,24 +352,25 @@ def _resume(
     end, pending = tl.load(slots.end_S + source), tl.load(slots.pending_S + source)
     # A particle that had ended continues if its end is taken back.
     is_open, has_bonus = (tl.load(slots.ended_S + source) == 0) | (cut > 0), bonus >= 0
-    tail_B = tree.tail_XB + row * B
-    copy_pages(slots.table_SL, table_stride, slot, source, tl.load(slots.base_S + slot), end, tail_B, B, BLOCK_B, CHUNK)
+    tail_B, base, kept_end = tree.tail_XB + row * B, tl.load(slots.base_S + slot), end - cut
+    copy_pages(slots.table_SL, table_stride, slot, source, base, kept_end, tail_B, B, BLOCK_B, CHUNK)
     # The last token of a whole row has not been run, and a token that ends an answer is never run.
     whole = taken == K
     run = taken - (whole | (ended & (has_bonus == 0) & (taken > 0))).to(tl.int64)
     left = tl.where(ended, 1, whole.to(tl.int64) + has_bonus.to(tl.int64))
     text = tl.where(whole, tl.load(tree.before_X + row), tl.load(of + 7 * batch_size))
-    tl.store(out.numbers_3A + index, end - cut + taken + has_bonus.to(tl.int64))
+    tl.store(out.numbers_3A + index, kept_end + taken + has_bonus.to(tl.int64))
     tl.store(out.numbers_3A + batch_size + index, tl.maximum(left, 1))
     tl.store(out.numbers_3A + 2 * batch_size + index, text)
-    tl.store(out.counts_2A + index, tl.where(is_open, tl.maximum(pending - cut, 0) + run, 0).to(tl.int32))
+    stays = tl.maximum(pending - cut, 0)
+    tl.store(out.counts_2A + index, tl.where(is_open, stays + run, 0).to(tl.int32))
     tl.store(out.counts_2A + batch_size + index, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
     q = tl.arange(0, BLOCK_Q)
     token = tl.where(whole & (q == 0), tl.load(tree.tokens_XK + row * K + K - 1), tl.maximum(bonus, 0))
     tl.store(out.tokens_AW + index * Q + q, token, mask=q < Q)
-    # The particle's pending tokens, of which there may be fewer than P, then the tokens of its row.
+    # Those of the particle's pending tokens that stay, of which there may be fewer than P, then the tokens of its row.
     w = tl.arange(0, BLOCK_W)
-    at = tl.minimum(tl.where(w < pending, w, w + P - pending), P + B - 1)
+    at = tl.minimum(tl.where(w < stays, w, w + P - stays), P + B - 1)
     page = tl.load(plan.begin_pages_AP + ancestor * P + at, mask=at < P, other=0)
     page = tl.where(at < P, page, tl.load(tail_B + at - P, mask=(at >= P) & (w < P + B), other=0))
     tl.store(out.path_AW + index * (P + B) + w, page, mask=w < P + B)
@@ -374,7 +380,9 @@ def _resume(
 def _reparent(
     before, strides, chosen, own, chains, plan, slots, tables, out, sizes,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, BRANCHES: tl.constexpr, WIDTH: tl.constexpr, DRAWS: tl.constexpr,
+    SOURCES: tl.constexpr,
 ):  # fmt: skip
+    """SOURCES: rows that may be continued for each that draws its own tokens."""
     rows, step = sizes.rows, sizes.step
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = x < rows
@@ -383,7 +391,7 @@ def _reparent(
     token, logq = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.float32)
     is_tree = inside
     if own is not None:
-        parent = (x // DRAWS).to(tl.int64)
+        parent = (x // DRAWS * SOURCES).to(tl.int64)
         token = tl.load(own[0] + x, mask=inside, other=0).to(tl.int64)
         logq = tl.load(own[1] + x, mask=inside, other=0.0)
         is_tree = inside & (tl.load(plan.kind_G + group, mask=inside, other=0) != INDEPENDENT)
@@ -407,7 +415,9 @@ def _reparent(
     text = tl.load(before.text_X + parent, mask=inside, other=0)
     count = tl.load(before.count_X + parent, mask=inside, other=0)
     slot = tl.load(plan.slot_A + root, mask=inside, other=0)
-    end, entry = tl.load(slots.end_S + slot, mask=inside, other=0), tl.load(slots.entry_S + slot, mask=inside, other=0)
+    cut = tl.load(before.cut_X + parent, mask=inside, other=0)
+    end = tl.load(slots.end_S + slot, mask=inside, other=0) - cut
+    entry = tl.load(slots.entry_S + slot, mask=inside, other=0)
     # As `grow` of one token.
     room = tl.load(slots.limit_S + slot, mask=inside, other=0) - end - count
     going = inside & (room > 0)
@@ -425,6 +435,7 @@ def _reparent(
     tl.store(out.mass_X + x, mass, mask=inside)
     tl.store(out.last_X + x, token, mask=inside)
     tl.store(out.next_X + x, end + step + 1, mask=inside)
+    tl.store(out.cut_X + x, cut, mask=inside)
     tl.store(out.run_4X + x, slot.to(tl.int32), mask=inside)
     tl.store(out.run_4X + rows + x, end.to(tl.int32), mask=inside)
     tl.store(out.run_4X + 2 * rows + x, (end + step).to(tl.int32), mask=inside)

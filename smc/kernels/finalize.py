@@ -103,7 +103,7 @@ def finalize(
     )
     _finalize[(programs(batch_size, groups),)](
         plan, slots, tables, blocks, verified, rows_WX, candidates, matched, own, trees, out, Sizes(batch_size, groups, rows),
-        F=rows // batch_size, K=(numbers - 4) // 2, Q=q, C=candidates.token_XC.shape[1], BLOCK_N=MAX_PARTICLES,
+        F=rows // batch_size, K=(numbers - 5) // 2, Q=q, C=candidates.token_XC.shape[1], BLOCK_N=MAX_PARTICLES,
         BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=lookahead, num_warps=4,
     )  # fmt: skip
     return out

@@ -37,7 +37,7 @@ def follow(
 ) -> NextSequences:
     """See `smc.executor.remap.follow`; block tables follow the choice in the same launch."""
     (batch_size, q), (numbers, rows), room = plan.target_pages_AQ.shape, rows_WX.shape, Room(plan.slot_A.device)
-    block = (numbers - 4) // 2
+    block = (numbers - 5) // 2
     width = block if lookahead else 1
     end_A, pending_A = room.longs(2, batch_size)
     out = NextSequences(end_A, room.longs(batch_size, width), pending_A)

@@ -120,7 +120,7 @@ def score_candidates(
 ) -> CandidateTensors:
     """See `smc.executor.select.score_candidates`. `matched`: of groups that are decoded exactly."""
     (batch_size, q), groups, (numbers, rows) = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape
-    block, room, shares = (numbers - 4) // 2, Room(plan.slot_A.device), scores.share_AC
+    block, room, shares = (numbers - 5) // 2, Room(plan.slot_A.device), scores.share_AC
     width = 1 if shares is None else shares.shape[1]
     out = CandidateTensors(
         root_X=room.longs(rows),
@@ -194,7 +194,7 @@ def _score_candidates(
     else:
         root = tl.load(blocks.origin_A + x, mask=inside, other=0).to(tl.int32)
         block = x
-    share = tl.load(rows_WX + (2 * K + 3) * rows + x, mask=inside, other=0)
+    share = tl.load(rows_WX + (2 * K + 4) * rows + x, mask=inside, other=0)
     share = share.to(tl.float32, bitcast=True).to(tl.float64)
     is_open = tl.load(blocks.open_A + block, mask=inside, other=0) != 0
     exists = tl.load(blocks.alive_A + block, mask=inside, other=0) != 0
@@ -212,7 +212,10 @@ def _score_candidates(
     elif scores.log_z_A is not None:
         weight += tl.where(is_open, tl.load(scores.log_z_A + x, mask=inside, other=0.0).to(tl.float64), 0.0)
     if matched is not None:
-        agrees = _agrees(matched, blocks, verified.drawn_AQ, index, root, token, is_open, inside, Q, BLOCK_Q, LOOKAHEAD)
+        cut = tl.load(rows_WX + (2 * K + 3) * rows + x, mask=inside, other=0)
+        agrees = _agrees(
+            matched, blocks, verified.drawn_AQ, index, root, cut, token, is_open, inside, Q, BLOCK_Q, LOOKAHEAD
+        )
         exists = exists & (agrees | (kind < BEST))
         weight = tl.where(kind >= BEST, tl.where(share == share, share, 0.0), weight)
     tl.store(out.root_X + x, root.to(tl.int64), mask=inside)
@@ -245,23 +248,24 @@ def _block_weight(blocks, logp_AQ, block, inside, alpha, Q: tl.constexpr, BLOCK_
 
 @triton.jit
 def _agrees(
-    matched, blocks, drawn_AQ, index, root, token, is_open, inside,
+    matched, blocks, drawn_AQ, index, root, cut, token, is_open, inside,
     Q: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Of groups that are decoded exactly: whether a row continues with the target's own draw, after a block that
-    matches to its end. Several chains may match, with the same tokens."""
+    """Of groups that are decoded exactly: whether a row begins where a block ceases to match, with the target's own
+    draw. Several chains may match, with the same tokens."""
     best = tl.load(matched.best_A + index, mask=inside, other=0).to(tl.int32)
     if LOOKAHEAD:
         right = tl.load(matched.right_A + index, mask=inside, other=1).to(tl.int32)
         is_alive = tl.load(blocks.alive_A + root, mask=inside, other=0) != 0
-        is_whole = (right == tl.load(blocks.count_A + root, mask=inside, other=0)) & is_alive
+        ends = tl.load(blocks.count_A + root, mask=inside, other=0).to(tl.int32) - cut
+        matches = (right == ends) & is_alive
         q = tl.arange(0, BLOCK_Q)[None, :]
         compares = inside[:, None] & (q < right[:, None])
         of_root = tl.load(blocks.tokens_AQ + root[:, None] * Q + q, mask=compares, other=0)
         of_best = tl.load(blocks.tokens_AQ + best[:, None] * Q + q, mask=compares, other=0)
-        is_whole = is_whole & (tl.max((of_root != of_best).to(tl.int32), 1) == 0)
+        matches = matches & (tl.max((of_root != of_best).to(tl.int32), 1) == 0)
         drawn = tl.load(drawn_AQ + best * Q + right - 1, mask=inside, other=-1)
-        return is_whole & (token == drawn) & is_open
+        return matches & (token == drawn) & (is_open | (cut > 0))
     else:
         return index == best
 

@@ -199,7 +199,7 @@ def _lay_out(
         drafted = rows_WX + 2 * K * rows + index
         origin = tl.load(drafted, mask=exists, other=0)
         slot = tl.load(plan.slot_A + origin, mask=exists, other=0)
-        share = tl.load(drafted + 3 * rows, mask=exists, other=0).to(tl.float32, bitcast=True).to(tl.float64)
+        share = tl.load(drafted + 4 * rows, mask=exists, other=0).to(tl.float32, bitcast=True).to(tl.float64)
         alive = (tl.load(slots.alive_S + slot, mask=exists, other=0) != 0) & (share > NONE)
         count = 1 + tl.load(drafted + rows, mask=exists, other=0).to(tl.int64)
         ended = tl.load(drafted + 2 * rows, mask=exists, other=1) > 0

@@ -192,7 +192,7 @@ class RoundScheduler:
         self._write_tokens(population, result, slot_A, source_A, index_A)
         commit_tokens(slots, population)
         more_G = slots.block_S[population.slot_A[population.first_G]] - confirmed_G
-        self._count(population, self._facts(population, result, current_G, more_G), result, current_G)
+        self._count(population, self._facts(population, result, index_A, current_G, more_G), result, current_G)
         if outcome.observed_2A is not None:
             self._observe_draws(population, outcome.observed_2A[:, index_A], [step.exponents[g] for g in current_G])
         self._drop_slots(population, [step.resized[g] for g in current_G], result, index_A)
@@ -291,20 +291,29 @@ class RoundScheduler:
                 group.counters.count_tokens(role, tokens * (1 + (role in group.params.guided_roles)))
 
     def _facts(
-        self, population: Population, result: RoundResult[np.ndarray], current_G: np.ndarray, confirmed_G: np.ndarray
+        self,
+        population: Population,
+        result: RoundResult[np.ndarray],
+        index_A: np.ndarray,
+        current_G: np.ndarray,
+        confirmed_G: np.ndarray,
     ) -> list[RoundFacts]:
         ahead, block = self.decoding.ahead(self.config), self.config.block
         open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
         flags = (result.resampled_G, result.collapsed_G, result.hit_G)
         resampled_G, collapsed_G, hit_G = (values_G[current_G].astype(bool) for values_G in flags)
+        cut_A = np.where(result.alive_A[index_A], result.cut_A[index_A], 0)
+        whole_G = population.largest(cut_A) == 0
         of_groups = (
             *(values_G[current_G] for values_G in (result.ess_G, result.log_z_G)),
-            *(resampled_G, collapsed_G, confirmed_G, population.size_G, hit_G & ahead, open_G),
+            *(resampled_G, collapsed_G, confirmed_G, population.size_G, hit_G & ahead, whole_G, open_G),
         )
         # One conversion an array costs less than one an element.
         return [
-            RoundFacts(ess, log_z, resampled, collapsed, confirmed, rows, block, ahead, hit, is_open)
-            for ess, log_z, resampled, collapsed, confirmed, rows, hit, is_open in zip(*(v.tolist() for v in of_groups))
+            RoundFacts(ess, log_z, resampled, collapsed, confirmed, rows, block, ahead, hit, whole, is_open)
+            for ess, log_z, resampled, collapsed, confirmed, rows, hit, whole, is_open in zip(
+                *(v.tolist() for v in of_groups)
+            )
         ]
 
     def _count(

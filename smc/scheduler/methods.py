@@ -85,6 +85,8 @@ class RoundFacts(NamedTuple):
     """The round drafted the next block while the target scored this one."""
     hit: bool
     """What had been drafted ahead continued the target's own tokens."""
+    whole: bool
+    """A block was right to its end."""
     open: bool
     """A row of the request has not ended."""
 
@@ -388,7 +390,10 @@ class Exact(Competing):
         group.counters.count_tree(confirmed, facts.rows, ahead, hit)
         if self.adaptive(group.params) and facts.open:
             for counted in (group.acceptance, acceptance):
-                counted.count(min(confirmed, block), not hit if ahead else confirmed <= block, facts.rows)
+                missed = not (hit and facts.whole) if ahead else confirmed <= block
+                counted.count(min(confirmed, block), missed, facts.rows)
+                if ahead and not facts.whole:
+                    counted.count_broken(hit)
         # The token that the target draws after them is its own, unless rows that begin with it had been drafted ahead.
         accepted = confirmed if hit else max(confirmed - 1, 0)
         verification = group.params.verification

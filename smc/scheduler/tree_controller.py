@@ -149,9 +149,15 @@ class TreeController:
             self._fallback.fall_back(group)
 
     def _trees(self, groups: Sequence[SequenceGroup]) -> list[TreeRequest]:
-        prior = self._acceptance.miss_rate()
+        miss_rate, recovery = self._acceptance.miss_rate(), self._acceptance.recovery()
         return [
-            TreeRequest(group.most_rows, group.acceptance.miss_rate(prior), group.context, group.tree_rows)
+            TreeRequest(
+                most=group.most_rows,
+                miss_rate=group.acceptance.miss_rate(miss_rate),
+                context=group.context,
+                rows=group.tree_rows,
+                recovery=group.acceptance.recovery(recovery),
+            )
             for group in groups
         ]
 

@@ -51,6 +51,8 @@ class TreeRequest:
     """Tokens of the prompt and of the answer so far."""
     rows: int = 0
     """Rows that the tree has; 0: the target decodes the request alone."""
+    recovery: float = 0.0
+    """Probability that rows ahead go on after a block that missed a token: `smc.scheduler.acceptance`."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,9 @@ class ThroughputForecast:
         """Tokens a second of all requests, with trees of so many rows."""
         config, rows_G, context_G = self._config, np.array(rows), np.array([tree.context for tree in trees])
         drafted_G = rows_G > 0
-        miss_rate_G = np.array([tree.miss_rate for tree in trees])[drafted_G]
-        confirmed = tokens_a_round(miss_rate_G, rows_G[drafted_G][:, None], config.block, config.lookahead).sum()
+        miss_rate_G, recovery_G = np.array([(tree.miss_rate, tree.recovery) for tree in trees])[drafted_G].T
+        shape = (rows_G[drafted_G][:, None], config.block, config.lookahead)
+        confirmed = tokens_a_round(miss_rate_G, *shape, recovery_G).sum()
         alone = int((~drafted_G).sum()) + beside.target
         tokens = float(confirmed) + alone * config.block + beside.pair * config.target_tokens
         by_itself = self._by_itself(alone, int(context_G[~drafted_G].sum()) + beside.target_context)
@@ -186,9 +189,8 @@ class ThroughputForecast:
         config, level_L = self._config, np.array(_levels(max(tree.most for tree in trees)))
         most_G1 = np.array([[tree.most] for tree in trees])
         rows_GL = np.minimum(level_L, most_G1)
-        tokens_GL = tokens_a_round(
-            np.array([tree.miss_rate for tree in trees]), rows_GL, config.block, config.lookahead
-        )
+        miss_rate_G, recovery_G = np.array([(tree.miss_rate, tree.recovery) for tree in trees]).T
+        tokens_GL = tokens_a_round(miss_rate_G, rows_GL, config.block, config.lookahead, recovery_G)
         added_GL, gain_GL = np.diff(rows_GL), np.diff(tokens_GL)
         # A tree grows level by level.
         worth_GL = np.minimum.accumulate(gain_GL / np.maximum(added_GL, 1), axis=1)

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
 from smc.algorithm.sample_matching import match_samples
 from smc.distributions import DistributionSpec
+from smc.executor.inner_nodes import InnerNodes
 from smc.executor.ops import TorchOps
 from smc.executor.round_stages import Selector
 from smc.executor.sampling import Coupling, DrawKeys
@@ -31,6 +32,7 @@ from smc.philox import Purpose
 from tests.kernels.rounds import Round
 from tests.kernels.test_draft import DraftRound
 from tests.kernels.test_follow import choice_of
+from tests.kernels.test_inner_nodes import drafted_steps
 
 CPU = torch.device("cpu")
 KINDS = [
@@ -96,7 +98,13 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
         TritonOps().sampling(vocab).propose_candidates(
             logits_RV, distribution, 0.2, keys, has_rest=True, coupling=coupling, kept_BV=kept
         )
-    TritonOps().observe_draws(made.state, plan, made.tree(), choice_of(made), kept_BV, coupling)
+    choice = choice_of(made)
+    TritonOps().observe_draws(made.state, plan, made.tree(), choice, kept_BV, coupling)
+    nodes, steps = InnerNodes(made.slots, made.k, vocab, CPU), drafted_steps(made)
+    TritonOps().keep_nodes(nodes, made.state, plan, steps, choice)
+    _, candidates = steps[0].chosen
+    particles = TorchOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True)).tree
+    TritonOps().with_inner_nodes(nodes, plan, particles, candidates)
     token_RC, share_RC = torch.zeros(places, 33, dtype=torch.int64), torch.zeros(places, 33)
     bounds = (torch.zeros(1, dtype=torch.int32), torch.full((1,), places, dtype=torch.int32))
     most_G, kind_G, random_G = bounds[1], torch.full((1,), 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)

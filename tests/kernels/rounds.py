@@ -176,7 +176,11 @@ class Round:
         count_X, ended_X = rng.integers(1, self.k + 1, x), rng.random(x) < 0.3
         share_X = self.floats(x)
         share_X[self.used * self.f :] = NO_MASS
-        given = (tokens_XK, logq_XK, root_X, count_X, ended_X, share_X)
+        # Rows of exact decoding may begin at an inner node of their root's block.
+        kind_X = self.plan.kind_G.cpu().numpy()[self.plan.group_A.cpu().numpy()][root_X]
+        block_X = self.state.pending_S.cpu().numpy()[self.plan.slot_A.cpu().numpy()][root_X]
+        cut_X = np.where(self.lookahead & (kind_X == PopulationKind.BEST), rng.integers(0, block_X), 0)
+        given = (tokens_XK, logq_XK, root_X, count_X, ended_X, cut_X, share_X)
         return DraftedRows.of(*(self.here(values) for values in given))
 
     def scored(self, asked: VerifyInputs) -> VerifyOutputs:

@@ -21,4 +21,13 @@ def test_kernels_of_a_round_compile(tmp_path):
         timeout=600,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert {"_finalize", "_verify", "_survey_coupled", "_observe", "_expand", "_find"} <= set(json.loads(run.stdout))
+    assert {
+        "_finalize",
+        "_verify",
+        "_survey_coupled",
+        "_observe",
+        "_expand",
+        "_keep_nodes",
+        "_with_inner_nodes",
+        "_find",
+    } <= set(json.loads(run.stdout))

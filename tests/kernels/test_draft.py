@@ -49,6 +49,9 @@ class DraftRound(Round):
         )
         self.plan = replace(self.plan, begin_pages_AP=begin_AP, branch_pages_XB=branch_XB, draft_distribution=self.law)
 
+    def shape(self, by_round: bool) -> DraftShape:
+        return DraftShape(self.k, by_round)
+
     def tree(self) -> TokenTree:
         """Rows of K tokens."""
         rng, drafted, rows = self.rng, self.drafted(), self.places * self.f
@@ -64,6 +67,7 @@ class DraftRound(Round):
             count_X=drafted.count_X,
             alive_X=self.here(rng.random(rows) < 0.8),
             ended_X=drafted.ended_X,
+            cut_X=drafted.cut_X,
             mass_X=self.here(mass_X),
             run_4X=self.here(np.zeros((4, rows), np.int32)),
             **longs,
@@ -72,7 +76,7 @@ class DraftRound(Round):
 
 def begun(made: DraftRound, ops: RoundOps, by_round: bool) -> tuple:
     """All that is read again: of the dummy slot no page is."""
-    of: DraftInputs = ops.begin_draft(made.state, made.plan, made.law, DraftShape(made.k, by_round))
+    of: DraftInputs = ops.begin_draft(made.state, made.plan, made.law, made.shape(by_round))
     rows = of.rows
     assert rows.tail_RB is None and rows.tail_R is None and rows.contexts is made.plan.contexts
     run = (
@@ -97,7 +101,8 @@ def test_what_is_begun_and_what_is_sent_are_the_torch_ones(kinds, lookahead):
             made = DraftRound(seed, kinds, lookahead, device, largest=64 if seed == 0 else 6)
             first = begun(made, ops, by_round=seed % 3 > 0)
             sent = ops.pack_rows(made.state, made.plan, made.tree())
-            kept.append((first, sent.tokens_XK, sent.logq_XK, sent.root_X, sent.count_X, sent.ended_X, sent.share_X))
+            numbers = (sent.root_X, sent.count_X, sent.ended_X, sent.cut_X, sent.share_X)
+            kept.append((first, sent.tokens_XK, sent.logq_XK, *numbers))
         assert_equal(kept[1], kept[0])
 
 
@@ -108,7 +113,7 @@ def test_particles_go_on_as_by_the_torch_one(lookahead):
         for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, frozenset(PopulationKind), lookahead, device, largest=64 if seed == 0 else 6)
             plan, state, tree, choice = made.plan, made.state, made.tree(), choice_of(made)
-            reach_A = state.end_S[plan.slot_A[choice.ancestor_A]] + made.k - 1
+            reach_A = state.end_S[plan.slot_A[choice.ancestor_A]] - choice.cut_A + made.k - 1
             next_ = ops.resume_draft(state, plan, tree, choice, made.k)
             # The prompt's pages are those of all particles; what is past the row's is written over before it is read.
             column_L = torch.arange(WIDTH, device=device)

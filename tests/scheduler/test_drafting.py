@@ -283,7 +283,7 @@ def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
 def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead):
     """Against a simulation of 10,000 rounds, which hang together: within ten standard errors of as many that do not."""
     rng, block = np.random.default_rng(1), 5
-    for miss_rate, rows in ((0.3, 1), (0.3, 4), (2.0, 8), (0.01, 8)):
+    for miss_rate, rows, recovery in ((0.3, 1, 0.0), (0.3, 4, 0.5), (2.0, 8, 0.3), (0.01, 8, 1.0)):
         found = []
         whole = True
         for _ in range(10_000):
@@ -291,8 +291,9 @@ def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead):
             right = rng.random(tries) > miss_rate / rows**WIDTH_GAIN
             first = tries if right.all() else int(right.argmin())
             found.append(min(first + 1, tries) if lookahead else first + 1)
-            whole = bool(right.all())
-        (mean,) = tokens_a_round(np.array([miss_rate]), np.array([[rows]]), block, lookahead)[0]
+            is_broken = tries > 1 and first < tries - 1
+            whole = bool(right.all()) or (is_broken and rng.random() < recovery)
+        (mean,) = tokens_a_round(np.array([miss_rate]), np.array([[rows]]), block, lookahead, recovery)[0]
         assert mean == pytest.approx(np.mean(found), abs=5 * np.std(found) / 50 + 1e-3)
 
 
@@ -306,6 +307,10 @@ def test_a_hazard_is_found_whatever_the_rows_were():
         first = next((i for i in range(6) if rng.random() < 0.2 / rows**WIDTH_GAIN), 6)
         acceptance.count(min(first + 1, 6), first < 6, rows)
     assert acceptance.miss_rate() == pytest.approx(0.2, rel=0.1)
+    assert acceptance.recovery(0.4) == 0.4
+    for _ in range(4000):
+        acceptance.count_broken(rng.random() < 0.6)
+    assert acceptance.recovery() == pytest.approx(0.6, rel=0.1)
 
 
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])

@@ -1,0 +1,123 @@
+"""The outcomes at inner nodes that rows ahead start from (exact decoding in look-ahead).
+
+While the target verifies a block, the draft grows rows from outcomes: an outcome is the node of the block's tree at
+which the walk of the target's draws ends, and the token that it draws there, which no row has. At the last token of a
+row every candidate token makes an outcome. At an inner node those make one that were candidates when the block was
+drafted and that no row of the block took. Their scores were computed then: `InnerNodes` keeps them from the choice of
+the rows until the next round, whose first step chooses among the outcomes of all nodes.
+
+A row ahead from an inner node takes back the rest of its root's block (`cut`). Its keys and values continue those of
+the node, at the positions that the rest has taken in the root.
+
+See the package's legend for axes; D = K - 1 inner nodes of a row (d + 1 tokens), C candidate tokens of a node, H = A K
+nodes of all rows: first the last token of a batch index's row, then its inner nodes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.executor.draft import DraftStep, TokenTree
+from smc.executor.messages import RoundChoice
+from smc.executor.plan import RoundPlan
+from smc.executor.state import SlotState
+
+KEPT_CANDIDATES = 16
+"""Candidate tokens that are kept of an inner node."""
+
+
+class InnerNodes:
+    """The inner nodes of the block in flight, by slot."""
+
+    def __init__(self, slots: int, block: int, columns: int, device: torch.device) -> None:
+        """`columns`: tokens that a row can go on with."""
+        shape, self.block, most = (slots + 1, block - 1), block, min(KEPT_CANDIDATES, columns)
+        self.token_SDC = torch.zeros(*shape, most, dtype=torch.int32, device=device)
+        self.share_SDC = torch.full((*shape, most), -torch.inf, device=device)
+        """float32 log of the candidate's share of the node's mass; -inf: no outcome."""
+        self.mass_SD = torch.zeros(*shape, dtype=torch.float64, device=device)
+        """float64 log mass of the node, as that of the slot's row."""
+        self.text_SD = torch.zeros(*shape, dtype=torch.int64, device=device)
+        """int64 state of the stop machine at the node."""
+        self.count_S = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        """int64 tokens of the block."""
+
+    def forget(self, slots_N: Tensor) -> None:
+        """These slots begin anew."""
+        self.share_SDC[slots_N] = -torch.inf
+
+
+def keep_nodes(
+    nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], steps: tuple[DraftStep, ...], choice: RoundChoice
+) -> None:
+    """Keep the outcomes at inner nodes of the chosen rows, before `advance`. A node that several rows of a group share
+    is kept for the first of them."""
+    slot_A, row_A, count_A = plan.slot_A, choice.row_A, choice.count_A
+    offset_A = state.logw_S[slot_A[choice.ancestor_A]]
+    tokens_AK, width = steps[-1].tree.tokens_XK[row_A].long(), nodes.share_SDC.shape[2]
+    index_A = torch.arange(len(slot_A), device=slot_A.device)
+    is_before_AA = index_A < index_A[:, None]
+    shares_AA = (plan.group_A == plan.group_A[:, None]) & choice.alive_A & plan.has_kind(PopulationKind.BEST)
+    at_A = row_A
+    for d in range(nodes.block - 2, -1, -1):
+        step, before = steps[d + 1], steps[d].tree
+        assert step.chosen is not None, "rows of exact decoding are chosen"
+        expansion, candidates = step.chosen
+        at_A = expansion.parent_X[at_A]
+        token_AC, share_AC = candidates.token_RC[at_A, :width], candidates.share_RC[at_A, :width]
+        # Rows that go through this node and have a token after it.
+        same_AA = (tokens_AK[:, None, : d + 1] == tokens_AK[None, :, : d + 1]).all(-1)
+        through_AA = shares_AA & same_AA & (count_A > d + 1)
+        is_node_A = through_AA.diagonal() & ~(through_AA & is_before_AA).any(-1)
+        is_child_AC = (through_AA[:, None] & (token_AC[..., None] == tokens_AK[:, d + 1])).any(-1)
+        is_outcome_AC = is_node_A[:, None] & ~is_child_AC
+        nodes.token_SDC[slot_A, d] = token_AC.int()
+        nodes.share_SDC[slot_A, d] = share_AC.masked_fill(~is_outcome_AC, -torch.inf)
+        nodes.mass_SD[slot_A, d] = before.mass_X[at_A] - offset_A
+        nodes.text_SD[slot_A, d] = before.text_X[at_A]
+    nodes.count_S[slot_A] = count_A
+
+
+def with_inner_nodes(
+    nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
+) -> tuple[CandidateTokens, TokenTree, tuple[Tensor, Tensor]]:
+    """Candidates [H, C] at all nodes of the particles, the nodes as rows [H], and the first node of each group and how
+    many it has, from the candidates [A, C] after the particles' last tokens and the particles as rows."""
+    slot_A, k = plan.slot_A, nodes.block
+    most = nodes.share_SDC.shape[2]
+    share_ADC = nodes.share_SDC[slot_A].masked_fill(~plan.has_kind(PopulationKind.BEST)[:, None, None], -torch.inf)
+    token_AKC, logq_AKC, share_AKC = (
+        values_AC[:, None].repeat(1, k, 1)
+        for values_AC in (candidates.token_RC, candidates.logq_RC, candidates.share_RC)
+    )
+    share_AKC[:, 1:] = -torch.inf
+    token_AKC[:, 1:, :most] = nodes.token_SDC[slot_A].to(token_AKC.dtype)
+    logq_AKC[:, 1:, :most] = share_ADC
+    share_AKC[:, 1:, :most] = share_ADC
+    depth_K = torch.arange(k, device=slot_A.device)
+    cut_AK = torch.where(depth_K == 0, 0, nodes.count_S[slot_A][:, None] - depth_K)
+
+    def of_nodes(first_A: Tensor, inner_AD: Tensor) -> Tensor:
+        return torch.cat((first_A[:, None], inner_AD.to(first_A.dtype)), 1).flatten()
+
+    inner_AD = torch.zeros_like(nodes.text_SD[slot_A])
+    rows_H = torch.arange(len(slot_A), device=slot_A.device).repeat_interleave(k)
+    nodes_as_rows = TokenTree(
+        root_X=tree.root_X.repeat_interleave(k),
+        tokens_XK=tree.tokens_XK[rows_H],
+        logq_XK=tree.logq_XK[rows_H],
+        tail_XB=tree.tail_XB[rows_H],
+        count_X=tree.count_X.repeat_interleave(k),
+        alive_X=tree.alive_X.repeat_interleave(k),
+        ended_X=of_nodes(tree.ended_X, inner_AD),
+        before_X=of_nodes(tree.before_X, nodes.text_SD[slot_A]),
+        text_X=of_nodes(tree.text_X, nodes.text_SD[slot_A]),
+        mass_X=of_nodes(tree.mass_X, nodes.mass_SD[slot_A]),
+        last_X=tree.last_X.repeat_interleave(k),
+        next_X=tree.next_X.repeat_interleave(k),
+        cut_X=cut_AK.flatten(),
+        run_4X=None,
+    )
+    candidates = CandidateTokens(*(values.flatten(0, 1) for values in (token_AKC, logq_AKC, share_AKC)))
+    return candidates, nodes_as_rows, (plan.first_G * k, plan.size_G * k)
