@@ -11,6 +11,8 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
+from smc.calibration.latency import BRIEF, THOROUGH, measure_latency
+from smc.calibration.latency_cache import LatencyCache, cache_directory, cost_key
 from smc.executor.executor import LocalRoundExecutor
 from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.worker import ModelWorker
@@ -23,6 +25,7 @@ from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.capacity import check_fits
 from smc.scheduler.engine import Engine
+from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.methods import decoding_of
 from smc.stops import TokenBytes
 from smc.types import ModelRole
@@ -103,6 +106,25 @@ def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Requ
     # At least two pages: a plain method leaves one of the models idle, and a pool cannot be empty.
     pages = max(2, pool_for(concurrency * max(most.values())))
     return local_engine(pair, replace(config, max_slots=concurrency * slots, pages=pages))
+
+
+TIMED_SLOTS = 8
+"""Rows that are timed at most, or as many as the engine has, if those are more."""
+TIMED_TOKENS = 512
+"""Pages of the engine that is timed, for each of its slots."""
+
+
+def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineConfig) -> LatencyModel | None:
+    """The latency model of a pair that was loaded from these directories, as this machine has measured it before, or
+    does now (`smc.calibration.latency_cache`). None if contexts are too short for a round."""
+    slots = max(TIMED_SLOTS, config.max_slots)
+    config = replace(config, max_slots=slots, pages=pool_for(slots * TIMED_TOKENS))
+    models = {role: getattr(pair, role) for role in ModelRole}
+    columns = None if pair.draft_head is None else len(pair.draft_head.vocab.ids_M)
+    effort = BRIEF if pair.target.embed.weight.device.type == "cpu" else THOROUGH
+    return LatencyCache(cache_directory()).get(
+        cost_key(models, directories, columns, config), lambda: measure_latency(local_engine(pair, config), effort)
+    )
 
 
 def _room(pair: ModelPair, config: EngineConfig) -> int | None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -70,7 +71,7 @@ def generate(
     )
     use_threads(threads, directories)
     pair = models.pair(device, device)
-    return _answer(pair, *_settings(pair, text, raw, given, sampling), as_json)
+    return _answer(pair, directories, *_settings(pair, text, raw, given, sampling), as_json)
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -112,10 +113,16 @@ def _encoded(pair: ModelPair, text: str, raw: bool) -> Sequence[int]:
     return pair.tokenizer.encode(text) if raw else pair.tokenizer.chat([{"role": "user", "content": text}])
 
 
-def _answer(pair: ModelPair, request: Request, config: EngineConfig, as_json: bool) -> int:
-    from smc.local_engine import fitted_engine
+def _answer(
+    pair: ModelPair, directories: tuple[Path, Path], request: Request, config: EngineConfig, as_json: bool
+) -> int:
+    from smc.local_engine import fitted_engine, stored_latency
+    from smc.scheduler.methods import decoding_of
 
     engine = fitted_engine(pair, config, [request])
+    if decoding_of(request.params).adaptive(request.params):
+        # As a service does, so that a draft that does not help is left out.
+        engine.latency = stored_latency(pair, directories, engine.config)
     for output in engine.run([request]):
         if not as_json:
             print(output.text, end="", flush=True)

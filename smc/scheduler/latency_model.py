@@ -108,6 +108,16 @@ class LatencyModel:
         parts = {name: {"points": part.curve.points, "read": part.read} for name, part in self.parts.items()}
         return json.dumps(parts | {"round_overhead": self.round_overhead})
 
+    @staticmethod
+    def from_json(text: str) -> LatencyModel:
+        """What `to_json` has written. Raises ValueError, KeyError or TypeError for other text."""
+        found = json.loads(text)
+        parts = {
+            name: ModelLatency(LatencyCurve(tuple(map(tuple, found[name]["points"]))), found[name]["read"])
+            for name in PARTS
+        }
+        return LatencyModel(**parts, round_overhead=found["round_overhead"])
+
     def __str__(self) -> str:
         return f"ms of {'; '.join(map(self._describe, PARTS))}; {1e3 * self.round_overhead:.2f} ms a round besides"
 

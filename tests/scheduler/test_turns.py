@@ -132,7 +132,7 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     assert not any(engine.memory.leaked().values()) and not engine.prefill.stops.used
     assert min(turns.seen[name] for name in ("alone", "back", "resized")) > 5, turns.seen
     phases = {"waiting", "preempted again", "prefill", "prefill again", "running flying" if ahead else "running"}
-    assert phases <= set(turns.seen) and lives.events["preempted"] > 5 and lives.events["cached"], (
+    assert phases <= set(turns.seen) and lives.events["preempted"] > 2 and lives.events["cached"], (
         turns.seen,
         lives.events,
     )
