@@ -65,6 +65,8 @@ class TokenTree:
     cut_X: Tensor
     """int64 tokens of the root that the row takes back first: it begins at an inner node of the root's block
     (`smc.executor.inner_nodes`)."""
+    outcome_X: Tensor
+    """int64 row of the first step that it continues: rows of one are beside each other."""
     run_4X: Tensor | None
     """int32, for the pass over the last tokens: slot, position of the first of the row's own tokens, of the last one,
     and whether it is run. None: particles, of which more may be pending."""
@@ -230,6 +232,7 @@ def begin(
         last_X=zero_A,
         next_X=state.end_S[slot_A],
         cut_X=zero_A,
+        outcome_X=zero_A,
         run_4X=None,
     )
     layouts = (_candidate_layout(plan, distribution, shape, width) for width in (1, plan.branches))
@@ -314,6 +317,7 @@ def reparent(
         last_X=token_X,
         next_X=end_X + (step + 1),
         cut_X=cut_X,
+        outcome_X=tree.outcome_X[parent_X] if step else torch.arange(len(parent_X), device=state.device),
         run_4X=torch.stack((slot_X, end_X, end_X + step, alive_X & ~has_ended_X)).int(),
     )
 

@@ -14,6 +14,8 @@ nodes of all rows: first the last token of a batch index's row, then its inner n
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -79,6 +81,34 @@ def keep_nodes(
     nodes.count_S[slot_A] = count_A
 
 
+def limit_outcomes(
+    plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens, has_rest: bool
+) -> CandidateTokens:
+    """The candidates [X, C] without those that are of no use: of one outcome at most as many rows go on as the group
+    may have after the round, those of largest mass. The first candidate of a group's first row stays
+    (`smc.algorithm.expansion`)."""
+    share_XC, device = candidates.share_RC, tree.mass_X.device
+    (rows, width), group_X = share_XC.shape, plan.group_A.repeat_interleave(plan.branches)
+    is_ended_X = tree.ended_X & tree.alive_X
+    ended_X = torch.zeros(rows, dtype=torch.int64, device=device).index_add(0, tree.outcome_X, is_ended_X.long())
+    most_X = plan.draws_G.long()[group_X] - ended_X[tree.outcome_X]
+    is_best_X = (plan.kind_G == PopulationKind.BEST)[group_X]
+    mass_XC = (tree.mass_X[:, None] + share_XC.double()).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    mass_XC = mass_XC.masked_fill((tree.ended_X | ~tree.alive_X)[:, None], -torch.inf)
+    mass_XC = mass_XC.masked_fill(torch.arange(width, device=device) >= width - has_rest, -torch.inf)
+    # By outcome, and of one by mass: of equal ones the first.
+    order_M = mass_XC.flatten().sort(descending=True, stable=True).indices
+    outcome_M = tree.outcome_X.repeat_interleave(width)[order_M]
+    order_M = order_M[outcome_M.sort(stable=True).indices]
+    outcome_M = tree.outcome_X.repeat_interleave(width)[order_M]
+    rank_M = torch.arange(rows * width, device=device) - torch.searchsorted(outcome_M, outcome_M)
+    rank_XC = torch.empty_like(rank_M).scatter_(0, order_M, rank_M).view(rows, width)
+    is_first_X = torch.arange(rows, device=device) == plan.first_G.long()[group_X] * plan.branches
+    is_lead_XC = is_first_X[:, None] & (torch.arange(width, device=device) == 0)
+    too_many_XC = (rank_XC >= most_X[:, None]) & (mass_XC > -torch.inf) & is_best_X[:, None] & ~is_lead_XC
+    return replace(candidates, share_RC=share_XC.masked_fill(too_many_XC, -torch.inf))
+
+
 def with_inner_nodes(
     nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
 ) -> tuple[CandidateTokens, TokenTree, tuple[Tensor, Tensor]]:
@@ -117,6 +147,7 @@ def with_inner_nodes(
         last_X=tree.last_X.repeat_interleave(k),
         next_X=tree.next_X.repeat_interleave(k),
         cut_X=cut_AK.flatten(),
+        outcome_X=tree.outcome_X.repeat_interleave(k),
         run_4X=None,
     )
     candidates = CandidateTokens(*(values.flatten(0, 1) for values in (token_AKC, logq_AKC, share_AKC)))

@@ -20,7 +20,7 @@ from smc.executor.draft import Continuation, DraftInputs, DraftShape, DraftStep,
 from smc.executor.finalize import Finalized, finalize
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
-from smc.executor.inner_nodes import InnerNodes, keep_nodes, with_inner_nodes
+from smc.executor.inner_nodes import InnerNodes, keep_nodes, limit_outcomes, with_inner_nodes
 from smc.executor.messages import DraftedRows, RoundChoice
 from smc.executor.plan import RoundPlan
 from smc.executor.remap import Followed, advance, follow, remap_block_table
@@ -122,6 +122,12 @@ class RoundOps(Protocol):
         choice: RoundChoice,
     ) -> None:
         """See `smc.executor.inner_nodes.keep_nodes`."""
+        ...
+
+    def limit_outcomes(
+        self, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens, has_rest: bool
+    ) -> CandidateTokens:
+        """See `smc.executor.inner_nodes.limit_outcomes`."""
         ...
 
     def with_inner_nodes(
@@ -276,6 +282,7 @@ class TorchOps(RoundOps):
     expand = staticmethod(expand)
     reparent = staticmethod(reparent)
     keep_nodes = staticmethod(keep_nodes)
+    limit_outcomes = staticmethod(limit_outcomes)
     with_inner_nodes = staticmethod(with_inner_nodes)
     pack_rows = staticmethod(draft.pack)
     observe_draws = staticmethod(draft.observe_draws)

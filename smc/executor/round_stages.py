@@ -192,10 +192,15 @@ class Drafter:
             logits_SV, layout.distribution, self.mixture, keys, has_rest, coupling, kept_BV
         )
         rows, random, sources = layout.rows, (layout.seed_G, layout.round_G, step), layout.sources
-        if step == 0 and self.nodes is not None and coupling is not None:
-            candidate_tokens, tree, sources = self.ops.with_inner_nodes(self.nodes, plan, tree, candidate_tokens)
+        useful = candidate_tokens
+        if self.nodes is not None and coupling is not None:
+            if step == 0:
+                candidate_tokens, tree, sources = self.ops.with_inner_nodes(self.nodes, plan, tree, candidate_tokens)
+                useful = candidate_tokens
+            elif plan.branches > 1:
+                useful = self.ops.limit_outcomes(plan, tree, candidate_tokens, has_rest)
         total = len(plan.branch_pages_XB)
-        given = (candidate_tokens, tree.mass_X, tree.alive_X, sources, rows, rows[1], plan.kind_G, random, total)
+        given = (useful, tree.mass_X, tree.alive_X, sources, rows, rows[1], plan.kind_G, random, total)
         chosen = self.ops.expand(*given, ended_R=tree.ended_X, has_rest=has_rest)
         return (chosen, candidate_tokens), tree
 

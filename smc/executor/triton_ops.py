@@ -40,7 +40,7 @@ from smc.kernels.coupling import observe_draws
 from smc.kernels.draft import ChainTokens, ChosenTokens, TreeBefore, TreeTensors
 from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.finalize import CandidateOutputs, TreeSelection
-from smc.kernels.inner_nodes import NodeTensors, ParticleTensors, StepTensors
+from smc.kernels.inner_nodes import NodeTensors, OutcomeRows, ParticleTensors, StepTensors
 from smc.kernels.remap import NextSequences, remap_block_table
 from smc.kernels.round_tensors import (
     BlockTensors,
@@ -125,6 +125,7 @@ class TritonOps(RoundOps):
             last_X=none_A,
             next_X=end_A,
             cut_X=none_A,
+            outcome_X=none_A,
             run_4X=None,
         )
         later, (seed_G, round_G) = (out.bounds_2G[0], out.bounds_2G[1]), out.keys_2G
@@ -212,6 +213,13 @@ class TritonOps(RoundOps):
             choice.all_9A,
         )
 
+    def limit_outcomes(
+        self, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens, has_rest: bool
+    ) -> CandidateTokens:
+        rows = OutcomeRows(tree.outcome_X, tree.mass_X, tree.alive_X, tree.ended_X, candidates.share_RC.contiguous())
+        share_XC = inner_nodes.limit_outcomes(fields_of(PlanTensors, plan), rows, plan.branches, has_rest)
+        return CandidateTokens(candidates.token_RC, candidates.logq_RC, share_XC)
+
     def with_inner_nodes(
         self, nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
     ) -> tuple[CandidateTokens, TokenTree, tuple[Tensor, Tensor]]:
@@ -237,6 +245,7 @@ class TritonOps(RoundOps):
             last_X=none_H,
             next_X=none_H,
             cut_X=cut_H,
+            outcome_X=none_H,
             run_4X=None,
         )
         return CandidateTokens(out.token_HC, *out.values_2HC), rows, (out.bounds_2G[0], out.bounds_2G[1])

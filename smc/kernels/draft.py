@@ -49,6 +49,7 @@ class TreeTensors(NamedTuple):
     last_X: Tensor
     next_X: Tensor
     cut_X: Tensor
+    outcome_X: Tensor
     run_4X: Tensor
 
 
@@ -65,6 +66,7 @@ class TreeBefore(NamedTuple):
     before_X: Tensor
     text_X: Tensor
     cut_X: Tensor
+    outcome_X: Tensor
 
 
 class ChosenTokens(NamedTuple):
@@ -208,6 +210,7 @@ def reparent(
         last_X=room.longs(rows),
         next_X=room.longs(rows),
         cut_X=room.longs(rows),
+        outcome_X=room.longs(rows),
         run_4X=room.ints(4, rows),
     )
     strides = TreeStrides(before.tokens_XK.stride(0), before.logq_XK.stride(0), before.tail_XB.stride(0))
@@ -436,6 +439,8 @@ def _reparent(
     tl.store(out.last_X + x, token, mask=inside)
     tl.store(out.next_X + x, end + step + 1, mask=inside)
     tl.store(out.cut_X + x, cut, mask=inside)
+    outcome = tl.load(before.outcome_X + parent, mask=inside, other=0)
+    tl.store(out.outcome_X + x, tl.where(step == 0, x.to(tl.int64), outcome), mask=inside)
     tl.store(out.run_4X + x, slot.to(tl.int32), mask=inside)
     tl.store(out.run_4X + rows + x, end.to(tl.int32), mask=inside)
     tl.store(out.run_4X + 2 * rows + x, (end + step).to(tl.int32), mask=inside)

@@ -1,7 +1,8 @@
 """The outcomes at inner nodes that rows ahead start from: the Triton form of `smc.executor.inner_nodes`. `keep_nodes` has
-a program for every batch index, `with_inner_nodes` one for every node.
+a program for every batch index, `with_inner_nodes` one for every node, `limit_outcomes` one for every row, of which the
+first of an outcome does the work.
 
-See `smc.executor.inner_nodes` for axes; N rows of a group."""
+See `smc.executor.inner_nodes` for axes; N rows of a group, M candidates of all rows, I at a time."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
 from smc.api.limits import MAX_PARTICLES
+from smc.kernels.expansion import _bound
 from smc.kernels.launch import one_variant
 from smc.kernels.round_tensors import PlanTensors, Room
 
@@ -51,6 +53,16 @@ class ParticleTensors(NamedTuple):
     token_AC: Tensor
     logq_AC: Tensor
     share_AC: Tensor
+
+
+class OutcomeRows(NamedTuple):
+    """Of a `smc.executor.draft.TokenTree`, and of the candidates of its rows."""
+
+    outcome_X: Tensor
+    mass_X: Tensor
+    alive_X: Tensor
+    ended_X: Tensor
+    share_XC: Tensor
 
 
 class NodeRows(NamedTuple):
@@ -102,6 +114,72 @@ def with_inner_nodes(nodes: NodeTensors, plan: PlanTensors, particles: ParticleT
         K=inner + 1, C=most, BLOCK_C=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return out
+
+
+def limit_outcomes(plan: PlanTensors, rows: OutcomeRows, branches: int, has_rest: bool, chunk: int = 512) -> Tensor:
+    """See `smc.executor.inner_nodes.limit_outcomes`: the candidates' log shares."""
+    (count, width), room = rows.share_XC.shape, Room(plan.slot_A.device)
+    share_XC, log_mass_M = room.floats(count, width), room.doubles(count * width)
+    _limit_outcomes[(count,)](
+        plan, rows, share_XC, log_mass_M, count, width, width - 1 if has_rest else -1,
+        F=branches, BLOCK_N=MAX_PARTICLES, CHUNK=chunk, num_warps=4,
+    )  # fmt: skip
+    return share_XC
+
+
+@one_variant()
+def _limit_outcomes(
+    plan, rows, share_XC, log_mass_M, total, width, rest, F: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Where a group is decoded exactly, the first row of an outcome writes the shares of all of its rows."""
+    first = tl.program_id(0)
+    group = tl.load(plan.group_A + first // F)
+    is_best = tl.load(plan.kind_G + group) == BEST
+    outcome = tl.load(rows.outcome_X + first)
+    if is_best & (tl.load(rows.outcome_X + first - 1, mask=first > 0, other=-1) == outcome):
+        return
+    n = first + tl.arange(0, BLOCK_N)
+    of_N = (tl.load(rows.outcome_X + n, mask=n < total, other=-1) == outcome) & (is_best | (n == first))
+    alive_N, ended_N = (
+        tl.load(rows.alive_X + n, mask=of_N, other=0) != 0,
+        tl.load(rows.ended_X + n, mask=of_N, other=0) != 0,
+    )
+    count = tl.sum(of_N.to(tl.int32), 0) * width
+    most = tl.load(plan.draws_G + group).to(tl.int32) - tl.sum((alive_N & ended_N).to(tl.int32), 0)
+    share_M, log_mass_M = rows.share_XC + first * width, log_mass_M + first * width
+    valid, lowest, top = 0, tl.full((), float("inf"), tl.float64), tl.full((), NONE, tl.float64)
+    for begin in range(0, count, CHUNK):
+        m_I = begin + tl.arange(0, CHUNK)
+        row_I, inside_I = first + m_I // width, (m_I < count) & (m_I % width != rest)
+        goes_I = inside_I & (tl.load(rows.alive_X + row_I, mask=inside_I, other=0) != 0)
+        goes_I = goes_I & (tl.load(rows.ended_X + row_I, mask=inside_I, other=1) == 0)
+        mass_I = tl.load(rows.mass_X + row_I, mask=goes_I, other=NONE)
+        mass_I += tl.load(share_M + m_I, mask=goes_I, other=NONE).to(tl.float64)
+        mass_I = tl.where(goes_I & (mass_I == mass_I), mass_I, NONE)
+        tl.store(log_mass_M + m_I, mass_I, mask=m_I < count)
+        has_mass_I = mass_I > NONE
+        valid += tl.sum(has_mass_I.to(tl.int32), 0)
+        lowest = tl.minimum(lowest, tl.min(tl.where(has_mass_I, mass_I, float("inf")), 0))
+        top = tl.maximum(top, tl.max(mass_I, 0))
+    tl.debug_barrier()
+    bound, ties = tl.full((), NONE, tl.float64), 0
+    if is_best & (most <= 0):
+        bound = tl.full((), float("inf"), tl.float64)
+    if is_best & (valid > most) & (most > 0):
+        bound, ties, _ = _bound(log_mass_M, log_mass_M, count, lowest, top, most, is_best, CHUNK)
+    # The first candidate of the group's first row stays, which is of its first outcome.
+    lead, equal = tl.load(plan.first_G + group).to(tl.int32) * F, 0
+    lead = tl.where(first == lead, first, -1)
+    for begin in range(0, count, CHUNK):
+        m_I = begin + tl.arange(0, CHUNK)
+        mass_I = tl.load(log_mass_M + m_I, mask=m_I < count, other=NONE)
+        is_equal_I = (mass_I == bound) & (m_I < count)
+        rank_I = equal + tl.cumsum(is_equal_I.to(tl.int32), 0)
+        is_kept_I = (mass_I > bound) | (mass_I == NONE) | (is_equal_I & (rank_I <= ties))
+        is_kept_I = is_kept_I | (first + m_I == lead)
+        share_I = tl.load(share_M + m_I, mask=m_I < count, other=NONE)
+        tl.store(share_XC + first * width + m_I, tl.where(is_kept_I, share_I, NONE), mask=m_I < count)
+        equal += tl.sum(is_equal_I.to(tl.int32), 0)
 
 
 @one_variant()

@@ -105,6 +105,7 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     _, candidates = steps[0].chosen
     particles = TorchOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True)).tree
     TritonOps().with_inner_nodes(nodes, plan, particles, candidates)
+    TritonOps().limit_outcomes(plan, steps[0].tree, candidates, True)
     token_RC, share_RC = torch.zeros(places, 33, dtype=torch.int64), torch.zeros(places, 33)
     bounds = (torch.zeros(1, dtype=torch.int32), torch.full((1,), places, dtype=torch.int32))
     most_G, kind_G, random_G = bounds[1], torch.full((1,), 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)

@@ -29,5 +29,6 @@ def test_kernels_of_a_round_compile(tmp_path):
         "_expand",
         "_keep_nodes",
         "_with_inner_nodes",
+        "_limit_outcomes",
         "_find",
     } <= set(json.loads(run.stdout))

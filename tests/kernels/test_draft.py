@@ -68,6 +68,7 @@ class DraftRound(Round):
             alive_X=self.here(rng.random(rows) < 0.8),
             ended_X=drafted.ended_X,
             cut_X=drafted.cut_X,
+            outcome_X=self.here(np.arange(rows)),
             mass_X=self.here(mass_X),
             run_4X=self.here(np.zeros((4, rows), np.int32)),
             **longs,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -100,6 +100,70 @@ def test_nodes_are_the_torch_ones(kinds):
         if len(kept) == 2:
             assert_equal(tuple(kept[1]), tuple(kept[0]))
     assert seen > 100
+
+
+def outcomes_of(made: DraftRound) -> np.ndarray:
+    """Rows of one outcome are beside each other, and no more than the group has batch indices."""
+    outcome_X = np.arange(made.places * made.f)
+    for size, first in zip(made.sizes, made.plan.first_G.tolist()):
+        begin, end = first * made.f, (first + size) * made.f
+        while begin < end:
+            more = int(made.rng.integers(1, size + 1))
+            outcome_X[begin : min(begin + more, end)] = begin
+            begin += more
+    return outcome_X
+
+
+@pytest.mark.parametrize("kinds", [frozenset({PopulationKind.BEST}), frozenset(PopulationKind)], ids=["best", "all"])
+def test_outcomes_are_limited_as_by_the_torch_form(kinds):
+    left_out = 0
+    for seed in range(16):
+        kept, has_rest = [], seed % 2 == 0
+        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+            made = DraftRound(seed, kinds, True, device, largest=64 if seed == 0 else 6)
+            tree = replace(made.tree(), outcome_X=made.here(outcomes_of(made)))
+            shares_XC = made.here(made.floats(len(tree.mass_X), WIDTH))
+            if seed % 3 == 0:  # of equal ones the first stay
+                shares_XC, tree = shares_XC.round(), replace(tree, mass_X=tree.mass_X.round())
+            candidates = CandidateTokens(shares_XC.long(), shares_XC, shares_XC)
+            kept.append(ops.limit_outcomes(made.plan, tree, candidates, has_rest))
+            left_out += int((kept[-1].share_RC != shares_XC).sum())
+        assert_equal(kept[1], kept[0])
+    assert left_out > 200
+
+
+def test_an_outcome_gets_no_more_rows_than_the_group_may_have():
+    """Those of largest mass, beside those that have ended; of a group's first row the first candidate stays."""
+    seen = 0
+    for seed in range(20):
+        made = DraftRound(seed, frozenset({PopulationKind.BEST}), True, CPU)
+        tree = replace(made.tree(), outcome_X=made.here(outcomes_of(made)))
+        shares_XC = made.here(made.floats(len(tree.mass_X), WIDTH, nan=False))
+        candidates = CandidateTokens(shares_XC.long(), shares_XC, shares_XC)
+        left_XC = TorchOps().limit_outcomes(made.plan, tree, candidates, False).share_RC
+        mass_XC = (tree.mass_X[:, None] + shares_XC).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        for size, first, most in zip(made.sizes, made.plan.first_G.tolist(), made.plan.draws_G.tolist()):
+            rows = range(first * made.f, (first + size) * made.f)
+            for outcome in {int(tree.outcome_X[x]) for x in rows}:
+                of = [x for x in rows if tree.outcome_X[x] == outcome and tree.alive_X[x]]
+                goes_on = [x for x in of if not tree.ended_X[x]]
+                found = sorted(
+                    float(mass_XC[x, c])
+                    for x in goes_on
+                    for c in range(WIDTH)
+                    if left_XC[x, c] > -torch.inf and mass_XC[x, c] > -torch.inf and (x, c) != (rows.start, 0)
+                )
+                others = sorted(
+                    float(mass_XC[x, c])
+                    for x in goes_on
+                    for c in range(WIDTH)
+                    if mass_XC[x, c] > -torch.inf and (x, c) != (rows.start, 0)
+                )
+                room = max(0, most - (len(of) - len(goes_on)))
+                assert len(found) in {min(room, len(others)), max(0, min(room - 1, len(others)))}
+                assert found == others[len(others) - len(found) :]
+                seen += len(others) > len(found)
+    assert seen > 50
 
 
 def test_no_outcome_is_that_of_a_row_and_none_is_there_twice():

@@ -282,6 +282,8 @@ def test_laws_take_what_has_been_set_aside(config, monkeypatch):
         laws = [nbytes for where, nbytes in storages(wide=vocab).items() if where not in before]
         # Beside them, log q after the roots of drafted rows, and one number that stands for draws that were not seen.
         kept = 4 * vocab * min(slots, OBSERVED_ROOTS) + 4
+        if config.lookahead:  # and the candidates at inner nodes, of which there are as many as tokens
+            kept += 4 * vocab * (slots + 1) * (config.block - 1)
         assert sum(laws) == sum(sized.distribution_bytes(side, vocab) for side in ModelRole) + kept
 
 
