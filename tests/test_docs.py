@@ -87,3 +87,17 @@ def test_files_that_it_names_exist(page):
 def test_replaced_words_do_not_come_back(page):
     text = re.sub(r"<[^>]*>", " ", page.read_text()) if page.suffix == ".svg" else _prose(page)
     assert words.replaced(text, words.ANYWHERE | words.IN_PAGES) == {}
+
+
+def test_the_walk_of_a_request_is_short_and_leads_through_what_there_is():
+    """Each file is named once and holds the functions that the table names."""
+    rows = re.findall(
+        r"^\| \d+ \| `([^`]+\.py)` \| (.+?) \|", (ROOT / "docs" / "overview.md").read_text(), re.MULTILINE
+    )
+    assert 8 <= len(rows) <= 12 and len({path for path, _ in rows}) == len(rows)
+    for path, functions in rows:
+        text = (ROOT / path).read_text()
+        for owner, _, method in (name.partition(".") for name in re.findall(r"`([^`]+)`", functions)):
+            body = re.search(rf"^class {owner}\b.*?(?=^class |\Z)", text, re.MULTILINE | re.DOTALL)
+            assert body, f"{path} has no class {owner}"
+            assert not method or f"def {method}(" in body[0], f"{path}: {owner} has no {method}"
