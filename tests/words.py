@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 
 ANYWHERE = {
     "anybody": "a noun that says who is meant",
@@ -60,8 +61,12 @@ def parts(name: str) -> str:
 
 def replaced(text: str, words: Mapping[str, str]) -> dict[str, str]:
     """Those of `words` that a text contains, with what is written instead."""
-    return {
-        word: standard
-        for word, standard in words.items()
-        if re.search(r"\b" + word.replace(" ", r"\s+") + r"s?\b", text, flags=re.IGNORECASE)
-    }
+    if not _any_of(tuple(words)).search(text):
+        return {}
+    return {word: standard for word, standard in words.items() if _any_of((word,)).search(text)}
+
+
+@cache
+def _any_of(words: tuple[str, ...]) -> re.Pattern[str]:
+    one = "|".join(word.replace(" ", r"\s+") for word in words)
+    return re.compile(rf"\b(?:{one})s?\b", re.IGNORECASE)

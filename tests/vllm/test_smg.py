@@ -13,6 +13,8 @@ from smc.demo.problems import generate
 from tests.gateway.harness import local_answer, until
 from tests.vllm.smg import models, routing
 
+# One router for all: each has a pool of threads of its own.
+pytestmark = pytest.mark.xdist_group("smg")
 QUESTIONS = [problem.question for problem in generate(1, 8, "test")]
 
 
