@@ -72,9 +72,12 @@ def one_round(p: dict, q: dict, n: int, k: int, seed: int, groups: int = GROUPS)
 
 def finished(p: dict, taken_GT: Tensor, generator: torch.Generator) -> Tensor:
     """What a round did not bring, drawn from the target's law: so that all outputs have the same length."""
-    for g, j in (taken_GT == NO_TOKEN).nonzero().tolist():
-        prefix = tuple(taken_GT[g, :j].tolist())
-        taken_GT[g, j] = torch.multinomial(p[prefix].exp(), 1, generator=generator)
+    for j in range(taken_GT.shape[1]):
+        is_missing_G = taken_GT[:, j] == NO_TOKEN
+        for prefix in set(map(tuple, taken_GT[is_missing_G, :j].tolist())):
+            at_G = is_missing_G & (taken_GT[:, :j] == torch.tensor(prefix)).all(-1)
+            drawn = torch.multinomial(p[prefix].exp(), int(at_G.sum()), replacement=True, generator=generator)
+            taken_GT[at_G, j] = drawn
     return taken_GT
 
 
