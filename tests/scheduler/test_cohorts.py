@@ -27,11 +27,9 @@ from tests.scheduler.test_kv_follows import mixed_requests
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_answers_do_not_depend_on_cohorts(config):
     requests = mixed_requests(13, random.Random(3))
-    together, apart, more = (
-        answers(local_engine(tiny_pair(), replace(config, cohorts=n)), requests) for n in (1, 2, 3)
-    )
+    together, apart = (answers(local_engine(tiny_pair(), replace(config, cohorts=n)), requests) for n in (1, 3))
     for request_id, one in together.items():
-        assert one.tokens == apart[request_id].tokens == more[request_id].tokens
+        assert one.tokens == apart[request_id].tokens
         assert one.statistics.log_z == pytest.approx(apart[request_id].statistics.log_z, abs=1e-4)
 
 

@@ -27,10 +27,10 @@ CONFIGS = [
 ]
 
 
-def settings_of(rng: random.Random) -> dict:
+def settings_of(rng: random.Random, longest: int = 18) -> dict:
     settings = {
         "seed": rng.randrange(10**6),
-        "max_tokens": rng.randint(1, 30),
+        "max_tokens": rng.randint(1, longest),
         "temperature": rng.choice([0.0, 0.7, 1.0, 1.5]),
         "logprobs": rng.random() < 0.4,
         "ignore_eos": rng.random() < 0.5,
@@ -50,7 +50,7 @@ def test_answers_are_those_of_plain_decoding(config):
     asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(14)]
     plain = answers(local_engine(tiny_pair(), config), [request(p, i, method="target", **law) for p, i, law in asked])
     company = [
-        request([1, 2], f"beside {i}", particles=3, population=POPULATIONS[i % 2], seed=i, max_tokens=20)
+        request([1, 2], f"beside {i}", particles=3, population=POPULATIONS[i % 2], seed=i, max_tokens=12)
         for i in range(5)
     ]
     exact = [request(p, i, method="exact", particles=rng.choice([1, 2, 4, 8]), **law) for p, i, law in asked]
@@ -83,7 +83,7 @@ def test_answers_of_a_target_in_fp8_are_its_own(config, both):
     draft = in_fp8(plain.draft, torch.float32) if both else plain.draft
     pair = replace(plain, target=in_fp8(plain.target, torch.float32), draft=draft)
     asked = [
-        ([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng) | {"logprobs": False})
+        ([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng, 30) | {"logprobs": False})
         for i in range(20)
     ]
     alone = [request(p, i, method="target", **law) for p, i, law in asked]

@@ -61,7 +61,7 @@ def test_an_answer_does_not_depend_on_company(config):
             tuple(j % 3 for j in range(i, i + 1 + i % 7)),
             SamplingParams(particles=1 + i % 6, seed=i, max_tokens=4 + i, ess_threshold=1.0),
         )
-        for i in range(12)
+        for i in range(8)
     ]
     alone = {r.request_id: answers(local_engine(tiny_pair(), config), [r])[r.request_id] for r in requests}
     crowd = answers(local_engine(tiny_pair(), config), requests)

@@ -31,38 +31,35 @@ from tests.scheduler.pairs import exact_law, mean_and_error, next_log_probs, tin
 LOCKSTEP = CONFIGS[0]
 
 
-@pytest.mark.parametrize("population", ["distinct", "independent"])
+@pytest.mark.parametrize(("population", "seed"), [("distinct", 0), ("independent", 1)])
 @pytest.mark.parametrize("config", CASES, ids=config_id)
-def test_the_answer_was_drawn_from_them(config, population):
+def test_the_answer_was_drawn_from_them(config, population, seed):
     """Weights sum to 1; each particle ended for a reason of its own; nothing changes for those who do not ask."""
-    for seed in range(2):
-        settings = {
-            "seed": seed,
-            "particles": 6,
-            "max_tokens": 12,
-            "population": population,
-            "stop": ("abc",),
-            "temperature": 2.0,
-        }
-        found = answer(tiny_pair(), config, return_particles=True, **settings)
-        assert sum(particle.weight for particle in found.particles) == pytest.approx(1)
-        (drawn, *_) = (particle for particle in found.particles if particle.tokens == found.tokens)
-        assert (drawn.text, drawn.finish_reason) == (found.text, found.finish_reason) and votes(found)[found.tokens] > 0
-        for particle in found.particles:
-            full = len(particle.tokens) == 12
-            assert (particle.tokens[-1] == EOS, full) != (
-                False,
-                False,
-            ) or particle.finish_reason is FinishReason.STOP_STRING
-            assert (particle.finish_reason is FinishReason.EOS) == (particle.tokens[-1] == EOS)
-        quiet = answer(tiny_pair(), config, **settings)
-        assert quiet.particles is None and quiet.tokens == found.tokens
-        if population == "independent":
-            assert len(found.particles) == 6
-        else:
-            assert all(particle.weight > 0 for particle in found.particles) and len(votes(found)) == len(
-                found.particles
-            )
+    settings = {
+        "seed": seed,
+        "particles": 6,
+        "max_tokens": 12,
+        "population": population,
+        "stop": ("abc",),
+        "temperature": 2.0,
+    }
+    found = answer(tiny_pair(), config, return_particles=True, **settings)
+    assert sum(particle.weight for particle in found.particles) == pytest.approx(1)
+    (drawn, *_) = (particle for particle in found.particles if particle.tokens == found.tokens)
+    assert (drawn.text, drawn.finish_reason) == (found.text, found.finish_reason) and votes(found)[found.tokens] > 0
+    for particle in found.particles:
+        full = len(particle.tokens) == 12
+        assert (particle.tokens[-1] == EOS, full) != (
+            False,
+            False,
+        ) or particle.finish_reason is FinishReason.STOP_STRING
+        assert (particle.finish_reason is FinishReason.EOS) == (particle.tokens[-1] == EOS)
+    quiet = answer(tiny_pair(), config, **settings)
+    assert quiet.particles is None and quiet.tokens == found.tokens
+    if population == "independent":
+        assert len(found.particles) == 6
+    else:
+        assert all(particle.weight > 0 for particle in found.particles) and len(votes(found)) == len(found.particles)
 
 
 def test_weights_are_those_of_the_two_laws():
