@@ -7,22 +7,14 @@ from itertools import product
 
 import pytest
 
-from smc import demo
 from smc.api.engine_config import EngineConfig
-from smc.api.request import Request
-from smc.api.sampling_params import SamplingParams
 from smc.calibration.warm_up import REPEATS, warm_up_plans
 from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
-from smc.local_engine import ModelPair, local_engine
+from smc.local_engine import local_engine
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
 
 FORMS = [EngineConfig(block=5, max_slots=32), EngineConfig(form="lockstep", block=8, max_slots=24)]
-
-
-@pytest.fixture(scope="module")
-def pair() -> ModelPair:
-    return ModelPair.load(demo.TARGET, demo.DRAFT)
 
 
 def layout(plan: RoundPlan) -> list[tuple]:
@@ -31,15 +23,15 @@ def layout(plan: RoundPlan) -> list[tuple]:
 
 
 @pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
-def test_usual_requests_meet_no_new_kind_of_round(pair, config):
-    engine, asked = local_engine(pair, config), []
+def test_usual_requests_meet_no_new_kind_of_round(config):
+    engine, asked = local_engine(tiny_pair(max_context=512), config), []
     run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
     for sizes in ((8,), (3,), (1, 5, 2, 9), (16, 4)):
         requests = [
-            Request(str(i), tuple(range(9 + i)), SamplingParams(particles=n, max_tokens=14, seed=i))
+            request([i % 3] * (9 + i), str(i), particles=n, max_tokens=11, seed=i, ignore_eos=True)
             for i, n in enumerate(sizes)
         ]
-        plain = Request("plain", (1, 2, 3), SamplingParams(method="target", temperature=0, max_tokens=14))
+        plain = request([1, 2, 0], "plain", method="target", temperature=0, max_tokens=11, ignore_eos=True)
         list(engine.run([*requests, plain]))
     for law in (
         {"temperature": 0.7},
@@ -49,7 +41,7 @@ def test_usual_requests_meet_no_new_kind_of_round(pair, config):
         {"top_p": 0.5, "min_p": 0.1},
         {"top_k": 9, "top_p": 0.5},
     ):
-        list(engine.run([Request("law", (4, 5, 6), SamplingParams(max_tokens=12, **law))]))
+        list(engine.run([request([2, 1, 0], "law", max_tokens=10, ignore_eos=True, **law)]))
     rehearsed = list(warm_up_plans(config, engine.context))
     by_key = {plan.key: plan for plan in rehearsed}
     assert len(rehearsed) == REPEATS * len(by_key)
