@@ -139,6 +139,7 @@ def test_shards_are_the_model(family, degree):
         assert not any(weight.any() for weight in parameters.values()), "padding is not zero"
 
 
+@pytest.mark.xdist_group("transformers")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_directory_is_the_model(family, tmp_path, monkeypatch):
     """In several files, with holes; read by our loader and by transformers, tokenizer included."""

@@ -11,6 +11,8 @@ from tests.model.dense import dense_logits
 from tests.model.tiny import random_decoder, tiny_config
 
 torch.set_num_threads(1)
+# Its models take seconds to import, in each process that asks for one.
+pytestmark = pytest.mark.xdist_group("transformers")
 
 SHAPE = {
     "vocab_size": 300,
@@ -30,16 +32,18 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 HF_CONFIGS = {
-    "llama": transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False),
-    "llama-tied": transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
-    "qwen2": transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False),
+    "llama": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False}),
+    "llama-tied": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": False}),
 }
 
 
-def hf_model(config) -> transformers.PreTrainedModel:
+def hf_model(name: str) -> transformers.PreTrainedModel:
     """Random norms and biases as well: those that transformers starts with (ones and zeros) would hide a missing
     one."""
+    kind, more = HF_CONFIGS[name]
+    config = getattr(transformers, kind)(**SHAPE, **more)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
@@ -59,7 +63,7 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"], ids=["one file", "sharded"])
 @pytest.mark.parametrize("name", HF_CONFIGS)
 def test_loads_what_transformers_saved(name, shard_size, tmp_path):
-    theirs = hf_model(HF_CONFIGS[name])
+    theirs = hf_model(name)
     theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
 
@@ -85,7 +89,7 @@ def test_transformers_loads_what_we_saved(family, tied, tmp_path):
 
 
 def test_bfloat16_stays_close(tmp_path):
-    theirs = hf_model(HF_CONFIGS["qwen3"])
+    theirs = hf_model("qwen3")
     theirs.save_pretrained(tmp_path)
     ours = load_model(tmp_path, dtype=torch.bfloat16)
     logits = dense_logits(ours, tokens())
