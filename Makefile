@@ -36,8 +36,8 @@ endef
 test: install    ## Run the tests that are not slow
 	$(call tests,"not slow")
 
-test-all: test   ## Run the slow tests as well
-	$(call tests,slow)
+test-all: install ## Run the slow tests as well, in one run: those that need a cluster, one by one, leave a core to the others
+	$(call tests,"slow or not slow")
 
 lint: install    ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
