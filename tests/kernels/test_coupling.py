@@ -5,6 +5,7 @@ Axes: R rows, V vocabulary, M columns of a draft head, A batch indices."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, assert_equal
 from tests.kernels.test_draft import CPU, DraftRound
 from tests.kernels.test_follow import choice_of
+from tests.pairwise import few
 
 PLACES = 3
 
@@ -48,12 +50,12 @@ def moved(value: object) -> object:
     )
 
 
-@pytest.mark.parametrize(
-    ("vocab", "width", "dtype"), [(40, 1, torch.float32), (300, 4, torch.bfloat16), (5000, 2, torch.float32)]
-)
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("has_head", [False, True])
-def test_candidate_tokens_are_the_torch_ones(vocab, width, dtype, cut, has_head):
+SHAPES = [(40, 1, torch.float32), (300, 4, torch.bfloat16), (5000, 2, torch.float32)]
+
+
+@pytest.mark.parametrize(("shape", "cut", "has_head"), few(product(SHAPES, (False, True), (False, True))), ids=str)
+def test_candidate_tokens_are_the_torch_ones(shape, cut, has_head):
+    vocab, width, dtype = shape
     logits_RV, distribution, keys, coupling = drawn(vocab, width, vocab + width, dtype)
     if cut:
         distribution = replace(distribution, top_k_R=distribution.top_k_R + 35, active=distribution.active | {"top_k"})

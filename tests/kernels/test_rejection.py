@@ -74,26 +74,27 @@ def test_whole_laws_are_those_of_the_reference(columns):
     """Temperatures from greedy to wide, every truncation, a row of NaN, and columns beside the vocabulary. They are
     written where rows are apart, and nothing beside them is."""
     rng = np.random.default_rng(columns)
-    logits_RV = torch.from_numpy(rng.normal(size=(16, columns + 3)).astype(np.float32) * 4)
+    rows = 16 if columns == 1 else 9
+    logits_RV = torch.from_numpy(rng.normal(size=(rows, columns + 3)).astype(np.float32) * 4)
     logits_RV[5, 0] = torch.nan
     logits_RV[6, : columns // 2] = -torch.inf
     law = DistributionSpec.of(
-        temperature_R=rng.choice([0.0, 0.5, 1.0, 2.0], 16).astype(np.float32),
-        top_k_R=rng.choice([0, 1, 5], 16),
-        top_p_R=rng.choice([1.0, 0.7], 16).astype(np.float32),
-        min_p_R=rng.choice([0.0, 0.05], 16).astype(np.float32),
-        alpha_R=np.ones(16, np.float32),
+        temperature_R=rng.choice([0.0, 0.5, 1.0, 2.0], rows).astype(np.float32),
+        top_k_R=rng.choice([0, 1, 5], rows),
+        top_p_R=rng.choice([1.0, 0.7], rows).astype(np.float32),
+        min_p_R=rng.choice([0.0, 0.05], rows).astype(np.float32),
+        alpha_R=np.ones(rows, np.float32),
     ).canonical()
     wanted_RV = Distributions(law).target(logits_RV[:, :columns])
     here = DistributionSpec(
         *(torch.from_numpy(values).to(DEVICE) for values in list(vars(law).values())[:-1]), law.active
     )
-    room_RV = torch.full((16, columns + 2), 7.0, device=DEVICE)
+    room_RV = torch.full((rows, columns + 2), 7.0, device=DEVICE)
     TritonSampling(columns).write_distribution(logits_RV.to(DEVICE), here, room_RV[:, :columns])
     found_RV = room_RV[:, :columns].cpu()
     assert (room_RV[:, columns:] == 7).all()
     torch.testing.assert_close(found_RV, wanted_RV, atol=2e-6, rtol=1e-5, equal_nan=True)
-    write_distribution(logits_RV.to(DEVICE), room_RV[:, :columns], torch.ones(16, device=DEVICE))
+    write_distribution(logits_RV.to(DEVICE), room_RV[:, :columns], torch.ones(rows, device=DEVICE))
     torch.testing.assert_close(
         room_RV[:, :columns].cpu(), logits_RV[:, :columns].log_softmax(-1), atol=2e-6, rtol=1e-5, equal_nan=True
     )
