@@ -44,7 +44,8 @@ def test_costs_of_what_ran(smcserve):
 
 def test_advice(smcserve, tmp_path, monkeypatch):
     # However busy the machine is, no size is left out for want of time.
-    monkeypatch.setattr(timing, "STEADY", replace(timing.STEADY, seconds=math.inf))
+    effort = replace(timing.STEADY, seconds=math.inf, repeats=2, untimed=0, crowd=4, context=128)
+    monkeypatch.setattr(timing, "STEADY", effort)
     path, picture = tmp_path / "advice.json", tmp_path / "advice.png"
     options = ("-n", 1, "-n", 2, "-f", 1, "-k", 2, "-k", 4, "-c", 1, "-c", 2, "--json", path, "--picture", picture)
     ran = smcserve("bench", "--advise", "--gpus", 3, "--acceptance", 0.9, "--context", 300, *options)
@@ -80,8 +81,8 @@ def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):
 
 
 def test_prompts(smcserve, tmp_path, monkeypatch):
-    monkeypatch.setattr(prompts, "REPEATS", 2)
-    monkeypatch.setattr(prompts, "BESIDE_ROUNDS", 8)
+    for name, value in {"REPEATS": 1, "BESIDE_ROUNDS": 8, "WARM_UP": 2}.items():
+        monkeypatch.setattr(prompts, name, value)
     path = tmp_path / "bench.json"
     ran = smcserve(
         "bench", "--prompts", "-c", 1, "-n", 2, "-k", 3, "-f", 2, "--context", 40, "--rounds", 3, "--json", path

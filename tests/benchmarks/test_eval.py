@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from rich.measure import Measurement
 
+import benchmarks.quality
 from benchmarks.quality import DecodingSetting, QualityRow
 from benchmarks.reports import quality
 from benchmarks.reports.quality import quality_table
@@ -36,6 +37,13 @@ NAMES = [
     "exact lockstep N=2 K=4",
     "distinct lockstep N=2 K=4",
 ]
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch):
+    """What is written depends neither on the length of answers nor on the number of untimed ones."""
+    monkeypatch.setattr(benchmarks.quality, "MAX_ANSWER", 16)
+    monkeypatch.setattr(benchmarks.quality, "WARM_UP_PROBLEMS", 1)
 
 
 def test_files_and_table(smcserve, tmp_path):
