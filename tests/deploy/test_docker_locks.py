@@ -150,6 +150,7 @@ def wheel(folder: Path, name: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_dependencies_are_installed_by_their_hashes(tmp_path):
     """Those of the lock, and the one of another index; an environment that builds nothing, and finds the application
     beside it."""

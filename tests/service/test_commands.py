@@ -9,6 +9,7 @@ import pytest
 pytestmark = pytest.mark.xdist_group("ray")
 
 
+@pytest.mark.slow
 def test_bench_over_a_link(smcserve, tmp_path, monkeypatch, ray_cluster):
     """Here the cluster is there already; the command would start one of its own."""
     monkeypatch.setattr("services.launch.cluster.connect", lambda address: None)

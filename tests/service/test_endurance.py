@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
 WARM_UP, REQUESTS = 120, 200
-SMALL = {"particles": 2, "max_tokens": 8}
+SMALL = {"particles": 2, "max_tokens": 4}
 MEBIBYTE = 1 << 20
 
 
