@@ -74,16 +74,16 @@ def test_load_on_one_model_does_not_starve_the_other():
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         heard, send = [], made._remote.workers["draft"]._send
         made._remote.workers["draft"]._send = lambda **command: (heard.append(time.monotonic()), send(**command))[1]
-        end = time.monotonic() + 2.0
+        end = time.monotonic() + 1.0
 
         async def load(name: str) -> None:
             while time.monotonic() < end:
                 await ask(client, name, method="target", max_tokens=50, ignore_eos=True)
 
         await asyncio.gather(load("a"), load("b"), load("c"))
-        assert len(heard) >= 5, "the draft heard nothing for two seconds"
+        assert len(heard) >= 5, "the draft heard nothing for a second"
 
-    with coordinator(ENGINE, heartbeat=0.2) as (made, spec):
+    with coordinator(ENGINE, heartbeat=0.1) as (made, spec):
         attached(made, spec, work)
 
 
@@ -103,9 +103,9 @@ def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
 def test_everybody_leaves_at_once(link):
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         calls = [
-            asyncio.create_task(ask(client, str(i), particles=1, max_tokens=400, ignore_eos=True)) for i in range(200)
+            asyncio.create_task(ask(client, str(i), particles=1, max_tokens=400, ignore_eos=True)) for i in range(100)
         ]
-        while not steps or steps[-1].stats.running < 200:
+        while not steps or steps[-1].stats.running < 100:
             await asyncio.sleep(0.01)
         for call in calls:
             call.cancel()
@@ -139,7 +139,7 @@ def test_a_step_that_does_not_end_is_noticed():
 def test_a_request_that_cannot_be_taken_in_or_reported_ends_alone(monkeypatch):
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         others = [
-            asyncio.create_task(ask(client, str(i), particles=2, max_tokens=60, ignore_eos=True)) for i in range(3)
+            asyncio.create_task(ask(client, str(i), particles=2, max_tokens=25, ignore_eos=True)) for i in range(3)
         ]
         whole = StopRules.__init__
 
