@@ -39,12 +39,13 @@ def test_text_on_stdout_and_statistics_on_stderr(smcserve):
 
 
 def test_exact_decoding_is_the_targets_answer(smcserve):
-    for law in (("--seed", 3), ("--temperature", 0)):
-        ran = smcserve("generate", PROBLEM.question, "--method", "exact", "-n", 4, "-k", 5, *law)
-        assert ran.code == 0 and ran.out == smcserve(*TARGET, *law).out
-        assert re.search(
-            r"\d+ rounds · \d\.\d tokens confirmed a round · \d+ hits of \d+ · ended by eos", " ".join(ran.err.split())
-        )
+    law = ("--seed", 3)
+    ran = smcserve("generate", PROBLEM.question, "--method", "exact", "-n", 4, "-k", 5, *law)
+    assert ran.code == 0 and ran.out == smcserve(*TARGET, *law).out
+    assert re.search(
+        r"\d+ rounds · \d\.\d tokens confirmed a round · \d+ hits of \d+ · (\d particles left · )?ended by eos",
+        " ".join(ran.err.split()),
+    )
     greedy = json.loads(smcserve("generate", PROBLEM.question, "--temperature", 0, "--form", "lockstep", "--json").out)
     assert greedy["settings"]["sampling"]["method"] == "exact" and greedy["settings"]["engine"]["form"] == "lockstep"
     assert greedy["statistics"]["accepted_per_round"] > 1 and greedy["statistics"]["hits"] == 0

@@ -56,12 +56,13 @@ def test_json(client):
     assert (
         answer["statistics"]["particles"] == 4 and answer["usage"]["cached_tokens"] <= answer["usage"]["prompt_tokens"]
     )
+    short = ("--max-tokens", 8)
     salted = [
-        json.loads(client("generate", QUESTION, "--json", "--cache-salt", "mine", "--min-particles", 1).out)
+        json.loads(client("generate", QUESTION, "--json", "--cache-salt", "mine", "--min-particles", 1, *short).out)
         for _ in range(2)
     ]
     assert [each["usage"]["cached_tokens"] > 0 for each in salted] == [False, True]
-    plain = json.loads(client("generate", QUESTION, "--method", "target", "--json").out)
+    plain = json.loads(client("generate", QUESTION, "--method", "target", "--json", *short).out)
     assert plain["statistics"] is None and "logprobs" not in plain
 
 

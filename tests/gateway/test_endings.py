@@ -169,7 +169,7 @@ def test_clients_that_ping_more_often_than_allowed_are_disconnected(pair, interv
     config = {"min_ping_interval": interval, "keepalive_time": others, "write_timeout": 60.0}
     with serving(pair, **config, wrap=Endless) as service, service.stub(*pinging) as stub:
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Generate(long_request(particles=1), timeout=4.5 if interval < 1 else 20.0))
+            list(stub.Generate(long_request(particles=1, max_tokens=20), timeout=4.5 if interval < 1 else 20.0))
         code = grpc.StatusCode.DEADLINE_EXCEEDED if interval < 1 else grpc.StatusCode.UNAVAILABLE
         assert caught.value.code() is code, caught.value.details()
 

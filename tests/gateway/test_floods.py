@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import psutil
@@ -26,17 +26,19 @@ from tests.gateway.pauses import LIMIT, Pauses, pauses_of
 MIB = 1 << 20
 ALMOST = 4 * MIB - 4096
 """Bytes: what fits into the largest message, with room for its other fields."""
-FLOODS = {
-    "text": pb.GenerateRequest(text="The quick brown fox. " * (ALMOST // 21)),
-    "spaces": pb.GenerateRequest(text=" " * ALMOST),
-    "ids": pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * ALMOST)),
-    "messages": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * (ALMOST // 8))),
-    "content": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="fox " * (ALMOST // 4))])),
-    "role": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="x" * ALMOST)])),
-    "stop": pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=[""] * (ALMOST // 2))),
-    "stop ids": pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop_token_ids=[1] * ALMOST)),
-    "request id": pb.GenerateRequest(text="x", request_id="x" * ALMOST),
-    "salt": pb.GenerateRequest(text="x", cache_salt="x" * ALMOST),
+FLOODS: dict[str, Callable[[], pb.GenerateRequest]] = {
+    "text": lambda: pb.GenerateRequest(text="The quick brown fox. " * (ALMOST // 21)),
+    "spaces": lambda: pb.GenerateRequest(text=" " * ALMOST),
+    "ids": lambda: pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * ALMOST)),
+    "messages": lambda: pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * (ALMOST // 8))),
+    "content": lambda: pb.GenerateRequest(
+        chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="fox " * (ALMOST // 4))])
+    ),
+    "role": lambda: pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="x" * ALMOST)])),
+    "stop": lambda: pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=[""] * (ALMOST // 2))),
+    "stop ids": lambda: pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop_token_ids=[1] * ALMOST)),
+    "request id": lambda: pb.GenerateRequest(text="x", request_id="x" * ALMOST),
+    "salt": lambda: pb.GenerateRequest(text="x", cache_salt="x" * ALMOST),
 }
 
 
@@ -47,9 +49,9 @@ def large(pair):
         yield service
 
 
-@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+@pytest.mark.parametrize("flood", FLOODS)
 def test_what_is_too_large_is_refused_before_it_costs_anything(large, flood):
-    data = flood.SerializeToString()
+    data = FLOODS[flood]().SerializeToString()
     with grpc.insecure_channel(large.address) as channel:
         send = channel.unary_stream("/smc.v1.GenerationService/Generate")
         with pauses_of(large) as pauses:
@@ -64,13 +66,13 @@ def test_what_is_too_large_is_refused_before_it_costs_anything(large, flood):
 def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
     """Where the context is long enough for it. (The encoder of the tokenizer's plain call kept every thread waiting for
     seconds.)"""
-    pauses = Pauses()
+    pauses, flood = Pauses(), FLOODS["text"]()
 
     async def work() -> tuple[int, ...]:
         watching = asyncio.create_task(pauses.watch())
         prompts = PromptEncoder(pair.tokenizer, context=1 << 30)
         try:
-            return await prompts.encode(FLOODS["text"])
+            return await prompts.encode(flood)
         finally:
             watching.cancel()
             prompts.close()
@@ -81,10 +83,12 @@ def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
 
 @pytest.mark.slow
 def test_texts_that_wait_for_the_encoder_are_bounded(pair):
+    flood = FLOODS["text"]()
+
     async def work() -> list[object]:
         prompts = PromptEncoder(pair.tokenizer, context=1 << 30)
         try:
-            return await asyncio.gather(*(prompts.encode(FLOODS["text"]) for _ in range(8)), return_exceptions=True)
+            return await asyncio.gather(*(prompts.encode(flood) for _ in range(8)), return_exceptions=True)
         finally:
             prompts.close()
 
@@ -98,16 +102,18 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from services.pb import generation_pb2 as pb
 data = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * int(sys.argv[2]))).SerializeToString()
-with grpc.insecure_channel(sys.argv[1]) as channel, ThreadPoolExecutor(200) as pool:
+count = int(sys.argv[3])
+with grpc.insecure_channel(sys.argv[1]) as channel, ThreadPoolExecutor(count) as pool:
     send = channel.unary_stream("/smc.v1.GenerationService/Generate")
     print("ready", flush=True)
     input()
-    calls = [send(data, timeout=60) for _ in range(200)]
+    calls = [send(data, timeout=60) for _ in range(count)]
     print(*{call.code().name for call in calls}, flush=True)
 """
 
 
-UNREAD = 200 * LARGE
+COUNT = 100
+UNREAD = COUNT * LARGE
 """Bytes that callers may have sent before their requests are let in."""
 SLACK = 128 * MIB
 """What the allocator keeps in pieces, and what else this process does meanwhile: seen on a busy machine were 70 MiB."""
@@ -123,10 +129,10 @@ def held(process: psutil.Process) -> int:
 
 
 def flooded(service) -> tuple[set[str], int, float]:
-    """Two hundred prompts of 4 MiB at once, from another process: the codes they end with, bytes that the gateway grew
+    """A hundred prompts of 4 MiB at once, from another process: the codes they end with, bytes that the gateway grew
     by, and the longest pause of its loop in seconds."""
     process, most = psutil.Process(), 0
-    command = [sys.executable, "-c", FLOOD, service.address, str(ALMOST)]
+    command = [sys.executable, "-c", FLOOD, service.address, str(ALMOST), str(COUNT)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
         assert flood.stdout.readline() == "ready\n"
         before = held(process)
@@ -154,12 +160,12 @@ def bear(service, codes: set[str], most: int) -> None:
     pytest.fail(f"how calls ended, and for how many seconds the gateway stood still: {seen}")
 
 
-def test_two_hundred_long_prompts_at_once(service):
+def test_a_hundred_long_prompts_at_once(service):
     """More than a prompt of this context can need is not even received."""
     bear(service, {"RESOURCE_EXHAUSTED"}, UNREAD + SLACK)
 
 
-def test_two_hundred_long_prompts_where_prompts_may_be_long(large):
+def test_a_hundred_long_prompts_where_prompts_may_be_long(large):
     """A few are let in at a time. Of each there are the pieces that it came in, two copies that gRPC makes of them, and
     its message."""
     bear(large, {"INVALID_ARGUMENT"}, UNREAD + 4 * ARRIVING + SLACK)

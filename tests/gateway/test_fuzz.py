@@ -19,8 +19,8 @@ def test_whatever_is_asked_is_answered_or_refused(shared):
     with ThreadPoolExecutor(2) as pool, shared.client() as client:
         alone = client.generate("x", method="target", **BESIDE).tokens
         beside = [pool.submit(client.generate, "x", method=method, **BESIDE) for method in ("exact", "target")]
-        found = fuzz(shared.address, range(60), seed=1)
+        found = fuzz(shared.address, range(40), seed=1)
         assert [call.result(120).tokens for call in beside] == [alone] * 2
     shared.wait_until_free(30.0)
     assert set(found) <= CODES, found
-    assert found["OK"] >= 1 and found["INVALID_ARGUMENT"] > 15
+    assert found["OK"] >= 1 and found["INVALID_ARGUMENT"] > 10

@@ -43,7 +43,6 @@ def test_particles_are_the_engines_own(service, pair):
         {"temperature": 2.0},
         {"temperature": 2.0, "population": "independent"},
         {"method": "exact"},
-        {"method": "target"},
     ):
         asked = {"seed": 4, "max_tokens": 12, "return_particles": True, **settings}
         expected = local_answer(pair, prompt, **asked)

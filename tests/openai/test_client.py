@@ -74,7 +74,7 @@ def test_eight_at_once_and_alone_are_the_engines_own(service, client, pair):
             assert statistics["rounds"] == expected.statistics.rounds
             assert statistics["log_z"] == pytest.approx(expected.statistics.log_z, abs=1e-3)
     with service.client() as grpc_client:
-        for question, settings in ASKED[:3]:
+        for question, settings in ASKED[:1]:
             alone = create(client, question, settings).choices[0].message.content
             assert alone == grpc_client.generate([Message("user", question)], **settings).text
 

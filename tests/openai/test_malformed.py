@@ -50,7 +50,7 @@ ODD = (
     "target",
 )
 """Values that fit some fields and no others."""
-BESIDE = {"max_tokens": 60, "ignore_eos": True, "seed": 1}
+BESIDE = {"max_tokens": 40, "ignore_eos": True, "seed": 1}
 """An answer that does not depend on what else is decoded."""
 VALUES = (*ODD, *DOUBLES, *INTEGERS, *TEXTS)
 
@@ -161,9 +161,9 @@ def fuzz(service: Service, requests: int, seed: int) -> Counter[str]:
 
 
 def test_whatever_is_asked_is_answered_or_refused(shared):
-    found = fuzz(shared, 60, seed=1)
+    found = fuzz(shared, 40, seed=1)
     assert set(found) <= {"left", *map(str, STATUSES)}, found
-    assert found["200"] >= 1 and found["400"] > 15
+    assert found["200"] >= 1 and found["400"] > 10
 
 
 JSON = st.recursive(
