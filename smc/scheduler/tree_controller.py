@@ -70,6 +70,8 @@ class DraftFallback:
 
 EVERY = 8
 """Steps between two questions about the same requests."""
+FIRST = 3
+"""Steps between the first and the second: a draft that is of no use shows it in its first rounds."""
 REST = 16
 """Steps after a change, in which its effect shows, as long as half of the requests are still the same."""
 FADE = 0.999
@@ -114,7 +116,8 @@ class TreeController:
         groups, self._left, self._since = _adaptive(running), self._left - 1, self._since + 1
         if not groups or self._left > self._patience(groups):
             return
-        self._known, self._left, since, self._since = groups, EVERY, self._since, 0
+        self._left = min(FIRST, EVERY) if groups != self._known else EVERY
+        self._known, since, self._since = groups, self._since, 0
         trees = self._trees(groups)
         if not any(tree.rows for tree in trees):
             self._acceptance.fade(FADE**since)

@@ -21,6 +21,7 @@ from smc.scheduler.tree_controller import FADE
 from smc.scheduler.tree_policy import MARGIN, SURE, CostBasedTreePolicy, OtherLoad, ThroughputForecast, TreeRequest
 from tests.scheduler.harness import answers, assert_empty, running
 from tests.scheduler.lives import pair
+from tests.scheduler.pairs import tiny_pair
 
 EASY, HARD, HOPELESS = 0.021, 0.07, 8.0
 """Hazards: the shipped pair at temperatures 1 and 2; a draft that is never right."""
@@ -336,6 +337,22 @@ def test_an_engine_follows_its_costs(form):
     law = {"method": "target", "max_tokens": 20, "ignore_eos": True}
     plain = [replace(one, params=SamplingParams(seed=one.params.seed, **law)) for one in crowd]
     assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
+
+
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+def test_a_draft_that_is_of_no_use_is_soon_left_out(form):
+    """Its first rounds show it: the second question comes after three steps."""
+    engine = local_engine(tiny_pair(9, scale=1.5), EngineConfig(form=form, block=4, max_slots=64))
+    engine.latency = made(round_overhead=0.0, draft=(2e-3, 0.0), target=(4e-3, 5e-4))
+    law = {"method": "exact", "particles": 2, "max_tokens": 60, "ignore_eos": True}
+    engine.submit(Request("one", (0, 1, 2), SamplingParams(seed=1, **law)))
+    begun, alone, answer = False, [], None
+    while not engine.idle:
+        answer = next((output.answer for output in engine.step() if output.answer), answer)
+        begun = begun or any(group.launched and not group.alone for group in running(engine))
+        alone += [group.alone for group in running(engine)] if begun else []
+    assert answer is not None and not alone[0] and alone.index(True) <= 6 and all(alone[6:])
+    assert answer.statistics.alone_rounds >= answer.statistics.rounds - 4
 
 
 def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
