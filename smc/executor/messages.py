@@ -363,6 +363,6 @@ class RoundResult(Generic[Array]):
     """bool: the draft returned NaN among tokens that exist."""
     target_nan_G: Array
     hit_G: Array
-    """bool: what was drafted ahead was right (exact decoding)."""
+    """bool: rows that were drafted ahead go on (exact decoding)."""
     lineage: Lineage[Array]
     """At the target, or the model that decodes alone."""

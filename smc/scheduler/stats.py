@@ -25,7 +25,7 @@ class SpecStats:
     accepted_by_position: list[int] = field(default_factory=list)
     """Rounds in which at least so many tokens were accepted, from 1 on."""
     hits: int = 0
-    """Rounds after which what had been drafted ahead was right (look-ahead)."""
+    """Rounds after which rows that had been drafted ahead went on (look-ahead)."""
     misses: int = 0
     rows: int = 0
     """Rows of the trees, or chains, of all those rounds."""
