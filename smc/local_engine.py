@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.methods import decoding_of
 from smc.stops import TokenBytes
 from smc.types import ModelRole
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -116,15 +119,19 @@ TIMED_TOKENS = 512
 
 def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineConfig) -> LatencyModel | None:
     """The latency model of a pair that was loaded from these directories, as this machine has measured it before, or
-    does now (`smc.calibration.latency_cache`). None if contexts are too short for a round."""
+    does now (`smc.calibration.latency_cache`). None, and a warning, if there is no memory for measuring; None if
+    contexts are too short for a round. Call it before another engine takes memory."""
     slots = max(TIMED_SLOTS, config.max_slots)
-    config = replace(config, max_slots=slots, pages=pool_for(slots * TIMED_TOKENS))
+    config = replace(config, max_slots=slots, max_context=None, pages=pool_for(slots * TIMED_TOKENS))
     models = {role: getattr(pair, role) for role in ModelRole}
     columns = None if pair.draft_head is None else len(pair.draft_head.vocab.ids_M)
     effort = BRIEF if pair.target.embed.weight.device.type == "cpu" else THOROUGH
-    return LatencyCache(cache_directory()).get(
-        cost_key(models, directories, columns, config), lambda: measure_latency(local_engine(pair, config), effort)
-    )
+    key = cost_key(models, directories, columns, config)
+    try:
+        return LatencyCache(cache_directory()).get(key, lambda: measure_latency(local_engine(pair, config), effort))
+    except torch.OutOfMemoryError as error:
+        logger.warning("costs are not measured, so drafting is not adapted to them: %s", error)
+        return None
 
 
 def _room(pair: ModelPair, config: EngineConfig) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,10 +119,12 @@ def _answer(
     from smc.local_engine import fitted_engine, stored_latency
     from smc.scheduler.methods import decoding_of
 
-    engine = fitted_engine(pair, config, [request])
+    latency = None
     if decoding_of(request.params).adaptive(request.params):
         # As a service does, so that a draft that does not help is left out.
-        engine.latency = stored_latency(pair, directories, engine.config)
+        latency = stored_latency(pair, directories, replace(config, max_slots=request.params.rows))
+    engine = fitted_engine(pair, config, [request])
+    engine.latency = latency
     for output in engine.run([request]):
         if not as_json:
             print(output.text, end="", flush=True)

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "smcserve" / "latency"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "smcserve" / "latency"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def cost_key(
         ],
         "threads": torch.get_num_threads(),
         "models": [_files(directory) for directory in directories],
-        "dtypes": [str(weight.dtype) for weight in weights],
+        "dtypes": [sorted({str(tensor.dtype) for tensor in models[role].state_dict().values()}) for role in ModelRole],
         "draft_columns": draft_columns,
         "engine": [config.form, config.block, config.branches, config.max_slots],
     }

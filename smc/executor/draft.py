@@ -179,12 +179,24 @@ class ResumedSequences:
 
 @dataclass(frozen=True)
 class DraftStep:
-    """What one step of the draft has made."""
+    """What is known of X rows of exact decoding after one step of the draft."""
+
+    mass_X: Tensor
+    text_X: Tensor
+    """As of `TokenTree`."""
+    parent_X: Tensor
+    """int64 row of the step before; at the first step, node."""
+    candidates: CandidateTokens
+    """Of the rows of the step before."""
+
+
+@dataclass(frozen=True)
+class GrownRows:
+    """What a round has drafted."""
 
     tree: TokenTree
-    """X rows, each with a token more than the row that it continues."""
-    chosen: tuple[Expansion, CandidateTokens] | None
-    """As of `Continuation`; the rows of the first step may continue inner nodes."""
+    steps: tuple[DraftStep, ...]
+    """All K, where rows ahead may begin at inner nodes; else none."""
 
 
 def begin(

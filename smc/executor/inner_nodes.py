@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
-from smc.executor.draft import DraftStep, TokenTree
+from smc.executor.draft import GrownRows, TokenTree
 from smc.executor.messages import RoundChoice
 from smc.executor.plan import RoundPlan
 from smc.executor.state import SlotState
@@ -51,23 +51,21 @@ class InnerNodes:
 
 
 def keep_nodes(
-    nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], steps: tuple[DraftStep, ...], choice: RoundChoice
+    nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice
 ) -> None:
     """Keep the outcomes at inner nodes of the chosen rows, before `advance`. A node that several rows of a group share
     is kept for the first of them."""
     slot_A, row_A, count_A = plan.slot_A, choice.row_A, choice.count_A
     offset_A = state.logw_S[slot_A[choice.ancestor_A]]
-    tokens_AK, width = steps[-1].tree.tokens_XK[row_A].long(), nodes.share_SDC.shape[2]
+    tokens_AK, width = grown.tree.tokens_XK[row_A].long(), nodes.share_SDC.shape[2]
     index_A = torch.arange(len(slot_A), device=slot_A.device)
     is_before_AA = index_A < index_A[:, None]
     shares_AA = (plan.group_A == plan.group_A[:, None]) & choice.alive_A & plan.has_kind(PopulationKind.BEST)
     at_A = row_A
     for d in range(nodes.block - 2, -1, -1):
-        step, before = steps[d + 1], steps[d].tree
-        assert step.chosen is not None, "rows of exact decoding are chosen"
-        expansion, candidates = step.chosen
-        at_A = expansion.parent_X[at_A]
-        token_AC, share_AC = candidates.token_RC[at_A, :width], candidates.share_RC[at_A, :width]
+        before, step = grown.steps[d], grown.steps[d + 1]
+        at_A = step.parent_X[at_A]
+        token_AC, share_AC = step.candidates.token_RC[at_A, :width], step.candidates.share_RC[at_A, :width]
         # Rows that go through this node and have a token after it.
         same_AA = (tokens_AK[:, None, : d + 1] == tokens_AK[None, :, : d + 1]).all(-1)
         through_AA = shares_AA & same_AA & (count_A > d + 1)

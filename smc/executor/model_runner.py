@@ -21,7 +21,7 @@ from torch import Tensor
 
 from smc import stops
 from smc.api.engine_config import EngineConfig
-from smc.executor.draft import DraftShape, DraftStep
+from smc.executor.draft import DraftShape, GrownRows
 from smc.executor.graph_runner import AsyncResult, Event, StageRunner
 from smc.executor.guidance import GuidedPass
 from smc.executor.inner_nodes import InnerNodes
@@ -163,8 +163,8 @@ class ModelRunner:
     def _run_alone(self, plan: RoundPlan[Tensor]) -> RoundResult[Tensor]:
         drafter, state, slot_A = self._alone, self.state, plan.slot_A
         distribution = plan.draft_distribution if self.worker.name == ModelRole.DRAFT else plan.target_distribution
-        _, steps = drafter.draft(plan, distribution)
-        tree = steps[-1].tree
+        _, grown = drafter.draft(plan, distribution)
+        tree = grown.tree
         index_A = torch.arange(len(slot_A), device=slot_A.device)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
         choice = RoundChoice.of(
@@ -178,7 +178,7 @@ class ModelRunner:
             text_A=tree.text_X,
             mass_A=zero_A.double(),
         )
-        lineage = drafter.follow(plan, steps, choice).lineage
+        lineage = drafter.follow(plan, grown, choice).lineage
         logq_AK = tree.logq_XK
         exists_AK = torch.arange(drafter.shape.block, device=slot_A.device) < tree.count_X[:, None]
         nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1)[None], plan.group_A)[0]
@@ -242,7 +242,7 @@ class DraftRunner(ModelRunner):
             nodes=nodes,
             dists_YLV=self._dists_YLV,
         )
-        self._round: tuple[RoundPlan[Tensor], tuple[DraftStep, ...], tuple] | None = None
+        self._round: tuple[RoundPlan[Tensor], GrownRows, tuple] | None = None
 
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
         """Queue the draft's part of a round. What comes back of a round of the pair is a `DraftReport`."""
@@ -263,26 +263,24 @@ class DraftRunner(ModelRunner):
                 stages.run(key, "distributions", lambda: self._pick_distributions(self._kept_MLV, here.distribution_C))
                 self._channel.send("distributions", self._sent_CLV[:chains])
             began = stages.event()
-            drafted, steps = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_distribution))
+            drafted, grown = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_distribution))
             ended = stages.event()
             if chains and not ahead:
                 self._channel.send("distributions", self._dists_YLV[:chains])
             self._channel.send("rows", drafted.all_WX)
-        self._round = (here, steps, (began, ended))
+        self._round = (here, grown, (began, ended))
 
     @torch.inference_mode()
     def follow(self) -> AsyncResult:
         """Queue the rest of it: the chosen rows become the particles."""
         assert self._round is not None, "what is followed has been drafted"
-        plan, steps, span = self._round
+        plan, grown, span = self._round
         with self.stages.working():
             choice = RoundChoice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
-            report = self.stages.run(plan.key, "follow", lambda: self._follow(plan, steps, choice))
+            report = self.stages.run(plan.key, "follow", lambda: self._follow(plan, grown, choice))
             return self.stages.read(plan.key, report, {ModelRole.DRAFT: span})
 
-    def _follow(
-        self, plan: RoundPlan[Tensor], steps: tuple[DraftStep, ...], choice: RoundChoice
-    ) -> DraftReport[Tensor]:
+    def _follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         if self.config.lookahead and len(plan.chain_C):
             # The distributions go with the rows. What was sent has arrived: the choice was made by it.
             index_C, f = plan.chain_C, plan.branches
@@ -292,7 +290,7 @@ class DraftRunner(ModelRunner):
             row_C = choice.row_A[index_C]
             self._pick_distributions(self._dists_YLV, chain_A[row_C // f] * f + row_C % f)
             self._kept_MLV.index_copy_(0, plan.distribution_C, self._sent_CLV[: len(index_C)])
-        return self._drafter.follow(plan, steps, choice)
+        return self._drafter.follow(plan, grown, choice)
 
     def _join(self, group: SequenceHandoff) -> None:
         slots_N = self.state.join(group)

@@ -16,7 +16,7 @@ from smc.algorithm.selection import Selection, select
 from smc.attention.base import ForwardBatch
 from smc.distributions import DistributionSpec
 from smc.executor import draft
-from smc.executor.draft import Continuation, DraftInputs, DraftShape, DraftStep, ResumedSequences, TokenTree, reparent
+from smc.executor.draft import Continuation, DraftInputs, DraftShape, GrownRows, ResumedSequences, TokenTree, reparent
 from smc.executor.finalize import Finalized, finalize
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
@@ -118,7 +118,7 @@ class RoundOps(Protocol):
         nodes: InnerNodes,
         state: SlotState,
         plan: RoundPlan[Tensor],
-        steps: tuple[DraftStep, ...],
+        grown: GrownRows,
         choice: RoundChoice,
     ) -> None:
         """See `smc.executor.inner_nodes.keep_nodes`."""

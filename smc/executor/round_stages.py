@@ -22,6 +22,7 @@ from smc.executor.draft import (
     Continuation,
     DraftShape,
     DraftStep,
+    GrownRows,
     TokenTree,
     assign_chains,
 )
@@ -64,9 +65,7 @@ class Drafter:
     """Room for the log-distributions that tokens of chains are drawn from: L = K, or where the first is a guess K - 1.
     None: it has none."""
 
-    def draft(
-        self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]
-    ) -> tuple[DraftedRows, tuple[DraftStep, ...]]:
+    def draft(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> tuple[DraftedRows, GrownRows]:
         """Run the pending tokens of every particle, then extend rows by K tokens. The distributions of chains are
         written to the room for them."""
         begun = self.ops.begin_draft(self.state, plan, distribution, self.shape)
@@ -75,20 +74,25 @@ class Drafter:
             plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None
         )
         assigned = assign_chains(plan, begun.tree.alive_X) if PopulationKind.CHAINS in plan.kinds else None
-        steps = [self._extend(plan, begun.first, logits_SV, begun.tree, 0, assigned)]
-        for step in range(1, self.shape.block):
-            tree = steps[-1].tree
-            steps.append(self._extend(plan, begun.later, self._run(plan, begun.later, tree), tree, step, assigned))
-        return self.ops.pack_rows(self.state, plan, steps[-1].tree), tuple(steps)
+        keeps, steps = self.nodes is not None and PopulationKind.BEST in plan.kinds, []
+        tree, chosen = self._extend(plan, begun.first, logits_SV, begun.tree, 0, assigned)
+        for step in range(self.shape.block):
+            if step:
+                logits_SV = self._run(plan, begun.later, tree)
+                tree, chosen = self._extend(plan, begun.later, logits_SV, tree, step, assigned)
+            if keeps and chosen is not None:
+                expansion, candidates = chosen
+                steps.append(DraftStep(tree.mass_X, tree.text_X, expansion.parent_X, candidates))
+        return self.ops.pack_rows(self.state, plan, tree), GrownRows(tree, tuple(steps))
 
-    def follow(self, plan: RoundPlan[Tensor], steps: tuple[DraftStep, ...], choice: RoundChoice) -> DraftReport[Tensor]:
+    def follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         """Let the chosen rows be the particles."""
-        tree = steps[-1].tree
+        tree = grown.tree
         observed_2A = self.state.nan.expand(2, len(plan.slot_A))
         if self.kept_BV is not None and PopulationKind.BEST in plan.kinds:
             observed_2A = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_BV, self._coupling(plan))
-        if self.nodes is not None and PopulationKind.BEST in plan.kinds:
-            self.ops.keep_nodes(self.nodes, self.state, plan, steps, choice)
+        if self.nodes is not None and grown.steps:
+            self.ops.keep_nodes(self.nodes, self.state, plan, grown, choice)
         self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
         next_ = self.ops.resume_draft(self.state, plan, tree, choice, self.shape.block)
         self.ops.advance(self.state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
@@ -122,9 +126,9 @@ class Drafter:
         tree: TokenTree,
         step: int,
         assigned: ChainAssignment | None,
-    ) -> DraftStep:
+    ) -> tuple[TokenTree, tuple[Expansion, CandidateTokens] | None]:
         """Every row continues one of those before it with a token: at the first step a particle or an inner node, later
-        a row."""
+        a row. Returns the rows, and what was chosen of the group's candidates, if anything was."""
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
             logits_SV = self.ops.add_biases(
@@ -141,8 +145,7 @@ class Drafter:
             width = len(before.root_X) // len(tree.root_X)
             chains = self._drawn(plan, layout, logits_SV, tree, step, assigned, width)
         more = Continuation(chosen, own, chains)
-        after = self.ops.reparent(before, more, plan, self.state, step=step, branches=plan.branches)
-        return DraftStep(after, chosen)
+        return self.ops.reparent(before, more, plan, self.state, step=step, branches=plan.branches), chosen
 
     def _drawn(
         self,

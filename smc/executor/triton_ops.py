@@ -18,6 +18,7 @@ from smc.executor.draft import (
     DraftInputs,
     DraftShape,
     DraftStep,
+    GrownRows,
     ResumedSequences,
     TokenTree,
 )
@@ -201,15 +202,15 @@ class TritonOps(RoundOps):
         nodes: InnerNodes,
         state: SlotState,
         plan: RoundPlan[Tensor],
-        steps: tuple[DraftStep, ...],
+        grown: GrownRows,
         choice: RoundChoice,
     ) -> None:
         inner_nodes.keep_nodes(
             fields_of(NodeTensors, nodes),
             fields_of(PlanTensors, plan),
             state.logw_S,
-            steps[-1].tree.tokens_XK,
-            tuple(map(_step_tensors, steps)),
+            grown.tree.tokens_XK,
+            tuple(map(_step_tensors, grown.steps)),
             choice.all_9A,
         )
 
@@ -461,10 +462,8 @@ class TritonOps(RoundOps):
 
 
 def _step_tensors(step: DraftStep) -> StepTensors:
-    assert step.chosen is not None, "rows of exact decoding are chosen"
-    expansion, candidates = step.chosen
-    of_candidates = (candidates.token_RC.contiguous(), candidates.share_RC.contiguous())
-    return StepTensors(expansion.parent_X, *of_candidates, step.tree.mass_X, step.tree.text_X)
+    candidates = (step.candidates.token_RC.contiguous(), step.candidates.share_RC.contiguous())
+    return StepTensors(step.parent_X, *candidates, step.mass_X, step.text_X)
 
 
 def _scored(inputs: ScoreInputs) -> tuple[PlanTensors, BlockTensors, VerifyTensors, Tensor]:

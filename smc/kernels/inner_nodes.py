@@ -122,7 +122,8 @@ def limit_outcomes(plan: PlanTensors, rows: OutcomeRows, branches: int, has_rest
     share_XC, log_mass_M = room.floats(count, width), room.doubles(count * width)
     _limit_outcomes[(count,)](
         plan, rows, share_XC, log_mass_M, count, width, width - 1 if has_rest else -1,
-        F=branches, BLOCK_N=MAX_PARTICLES, CHUNK=chunk, num_warps=4,
+        # An outcome has one row more than its group where the first row's candidate is kept besides.
+        F=branches, BLOCK_N=2 * MAX_PARTICLES, CHUNK=chunk, num_warps=4,
     )  # fmt: skip
     return share_XC
 

@@ -32,7 +32,7 @@ from smc.philox import Purpose
 from tests.kernels.rounds import Round
 from tests.kernels.test_draft import DraftRound
 from tests.kernels.test_follow import choice_of
-from tests.kernels.test_inner_nodes import drafted_steps
+from tests.kernels.test_inner_nodes import grown_rows
 
 CPU = torch.device("cpu")
 KINDS = [
@@ -100,12 +100,12 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
         )
     choice = choice_of(made)
     TritonOps().observe_draws(made.state, plan, made.tree(), choice, kept_BV, coupling)
-    nodes, steps = InnerNodes(made.slots, made.k, vocab, CPU), drafted_steps(made)
-    TritonOps().keep_nodes(nodes, made.state, plan, steps, choice)
-    _, candidates = steps[0].chosen
+    nodes, grown = InnerNodes(made.slots, made.k, vocab, CPU), grown_rows(made)
+    TritonOps().keep_nodes(nodes, made.state, plan, grown, choice)
+    candidates = grown.steps[0].candidates
     particles = TorchOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True)).tree
     TritonOps().with_inner_nodes(nodes, plan, particles, candidates)
-    TritonOps().limit_outcomes(plan, steps[0].tree, candidates, True)
+    TritonOps().limit_outcomes(plan, grown.tree, candidates, True)
     token_RC, share_RC = torch.zeros(places, 33, dtype=torch.int64), torch.zeros(places, 33)
     bounds = (torch.zeros(1, dtype=torch.int32), torch.full((1,), places, dtype=torch.int32))
     most_G, kind_G, random_G = bounds[1], torch.full((1,), 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)

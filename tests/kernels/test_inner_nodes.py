@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
-from smc.executor.draft import DraftStep
+from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.executor.draft import DraftStep, GrownRows
 from smc.executor.inner_nodes import InnerNodes
 from smc.executor.messages import RoundChoice
 from smc.executor.ops import RoundOps, TorchOps
@@ -23,7 +23,7 @@ WIDTH = VOCAB + 1
 """Candidates of a row: every token, and one for the rest."""
 
 
-def drafted_steps(made: DraftRound) -> tuple[DraftStep, ...]:
+def grown_rows(made: DraftRound) -> GrownRows:
     """K steps of which each continues rows of the one before, as their tokens say."""
     rng, rows, kept = made.rng, made.places * made.f, []
     tokens_XK = np.zeros((rows, made.k), np.int64)
@@ -36,18 +36,11 @@ def drafted_steps(made: DraftRound) -> tuple[DraftStep, ...]:
         candidate_X = rng.integers(0, 3, rows)
         tokens_XK = tokens_XK[parent_X]
         tokens_XK[:, step] = token_XC[parent_X, candidate_X]
-        tree, mass_X = made.tree(), made.here(rng.normal(size=rows))
-        tree = type(tree)(
-            **{f.name: getattr(tree, f.name) for f in fields(tree)}
-            | {"tokens_XK": made.here(tokens_XK), "mass_X": mass_X}
-        )
+        tree = replace(made.tree(), tokens_XK=made.here(tokens_XK), mass_X=made.here(rng.normal(size=rows)))
         shares_XC = made.here(made.floats(rows, WIDTH))
-        none_G = made.here(np.zeros(len(made.plan.first_G)))
-        expansion = Expansion(
-            made.here(parent_X), made.here(candidate_X), mass_X, mass_X > -9, none_G, none_G > 0, none_G > 0
-        )
-        kept.append(DraftStep(tree, (expansion, CandidateTokens(made.here(token_XC), shares_XC, shares_XC))))
-    return tuple(kept)
+        candidates = CandidateTokens(made.here(token_XC), shares_XC, shares_XC)
+        kept.append(DraftStep(tree.mass_X, tree.text_X, made.here(parent_X), candidates))
+    return GrownRows(tree, tuple(kept))
 
 
 def choice_for(made: DraftRound) -> RoundChoice:
@@ -58,8 +51,8 @@ def choice_for(made: DraftRound) -> RoundChoice:
 
 
 def nodes_of(made: DraftRound, ops: RoundOps) -> tuple[InnerNodes, RoundChoice]:
-    nodes, steps, choice = InnerNodes(made.slots, made.k, VOCAB, made.device), drafted_steps(made), choice_for(made)
-    ops.keep_nodes(nodes, made.state, made.plan, steps, choice)
+    nodes, grown, choice = InnerNodes(made.slots, made.k, VOCAB, made.device), grown_rows(made), choice_for(made)
+    ops.keep_nodes(nodes, made.state, made.plan, grown, choice)
     return nodes, choice
 
 
@@ -103,12 +96,13 @@ def test_nodes_are_the_torch_ones(kinds):
 
 
 def outcomes_of(made: DraftRound) -> np.ndarray:
-    """Rows of one outcome are beside each other, and no more than the group has batch indices."""
+    """Rows of one outcome are beside each other: at most as many as the group has batch indices, and one more of its
+    first outcome."""
     outcome_X = np.arange(made.places * made.f)
     for size, first in zip(made.sizes, made.plan.first_G.tolist()):
         begin, end = first * made.f, (first + size) * made.f
         while begin < end:
-            more = int(made.rng.integers(1, size + 1))
+            more = size + 1 if begin == first * made.f else int(made.rng.integers(1, size + 1))
             outcome_X[begin : min(begin + more, end)] = begin
             begin += more
     return outcome_X
@@ -173,9 +167,9 @@ def test_no_outcome_is_that_of_a_row_and_none_is_there_twice():
         made = DraftRound(seed, frozenset({PopulationKind.BEST}), True, CPU)
         if made.k == 1:
             continue
-        nodes, steps, choice = InnerNodes(made.slots, made.k, VOCAB, CPU), drafted_steps(made), choice_for(made)
-        TorchOps().keep_nodes(nodes, made.state, made.plan, steps, choice)
-        tokens_AK, slot_A = steps[-1].tree.tokens_XK[choice.row_A], made.plan.slot_A
+        nodes, grown, choice = InnerNodes(made.slots, made.k, VOCAB, CPU), grown_rows(made), choice_for(made)
+        TorchOps().keep_nodes(nodes, made.state, made.plan, grown, choice)
+        tokens_AK, slot_A = grown.tree.tokens_XK[choice.row_A], made.plan.slot_A
         for size, first in zip(made.sizes, made.plan.first_G.tolist()):
             alive = [a for a in range(first, first + size) if choice.alive_A[a]]
             paths = {tuple(tokens_AK[a, : d + 1].tolist()) for a in alive for d in range(int(choice.count_A[a]))}
