@@ -22,11 +22,15 @@ def serve(arguments: ServeOptions) -> int:
     import asyncio
     import logging
 
+    from services.gateway.ports import check_ports
+
     given: dict[str, Any] = {"max_queue": MAX_QUEUE}
     if arguments.config is not None:
         given |= config_file.read(arguments.config, ServeOptions)
     given |= options.given(asdict(arguments))
     group, gateway = worker_group_config(given), gateway_config(given)
+    if not arguments.print_config:
+        check_ports(gateway)  # before the models are looked at, which may take seconds
     group.serving_pair()
     if arguments.print_config:
         print(config_file.text_of(effective(group, gateway, given), ServeOptions), end="")

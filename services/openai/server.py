@@ -327,14 +327,15 @@ class OpenAiServer:
         await self._runner.setup()
         context = server_context(*config.tls) if config.tls else None
         host = config.host.strip("[]")
-        self._site = web.TCPSite(self._runner, host, config.http_port, ssl_context=context)
+        site = web.TCPSite(self._runner, host, config.http_port, ssl_context=context)
         try:
-            await self._site.start()
+            await site.start()
         except OSError as error:
             await self._runner.cleanup()
             raise OSError(
                 f"cannot listen on {host}:{config.http_port}: {error.strerror}; give another http_port, or 0 for any"
             ) from error
+        self._site = site
         assert self._runner.server is not None
         self._connections = HttpConnections(self._runner.server, config.write_timeout, config.max_connection_age)
         port = self._runner.addresses[0][1]
