@@ -18,6 +18,7 @@ from services.batch.lines import RequestReader, fingerprint
 from services.batch.output_file import OutputFile, Survey, rest, survey
 from services.batch.runner import BatchRunner, Limit, RetryingDecoder, ServiceState
 from services.launch.config import WorkerGroupConfig
+from services.launch.gpus import check_gpus
 from smc.model.source import name_dtypes
 
 
@@ -197,6 +198,7 @@ class BatchRun:
             progress.count(record)
             self._display.update(progress)
 
+        check_gpus(self._group, self._ray_address)
         self._display.say(
             f"{progress.before.total - progress.done:,} of {progress.before.total:,} lines to do; starting the models"
         )

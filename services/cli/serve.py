@@ -23,6 +23,7 @@ def serve(arguments: ServeOptions) -> int:
     import logging
 
     from services.gateway.ports import check_ports
+    from services.launch.gpus import check_gpus
 
     given: dict[str, Any] = {"max_queue": MAX_QUEUE}
     if arguments.config is not None:
@@ -35,6 +36,7 @@ def serve(arguments: ServeOptions) -> int:
     if arguments.print_config:
         print(config_file.text_of(effective(group, gateway, given), ServeOptions), end="")
         return 0
+    check_gpus(group, given.get("ray_address"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     err.print("starting Ray; then draft, target and coordinator, each in a process of its own", soft_wrap=True)
     begin = time.monotonic()
