@@ -25,6 +25,7 @@ from services.openai.requests import (
     COMPLETIONS,
     LONGEST,
     BadRequest,
+    BodyTooLarge,
     CompletionRequest,
     Refusal,
     parse,
@@ -451,7 +452,10 @@ class OpenAiServer:
             raise BadRequest(f"content-type={request.content_type!r}; allowed: application/json", None, 415)
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
             raise BadRequest(f"content-encoding={encoding!r}; allowed: none", None, 415)
-        too_large = TooLarge(f"the body has more than {self._limit} bytes, as many as are allowed")
+        if self._config.max_message_bytes is None:
+            too_large: TooLarge = BodyTooLarge(self._limit, self._handler.pair.context, request.path == CHAT)
+        else:
+            too_large = TooLarge(f"the body has more than {self._limit} bytes, as many as are allowed")
         if (request.content_length or 0) > self._limit:
             raise too_large
         try:
