@@ -295,6 +295,7 @@ class OpenAiServer:
         self._tokens = config.tokens()
         self._limit = config.message_bytes(pair.context)
         self._names = config.served_model_names or (pair.target.name,)
+        self._fingerprint = pair.fingerprint()
         self._began = int(time.time())
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
@@ -497,7 +498,7 @@ class OpenAiServer:
         try:
             requests = await requests_of(completion, request_id, self._handler)
             records.extend(records[0].another() for _ in requests[1:])
-            heading = ResponseHeader(request_id, int(time.time()), self._names[0], completion.chat)
+            heading = ResponseHeader(request_id, int(time.time()), self._names[0], completion.chat, self._fingerprint)
             return await answered(completion, requests, heading, self._handler, records, reply)
         except ValueError as error:
             raise completion.named(error) from error
