@@ -141,6 +141,10 @@ class Tokenizer:
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
         return self.encode(text, add_special=False, limit=limit)
 
+    def token(self, token_id: int) -> str | None:
+        """As the vocabulary writes it; None if no token has this id."""
+        return self._tokenizer.id_to_token(token_id)
+
     def fingerprint(self) -> str:
         """Hash of the id -> token mapping, including added tokens. Equal fingerprints mean equal vocabularies."""
         pairs = sorted(
