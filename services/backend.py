@@ -6,17 +6,22 @@ The service's backend is `services.launch.supervisor.Supervisor`, which passes r
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Output
 from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
 from smc.model.config import ModelConfig
 from smc.model.tokenizer import Tokenizer
 
+ENGINE_FIELDS = ("form", "block", "branches", "defensive_share")
+"""Settings of the engine that answers depend on."""
 MAX_SALT_SIZE = 256
 """Characters."""
 
@@ -63,6 +68,17 @@ class ServingPair:
     """`nccl`, `grpc`, or `local` for workers in this process."""
     files: Path | None = None
     """Directory with the tokenizer's files; None: it is of none."""
+    dtypes: str = "float32"
+    """Of both models, as `smc.model.source.name_dtypes` writes them."""
+
+    def fingerprint(self) -> str:
+        """What answers depend on besides the request: two services, or runs of a batch, of the same fingerprint give
+        the same answers to the same seeds."""
+        settings = {name: getattr(self.engine, name) for name in ENGINE_FIELDS}
+        models = [(model.name, model.parameters) for model in (self.target, self.draft)]
+        # What a request leaves out has the library's defaults.
+        parts = [models, settings, asdict(SamplingParams()), self.context, self.dtypes]
+        return f"smc_{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]}"
 
 
 class Backend(Protocol):

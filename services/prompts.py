@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.pb import generation_pb2 as pb
+from smc.api.limits import PromptTooLong
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.admission import QueueFull, check_prompt
 
@@ -59,7 +60,8 @@ def of_negative() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"negative_prompt: {error}") from error
+        kind = PromptTooLong if isinstance(error, PromptTooLong) else ValueError
+        raise kind(f"negative_prompt: {error}") from error
 
 
 def _written(message: dict[str, Any]) -> int:
@@ -132,7 +134,9 @@ class PromptEncoder:
         if not count:
             raise ValueError("chat.messages is empty; allowed: at least one message")
         if count > self._limit:  # templates put a token at least around each
-            raise ValueError(f"chat has {count} messages; allowed: at most {self._limit}")
+            raise PromptTooLong(
+                f"chat has {count} messages, a token each at least; allowed: at most {self._limit} tokens"
+            )
 
     async def _encode_long(self, prompt: Prompt) -> Sequence[int]:
         size = prompt.size

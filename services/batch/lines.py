@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from services.openai.responses import ResponseHeader, choice, response
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.outputs import Answer
 from smc.api.request import Request
-from smc.api.sampling_params import SamplingParams
 
 URLS = (COMPLETIONS, CHAT)
 FIELDS = ("custom_id", "method", "url", "body")
@@ -123,19 +122,6 @@ def _check_is_for_a_file(completion: CompletionRequest) -> None:
     ):
         if value != fixed:
             raise BadRequest(f"{name}={value!r}; allowed: {fixed!r}, {why}; or leave it out", name)
-
-
-ENGINE_FIELDS = ("form", "block", "branches", "defensive_share")
-"""Settings of the engine that answers depend on."""
-
-
-def fingerprint(pair: ServingPair, dtypes: str) -> str:
-    """What answers depend on besides the request: two runs of the same fingerprint give the same answers to the same
-    seeds."""
-    settings = {name: getattr(pair.engine, name) for name in ENGINE_FIELDS}
-    models = [(model.name, model.parameters) for model in (pair.target, pair.draft)]
-    # What a line leaves out has the library's defaults.
-    return "smc_" + _digest([models, settings, asdict(SamplingParams()), pair.context, dtypes])
 
 
 def record_id(line: Line) -> str:

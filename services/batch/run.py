@@ -14,11 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from services.batch.lines import RequestReader, fingerprint
+from services.batch.lines import RequestReader
 from services.batch.output_file import OutputFile, Survey, rest, survey
 from services.batch.runner import BatchRunner, Limit, RetryingDecoder, ServiceState
 from services.launch.config import WorkerGroupConfig
-from smc.model.source import name_dtypes
+from services.launch.gpus import check_gpus
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class BatchRun:
         """Raises ValueError for models that cannot be served this way."""
         self._config, self._group, self._ray_address, self._display = config, group, ray_address, display
         self._pair = group.serving_pair()
-        self._fingerprint = fingerprint(self._pair, name_dtypes(group.dtypes))
+        self._fingerprint = self._pair.fingerprint()
         self._requests = RequestReader(self._pair, config.seed)
 
     def run(self) -> BatchProgress:
@@ -197,6 +197,7 @@ class BatchRun:
             progress.count(record)
             self._display.update(progress)
 
+        check_gpus(self._group, self._ray_address)
         self._display.say(
             f"{progress.before.total - progress.done:,} of {progress.before.total:,} lines to do; starting the models"
         )

@@ -22,15 +22,21 @@ def serve(arguments: ServeOptions) -> int:
     import asyncio
     import logging
 
+    from services.gateway.ports import check_ports
+    from services.launch.gpus import check_gpus
+
     given: dict[str, Any] = {"max_queue": MAX_QUEUE}
     if arguments.config is not None:
         given |= config_file.read(arguments.config, ServeOptions)
     given |= options.given(asdict(arguments))
     group, gateway = worker_group_config(given), gateway_config(given)
+    if not arguments.print_config:
+        check_ports(gateway)  # before the models are looked at, which may take seconds
     group.serving_pair()
     if arguments.print_config:
         print(config_file.text_of(effective(group, gateway, given), ServeOptions), end="")
         return 0
+    check_gpus(group, given.get("ray_address"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     err.print("starting Ray; then draft, target and coordinator, each in a process of its own", soft_wrap=True)
     begin = time.monotonic()

@@ -11,10 +11,13 @@ import logging
 import os
 import secrets
 import signal
+import subprocess
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._private import services as ray_services
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -111,16 +114,35 @@ def connect(address: str | None) -> bool:
         "logging_level": logging.ERROR,
     }
     start: dict[str, Any] = {"address": "local", "num_cpus": LOCAL_CPUS, "_node_ip_address": "127.0.0.1", **options}
-    try:
-        ray.init(**start)
-    except Exception as error:
-        # Ray gives itself half a minute, which a busy machine may not have had for it.
-        if not any(words in str(error) for words in SLOW_STARTS):
-            raise
-        logger.warning("Ray was not up in time; it is started once more")
-        ray.shutdown()
-        ray.init(**start)
+    with _own_sessions():
+        try:
+            ray.init(**start)
+        except Exception as error:
+            # Ray gives itself half a minute, which a busy machine may not have had for it.
+            if not any(words in str(error) for words in SLOW_STARTS):
+                raise
+            logger.warning("Ray was not up in time; it is started once more")
+            ray.shutdown()
+            ray.init(**start)
     return True
+
+
+@contextlib.contextmanager
+def _own_sessions() -> Iterator[None]:
+    """Processes that Ray starts inside, and with them their children, the ranks, get sessions of their own: a signal to
+    the process group of this process, as of `timeout` or a terminal, must not end them before calls in flight have
+    finished. They end with this process: Ray asks the kernel for that."""
+    services: Any = ray_services  # Ray has no setting for this.
+    starter = services.ConsolePopen
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen:
+        return starter(*arguments, **options | {"start_new_session": True})
+
+    services.ConsolePopen = start
+    try:
+        yield
+    finally:
+        services.ConsolePopen = starter
 
 
 def disconnect() -> None:

@@ -12,7 +12,7 @@ from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import DTYPE_NAMES, UNSET
 from smc.model.parallel import Shard, local_config
-from smc.model.source import LOADS, SourcePair, pair_dtypes
+from smc.model.source import LOADS, SourcePair, name_dtypes, pair_dtypes
 from smc.types import ModelRole
 
 DEVICES = {"cpu": "float32", "cuda": "bfloat16"}
@@ -137,4 +137,5 @@ class WorkerGroupConfig:
             engine=self.engine,
             link=self.link,
             files=sources.target.tokenizer_files,
+            dtypes=name_dtypes(self.dtypes),
         )

@@ -22,6 +22,7 @@ from services.coordinator.remote_engine import CoordinatorSpec
 from services.launch import cluster
 from services.launch.config import WorkerGroupConfig
 from services.launch.errors import WorkerGroupError
+from services.launch.gpus import warn_of_few_gpus
 from services.link.base import LinkError
 from services.link.connect import Rendezvous
 from services.workers.process import RankSpec
@@ -257,6 +258,7 @@ class WorkerGroup:
         self._rendezvous = Rendezvous(
             host, self._store.port, self.incarnation, self.secret, config.link, config.start_timeout
         )
+        warn_of_few_gpus(config)
         for role in ModelRole:
             self._start_side(role, self._rendezvous)
         with self._adding():

@@ -19,9 +19,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from services.backend import check_cache_salt
-from services.errors import status_of
+from services.errors import TooLarge, status_of
 from services.prompts import Prompt, of_negative
-from smc.api.limits import MAX_TOP_LOGPROBS
+from smc.api.limits import MAX_TOP_LOGPROBS, PromptTooLong
 from smc.api.request import check_guidance
 from smc.api.sampling_params import SETTINGS, SamplingParams
 from smc.model.tokenizer import Tokenizer
@@ -86,6 +86,8 @@ HTTP = {
     "deadline": (504, "timeout_error"),
 }
 """Status and type, by `services.errors.Status.cause`. A caller that does not read its answer gets none."""
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code, which clients know, for too long a prompt."""
 _FIRST_WORD = re.compile(r"[a-z_]+")
 _OF_PROMPTS = re.compile("the prompt|chat|cannot encode|the chat template")
 
@@ -97,6 +99,18 @@ class BadRequest(ValueError):
         """`param`: the field; `code`: OpenAI's word for what is wrong, where it has one."""
         super().__init__(message)
         self.param, self.http_status, self.code = param, http_status, code
+
+
+class BodyTooLarge(TooLarge):
+    """The body has more bytes than a prompt that the context holds: its text is not read, let alone tokenised."""
+
+    http_status, code = 400, CONTEXT_LENGTH_EXCEEDED
+
+    def __init__(self, limit: int, context: int, chat: bool) -> None:
+        super().__init__(
+            f"the body has more than {limit} bytes, too long a prompt; allowed: at most {context - 1} tokens"
+        )
+        self.param = "messages" if chat else "prompt"
 
 
 @dataclass(frozen=True)
@@ -128,9 +142,8 @@ def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:
         return error
     message = str(error)
     first = _FIRST_WORD.match(message)
-    return BadRequest(
-        message, first[0] if first and first[0] in names else prompt if _OF_PROMPTS.match(message) else None
-    )
+    param = first[0] if first and first[0] in names else prompt if _OF_PROMPTS.match(message) else None
+    return BadRequest(message, param, code=CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None)
 
 
 def _neutral(*values: Any, why: str = "there is no such setting here") -> AfterValidator:

@@ -36,17 +36,17 @@ class ResponseHeader:
     """Seconds since the epoch."""
     model: str
     chat: bool
-    fingerprint: str | None = None
+    fingerprint: str
 
     def fields(self, chunk: bool = False) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
-        fields = {
+        return {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
             "object": kind,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": self.fingerprint,
         }
-        return fields | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {})
 
 
 def response(

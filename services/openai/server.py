@@ -25,6 +25,7 @@ from services.openai.requests import (
     COMPLETIONS,
     LONGEST,
     BadRequest,
+    BodyTooLarge,
     CompletionRequest,
     Refusal,
     parse,
@@ -294,6 +295,7 @@ class OpenAiServer:
         self._tokens = config.tokens()
         self._limit = config.message_bytes(pair.context)
         self._names = config.served_model_names or (pair.target.name,)
+        self._fingerprint = pair.fingerprint()
         self._began = int(time.time())
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
@@ -327,14 +329,15 @@ class OpenAiServer:
         await self._runner.setup()
         context = server_context(*config.tls) if config.tls else None
         host = config.host.strip("[]")
-        self._site = web.TCPSite(self._runner, host, config.http_port, ssl_context=context)
+        site = web.TCPSite(self._runner, host, config.http_port, ssl_context=context)
         try:
-            await self._site.start()
+            await site.start()
         except OSError as error:
             await self._runner.cleanup()
             raise OSError(
                 f"cannot listen on {host}:{config.http_port}: {error.strerror}; give another http_port, or 0 for any"
             ) from error
+        self._site = site
         assert self._runner.server is not None
         self._connections = HttpConnections(self._runner.server, config.write_timeout, config.max_connection_age)
         port = self._runner.addresses[0][1]
@@ -450,7 +453,10 @@ class OpenAiServer:
             raise BadRequest(f"content-type={request.content_type!r}; allowed: application/json", None, 415)
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
             raise BadRequest(f"content-encoding={encoding!r}; allowed: none", None, 415)
-        too_large = TooLarge(f"the body has more than {self._limit} bytes, as many as are allowed")
+        if self._config.max_message_bytes is None:
+            too_large: TooLarge = BodyTooLarge(self._limit, self._handler.pair.context, request.path == CHAT)
+        else:
+            too_large = TooLarge(f"the body has more than {self._limit} bytes, as many as are allowed")
         if (request.content_length or 0) > self._limit:
             raise too_large
         try:
@@ -492,7 +498,7 @@ class OpenAiServer:
         try:
             requests = await requests_of(completion, request_id, self._handler)
             records.extend(records[0].another() for _ in requests[1:])
-            heading = ResponseHeader(request_id, int(time.time()), self._names[0], completion.chat)
+            heading = ResponseHeader(request_id, int(time.time()), self._names[0], completion.chat, self._fingerprint)
             return await answered(completion, requests, heading, self._handler, records, reply)
         except ValueError as error:
             raise completion.named(error) from error

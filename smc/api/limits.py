@@ -23,3 +23,7 @@ MAX_STOP_BYTES = 1000
 """Most bytes of all stop strings of a request together, in UTF-8."""
 UNSET: Any = None
 """The default of a field that is filled in when its object is built."""
+
+
+class PromptTooLong(ValueError):
+    """A prompt has more tokens than are allowed; the message says how many it has and how many are allowed."""

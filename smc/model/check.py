@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from smc.model.config import ModelConfig, read_quantisation_config
@@ -104,7 +105,7 @@ def _compare(target: Tokenizer, draft: Tokenizer) -> list[str]:
     if target.fingerprint() != draft.fingerprint():
         problems.append(
             f"target and draft have different vocabularies ({target.size} and {draft.size} ids); "
-            f"every id must mean the same token in both"
+            f"every id must mean the same token in both{_first_differences(target, draft)}"
         )
     if target.eos_ids != draft.eos_ids:
         problems.append(
@@ -112,3 +113,15 @@ def _compare(target: Tokenizer, draft: Tokenizer) -> list[str]:
             f"both must have the same end-of-text ids"
         )
     return problems
+
+
+MOST_DIFFERENCES = 3
+"""Ids that are named where vocabularies differ."""
+
+
+def _first_differences(target: Tokenizer, draft: Tokenizer) -> str:
+    """The first ids that mean other tokens; empty if one vocabulary only continues the other."""
+    pairs = ((i, target.token(i), draft.token(i)) for i in range(min(target.size, draft.size)))
+    differing = (f"{i} is {ours!r} and {theirs!r}" for i, ours, theirs in pairs if ours != theirs)
+    first = ", ".join(islice(differing, MOST_DIFFERENCES))
+    return f"; the first that do not: {first}" if first else ""

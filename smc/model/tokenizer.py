@@ -19,6 +19,7 @@ import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from smc.api.limits import PromptTooLong
 from smc.model.config import read_json
 
 _SUPPORTED_DECODERS = (
@@ -90,7 +91,7 @@ class Tokenizer:
         rejected before it is encoded. Releases the interpreter lock while encoding."""
         least = len(text) // self._max_bytes if self._max_bytes else 0
         if limit is not None and least > limit:
-            raise ValueError(
+            raise PromptTooLong(
                 f"the prompt has {len(text)} characters, at least {least} tokens; allowed: at most {limit} tokens"
             )
         try:
@@ -99,7 +100,7 @@ class Tokenizer:
         except TypeError as error:  # a lone surrogate has no UTF-8 form
             raise ValueError(f"cannot encode {text!r}: {error}; text that is valid Unicode is needed") from error
         if limit is not None and len(encoding) > limit:
-            raise ValueError(f"the prompt has {len(encoding)} tokens; allowed: at most {limit}")
+            raise PromptTooLong(f"the prompt has {len(encoding)} tokens; allowed: at most {limit}")
         return encoding.ids
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -139,6 +140,10 @@ class Tokenizer:
         ) as error:  # the template is the model's code and the messages are the caller's, so any exception is possible
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
         return self.encode(text, add_special=False, limit=limit)
+
+    def token(self, token_id: int) -> str | None:
+        """As the vocabulary writes it; None if no token has this id."""
+        return self._tokenizer.id_to_token(token_id)
 
     def fingerprint(self) -> str:
         """Hash of the id -> token mapping, including added tokens. Equal fingerprints mean equal vocabularies."""

@@ -4,6 +4,7 @@ an engine could ever run are in `smc.scheduler.capacity`."""
 from __future__ import annotations
 
 from smc.api.engine_config import EngineConfig
+from smc.api.limits import PromptTooLong
 from smc.types import ModelRole
 
 
@@ -41,7 +42,9 @@ def check_prompt(size: int, context: int) -> None:
     if not size:
         raise ValueError("the prompt is empty; at least one token is needed")
     if size >= context:
-        raise ValueError(f"the prompt has {size} tokens; allowed: at most {context - 1}, to leave room for an answer")
+        raise PromptTooLong(
+            f"the prompt has {size} tokens; allowed: at most {context - 1}, to leave room for an answer"
+        )
 
 
 def check_negative(size: int, max_tokens: int, context: int) -> None:

@@ -7,7 +7,6 @@ import fcntl
 
 import pytest
 
-from services.batch.lines import fingerprint
 from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 from tests.batch.asking import answer_file, chat, write_lines
@@ -25,7 +24,7 @@ def files(tmp_path):
 
 def finish(source, output) -> None:
     pair = WorkerGroupConfig(engine=EngineConfig(cohorts=2)).serving_pair()
-    answer_file(pair, source, output, fingerprint=fingerprint(pair, "float32"))
+    answer_file(pair, source, output, fingerprint=pair.fingerprint())
 
 
 def test_all_done(smcserve, files):

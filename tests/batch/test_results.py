@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from services.backend import RequestFailed, Unavailable
-from services.batch.lines import RequestReader, answered, fingerprint, refused
+from services.batch.lines import RequestReader, answered, refused
 from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason
@@ -106,10 +106,10 @@ def test_why_there_is_no_answer(error, code, message):
 
 def test_the_fingerprint_changes_with_what_answers_depend_on():
     def of(**engine) -> str:
-        return fingerprint(WorkerGroupConfig(engine=EngineConfig(**engine)).serving_pair(), "float32")
+        return WorkerGroupConfig(engine=EngineConfig(**engine)).serving_pair().fingerprint()
 
     plain = of()
     assert of(max_slots=8, cohorts=2, prefill_chunk=64, prefix_cache=False) == plain
     changed = [of(block=4), of(branches=2), of(form="lockstep"), of(max_context=100)]
     assert len({plain, *changed}) == 5
-    assert fingerprint(WorkerGroupConfig().serving_pair(), "bfloat16") != plain
+    assert WorkerGroupConfig(dtype="bfloat16").serving_pair().fingerprint() != plain

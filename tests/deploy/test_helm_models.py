@@ -397,3 +397,11 @@ def test_a_mistake_is_told_at_once_and_ends_the_pod(server, tmp_path):
         and "Traceback" not in ran.stderr
     )
     assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize(
+    ("engine", "cohorts"), [({}, None), ({"form": "lockstep"}, None), ({"form": "lockstep", "cohorts": 3}, 3)]
+)
+def test_micro_batches_are_the_commands_own_unless_they_are_given(engine, cohorts):
+    """With look-ahead both models are at work already: the command takes one micro-batch, in lockstep two."""
+    assert config(render(POD, {"engine": engine})).get("cohorts") == cohorts

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smc.model.check import check_pair, require_pair
+from smc.model.tokenizer import Tokenizer
 from tests.model.tiny import random_decoder, save_byte_level, save_sentencepiece, save_tiny, tiny_config, write_json
 
 
@@ -54,6 +55,16 @@ def test_different_vocabularies(pair):
     save_byte_level(pair[1], words=("extra",))
     with pytest.raises(ValueError, match=r"target and draft have different vocabularies \(\d+ and \d+ ids\)"):
         require_pair(*pair)
+
+
+def test_vocabularies_of_one_size_that_differ(pair):
+    """The first tokens that differ are named."""
+    for directory, words in zip(pair, (("one", "alike", "two", "six", "ten"), ("ONE", "alike", "TWO", "SIX", "TEN"))):
+        save_byte_level(directory, words=words)
+    (problem,) = [one for one in check_pair(*pair).problems if "different vocabularies" in one]
+    first = Tokenizer.load(pair[0]).size - 5
+    each = [f"{first + at} is {word!r} and {word.upper()!r}" for at, word in ((0, "one"), (2, "two"), (3, "six"))]
+    assert f"the first that do not: {', '.join(each)}" in problem and "ten" not in problem
 
 
 def test_different_kinds_of_tokenizer(pair):

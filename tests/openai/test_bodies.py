@@ -145,7 +145,8 @@ WRONG = [
     ("body", "param", "message"), WRONG, ids=[f"{index} {param}" for index, (_, param, _) in enumerate(WRONG)]
 )
 def test_a_field_that_is_wrong(service, body, param, message):
-    is_error(post(service, body), 400, "invalid", message, param=param)
+    code = "context_length_exceeded" if "at most 511" in message else "invalid"
+    is_error(post(service, body), 400, code, message, param=param)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,8 @@ def test_a_field_that_is_wrong(service, body, param, message):
 )
 def test_a_prompt_that_is_wrong(service, prompt, message):
     said = post(service, json.dumps({"prompt": prompt}).encode(), COMPLETIONS)
-    is_error(said, 400, "invalid", message, param="n" if "answers" in message else "prompt")
+    code = "context_length_exceeded" if "600 tokens" in message else "invalid"
+    is_error(said, 400, code, message, param="n" if "answers" in message else "prompt")
 
 
 def test_what_is_neutral_is_accepted(service):

@@ -102,12 +102,14 @@ def test_a_body_too_large(service):
     """Said before it is read, or when it has become too much; either way nothing of it is parsed."""
     rejected = {"code": "RESOURCE_EXHAUSTED", "cause": "too_large"}
     before = service.metric("smc_requests_rejected_total", **rejected)
-    is_error(post(service, chat("x" * 100_000)), 413, "too_large", "more than 73728 bytes")
+    is_error(
+        post(service, chat("x" * 100_000)), 400, "context_length_exceeded", "more than 73728 bytes", param="messages"
+    )
     assert service.metric("smc_requests_rejected_total", **rejected) == before + 1
     connection = connect(service)
     chunks = (b"x" * 8192 for _ in range(20))
     connection.request("POST", CHAT, chunks, {"content-type": "application/json"}, encode_chunked=True)
-    assert connection.getresponse().status == 413
+    assert connection.getresponse().status == 400
     connection.close()
 
 

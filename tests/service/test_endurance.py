@@ -60,7 +60,8 @@ def test_hundreds_of_requests_in_a_row(start):
 
 @pytest.mark.slow
 def test_sigterm_under_load(tmp_path):
-    """The command itself: calls in flight finish, later ones get UNAVAILABLE, exit code 0, no process stays."""
+    """The command itself, by a signal to its process group, as of `timeout` or a terminal: calls in flight finish, later
+    ones get UNAVAILABLE, exit code 0, no process stays."""
     log = tmp_path / "log"
     command = [
         sys.executable,
@@ -73,7 +74,9 @@ def test_sigterm_under_load(tmp_path):
         "5",
     ]
     with log.open("w") as out:
-        served = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"COLUMNS": "400"})
+        served = subprocess.Popen(
+            command, stdout=out, stderr=out, env=os.environ | {"COLUMNS": "400"}, start_new_session=True
+        )
     try:
         port = _port(served, log)
         family = psutil.Process(served.pid).children(recursive=True)
@@ -81,7 +84,7 @@ def test_sigterm_under_load(tmp_path):
             params = {"particles": 4, "max_tokens": 200, "ignore_eos": True}
             calls = [pool.submit(client.generate, QUESTION, seed=i, timeout=60, **params) for i in range(4)]
             _wait(lambda: client.server_info().running == 4, 10)
-            served.send_signal(signal.SIGTERM)
+            os.killpg(served.pid, signal.SIGTERM)
             _wait(lambda: _refuses(client), 5)
             assert [len(call.result(60).tokens) for call in calls] == [200] * 4
         assert served.wait(30) == 0, log.read_text()

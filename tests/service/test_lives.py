@@ -72,10 +72,13 @@ def test_stop_in_the_middle_of_a_start(ray_cluster, ready):
     until(lambda: ray.available_resources().get("CPU") == room, 20, "its place is not given back")
 
 
-def test_stop_while_it_waits_for_room(ray_cluster):
+def test_stop_while_it_waits_for_room(ray_cluster, caplog):
+    """What is missing is said at once."""
     others = ranks()
     group, thread, errors = start_in_thread(device="cuda")
     until(lambda: group._groups, 30, "nothing was reserved")
+    said = "--device cuda needs 2: --target-tp 1 and --draft-tp 1, one for each process; waiting for hosts to join"
+    assert f"the cluster has no GPUs; {said}" in caplog.text
     group.stop(timeout=0.1)
     thread.join(10)
     assert not thread.is_alive() and errors, "the start still waits"

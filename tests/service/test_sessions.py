@@ -1,0 +1,22 @@
+"""A signal to this process's group, as of `timeout` or a terminal, reaches none of Ray's processes."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import pytest
+
+from services.client import Client
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+def test_processes_of_ray_are_in_other_sessions(group):
+    with Client(group.address) as client:
+        assert client.generate("1 + 1 =", seed=1, max_tokens=2).tokens
+    ours = os.getsid(0), os.getpgid(0)
+    children = psutil.Process().children(recursive=True)
+    names = {child.pid: child.name() for child in children if child.status() != psutil.STATUS_ZOMBIE}
+    assert {"gcs_server", "raylet"} <= set(names.values()) and set(group.pids().values()) <= set(names)
+    assert not [name for pid, name in names.items() if os.getsid(pid) == ours[0] or os.getpgid(pid) == ours[1]]
