@@ -23,6 +23,7 @@ LIBRARY = [
     ("smc.calibration",),
     ("smc.local_engine",),
     ("smc.demo",),
+    ("smc.probe",),
     ("smc.loading",),
 ]
 """Layers, lowest first; those of one layer may import each other."""

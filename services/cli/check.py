@@ -5,31 +5,113 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
 from services.cli import options
-from smc.terminal import out
+from smc.api.sampling_params import SamplingParams
+from smc.terminal import finite, out
 
 if TYPE_CHECKING:
     from smc.model.check import ModelReport, PairReport
+    from smc.probe import Probe
 
 
-def check(target: options.Target = None, draft: options.Draft = None, as_json: options.JsonFlag = False) -> int:
-    """Say whether two model directories fit together; no weight is loaded."""
+Probed = Annotated[
+    bool,
+    options.option(
+        options.MEASURE,
+        "Load both models and run a few prompts: acceptance by depth, KL divergence, expected speed, and which method to "
+        "use.",
+        "--probe",
+        show_default=False,
+        metavar="",
+    ),
+]
+
+
+def check(
+    target: options.Target = None,
+    draft: options.Draft = None,
+    probed: Probed = False,
+    particles: Annotated[
+        int | None,
+        options.option(options.PARTICLES, "N of --probe. Default: 8.", "--particles", "-n", metavar="N"),
+    ] = None,
+    temperature: Annotated[
+        float | None, options.option(options.SAMPLING, "Of --probe. Default: 1.", metavar="T")
+    ] = None,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    as_json: options.JsonFlag = False,
+) -> int:
+    """Say whether two model directories fit together; without --probe no weight is loaded."""
     from smc.loading import pair_directories
     from smc.model.check import check_pair
 
+    if not probed and not (particles is None and temperature is None and threads is None and device == "cpu"):
+        raise ValueError("--particles, --temperature, --device and --threads have no effect without --probe")
+    if particles is not None:
+        SamplingParams(method="exact", particles=particles)
+    if temperature is not None and not 0 < temperature <= 2:
+        raise ValueError(f"--temperature {temperature:g}; allowed with --probe: above 0, at most 2")
     directories = pair_directories(target, draft)
     report = check_pair(*directories)
+    found = None
+    if probed and not report.problems:
+        found = _probe(directories, device, threads, particles or 8, 1.0 if temperature is None else temperature)
     if as_json:
-        print(json.dumps({"ok": not report.problems, **asdict(report)}))
+        print(
+            json.dumps({"ok": not report.problems, **asdict(report), **({"probe": _as_dict(found)} if found else {})})
+        )
     else:
         _print(report, directories)
+        if found is not None:
+            _print_probe(found)
     return 1 if report.problems else 0
+
+
+def _probe(
+    directories: tuple[Path, Path], device: str, threads: int | None, particles: int, temperature: float
+) -> Probe:
+    from smc.demo.problems import generate
+    from smc.loading import DEMO, load_pair, use_threads
+    from smc.local_engine import stored_latency
+    from smc.probe import CONFIG, PROMPTS, probe_pair
+
+    use_threads(threads, directories)
+    pair = load_pair(directories, device, None)
+    texts = [problem.question for problem in generate(0, len(PROMPTS), "test")] if directories == DEMO else PROMPTS
+    chat = pair.tokenizer.has_chat_template
+    prompts = [
+        pair.tokenizer.chat([{"role": "user", "content": text}]) if chat else pair.tokenizer.encode(text)
+        for text in texts
+    ]
+    return probe_pair(pair, prompts, stored_latency(pair, directories, CONFIG), particles, temperature)
+
+
+def _as_dict(found: Probe) -> object:
+    return finite({**asdict(found), "recommendation": found.recommendation})
+
+
+def _print_probe(found: Probe) -> None:
+    depths = ", ".join(f"{share:.0%}" for share in found.accepted_by_depth)
+    speeds = {"exact": found.exact_speed, "smc": found.smc_speed}
+    lines = [
+        f"probe: {found.positions} answer tokens of the target at temperature {found.temperature:g}; "
+        f"N={found.particles}, K={found.block}, lockstep",
+        f"distributions: KL {found.kl:.2f} nats a token, overlap {found.overlap:.2f}, same likeliest token "
+        f"{found.same_likeliest:.0%}",
+        f"accepted by depth: {depths or 'nothing'}; {found.tokens_a_round:.2f} tokens a round",
+        f"SMC: log Z {found.log_evidence:+.2f} a token",
+        "expected speed, of the target alone: "
+        + ", ".join(f"{name} {'unknown' if speed is None else f'{speed:.2f}x'}" for name, speed in speeds.items()),
+        *found.recommendation,
+    ]
+    out.print("", *lines, sep="\n", markup=False, soft_wrap=True)
 
 
 def _print(report: PairReport, directories: tuple[Path, Path]) -> None:

@@ -13,6 +13,7 @@ import typer
 from rich.text import Text
 
 from services.cli import options
+from smc.api import draft_fit
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.outputs import Answer
 from smc.api.request import Request, check_guidance
@@ -136,6 +137,8 @@ def _answer(
         print()
         err.print(Text(summary(answer), style="dim"))
     warn_of_collapses(answer)
+    if words := draft_fit.of_answer(request.params.method, answer.statistics, len(answer.tokens)):
+        print_warning(words)
     if answer.error:
         print_error(answer.error)
     return 1 if answer.error else 0

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 
+import pytest
+import torch
+
+from smc import demo, probe
+from smc.api import draft_fit
+from smc.api.outputs import Statistics
+from smc.api.sampling_params import Method
+from smc.model.loader import load_model, save_model
 from tests.model.tiny import save_byte_level, save_tiny
 
 
@@ -39,3 +48,71 @@ def test_of_an_empty_directory_the_problem_is_all_there_is_to_say(smcserve, tmp_
     ran = smcserve("check", "--target", tmp_path, "--draft", tmp_path)
     assert ran.code == 1 and "refused" not in ran.out
     assert ran.out.splitlines()[3].startswith("problem: target: ")
+
+
+@pytest.fixture
+def brief(monkeypatch, tmp_path):
+    """A probe of few tokens; what is measured is kept in a folder of its own."""
+    monkeypatch.setattr(probe, "TOKENS", 16)
+    monkeypatch.setattr(probe, "PROMPTS", probe.PROMPTS[:3])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def mismatched(tmp_path):
+    """A draft of the demo pair's shape and tokenizer with random weights."""
+    shutil.copytree(demo.DRAFT, tmp_path / "mismatched")
+    model = load_model(demo.DRAFT)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            weight.normal_(std=0.05, generator=generator)
+    save_model(model, tmp_path / "mismatched")
+    return tmp_path / "mismatched"
+
+
+def test_a_probe_of_the_demo_pair(smcserve, brief):
+    ran = smcserve("check", "--probe")
+    assert (
+        ran.code == 0 and "accepted by depth: " in ran.out and "expected speed, of the target alone: exact" in ran.out
+    )
+    assert "method=smc: 8 particles represent the target well enough" in ran.out
+    found = json.loads(smcserve("check", "--probe", "-n", 2, "--temperature", 0.5, "--json").out)["probe"]
+    assert found["particles"] == 2 and found["temperature"] == 0.5
+    depths = found["accepted_by_depth"]
+    assert depths == sorted(depths, reverse=True) and depths[0] > 0.6 and len(depths) == found["block"]
+    assert 0 <= found["kl"] < 0.5 and found["overlap"] > 0.8 and found["log_evidence"] > -0.3
+    assert found["tokens_a_round"] == pytest.approx(1 + sum(depths))
+
+
+def test_a_probe_of_a_draft_that_does_not_know_the_text(smcserve, brief, mismatched):
+    ran = smcserve("check", "--probe", "--target", demo.TARGET, "--draft", mismatched)
+    assert ran.code == 0 and "Use method=target: the draft does not know this text" in ran.out
+    assert "method=smc: 8 particles are too few for this draft and text" in ran.out
+
+
+def test_generate_says_that_the_draft_does_not_know_the_text(smcserve, brief, mismatched):
+    pair = ("--target", demo.TARGET, "--draft", mismatched, "--max-tokens", 40, "--seed", 1)
+    ran = smcserve("generate", *pair, "--method", "smc", "Mia has 12 apples.")
+    assert "warning: 8 particles are too few for this draft and text" in ran.err and "--method exact" in ran.err
+    ran = smcserve("generate", "--method", "smc", "--seed", 1, "Mia has 12 apples. She buys 30 more. How many now?")
+    assert "warning" not in ran.err
+
+
+def test_words_about_an_answer():
+    def exact(accepted: float, rounds: int, alone: int = 0) -> str | None:
+        statistics = Statistics(8, rounds=rounds, alone_rounds=alone, accepted_per_round=1 + accepted)
+        return draft_fit.of_answer(Method.EXACT, statistics, 40)
+
+    assert "0.10 drafted tokens are accepted a round; --method target is as fast" in (exact(0.1, 10) or "")
+    assert exact(0.3, 10) is None and exact(0.0, 3) is None and exact(0.0, 10, alone=8) is None
+    smc = [draft_fit.of_answer(Method.SMC, Statistics(8, rounds=5, log_z=log_z), 20) for log_z in (-20.0, -1.0)]
+    assert smc[0] is not None and "log Z is -1.00 a token" in smc[0] and smc[1] is None
+    assert draft_fit.of_answer(Method.TARGET, Statistics(1, rounds=20), 20) is None
+
+
+@pytest.mark.parametrize("option", [("--particles", 4), ("--temperature", 0.5), ("--threads", 1)])
+def test_options_of_a_probe_have_no_effect_without_it(smcserve, option):
+    ran = smcserve("check", *option)
+    assert ran.code == 2 and "have no effect without --probe" in ran.err
+    assert "allowed with --probe: above 0" in smcserve("check", "--probe", "--temperature", 0).err
