@@ -114,7 +114,7 @@ def warnings(run: LoadRun) -> list[str]:
         texts.append(f"{len(gaps)} of {len(run.samples)} looks at the server failed, the last with {gaps[-1].error}")
     if summary.collapses:
         texts.append(
-            f"{summary.collapses} rounds lost all their weights (collapses); those answers are not to be trusted"
+            f"{summary.collapses} rounds lost all their weights (collapses); answers went on from prefixes with weight"
         )
     return texts
 

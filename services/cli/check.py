@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli import options
-from smc.api.sampling_params import SamplingParams
+from smc.api.sampling_params import Method, SamplingParams
 from smc.terminal import finite, out
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def check(
     if not probed and not (particles is None and temperature is None and threads is None and device == "cpu"):
         raise ValueError("--particles, --temperature, --device and --threads have no effect without --probe")
     if particles is not None:
-        SamplingParams(method="exact", particles=particles)
+        SamplingParams(method=Method.EXACT, particles=particles)
     if temperature is not None and not 0 < temperature <= 2:
         raise ValueError(f"--temperature {temperature:g}; allowed with --probe: above 0, at most 2")
     directories = pair_directories(target, draft)
