@@ -44,6 +44,7 @@ from smc.terminal import out, progress_bar
 
 if TYPE_CHECKING:
     from benchmarks.backends import BenchBackend, CpuBackend, PromptBackend
+    from benchmarks.problem_file import FileProblem
     from benchmarks.rounds import ProcessRoundTime
     from services.launch.config import WorkerGroupConfig
     from smc.api.engine_config import EngineConfig
@@ -159,6 +160,16 @@ class BenchOptions:
             "--prompts",
         ),
     ] = False
+    prompts_file: Annotated[
+        Path | None,
+        options.option(
+            options.MEASURE,
+            "Prompts from a file of JSON lines, as eval --problems takes it. Default: problems of the demo pair, or random "
+            "tokens.",
+            "--prompts-file",
+            metavar="FILE",
+        ),
+    ] = None
     advise: Advise = False
     gpus: Gpus = None
     acceptance: AcceptanceOfOne = None
@@ -314,6 +325,9 @@ def refuse_idle(given: Mapping[str, Any], where: str) -> None:
 @with_options(BenchOptions)
 def bench(arguments: BenchOptions) -> None:
     """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
+    where = "with --advise" if arguments.advise else "with --prompts" if arguments.prompts else "with --link"
+    if arguments.advise or arguments.prompts or (arguments.link and arguments.device != "cuda"):
+        refuse_idle(arguments.named("prompts_file"), where)
     if arguments.advise:
         _advise(arguments)
         return
@@ -396,8 +410,14 @@ def _bench_gpus(arguments: BenchOptions) -> None:
         arguments.decodings,
         arguments.drafting or "always",
     )
+    prompts = _file_prompts(arguments)
+    if prompts is not None:
+        refuse_idle(arguments.named("context"), "with --prompts-file, whose prompts have lengths of their own")
+        plan = replace(plan, contexts=())
     with _backend(arguments.link, _worker_group_config(arguments), degrees) as (backend, gpus):
         assert gpus is not None
+        if prompts is not None:
+            plan = replace(plan, prompts=[each.tokens(backend.tokenizer, raw=False) for each in prompts])
         _measure_prompts(plan, backend, gpus, arguments.json) if arguments.prompts else _measure_speed(
             plan, backend, gpus, arguments
         )
@@ -436,6 +456,7 @@ def _bench_rounds(arguments: BenchOptions) -> None:
     arguments.check(arguments.named("draft_tp", "target_tp"), arguments.json)
     configs = [replace(config, prefix_cache=not arguments.no_prefix_cache) for config in _configs(blocks, branches)]
     sampling, rounds = {"particles": particles, **arguments.decoding}, arguments.timed_rounds
+    prompts = _file_prompts(arguments)
     rows: list[Any]
     if arguments.link:
         config = service_options.worker_group_config(arguments.named(*MODELS, "draft_tp", "target_tp", "threads", *OWN))
@@ -444,10 +465,19 @@ def _bench_rounds(arguments: BenchOptions) -> None:
         )
         out.print(process_round_table(rows), PROCESS_LEGEND.format(particles=particles), sep="\n")
     else:
-        rows = time_rounds(_cpu_pair(arguments), configs, arguments.loads, sampling, rounds)
+        pair = _cpu_pair(arguments)
+        tokens = [each.tokens(pair.tokenizer, raw=False) for each in prompts or ()]
+        rows = time_rounds(pair, configs, arguments.loads, sampling, rounds, tokens)
         out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles, rounds=rounds), sep="\n")
     out.print(*curve_tables(costs_of_rounds(rows)), CURVES_LEGEND, sep="\n")
     _write(arguments.json, rows)
+
+
+def _file_prompts(arguments: BenchOptions) -> list[FileProblem] | None:
+    """Those of --prompts-file. Raises ValueError before models are loaded."""
+    from benchmarks.problem_file import read_problems
+
+    return None if arguments.prompts_file is None else read_problems(arguments.prompts_file)
 
 
 def _write(json: Path | None, rows: Sequence[Any]) -> None:

@@ -61,11 +61,14 @@ class EvalOptions:
         ),
     ] = "files"
     target: Annotated[
-        str | None, options.option(options.MODELS, "Shape of the grown target, such as llama-8b.", metavar="SHAPE")
+        str | None,
+        options.option(
+            options.MODELS,
+            "Shape of the grown target, such as llama-8b; with a file of problems: directory of the target model.",
+            metavar="SHAPE|DIR",
+        ),
     ] = None
-    draft: Annotated[
-        str | None, options.option(options.MODELS, "Shape of the grown draft, such as llama-1b.", metavar="SHAPE")
-    ] = None
+    draft: Annotated[str | None, options.option(options.MODELS, "The same of the draft.", metavar="SHAPE|DIR")] = None
     device: options.Device = "cpu"
     dtype: options.Dtype = None
     target_dtype: options.TargetDtype = None
@@ -73,8 +76,17 @@ class EvalOptions:
     draft_vocab: options.DraftVocab = None
     draft_vocab_text: options.DraftVocabText = None
     problems: Annotated[
-        int, options.option(options.MEASURE, "Held-out problems a setting answers.", metavar="COUNT")
-    ] = 1000
+        str,
+        options.option(
+            options.MEASURE,
+            "Held-out problems a setting answers; or a file of JSON lines with own problems (docs/quality.md).",
+            metavar="COUNT|FILE",
+        ),
+    ] = "1000"
+    max_tokens: Annotated[
+        int | None,
+        options.option(options.SAMPLING, "Of an answer, with a file of problems. Default: 256.", metavar="TOKENS"),
+    ] = None
     seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 0
     speed_problems: Annotated[
         int, options.option(options.MEASURE, "Problems timed one request at a time; 0 = none.", metavar="COUNT")
@@ -114,10 +126,16 @@ class EvalOptions:
 
 @with_options(EvalOptions)
 def evaluate(arguments: EvalOptions) -> None:
-    """Measure quality and speed of every way of decoding, on problems made for it."""
+    """Measure quality and speed of every way of decoding, on problems made for it, or on those of a file."""
     from benchmarks.reports.quality import DemoPairs, QualityPlan, measure_all, prepare, report
 
-    plan = QualityPlan(**{name: getattr(arguments, name) for name in QualityPlan.__dataclass_fields__})
+    if not _is_count(arguments.problems):
+        _evaluate_file(arguments)
+        return
+    if arguments.max_tokens is not None:
+        raise ValueError(f"--max-tokens {arguments.max_tokens} has no effect without --problems FILE; leave it out")
+    given = {name: getattr(arguments, name) for name in QualityPlan.__dataclass_fields__}
+    plan = QualityPlan(**given | {"problems": int(arguments.problems)})
     _check_outputs(plan, arguments.json, arguments.markdown, arguments.picture)
     settings = _settings(
         grid_of(arguments.particles, arguments.block, arguments.branches, arguments.temperature), arguments.only
@@ -142,13 +160,79 @@ def evaluate(arguments: EvalOptions) -> None:
     report(plan, settings, record, arguments.markdown, arguments.picture)
 
 
-def _check_outputs(plan: QualityPlan, *paths: Path | None) -> None:
+def _is_count(problems: str) -> bool:
+    return problems.removeprefix("-").isdigit()
+
+
+OF_THE_DEMO_PAIR = {
+    "load": "files",
+    "speed_problems": 20,
+    "accuracy_from": None,
+    "resume": False,
+    "markdown": None,
+    "picture": None,
+}
+"""Options that have no effect with a file of problems, and their defaults."""
+
+
+def _evaluate_file(arguments: EvalOptions) -> None:
+    """`--problems FILE`."""
+    from benchmarks.own_problems import MAX_TOKENS, USUAL, OwnTerms, evaluate_own
+    from benchmarks.problem_file import read_problems
+    from smc.api.sampling_params import Method, SamplingParams
+    from smc.loading import load_pair, pair_directories, use_threads
+
+    for name, default in OF_THE_DEMO_PAIR.items():
+        if (value := getattr(arguments, name)) != default:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} {value} has no effect with --problems FILE; leave it out")
+    problems = read_problems(Path(arguments.problems))
+    chosen = (arguments.only, arguments.particles, arguments.block, arguments.branches)
+    settings = list(USUAL)
+    if any(each is not None for each in chosen):
+        settings = _settings(
+            grid_of(arguments.particles, arguments.block, arguments.branches, arguments.temperature), arguments.only
+        )
+    settings = [each for each in settings if each.method != "smc" or arguments.temperature != 0]
+    threshold = arguments.ess_threshold
+    if threshold is not None and not any(each.population == "independent" for each in settings):
+        raise ValueError(
+            f"--ess-threshold {threshold:g} has no effect without settings of independent particles; leave it out"
+        )
+    longest = MAX_TOKENS if arguments.max_tokens is None else arguments.max_tokens
+    SamplingParams(method=Method.TARGET, max_tokens=longest, temperature=arguments.temperature)
+    if arguments.concurrency < 1:
+        raise ValueError(f"--concurrency {arguments.concurrency}; allowed: >= 1")
+    _check_writable(arguments.json)
+    directories = pair_directories(
+        *(None if each is None else Path(each) for each in (arguments.target, arguments.draft))
+    )
+    use_threads(arguments.threads, directories)
+    pair = load_pair(
+        directories,
+        arguments.device,
+        arguments.dtype,
+        **{
+            name: getattr(arguments, name)
+            for name in ("target_dtype", "draft_dtype", "draft_vocab", "draft_vocab_text")
+        },
+    )
+    terms = OwnTerms(arguments.seed, arguments.temperature, threshold, longest, arguments.concurrency)
+    evaluate_own(pair, problems, settings, terms, arguments.json)
+
+
+def _check_writable(*paths: Path | None) -> None:
     """Raises ValueError for files that cannot be written, before anything is measured."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ValueError(
                 f"cannot write {path}: {'it is a directory' if path.is_dir() else 'its directory does not exist'}"
             )
+
+
+def _check_outputs(plan: QualityPlan, *paths: Path | None) -> None:
+    """Raises ValueError for files that cannot be written, before anything is measured."""
+    _check_writable(*paths)
     if paths[-1] is not None:
         check_drawing()
     if paths[-1] is not None and not plan.speed_problems:

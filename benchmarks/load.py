@@ -75,13 +75,21 @@ def problem_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     return [list(tokenizer.chat([{"role": "user", "content": problem.question}])) for problem in problems]
 
 
-def endless_problem_requests(
-    tokenizer: Tokenizer, config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int
+def file_load(prompts: Sequence[Sequence[int]], requests: int) -> Load:
+    """Prompts of a file, over and over where it has fewer than requests, and answers that end where the model ends
+    them."""
+    count = max(len(prompts), 2 * requests)
+    return Load(requests, list(itertools.islice(itertools.cycle(prompts), count)), MAX_ANSWER)
+
+
+def endless_requests(
+    prompts: Sequence[Sequence[int]], config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int
 ) -> list[Request]:
-    """Problems whose answers last for `rounds` rounds: only their length ends them. `sampling`: settings of
-    `SamplingParams`, by name."""
+    """Prompts, over and over where there are fewer than requests, whose answers last for `rounds` rounds: only their
+    length ends them. `sampling`: settings of `SamplingParams`, by name."""
     params = SamplingParams(**sampling, seed=0, ignore_eos=True, max_tokens=rounds * (config.block + 1))
-    return [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(problem_prompts(tokenizer, requests))]
+    chosen = itertools.islice(itertools.cycle(prompts), requests)
+    return [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(chosen)]
 
 
 def repeated(requests: Sequence[Request]) -> Iterator[Request]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.load import ClosedLoop, endless_problem_requests
+from benchmarks.load import ClosedLoop, endless_requests, problem_prompts
 from benchmarks.processes import RankProcesses
 from services.coordinator.remote_engine import RemoteEngine
 from services.launch.config import WorkerGroupConfig
@@ -71,14 +71,21 @@ class ProcessRoundTime:
 
 
 def measure_rounds(
-    pair: ModelPair, config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int
+    pair: ModelPair,
+    config: EngineConfig,
+    requests: int,
+    sampling: Mapping[str, Any],
+    rounds: int,
+    prompts: Sequence[Sequence[int]] = (),
 ) -> RoundTime:
-    """Time rounds of `requests` problems that run side by side. `max_slots` and `pages` of `config` are replaced.
+    """Time rounds of `requests` prompts that run side by side, by default problems. `max_slots` and `pages` of `config`
+    are replaced.
 
     `sampling`: settings of `SamplingParams`, by name.
     """
     # The first round runs in the step that prefills.
-    problems = endless_problem_requests(pair.tokenizer, config, requests, sampling, rounds + WARM_UP + 1)
+    prompts = prompts or problem_prompts(pair.tokenizer, requests)
+    problems = endless_requests(prompts, config, requests, sampling, rounds + WARM_UP + 1)
     chunk = sum(len(request.prompt) for request in problems)
     engine = fitted_engine(pair, replace(config, prefill_chunk=chunk), problems, requests)
     loop = ClosedLoop(engine, problems, requests)
@@ -139,7 +146,8 @@ def _timed_step(loop: ClosedLoop) -> tuple[float, float, float]:
 def _process_times(remote: RemoteEngine, requests: int, sampling: Mapping[str, Any], rounds: int) -> list[RoundTimes]:
     """Times of the rounds in which all requests take part, without the first few."""
     engine = remote.engine
-    problems = endless_problem_requests(engine.tokenizer, engine.config, requests, sampling, rounds + WARM_UP + 1)
+    prompts = problem_prompts(engine.tokenizer, requests)
+    problems = endless_requests(prompts, engine.config, requests, sampling, rounds + WARM_UP + 1)
     loop, found = ClosedLoop(engine, problems, requests), []
     while not engine.idle:
         begin = time.monotonic_ns()

@@ -104,6 +104,8 @@ class SpeedPlan:
     name."""
     drafting: str = "always"
     """`drafting` of `EngineConfig`; with `costs` they are timed first."""
+    prompts: Sequence[Sequence[int]] = ()
+    """Token ids of prompts, in place of problems."""
 
     def __post_init__(self) -> None:
         from smc.api.sampling_params import SamplingParams
@@ -186,7 +188,7 @@ def measure_speed(
     """In the order of `plan.rows`, whatever is run first. With `trace`, all timed rounds are written there as a Chrome
     trace. `keep_rows` is told of those so far after each."""
     from benchmarks.advise import measure_costs
-    from benchmarks.load import problem_load, random_load
+    from benchmarks.load import file_load, problem_load, random_load
     from benchmarks.speed import ModeTimer
     from smc.calibration.latency import THOROUGH
     from smc.scheduler.timeline import Timeline
@@ -212,11 +214,12 @@ def measure_speed(
     with progress_bar() as progress:
         task = progress.add_task("modes", total=len(todo))
         for index, (mode, requests, context) in todo:
-            load = (
-                problem_load(backend.tokenizer, requests)
-                if context is None
-                else random_load(backend.tokenizer, requests, context)
-            )
+            if context is not None:
+                load = random_load(backend.tokenizer, requests, context)
+            elif plan.prompts:
+                load = file_load(plan.prompts, requests)
+            else:
+                load = problem_load(backend.tokenizer, requests)
             measured[index] = bench.run(mode, load, plan.rounds)
             keep_rows(_in_order(measured))
             progress.advance(task)
@@ -314,8 +317,9 @@ def time_rounds(
     concurrency: Sequence[int],
     sampling: Mapping[str, object],
     rounds: int,
+    prompts: Sequence[Sequence[int]] = (),
 ) -> list[RoundTime]:
-    """Every engine with every number of requests side by side."""
+    """Every engine with every number of requests side by side. `prompts`: token ids, in place of problems."""
     from benchmarks.rounds import measure_rounds as measure
 
     rows = []
@@ -323,7 +327,7 @@ def time_rounds(
         task = progress.add_task("rounds", total=len(configs) * len(concurrency))
         for config in configs:
             for requests in concurrency:
-                rows.append(measure(pair, config, requests, sampling, rounds))
+                rows.append(measure(pair, config, requests, sampling, rounds, prompts))
                 progress.advance(task)
     return rows
 

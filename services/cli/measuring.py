@@ -12,7 +12,7 @@ import typer
 CHECKOUT = Path(__file__).resolve().parents[2]
 """The root of the repository, where this package is in one."""
 COMMANDS = {
-    "eval": "Measure quality and speed of every way of decoding, on problems made for it.",
+    "eval": "Measure quality and speed of every way of decoding, on problems made for it, or on those of a file.",
     "bench": "Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes.",
     "timeline": "Draw when draft, target and coordinator worked, on one clock.",
     "grow": "Write a small model in a large shape, the rest zeros: the small one's answers at the large one's cost.",

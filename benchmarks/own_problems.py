@@ -1,0 +1,231 @@
+"""The work behind `smcserve eval --problems FILE`: problems of a file answered by a pair, in several ways of decoding.
+
+Where a problem has an answer, the share solved; of all of them agreement with the target, log-probability, and how many
+drafted tokens are accepted at each depth."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from benchmarks.load import ClosedLoop
+from benchmarks.problem_file import FileProblem
+from benchmarks.quality import DecodingSetting
+from smc.api.outputs import Answer
+from smc.api.request import Request
+from smc.api.sampling_params import SamplingParams
+from smc.demo.problems import derived_seed
+from smc.local_engine import ModelPair, fitted_engine
+from smc.scheduler.stats import SpecStats
+from smc.statistics import Accuracy
+from smc.terminal import out, progress_bar
+
+USUAL = (
+    DecodingSetting.plain("target"),
+    DecodingSetting.plain("draft"),
+    DecodingSetting.lockstep("exact", 8, 5),
+    DecodingSetting.lockstep("distinct", 8, 5),
+)
+"""Ways of decoding, where none are chosen."""
+MAX_TOKENS = 256
+HEADERS = (
+    "decoding",
+    "solved",
+    "95% interval",
+    "as target",
+    "log p",
+    "tok a round",
+    "accepted by depth",
+    "log Z",
+    "tok",
+)
+LEGEND = (
+    "as target: share of problems whose answer is the target's own, token by token; log p: mean log-probability of an "
+    "answer token under the target, minus that of the target's own answers; tok a round: tokens that a round confirms; "
+    "accepted by depth: share of rounds in which the first, the first two, .. drafted tokens were accepted; log Z: of "
+    "SMC, a token, far below 0 where the draft does not know the text; tok: tokens of an answer."
+)
+
+
+@dataclass(frozen=True)
+class OwnTerms:
+    """What all settings share."""
+
+    seed: int
+    temperature: float
+    ess_threshold: float | None
+    max_tokens: int
+    concurrency: int
+
+
+@dataclass(frozen=True)
+class OwnRow:
+    """Results of one setting; None: there is no such value."""
+
+    decoding: str
+    problems: int
+    graded: int
+    """Problems that have an answer."""
+    correct: int
+    same_as_target: float | None
+    mean_logp: float | None
+    """Log-probability of an answer token under the target."""
+    tokens_a_round: float | None
+    accepted_by_depth: tuple[float, ...]
+    log_evidence: float | None
+    tokens: float
+    """Of an answer."""
+    batch_tokens_per_second: float
+
+
+def evaluate_own(
+    pair: ModelPair,
+    problems: Sequence[FileProblem],
+    settings: Sequence[DecodingSetting],
+    terms: OwnTerms,
+    json_path: Path | None,
+) -> list[OwnRow]:
+    """Measure every setting and print the table. Raises ValueError for a problem that is too long, before any is
+    answered."""
+    prompts = [_fitting(pair, problem, terms) for problem in problems]
+    requests = {each.name: _requests(prompts, each, terms) for each in settings}
+    target = _answer_all(pair, DecodingSetting.plain("target"), _requests(prompts, USUAL[0], terms), terms)
+    rows, texts = [], {}
+    with progress_bar() as progress:
+        task = progress.add_task("settings", total=len(settings))
+        for setting in settings:
+            is_target = setting.method == "target"
+            answered = target if is_target else _answer_all(pair, setting, requests[setting.name], terms)
+            rows.append(_row(setting, problems, answered, target))
+            texts[setting.name] = [answer.text for answer in answered.answers]
+            progress.advance(task)
+            if json_path is not None:
+                _write(json_path, terms, rows, problems, texts)
+    base = mean_logp_of(target.answers)
+    out.print(own_table(rows, base), LEGEND, sep="\n", soft_wrap=True)
+    if not any(problem.answer is not None for problem in problems):
+        out.print("The file has no answers, so that nothing is solved or not.", style="dim")
+    return rows
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answers of one setting, in the order of the problems."""
+
+    answers: list[Answer]
+    spec: SpecStats
+    seconds: float
+
+
+def _fitting(pair: ModelPair, problem: FileProblem, terms: OwnTerms) -> tuple[int, ...]:
+    tokens = tuple(problem.tokens(pair.tokenizer, raw=False))
+    if len(tokens) + terms.max_tokens > pair.max_context:
+        raise ValueError(
+            f"line {problem.number}: the prompt has {len(tokens)} tokens; allowed: at most "
+            f"{pair.max_context - terms.max_tokens} beside answers of {terms.max_tokens} (--max-tokens)"
+        )
+    return tokens
+
+
+def _requests(prompts: Sequence[tuple[int, ...]], setting: DecodingSetting, terms: OwnTerms) -> list[Request]:
+    """Each named by its index, with a seed that depends on nothing but the terms' seed and that index."""
+    own: dict[str, Any] = {
+        "particles": setting.particles,
+        "population": setting.population,
+        "verification": setting.verification,
+        "ess_threshold": terms.ess_threshold if setting.population == "independent" else None,
+    }
+    own |= {"method": setting.method, "temperature": terms.temperature, "max_tokens": terms.max_tokens}
+    own["logprobs"] = setting.method != "draft"
+    return [
+        Request(str(index), prompt, SamplingParams(seed=derived_seed(terms.seed, index), **own))
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _answer_all(pair: ModelPair, setting: DecodingSetting, requests: Sequence[Request], terms: OwnTerms) -> Answered:
+    """Raises RuntimeError if an answer ends in an error."""
+    engine = fitted_engine(pair, setting.engine, requests, terms.concurrency)
+    found: dict[str, Answer] = {}
+    begin = time.perf_counter()
+    for output in ClosedLoop(engine, requests, terms.concurrency).run():
+        if output.answer is not None and output.answer.error:
+            raise RuntimeError(f"{setting.name}, problem {output.request_id}: {output.answer.error}")
+        if output.answer is not None:
+            found[output.request_id] = output.answer
+    seconds = time.perf_counter() - begin
+    spec = engine.take_stats().spec[setting.verification or "walk"]
+    return Answered([found[request.request_id] for request in requests], spec, seconds)
+
+
+def _row(setting: DecodingSetting, problems: Sequence[FileProblem], answered: Answered, target: Answered) -> OwnRow:
+    answers, spec = answered.answers, answered.spec
+    grades = [problem.grade(answer.text) for problem, answer in zip(problems, answers)]
+    tokens = sum(len(answer.tokens) for answer in answers)
+    same = sum(one.tokens == other.tokens for one, other in zip(answers, target.answers)) / len(answers)
+    return OwnRow(
+        decoding=setting.name,
+        problems=len(problems),
+        graded=sum(grade is not None for grade in grades),
+        correct=sum(grade is True for grade in grades),
+        same_as_target=None if setting.method == "target" else same,
+        mean_logp=mean_logp_of(answers),
+        tokens_a_round=spec.tokens_a_round,
+        accepted_by_depth=tuple(count / spec.rounds for count in spec.accepted_by_position) if spec.rounds else (),
+        log_evidence=sum(one.statistics.log_z for one in answers) / tokens if setting.method == "smc" else None,
+        tokens=tokens / len(answers),
+        batch_tokens_per_second=tokens / answered.seconds,
+    )
+
+
+def mean_logp_of(answers: Sequence[Answer]) -> float | None:
+    known = [value for answer in answers if answer.logprobs is not None for value in answer.logprobs]
+    return sum(known) / len(known) if known else None
+
+
+def own_table(rows: Sequence[OwnRow], target_logp: float | None) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), show_edge=False)
+    for header in HEADERS:
+        table.add_column(header, justify="left" if header == "decoding" else "right", no_wrap=True)
+    for row in rows:
+        accuracy = Accuracy(row.correct, row.graded) if row.graded else None
+        low, high = accuracy.interval if accuracy else (0.0, 0.0)
+        logp = None if row.mean_logp is None or target_logp is None else row.mean_logp - target_logp
+        table.add_row(
+            row.decoding,
+            f"{accuracy.share:.1%}" if accuracy else "",
+            f"{100 * low:.1f}-{100 * high:.1f}" if accuracy else "",
+            _number(row.same_as_target, ".0%"),
+            _number(logp, "+.3f"),
+            _number(row.tokens_a_round, ".2f"),
+            " ".join(f"{share:.0%}" for share in row.accepted_by_depth),
+            _number(row.log_evidence, "+.2f"),
+            f"{row.tokens:.1f}",
+        )
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _write(
+    path: Path,
+    terms: OwnTerms,
+    rows: Sequence[OwnRow],
+    problems: Sequence[FileProblem],
+    texts: dict[str, list[str]],
+) -> None:
+    answers = [
+        {"line": problem.number, "answers": {name: found[i] for name, found in texts.items()}}
+        for i, problem in enumerate(problems)
+    ]
+    content = {"conditions": asdict(terms), "rows": [asdict(row) for row in rows], "problems": answers}
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
