@@ -110,10 +110,10 @@ def open_particles(engine: Engine, group: SequenceGroup, side: str) -> list[tupl
                 and side == "draft"
                 and group.decoding.program is Program.PAIR
             )
+            # Also where a population without weight has gone on from a prefix.
+            cuts = group.params.method is Method.EXACT or group.counters.collapses > 0
             pending = slots.length_S[slot] + group.prompt_size - slots.held_S[side][slot]
-            kept = slots.length_S[slot] - (
-                pending if both and group.params.method is Method.EXACT and pending in (1, 2) else 2 if both else 1
-            )
+            kept = slots.length_S[slot] - (pending if both and cuts and pending in (1, 2) else 2 if both else 1)
         found.append((slot, [*group.request.prompt, *slots.tokens_SL[slot, :kept].tolist()]))
     return found
 

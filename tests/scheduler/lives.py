@@ -57,9 +57,11 @@ def pair(max_context: int = 128) -> ModelPair:
     return tiny_pair(max_context=max_context)
 
 
-def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: float = 0.0) -> list[Request]:
+def random_requests(
+    count: int, rng: random.Random, longest: int = 40, budgets: float = 0.0, stretch: int = 1
+) -> list[Request]:
     """Prompts of which many begin alike: some repeat another, some go on after it. `budgets`: the share of those that
-    have a time budget."""
+    have a time budget, half of which are so many times longer."""
     prompts: list[tuple[int, ...]] = []
     found = []
     for i in range(count):
@@ -73,8 +75,7 @@ def random_requests(count: int, rng: random.Random, longest: int = 40, budgets: 
         if i % 3 == 0:  # particles that share nothing, to the end
             params = SamplingParams(seed=i, particles=5, ess_threshold=0, max_tokens=longest + 20, ignore_eos=True)
         if budgets and rng.random() < budgets:
-            budget = rng.randint(2, 60) if rng.random() < 0.5 else rng.randint(60, 400)  # over in the queue, or later
-            params = replace(params, time_budget=float(budget))
+            params = replace(params, time_budget=float(rng.randint(2, 60) * (stretch if i % 2 else 1)))
         found.append(Request(str(i), prompt, params, rng.choice(SALTS)))
     return found
 

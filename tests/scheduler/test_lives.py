@@ -53,7 +53,7 @@ def check_lives(
 ) -> tuple[int, Counter]:
     """How many answers were compared, and what happened."""
     rng, clock = random.Random(seed), iter(range(1 << 30))
-    requests = random_requests(count, rng, budgets=15 / count)
+    requests = random_requests(count, rng, budgets=15 / count, stretch=6)
     engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))
     lives = live(
         engine, requests, rng, submit=0.9, cancel=0.04, resize=0.5, after_step=lambda engine: engine.memory.check()
