@@ -38,17 +38,17 @@ MAX_TOKENS = 256
 HEADERS = (
     "decoding",
     "solved",
-    "95% interval",
-    "as target",
+    "95%",
+    "same",
     "log p",
-    "tok a round",
-    "accepted by depth",
+    "round",
     "log Z",
     "tok",
 )
 LEGEND = (
-    "as target: share of problems whose answer is the target's own, token by token; log p: mean log-probability of an "
-    "answer token under the target, minus that of the target's own answers; tok a round: tokens that a round confirms; "
+    "95%: interval of the share solved; same: share of problems whose answer is the target's own, token by token; log p: "
+    "mean log-probability of an answer token under the target, minus that of the target's own answers; round: tokens that "
+    "a round confirms; "
     "accepted by depth: share of rounds in which the first, the first two, .. drafted tokens were accepted; log Z: of "
     "SMC, a token, far below 0 where the draft does not know the text; tok: tokens of an answer."
 )
@@ -109,7 +109,12 @@ def evaluate_own(
             if json_path is not None:
                 _write(json_path, terms, rows, problems, texts)
     base = mean_logp_of(target.answers)
-    out.print(own_table(rows, base), LEGEND, sep="\n", soft_wrap=True)
+    depths = [
+        f"accepted by depth, {row.decoding}: {' '.join(f'{share:.0%}' for share in row.accepted_by_depth)}"
+        for row in rows
+        if row.accepted_by_depth
+    ]
+    out.print(own_table(rows, base), *depths, LEGEND, sep="\n", soft_wrap=True)
     if not any(problem.answer is not None for problem in problems):
         out.print("The file has no answers, so that nothing is solved or not.", style="dim")
     return rows
@@ -178,7 +183,7 @@ def _row(setting: DecodingSetting, problems: Sequence[FileProblem], answered: An
         same_as_target=None if setting.method == "target" else same,
         mean_logp=mean_logp_of(answers),
         tokens_a_round=spec.tokens_a_round,
-        accepted_by_depth=tuple(count / spec.rounds for count in spec.accepted_by_position) if spec.rounds else (),
+        accepted_by_depth=spec.accepted_by_depth,
         log_evidence=sum(one.statistics.log_z for one in answers) / tokens if setting.method == "smc" else None,
         tokens=tokens / len(answers),
         batch_tokens_per_second=tokens / answered.seconds,
@@ -205,7 +210,6 @@ def own_table(rows: Sequence[OwnRow], target_logp: float | None) -> Table:
             _number(row.same_as_target, ".0%"),
             _number(logp, "+.3f"),
             _number(row.tokens_a_round, ".2f"),
-            " ".join(f"{share:.0%}" for share in row.accepted_by_depth),
             _number(row.log_evidence, "+.2f"),
             f"{row.tokens:.1f}",
         )
