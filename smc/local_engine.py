@@ -12,7 +12,7 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
-from smc.calibration.latency import BRIEF, THOROUGH, measure_latency
+from smc.calibration.latency import ONCE, THOROUGH, measure_latency
 from smc.calibration.latency_cache import LatencyCache, cache_directory, cost_key
 from smc.executor.executor import LocalRoundExecutor
 from smc.executor.ops import RoundOps, TorchOps
@@ -125,7 +125,7 @@ def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineC
     config = replace(config, max_slots=slots, max_context=None, pages=pool_for(slots * TIMED_TOKENS))
     models = {role: getattr(pair, role) for role in ModelRole}
     columns = None if pair.draft_head is None else len(pair.draft_head.vocab.ids_M)
-    effort = BRIEF if pair.target.embed.weight.device.type == "cpu" else THOROUGH
+    effort = ONCE if pair.target.embed.weight.device.type == "cpu" else THOROUGH
     key = cost_key(models, directories, columns, config)
     try:
         return LatencyCache(cache_directory()).get(key, lambda: measure_latency(local_engine(pair, config), effort))

@@ -56,6 +56,8 @@ class Effort:
 
 BRIEF = Effort(0.4, 8, 2, 0, 4, 256)
 """For engines that compile nothing and must start quickly."""
+ONCE = Effort(10.0, 8, 2, 0, 4, 256)
+"""For costs that are kept: of one size alone, a slow model's trees would look as dear as if each row cost the same."""
 STEADY = Effort(10.0, 2, 5, 1, 32, 1024)
 """For engines that compile nothing, where there is time."""
 THOROUGH = Effort(20.0, 2, 5, REPEATS, 64, 1024)
