@@ -3,8 +3,11 @@
     python -m benchmarks.tree_acceptance --target DIR --draft DIR [--temperature 1 ...] [-n 8] [-k 5] [--texts 16]
 
 The target writes conversations: user turns from its chat template's opening, then the answers to them. Contexts are
-taken from the answers at equal distances. At each, the target draws its next tokens, and the draft grows the tree of a
-round of exact decoding in lockstep, in which these tokens are looked up.
+taken from the answers at equal distances. At each, the target draws its next tokens, and the draft grows a tree as a
+round of exact decoding in lockstep does, in which these tokens are looked up.
+
+Every node counts that a step has kept, also where a later step keeps none of its continuations. The engine verifies rows
+of full depth alone, so it confirms fewer tokens than the tree holds.
 
 Two things decide the result besides the models. A mean over contexts is larger than a mean over the rounds of served
 answers: a round begins where the last one ended, so text that the draft predicts badly has more rounds for each token.
