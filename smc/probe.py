@@ -21,7 +21,7 @@ from smc.local_engine import ModelPair, local_engine
 from smc.model.decoder import Decoder, RopeTable
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import LatencyModel
-from smc.scheduler.stats import SpecStats
+from smc.scheduler.tree_policy import ThroughputForecast
 
 PROMPTS = (
     "Why is the sky blue?",
@@ -130,7 +130,7 @@ def probe_pair(
         kl=kl,
         overlap=overlap,
         same_likeliest=same,
-        accepted_by_depth=_by_depth(spec),
+        accepted_by_depth=spec.accepted_by_depth,
         tokens_a_round=tokens,
         log_evidence=sum(answer.statistics.log_z for answer in smc) / sum(len(answer.tokens) for answer in smc),
         exact_speed=speeds[0],
@@ -169,12 +169,7 @@ def _logits(model: Decoder, tokens: Sequence[int], first: int, vocab: int) -> Te
     return model.logits(hidden_SE[first - 1 : -1])[:, :vocab].cpu()
 
 
-def _by_depth(spec: SpecStats) -> tuple[float, ...]:
-    return tuple(count / spec.rounds for count in spec.accepted_by_position)
-
-
 def _speed(costs: LatencyModel, tokens: float, particles: int) -> float:
     """Of one request in lockstep, as a multiple of plain decoding's."""
-    block = CONFIG.block
-    drafted = block * costs.draft.at(particles, 0) + costs.target.at(particles * (block + 1), 0) + costs.round_overhead
+    drafted = ThroughputForecast(CONFIG, costs).seconds_of_round(particles, 0, 0.0, CONFIG.branches)
     return tokens * costs.alone.at(1, 0) / drafted

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -43,18 +43,23 @@ class LatencyCache:
         """The latency model of a `cost_key`: the stored one, or one that is measured now and stored. An unreadable file
         is replaced; if none can be written, that is logged."""
         path = self.directory / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
-        try:
-            return LatencyModel.from_json(json.dumps(json.loads(path.read_text())["latency"]))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            logger.warning("%s is measured again: %s", path, error)
+        if (stored := self._stored(path)) is not None:
+            return stored
         begin = time.monotonic()
         latency = measure()
         logger.info("measured costs in %.1f s: %s", time.monotonic() - begin, latency)
         if latency is not None:
             self._store(path, {"key": key, "latency": json.loads(latency.to_json())})
         return latency
+
+    def _stored(self, path: Path) -> LatencyModel | None:
+        if not path.exists():
+            return None
+        try:
+            return LatencyModel.from_json(json.dumps(json.loads(path.read_text())["latency"]))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            logger.warning("%s is measured again: %s", path, error)
+            return None
 
     def _store(self, path: Path, content: dict) -> None:
         try:
@@ -74,7 +79,7 @@ def cost_key(
     all, and the engine that is timed."""
     weights = [models[role].embed.weight for role in ModelRole]
     return {
-        "version": _version(),
+        "version": version("smcserve"),
         "torch": torch.__version__,
         "machine": [platform.node(), platform.processor() or platform.machine(), os.cpu_count()],
         "devices": [
@@ -93,10 +98,3 @@ def _files(directory: Path) -> list[object]:
     """Names, sizes and times of a model's files."""
     found = sorted(path for path in directory.resolve().iterdir() if path.is_file())
     return [str(directory.resolve()), *([path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in found)]
-
-
-def _version() -> str:
-    try:
-        return version("smcserve")
-    except PackageNotFoundError:
-        return "unknown"

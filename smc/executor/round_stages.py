@@ -75,11 +75,11 @@ class Drafter:
         )
         assigned = assign_chains(plan, begun.tree.alive_X) if PopulationKind.CHAINS in plan.kinds else None
         keeps, steps = self.nodes is not None and PopulationKind.BEST in plan.kinds, []
-        tree, chosen = self._extend(plan, begun.first, logits_SV, begun.tree, 0, assigned)
+        layout, tree = begun.first, begun.tree
         for step in range(self.shape.block):
             if step:
-                logits_SV = self._run(plan, begun.later, tree)
-                tree, chosen = self._extend(plan, begun.later, logits_SV, tree, step, assigned)
+                layout, logits_SV = begun.later, self._run(plan, begun.later, tree)
+            tree, chosen = self._extend(plan, layout, logits_SV, tree, step, assigned)
             if keeps and chosen is not None:
                 expansion, candidates = chosen
                 steps.append(DraftStep(tree.mass_X, tree.text_X, expansion.parent_X, candidates))

@@ -31,6 +31,11 @@ class SpecStats:
     """Rows of the trees, or chains, of all those rounds."""
 
     @property
+    def accepted_by_depth(self) -> tuple[float, ...]:
+        """Share of rounds in which the first, the first two, .. drafted tokens were accepted."""
+        return tuple(count / self.rounds for count in self.accepted_by_position)
+
+    @property
     def tokens_a_round(self) -> float | None:
         """Tokens that a pass of the target confirms, on average: a round ends with the target's own draw, unless that
         had been drafted ahead."""

@@ -222,16 +222,18 @@ class ThroughputForecast:
         On the shipped pair, rounds with F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1
         to 8; `benchmarks.exactness`)."""
         most = self._config.branches
-        wide, lean = (self._seconds_of(batch_size, context, 0.0, branches) for branches in (most, 1))
+        wide, lean = (self.seconds_of_round(batch_size, context, 0.0, branches) for branches in (most, 1))
         return most if wide <= FREE * lean else 1
 
     def _seconds(self, batch_size: int, context: int, by_itself: float, mixed: bool) -> float:
         """Seconds from a round of the pair to the next. `mixed`: some rows are of other methods."""
-        return self._seconds_of(
+        return self.seconds_of_round(
             batch_size, context, by_itself, self._config.branches if mixed else self.branches(batch_size, context)
         )
 
-    def _seconds_of(self, batch_size: int, context: int, by_itself: float, branches: int) -> float:
+    def seconds_of_round(self, batch_size: int, context: int, by_itself: float, branches: int) -> float:
+        """Seconds of a round of the pair with so many rows, tokens of context and branches, beside which the target
+        decodes other sequences for `by_itself` seconds."""
         config, costs = self._config, self._costs
         draft, target = self._models(batch_size, branches)
         draft += config.block * costs.draft.read * context
