@@ -179,11 +179,10 @@ class ResumedSequences:
 
 @dataclass(frozen=True)
 class DraftStep:
-    """What is known of X rows of exact decoding after one step of the draft."""
+    """One step of the draft with rows of exact decoding."""
 
-    mass_X: Tensor
-    text_X: Tensor
-    """As of `TokenTree`."""
+    tree: TokenTree
+    """The rows that it has kept."""
     parent_X: Tensor
     """int64 row of the step before; at the first step, node."""
     candidates: CandidateTokens
@@ -196,7 +195,10 @@ class GrownRows:
 
     tree: TokenTree
     steps: tuple[DraftStep, ...]
-    """All K, where rows ahead may begin at inner nodes; else none."""
+    """All K of exact decoding; else none."""
+    leaf_X: Tensor | None = None
+    """int64 node that each row ends at: step times X, and row of that step (`smc.executor.tree_rows`). None: rows are
+    those of the last step."""
 
 
 def begin(
@@ -425,12 +427,13 @@ def resume(
     path_AW = torch.cat((plan.begin_pages_AP[ancestor_A], tail_AB), 1)
     left_A = end_A - cut_A
     remap_block_table(state.table_SL, slot_A, source_A, state.base_S[slot_A], left_A, tail_AB, plan.columns)
-    # The last token of a whole row has not been run, and one that ends an answer never is.
-    whole_A = taken_A == block
-    run_A = taken_A - (whole_A | (choice.ended_A & ~has_bonus_A & (taken_A > 0))).long()
-    bonus_A = choice.bonus_A.clamp(min=0)
-    tokens_A2 = torch.stack((torch.where(whole_A, tree.tokens_XK[row_A, -1], bonus_A), bonus_A), 1)
-    unrun_A = torch.where(choice.ended_A, 1, whole_A.long() + has_bonus_A.long())
+    # The last token of a whole row has not been run, and one that ends an answer never is. That of a shorter row has
+    # been; it is run again, on a page of the next round, where no other token is pending.
+    last_A = (taken_A == block) | (~has_bonus_A & (taken_A > 0))
+    run_A = taken_A - last_A.long()
+    bonus_A, last_token_A = choice.bonus_A.clamp(min=0), tree.tokens_XK[row_A, (taken_A - 1).clamp(min=0)]
+    tokens_A2 = torch.stack((torch.where(last_A, last_token_A, bonus_A), bonus_A), 1)
+    unrun_A = torch.where(choice.ended_A, 1, last_A.long() + has_bonus_A.long())
     stays_A = (pending_A - cut_A).clamp(min=0)
     kept_A = torch.where(open_A, stays_A + run_A, 0)
     dropped_A = torch.where(open_A, (cut_A - pending_A).clamp(min=0), 0)
@@ -439,7 +442,7 @@ def resume(
         end_A=left_A + taken_A + has_bonus_A.long(),
         tokens_AW=tokens_A2[:, : state.pending_SQ.shape[1]],
         pending_A=unrun_A.clamp(min=1),
-        text_A=torch.where(whole_A, tree.before_X[row_A], choice.text_A),
+        text_A=torch.where(last_A, tree.before_X[row_A], choice.text_A),
     )
 
 

@@ -61,10 +61,12 @@ def keep_nodes(
     index_A = torch.arange(len(slot_A), device=slot_A.device)
     is_before_AA = index_A < index_A[:, None]
     shares_AA = (plan.group_A == plan.group_A[:, None]) & choice.alive_A & plan.has_kind(PopulationKind.BEST)
-    at_A = row_A
+    assert grown.leaf_X is not None, "rows of exact decoding have been chosen"
+    rows = len(grown.tree.mass_X)
+    at_A, leaf_step_A = grown.leaf_X[row_A] % rows, grown.leaf_X[row_A] // rows
     for d in range(nodes.block - 2, -1, -1):
-        before, step = grown.steps[d], grown.steps[d + 1]
-        at_A = step.parent_X[at_A]
+        before, step = grown.steps[d].tree, grown.steps[d + 1]
+        at_A = torch.where(leaf_step_A > d, step.parent_X[at_A], at_A)
         token_AC, share_AC = step.candidates.token_RC[at_A, :width], step.candidates.share_RC[at_A, :width]
         # Rows that go through this node and have a token after it.
         same_AA = (tokens_AK[:, None, : d + 1] == tokens_AK[None, :, : d + 1]).all(-1)

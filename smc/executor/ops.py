@@ -27,6 +27,7 @@ from smc.executor.remap import Followed, advance, follow, remap_block_table
 from smc.executor.sampling import Coupling, HeadSampling, Sampling
 from smc.executor.select import Candidates, ScoreInputs, SelectedTrees, score_candidates
 from smc.executor.state import BiasTables, SlotEntries, SlotState, add_biases
+from smc.executor.tree_rows import choose_rows
 from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, lay_out, verify, verify_chains
 from smc.model.draft_vocab import DraftVocab
 
@@ -111,6 +112,10 @@ class RoundOps(Protocol):
         branches: int,
     ) -> TokenTree:
         """See `smc.executor.draft.reparent`."""
+        ...
+
+    def choose_rows(self, plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
+        """See `smc.executor.tree_rows.choose_rows`."""
         ...
 
     def keep_nodes(
@@ -281,6 +286,7 @@ class TorchOps(RoundOps):
     begin_draft = staticmethod(draft.begin)
     expand = staticmethod(expand)
     reparent = staticmethod(reparent)
+    choose_rows = staticmethod(choose_rows)
     keep_nodes = staticmethod(keep_nodes)
     limit_outcomes = staticmethod(limit_outcomes)
     with_inner_nodes = staticmethod(with_inner_nodes)

@@ -74,16 +74,19 @@ class Drafter:
             plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None
         )
         assigned = assign_chains(plan, begun.tree.alive_X) if PopulationKind.CHAINS in plan.kinds else None
-        keeps, steps = self.nodes is not None and PopulationKind.BEST in plan.kinds, []
+        steps = []
         layout, tree = begun.first, begun.tree
         for step in range(self.shape.block):
             if step:
                 layout, logits_SV = begun.later, self._run(plan, begun.later, tree)
             tree, chosen = self._extend(plan, layout, logits_SV, tree, step, assigned)
-            if keeps and chosen is not None:
+            if chosen is not None and PopulationKind.BEST in plan.kinds:
                 expansion, candidates = chosen
-                steps.append(DraftStep(tree.mass_X, tree.text_X, expansion.parent_X, candidates))
-        return self.ops.pack_rows(self.state, plan, tree), GrownRows(tree, tuple(steps))
+                steps.append(DraftStep(tree, expansion.parent_X, candidates))
+        grown = GrownRows(tree, tuple(steps))
+        if steps:
+            grown = self.ops.choose_rows(plan, grown, self.nodes is not None)
+        return self.ops.pack_rows(self.state, plan, grown.tree), grown
 
     def follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         """Let the chosen rows be the particles."""

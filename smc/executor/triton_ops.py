@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,10 +36,10 @@ from smc.executor.select import Candidates, GroupSizes, ScoreInputs, SelectedTre
 from smc.executor.state import BiasTables, SlotEntries, SlotState
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.verify import Blocks, TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
-from smc.kernels import draft, finalize, inner_nodes, remap, sampling, select, verify
+from smc.kernels import draft, finalize, inner_nodes, remap, sampling, select, tree_rows, verify
 from smc.kernels.candidate_tokens import CouplingTensors, propose_candidates
 from smc.kernels.coupling import observe_draws
-from smc.kernels.draft import ChainTokens, ChosenTokens, TreeBefore, TreeTensors
+from smc.kernels.draft import ChainTokens, ChosenTokens, GrownTensors, TreeBefore
 from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.finalize import CandidateOutputs, TreeSelection
 from smc.kernels.inner_nodes import NodeTensors, OutcomeRows, ParticleTensors, StepTensors
@@ -56,6 +57,7 @@ from smc.kernels.sampling import draw, guide, score, spread, spread_rest, write_
 from smc.kernels.select import ScoreTensors, SelectTensors
 from smc.kernels.select import select as select_particles
 from smc.kernels.stops import StopTensors
+from smc.kernels.tree_rows import StepRows
 from smc.kernels.truncation import Cut, truncate
 from smc.kernels.verify import ChainTrials, SampleTensors, VerifyTensors, match_samples
 from smc.model.draft_vocab import DraftVocab
@@ -197,6 +199,14 @@ class TritonOps(RoundOps):
         )
         return TokenTree(**made._asdict())
 
+    def choose_rows(self, plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
+        steps = tuple(
+            contiguous(StepRows(step.parent_X, *(getattr(step.tree, name) for name in StepRows._fields[1:])))
+            for step in grown.steps
+        )
+        taken, leaf_X = tree_rows.choose_rows(fields_of(PlanTensors, plan), steps, plan.branches, lookahead)
+        return replace(grown, tree=TokenTree(**taken._asdict(), run_4X=None), leaf_X=leaf_X)
+
     def keep_nodes(
         self,
         nodes: InnerNodes,
@@ -205,6 +215,7 @@ class TritonOps(RoundOps):
         grown: GrownRows,
         choice: RoundChoice,
     ) -> None:
+        assert grown.leaf_X is not None, "rows of exact decoding have been chosen"
         inner_nodes.keep_nodes(
             fields_of(NodeTensors, nodes),
             fields_of(PlanTensors, plan),
@@ -212,6 +223,7 @@ class TritonOps(RoundOps):
             grown.tree.tokens_XK,
             tuple(map(_step_tensors, grown.steps)),
             choice.all_9A,
+            grown.leaf_X,
         )
 
     def limit_outcomes(
@@ -257,7 +269,7 @@ class TritonOps(RoundOps):
         draft.pack(
             fields_of(PlanTensors, plan),
             fields_of(SlotTensors, state),
-            fields_of(TreeTensors, tree),
+            fields_of(GrownTensors, tree),
             all_WX,
             plan.branches,
             PopulationKind.INDEPENDENT in plan.kinds,
@@ -288,7 +300,7 @@ class TritonOps(RoundOps):
         out = draft.resume(
             fields_of(PlanTensors, plan),
             fields_of(SlotTensors, state),
-            fields_of(TreeTensors, tree),
+            fields_of(GrownTensors, tree),
             choice.all_9A,
             block,
         )
@@ -463,7 +475,7 @@ class TritonOps(RoundOps):
 
 def _step_tensors(step: DraftStep) -> StepTensors:
     candidates = (step.candidates.token_RC.contiguous(), step.candidates.share_RC.contiguous())
-    return StepTensors(step.parent_X, *candidates, step.mass_X, step.text_X)
+    return StepTensors(step.parent_X, *candidates, step.tree.mass_X, step.tree.text_X)
 
 
 def _scored(inputs: ScoreInputs) -> tuple[PlanTensors, BlockTensors, VerifyTensors, Tensor]:

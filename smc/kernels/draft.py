@@ -69,6 +69,21 @@ class TreeBefore(NamedTuple):
     outcome_X: Tensor
 
 
+class GrownTensors(NamedTuple):
+    """The part of a `TokenTree` that is read once rows have grown."""
+
+    root_X: Tensor
+    tokens_XK: Tensor
+    logq_XK: Tensor
+    tail_XB: Tensor
+    count_X: Tensor
+    alive_X: Tensor
+    ended_X: Tensor
+    before_X: Tensor
+    mass_X: Tensor
+    cut_X: Tensor
+
+
 class ChosenTokens(NamedTuple):
     """Continuations of rows that were chosen among all candidates of a group: an `Expansion` and the candidates."""
 
@@ -154,7 +169,7 @@ def begin(
 
 
 def pack(
-    plan: PlanTensors, slots: SlotTensors, tree: TreeTensors, rows_WX: Tensor, branches: int, has_independent: bool
+    plan: PlanTensors, slots: SlotTensors, tree: GrownTensors, rows_WX: Tensor, branches: int, has_independent: bool
 ) -> None:
     """See `smc.executor.draft.pack`; writes `DraftedRows.all_WX`."""
     rows, block = tree.tokens_XK.shape
@@ -164,7 +179,7 @@ def pack(
     )  # fmt: skip
 
 
-def resume(plan: PlanTensors, slots: SlotTensors, tree: TreeTensors, choice_9A: Tensor, block: int) -> ResumeOutputs:
+def resume(plan: PlanTensors, slots: SlotTensors, tree: GrownTensors, choice_9A: Tensor, block: int) -> ResumeOutputs:
     """See `smc.executor.draft.resume`; block tables follow the choice in the same launch."""
     (batch_size, queries), pages = plan.begin_pages_AP.shape, tree.tail_XB.shape[1]
     width, room = min(2, slots.pending_SQ.shape[1]), Room(plan.slot_A.device)
@@ -357,11 +372,12 @@ def _resume(
     is_open, has_bonus = (tl.load(slots.ended_S + source) == 0) | (cut > 0), bonus >= 0
     tail_B, base, kept_end = tree.tail_XB + row * B, tl.load(slots.base_S + slot), end - cut
     copy_pages(slots.table_SL, table_stride, slot, source, base, kept_end, tail_B, B, BLOCK_B, CHUNK)
-    # The last token of a whole row has not been run, and a token that ends an answer is never run.
-    whole = taken == K
-    run = taken - (whole | (ended & (has_bonus == 0) & (taken > 0))).to(tl.int64)
-    left = tl.where(ended, 1, whole.to(tl.int64) + has_bonus.to(tl.int64))
-    text = tl.where(whole, tl.load(tree.before_X + row), tl.load(of + 7 * batch_size))
+    # The last token of a whole row has not been run, and a token that ends an answer is never run. That of a shorter
+    # row is run again, where no other token is pending.
+    is_last = (taken == K) | ((has_bonus == 0) & (taken > 0))
+    run = taken - is_last.to(tl.int64)
+    left = tl.where(ended, 1, is_last.to(tl.int64) + has_bonus.to(tl.int64))
+    text = tl.where(is_last, tl.load(tree.before_X + row), tl.load(of + 7 * batch_size))
     tl.store(out.numbers_3A + index, kept_end + taken + has_bonus.to(tl.int64))
     tl.store(out.numbers_3A + batch_size + index, tl.maximum(left, 1))
     tl.store(out.numbers_3A + 2 * batch_size + index, text)
@@ -369,7 +385,8 @@ def _resume(
     tl.store(out.counts_2A + index, tl.where(is_open, stays + run, 0).to(tl.int32))
     tl.store(out.counts_2A + batch_size + index, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
     q = tl.arange(0, BLOCK_Q)
-    token = tl.where(whole & (q == 0), tl.load(tree.tokens_XK + row * K + K - 1), tl.maximum(bonus, 0))
+    last_token = tl.load(tree.tokens_XK + row * K + tl.maximum(taken - 1, 0))
+    token = tl.where(is_last & (q == 0), last_token, tl.maximum(bonus, 0))
     tl.store(out.tokens_AW + index * Q + q, token, mask=q < Q)
     # Those of the particle's pending tokens that stay, of which there may be fewer than P, then the tokens of its row.
     w = tl.arange(0, BLOCK_W)

@@ -33,7 +33,7 @@ class NodeTensors(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """Of `smc.executor.draft.DraftStep`."""
+    """Of `smc.executor.draft.DraftStep` and its rows."""
 
     parent_X: Tensor
     token_XC: Tensor
@@ -87,12 +87,13 @@ def keep_nodes(
     tokens_XK: Tensor,
     steps: tuple[StepTensors, ...],
     choice_9A: Tensor,
+    leaf_X: Tensor,
 ) -> None:
     """See `smc.executor.inner_nodes.keep_nodes`."""
     (batch_size, block), (_, inner, most) = (len(plan.slot_A), tokens_XK.shape[1]), nodes.share_SDC.shape
     assert block == inner + 1, f"rows of {block} tokens, {inner} inner nodes"
     _keep_nodes[(batch_size,)](
-        nodes, plan, logw_S, tokens_XK, steps, choice_9A, batch_size, steps[-1].token_XC.shape[1],
+        nodes, plan, logw_S, tokens_XK, steps, choice_9A, leaf_X, batch_size, len(leaf_X), steps[-1].token_XC.shape[1],
         K=block, C=most, BLOCK_N=MAX_PARTICLES, BLOCK_C=triton.next_power_of_2(most), num_warps=4,
     )  # fmt: skip
 
@@ -185,7 +186,7 @@ def _limit_outcomes(
 
 @one_variant()
 def _keep_nodes(
-    nodes, plan, logw_S, tokens_XK, steps, choice_9A, batch_size, width,
+    nodes, plan, logw_S, tokens_XK, steps, choice_9A, leaf_X, batch_size, rows, width,
     K: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     index, n, c = tl.program_id(0), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
@@ -204,23 +205,25 @@ def _keep_nodes(
     for k in tl.static_range(K):
         token_N = tl.load(tokens_XK + row_N * K + k, mask=exists_N, other=-1)
         common_N += ((common_N == k) & (token_N == tl.load(tokens_XK + row * K + k))).to(tl.int32)
+    leaf = tl.load(leaf_X + row)
+    at = leaf % rows
     for step in tl.static_range(K - 1):
-        # The node of d + 1 tokens, the longest first; `row` is that of the step that made its last token.
+        # The node of d + 1 tokens, the longest first; `at` is the row of the step that made its last token.
         d: tl.constexpr = K - 2 - step
-        row = tl.load(steps[d + 1].parent_X + row)
+        at = tl.where(leaf // rows > d, tl.load(steps[d + 1].parent_X + at), at)
         through_N = exists_N & (common_N > d) & (count_N > d + 1)
         is_node = (tl.max((through_N & (at_N == index)).to(tl.int32), 0) > 0) & (
             tl.max((through_N & (at_N < index)).to(tl.int32), 0) == 0
         )
         child_N = tl.load(tokens_XK + row_N * K + d + 1, mask=through_N, other=-1).to(tl.int32)
-        token_C = tl.load(steps[d + 1].token_XC + row * width + c, mask=c < C, other=0).to(tl.int32)
-        share_C = tl.load(steps[d + 1].share_XC + row * width + c, mask=c < C, other=NONE)
+        token_C = tl.load(steps[d + 1].token_XC + at * width + c, mask=c < C, other=0).to(tl.int32)
+        share_C = tl.load(steps[d + 1].share_XC + at * width + c, mask=c < C, other=NONE)
         is_child_C = tl.max((through_N[:, None] & (child_N[:, None] == token_C[None, :])).to(tl.int32), 0) > 0
         to = slot * (K - 1) + d
         tl.store(nodes.token_SDC + to * C + c, token_C, mask=c < C)
         tl.store(nodes.share_SDC + to * C + c, tl.where(is_child_C | (is_node == 0), NONE, share_C), mask=c < C)
-        tl.store(nodes.mass_SD + to, tl.load(steps[d].mass_X + row) - offset)
-        tl.store(nodes.text_SD + to, tl.load(steps[d].text_X + row))
+        tl.store(nodes.mass_SD + to, tl.load(steps[d].mass_X + at) - offset)
+        tl.store(nodes.text_SD + to, tl.load(steps[d].text_X + at))
     tl.store(nodes.count_S + slot, count)
 
 

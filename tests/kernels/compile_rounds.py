@@ -102,6 +102,8 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     TritonOps().observe_draws(made.state, plan, made.tree(), choice, kept_BV, coupling)
     nodes, grown = InnerNodes(made.slots, made.k, vocab, CPU), grown_rows(made)
     TritonOps().keep_nodes(nodes, made.state, plan, grown, choice)
+    for ahead in (True, False):
+        TritonOps().choose_rows(plan, grown, ahead)
     candidates = grown.steps[0].candidates
     particles = TorchOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True)).tree
     TritonOps().with_inner_nodes(nodes, plan, particles, candidates)

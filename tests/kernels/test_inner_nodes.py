@@ -39,19 +39,25 @@ def grown_rows(made: DraftRound) -> GrownRows:
         tree = replace(made.tree(), tokens_XK=made.here(tokens_XK), mass_X=made.here(rng.normal(size=rows)))
         shares_XC = made.here(made.floats(rows, WIDTH))
         candidates = CandidateTokens(made.here(token_XC), shares_XC, shares_XC)
-        kept.append(DraftStep(tree.mass_X, tree.text_X, made.here(parent_X), candidates))
-    return GrownRows(tree, tuple(kept))
+        kept.append(DraftStep(tree, made.here(parent_X), candidates))
+    # Some rows end at an earlier step; their tokens are those of the same paths.
+    step_X = np.where(rng.random(rows) < 0.3, rng.integers(0, made.k, rows), made.k - 1)
+    leaf_X = made.here(step_X * rows + np.arange(rows))
+    tokens_XK = torch.cat([step.tree.tokens_XK for step in kept])[leaf_X]
+    return GrownRows(replace(tree, tokens_XK=tokens_XK), tuple(kept), leaf_X)
 
 
-def choice_for(made: DraftRound) -> RoundChoice:
-    """As of a group that goes on: all of its rows take equally many tokens, but for those that end."""
+def choice_for(made: DraftRound, grown: GrownRows) -> RoundChoice:
+    """As of a group that goes on: all of its rows take all of their tokens, but for those that end."""
     choice = choice_of(made)
-    choice.all_9A[2] = torch.where(choice.ended_A, choice.count_A, made.k)
+    whole_A = grown.leaf_X[choice.row_A] // len(grown.leaf_X) + 1
+    choice.all_9A[2] = torch.where(choice.ended_A, torch.minimum(choice.count_A, whole_A), whole_A)
     return choice
 
 
 def nodes_of(made: DraftRound, ops: RoundOps) -> tuple[InnerNodes, RoundChoice]:
-    nodes, grown, choice = InnerNodes(made.slots, made.k, VOCAB, made.device), grown_rows(made), choice_for(made)
+    nodes, grown = InnerNodes(made.slots, made.k, VOCAB, made.device), grown_rows(made)
+    choice = choice_for(made, grown)
     ops.keep_nodes(nodes, made.state, made.plan, grown, choice)
     return nodes, choice
 
@@ -167,7 +173,8 @@ def test_no_outcome_is_that_of_a_row_and_none_is_there_twice():
         made = DraftRound(seed, frozenset({PopulationKind.BEST}), True, CPU)
         if made.k == 1:
             continue
-        nodes, grown, choice = InnerNodes(made.slots, made.k, VOCAB, CPU), grown_rows(made), choice_for(made)
+        nodes, grown = InnerNodes(made.slots, made.k, VOCAB, CPU), grown_rows(made)
+        choice = choice_for(made, grown)
         TorchOps().keep_nodes(nodes, made.state, made.plan, grown, choice)
         tokens_AK, slot_A = grown.tree.tokens_XK[choice.row_A], made.plan.slot_A
         for size, first in zip(made.sizes, made.plan.first_G.tolist()):

@@ -1,0 +1,142 @@
+"""Which rows of a draft tree are verified, against the torch form, and against choosing greedily. See
+tests/kernels/rounds.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.executor.draft import DraftStep, GrownRows
+from smc.executor.ops import TorchOps
+from smc.executor.tree_rows import LEAD_GAIN
+from smc.executor.triton_ops import TritonOps
+from tests.kernels.conftest import DEVICE
+from tests.kernels.rounds import assert_equal
+from tests.kernels.test_draft import CPU, DraftRound
+
+BEST = frozenset({PopulationKind.BEST})
+in_both = pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
+
+
+def grown_tree(made: DraftRound, *, ties: bool = False) -> GrownRows:
+    """K steps: rows continue living rows of the step before in their order, some several times, with less mass; some
+    end, and go on as themselves."""
+    rng, rows, steps = made.rng, made.places * made.f, []
+    tokens_XK, outcome_X = np.zeros((rows, made.k), np.int64), np.arange(rows)
+    count_X, mass_X = np.zeros(rows, np.int64), np.zeros(rows)
+    alive_X, ended_X = np.ones(rows, bool), np.zeros(rows, bool)
+    for step in range(made.k):
+        parent_X, fresh_X = np.arange(rows), np.ones(rows, bool)
+        if step:
+            for size, first in zip(made.sizes, made.plan.first_G.tolist()):
+                mine = np.arange(first * made.f, (first + size) * made.f)
+                living = mine[alive_X[mine]]
+                fresh_X[mine] = False
+                if len(living):
+                    parents = []
+                    for row in sorted(rng.choice(living, len(mine))):
+                        if not (ended_X[row] and row in parents):
+                            parents.append(row)
+                    parent_X[mine], fresh_X[mine[: len(parents)]] = mine[0], True
+                    parent_X[mine[: len(parents)]] = parents
+        was_over_X = ended_X[parent_X]
+        mass_X = mass_X[parent_X] - np.where(was_over_X, 0.0, rng.exponential(1.0, rows))
+        mass_X = mass_X.round() if ties else mass_X
+        alive_X = alive_X[parent_X] & fresh_X & (rng.random(rows) < 0.95)
+        mass_X, count_X = np.where(alive_X, mass_X, -np.inf), count_X[parent_X] + ~was_over_X
+        ended_X = was_over_X | (rng.random(rows) < 0.1)
+        tokens_XK, outcome_X = tokens_XK[parent_X], outcome_X[parent_X] if step else outcome_X
+        tokens_XK[:, step] = np.arange(rows)
+        tree = replace(
+            made.tree(),
+            tokens_XK=made.here(tokens_XK),
+            mass_X=made.here(mass_X),
+            alive_X=made.here(alive_X),
+            ended_X=made.here(ended_X),
+            count_X=made.here(count_X),
+            outcome_X=made.here(outcome_X),
+        )
+        none_XC = made.here(np.zeros((rows, 1), np.float32))
+        steps.append(DraftStep(tree, made.here(parent_X), CandidateTokens(none_XC.long(), none_XC, none_XC)))
+    return GrownRows(tree, tuple(steps))
+
+
+@in_both
+@pytest.mark.parametrize("kinds", [BEST, frozenset(PopulationKind)], ids=["best", "all"])
+def test_rows_are_the_torch_ones(kinds, lookahead):
+    for seed in range(6):
+        found = []
+        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+            made = DraftRound(seed, kinds, lookahead, device, largest=40 if seed == 0 else 6)
+            grown = ops.choose_rows(made.plan, grown_tree(made, ties=seed % 2 == 1), lookahead)
+            tree = grown.tree
+            fields = ("root_X", "tokens_XK", "logq_XK", "tail_XB", "count_X", "ended_X", "before_X", "cut_X", "last_X")
+            found.append((grown.leaf_X, tree.alive_X, tree.mass_X, *(getattr(tree, name) for name in fields)))
+        assert_equal(found[1], found[0])
+
+
+@in_both
+def test_rows_hold_what_choosing_greedily_holds(lookahead):
+    """By a slow reference: again and again the path whose nodes that are not held yet have most mass."""
+    short = dropped = 0
+    for seed in range(12):
+        made = DraftRound(seed, BEST, lookahead, CPU)
+        grown = grown_tree(made)
+        chosen = TorchOps().choose_rows(made.plan, grown, lookahead)
+        rows = made.places * made.f
+        for group, (size, first) in enumerate(zip(made.sizes, made.plan.first_G.tolist())):
+            begin, end = first * made.f, (first + size) * made.f
+            gains, paths = tree_paths(grown, begin, end, lookahead)
+            of = zip(chosen.leaf_X[begin:end].tolist(), chosen.tree.alive_X[begin:end].tolist())
+            taken = [paths[leaf] for leaf, alive in of if alive]
+            most = int(made.plan.draws_G[group]) if lookahead else end - begin
+            expected = greedy(gains, list(paths.values()), end - begin, most)
+            assert len(set(taken)) == len(taken)
+            held, wanted = ({node for path in of for node in path} for of in (taken, expected))
+            value = [sum(gains[node] for node in nodes) for nodes in (held, wanted)]
+            assert value[0] == pytest.approx(value[1], abs=1e-5)
+            short += sum(path[-1] < (made.k - 1) * rows for path in taken)
+            dropped += len(paths) - len(taken)
+    assert short > 20 and dropped > 100
+
+
+def tree_paths(grown: GrownRows, begin: int, end: int, lookahead: bool):
+    """Gains by node, and paths by node."""
+    rows, first = len(grown.tree.mass_X), grown.steps[0].tree
+    top = max((float(first.mass_X[x]) for x in range(begin, end) if first.alive_X[x]), default=0.0)
+    gains: dict[int, float] = {}
+    paths: dict[int, tuple[int, ...]] = {}
+    for step, of in enumerate(grown.steps):
+        for x in range(begin, end):
+            if not of.tree.alive_X[x]:
+                continue
+            node = step * rows + x
+            before = paths[(step - 1) * rows + int(of.parent_X[x])] if step else ()
+            counts = int(of.tree.count_X[x]) > step and not (lookahead and step == 0)
+            gains[node] = math.exp(float(of.tree.mass_X[x]) - top) if counts else 0.0
+            gains[node] += LEAD_GAIN * (x == begin)
+            paths[node] = (*before, node)
+    return gains, paths
+
+
+def greedy(gains: dict[int, float], paths: list[tuple[int, ...]], most: int, most_of_outcome: int):
+    """The paths that hold most."""
+    leaves = [path for path in paths if not any(other[: len(path)] == path and other != path for other in paths)]
+    held: set[int] = set()
+    taken: list[tuple[int, ...]] = []
+
+    def gain(path):
+        return sum(gains[node] for node in path if node not in held)
+
+    while len(taken) < most:
+        has_room = [path for path in leaves if sum(other[0] == path[0] for other in taken) < most_of_outcome]
+        best = max((path for path in has_room if path not in taken), key=gain, default=None)
+        if best is None or gain(best) <= 0:
+            break
+        taken.append(best)
+        held.update(best)
+    return taken
