@@ -29,8 +29,8 @@ EVENTS = (
 @pytest.mark.parametrize(
     ("config", "ahead", "seed", "count"),
     [
-        pytest.param(CONFIGS[1], False, 9, 100, marks=pytest.mark.slow),
-        pytest.param(CONFIGS[2], True, 12, 100, marks=pytest.mark.slow),
+        pytest.param(CONFIGS[1], False, 9, 60, marks=pytest.mark.slow),
+        pytest.param(CONFIGS[2], True, 12, 60, marks=pytest.mark.slow),
         (CONFIGS[3], True, 2, 50),
     ],
 )
