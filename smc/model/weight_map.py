@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smc.model.config import ModelConfig, read_quantisation_config
+from smc.model.config import ModelConfig, read_json, read_quantisation_config
 from smc.model.parallel import WHOLE, Axis, Shard, Split
 from smc.model.quantisation import QuantisationConfig
 from smc.model.safetensors_files import STORED_DTYPES, STORED_FP8, StoredTensor, abbreviate, read_headers
@@ -160,6 +160,10 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Store
     problems = []
     if missing := [name for name in shapes if name not in stored]:
         problems.append(f"{len(missing)} weights are missing: {abbreviate(missing)}")
+        if missing == ["lm_head.weight"] and "tie_word_embeddings" not in read_json(Path(directory) / "config.json"):
+            problems.append(
+                'config.json has no tie_word_embeddings; add "tie_word_embeddings": true if the head is the embedding'
+            )
     if unknown := [name for name in stored if name not in shapes]:
         problems.append(f"{len(unknown)} weights are unknown to {config.family}: {abbreviate(unknown)}")
     for name in (name for name in shapes if name in stored):
