@@ -100,17 +100,17 @@ def _experts(
     t * C + c of x, weighed, to `out` [C, T, outputs]."""
     own, tile, t = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     n, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    place_T, hit_T = tl.zeros([BLOCK_T], tl.int32), tl.zeros([BLOCK_T], tl.int32)
+    column_T, hit_T = tl.zeros([BLOCK_T], tl.int32), tl.zeros([BLOCK_T], tl.int32)
     if PDL:
         gdc_wait()
     for c in tl.static_range(C):
         is_own_T = tl.load(expert + t * C + c, mask=t < tokens, other=-1) == own
-        place_T, hit_T = tl.where(is_own_T, c, place_T), tl.where(is_own_T, 1, hit_T)
+        column_T, hit_T = tl.where(is_own_T, c, column_T), tl.where(is_own_T, 1, hit_T)
     if tl.max(hit_T, 0) == 0:
         return
     # Rows past the end are the last one; their results are not stored.
     row = own.to(tl.int64) * (outputs * 2 if UP else outputs) + tl.minimum(n, outputs - 1)
-    at_T = t.to(tl.int64) if UP else t.to(tl.int64) * C + place_T
+    at_T = t.to(tl.int64) if UP else t.to(tl.int64) * C + column_T
     sum_NT, up_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32), tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for k0 in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
         inside = k0 + k < inputs
@@ -131,9 +131,9 @@ def _experts(
             up_NT *= tl.load(scales + row + outputs)[:, None]
     stored = (n < outputs)[:, None] & (hit_T > 0)[None, :]
     if UP:
-        out_at = (t.to(tl.int64) * C + place_T) * outputs
+        out_at = (t.to(tl.int64) * C + column_T) * outputs
         result_NT = sum_NT * tl.sigmoid(sum_NT) * up_NT
     else:
-        out_at = (place_T.to(tl.int64) * tokens + t) * outputs
-        result_NT = sum_NT * tl.load(weight + t * C + place_T, mask=hit_T > 0, other=0.0)[None, :]
+        out_at = (column_T.to(tl.int64) * tokens + t) * outputs
+        result_NT = sum_NT * tl.load(weight + t * C + column_T, mask=hit_T > 0, other=0.0)[None, :]
     tl.store(out + out_at[None, :] + n[:, None], result_NT.to(out.dtype.element_ty), mask=stored)

@@ -49,18 +49,22 @@ class Experts(nn.Module):
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """This rank's share of the weighted sum [T, E]."""
-        expert_TC, weight_TC = self.choose(x_TE)
-        if x_TE.is_cuda and x_TE.dtype == torch.bfloat16:
-            return self._grouped(x_TE, expert_TC, weight_TC)
+        has_grouped_product = x_TE.is_cuda and x_TE.dtype == torch.bfloat16 and self.inner % 8 == 0
+        return (self.grouped if has_grouped_product else self.expert_by_expert)(x_TE, self.choose(x_TE))
+
+    def expert_by_expert(self, x_TE: Tensor, choice: Choice) -> Tensor:
+        """The reference."""
+        expert_TC, weight_TC = choice
         parts_TCE = x_TE.new_zeros(*expert_TC.shape, x_TE.shape[1])
         for expert in expert_TC.unique().tolist():
-            token_Y, place_Y = (expert_TC == expert).nonzero(as_tuple=True)
+            token_Y, column_Y = (expert_TC == expert).nonzero(as_tuple=True)
             gate, up = F.linear(x_TE[token_Y], self._matrix(self.gate_up, expert, x_TE.dtype)).chunk(2, dim=-1)
-            parts_TCE[token_Y, place_Y] = F.linear(F.silu(gate) * up, self._matrix(self.down, expert, x_TE.dtype))
+            parts_TCE[token_Y, column_Y] = F.linear(F.silu(gate) * up, self._matrix(self.down, expert, x_TE.dtype))
         return (parts_TCE.float() * weight_TC[..., None]).sum(1).to(x_TE.dtype)
 
-    def _grouped(self, x_TE: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
+    def grouped(self, x_TE: Tensor, choice: Choice) -> Tensor:
         """Every expert takes its tokens in one product with the others'. Nothing reads the host."""
+        expert_TC, weight_TC = choice
         order_Y = expert_TC.flatten().argsort(stable=True)
         ends_X = (expert_TC.flatten()[:, None] == torch.arange(self.count, device=x_TE.device)).sum(0).cumsum(0).int()
         gate, up = F.grouped_mm(
