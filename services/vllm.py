@@ -215,7 +215,6 @@ def tokenizer_chunks(directory: Path) -> Iterator[common_pb2.GetTokenizerChunk]:
 
 
 VLLM = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DEFAULT_METHOD = Method.EXACT
 """The protocol has no field for the method, and its callers expect the target's own answers unless the service is
 configured otherwise."""
@@ -275,7 +274,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
             max_req_input_len=pair.context - 1,
             vocab_size=pair.tokenizer.size,
             model_type=target.config.family,
-            architectures=[ARCHITECTURES[target.config.family]],
+            architectures=[target.config.traits.architecture],
             eos_token_ids=pair.tokenizer.eos_ids,
         )
 

@@ -38,9 +38,11 @@ TILE = 128
 """Queries of fa2's largest tile."""
 
 
-def obstacle(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def obstacle(
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device, windows: bool = False
+) -> str | None:
     """Why `FlashInferAttention` cannot be used, or None. Loads its kernels, so that none is found missing in the middle
-    of a pass."""
+    of a pass. `windows`: whether some layers have one."""
     if head_dim not in HEAD_DIMS or dtype not in DTYPES:
         return (
             f"head dimension {head_dim} in {dtype}: flashinfer is used for {', '.join(map(str, HEAD_DIMS))} "
@@ -54,10 +56,11 @@ def obstacle(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: 
         from flashinfer.prefill import get_batch_prefill_module
 
         for kernel in kernels_of(device):
-            # Of q, k and v, out, index; dimensions; no encoding of positions, no window, no cap, no sums in float16.
-            get_batch_prefill_module(
-                kernel, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
-            )
+            for window in (False, True) if windows else (False,):
+                # Of q, k and v, out, index; dimensions; no encoding of positions, no cap, no sums in float16.
+                get_batch_prefill_module(
+                    kernel, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, window, False, False
+                )
     except Exception as error:  # It imports, compiles and loads what others wrote, in whatever way that fails.
         return f"flashinfer cannot be loaded: {type(error).__name__}: {error}"
     return None
@@ -117,6 +120,12 @@ class FlashInferAttention(AttentionBackend):
             and pool.keys.dtype == self.dtype
             and pool.keys.shape[2:] == (self.heads[1], self.head_dim)
         )
+        planned = {window: self._plan(kernel, pool, batch, window) for window in set(pool.windows)}
+        return _FlashInferPass(pool, batch, planned)
+
+    def _plan(
+        self, kernel: str, pool: KVPool, batch: ForwardBatch, window: int | None
+    ) -> BatchPrefillWithPagedKVCacheWrapper:
         planner, ends_R = next(self._turns[kernel]), batch.starts_R + batch.counts_R
         held_RL = np.arange(batch.table_RL.shape[1]) < ends_R[:, None]
         planner.copied.synchronize()
@@ -130,22 +139,28 @@ class FlashInferAttention(AttentionBackend):
             head_dim_qk=self.head_dim,
             page_size=1,
             causal=True,
+            window_left=-1 if window is None else window - 1,
             q_data_type=self.dtype,
             kv_data_type=self.dtype,
         )
         planner.copied.record()
-        return _FlashInferPass(pool, batch, planner.wrapper)
+        return planner.wrapper
 
 
 class _FlashInferPass(AttentionPass):
-    def __init__(self, pool: KVPool, batch: ForwardBatch, wrapper: BatchPrefillWithPagedKVCacheWrapper) -> None:
+    def __init__(
+        self, pool: KVPool, batch: ForwardBatch, planned: dict[int | None, BatchPrefillWithPagedKVCacheWrapper]
+    ) -> None:
+        """`planned`: for layers with each window."""
         super().__init__(pool, batch)
-        self.wrapper = wrapper
+        self.planned = planned
 
     def read(self, layer: int, q_THD: Tensor) -> Tensor:
         # [pages, 1, J, D]: the second axis is that of positions of a page.
         keys, values = self.pool.keys[layer][:, None], self.pool.values[layer][:, None]
-        return self.wrapper.run(q_THD, (keys, values), out=torch.empty_like(q_THD), enable_pdl=False)
+        return self.planned[self.pool.windows[layer]].run(
+            q_THD, (keys, values), out=torch.empty_like(q_THD), enable_pdl=False
+        )
 
 
 def _bounds(counts_R: np.ndarray) -> Tensor:

@@ -30,17 +30,31 @@ class _FusedPass(AttentionPass):
         self.bounds = list(pairwise(np.concatenate(([0], np.cumsum(batch.counts_R))).tolist()))
 
     def read(self, layer: int, q_THD: Tensor) -> Tensor:
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        keys, values, window = self.pool.keys[layer], self.pool.values[layer], self.pool.windows[layer]
         return torch.cat(
-            [_row(q_THD[a:b], keys[pages_L], values[pages_L]) for (a, b), pages_L in zip(self.bounds, self.tables)]
+            [
+                _row(q_THD[a:b], *_seen(keys, values, pages_L, b - a, window), window)
+                for (a, b), pages_L in zip(self.bounds, self.tables)
+            ]
         )
 
 
-def _row(q_QHD: Tensor, k_LJD: Tensor, v_LJD: Tensor) -> Tensor:
+def _seen(keys: Tensor, values: Tensor, pages_L: Tensor, queries: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """Keys and values of the positions that any of the last queries sees."""
+    if window is not None:
+        pages_L = pages_L[max(0, len(pages_L) - queries - window + 1) :]
+    return keys[pages_L], values[pages_L]
+
+
+def _row(q_QHD: Tensor, k_LJD: Tensor, v_LJD: Tensor, window: int | None) -> Tensor:
     """The queries are the last Q of L positions."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_QHD, k_LJD, v_LJD))
     grouped = q_QHD.shape[1] != k_LJD.shape[1]
-    if len(q_QHD) == 1:
+    if window is not None and len(k_LJD) > window:
+        seen_QL = torch.ones(len(q_QHD), len(k_LJD), dtype=torch.bool, device=q.device)
+        last = len(k_LJD) - len(q_QHD)
+        out = F.scaled_dot_product_attention(q, k, v, seen_QL.tril(last).triu(last - window + 1), enable_gqa=grouped)
+    elif len(q_QHD) == 1:
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
     elif len(q_QHD) == len(k_LJD):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

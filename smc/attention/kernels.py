@@ -55,9 +55,9 @@ def take_in(q_XD, k_PD, v_PD, visible_XP, masked, m_X, l_X, acc_XD, SCALE: tl.co
 
 @one_variant("q", "keys", "values", "table_SL", "part", "q_stride", "table_stride")
 def _prefix_kernel(
-    q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, W, E,
+    q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, W, E, position_T,
     N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One piece of one key/value head. Pieces that there are none of come last, so that the others get a multiprocessor
     each. With PDL, `_own_kernel` may come when each program has seen that queries are there: it finds room beside
@@ -71,6 +71,10 @@ def _prefix_kernel(
         return
     i, d = tl.arange(0, BLOCK_X), tl.arange(0, D)
     p = tl.arange(0, BLOCK_P)
+    if WINDOW:
+        # The first position that each query sees; the tiles before that of the first query are left out.
+        from_X = tl.load(position_T + (x0 + i) // N, mask=i < queries, other=2147483647 // 2) - (WINDOW - 1)
+        first += tl.maximum(0, tl.min(from_X, 0) - first) // BLOCK_P * BLOCK_P
     pages = table_SL + slot.to(tl.int64) * table_stride + p
     page = tl.load(pages + first, mask=first + p < last, other=0)
     real_X, token, head = i < queries, (x0 + i) // N, j * N + (x0 + i) % N
@@ -86,10 +90,18 @@ def _prefix_kernel(
         # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that
         # matter.
         page = tl.load(pages + p0 + BLOCK_P, mask=p0 + BLOCK_P + p < last, other=0)
-        m_X, l_X, acc_XD = take_in(
-            q_XD, k_PD, v_PD, (p0 + p < last)[None, :], p0 + BLOCK_P > last, m_X, l_X, acc_XD, SCALE
-        )
+        if WINDOW:
+            visible_XP = (p0 + p < last)[None, :] & ((p0 + p)[None, :] >= from_X[:, None])
+            m_X, l_X, acc_XD = take_in(q_XD, k_PD, v_PD, visible_XP, True, m_X, l_X, acc_XD, SCALE)
+        else:
+            m_X, l_X, acc_XD = take_in(
+                q_XD, k_PD, v_PD, (p0 + p < last)[None, :], p0 + BLOCK_P > last, m_X, l_X, acc_XD, SCALE
+            )
     at_X = j * E + entry + i
+    if WINDOW:
+        # A query whose window begins after this piece: its share weighs nothing, and must not be NaN.
+        acc_XD = tl.where((l_X > 0)[:, None], acc_XD, 0.0)
+        m_X, l_X = tl.where(l_X > 0, m_X, -float("inf")), tl.where(l_X > 0, l_X, 1.0)
     tl.store(lse + at_X, m_X + tl.log2(l_X), mask=real_X)
     tl.store(part + at_X[:, None] * D + d, acc_XD / l_X[:, None], mask=real_X[:, None])
 
@@ -99,6 +111,7 @@ def _own_kernel(
     q, keys, values, tables, pages, spans, splits_of, part, lse, out, q_stride,
     Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of a row and key/value head, over the row's own positions, merged with the splits of its prefix:
     these are waited for last."""
@@ -121,11 +134,17 @@ def _own_kernel(
     q_YD = tl.load(q_at, mask=real_Y[:, None], other=0.0)
     m_Y, l_Y = tl.full([BLOCK_Y], LOWEST, tl.float32), tl.zeros([BLOCK_Y], tl.float32)
     acc_YD = tl.zeros([BLOCK_Y, D], tl.float32)
-    for o0 in tl.range(0, own, BLOCK_O, num_stages=STAGES):
+    begin = 0
+    if WINDOW:
+        # What the row's first query of this program does not see, none sees.
+        begin = tl.maximum(0, start - shared + first // N - (WINDOW - 1)) // BLOCK_O * BLOCK_O
+    for o0 in tl.range(begin, own, BLOCK_O, num_stages=STAGES):
         o = o0 + tl.arange(0, BLOCK_O)
         page = page_at(shared + o, o < own, table, tail, tail_start, tables, pages)
         at_OD = (page.to(tl.int64) * J + j)[:, None] * D + d
         visible_YO = o[None, :] <= limit_Y[:, None]
+        if WINDOW:
+            visible_YO &= o[None, :] > limit_Y[:, None] - WINDOW
         m_Y, l_Y, acc_YD = take_in(
             q_YD, tl.load(keys + at_OD), tl.load(values + at_OD), visible_YO, True, m_Y, l_Y, acc_YD, SCALE
         )
@@ -183,11 +202,16 @@ def _prefix_launch(tune: Tuning, device: torch.device | str) -> tuple[Any, dict[
     """The kernel that reads prefixes on a device, and its own keywords."""
     sizes = {"BLOCK_P": tune.block_p, "STAGES": tune.stages}
     if not (tune.specialized and supports_specialized(device)):
-        return _prefix_kernel, sizes | {"BLOCK_X": tune.block_x, "num_warps": tune.warps}
+        return _prefix_kernel, _tile_keywords(tune)
     from smc.attention.specialized import QUERIES, REGISTERS, WARPS, prefix_kernel
 
     assert tune.block_x <= QUERIES, f"tiles of {tune.block_x} queries; allowed: at most {QUERIES}, or specialized=False"
     return prefix_kernel, sizes | {"num_warps": WARPS, "maxnreg": REGISTERS}
+
+
+def _tile_keywords(tune: Tuning) -> dict[str, Any]:
+    """Keywords of `_prefix_kernel`."""
+    return {"BLOCK_P": tune.block_p, "STAGES": tune.stages, "BLOCK_X": tune.block_x, "num_warps": tune.warps}
 
 
 class SharedPrefixAttention:
@@ -224,6 +248,7 @@ class SharedPrefixAttention:
         self._constants |= launch_options(pdl)
         self.prefix_kernel, self._prefix_keywords = _prefix_launch(tune, device)
         self._prefix_keywords |= {"SCALE": head_dim**-0.5 * LOG2_E}
+        self._tile_keywords = _tile_keywords(tune) | {"SCALE": head_dim**-0.5 * LOG2_E}
 
     @property
     def workspace_bytes(self) -> int:
@@ -234,11 +259,19 @@ class SharedPrefixAttention:
         assert len(start_R) == self.rows and len(groups.first_G) <= self.groups
         return prepare(tables, start_R, count_R, self.queries, groups, self.pieces)
 
-    def run(self, q_THD: Tensor, keys: Tensor, values: Tensor, prepared: Prepared, out_THD: Tensor) -> Tensor:
+    def run(
+        self,
+        q_THD: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        prepared: Prepared,
+        out_THD: Tensor,
+        window: int | None = None,
+    ) -> Tensor:
         """Attend, into `out_THD` [T, H, D] contiguous; zeros for padding. Launches two kernels and allocates nothing.
 
         q_THD rotated, tokens at any stride; keys, values [P + 1, J, D] hold the new tokens already. Query i < count_R
-        of a row is at position start_R + i and sees positions 0 .. start + i."""
+        of a row is at position start_R + i and sees positions 0 .. start + i, or the last `window` of them."""
         assert q_THD.shape == (self.rows * self.queries, self.heads[0], self.head_dim) and q_THD.stride()[1:] == (
             self.head_dim,
             1,
@@ -251,16 +284,22 @@ class SharedPrefixAttention:
         )
         tune, table, piece_6W = self.tuning, prepared.tables.table_SL, prepared.piece_6W
         entries, spans = self.lse_JE.shape[1], RowSpans(prepared.start_R, prepared.count_R)
-        self.prefix_kernel[(self.heads[1], piece_6W.shape[1])](
+        kernel, keywords = self.prefix_kernel, self._prefix_keywords
+        more: tuple[Tensor, ...] = ()
+        if window is not None and kernel is not _prefix_kernel:  # the kernel for Hopper knows no windows
+            kernel, keywords = _prefix_kernel, self._tile_keywords
+        if kernel is _prefix_kernel:
+            more, keywords = (prepared.position_T,), keywords | {"WINDOW": window or 0}
+        kernel[(self.heads[1], piece_6W.shape[1])](
             q_THD, keys, values, table, piece_6W, prepared.pieces_1, self.part_JED, self.lse_JE,
-            q_THD.stride(0), table.stride(0), piece_6W.shape[1], entries,
-            **self._prefix_keywords, **self._constants,
+            q_THD.stride(0), table.stride(0), piece_6W.shape[1], entries, *more,
+            **keywords, **self._constants,
         )  # fmt: skip
         h, j = self.heads
         _own_kernel[(triton.cdiv(self.queries * h // j, tune.own_y), j, self.rows)](
             q_THD, keys, values, *prepared.tables.arguments(), spans,
             RowSplits(prepared.row_4R, self.rows, entries), self.part_JED, self.lse_JE, out_THD, q_THD.stride(0),
             Q=self.queries, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s, STAGES=tune.own_stages,
-            num_warps=tune.own_warps, **self._constants,
+            WINDOW=window or 0, num_warps=tune.own_warps, **self._constants,
         )  # fmt: skip
         return out_THD

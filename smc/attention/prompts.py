@@ -17,12 +17,19 @@ logger = logging.getLogger(__name__)
 class PromptAttention(AttentionBackend):
     """Whichever backend is fastest for a batch. On a GPU it says why, where flashinfer cannot be used."""
 
-    def __init__(self, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`heads` (H, J)."""
+    def __init__(
+        self,
+        heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        windows: bool = False,
+    ) -> None:
+        """`heads` (H, J); `windows`: whether some layers have one."""
         self._torch, self.flashinfer = FusedAttention(), None
         if device.type != "cuda":
             return
-        why = obstacle(heads, head_dim, dtype, device)
+        why = obstacle(heads, head_dim, dtype, device, windows)
         if why is None:
             self.flashinfer = FlashInferAttention(heads, head_dim, dtype, device)
         else:

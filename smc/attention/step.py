@@ -78,6 +78,7 @@ def step_attention(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     *,
+    window: int | None = None,
     tiling: StepTiling | None = None,
     pdl: bool = False,
 ) -> None:
@@ -86,7 +87,7 @@ def step_attention(
     qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [pages + 1, J, D]; rope [positions,
     D] float32 as of `RopeTable`. Row r's first count_R of Q tokens are at positions from start_R on, on pages that
     `tables` name, and so are the tokens before them, none of which is another row's new one. Indices int32; q_norm,
-    k_norm [D] or neither."""
+    k_norm [D] or neither. `window`: positions that a token sees, itself included; None: all."""
     (tokens, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
     queries, norm = tokens // rows, None
     if q_norm is not None and k_norm is not None:
@@ -103,7 +104,7 @@ def step_attention(
     _step_kernel[(j, rows, triton.cdiv(y, tiling.block_y))](
         qkv, keys, values, rope, *tables.arguments(), RowSpans(start_R, count_R), out_THD, norm, qkv.shape[-1] * tokens,
         Q=queries, H=h, J=j, D=d, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tiling.block_y,
-        BLOCK_Q=max(16, triton.next_power_of_2(queries)), BLOCK_P=tiling.block_p, STAGES=tiling.stages, PDL=pdl,
+        BLOCK_Q=max(16, triton.next_power_of_2(queries)), BLOCK_P=tiling.block_p, STAGES=tiling.stages, PDL=pdl, WINDOW=window or 0,
         num_warps=tiling.warps, **launch_options(pdl),
     )  # fmt: skip
 
@@ -133,6 +134,7 @@ def _step_kernel(
     qkv, keys, values, rope, tables, pages, spans, out, norm, split_stride,
     Q: tl.constexpr, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Y queries of a row and key/value head, over all that the row holds, shared or not."""
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -152,7 +154,11 @@ def _step_kernel(
     table, tail, tail_start = row_tables(r, tables, pages)
     held, query_Y = tl.where(count > 0, start, 0), y // N
     real_Y, new_Q = query_Y < count, i < count
-    page = page_at(p, p < held, table, tail, tail_start, tables, pages)
+    begin = 0
+    if WINDOW:
+        # What the program's first query does not see, none of its queries sees.
+        begin = tl.maximum(0, start + tile * BLOCK_Y // N - (WINDOW - 1)) // BLOCK_P * BLOCK_P
+    page = page_at(begin + p, begin + p < held, table, tail, tail_start, tables, pages)
     here_Q = page_at(start + i, new_Q, table, tail, tail_start, tables, pages)
     position_Y, position_Q = tl.where(real_Y, start + query_Y, 0), tl.where(new_Q, start + i, 0)
     if PDL:
@@ -177,15 +183,20 @@ def _step_kernel(
     else:
         m_Y, l_Y = tl.full([BLOCK_Y], LOWEST, tl.float32), tl.zeros([BLOCK_Y], tl.float32)
         acc_YD, visible_YQ = tl.zeros([BLOCK_Y, D], tl.float32), (i[None, :] <= query_Y[:, None]) & real_Y[:, None]
+        if WINDOW:
+            visible_YQ &= i[None, :] > query_Y[:, None] - WINDOW
         m_Y, l_Y, acc_YD = take_in(q_YD, k_QD, v_QD, visible_YQ, True, m_Y, l_Y, acc_YD, SCALE)
-    for p0 in tl.range(0, held, BLOCK_P, num_stages=STAGES):
+    for p0 in tl.range(begin, held, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
         # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that
         # matter.
         next_p = p0 + BLOCK_P + p
         page = page_at(next_p, next_p < held, table, tail, tail_start, tables, pages)
-        m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, (p0 + p < held)[None, :], True, m_Y, l_Y, acc_YD, SCALE)
+        visible_YP = (p0 + p < held)[None, :]
+        if WINDOW:
+            visible_YP &= (p0 + p)[None, :] > position_Y[:, None] - WINDOW
+        m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, visible_YP, True, m_Y, l_Y, acc_YD, SCALE)
     if PDL:
         gdc_launch_dependents()
     out_YD = tl.where(real_Y[:, None], acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None], 0.0)

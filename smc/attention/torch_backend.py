@@ -34,7 +34,12 @@ class TorchAttention(AttentionBackend):
         hidden_RQO = to_device(np.arange(own) > last_RQ[..., None]) if (last_RQ < own - 1).any() else None
         slot_T = to_device(_padded_slots(batch.counts_R, q)) if (batch.counts_R != q).any() else None
         prefix = _Prefix.of(batch, to_device)
-        return _TorchPass(pool, batch, own_RO, hidden_RQO, (len(batch.starts_R), q), slot_T, prefix)
+        attention = _TorchPass(pool, batch, own_RO, hidden_RQO, (len(batch.starts_R), q), slot_T, prefix)
+        if (window := max(filter(None, pool.windows), default=None)) is not None:
+            position_RQ1 = (shared_R[:, None] + last_RQ)[..., None]
+            attention.outside_RQO = to_device(shared_R[:, None, None] + np.arange(own) <= position_RQ1 - window)
+            attention.outside_RQP = to_device(np.arange(int(batch.shared_S.max(initial=0))) <= position_RQ1 - window)
+        return attention
 
 
 class _Prefix:
@@ -99,22 +104,36 @@ class _TorchPass(AttentionPass):
         super().__init__(pool, batch)
         self.own_RO, self.hidden_RQO = own_RO, hidden_RQO
         self.shape_RQ, self.slot_T, self.prefix = shape_RQ, slot_T, prefix
+        self.outside_RQO: Tensor | None = None
+        """Own positions outside a query's window, if some layers have one."""
+        self.outside_RQP: Tensor | None = None
+        """The same of prefix positions."""
 
     def read(self, layer: int, q_THD: Tensor) -> Tensor:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         q_RJXD = self._queries(q_THD, keys.shape[1])
         scores_RJXO = q_RJXD @ keys[self.own_RO].permute(0, 2, 3, 1)
-        if self.hidden_RQO is not None:
-            scores = scores_RJXO.unflatten(2, (-1, self.shape_RQ[1]))
-            scores_RJXO = scores.masked_fill(self.hidden_RQO[:, None, None], -torch.inf).flatten(2, 3)
+        has_window = self.pool.windows[layer] is not None
+        scores_RJXO = self._hide(scores_RJXO, self.hidden_RQO)
+        if has_window:
+            scores_RJXO = self._hide(scores_RJXO, self.outside_RQO)
         own = scores_RJXO.shape[-1]
         if self.prefix is not None:
-            scores_RJXO = torch.cat((scores_RJXO, self.prefix.scores(q_RJXD, keys)), dim=-1)
+            scores_RJXP = self.prefix.scores(q_RJXD, keys)
+            if has_window:
+                scores_RJXP = self._hide(scores_RJXP, self.outside_RQP)
+            scores_RJXO = torch.cat((scores_RJXO, scores_RJXP), dim=-1)
         weights = torch.softmax(scores_RJXO, dim=-1, dtype=torch.float32).to(q_RJXD.dtype)
         out_RJXD = weights[..., :own] @ values[self.own_RO].transpose(1, 2)
         if self.prefix is not None:
             out_RJXD = out_RJXD + self.prefix.values(weights[..., own:], values)
         return self._flat(out_RJXD)
+
+    def _hide(self, scores_RJXP: Tensor, hidden_RQP: Tensor | None) -> Tensor:
+        if hidden_RQP is None:
+            return scores_RJXP
+        scores = scores_RJXP.unflatten(2, (-1, self.shape_RQ[1]))
+        return scores.masked_fill(hidden_RQP[:, None, None], -torch.inf).flatten(2, 3)
 
     def _queries(self, q_THD: Tensor, kv_heads: int) -> Tensor:
         """[R, J, X, D] with X = (query heads of one key/value head) * Q, scaled."""

@@ -23,11 +23,18 @@ def hidden_states(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor) -> Tensor:
     """Hidden states [B, S, E] with dense causal attention. Row s of `rope_SD` is position s of the rotary table."""
     rows, width = tokens_BS.shape
 
-    def attend(_layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
+    def attend(layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (rows, width)).transpose(1, 2) for x in (q_THD, k_TJD, v_TJD))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+        window = model.config.window_of(layer)
+        if window is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            seen_SS = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+            out = F.scaled_dot_product_attention(q, k, v, seen_SS, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
 
-    return model(tokens_BS.flatten(), rope_SD[:width].repeat(rows, 1), attend).unflatten(0, (rows, width))
+    rope = torch.cat([rope_SD[..., :width, :]] * rows, dim=-2)
+    return model(tokens_BS.flatten(), rope, attend).unflatten(0, (rows, width))
 
 
 def measure(model: Decoder, rope_SD: Tensor, tokenizer: Tokenizer, problems: list[Problem], seed: int) -> Accuracy:

@@ -90,7 +90,9 @@ class StaticForward:
 
     def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
         """[R, V], in whatever type; the columns past the vocabulary are padding. With a `head`, of its rows."""
-        return self.model.logits(hidden_RE) if head is None else head(hidden_RE).float()
+        if head is None:
+            return self.model.logits(hidden_RE)
+        return self.model.finish_logits(head(hidden_RE).float())
 
 
 def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import RMSNorm
 
 from smc.arrays import to_device
 from smc.attention.base import ForwardBatch
@@ -17,12 +18,22 @@ from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
 from smc.executor.forward import Reader, Rows, StaticForward
 from smc.executor.plan import Contexts
+from smc.kernels.experts import experts
 from smc.kernels.kv_store import store_kv
 from smc.kernels.launch import supports_pdl
 from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
-from smc.kernels.norm import add_norm, add_norm_rounded, round_rows, silu_mul
+from smc.kernels.norm import (
+    Residual,
+    add_norm,
+    add_norm_rounded,
+    round_rows,
+    silu_mul,
+    square_sums,
+    whole_norm,
+)
 from smc.kernels.packed_rows import Groups, Tables
 from smc.model.decoder import Layer
+from smc.model.experts import Experts
 from smc.model.linear import Linear, QuantisedRows
 
 FEW_ROWS, FEW_WIDE_ROWS = 64, 32
@@ -51,6 +62,7 @@ class TritonForward(StaticForward):
             own_products and multiplies_fp8(reader.model.embed.weight.device),
         )
         self._pdl = pdl and supports_pdl(reader.model.embed.weight.device)
+        self._head_norms = [head_norms(layer) for layer in reader.model.layers]
         self._attentions: dict[tuple[int, int, int, int], SharedPrefixAttention] = {}
 
     @property
@@ -60,28 +72,35 @@ class TritonForward(StaticForward):
 
     def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
         config, model, pdl = self.model.config, self.model, self._pdl
-        x_TE = model.embed(tokens_T)
+        x_TE = model.embedded(tokens_T)
         out_THD, parts = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim), None
         attend = self._in_one_launch(rows) if rows.contexts is Contexts.SHORT else self._stored_first(rows)
+        residual = Residual(norm_offset=config.traits.norm_offset)
         for layer in model.layers:
-            hidden = self._normed(x_TE, parts, layer.attn_norm.weight, layer.qkv)
-            attend(layer, self._product(hidden, layer.qkv), out_THD)
-            parts = self._sum(layer, out_THD.flatten(1), layer.o)
-            hidden = self._normed(x_TE, parts, layer.mlp_norm.weight, layer.gate_up)
-            parts = self._sum(layer, self._gated(layer, hidden), layer.down)
-        return add_norm(x_TE, parts, model.norm.weight, config.rms_eps, pdl=pdl)
+            hidden = self._normed(x_TE, parts, layer.attn_norm, layer.qkv, residual)
+            attend(layer, self._qkv(layer, hidden), out_THD)
+            parts, residual = self._sum(layer, out_THD.flatten(1), layer.o), residual_of(layer, layer.attn_out_norm)
+            if layer.experts is None:
+                hidden = self._normed(x_TE, parts, layer.mlp_norm, layer.gate_up, residual)
+                parts = self._sum(layer, self._gated(layer, hidden), layer.down)
+            else:
+                parts = self._experts(layer, layer.experts, self._normed(x_TE, parts, layer.mlp_norm, None, residual))
+            residual = residual_of(layer, layer.mlp_out_norm)
+        return add_norm(x_TE, parts, model.norm.weight, config.rms_eps, pdl, residual)
 
     def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
-        return self._product(hidden_RE, head or self.model.lm_head, splits=1)
+        logits_RV = self._product(hidden_RE, head or self.model.lm_head, splits=1)
+        return logits_RV if self.model.plain_logits else self.model.finish_logits(logits_RV.float())
 
     def _in_one_launch(self, rows: Rows) -> Attend:
         tables = _tables(rows)
 
         def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
-            where = (self.rope.table, tables, rows.start_R, rows.count_R)
+            where = (self.rope.of(layer), tables, rows.start_R, rows.count_R)
+            norms, window = self._head_norms[layer.index], self.pool.windows[layer.index]
             step_attention(
-                qkv, keys, values, *where, out_THD, *layer.head_norms, self.model.config.rms_eps, pdl=self._pdl
+                qkv, keys, values, *where, out_THD, *norms, self.model.config.rms_eps, window=window, pdl=self._pdl
             )
 
         return attend
@@ -92,25 +111,49 @@ class TritonForward(StaticForward):
         q_THD = self.model.embed.weight.new_empty(len(rows.start_R) * rows.queries, config.num_heads, config.head_dim)
         groups = Groups(rows.group_R, rows.first_G, rows.size_G, rows.shared_G)
         prepared = attention.prepare(_tables(rows), groups, rows.start_R, rows.count_R)
-        where = (self.rope.table, prepared.position_T, prepared.page_T)
 
         def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
-            store_kv(qkv, q_THD, keys, values, *where, heads, *layer.head_norms, eps=config.rms_eps, pdl=self._pdl)
-            attention.run(q_THD, keys, values, prepared, out_THD)
+            where = (self.rope.of(layer), prepared.position_T, prepared.page_T)
+            norms = self._head_norms[layer.index]
+            store_kv(qkv, q_THD, keys, values, *where, heads, *norms, eps=config.rms_eps, pdl=self._pdl)
+            attention.run(q_THD, keys, values, prepared, out_THD, self.pool.windows[layer.index])
 
         return attend
 
-    def _normed(self, x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, matrix: Linear) -> Activations:
-        """What `matrix` multiplies."""
-        norm = add_norm if matrix.scale is None else add_norm_rounded
-        return norm(x_TE, parts, weight_E, self.model.config.rms_eps, pdl=self._pdl)
+    def _normed(
+        self,
+        x_TE: Tensor,
+        parts: Tensor | None,
+        norm: RMSNorm | None,
+        matrix: Linear | None,
+        residual: Residual,
+    ) -> Activations:
+        """What `matrix` multiplies, or experts do."""
+        weight_E = None if norm is None else norm.weight
+        take_in = add_norm if matrix is None or matrix.scale is None else add_norm_rounded
+        return take_in(x_TE, parts, weight_E, self.model.config.rms_eps, self._pdl, residual)
+
+    def _qkv(self, layer: Layer, hidden: Activations) -> Tensor:
+        qkv = self._product(hidden, layer.qkv)
+        return qkv if layer.whole_widths is None else normalise_whole(layer, qkv, self._dtype)
+
+    def _experts(self, layer: Layer, module: Experts, x: Activations) -> Tensor:
+        """Partial sums of what all ranks' shares return, or their sum."""
+        assert isinstance(x, Tensor)
+        parts_CTE = experts(module, x, pdl=self._pdl)
+        if layer.reduce is None:
+            return parts_CTE
+        room_TE = layer.reduce.room(len(x), x.shape[1], x.dtype)
+        return layer.reduce(reduce(parts_CTE, pdl=self._pdl, out_TN=room_TE))
 
     def _gated(self, layer: Layer, hidden: Activations) -> Tensor:
         matrix = layer.gate_up
         if self._few(hidden, matrix):
-            return gate_up_silu(hidden, matrix.weight, pdl=self._pdl, scale=matrix.scale, dtype=self._dtype)
-        return silu_mul(self._by_library(hidden, matrix))
+            return gate_up_silu(
+                hidden, matrix.weight, pdl=self._pdl, scale=matrix.scale, dtype=self._dtype, gelu=layer.gelu
+            )
+        return silu_mul(self._by_library(hidden, matrix), gelu=layer.gelu)
 
     def _product(self, x: Activations, matrix: Linear, splits: int | None = None) -> Tensor:
         """x W^T, perhaps as partial sums [S, T, N]. What an FP8 matrix multiplies is rounded, if it has not been."""
@@ -173,36 +216,65 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: 
     position_T, page_T = (
         to_device(array_T.astype(np.int32), reader.device) for array_T in (batch.positions_T, batch.pages_T)
     )
-    x_TE, parts_TE = model.embed(tokens_T), None
+    x_TE, parts_TE, eps = model.embedded(tokens_T), None, config.rms_eps
+    residual = Residual(norm_offset=config.traits.norm_offset)
     q_THD = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim)
     for layer in model.layers:
-        hidden_TE = add_norm(x_TE, parts_TE, layer.attn_norm.weight, config.rms_eps)
-        store = (
-            q_THD,
-            reader.pool.keys[layer.index],
-            reader.pool.values[layer.index],
-            reader.rope.table,
-            position_T,
-            page_T,
-        )
-        store_kv(
-            _prompt_product(layer.qkv, hidden_TE),
-            *store,
-            (config.num_heads, config.num_kv_heads),
-            *layer.head_norms,
-            eps=config.rms_eps,
-        )
+        hidden_TE = add_norm(x_TE, parts_TE, weight_of(layer.attn_norm), eps, residual=residual)
+        qkv = _prompt_product(layer.qkv, hidden_TE)
+        if layer.whole_widths is not None:
+            qkv = normalise_whole(layer, qkv, x_TE.dtype)
+        pool = (reader.pool.keys[layer.index], reader.pool.values[layer.index])
+        where = (reader.rope.of(layer), position_T, page_T)
+        store_kv(qkv, q_THD, *pool, *where, (config.num_heads, config.num_kv_heads), *head_norms(layer), eps=eps)
         if layer is model.layers[-1]:
             if not len(output_X):
                 return x_TE[output_X]
             x_TE, out_THD = x_TE[output_X], planned.read(layer.index, q_THD)[output_X]
         else:
             out_THD = planned.read(layer.index, q_THD)
-        hidden_TE = add_norm(
-            x_TE, _prompt_sum(layer, layer.o, out_THD.flatten(1)), layer.mlp_norm.weight, config.rms_eps
-        )
-        parts_TE = _prompt_sum(layer, layer.down, silu_mul(_prompt_product(layer.gate_up, hidden_TE)))
-    return add_norm(x_TE, parts_TE, model.norm.weight, config.rms_eps)
+        parts_TE, residual = _prompt_sum(layer, layer.o, out_THD.flatten(1)), residual_of(layer, layer.attn_out_norm)
+        hidden_TE = add_norm(x_TE, parts_TE, weight_of(layer.mlp_norm), eps, residual=residual)
+        if layer.experts is not None:
+            part_TE = layer.experts(hidden_TE)
+            parts_TE = part_TE if layer.reduce is None else layer.reduce(part_TE)
+        else:
+            inner_TI = silu_mul(_prompt_product(layer.gate_up, hidden_TE), gelu=layer.gelu)
+            parts_TE = _prompt_sum(layer, layer.down, inner_TI)
+        residual = residual_of(layer, layer.mlp_out_norm)
+    return add_norm(x_TE, parts_TE, model.norm.weight, eps, residual=residual)
+
+
+def weight_of(norm: RMSNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
+
+
+def residual_of(layer: Layer, out_norm: RMSNorm | None) -> Residual:
+    """How an output of a layer is added."""
+    return Residual(weight_of(out_norm), layer.residual_multiplier, layer.norm_offset)
+
+
+def head_norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+    """Weights of the norms of single heads, as attention's kernels take them."""
+    weights = layer.head_norms
+    if not layer.norm_offset:
+        return weights
+    query, key = (None if weight is None else weight.float() + layer.norm_offset for weight in weights)
+    return query, key
+
+
+def normalise_whole(layer: Layer, qkv: Tensor, dtype: torch.dtype) -> Tensor:
+    """`Layer.normalise_whole` of a product [T, N] or partials of it."""
+    assert layer.q_norm is not None and layer.k_norm is not None and layer.whole_widths is not None
+    widths, tokens = (len(layer.q_norm.weight), len(layer.k_norm.weight)), qkv.shape[-2]
+    if layer.reduce is None:
+        squares_T4 = square_sums(qkv, widths, dtype)
+    else:
+        squares_T4 = layer.reduce(square_sums(qkv, widths, dtype, layer.reduce.room(tokens, 4, torch.float32)))
+    out_TN = qkv.new_empty(qkv.shape[-2:], dtype=dtype)
+    weights = (layer.q_norm.weight, layer.k_norm.weight)
+    whole_norm(qkv, widths, weights, squares_T4, layer.whole_widths, layer.q_norm.eps or 0.0, out_TN)
+    return out_TN
 
 
 def _prompt_product(matrix: Linear, x_TK: Tensor) -> Tensor:

@@ -125,7 +125,11 @@ class ModelWorker:
         self.rope = RopeTable(model.config, width, self.device)
         config = model.config
         self.attention = PromptAttention(
-            (config.num_heads, config.num_kv_heads), config.head_dim, weight.dtype, self.device
+            (config.num_heads, config.num_kv_heads),
+            config.head_dim,
+            weight.dtype,
+            self.device,
+            windows=bool(config.window_layers),
         )
         self.stages = StageRunner(self.device)
         """In order with which the device is asked to run prompts."""

@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
+from smc.kernels.norm import gated as gated_product
 from smc.model.linear import QuantisedRows
 
 MOST_TOKENS = 128
@@ -148,7 +149,7 @@ def linear(
     whole = tiling.splits == 1
     shape = (tokens, outputs) if whole else (tiling.splits, tokens, outputs)
     out = x_TK.new_empty(shape, dtype=(dtype or _type_of(x)) if whole else torch.float32)
-    _launch(x, (weight_NK, scale_N, bias_N), out, outputs, tiling, GATED=False, PDL=pdl)
+    _launch(x, (weight_NK, scale_N, bias_N), out, outputs, tiling, GATED=False, GELU=False, PDL=pdl)
     return out
 
 
@@ -158,9 +159,11 @@ def gate_up_silu(
     pdl: bool = False,
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    gelu: bool = False,
     **tunables: int,
 ) -> Tensor:
-    """silu(x G^T) * (x U^T) [T, I] in `dtype` as above; `weight` [2I, K] holds G, then U. With an FP8 one comes its
+    """silu(x G^T) * (x U^T) [T, I], or with `gelu` that instead of silu, in
+    `dtype` as above; `weight` [2I, K] holds G, then U. With an FP8 one comes its
     `scale` [2I], and x is `QuantisedRows`.
 
     A program computes matching rows of both."""
@@ -168,7 +171,7 @@ def gate_up_silu(
     tiling = _tiling(x_TK, weight, 1, tunables, gated=True)
     inner = weight.shape[0] // 2
     out_TI = x_TK.new_empty((len(x_TK), inner), dtype=dtype or _type_of(x))
-    _launch(x, (weight, scale, None), out_TI, inner, tiling, GATED=True, PDL=pdl)
+    _launch(x, (weight, scale, None), out_TI, inner, tiling, GATED=True, GELU=gelu, PDL=pdl)
     return out_TI
 
 
@@ -282,7 +285,7 @@ def _rows(tile, outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 def _linear(
     x, weight, bias, out, tokens, outputs, inputs, stride_x, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs over one part of K, of a weight of x's type."""
     tile, split = tl.program_id(1), tl.program_id(2)
@@ -304,7 +307,7 @@ def _linear(
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
         gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
-        _store(gate_NT * tl.sigmoid(gate_NT) * up_NT, bias, out, 0, tokens, outputs, HALF, BLOCK_T, False)
+        _store(gated_product(gate_NT, up_NT, GELU), bias, out, 0, tokens, outputs, HALF, BLOCK_T, False)
     else:
         _store(sum_NT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
 
@@ -313,7 +316,7 @@ def _linear(
 def _rounded(
     x_tiles, more_tiles, tiles, x_scale, scale, bias, out, tokens, outputs, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, MORE_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same of FP8, of BLOCK_T tokens and MORE_T after them. `x_tiles`, `more_tiles` and `tiles` are what the
     machine's copy engine fetches both of x and the weight by; past their ends it finds zeros, and past those of the
@@ -343,7 +346,21 @@ def _rounded(
     if PDL:
         gdc_launch_dependents()
     _store_scaled(
-        sum_NT, up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, HAS_BIAS, GATED
+        sum_NT,
+        up_NT,
+        scale_N,
+        up_scale_N,
+        x_scale,
+        bias,
+        out,
+        t0,
+        tokens,
+        outputs,
+        ROWS,
+        BLOCK_T,
+        HAS_BIAS,
+        GATED,
+        GELU,
     )
     if MORE_T:
         t0 += BLOCK_T
@@ -362,13 +379,14 @@ def _rounded(
             MORE_T,
             HAS_BIAS,
             GATED,
+            GELU,
         )
 
 
 @triton.jit
 def _store_scaled(
     sum_NT, up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs,
-    ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """Sums of FP8 times the scales of both sides; gated, two of them as one."""
     t = t0 + tl.arange(0, BLOCK_T)
@@ -376,7 +394,7 @@ def _store_scaled(
     sum_NT *= scale_N[:, None] * x_scale_1T
     if GATED:
         up_NT *= up_scale_N[:, None] * x_scale_1T
-        _store(sum_NT * tl.sigmoid(sum_NT) * up_NT, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, False)
+        _store(gated_product(sum_NT, up_NT, GELU), bias, out, t0, tokens, outputs, ROWS, BLOCK_T, False)
     else:
         _store(sum_NT, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, HAS_BIAS)
 

@@ -14,6 +14,8 @@ Axes: T tokens, E features, I inner features, S splits.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -69,41 +71,72 @@ def store_rounded(x_K, at_K, scale_at, inside):
     tl.store(scale_at, tl.where(size < float("inf"), size, float("nan")))
 
 
-def add_norm(x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, pdl: bool = False) -> Tensor:
-    """x += sum of parts, in place; returns RMSNorm(x) * weight [T, E] in the weight's type (fp32 arithmetic).
+class Residual(NamedTuple):
+    """How parts are added to x, where a family differs from Llama."""
+
+    out_weight_E: Tensor | None = None
+    """Weights of an RMSNorm of the parts' sum."""
+    factor: float = 1.0
+    """Of what is added."""
+    norm_offset: float = 0.0
+    """Added to all weights of norms."""
+
+
+PLAIN = Residual()
+
+
+def add_norm(
+    x_TE: Tensor,
+    parts: Tensor | None,
+    weight_E: Tensor | None,
+    eps: float,
+    pdl: bool = False,
+    residual: Residual = PLAIN,
+) -> Tensor:
+    """x += sum of parts, in place; returns RMSNorm(x) * weight [T, E] in the weight's type (fp32 arithmetic), or a copy
+    of x without a weight.
 
     `parts` is None, one tensor [T, E] or partials [S, T, E]. The norm is that of x as stored, rounded to its type. With
     `pdl` and parts, what was launched just before must not write x."""
-    out_TE = torch.empty_like(x_TE, dtype=weight_E.dtype)
+    out_TE = torch.empty_like(x_TE, dtype=x_TE.dtype if weight_E is None else weight_E.dtype)
     # Where nothing is rounded there are no scales; whatever stands in their place is not touched.
-    _launch_add_norm(x_TE, parts, weight_E, eps, (out_TE, weight_E), pdl, ROUNDED=False)
+    _launch_add_norm(x_TE, parts, weight_E, eps, (out_TE, x_TE), pdl, residual, ROUNDED=False)
     return out_TE
 
 
 def add_norm_rounded(
-    x_TE: Tensor, parts: Tensor | None, weight_E: Tensor, eps: float, pdl: bool = False
+    x_TE: Tensor,
+    parts: Tensor | None,
+    weight_E: Tensor | None,
+    eps: float,
+    pdl: bool = False,
+    residual: Residual = PLAIN,
 ) -> QuantisedRows:
     """The same in FP8, as `smc.kernels.norm.round_rows` rounds what `add_norm` returns."""
     out = room(x_TE)
-    _launch_add_norm(x_TE, parts, weight_E, eps, out, pdl, ROUNDED=True)
+    _launch_add_norm(x_TE, parts, weight_E, eps, out, pdl, residual, ROUNDED=True)
     return out
 
 
 def _launch_add_norm(
     x_TE: Tensor,
     parts: Tensor | None,
-    weight_E: Tensor,
+    weight_E: Tensor | None,
     eps: float,
     out: tuple[Tensor, Tensor],
     pdl: bool,
+    residual: Residual,
     ROUNDED: bool,
 ) -> None:
     """`out`: numbers and scales."""
     (tokens, features), splits = x_TE.shape, _splits(parts)
-    _require(x_TE, weight_E, *([] if parts is None else [parts]))
+    given = [one for one in (weight_E, residual.out_weight_E, parts) if one is not None]
+    _require(x_TE, *given)
     block = triton.next_power_of_2(features)
     _add_norm[(tokens,)](
-        x_TE, x_TE if parts is None else parts, weight_E, *out, features, eps, SPLITS=splits, ROUNDED=ROUNDED, BLOCK=block, PDL=pdl,
+        x_TE, x_TE if parts is None else parts, weight_E, residual.out_weight_E, *out, features, eps,
+        float(residual.norm_offset), float(residual.factor), SPLITS=splits, NORM=weight_E is not None,
+        OUT_NORM=residual.out_weight_E is not None, ROUNDED=ROUNDED, BLOCK=block, PDL=pdl,
         num_warps=max(1, min(16, block // 128)), **launch_options(pdl)
     )  # fmt: skip
 
@@ -115,8 +148,10 @@ def silu_mul(
     block: int = 1024,
     warps: int = 4,
     pdl: bool = False,
+    gelu: bool = False,
 ) -> Tensor:
-    """silu(gate) * up [T, I]; `gate_up` is [T, 2I] or partials [S, T, 2I], gate first. Type: `dtype`, or that of
+    """silu(gate) * up [T, I], or with `gelu` that instead of silu;
+    `gate_up` is [T, 2I] or partials [S, T, 2I], gate first. Type: `dtype`, or that of
     `gate_up`."""
     tokens, inner = gate_up.shape[-2], gate_up.shape[-1] // 2
     out_TI = gate_up.new_empty((tokens, inner), dtype=dtype) if out_TI is None else out_TI
@@ -125,7 +160,15 @@ def silu_mul(
     # Tokens first: a grid's second axis ends at 65,535.
     grid = (tokens, triton.cdiv(inner, block))
     _silu_mul[grid](
-        gate_up, out_TI, inner, SPLITS=_splits(gate_up), BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl)
+        gate_up,
+        out_TI,
+        inner,
+        SPLITS=_splits(gate_up),
+        GELU=gelu,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=warps,
+        **launch_options(pdl),
     )
     return out_TI
 
@@ -140,6 +183,68 @@ def _require(*tensors: Tensor) -> None:
         raise ValueError(f"needs contiguous tensors, got strides {[tensor.stride() for tensor in tensors]}")
 
 
+def whole_norm(
+    qkv: Tensor,
+    widths: tuple[int, int],
+    weights: tuple[Tensor, Tensor],
+    squares_T4: Tensor,
+    whole_widths: tuple[int, int],
+    eps: float,
+    out_TN: Tensor,
+) -> None:
+    """RMSNorm of all queries of a token as one row, and of all keys; values as they are, [T, N] into `out_TN`.
+
+    `qkv`: a product [T, N] or partials of it, first `widths` queries and keys; squares_T4: sums over all ranks of what
+    `square_sums` returns, of rows as wide as `whole_widths`."""
+    tokens, outputs = qkv.shape[-2:]
+    block = triton.next_power_of_2(outputs)
+    _whole_norm[(tokens,)](
+        qkv, *weights, squares_T4, out_TN, outputs, *widths, *(float(width) for width in whole_widths), eps,
+        SPLITS=_splits(qkv), BLOCK=block, num_warps=max(1, min(16, block // 256)),
+    )  # fmt: skip
+
+
+def square_sums(qkv: Tensor, widths: tuple[int, int], dtype: torch.dtype, out_T4: Tensor | None = None) -> Tensor:
+    """Sums of the squares of a token's queries and keys, float32 [T, 4], of which the last two are 0. The product is
+    rounded to `dtype` first."""
+    tokens, outputs = qkv.shape[-2:]
+    out_T4 = qkv.new_empty((tokens, 4), dtype=torch.float32) if out_T4 is None else out_T4
+    block = triton.next_power_of_2(outputs)
+    like = qkv.new_empty(0, dtype=dtype)
+    _square_sums[(tokens,)](
+        qkv, like, out_T4, outputs, *widths, SPLITS=_splits(qkv), BLOCK=block, num_warps=max(1, min(16, block // 256))
+    )
+    return out_T4
+
+
+@triton.jit
+def _square_sums(qkv, like, out, outputs, queries, keys, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    t, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = n < queries + keys
+    x = sum_parts(qkv + t * outputs + n, tl.num_programs(0).to(tl.int64) * outputs, inside, SPLITS)
+    x = x.to(like.dtype.element_ty).to(tl.float32)
+    column = tl.arange(0, 4)
+    query, key = tl.sum(tl.where(n < queries, x * x, 0.0), 0), tl.sum(tl.where(n < queries, 0.0, x * x), 0)
+    tl.store(out + t * 4 + column, tl.where(column == 0, query, tl.where(column == 1, key, 0.0)))
+
+
+@triton.jit
+def _whole_norm(
+    qkv, q_weight, k_weight, squares, out, outputs, queries, keys, query_width, key_width, eps,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, is_query, is_key = n < outputs, n < queries, (n >= queries) & (n < queries + keys)
+    x = sum_parts(qkv + t * outputs + n, tl.num_programs(0).to(tl.int64) * outputs, inside, SPLITS)
+    x = x.to(out.dtype.element_ty).to(tl.float32)
+    q_scale = tl.load(q_weight + n, mask=is_query, other=0.0).to(tl.float32)
+    k_scale = tl.load(k_weight + n - queries, mask=is_key, other=0.0).to(tl.float32)
+    q_scale *= tl.rsqrt(tl.load(squares + t * 4) / query_width + eps)
+    k_scale *= tl.rsqrt(tl.load(squares + t * 4 + 1) / key_width + eps)
+    x = tl.where(is_query, x * q_scale, tl.where(is_key, x * k_scale, x))
+    tl.store(out + t * outputs + n, x.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def sum_parts(parts, stride, mask, SPLITS: tl.constexpr):
     """Sum in fp32 of `SPLITS` arrays that lie `stride` apart, first to last."""
@@ -151,11 +256,15 @@ def sum_parts(parts, stride, mask, SPLITS: tl.constexpr):
 
 @triton.jit
 def _add_norm(
-    x, parts, weight, out, scales, features, eps, SPLITS: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, parts, weight, out_weight, out, scales, features, eps, norm_offset, factor, SPLITS: tl.constexpr, NORM: tl.constexpr,
+    OUT_NORM: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     feature = tl.arange(0, BLOCK)
     inside = feature < features
-    scale = tl.load(weight + feature, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.load(weight + feature, mask=inside, other=0.0).to(tl.float32) + norm_offset
+    if OUT_NORM:
+        out_scale = tl.load(out_weight + feature, mask=inside, other=0.0).to(tl.float32) + norm_offset
     at = tl.program_id(0).to(tl.int64) * features + feature
     # With parts to add, x was there before whatever made them began.
     if PDL and SPLITS == 0:
@@ -165,13 +274,20 @@ def _add_norm(
         gdc_wait()
         gdc_launch_dependents()
     if SPLITS > 0:
-        summed = (hidden + sum_parts(parts + at, tl.num_programs(0).to(tl.int64) * features, inside, SPLITS)).to(
-            x.dtype.element_ty
-        )
+        added = sum_parts(parts + at, tl.num_programs(0).to(tl.int64) * features, inside, SPLITS)
+        if OUT_NORM:
+            # Rounded as a product's result is, and as a norm's.
+            added = added.to(x.dtype.element_ty).to(tl.float32)
+            added *= 1.0 / tl.sqrt(tl.sum(added * added, 0) / features + eps) * out_scale
+            added = added.to(x.dtype.element_ty).to(tl.float32)
+        summed = (hidden + added * factor).to(x.dtype.element_ty)
         tl.store(x + at, summed, mask=inside)
         hidden = summed.to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(hidden * hidden, 0) / features + eps)
-    normed = (hidden * inverse * scale).to(weight.dtype.element_ty)
+    if NORM:
+        inverse = 1.0 / tl.sqrt(tl.sum(hidden * hidden, 0) / features + eps)
+        normed = (hidden * inverse * scale).to(weight.dtype.element_ty)
+    else:
+        normed = hidden.to(x.dtype.element_ty)
     if ROUNDED:
         store_rounded(normed.to(tl.float32), out + at, scales + tl.program_id(0), inside)
     else:
@@ -179,7 +295,15 @@ def _add_norm(
 
 
 @triton.jit
-def _silu_mul(gate_up, out, inner, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def gated(gate, up, GELU: tl.constexpr):
+    """silu(gate) * up, or by the tanh form of GELU: 1 + tanh(u) is 2 sigmoid(2 u)."""
+    if GELU:
+        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _silu_mul(gate_up, out, inner, SPLITS: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -187,4 +311,4 @@ def _silu_mul(gate_up, out, inner, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PD
     inside, stride = feature < inner, tl.num_programs(0).to(tl.int64) * 2 * inner
     at = gate_up + token * 2 * inner + feature
     gate, up = sum_parts(at, stride, inside, SPLITS), sum_parts(at + inner, stride, inside, SPLITS)
-    tl.store(out + token * inner + feature, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * inner + feature, gated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)

@@ -35,6 +35,8 @@ class KVPool:
 
     def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (config.num_layers, capacity + 1, config.num_kv_heads, config.head_dim)
+        self.windows = tuple(config.window_of(layer) for layer in range(config.num_layers))
+        """Positions that a token sees in each layer, itself included; None: all."""
         # Zeros, because a masked position still takes part in a product, and 0 * NaN is NaN.
         self.keys, self.values = (_zeros(shape, dtype, torch.device(device)) for _ in range(2))
 

@@ -6,17 +6,14 @@ Unsupported settings are rejected here by name, before any weight is read.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from smc.model.families import BY_ARCHITECTURE, FAMILIES, Family, require
 from smc.model.quantisation import QuantisationConfig
-
-SUPPORTED_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 
 
 @dataclass(frozen=True)
@@ -31,11 +28,44 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True)
+class LinearRopeScaling:
+    """All rotary frequencies are divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicRopeScaling:
+    """The rotary base grows with the length of a text beyond `max_position_embeddings`. Contexts end there, because
+    keys in a cache cannot be rotated again; up to there it changes nothing."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class YarnRopeScaling:
+    """Rescaling of the rotary frequencies by YaRN (Peng et al. 2023): pairs that rotate more than `beta_fast` times
+    within the original context are kept, those with fewer than `beta_slow` rotations are stretched by `factor`, and
+    those between are interpolated. Queries and keys are multiplied by `attention_factor`."""
+
+    factor: float
+    original_context: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+    """Whether the bounds between the three are whole pairs."""
+
+
+RopeScaling = Llama3RopeScaling | LinearRopeScaling | DynamicRopeScaling | YarnRopeScaling
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder-only transformer. `from_hf` maps the published field names to these."""
 
     family: str
-    """`llama`, `qwen2` or `qwen3`."""
+    """A key of `smc.model.families.FAMILIES`."""
     vocab_size: int
     """Rows of the embedding. May exceed the tokenizer's vocabulary by padding rows."""
     hidden_size: int
@@ -48,12 +78,34 @@ class ModelConfig:
     """Maximum sequence length, in tokens."""
     rms_eps: float
     rope_theta: float
-    rope_scaling: Llama3RopeScaling | None
+    rope_scaling: RopeScaling | None
     tied_embeddings: bool
     qkv_bias: bool
     """Whether query, key and value projections have a bias (Qwen 2.5)."""
     qk_norm: bool
     """Whether query and key heads are RMS-normalised before rotation (Qwen 3)."""
+    window: int | None = None
+    """Positions that a token sees in layers with a window, itself included."""
+    window_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    """Base of the rotary frequencies of layers with a window, if it is another; their frequencies are not scaled."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers whose queries and keys are not rotated."""
+    score_scale: float | None = None
+    """Factor of attention scores; None: head_dim ** -0.5."""
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """Factor of what attention and MLP add to the residual."""
+    logit_divisor: float = 1.0
+    logit_cap: float | None = None
+    """Logits are limited smoothly to +- this."""
+    num_experts: int = 0
+    """Experts of a layer, each with `intermediate_size` inner features; 0: a plain MLP."""
+    experts_per_token: int = 0
+    normalised_experts: bool = False
+    """Whether the weights of a token's experts add up to 1."""
+    whole_heads: tuple[int, int] | None = None
+    """Query and key/value heads of the whole model, in the configuration of a shard."""
 
     def __post_init__(self) -> None:
         for field in _SIZES:
@@ -64,8 +116,21 @@ class ModelConfig:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
+        if self.experts_per_token > self.num_experts or (self.num_experts and self.experts_per_token < 1):
+            raise ValueError(
+                f"num_experts_per_tok={self.experts_per_token}; allowed with {self.num_experts} experts: "
+                f"1 to {self.num_experts}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even one")
+
+    @property
+    def traits(self) -> Family:
+        return FAMILIES[self.family]
+
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a token sees in this layer, itself included; None: all."""
+        return self.window if layer in self.window_layers else None
 
     @staticmethod
     def from_hf(directory: str | Path) -> ModelConfig:
@@ -79,24 +144,18 @@ class ModelConfig:
             raise ValueError(f"{path}: {what}") from error
 
     def to_hf(self) -> dict[str, Any]:
-        """Contents of a `config.json`, with the field names of transformers 4, which transformers 5 reads as well."""
-        scaling = self.rope_scaling
-        architecture = next(name for name, family in SUPPORTED_ARCHITECTURES.items() if family == self.family)
+        """Contents of a `config.json`, with the field names of transformers 4, which transformers 5 reads as well.
+        Raises ValueError for a family that is not saved."""
+        family = self.traits
+        if self.family not in SAVED_FAMILIES:
+            raise ValueError(f"models of the family {self.family} are not saved; saved: {', '.join(SAVED_FAMILIES)}")
         return {
-            "architectures": [architecture],
+            "architectures": [family.architecture],
             "model_type": self.family,
             **{published: getattr(self, field) for field, published in _SIZES.items()},
             "rms_norm_eps": self.rms_eps,
             "rope_theta": self.rope_theta,
-            "rope_scaling": None
-            if scaling is None
-            else {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_context,
-            },
+            "rope_scaling": _rope_to_hf(self.rope_scaling),
             "tie_word_embeddings": self.tied_embeddings,
             "attention_bias": self.qkv_bias,
             "hidden_act": "silu",
@@ -139,55 +198,110 @@ def read_quantisation_config(directory: str | Path) -> QuantisationConfig | None
         raise ValueError(f"{path}: {error}") from error
 
 
+SAVED_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Families that the demo's training and `smc.model.padded` write."""
+
+
 def _from_dict(raw: dict[str, Any]) -> ModelConfig:
-    found = raw.get("architectures") or [raw.get("model_type")]
-    if found[0] not in SUPPORTED_ARCHITECTURES:
-        raise ValueError(f"architecture {found[0]!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
-    family = SUPPORTED_ARCHITECTURES[found[0]]
-    _require_supported(raw, "hidden_act", "silu")
-    _require_supported(raw, "mlp_bias", False)
-    _require_supported(raw, "attention_bias", family == "qwen2")
-    _require_supported(raw, "use_sliding_window", False)
+    found = (raw.get("architectures") or [raw.get("model_type")])[0]
+    if found not in BY_ARCHITECTURE:
+        raise ValueError(f"architecture {found!r} is not supported; supported: {', '.join(BY_ARCHITECTURE)}")
+    name = BY_ARCHITECTURE[found]
+    family = FAMILIES[name]
+    require(raw, family.activation_field, family.activation)
+    require(raw, "mlp_bias", False)
+    require(raw, "attention_bias", family.qkv_bias)
+    for field, value in family.inert.items():
+        require(raw, field, value)
     QuantisationConfig.from_hf(raw.get("quantization_config"))  # raises ValueError if not supported
     num_heads = raw["num_attention_heads"]
-    theta, scaling = _rope(raw)
-    return ModelConfig(
-        family=family,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
-        intermediate_size=raw["intermediate_size"],
-        max_context=raw["max_position_embeddings"],
-        rms_eps=raw["rms_norm_eps"],
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+    theta, scaling = _rope(raw, family)
+    max_context = raw["max_position_embeddings"]
+    if isinstance(scaling, YarnRopeScaling):
+        max_context = max(max_context, int(scaling.factor * scaling.original_context))
+    fields = {
+        "vocab_size": raw["vocab_size"],
+        "hidden_size": raw["hidden_size"],
+        "num_layers": raw["num_hidden_layers"],
+        "num_heads": num_heads,
+        "num_kv_heads": raw.get("num_key_value_heads") or num_heads,
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // num_heads,
+        "intermediate_size": raw["intermediate_size"],
+        "max_context": max_context,
+        "rms_eps": raw["rms_norm_eps"],
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tied_embeddings": bool(raw.get("tie_word_embeddings", family.tied_embeddings)),
+        "qkv_bias": family.qkv_bias,
+        "qk_norm": family.qk_norm,
+        **{ours: raw[published] for ours, published in family.fields.items() if published in raw},
+        **family.read(raw),
+    }
+    window = fields.get("window")
+    if window is not None and window >= max_context:  # no context is long enough to leave it
+        fields |= {"window": None, "window_layers": ()}
+    return ModelConfig(family=name, **fields)
+
+
+def _rope(raw: dict[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
+    """Read `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope = dict(rope.get("full_attention") or rope)  # one for each kind of layers (Gemma 3)
+    theta = float(rope.get("rope_theta", raw.get("rope_theta", family.rope_theta)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _ROPE_SCALINGS:
+        raise ValueError(f"rope scaling {kind!r} is not supported; supported: {', '.join(map(repr, _ROPE_SCALINGS))}")
+    return theta, _ROPE_SCALINGS[kind](rope)
+
+
+def _yarn(rope: dict[str, Any]) -> YarnRopeScaling:
+    factor, scale, scale_all = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
+    attention = rope.get("attention_factor")
+    if attention is None:
+        attention = (
+            _yarn_scale(factor, scale) / _yarn_scale(factor, scale_all)
+            if scale and scale_all
+            else _yarn_scale(factor, 1.0)
+        )
+    return YarnRopeScaling(
+        factor=factor,
+        original_context=rope["original_max_position_embeddings"],
+        beta_fast=rope.get("beta_fast") or 32,
+        beta_slow=rope.get("beta_slow") or 1,
+        attention_factor=attention,
+        truncate=rope.get("truncate", True),
     )
 
 
-def _require_supported(raw: dict[str, Any], field: str, supported: Any) -> None:
-    """Raise ValueError if the field has another value than `supported`. A missing field has the supported value."""
-    if field in raw and raw[field] != supported and raw[field] is not None:
-        raise ValueError(f"{field}={raw[field]!r} is not supported; supported: {supported!r}")
+def _yarn_scale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _rope(raw: dict[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
-    """Read `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ValueError(f"rope scaling {kind!r} is not supported; supported: 'default', 'llama3'")
-    return theta, Llama3RopeScaling(
+_ROPE_SCALINGS: dict[str, Callable[[dict[str, Any]], RopeScaling | None]] = {
+    "default": lambda rope: None,
+    "llama3": lambda rope: Llama3RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],
         high_freq_factor=rope["high_freq_factor"],
         original_context=rope["original_max_position_embeddings"],
-    )
+    ),
+    "linear": lambda rope: LinearRopeScaling(rope["factor"]),
+    "dynamic": lambda rope: DynamicRopeScaling(rope["factor"]),
+    "yarn": _yarn,
+}
+
+
+def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """`rope_scaling` of config.json."""
+    if scaling is None:
+        return None
+    kind = {
+        Llama3RopeScaling: "llama3",
+        LinearRopeScaling: "linear",
+        DynamicRopeScaling: "dynamic",
+        YarnRopeScaling: "yarn",
+    }
+    numbers = asdict(scaling)
+    if "original_context" in numbers:
+        numbers["original_max_position_embeddings"] = numbers.pop("original_context")
+    return {"rope_type": kind[type(scaling)], **numbers}

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smc.model.config import Llama3RopeScaling, ModelConfig
+from smc.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, YarnRopeScaling
+from smc.model.experts import Experts
+from smc.model.families import SILU
 from smc.model.linear import FP8, Linear, require_fp8
 from smc.model.parallel import Reduce
 
@@ -42,7 +44,7 @@ class Decoder(nn.Module):
         )
         # torch does not type the elements of a ModuleList.
         self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, i, reduce) for i in range(config.num_layers)))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
+        self.norm = make_norm(config, config.hidden_size)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tied_embeddings:
             self.lm_head.weight = self.embed.weight
@@ -50,14 +52,33 @@ class Decoder(nn.Module):
     def forward(self, tokens_T: Tensor, rope_T2D: Tensor, attend: Attend) -> Tensor:
         """Run all layers. `rope_T2D` is `RopeTable.at(positions)`. Returns the hidden states after the final norm [T,
         E]."""
-        hidden_TE = self.embed(tokens_T)
+        hidden_TE = self.embedded(tokens_T)
         for layer in self.layers:
             hidden_TE = layer(hidden_TE, rope_T2D, attend)
         return self.norm(hidden_TE)
 
     def logits(self, hidden_XE: Tensor) -> Tensor:
         """Next-token logits [X, V] in float32 for the chosen hidden states."""
-        return self.lm_head(hidden_XE).float()
+        return self.finish_logits(self.lm_head(hidden_XE).float())
+
+    def embedded(self, tokens_T: Tensor) -> Tensor:
+        """What the first layer takes [T, E]."""
+        hidden_TE = self.embed(tokens_T)
+        factor = self.config.embedding_multiplier
+        # Rounded to the type first, as the published code does.
+        return hidden_TE if factor == 1.0 else hidden_TE * torch.tensor(factor, dtype=hidden_TE.dtype)
+
+    @property
+    def plain_logits(self) -> bool:
+        """Whether logits are the head's products."""
+        return self.config.logit_divisor == 1.0 and self.config.logit_cap is None
+
+    def finish_logits(self, logits_XV: Tensor) -> Tensor:
+        """Logits of the head's products."""
+        divisor, cap = self.config.logit_divisor, self.config.logit_cap
+        if divisor != 1.0:
+            logits_XV = logits_XV / divisor
+        return logits_XV if cap is None else torch.tanh(logits_XV / cap) * cap
 
     def copy_head(self) -> None:
         """Quantise the embedding into the head, if the head is tied and in FP8. Call after the embedding is loaded."""
@@ -91,7 +112,7 @@ def empty_decoder(
 
 
 class Layer(nn.Module):
-    """One transformer layer: attention, then a gated MLP, each on the normalised residual."""
+    """One transformer layer: attention, then a gated MLP or experts, each between the norms that the family has."""
 
     def __init__(self, config: ModelConfig, index: int, reduce: Reduce | None) -> None:
         super().__init__()
@@ -100,29 +121,76 @@ class Layer(nn.Module):
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
+        self.rope_kind, traits = rope_kinds(config).index(_rope_kind(config, index)), config.traits
+        self.residual_multiplier, self.norm_offset = config.residual_multiplier, traits.norm_offset
+        norms = {name: make_norm(config, config.hidden_size) if name in traits.norms else None for name in NORMS}
+        self.attn_norm, self.attn_out_norm = norms["attn_norm"], norms["attn_out_norm"]
         self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_eps) if config.qk_norm else None
+        widths = (q_size, kv_size) if traits.whole_qk_norm else (config.head_dim, config.head_dim)
+        self.q_norm, self.k_norm = (make_norm(config, width) if config.qk_norm else None for width in widths)
+        self.whole_widths = None
+        """Features of queries and keys, on all ranks, that are normalised as one row."""
+        if traits.whole_qk_norm:
+            heads = config.whole_heads or (config.num_heads, config.num_kv_heads)
+            self.whole_widths = (heads[0] * config.head_dim, heads[1] * config.head_dim)
         self.o = Linear(q_size, config.hidden_size)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_eps)
+        self.mlp_norm, self.mlp_out_norm = norms["mlp_norm"], norms["mlp_out_norm"]
+        self.gelu = traits.activation != SILU
+        if config.num_experts:
+            self.experts: Experts | None = Experts(config)
+            return
+        self.experts = None
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size)
         self.down = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_TE: Tensor, rope_T2D: Tensor, attend: Attend) -> Tensor:
-        qkv = self.qkv(self.attn_norm(hidden_TE)).unflatten(-1, (-1, self.head_dim))
+        rope_T2D = rope_T2D if rope_T2D.dim() == 2 else rope_T2D[self.rope_kind]
+        qkv = self.qkv(_normed(self.attn_norm, hidden_TE)).unflatten(-1, (-1, self.head_dim))
         q_THD, k_TJD, v_TJD = qkv.split(self.heads, dim=-2)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.whole_widths is not None:
+            q_THD, k_TJD = self.normalise_whole(q_THD, k_TJD)
+        elif self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TJD = self.q_norm(q_THD), self.k_norm(k_TJD)
         out_THD = attend(self.index, rotate(q_THD, rope_T2D), rotate(k_TJD, rope_T2D), v_TJD)
-        hidden_TE = hidden_TE + self._sum(self.o(out_THD.flatten(-2)))
-        gate, up = self.gate_up(self.mlp_norm(hidden_TE)).chunk(2, dim=-1)
-        return hidden_TE + self._sum(self.down(F.silu(gate) * up))
+        hidden_TE = self._add(hidden_TE, _normed(self.attn_out_norm, self._sum(self.o(out_THD.flatten(-2)))))
+        out_TE = self._sum(self.mlp(_normed(self.mlp_norm, hidden_TE)))
+        return self._add(hidden_TE, _normed(self.mlp_out_norm, out_TE))
+
+    def mlp(self, x_TE: Tensor) -> Tensor:
+        """This rank's share [T, E]."""
+        if self.experts is not None:
+            return self.experts(x_TE)
+        gate, up = self.gate_up(x_TE).chunk(2, dim=-1)
+        return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up)
+
+    def normalise_whole(self, q_THD: Tensor, k_TJD: Tensor) -> tuple[Tensor, Tensor]:
+        """RMS-normalise all query heads of a token together, over all ranks, and all key heads."""
+        assert self.q_norm is not None and self.k_norm is not None and self.whole_widths is not None
+        # Four columns, because sums over GPUs take multiples of 16 bytes.
+        squares_T4 = q_THD.new_zeros(len(q_THD), 4, dtype=torch.float32)
+        for column, x in enumerate((q_THD, k_TJD)):
+            squares_T4[:, column] = x.float().square().sum((-2, -1))
+        squares_T4 = self._sum(squares_T4)
+        return tuple(
+            (
+                x.float()
+                * torch.rsqrt(squares_T4[:, column, None, None] / width + (norm.eps or 0.0))
+                * norm.weight.float().unflatten(0, (-1, self.head_dim))
+            ).to(x.dtype)
+            for column, (x, norm, width) in enumerate(
+                zip((q_THD, k_TJD), (self.q_norm, self.k_norm), self.whole_widths)
+            )
+        )
+
+    def _add(self, hidden_TE: Tensor, out_TE: Tensor) -> Tensor:
+        return hidden_TE + (out_TE if self.residual_multiplier == 1.0 else out_TE * self.residual_multiplier)
 
     @property
     def head_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        """Weights of the query and key norms; (None, None) for a model without them."""
-        return (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        """Weights of the query and key norms of single heads; (None, None) for a model without them."""
+        if self.q_norm is None or self.k_norm is None or self.whole_widths is not None:
+            return None, None
+        return self.q_norm.weight, self.k_norm.weight
 
     def _sum(self, part_TE: Tensor) -> Tensor:
         return part_TE if self.reduce is None else self.reduce(part_TE)
@@ -135,18 +203,97 @@ def rotate(x_THD: Tensor, rope_T2D: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
+NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+
+
+class OffsetNorm(nn.RMSNorm):
+    """RMSNorm in float32 whose weights lack a constant."""
+
+    def __init__(self, width: int, eps: float, offset: float) -> None:
+        super().__init__(width, eps=eps)
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.normalized_shape, self.weight.float() + self.offset, self.eps)
+        return normed.to(x.dtype)
+
+
+def make_norm(config: ModelConfig, width: int) -> nn.RMSNorm:
+    offset = config.traits.norm_offset
+    return OffsetNorm(width, config.rms_eps, offset) if offset else nn.RMSNorm(width, eps=config.rms_eps)
+
+
+def _normed(norm: nn.RMSNorm | None, x_TE: Tensor) -> Tensor:
+    return x_TE if norm is None else norm(x_TE)
+
+
+MAIN, LOCAL, UNROTATED = "main", "local", "unrotated"
+"""Kinds of rotation: with the model's frequencies, with those of layers that have a window, or none."""
+
+
+def _rope_kind(config: ModelConfig, layer: int) -> str:
+    if layer in config.unrotated_layers:
+        return UNROTATED
+    return LOCAL if config.local_rope_theta is not None and layer in config.window_layers else MAIN
+
+
+def rope_kinds(config: ModelConfig) -> list[str]:
+    """Those that the model's layers have."""
+    return sorted({_rope_kind(config, layer) for layer in range(config.num_layers)})
+
+
 class RopeTable:
-    """Rotary table [max_positions, D]: for each position D/2 cosines, then D/2 sines, in float32."""
+    """Rotary table [max_positions, D]: for each position D/2 cosines, then D/2 sines, in float32; for layers of more
+    than one kind, one table for each [kinds, max_positions, D].
+
+    All numbers are multiplied by the root of what attention scores lack: both queries and keys are rotated by them."""
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device | str = "cpu") -> None:
-        inv_freq = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
-        if config.rope_scaling is not None:
-            inv_freq = _llama3_frequencies(inv_freq, config.rope_scaling)
-        angle = torch.arange(max_positions, dtype=torch.float64)[:, None] * inv_freq
-        self.table = torch.cat((angle.cos(), angle.sin()), dim=-1).float().to(device)
+        kinds = rope_kinds(config)
+        tables = [_rope_table(config, kind, max_positions) for kind in kinds]
+        self.table = (tables[0] if len(tables) == 1 else torch.stack(tables)).to(device)
 
     def at(self, positions_T: Tensor) -> Tensor:
-        return self.table[positions_T]
+        return self.table[..., positions_T, :]
+
+    def of(self, layer: Layer) -> Tensor:
+        """The table [max_positions, D] of a layer."""
+        return self.table if self.table.dim() == 2 else self.table[layer.rope_kind]
+
+
+def _rope_table(config: ModelConfig, kind: str, max_positions: int) -> Tensor:
+    theta = config.local_rope_theta if kind == LOCAL else config.rope_theta
+    assert theta is not None
+    inv_freq, factor = theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim), 1.0
+    scaling = config.rope_scaling if kind == MAIN else None
+    if isinstance(scaling, Llama3RopeScaling):
+        inv_freq = _llama3_frequencies(inv_freq, scaling)
+    elif isinstance(scaling, LinearRopeScaling):
+        inv_freq = inv_freq / scaling.factor
+    elif isinstance(scaling, YarnRopeScaling):
+        inv_freq, factor = _yarn_frequencies(inv_freq, theta, scaling), scaling.attention_factor
+    if kind == UNROTATED:
+        inv_freq = torch.zeros_like(inv_freq)
+    if config.score_scale is not None:
+        factor *= math.sqrt(config.score_scale * math.sqrt(config.head_dim))
+    angle = torch.arange(max_positions, dtype=torch.float64)[:, None] * inv_freq
+    table = torch.cat((angle.cos(), angle.sin()), dim=-1)
+    return (table if factor == 1.0 else table * factor).float()
+
+
+def _yarn_frequencies(inv_freq: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
+    pairs = len(inv_freq)
+
+    def pair_of(rotations: float) -> float:
+        """The pair that rotates so often within the original context."""
+        return pairs * math.log(scaling.original_context / (rotations * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    stretched = ((torch.arange(pairs, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return inv_freq * (1 - stretched) + inv_freq / scaling.factor * stretched
 
 
 def _llama3_frequencies(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:

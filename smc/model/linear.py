@@ -61,6 +61,12 @@ class Linear(nn.Linear):
         for rows in pieces(*weight_NK.shape):
             self.weight[rows], self.scale[rows] = quantise(weight_NK[rows])
 
+    def values(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Some of the weight's rows as numbers of a type."""
+        if self.scale is None:
+            return self.weight[rows].to(dtype)
+        return (self.weight[rows].float() * self.scale[rows, None]).to(dtype)
+
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.scale is None:
             return super().forward(x_TK)

@@ -49,8 +49,8 @@ def load_model(
             weight.zero_()  # parts that no slice covers are padding
     with TensorReader(stored) as files:
         published = PublishedWeights(files, read_quantisation_config(directory), torch.device(device))
-        for name in sorted(slices, key=lambda name: stored[name].file):
-            _load(published, name, slices[name], parameters)
+        for name in sorted(slices, key=lambda name: stored[slices[name].stored_name(name)].file):
+            _load(published, slices[name].stored_name(name), slices[name], parameters)
     model.copy_head()
     return model
 
@@ -87,9 +87,10 @@ class PublishedWeights:
 
 
 def _load(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
+    """`name`: of the tensor in the files."""
     view, (held, *columns) = where.view(parameters), where.part
     for piece in pieces(*view.shape):
-        rows = slice(held.start + piece.start, held.start + piece.stop)
+        rows = slice(where.first + held.start + piece.start, where.first + held.start + piece.stop)
         if view.dtype == FP8:
             weight_NK, scale_N = published.fp8_rows(name, rows)
             _require_finite(name, weight_NK.float(), FP8)

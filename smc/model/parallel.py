@@ -112,6 +112,7 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         num_heads=split.query.local_size // config.head_dim,
         num_kv_heads=split.key.local_size // config.head_dim,
         intermediate_size=split.inner.local_size,
+        whole_heads=None if shard.degree == 1 else (config.num_heads, config.num_kv_heads),
     )
 
 

@@ -100,6 +100,8 @@ def _describe_weights_found(directory: Path) -> str:
     )
     if not found:
         return "no weights were found"
+    if all(name.endswith(".gguf") for name in found):
+        return f"found {abbreviate(found)}; GGUF files are not supported, take the model's safetensors files instead"
     return (
         f"found {abbreviate(found)}; only safetensors files of these names are supported, "
         f".bin and other formats are not"
@@ -113,7 +115,23 @@ def open_file(file: Path, framework: str) -> Iterator[safe_open]:
         with safe_open(file, framework=framework) as opened:
             yield opened
     except (SafetensorError, OSError) as error:
+        if _is_lfs_pointer(file):
+            raise ValueError(
+                f"{file} is a Git LFS pointer, not the weights; run `git lfs pull` in {file.parent}"
+            ) from error
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How a file begins that Git LFS has put in place of a large one."""
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
 
 
 def abbreviate(items: Sequence[str], count: int = 5, separator: str = ", ") -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smc.model.config import ModelConfig, read_quantisation_config
+from smc.model.config import ModelConfig, read_json, read_quantisation_config
 from smc.model.parallel import WHOLE, Axis, Shard, Split
 from smc.model.quantisation import QuantisationConfig
 from smc.model.safetensors_files import STORED_DTYPES, STORED_FP8, StoredTensor, abbreviate, read_headers
@@ -29,6 +29,10 @@ class WeightSlice:
     start: int
     axes: tuple[Axis, ...]
     """Axes of the published tensor, as this rank sees them."""
+    stored: str = ""
+    """Name of the tensor that holds the published one, if several are stored below each other in one."""
+    first: int = 0
+    """Row of it where the published tensor begins."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,6 +43,10 @@ class WeightSlice:
     def part(self) -> tuple[slice, ...]:
         """Slices of the published tensor that this rank holds."""
         return tuple(slice(axis.held.start, axis.held.stop) for axis in self.axes)
+
+    def stored_name(self, published: str) -> str:
+        """Name of the tensor in the files."""
+        return self.stored or published
 
     def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """The part of the parameter that holds this slice, without padding."""
@@ -71,29 +79,66 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def _layer_slices(config: ModelConfig, split: Split, theirs: str, ours: str) -> dict[str, WeightSlice]:
-    hidden, query, key, inner = Axis.whole(config.hidden_size), split.query, split.key, split.inner
+    traits, hidden, query, key = config.traits, Axis.whole(config.hidden_size), split.query, split.key
     slices = {
-        f"{theirs}input_layernorm.weight": WeightSlice(f"{ours}attn_norm.weight", 0, (hidden,)),
-        f"{theirs}self_attn.o_proj.weight": WeightSlice(f"{ours}o.weight", 0, (hidden, query)),
-        f"{theirs}post_attention_layernorm.weight": WeightSlice(f"{ours}mlp_norm.weight", 0, (hidden,)),
-        f"{theirs}mlp.gate_proj.weight": WeightSlice(f"{ours}gate_up.weight", 0, (inner, hidden)),
-        f"{theirs}mlp.up_proj.weight": WeightSlice(f"{ours}gate_up.weight", inner.local_size, (inner, hidden)),
-        f"{theirs}mlp.down_proj.weight": WeightSlice(f"{ours}down.weight", 0, (hidden, inner)),
+        f"{theirs}{published}.weight": WeightSlice(f"{ours}{name}.weight", 0, (hidden,))
+        for name, published in traits.norms.items()
     }
-    for letter, start, rows in (
-        ("q", 0, query),
-        ("k", query.local_size, key),
-        ("v", query.local_size + key.local_size, key),
+    slices[f"{theirs}self_attn.o_proj.weight"] = WeightSlice(f"{ours}o.weight", 0, (hidden, query))
+    qkv = f"{theirs}self_attn.qkv_proj.weight" if traits.fused else ""
+    for letter, start, rows, first in (
+        ("q", 0, query, 0),
+        ("k", query.local_size, key, query.size),
+        ("v", query.local_size + key.local_size, key, query.size + key.size),
     ):
-        slices[f"{theirs}self_attn.{letter}_proj.weight"] = WeightSlice(f"{ours}qkv.weight", start, (rows, hidden))
+        slices[f"{theirs}self_attn.{letter}_proj.weight"] = WeightSlice(
+            f"{ours}qkv.weight", start, (rows, hidden), qkv, first if qkv else 0
+        )
         if config.qkv_bias:
             slices[f"{theirs}self_attn.{letter}_proj.bias"] = WeightSlice(f"{ours}qkv.bias", start, (rows,))
     if config.qk_norm:
-        for letter in "qk":
-            slices[f"{theirs}self_attn.{letter}_norm.weight"] = WeightSlice(
-                f"{ours}{letter}_norm.weight", 0, (Axis.whole(config.head_dim),)
-            )
+        heads = {"q": query, "k": key} if traits.whole_qk_norm else dict.fromkeys("qk", Axis.whole(config.head_dim))
+        for letter, axis in heads.items():
+            slices[f"{theirs}self_attn.{letter}_norm.weight"] = WeightSlice(f"{ours}{letter}_norm.weight", 0, (axis,))
+    return slices | (
+        _expert_slices(config, split.inner, theirs, ours)
+        if traits.experts is not None
+        else _mlp_slices(config, split.inner, theirs, ours)
+    )
+
+
+def _mlp_slices(config: ModelConfig, inner: Axis, theirs: str, ours: str) -> dict[str, WeightSlice]:
+    hidden = Axis.whole(config.hidden_size)
+    both = f"{theirs}mlp.gate_up_proj.weight" if config.traits.fused else ""
+    return {
+        f"{theirs}mlp.gate_proj.weight": WeightSlice(f"{ours}gate_up.weight", 0, (inner, hidden), both),
+        f"{theirs}mlp.up_proj.weight": WeightSlice(
+            f"{ours}gate_up.weight", inner.local_size, (inner, hidden), both, inner.size if both else 0
+        ),
+        f"{theirs}mlp.down_proj.weight": WeightSlice(f"{ours}down.weight", 0, (hidden, inner)),
+    }
+
+
+def _expert_slices(config: ModelConfig, inner: Axis, theirs: str, ours: str) -> dict[str, WeightSlice]:
+    names, hidden, experts = config.traits.experts, Axis.whole(config.hidden_size), Axis.whole(config.num_experts)
+    assert names is not None
+    slices = {f"{theirs}{names.router}.weight": WeightSlice(f"{ours}experts.router.weight", 0, (experts, hidden))}
+    for expert in range(config.num_experts):
+        gate, up, down = (f"{theirs}{name.format(expert)}.weight" for name in (names.gate, names.up, names.down))
+        begin = expert * 2 * inner.local_size
+        slices[gate] = WeightSlice(f"{ours}experts.gate_up.weight", begin, (inner, hidden))
+        slices[up] = WeightSlice(f"{ours}experts.gate_up.weight", begin + inner.local_size, (inner, hidden))
+        slices[down] = WeightSlice(f"{ours}experts.down.weight", expert * hidden.size, (hidden, inner))
     return slices
+
+
+def stored_shapes(slices: Mapping[str, WeightSlice]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of the files that holds weights."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for published, where in slices.items():
+        name, (rows, *columns) = where.stored_name(published), where.shape
+        shapes[name] = (shapes.get(name, (0,))[0] + rows, *columns)
+    return shapes
 
 
 def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:
@@ -101,22 +146,24 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Store
 
     Returns the tensors to load, including the scales of FP8 weights. Raises ValueError that lists missing and unknown
     tensors and wrong shapes and types."""
-    slices, quantisation = weight_slices(config), read_quantisation_config(directory)
+    wanted, quantisation = stored_shapes(weight_slices(config)), read_quantisation_config(directory)
     stored = {
         name: tensor for name, tensor in read_headers(directory).items() if not _is_ignored(name, config, quantisation)
     }
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = {name: (where.shape,) for name, where in slices.items()}
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {name: (shape,) for name, shape in wanted.items()}
     quantised: list[str] = []
     if quantisation is not None:
         quantised = [
-            name
-            for name in slices
-            if name in stored and stored[name].dtype == STORED_FP8 and len(slices[name].shape) == 2
+            name for name in wanted if name in stored and stored[name].dtype == STORED_FP8 and len(wanted[name]) == 2
         ]
-        shapes |= {quantisation.scale_name(name): quantisation.scale_shapes(*slices[name].shape) for name in quantised}
+        shapes |= {quantisation.scale_name(name): quantisation.scale_shapes(*wanted[name]) for name in quantised}
     problems = []
     if missing := [name for name in shapes if name not in stored]:
         problems.append(f"{len(missing)} weights are missing: {abbreviate(missing)}")
+        if missing == ["lm_head.weight"] and "tie_word_embeddings" not in read_json(Path(directory) / "config.json"):
+            problems.append(
+                'config.json has no tie_word_embeddings; add "tie_word_embeddings": true if the head is the embedding'
+            )
     if unknown := [name for name in stored if name not in shapes]:
         problems.append(f"{len(unknown)} weights are unknown to {config.family}: {abbreviate(unknown)}")
     for name in (name for name in shapes if name in stored):

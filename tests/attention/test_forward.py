@@ -24,7 +24,7 @@ from smc.memory.kv_pool import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import RopeTable
 from tests.attention.packed import DEVICE, PAGES, Built, Case
-from tests.model.tiny import random_decoder, tiny_config
+from tests.model.tiny import OF_FAMILY, random_decoder, tiny_config
 
 WIDTH = 700
 FEW = (2, 1)
@@ -109,6 +109,17 @@ def test_families_and_lengths_about_the_bound_of_short_rows(family, held):
     built = Built(Case([held - 5], [[(held - 1, 1), (held - 5, 1)]], 1, FEW, tail=2, padding=0))
     rows = rows_of(built, Contexts.SHORT if held < SHORT_SINGLE else Contexts.SINGLE)
     assert_same(run(forward(True, built, family), built, rows), run(forward(False, built, family), built, rows))
+
+
+@pytest.mark.parametrize("contexts", [Contexts.SHORT, Contexts.SHARED])
+@pytest.mark.parametrize("family", [family for family in OF_FAMILY if family not in ("llama", "qwen2", "qwen3")])
+def test_kernels_of_every_family(family, contexts):
+    """Rows longer than the windows, and prefixes that some windows begin behind."""
+    built = Built(CASES["blocks"])
+    rows = rows_of(built, contexts)
+    found, expected = (run(forward(kernels, built, family), built, rows) for kernels in (True, False))
+    assert expected[0].std() > 0.1, "hidden states too flat to tell models apart"
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("kernels", [False, True])

@@ -78,7 +78,9 @@ def assert_close(one: PromptResult, other: PromptResult) -> None:
         np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=1e-4)
 
 
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2", "qwen3", "olmo2", "gemma3_text", "mixtral"]
+)
 def test_kernels_do_what_the_reference_does(family):
     """Ragged rows, with and without a past; chunks that nobody asks anything about, with `top_logprobs`, and that
     end prompts."""

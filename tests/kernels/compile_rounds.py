@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -22,17 +23,24 @@ from triton.runtime.jit import JITFunction
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
 from smc.algorithm.sample_matching import match_samples
 from smc.distributions import DistributionSpec
+from smc.executor.forward import Rows
 from smc.executor.inner_nodes import InnerNodes
 from smc.executor.ops import TorchOps
+from smc.executor.plan import Contexts
 from smc.executor.round_stages import Selector
 from smc.executor.sampling import Coupling, DrawKeys
+from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
+from smc.memory.kv_pool import KVPool
+from smc.model.decoder import RopeTable
 from smc.philox import Purpose
+from tests.attention.packed import PAGES, Built, Case
 from tests.kernels.rounds import Round
 from tests.kernels.test_draft import DraftRound
 from tests.kernels.test_follow import choice_of
 from tests.kernels.test_inner_nodes import grown_rows
+from tests.model.tiny import random_decoder, tiny_config
 
 CPU = torch.device("cpu")
 KINDS = [
@@ -116,6 +124,19 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     TritonOps().expand(*given, ended_R=is_there_R, has_rest=True)
 
 
+def passes(family: str) -> None:
+    """A pass of few rows, over short contexts and over shared prefixes."""
+    case = Case([33, 17], [[(33, 4), (37, 2)], [(17, 1)]], 4, (4, 2), tail=1, padding=0)
+    config = tiny_config(family, hidden_size=64, head_dim=64, num_heads=4, num_kv_heads=2, intermediate_size=64)
+    model, built = random_decoder(config).bfloat16(), Built(case)
+    pool, rope = KVPool(config, PAGES, torch.bfloat16, CPU), RopeTable(config, 256)
+    forward = TritonForward(SimpleNamespace(model=model, pool=pool, rope=rope, width=256))
+    groups, rows = built.groups(), (built.start_R, built.count_R)
+    for contexts in (Contexts.SHORT, Contexts.SHARED):
+        where = Rows(*built.tables(), *rows, *groups, queries=case.queries, contexts=contexts)
+        forward(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
+
+
 if __name__ == "__main__":
     names: set[str] = set()
     compile_only(names)
@@ -124,4 +145,6 @@ if __name__ == "__main__":
             target_stages(each, ahead)
     for head, dtype, is_cut in ((False, torch.bfloat16, False), (True, torch.float32, True)):
         draft_stages(head, dtype, is_cut)
+    for family in ("mistral", "olmo2", "gemma3_text", "qwen3_moe"):
+        passes(family)
     print(json.dumps(sorted(names)))

@@ -31,4 +31,11 @@ def test_kernels_of_a_round_compile(tmp_path):
         "_with_inner_nodes",
         "_limit_outcomes",
         "_find",
+        "_step_kernel",
+        "_prefix_kernel",
+        "_own_kernel",
+        "_whole_norm",
+        "_square_sums",
+        "_choose",
+        "_experts",
     } <= set(json.loads(run.stdout))

@@ -211,3 +211,10 @@ def test_what_does_not_divide_is_refused(device):
         linear(quantise_rows(x_TK[:, :48]), quantise(weight_NK[:, :48])[0], scale_N=torch.ones(64, device=device))
     with pytest.raises(ValueError, match="weight"):
         linear(x_TK, weight_NK.T)
+
+
+def test_gate_up_gelu(device):
+    x_TK, weight = torch.randn(5, 64, device=device).bfloat16(), torch.randn(80, 64, device=device).bfloat16() / 8
+    gate, up = (x_TK.float() @ weight.float().T).chunk(2, -1)
+    found_TI = gate_up_silu(x_TK, weight, gelu=True, dtype=torch.float32)
+    torch.testing.assert_close(found_TI, F.gelu(gate, approximate="tanh") * up, atol=1e-3, rtol=1e-3)

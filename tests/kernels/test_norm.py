@@ -72,3 +72,11 @@ def test_silu_mul(device, inner, splits):
 def test_strided_tensors_are_refused(device):
     with pytest.raises(ValueError, match="contiguous"):
         silu_mul(torch.zeros(4, 8, device=device).T)
+
+
+@pytest.mark.parametrize("splits", [0, 3])
+def test_gelu_mul(device, splits):
+    gate_up = 4 * torch.randn(*([splits] if splits else []), 3, 80, device=device).to(FP32 if splits else BF16)
+    gate, up = (gate_up.sum(0) if splits else gate_up.float()).chunk(2, -1)
+    expected_TI = F.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(silu_mul(gate_up, FP32, gelu=True), expected_TI, atol=1e-5, rtol=1e-4)

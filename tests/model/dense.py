@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smc.demo.dense import hidden_states
 from smc.model.decoder import Decoder, RopeTable
 
 
@@ -17,5 +17,5 @@ def attend(layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
 def dense_logits(model: Decoder, tokens_T: Tensor) -> Tensor:
     """Logits [T, V] after every token."""
     device = tokens_T.device
-    rope_T2D = RopeTable(model.config, len(tokens_T), device).at(torch.arange(len(tokens_T), device=device))
-    return model.logits(model(tokens_T, rope_T2D, attend))
+    rope_SD = RopeTable(model.config, len(tokens_T), device).table
+    return model.logits(hidden_states(model, rope_SD, tokens_T[None])[0])

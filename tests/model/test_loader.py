@@ -192,7 +192,7 @@ def test_overflow_by_conversion(tmp_path):
         ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported; supported: .*'yarn'"),
         ({"vocab_size": None}, "vocab_size=None is not a positive integer"),
         ({"hidden_size": "32", "head_dim": None}, "hidden_size|unsupported operand"),
         ({"num_attention_heads": 3}, "is not a multiple of num_key_value_heads=2"),
@@ -219,3 +219,27 @@ def test_config_field_missing(tmp_path):
     write_json(tmp_path / "config.json", raw)
     with pytest.raises(ValueError, match="field 'intermediate_size' is missing"):
         ModelConfig.from_hf(tmp_path)
+
+
+def test_a_git_lfs_pointer_is_named(tmp_path):
+    save_tiny(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    with pytest.raises(ValueError, match=r"model\.safetensors is a Git LFS pointer, .*run `git lfs pull` in "):
+        load_model(tmp_path)
+
+
+def test_gguf_files_are_refused_with_what_to_take_instead(tmp_path):
+    save_tiny(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-Q4_K_M.gguf")
+    with pytest.raises(ValueError, match="GGUF files are not supported, take the model's safetensors files instead"):
+        load_model(tmp_path)
+
+
+def test_a_missing_head_without_a_word_whether_it_is_tied(tmp_path):
+    save_tiny(tmp_path, tied_embeddings=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    write_json(tmp_path / "config.json", config)
+    with pytest.raises(ValueError, match='add "tie_word_embeddings": true if the head is the embedding'):
+        load_model(tmp_path)

@@ -13,6 +13,7 @@ from smc.model.config import Llama3RopeScaling, ModelConfig
 from smc.model.decoder import Decoder, empty_decoder
 from smc.model.linear import FP8, Linear
 from smc.model.loader import save_model
+from smc.model.tokenizer import Tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -23,6 +24,35 @@ CORPUS = [
 LLAMA3_SCALING = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=32)
 
 
+OF_FAMILY = {
+    "llama": {"rope_scaling": LLAMA3_SCALING},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"head_dim": 16, "qk_norm": True},
+    "mistral": {"window": 11, "window_layers": (0, 1)},
+    "phi3": {"window": 11, "window_layers": (1,)},
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.3,
+        "score_scale": 0.1,
+        "logit_divisor": 2.0,
+    },
+    "olmo2": {"qk_norm": True},
+    "smollm3": {"unrotated_layers": (1,)},
+    "gemma3_text": {
+        "qk_norm": True,
+        "window": 11,
+        "window_layers": (0,),
+        "local_rope_theta": 300.0,
+        "score_scale": 0.2,
+        "embedding_multiplier": 6.0,
+        "logit_cap": 20.0,
+    },
+    "qwen3_moe": {"qk_norm": True, "num_experts": 6, "experts_per_token": 3, "intermediate_size": 24},
+    "mixtral": {"num_experts": 4, "experts_per_token": 2, "normalised_experts": True, "intermediate_size": 24},
+}
+"""What a tiny model of a family has of its own."""
+
+
 def tiny_config(family: str = "llama", **changes) -> ModelConfig:
     fields = {
         "family": family,
@@ -31,17 +61,17 @@ def tiny_config(family: str = "llama", **changes) -> ModelConfig:
         "num_layers": 2,
         "num_heads": 4,
         "num_kv_heads": 2,
-        "head_dim": 16 if family == "qwen3" else 8,
+        "head_dim": 8,
         "intermediate_size": 48,
         "max_context": 256,
         "rms_eps": 1e-5,
         "rope_theta": 10_000.0,
-        "rope_scaling": LLAMA3_SCALING if family == "llama" else None,
+        "rope_scaling": None,
         "tied_embeddings": False,
-        "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
+        "qkv_bias": False,
+        "qk_norm": False,
     }
-    return ModelConfig(**(fields | changes))
+    return ModelConfig(**(fields | OF_FAMILY[family] | changes))
 
 
 def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
@@ -91,6 +121,14 @@ def save_byte_level(directory: Path, words: tuple[str, ...] = (), **settings) ->
         directory,
         **({"bos_token": "<|bos|>", "eos_token": {"__type": "AddedToken", "content": "<|eos|>"}} | settings),
     )
+
+
+def numbers_tokenizer(size: int) -> Tokenizer:
+    """`size` ids that no text is made of; the last one ends the text."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={f"<{i}>": i for i in range(size - 1)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
+    return Tokenizer(tokenizer, (size - 1,), {"eos_token": "<eos>"}, None)
 
 
 def save_sentencepiece(directory: Path, strip: bool = False) -> Path:

@@ -1,0 +1,139 @@
+"""Experts of few tokens: which each token takes, and the two products of all experts, each expert's weights read once.
+
+A program has some outputs of one expert. It multiplies them with all tokens of its block, and stores the results of
+those tokens that chose the expert; nothing is sorted. A token's choices are partial sums of one another [C, T, E] in
+float32, which the kernel that reads them adds in their order (`smc.kernels.norm`): the same bits every time. Weights
+in a narrower type than the activations' are widened in registers. Nothing reads the host. `pdl`: `smc.kernels.launch`.
+
+Axes: T tokens, E features, X experts, C chosen experts of a token, I inner features, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from smc.kernels.launch import launch_options, one_variant
+from smc.model.experts import Choice, Experts
+from smc.model.linear import Linear
+
+MOST_TOKENS = 64
+"""Of a program; of more, other programs read the weights again."""
+
+
+def experts(module: Experts, x_TE: Tensor, pdl: bool = False) -> Tensor:
+    """Partial sums [C, T, E] in float32 of what the experts return."""
+    choice = choose(module.router(x_TE), module.chosen, module.normalised, pdl)
+    tokens, features = x_TE.shape
+    inner_YI = x_TE.new_empty(tokens * module.chosen, module.inner)
+    parts_CTE = x_TE.new_empty(module.chosen, tokens, features, dtype=torch.float32)
+    _product(x_TE, module, module.gate_up, choice, inner_YI, pdl, UP=True)
+    _product(inner_YI, module, module.down, choice, parts_CTE, pdl, UP=False)
+    return parts_CTE
+
+
+def choose(logits_TX: Tensor, chosen: int, normalised: bool, pdl: bool = False) -> Choice:
+    """The likeliest experts of each token, as `Experts.choose`."""
+    tokens, count = logits_TX.shape
+    choice = Choice(
+        logits_TX.new_empty((tokens, chosen), dtype=torch.int32),
+        logits_TX.new_empty((tokens, chosen), dtype=torch.float32),
+    )
+    _choose[(tokens,)](
+        logits_TX, *choice, count, C=chosen, NORMALISED=normalised, BLOCK=triton.next_power_of_2(count), PDL=pdl,
+        num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+    return choice
+
+
+def _product(x: Tensor, module: Experts, matrix: Linear, choice: Choice, out: Tensor, pdl: bool, UP: bool) -> None:
+    expert_TC, weight_TC = choice
+    tokens, chosen = expert_TC.shape
+    outputs, inputs = (module.inner if UP else matrix.out_features // module.count), matrix.in_features
+    wide = x.element_size() == 4
+    block_t = max(16, min(MOST_TOKENS, triton.next_power_of_2(tokens)))
+    block_n, block_k = (32 if wide else 64), min(32 if wide else 128, max(16, triton.next_power_of_2(inputs)))
+    scale = matrix.weight if matrix.scale is None else matrix.scale
+    grid = (module.count, triton.cdiv(outputs, block_n), triton.cdiv(tokens, block_t))
+    _experts[grid](
+        x, matrix.weight, scale, expert_TC, weight_TC, out, tokens, outputs, inputs,
+        C=chosen, UP=UP, SCALED=matrix.scale is not None, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
+        STAGES=2 if wide else 3, PDL=pdl, num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _choose(
+    logits, expert, weight, count, C: tl.constexpr, NORMALISED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    t, x = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    logits_X = tl.load(logits + t * count + x, mask=x < count, other=-float("inf")).to(tl.float32)
+    share_X = tl.exp(logits_X - tl.max(logits_X, 0))
+    share_X = tl.where(x < count, share_X / tl.sum(share_X, 0), -1.0)
+    left_X, total = share_X, 0.0
+    for _ in tl.static_range(C):
+        best = tl.argmax(left_X, 0)
+        total += tl.max(left_X, 0)
+        left_X = tl.where(x == best, -1.0, left_X)
+    if not NORMALISED:
+        total = 1.0
+    for c in tl.static_range(C):
+        best = tl.argmax(share_X, 0)
+        tl.store(expert + t * C + c, best)
+        tl.store(weight + t * C + c, tl.max(share_X, 0) / total)
+        share_X = tl.where(x == best, -1.0, share_X)
+
+
+@one_variant("x", "weights", "scales", "out", "outputs", "inputs")
+def _experts(
+    x, weights, scales, expert, weight, out, tokens, outputs, inputs,
+    C: tl.constexpr, UP: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Outputs of one expert. UP: silu(gate) * up of tokens [T, inputs], to row t * C + c of `out`. Otherwise rows
+    t * C + c of x, weighed, to `out` [C, T, outputs]."""
+    own, tile, t = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    column_T, hit_T = tl.zeros([BLOCK_T], tl.int32), tl.zeros([BLOCK_T], tl.int32)
+    if PDL:
+        gdc_wait()
+    for c in tl.static_range(C):
+        is_own_T = tl.load(expert + t * C + c, mask=t < tokens, other=-1) == own
+        column_T, hit_T = tl.where(is_own_T, c, column_T), tl.where(is_own_T, 1, hit_T)
+    if tl.max(hit_T, 0) == 0:
+        return
+    # Rows past the end are the last one; their results are not stored.
+    row = own.to(tl.int64) * (outputs * 2 if UP else outputs) + tl.minimum(n, outputs - 1)
+    at_T = t.to(tl.int64) if UP else t.to(tl.int64) * C + column_T
+    sum_NT, up_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32), tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for k0 in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
+        inside = k0 + k < inputs
+        x_TK = tl.load(
+            x + at_T[:, None] * inputs + (k0 + k)[None, :], mask=(hit_T > 0)[:, None] & inside[None, :], other=0.0
+        )
+        at_NK = weights + row[:, None] * inputs + (k0 + k)[None, :]
+        weight_NK = tl.load(at_NK, mask=inside[None, :], other=0.0).to(x.dtype.element_ty)
+        sum_NT = tl.dot(weight_NK, tl.trans(x_TK), sum_NT, input_precision="ieee")
+        if UP:
+            up_NK = tl.load(at_NK + outputs * inputs, mask=inside[None, :], other=0.0).to(x.dtype.element_ty)
+            up_NT = tl.dot(up_NK, tl.trans(x_TK), up_NT, input_precision="ieee")
+    if PDL:
+        gdc_launch_dependents()
+    if SCALED:
+        sum_NT *= tl.load(scales + row)[:, None]
+        if UP:
+            up_NT *= tl.load(scales + row + outputs)[:, None]
+    stored = (n < outputs)[:, None] & (hit_T > 0)[None, :]
+    if UP:
+        out_at = (t.to(tl.int64) * C + column_T) * outputs
+        result_NT = sum_NT * tl.sigmoid(sum_NT) * up_NT
+    else:
+        out_at = (column_T.to(tl.int64) * tokens + t) * outputs
+        result_NT = sum_NT * tl.load(weight + t * C + column_T, mask=hit_T > 0, other=0.0)[None, :]
+    tl.store(out + out_at[None, :] + n[:, None], result_NT.to(out.dtype.element_ty), mask=stored)

@@ -1,0 +1,114 @@
+"""Every family computes what `transformers` computes, from directories that it wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from smc.local_engine import ModelPair, local_engine
+from smc.model.config import ModelConfig
+from smc.model.loader import load_model
+from tests.model.dense import dense_logits
+from tests.model.families import HF_CONFIGS, save_hf
+from tests.model.ranks import in_ranks
+from tests.model.tiny import numbers_tokenizer
+from tests.scheduler.harness import CASES, answers, request
+
+torch.set_num_threads(1)
+# Its models take seconds to import, in each process that asks for one.
+pytestmark = pytest.mark.xdist_group("transformers")
+FAMILIES = [name for name in HF_CONFIGS if not name.startswith(("llama", "qwen2"))]
+DECODED = [
+    pytest.param(name, config, marks=() if i % 2 == j else pytest.mark.slow, id=f"{name}-{config.form}")
+    for i, name in enumerate(FAMILIES)
+    for j, config in enumerate(CASES)
+]
+"""Each family in one of both forms; in the other, too, where there is time."""
+
+
+@pytest.mark.parametrize("name", HF_CONFIGS)
+def test_logits(name, tmp_path):
+    theirs = save_hf(name, tmp_path)
+    tokens_T = torch.randint(300, (120,), generator=torch.Generator().manual_seed(2))
+    expected_TV = theirs(tokens_T[None]).logits[0]
+    assert expected_TV.std() > 0.1, "logits too flat to tell models apart"
+    torch.testing.assert_close(dense_logits(load_model(tmp_path), tokens_T), expected_TV, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "config"), DECODED)
+def test_decoding(name, config, tmp_path):
+    """Greedy decoding follows transformers; exact decoding is the target's; SMC ends."""
+    theirs = save_hf(name, tmp_path)
+    target, draft = load_model(tmp_path), load_model(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    for weight in draft.parameters():
+        weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=generator)
+    pair, prompt = ModelPair(target, draft, numbers_tokenizer(300), 256), [5, 7, 11, 13, 250, 1, 2, 3, 4, 5]
+    settings = {"prompt": prompt, "max_tokens": 64, "ignore_eos": True}
+    greedy = {"temperature": 0.0} | settings
+    with torch.inference_mode():
+        tokens = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)[0].tolist()
+    engine = local_engine(pair, replace(config, max_slots=16))
+    found = answers(
+        engine,
+        [
+            request(request_id="greedy", method="target", **greedy),
+            request(request_id="exact greedy", method="exact", particles=2, **greedy),
+            request(request_id="target", method="target", seed=7, **settings),
+            request(request_id="exact", method="exact", seed=7, particles=2, **settings),
+            request(request_id="smc", method="smc", seed=7, particles=4, **settings),
+        ],
+    )
+    assert list(found["greedy"].tokens) == list(found["exact greedy"].tokens) == tokens[len(prompt) :]
+    assert found["exact"].tokens == found["target"].tokens != found["greedy"].tokens
+    assert found["exact"].statistics.rounds < 64, "nothing drafted was accepted"
+    assert len(found["smc"].tokens) == 64 and math.isfinite(found["smc"].statistics.log_z)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ranks_compute_what_one_does(name, tmp_path):
+    save_hf(name, tmp_path)
+    tokens_T = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
+    expected_TV = dense_logits(load_model(tmp_path), tokens_T)
+    for degree in (1, 2, 3):
+        for found_TV in in_ranks(
+            degree, lambda shard, reduce: dense_logits(load_rank(tmp_path, shard, reduce), tokens_T)
+        ):
+            torch.testing.assert_close(found_TV, expected_TV, atol=1e-4, rtol=0)
+
+
+def load_rank(directory, shard, reduce):
+    return load_model(directory, shard=shard, reduce=reduce)
+
+
+def test_unknown_families_are_refused_with_the_list(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["BloomForCausalLM"]}')
+    with pytest.raises(
+        ValueError, match=r"'BloomForCausalLM' is not supported; supported: LlamaForCausalLM, .*Mixtral"
+    ):
+        ModelConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 is not supported"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported"),
+        ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0 is not supported"),
+        ("gemma3", {"hidden_activation": "silu"}, "hidden_activation='silu' is not supported"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported; supported: \[\]"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9; allowed with 8 experts: 1 to 8"),
+    ],
+)
+def test_settings_of_families_that_are_refused(name, change, message, tmp_path):
+    save_hf(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(tmp_path)
