@@ -87,7 +87,7 @@ def test_a_completion_may_ask_for_log_probabilities_of_others_by_their_number(re
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"frequency_penalty": 1}, "frequency_penalty=1; allowed: 0, as there is no such setting here"),
+        ({"frequency_penalty": 3}, "frequency_penalty=3; allowed: -2..2"),
         ({"prompt": "Hi"}, "prompt is not a field of /v1/chat/completions"),
         ({"model": "gpt-4o"}, "model='gpt-4o'; allowed: 'target'"),
         ({"n": 2}, "n=2; allowed: 1, one answer a line"),

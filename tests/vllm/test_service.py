@@ -135,9 +135,9 @@ def test_several_answers_to_one_call(service, pair, prompt):
 
 
 WRONG = [
-    ({"frequency_penalty": 0.5}, "frequency_penalty=0.5; allowed: 0"),
-    ({"presence_penalty": -1.0}, "presence_penalty=-1.0; allowed: 0"),
-    ({"repetition_penalty": 2.0}, "repetition_penalty=2.0; allowed: 1"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty=2.5; allowed: -2..2"),
+    ({"presence_penalty": -3.0}, "presence_penalty=-3.0; allowed: -2..2"),
+    ({"repetition_penalty": 200.0}, "repetition_penalty=200.0; allowed: 0.01..100"),
     ({"min_tokens": 3, "max_tokens": 2}, r"min_tokens=3; allowed: 0\.\.2, the max_tokens"),
     ({"logit_bias": {5: 101.0}}, "logit_bias contains 101.0 for token 5; allowed: -100 to 100"),
     ({"prompt_logprobs": 0}, "prompt_logprobs is given; this service does not have it"),
