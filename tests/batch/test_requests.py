@@ -186,6 +186,9 @@ def test_negative_prompts(pair, requests):
         return requests.build(line(chat("a", guidance_scale=1.5, **body))).negative_prompt
 
     told = [{"role": "user", "content": "2 + 2?"}]
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2}
+    params = requests.build(line(chat("a", **penalties))).params
+    assert penalties == {name: getattr(params, name) for name in penalties}
     assert read() is None and requests.build(line(chat("a", guidance_scale=1.5))).params.guidance_scale == 1.5
     assert read(negative_prompt="2 + 2?") == tuple(pair.tokenizer.encode("2 + 2?"))
     assert read(negative_prompt=[5, 3]) == (5, 3)

@@ -189,6 +189,20 @@ def test_what_there_is_not_is_refused_by_name(service):
         assert list(stub.Generate(asked([5], max_tokens=2, **NEUTRAL)))
 
 
+def test_penalties_change_answers(service):
+    """0 of a repetition penalty is what a client sends that does not know the field."""
+    with engine(service) as stub:
+        plain, unset, penalised = (
+            [
+                token
+                for one in stub.Generate(asked([5, 6, 5], max_tokens=12, temperature=0.0, ignore_eos=True, **given))
+                for token in one.complete.output_ids
+            ]
+            for given in ({}, {"repetition_penalty": 0.0}, {"frequency_penalty": 2.0, "repetition_penalty": 20.0})
+        )
+    assert plain == unset != penalised
+
+
 EXTREMES = {
     FieldDescriptor.TYPE_FLOAT: (math.nan, math.inf, -math.inf, -1.0, 1e-39, 0.5, 1.0, 2.0),
     FieldDescriptor.TYPE_UINT32: (1, 2, 129, 2**31, 2**32 - 1),
