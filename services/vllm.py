@@ -12,7 +12,7 @@ import importlib.metadata
 import io
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -37,12 +37,6 @@ from smc.api.sampling_params import SETTINGS, Method, SamplingParams
 
 MAX_ANSWERS = 128
 """n of one call."""
-ABSENT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "frequency_penalty": (lambda value: value == 0, "0: there are no penalties here"),
-    "presence_penalty": (lambda value: value == 0, "0: there are no penalties here"),
-    "repetition_penalty": (lambda value: value in (0, 1), "1: there are no penalties here"),
-}
-"""Settings that this service does not have: whether a value asks for nothing, and what is allowed."""
 UNSET = {
     pb.SamplingParams: ("prompt_logprobs", "truncate_prompt_tokens"),
     pb.GenerateRequest: ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs"),
@@ -84,6 +78,8 @@ def _settings(message: pb.SamplingParams) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name in SETTINGS:
         known = message.DESCRIPTOR.fields_by_name.get(name)
+        if name == "repetition_penalty" and not message.repetition_penalty:
+            continue  # 0 is what a client that does not know the field sends
         if known is None or not (message.HasField(name) if known.has_presence else getattr(message, name)):
             continue
         value = getattr(message, name)
@@ -103,10 +99,6 @@ def _logprobs(count: int) -> dict[str, Any]:
 
 
 def _check_absent(message: pb.SamplingParams) -> None:
-    for name, (asks_nothing, allowed) in ABSENT.items():
-        value = getattr(message, name)
-        if not asks_nothing(value):
-            raise ValueError(f"{name}={value}; allowed: {allowed}")
     constraint = message.WhichOneof("constraint")
     if constraint and getattr(message, constraint) is not False:
         raise ValueError(f"{constraint} is given; this service has no guided decoding: leave it out")

@@ -11,7 +11,7 @@ from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.messages import DraftReport, Draws, Lineage, PromptBatch, PromptResult, RoundResult, TopLogprobsSpec
-from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
+from smc.executor.plan import Contexts, Penalties, Program, RoundPlan, SequenceHandoff, UnconditionalRows
 from smc.philox import Purpose
 from smc.stops import StopMachine
 
@@ -51,6 +51,12 @@ _UNCONDITIONAL = {
     "size": ("size_U", "<i4"),
     "shared": ("shared_U", "<i4"),
     "pages": ("pages_UW", "<i4"),
+}
+_PENALTIES = {
+    "presence": ("presence_A", "<f4"),
+    "frequency": ("frequency_A", "<f4"),
+    "repetition": ("repetition_A", "<f4"),
+    "prompt": ("prompt_A", "<i8"),
 }
 _JOIN = {
     "slots": ("slots_N", "<i4"),
@@ -133,6 +139,8 @@ def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult[np.ndarray]:
 def join_command(group: SequenceHandoff) -> pb.JoinCommand:
     numbers: dict[str, Any] = {name: getattr(group, name) for name in ("base", "limit", "least", "stops")}
     command = pb.JoinCommand(page_rows=len(group.pages_XL), **numbers, **_fields(group, _JOIN))
+    if group.tokens_XL is not None:
+        command.tokens = _bytes(group.tokens_XL, "<i4")
     if group.machine is not None:
         command.machine.CopyFrom(_machine_message(group.machine))
     return command
@@ -144,9 +152,9 @@ def to_join(command: pb.JoinCommand) -> SequenceHandoff:
     rows = {"pages_XL": command.page_rows, "pending_NQ": particles, "logq_NQ": particles}
     arrays |= {name: arrays[name].reshape(count, -1) for name, count in rows.items()}
     machine = _to_machine(command.machine) if command.HasField("machine") else None
-    return SequenceHandoff(
-        base=command.base, limit=command.limit, least=command.least, stops=command.stops, machine=machine, **arrays
-    )
+    tokens_XL = _rows(command.tokens, "<i4", command.page_rows) if command.HasField("tokens") else None
+    numbers = {name: getattr(command, name) for name in ("base", "limit", "least", "stops")}
+    return SequenceHandoff(machine=machine, tokens_XL=tokens_XL, **numbers, **arrays)
 
 
 def _machine_message(machine: StopMachine) -> pb.StopMachine:
@@ -171,6 +179,7 @@ def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
         draft_distribution=_distribution_message(plan.draft_distribution),
         **_fields(plan, _PLAN),
         target_unconditional=pb.UnconditionalRows(**_fields(unconditional, _UNCONDITIONAL)) if unconditional else None,
+        penalties=pb.Penalties(**_fields(plan.penalties, _PENALTIES)) if plan.penalties else None,
     )
 
 
@@ -192,6 +201,7 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
         target_unconditional=_to_unconditional(command.target_unconditional)
         if command.HasField("target_unconditional")
         else None,
+        penalties=Penalties(**_attributes(command.penalties, _PENALTIES)) if command.HasField("penalties") else None,
         **arrays,
     )
 
@@ -239,6 +249,8 @@ def _draws_message(draws: Draws) -> pb.Draws:
         kind=_bytes(draws.kind_R, "<i4"),
         biased=_bytes(draws.biased_2Y, "<i4"),
         bias=_bytes(draws.bias_Y, "<f4"),
+        seen=_bytes(draws.seen_2Z, "<i4"),
+        repetition=_bytes(draws.repetition_Z, "<f4"),
     )
 
 
@@ -261,6 +273,8 @@ def _to_draws(draws: pb.Draws) -> Draws:
         kind_R=kind_R,
         biased_2Y=_array(draws.biased, "<i4").reshape(2, -1),
         bias_Y=_array(draws.bias, "<f4"),
+        seen_2Z=_array(draws.seen, "<i4").reshape(2, -1),
+        repetition_Z=_array(draws.repetition, "<f4"),
         **guidance,
     )
 

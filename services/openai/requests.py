@@ -256,9 +256,6 @@ class Body(Strict):
     prompt_cache_key: str | None = None
 
     best_of: Annotated[Any, _neutral(1)] = 1
-    frequency_penalty: Annotated[Any, _neutral(0)] = 0
-    presence_penalty: Annotated[Any, _neutral(0)] = 0
-    repetition_penalty: Annotated[Any, _neutral(1)] = 1
     service_tier: Annotated[Any, _neutral("auto", "default")] = None
     store: Annotated[Any, _neutral(False)] = False
     response_format: Annotated[Any, _neutral({"type": "text"})] = None

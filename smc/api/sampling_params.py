@@ -151,6 +151,27 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = setting((), Biases(MAX_BIASES, MAX_BIAS))
     """Added to both models' logits of these tokens, by id, before temperature and truncation. Given as a mapping, or as
     pairs; kept in the order of the ids, without those of 0."""
+    presence_penalty: float = setting(
+        0.0,
+        number(lambda value: -2 <= value <= 2, "-2..2 (0 = none)"),
+        option=Option("Subtracted from the logit of every token that the answer holds already. Default: 0.", "P"),
+    )
+    """Subtracted from both models' logits of tokens that the answer so far holds."""
+    frequency_penalty: float = setting(
+        0.0,
+        number(lambda value: -2 <= value <= 2, "-2..2 (0 = none)"),
+        option=Option("Subtracted from a token's logit for each time that the answer holds it. Default: 0.", "P"),
+    )
+    """Subtracted from both models' logits of a token as often as the answer so far holds it."""
+    repetition_penalty: float = setting(
+        1.0,
+        number(lambda value: 0.01 <= value <= 100, "0.01..100 (1 = none)"),
+        option=Option(
+            "Divides positive and multiplies negative logits of tokens in the prompt or the answer. Default: 1.", "R"
+        ),
+    )
+    """Divides both models' positive logits of tokens that the prompt or the answer so far holds, and multiplies
+    negative ones."""
     time_budget: float | None = setting(
         None,
         number(lambda value: value > 0, "> 0 seconds"),
@@ -283,6 +304,11 @@ class SamplingParams:
         return self.particles or 1
 
     @property
+    def penalised(self) -> bool:
+        """Logits depend on the tokens so far."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+    @property
     def guided(self) -> bool:
         """Every row has an unconditional row."""
         return self.guidance_scale != 1
@@ -345,6 +371,11 @@ class SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise ValueError(
                 f"top_logprobs={self.top_logprobs} has no effect without logprobs; give logprobs=True, or leave it out"
+            )
+        if self.top_logprobs and self.penalised:
+            raise ValueError(
+                f"top_logprobs={self.top_logprobs} is not available with presence_penalty, frequency_penalty or "
+                "repetition_penalty; leave one of them out"
             )
         require(
             "min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}, the max_tokens"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from smc.executor.forward import Rows, StaticForward
 from smc.executor.ops import RoundOps
+from smc.executor.penalties import PageTokens
 from smc.executor.plan import RoundPlan, UnconditionalRows
 from smc.executor.state import SlotState
 from smc.types import ModelRole
@@ -37,6 +38,7 @@ class GuidedPass:
     role: ModelRole
     beside_P: Tensor
     """int32: of every page of a guided batch index in this round, the unconditional row's page beside it."""
+    page_tokens: PageTokens
 
     def begin(self, plan: RoundPlan[Tensor], pending_AP: Tensor, pages_AW: Tensor) -> None:
         """A round begins that gives its batch indices pages: for pending tokens, which are run from the tables, and for
@@ -62,6 +64,15 @@ class GuidedPass:
     ) -> Tensor:
         """Logits after all tokens [T, V], or after one of each row [R, V], the `output`-th of the T. `root_R`: the
         batch index whose particle a row continues, if not its own."""
+        logits_TV = self._guided(plan, tokens_T, rows, output_R, root_R)
+        if plan.penalties is None:
+            return logits_TV
+        self.page_tokens.store(tokens_T, rows)
+        return self.page_tokens.penalise(logits_TV, plan.penalties, tokens_T, rows, output_R)
+
+    def _guided(
+        self, plan: RoundPlan[Tensor], tokens_T: Tensor, rows: Rows, output_R: Tensor | None, root_R: Tensor | None
+    ) -> Tensor:
         unconditional, q = plan.unconditional_at(self.role), rows.queries
         if unconditional is None:
             hidden_TE = self.forward(tokens_T, rows)

@@ -11,7 +11,7 @@ See the package's legend for axes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -76,6 +76,10 @@ class Draws:
     guided."""
     scale_R: np.ndarray | None = None
     """float32 scale of guidance; 1: none."""
+    seen_2Z: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int32))
+    """int32: rows and tokens of their prompts, each pair once, of rows with a repetition penalty."""
+    repetition_Z: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """float32: the penalty."""
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,14 @@ from torch import Tensor
 
 from smc import stops
 from smc.api.engine_config import EngineConfig
+from smc.arrays import to_device
 from smc.executor.draft import DraftShape, GrownRows
 from smc.executor.graph_runner import AsyncResult, Event, StageRunner
 from smc.executor.guidance import GuidedPass
 from smc.executor.inner_nodes import InnerNodes
 from smc.executor.messages import DraftedRows, DraftReport, RoundChoice, RoundResult
 from smc.executor.ops import RoundOps
+from smc.executor.penalties import PageTokens
 from smc.executor.plan import PlanBuffer, Program, RoundPlan, SequenceHandoff
 from smc.executor.round_stages import Drafter, Scorer, Selector
 from smc.executor.sampling import HeadSampling, Sampling
@@ -123,7 +125,8 @@ class ModelRunner:
         self._biases = BiasTables(config.max_stops, worker.vocab_size, worker.device)
         self.state.biases.append(self._biases)
         beside_P = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
-        guidance = (self.state, self._sampling.guide, ops, worker.name, beside_P)
+        self._page_tokens = PageTokens(torch.zeros_like(beside_P), worker.vocab_size)
+        guidance = (self.state, self._sampling.guide, ops, worker.name, beside_P, self._page_tokens)
         self._run = GuidedPass(self._forward, self._forward.logits, *guidance)
         self._alone = Drafter(
             run=self._run,
@@ -140,6 +143,11 @@ class ModelRunner:
     def join(self, group: SequenceHandoff) -> None:
         """Particles take part from the next round on."""
         with self.stages.working():
+            if group.tokens_XL is not None:
+                pages_XL, tokens_XL = (
+                    to_device(of_XL, self.worker.device) for of_XL in (group.pages_XL, group.tokens_XL)
+                )
+                self._page_tokens.set(pages_XL, tokens_XL)
             self._join(group)
 
     def _join(self, group: SequenceHandoff) -> None:
@@ -217,7 +225,12 @@ class DraftRunner(ModelRunner):
         run, biases, head = self._run, self._biases, worker.draft_head
         sampling: Sampling | HeadSampling = self._sampling
         if head is not None:
-            run = replace(run, logits=partial(self._forward.logits, head=head.matrix))
+            ids_M = to_device(head.vocab.ids_M, worker.device).long()
+            run = replace(
+                run,
+                logits=partial(self._forward.logits, head=head.matrix),
+                page_tokens=replace(self._page_tokens, ids_M=ids_M),
+            )
             sampling = ops.head_sampling(head.vocab, worker.device)
             biases = BiasTables(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
             self.state.biases.append(biases)

@@ -23,7 +23,7 @@ ALIGNMENT = 16
 SHORT, SHORT_SINGLE = 384, 640
 """Positions up to which it is cheaper that each row reads them by itself, in general and where hardly any row shares
 them."""
-PARTS = ("target_distribution", "draft_distribution", "target_unconditional")
+PARTS = ("target_distribution", "draft_distribution", "target_unconditional", "penalties")
 """Of a plan, those that hold arrays themselves."""
 IN_FLIGHT = 9
 """Rounds of one shape whose memory must not be used again yet: two for each of at most four micro-batches, and the
@@ -93,6 +93,8 @@ class SequenceHandoff:
     """Entry of the stop tables."""
     machine: StopMachine | None
     """What belongs there; None: it is there already."""
+    tokens_XL: np.ndarray | None = None
+    """int32 token of every page of `pages_XL`, for a request with penalties; None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,20 @@ class UnconditionalRows(Generic[Array]):
     """int32 leading positions at which the unconditional rows of a group have the same tokens."""
     pages_UW: Array
     """int32 pages beside those that its batch index is given for the round, pending tokens first."""
+
+
+@dataclass(frozen=True)
+class Penalties(Generic[Array]):
+    """Of a round with penalised requests, per batch index; see `smc.executor.penalties`."""
+
+    presence_A: Array
+    """float32; 0: none."""
+    frequency_A: Array
+    """float32; 0: none."""
+    repetition_A: Array
+    """float32; 1: none."""
+    prompt_A: Array
+    """int64 tokens of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +199,8 @@ class RoundPlan(Generic[Array]):
     """Tokens at most whose logits are changed for a row, of `smc.executor.state.WIDTHS`; 0: of no row."""
     target_unconditional: UnconditionalRows[Array] | None = None
     """None: no row is guided."""
+    penalties: Penalties[Array] | None = None
+    """None: no row is penalised."""
 
     @property
     def branches(self) -> int:
@@ -217,6 +235,7 @@ class RoundPlan(Generic[Array]):
                 for distribution in (self.target_distribution, self.draft_distribution)
             ),
             len(self.target_unconditional.index_U) if self.target_unconditional else 0,
+            self.penalties is not None,
         )
 
     def unconditional_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
@@ -238,7 +257,7 @@ class RoundPlan(Generic[Array]):
             if "." in name:
                 part, field = name.split(".")
                 parts[part][field] = tensor
-        unconditional = parts["target_unconditional"]
+        unconditional, penalties = parts["target_unconditional"], parts["penalties"]
         return RoundPlan(
             program=self.program,
             contexts=self.contexts,
@@ -250,6 +269,7 @@ class RoundPlan(Generic[Array]):
             draft_distribution=DistributionSpec(**parts["draft_distribution"], active=self.draft_distribution.active),
             biased=self.biased,
             target_unconditional=UnconditionalRows(**unconditional) if unconditional else None,
+            penalties=Penalties(**penalties) if penalties else None,
             **{name: tensor for name, tensor in tensors.items() if "." not in name},
         )
 

@@ -21,6 +21,7 @@ from smc.attention.prompts import PromptAttention
 from smc.executor.graph_runner import AsyncResult, StageRunner
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.executor.ops import RoundOps, TorchOps
+from smc.executor.penalties import repeated
 from smc.executor.sampling import DrawKeys, Sampling
 from smc.executor.state import BiasTables, add_biases, width_of
 from smc.memory.kv_pool import KVPool
@@ -209,6 +210,11 @@ class ModelWorker:
         # On the host, where words are made from them: asking the device for them would wait for it.
         seed_R, round_R, stream_RD, drawn_at_R = map(torch.from_numpy, numbers)
         keys = DrawKeys(seed_R, round_R, stream_RD, drawn_at_R, draws.purpose)
+        if len(draws.repetition_Z):
+            seen_2Z = tuple(to_device(draws.seen_2Z, self.device).long())
+            logits_RV = logits_RV.float()
+            logits_Z, repetition_Z = logits_RV[seen_2Z], to_device(draws.repetition_Z, self.device)
+            logits_RV = logits_RV.index_put(seen_2Z, repeated(logits_Z, torch.ones_like(logits_Z) > 0, repetition_Z))
         if len(draws.bias_Y):
             where_2Y = to_device(draws.biased_2Y, self.device).long()
             logits_RV = logits_RV.index_put(

@@ -119,6 +119,7 @@ class Handoff:
             logw_N=slots.logw_S[slots_N],
             stops=group.stop_entry,
             machine=None if (role, group.stop_entry) in self._known else group.rules.machine,
+            tokens_XL=_of_rows(rows, len(slots_N), "tokens_L") if group.params.penalised else None,
         )
 
     def add_empty(self, group: SequenceGroup, slots_N: np.ndarray) -> None:
@@ -166,9 +167,14 @@ def _table(slots_N: np.ndarray, group: SequenceGroup, pages_XL: np.ndarray, base
 
 def _pages(rows: list[PromptRow], size: int) -> np.ndarray:
     """int32 [N, L] pages of every row's positions; page 0 where there is none. [1, L] where all rows have the same."""
+    return _of_rows(rows, size, "pages_L")
+
+
+def _of_rows(rows: list[PromptRow], size: int, name: str) -> np.ndarray:
+    """As `_pages`, of an array of each row."""
     row_N = row_of_batch(len(rows), size)
-    pages = [rows[row].pages_L for row in (row_N if len(rows) > 1 else row_N[:1])]
-    out_XL = np.zeros((len(pages), max(map(len, pages))), dtype=np.int32)
-    for out_L, pages_L in zip(out_XL, pages):
-        out_L[: len(pages_L)] = pages_L
+    values = [getattr(rows[row], name) for row in (row_N if len(rows) > 1 else row_N[:1])]
+    out_XL = np.zeros((len(values), max(map(len, values))), dtype=np.int32)
+    for out_L, values_L in zip(out_XL, values):
+        out_L[: len(values_L)] = values_L
     return out_XL

@@ -364,6 +364,7 @@ def _top_logprobs_spec(scored: list[tuple[RescoringJob, int]]) -> TopLogprobsSpe
 def _first_draws(groups: list[SequenceGroup]) -> Draws:
     population = Population(groups)
     biases = [(row, token, bias) for row, group in enumerate(groups) for token, bias in group.first_biases()]
+    seen = [(row, token) for row, group in enumerate(groups) for token in group.repeated_tokens()]
     return Draws(
         distribution=population.distribution_of(groups[0].decoding.first),
         seed_R=population.seed_G,
@@ -374,6 +375,8 @@ def _first_draws(groups: list[SequenceGroup]) -> Draws:
         kind_R=np.array([g.decoding.kind for g in groups], dtype=np.int32),
         biased_2Y=np.array([(row, token) for row, token, _ in biases], dtype=np.int32).reshape(-1, 2).T,
         bias_Y=np.array([bias for _, _, bias in biases], dtype=np.float32),
+        seen_2Z=np.array(seen, dtype=np.int32).reshape(-1, 2).T,
+        repetition_Z=np.array([groups[row].params.repetition_penalty for row, _ in seen], dtype=np.float32),
         **_guidance(groups),
     )
 

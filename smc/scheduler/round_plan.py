@@ -20,7 +20,7 @@ from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import SamplingParams
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Lineage, Stream
-from smc.executor.plan import Contexts, RoundPlan, UnconditionalRows
+from smc.executor.plan import Contexts, Penalties, RoundPlan, UnconditionalRows
 from smc.executor.state import width_of
 from smc.memory.pages import PageAllocator
 from smc.scheduler.methods import Decoding
@@ -271,6 +271,7 @@ class RoundPlanner:
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
             target_unconditional=plan_unconditional_rows(ModelRole.TARGET, population, pages, *beside),
             biased=self._biased(population),
+            penalties=_penalties(population, size),
         )
 
     def _biased(self, population: Population) -> int:
@@ -285,6 +286,22 @@ class RoundPlanner:
             if group.params.logit_bias or next_ < group.params.min_tokens
         ]
         return max(widths, default=0)
+
+
+def _penalties(population: Population, size: int) -> Penalties[np.ndarray] | None:
+    """Per batch index; None where no group has any."""
+    params, group_A = population.params, population.group_A
+    if not any(p.penalised for p in params):
+        return None
+    columns = {
+        "presence_A": ([p.presence_penalty for p in params], np.float32, 0.0),
+        "frequency_A": ([p.frequency_penalty for p in params], np.float32, 0.0),
+        "repetition_A": ([p.repetition_penalty for p in params], np.float32, 1.0),
+        "prompt_A": ([g.prompt_size for g in population.groups], np.int64, 0),
+    }
+    return Penalties(
+        **{name: padded(np.array(values, kind)[group_A], size, none) for name, (values, kind, none) in columns.items()}
+    )
 
 
 def bucket(count: int) -> int:

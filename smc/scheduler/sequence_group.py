@@ -388,6 +388,10 @@ class SequenceGroup:
             return list(self.params.logit_bias)
         return [(token, early) for token, (early, _) in biased_tokens(self.rules.machine).items()]
 
+    def repeated_tokens(self) -> list[int]:
+        """Tokens of the prompt, each once, if its first token has a repetition penalty."""
+        return sorted(set(self.request.prompt)) if self.params.repetition_penalty != 1 else []
+
     def times(self, now: float) -> Times:
         """Seconds in the queue, in prefill and in decoding, until `now` by the engine's clock."""
         admitted = now if self.admitted_at is None else self.admitted_at

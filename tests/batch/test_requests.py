@@ -87,7 +87,7 @@ def test_a_completion_may_ask_for_log_probabilities_of_others_by_their_number(re
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"frequency_penalty": 1}, "frequency_penalty=1; allowed: 0, as there is no such setting here"),
+        ({"frequency_penalty": 3}, "frequency_penalty=3; allowed: -2..2"),
         ({"prompt": "Hi"}, "prompt is not a field of /v1/chat/completions"),
         ({"model": "gpt-4o"}, "model='gpt-4o'; allowed: 'target'"),
         ({"n": 2}, "n=2; allowed: 1, one answer a line"),
@@ -186,6 +186,9 @@ def test_negative_prompts(pair, requests):
         return requests.build(line(chat("a", guidance_scale=1.5, **body))).negative_prompt
 
     told = [{"role": "user", "content": "2 + 2?"}]
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2}
+    params = requests.build(line(chat("a", **penalties))).params
+    assert penalties == {name: getattr(params, name) for name in penalties}
     assert read() is None and requests.build(line(chat("a", guidance_scale=1.5))).params.guidance_scale == 1.5
     assert read(negative_prompt="2 + 2?") == tuple(pair.tokenizer.encode("2 + 2?"))
     assert read(negative_prompt=[5, 3]) == (5, 3)

@@ -123,6 +123,24 @@ def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
         assert_same(one, found[request_id])
 
 
+@pytest.mark.parametrize(
+    "config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form
+)
+def test_penalised_answers_are_those_of_the_reference(config, monkeypatch):
+    """Beside a request without penalties, and with guidance."""
+    law = {"max_tokens": 5, "ignore_eos": True, "logprobs": True, "presence_penalty": 1.0, "repetition_penalty": 1.4}
+    asked = [
+        request([1, 2, 3], "0", method="exact", particles=2, seed=1, **law),
+        replace(request([1, 2], "1", particles=2, seed=2, guidance_scale=2.0, **law), negative_prompt=(3,)),
+        request([1, 2, 3], "2", particles=1, seed=4, max_tokens=3, logprobs=True),
+    ]
+    expected = answers(local_engine(pair("llama"), config), asked)
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
+    found = answers(local_engine(pair("llama"), config), asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+
+
 def test_truncated_and_powered_laws_are_those_of_the_reference(monkeypatch):
     """With so few tokens offered one by one that others come from the rest of a law."""
     for module in ("smc.executor.sampling", "smc.kernels.candidate_tokens"):

@@ -60,6 +60,9 @@ def settings_of(draw) -> dict:
         "stop": st.lists(text.filter(bool), max_size=3).map(tuple),
         "stop_token_ids": st.lists(int32, max_size=3).map(tuple),
         "ignore_eos": st.booleans(),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(0.01, 100),
         "logit_bias": st.dictionaries(int32, st.floats(-100, 100), max_size=3),
         "time_budget": positive,
     }
@@ -85,7 +88,9 @@ def settings_of(draw) -> dict:
 @given(settings_of(), st.booleans(), st.booleans())
 def test_settings_round_trip(settings, logprobs, particles):
     logprobs = logprobs and settings["method"] != "draft"
-    reports = {"logprobs": logprobs, "top_logprobs": 7 * logprobs, "return_particles": particles}
+    # These are not available with penalties.
+    top = 0 if any(name.endswith("_penalty") for name in settings) else 7 * logprobs
+    reports = {"logprobs": logprobs, "top_logprobs": top, "return_particles": particles}
     params = SamplingParams(**settings, **reports)
     for kind in CARRIERS:
         assert to_sampling(sent(kind(**from_sampling(params)))) == params

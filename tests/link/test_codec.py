@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.messages import DraftReport, Draws, Lineage, PromptBatch, PromptResult, RoundResult, TopLogprobsSpec
-from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff, UnconditionalRows
+from smc.executor.plan import Contexts, Penalties, Program, RoundPlan, SequenceHandoff, UnconditionalRows
 from smc.philox import Purpose
 from smc.stops import StopMachine
 
@@ -59,9 +59,11 @@ def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     guidance = (rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32)) if rng.random() < 0.5 else ()
     biased = rng.integers(0, 2**31 - 1, (2, d - 1), dtype=np.int32)
     bias = rng.standard_normal(d - 1).astype(np.float32)
-    return Draws(
+    one = Draws(
         law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, biased, bias, *guidance
     )
+    seen, repetition = rng.integers(0, 99, (2, d), dtype=np.int32), rng.random(d, dtype=np.float32)
+    return replace(one, seen_2Z=seen, repetition_Z=repetition) if rng.random() < 0.5 else one
 
 
 def top_logprobs(rng: np.random.Generator, r: int) -> TopLogprobsSpec:
@@ -139,6 +141,7 @@ def test_a_group_joins(drawn, shared, stopping):
         machine=StopMachine.of([7, 2**17], [b"ab", "ü".encode()], ((1, -0.7), (2**17, 100.0)) if shared else ())
         if stopping
         else None,
+        tokens_XL=ints(1 if shared else n, 7) if stopping else None,
     )
     found = codec.to_join(over_the_wire(codec.join_command(join)))
     assert equal(found, join)
@@ -192,6 +195,7 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         begin_pages_AP=ints(a, 1 + flag, dtype=np.int32),
         branch_pages_XB=ints(a * f, b, dtype=np.int32),
         target_unconditional=unconditional if rng.random() < 0.5 else None,
+        penalties=Penalties(*rng.random((3, a), dtype=np.float32), ints(a)) if rng.random() < 0.5 else None,
     )
     found = codec.to_plan(over_the_wire(codec.round_command(plan)))
     assert equal(found, plan) and found.key == plan.key

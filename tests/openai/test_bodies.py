@@ -80,7 +80,7 @@ WRONG = [
     (chat(method="smc", temperature=0), "temperature", "for greedy decoding, method='exact'"),
     (chat(method="target", particles=4), "particles", "no effect with method='target'"),
     (chat(particles=65), "particles", "allowed: 1..64"),
-    (chat(frequency_penalty=0.5), "frequency_penalty", "allowed: 0"),
+    (chat(frequency_penalty=2.5), "frequency_penalty", "allowed: -2..2"),
     (chat(logit_bias={"512": 1}), "logit_bias", "logit_bias contains token 512; allowed: 0..511"),
     (chat(logit_bias={"5": 101}), "logit_bias", "logit_bias contains 101 for token 5; allowed: -100 to 100"),
     (chat(logit_bias={"five": 1}), "logit_bias", "logit_bias contains token 'five'; allowed: token ids"),

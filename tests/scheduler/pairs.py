@@ -52,6 +52,11 @@ def next_log_probs(model: Decoder, tokens: Sequence[int], temperature: float = 1
     return torch.log_softmax(_logits_after(model, tuple(tokens)) / temperature, -1)
 
 
+def target_logits_after(tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [V] of the tiny pair's target for what follows `tokens`."""
+    return _logits_after(tiny_pair().target, tuple(tokens))
+
+
 @cache
 @torch.inference_mode()
 def _logits_after(model: Decoder, tokens: tuple[int, ...]) -> torch.Tensor:

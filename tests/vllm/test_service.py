@@ -135,9 +135,9 @@ def test_several_answers_to_one_call(service, pair, prompt):
 
 
 WRONG = [
-    ({"frequency_penalty": 0.5}, "frequency_penalty=0.5; allowed: 0"),
-    ({"presence_penalty": -1.0}, "presence_penalty=-1.0; allowed: 0"),
-    ({"repetition_penalty": 2.0}, "repetition_penalty=2.0; allowed: 1"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty=2.5; allowed: -2..2"),
+    ({"presence_penalty": -3.0}, "presence_penalty=-3.0; allowed: -2..2"),
+    ({"repetition_penalty": 200.0}, "repetition_penalty=200.0; allowed: 0.01..100"),
     ({"min_tokens": 3, "max_tokens": 2}, r"min_tokens=3; allowed: 0\.\.2, the max_tokens"),
     ({"logit_bias": {5: 101.0}}, "logit_bias contains 101.0 for token 5; allowed: -100 to 100"),
     ({"prompt_logprobs": 0}, "prompt_logprobs is given; this service does not have it"),
@@ -187,6 +187,20 @@ def test_what_there_is_not_is_refused_by_name(service):
             with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
                 list(stub.Generate(request))
         assert list(stub.Generate(asked([5], max_tokens=2, **NEUTRAL)))
+
+
+def test_penalties_change_answers(service):
+    """0 of a repetition penalty is what a client sends that does not know the field."""
+    with engine(service) as stub:
+        plain, unset, penalised = (
+            [
+                token
+                for one in stub.Generate(asked([5, 6, 5], max_tokens=12, temperature=0.0, ignore_eos=True, **given))
+                for token in one.complete.output_ids
+            ]
+            for given in ({}, {"repetition_penalty": 0.0}, {"frequency_penalty": 2.0, "repetition_penalty": 20.0})
+        )
+    assert plain == unset != penalised
 
 
 EXTREMES = {
