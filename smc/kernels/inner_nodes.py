@@ -207,9 +207,8 @@ def _keep_nodes(
         common_N += ((common_N == k) & (token_N == tl.load(tokens_XK + row * K + k))).to(tl.int32)
     leaf = tl.load(leaf_X + row)
     at = leaf % rows
-    for step in tl.static_range(K - 1):
+    for d in tl.static_range(K - 2, -1, -1):
         # The node of d + 1 tokens, the longest first; `at` is the row of the step that made its last token.
-        d: tl.constexpr = K - 2 - step
         at = tl.where(leaf // rows > d, tl.load(steps[d + 1].parent_X + at), at)
         through_N = exists_N & (common_N > d) & (count_N > d + 1)
         is_node = (tl.max((through_N & (at_N == index)).to(tl.int32), 0) > 0) & (

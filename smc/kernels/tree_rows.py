@@ -138,8 +138,7 @@ def _choose_rows(
         alive_I = tl.load(steps[0].alive_X + x_I, mask=in_I, other=0) != 0
         top = tl.maximum(top, tl.max(tl.load(steps[0].mass_X + x_I, mask=alive_I, other=NONE), 0))
     # Paths, from their ends: the worth of every node, and which of those of the step after it continues its best path.
-    for back in tl.static_range(K):
-        k: tl.constexpr = K - 1 - back
+    for k in tl.static_range(K - 1, -1, -1):
         for tile in range(tiles):
             _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
             alive_I = tl.load(steps[k].alive_X + x_I, mask=in_I, other=0) != 0
@@ -150,7 +149,7 @@ def _choose_rows(
             worth_I = tl.where(counts_I, tl.exp(mass_I - top), 0.0)
             worth_I += tl.where(alive_I & (x_I == first), LEAD, 0.0)
             heaviest_I, leaf_I = tl.full((BLOCK,), -1, tl.int32), (k * rows + x_I).to(tl.int32)
-            if back > 0:
+            if k < K - 1:
                 best_I = tl.full((BLOCK,), NONE, tl.float64)
                 for other in range(tiles):
                     _, y_J, _, in_J = _node(other, i, first, size, rows, tiles)
