@@ -54,6 +54,11 @@ class Model:
     """Identifies the weights: `smc.model.fingerprint`."""
 
 
+WITHOUT_EFFECT = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Settings that change nothing unless a request has them: runs of earlier versions, which did not know them, can be
+resumed."""
+
+
 @dataclass(frozen=True)
 class ServingPair:
     """What is served; known before any worker runs."""
@@ -77,7 +82,8 @@ class ServingPair:
         settings = {name: getattr(self.engine, name) for name in ENGINE_FIELDS}
         models = [(model.name, model.parameters) for model in (self.target, self.draft)]
         # What a request leaves out has the library's defaults.
-        parts = [models, settings, asdict(SamplingParams()), self.context, self.dtypes]
+        defaults = {name: value for name, value in asdict(SamplingParams()).items() if name not in WITHOUT_EFFECT}
+        parts = [models, settings, defaults, self.context, self.dtypes]
         return f"smc_{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]}"
 
 

@@ -31,6 +31,9 @@ CANDIDATES_PER_ROW = 32
 distribution, represents that rest."""
 LEAD = 1e300
 """Log mass above every other, of candidates that are kept in any case."""
+LEAD_GAIN = 1e9
+"""Mass above that of every path of a draft tree, of the nodes of its first rows: every tree holds the row that it would
+have if it had one alone (`smc.executor.tree_rows`)."""
 EXPANSION_POSITION = 2 << 20
 """Position of the first uniform for sampling without replacement; the step of the round is added."""
 

@@ -18,13 +18,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind
+from smc.algorithm.expansion import LEAD_GAIN, PopulationKind
 from smc.executor.draft import GrownRows, TokenTree
 from smc.executor.plan import RoundPlan
-
-LEAD_GAIN = 1e9
-"""Of the most probable continuation, step after step: it is the row that a tree of one row would be, and every tree
-holds it."""
 
 
 def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
@@ -110,12 +106,12 @@ def _paths(grown: GrownRows, gain_KX: Tensor, alive_KX: Tensor) -> tuple[Tensor,
 
 
 def _rank(worth_M: Tensor, exists_M: Tensor, of_M: Tensor) -> Tensor:
-    """Place [M] of every node among those of the same `of` that exist, by worth: 0 for the heaviest."""
+    """Rank [M] of every node among those of the same `of` that exist, by worth: 0 for the heaviest."""
     order_M = torch.where(exists_M, worth_M, -1.0).sort(descending=True, stable=True).indices
     order_M = order_M[of_M[order_M].sort(stable=True).indices]
     sorted_M = of_M[order_M]
-    place_M = torch.arange(len(of_M), device=of_M.device) - torch.searchsorted(sorted_M, sorted_M)
-    return torch.empty_like(place_M).scatter_(0, order_M, place_M)
+    rank_M = torch.arange(len(of_M), device=of_M.device) - torch.searchsorted(sorted_M, sorted_M)
+    return torch.empty_like(rank_M).scatter_(0, order_M, rank_M)
 
 
 def _taken(grown: GrownRows, leaf_X: Tensor, alive_X: Tensor) -> TokenTree:

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind
-from smc.executor.tree_rows import LEAD_GAIN
+from smc.algorithm.expansion import LEAD_GAIN, PopulationKind
 from smc.kernels.launch import one_variant
 from smc.kernels.round_tensors import PlanTensors, Room
 

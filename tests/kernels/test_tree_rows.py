@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
 from smc.executor.draft import DraftStep, GrownRows
 from smc.executor.ops import TorchOps
-from smc.executor.tree_rows import LEAD_GAIN
 from smc.executor.triton_ops import TritonOps
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import assert_equal

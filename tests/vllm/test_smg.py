@@ -75,7 +75,7 @@ def test_several_answers_stops_and_log_probabilities(service, client, pair):
 
 def test_what_is_refused_keeps_its_words(service, client):
     for settings, message in (
-        ({"frequency_penalty": 2.5}, "frequency_penalty=2.5; allowed: -2..2"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty: .*2.5"),
         ({"response_format": {"type": "json_object"}}, "this service has no guided decoding"),
         ({"max_tokens": 600}, "exceeds the context of 512"),
     ):
