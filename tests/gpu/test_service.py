@@ -54,11 +54,16 @@ def seconds(client: Client, law: dict) -> float:
 
 
 def same(running: Running, expected: list[str]) -> int:
+    """How many answers are those of the CPU; the others are printed."""
     with running.client() as client, ThreadPoolExecutor(len(ASKED)) as pool:
         found = pool.map(
             lambda asked: client.generate([Message("user", asked[0])], timeout=100, **with_chats(asked[1])).text, ASKED
         )
-        return sum(text == one for text, one in zip(found, expected))
+        pairs = list(zip(ASKED, found, expected))
+    for (_, params), text, one in pairs:
+        if text != one:
+            print(f"{params}: {text!r}, on the CPU {one!r}")
+    return sum(text == one for _, text, one in pairs)
 
 
 LAWS = [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 30, "min_p": 0.02}, {"method": "target", "top_p": 0.9}]

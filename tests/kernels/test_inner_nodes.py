@@ -83,9 +83,12 @@ def test_nodes_are_the_torch_ones(kinds):
             slots = made.plan.slot_A
             # Of a candidate without a share nothing else counts, nor of a node without candidates.
             is_there_H = has_mass_HC.any(-1) | (rows.cut_X == 0)
+            # All padding writes to the dummy slot.
+            is_there_H = is_there_H & (slots < made.slots).repeat_interleave(made.k)
+            has_mass_HC = has_mass_HC & is_there_H[:, None]
             kept.append(
                 (
-                    candidates.share_RC,
+                    candidates.share_RC.masked_fill(~has_mass_HC, -torch.inf),
                     candidates.logq_RC.masked_fill(~has_mass_HC, 0),
                     candidates.token_RC.masked_fill(~has_mass_HC, 0),
                     *(
