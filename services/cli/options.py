@@ -142,9 +142,16 @@ def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 Target = Annotated[
     Path | None,
-    option(MODELS, "Directory of the target model; with --draft. Default: the demo pair.", "--target", metavar="DIR"),
+    option(
+        MODELS,
+        "Target model, with --draft: a directory, or ORG/NAME[@REVISION] on the Hugging Face hub. Default: the demo pair.",
+        "--target",
+        metavar="MODEL",
+    ),
 ]
-Draft = Annotated[Path | None, option(MODELS, "Directory of the draft model; with --target.", "--draft", metavar="DIR")]
+Draft = Annotated[
+    Path | None, option(MODELS, "Draft model, with --target: a directory, or a name.", "--draft", metavar="MODEL")
+]
 Device = Annotated[str, option(MODELS, "Where both models run.", metavar="cpu|cuda")]
 Dtype = Annotated[
     str | None,
