@@ -218,6 +218,16 @@ class ServeOptions(WorkerGroupOptions):
             metavar="NAME",
         ),
     ] = None
+    allow_origins: Annotated[
+        list[str] | None,
+        option(
+            LISTEN,
+            "Origin of web pages that may use --http-port, such as https://app.example.com; * = any; may be repeated. "
+            "Default: none.",
+            "--allow-origin",
+            metavar="ORIGIN",
+        ),
+    ] = None
     default_method: Annotated[
         str | None,
         option(
