@@ -16,7 +16,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
-from smc.demo.dense import hidden_states
+from smc.model.dense import hidden_states
 from smc.local_engine import ModelPair, local_engine
 from smc.model.decoder import Decoder, RopeTable
 from smc.scheduler.engine import Engine

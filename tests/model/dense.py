@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from smc.demo.dense import hidden_states
+from smc.model.dense import hidden_states
 from smc.model.decoder import Decoder, RopeTable
 
 
