@@ -182,7 +182,8 @@ def test_trees_hold_as_many_tokens_as_recorded(pair, temperature):
     assert sum(one != other for one, other in zip(again, before)) <= 1  # near ties fall either way
     text, drawn, _ = texts[0]
     few = drawn[:2]
-    assert draw_next(pair, text, [each.context for each in few], 5, temperature, few[0].seed) == few
+    contexts = [each.context for each in few]
+    assert draw_next(pair.target, text, contexts, 5, temperature, few[0].seed, pair.tokenizer.size) == few
 
 
 @pytest.mark.xfail(
