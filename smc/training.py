@@ -55,7 +55,10 @@ class Optimizer:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Gradients of all weights that have one."""
+        """Gradients of all weights, in order; zeros where nothing depends on a weight."""
+        for weight in self.weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
     def clear(self) -> None:

@@ -75,17 +75,27 @@ class Student:
         return sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
 
 
-def make_student(target: Decoder, target_dir: Path, spec: StudentSpec, sample_BS: Tensor, vocab: int) -> Student:
-    """`sample`: token ids that the target wrote, on its device, for the choice of layers. Raises ValueError for a
-    student that the target cannot have."""
+def make_student(target: Decoder, target_dir: Path, spec: StudentSpec, layers: Sequence[int] = ()) -> Student:
+    """`layers`: of the target, as `choose_layers` has chosen them. Raises ValueError for a student that the target cannot
+    have."""
     if spec.draft is not None:
-        model = load_model(spec.draft, dtype=target.embed.weight.dtype, device=target.embed.weight.device)
+        weight = target.embed.weight
+        model = load_model(spec.draft, dtype=weight.dtype, device=weight.device)
         student = Student(model, _without_quantisation(spec.draft), f"the draft {spec.draft.name}")
     elif spec.shape is not None:
         student = _of_shape(target, *map(int, spec.shape.split("x")))
     else:
-        student = _of_layers(target, target_dir, spec, sample_BS, vocab)
+        student = _of_layers(target, target_dir, spec, layers)
     return replace(student, model=_trainable(student.model, spec))
+
+
+def choose_layers(target: Decoder, spec: StudentSpec, sample_BS: Tensor, vocab: int) -> tuple[int, ...]:
+    """Layers of the target that the draft is cut from: those whose untrained draft is nearest to the target on a sample
+    of token ids. Empty for a student that is not cut."""
+    if spec.draft is not None or spec.shape is not None:
+        return ()
+    candidates = candidate_layers(target.config.num_layers, spec.layers or default_layers(target.config))
+    return min(candidates, key=lambda layers: _kl(target, cut(target, layers), sample_BS, vocab))
 
 
 def default_layers(target: ModelConfig) -> int:
@@ -116,22 +126,17 @@ def candidate_layers(total: int, count: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
-def _of_layers(target: Decoder, target_dir: Path, spec: StudentSpec, sample_BS: Tensor, vocab: int) -> Student:
-    config = target.config
-    candidates = candidate_layers(config.num_layers, spec.layers or default_layers(config))
-    best = min(candidates, key=lambda layers: _kl(target, cut(target, layers), sample_BS, vocab))
-    model = cut(target, best, copy=True)
+def _of_layers(target: Decoder, target_dir: Path, spec: StudentSpec, layers: Sequence[int]) -> Student:
+    config, model = target.config, cut(target, layers, copy=True)
     if spec.own_embedding:
         model.embed.weight = torch.nn.Parameter(model.embed.weight.detach().clone())
         model.lm_head.weight = (
-            model.embed.weight
-            if config.tied_embeddings
-            else torch.nn.Parameter(model.lm_head.weight.detach().clone())
+            model.embed.weight if config.tied_embeddings else torch.nn.Parameter(model.lm_head.weight.detach().clone())
         )
     return Student(
         model,
-        _cut_config(_without_quantisation(target_dir), best),
-        f"layers {', '.join(map(str, best))} of the target's {config.num_layers}",
+        _cut_config(_without_quantisation(target_dir), layers),
+        f"layers {', '.join(map(str, layers))} of the target's {config.num_layers}",
     )
 
 
@@ -176,7 +181,9 @@ def _kl(target: Decoder, model: Decoder, sample_BS: Tensor, vocab: int) -> float
 def _of_shape(target: Decoder, width: int, layers: int) -> Student:
     config = target.config
     if width % config.head_dim:
-        raise ValueError(f"--shape {width}x{layers}; the width must be a multiple of the target's head size, {config.head_dim}")
+        raise ValueError(
+            f"--shape {width}x{layers}; the width must be a multiple of the target's head size, {config.head_dim}"
+        )
     if config.family not in SAVED_FAMILIES:
         raise ValueError(f"--shape is not available for {config.family}; cut layers with --layers")
     heads = width // config.head_dim

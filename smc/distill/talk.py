@@ -189,14 +189,16 @@ class TalkWriter:
         self._waiting: dict[int, Conversation | None] = {}
 
     def write(self, until: Callable[[], bool]) -> Iterator[Conversation]:
-        """Write until `until` is true, and yield what has been stored. Conversations that have begun go on at the next
-        call."""
-        while not until():
+        """Write until `until` is true, which is asked before every conversation that is stored, and yield these. Those
+        that have begun go on at the next call."""
+        while True:
+            yield from self._in_order(until)
+            if until():
+                break
             self._begin()
             for output in self.engine.step():
                 if output.answer is not None:
                     self._take(output.answer)
-            yield from self._in_order()
         if self._store is not None:
             self._store.flush()
 
@@ -211,7 +213,7 @@ class TalkWriter:
     def _new(self, number: int) -> _Draft:
         settings, index, is_given = self.settings, number // self._stride, bool(self._prompts)
         if self._prompts and self._mixed:
-            index, is_given = divmod(index, 2)
+            index, is_given = index // 2, index % 2 == 1
         draft = _Draft(number, settings.temperatures[index % len(settings.temperatures)], [], [], False)
         if is_given:
             draft.add(self._prompts[index % len(self._prompts)])
@@ -296,8 +298,8 @@ class TalkWriter:
         draft.answering = False
         return None
 
-    def _in_order(self) -> Iterator[Conversation]:
-        while self._unstored in self._waiting:
+    def _in_order(self, until: Callable[[], bool]) -> Iterator[Conversation]:
+        while self._unstored in self._waiting and not until():
             conversation = self._waiting.pop(self._unstored)
             self._unstored += self._stride
             if conversation is None:

@@ -123,7 +123,9 @@ def draw_next(
         if depth + 1 < block:
             rows.step(own_C, drawn[-1])
     tokens_CD = torch.stack(drawn, 1).tolist()
-    return [Continuation(context, tuple(tokens), seed + c) for c, (context, tokens) in enumerate(zip(contexts, tokens_CD))]
+    return [
+        Continuation(context, tuple(tokens), seed + c) for c, (context, tokens) in enumerate(zip(contexts, tokens_CD))
+    ]
 
 
 class TreeDraft:
