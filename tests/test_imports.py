@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
-    ("smc.arrays", "smc.philox", "smc.statistics", "smc.terminal", "smc.types"),
+    ("smc.arrays", "smc.philox", "smc.statistics", "smc.terminal", "smc.training", "smc.types"),
     ("smc.api",),
     ("smc.distributions",),
     ("smc.algorithm",),
@@ -25,6 +25,7 @@ LIBRARY = [
     ("smc.demo",),
     ("smc.probe",),
     ("smc.loading",),
+    ("smc.distill",),
 ]
 """Layers, lowest first; those of one layer may import each other."""
 FORBIDDEN = {"ray", "grpc", "prometheus_client", "services", "loadtest", "benchmarks", "tests"}

@@ -19,9 +19,9 @@ from smc.algorithm.coupling import FIRST_EXPONENT
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.demo.dense import hidden_states
 from smc.local_engine import ModelPair, local_engine
 from smc.model.decoder import RopeTable
+from smc.model.dense import hidden_states
 from smc.scheduler.detokenizer import StopRules, TextStream
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real pair")]
@@ -182,7 +182,8 @@ def test_trees_hold_as_many_tokens_as_recorded(pair, temperature):
     assert sum(one != other for one, other in zip(again, before)) <= 1  # near ties fall either way
     text, drawn, _ = texts[0]
     few = drawn[:2]
-    assert draw_next(pair, text, [each.context for each in few], 5, temperature, few[0].seed) == few
+    contexts = [each.context for each in few]
+    assert draw_next(pair.target, text, contexts, 5, temperature, few[0].seed, pair.tokenizer.size) == few
 
 
 @pytest.mark.xfail(
