@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from services.backend import check_cache_salt
 from services.errors import TooLarge, status_of
 from services.prompts import Prompt, of_negative
+from smc.api.constraint import Constraint
 from smc.api.limits import MAX_TOP_LOGPROBS, PromptTooLong
 from smc.api.request import check_guidance
 from smc.api.sampling_params import SETTINGS, SamplingParams
@@ -233,6 +234,20 @@ class StreamOptions(Strict):
     continuous_usage_stats: Annotated[Any, _neutral(False)] = False
 
 
+class Schema(Strict):
+    name: str = ""
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    """None: any object."""
+    strict: bool | None = None
+    """An answer is constrained in any case."""
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
 class Body(Strict):
     """What chats and completions have in common, but for the settings of `smc.api.sampling_params`, which have the same
     names. `null` is taken out before: it means that a field is not given."""
@@ -258,7 +273,14 @@ class Body(Strict):
     best_of: Annotated[Any, _neutral(1)] = 1
     service_tier: Annotated[Any, _neutral("auto", "default")] = None
     store: Annotated[Any, _neutral(False)] = False
-    response_format: Annotated[Any, _neutral({"type": "text"})] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: an object with one of json, json_object, regex, grammar, choice."""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    """These four are the same, by vLLM's older names."""
     skip_special_tokens: Annotated[Any, _neutral(True)] = True
     spaces_between_special_tokens: Annotated[Any, _neutral(True)] = True
     include_stop_str_in_output: Annotated[Any, _neutral(False)] = False
@@ -471,9 +493,65 @@ def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, An
                 "max_tokens",
             )
         settings["max_tokens"] = body.max_completion_tokens
+    settings |= _constraint(settings, body)
     if "logprobs" in settings:
         settings |= _logprobs(settings, isinstance(body, ChatBody))
     return settings
+
+
+STRUCTURED = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "grammar": "grammar",
+    "choice": "choice",
+}
+"""Kinds of constraints, by vLLM's names."""
+
+
+def _constraint(settings: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Of what the answer is to be, by whichever field it is given."""
+    given: list[tuple[str, dict[str, Any]]] = []
+    if body.response_format is not None and (constraint := _format(body.response_format)):
+        given.append(("response_format", constraint))
+    if body.structured_outputs is not None:
+        given.append(("structured_outputs", _structured(body.structured_outputs)))
+    for name in ("guided_json", "guided_regex", "guided_grammar", "guided_choice"):
+        if (value := getattr(body, name)) is not None:
+            given.append((name, {STRUCTURED[name.removeprefix("guided_")]: value}))
+    names = [name for name, _ in given] + ["constraint"] * ("constraint" in settings)
+    if len(names) > 1:
+        raise BadRequest(f"{' and '.join(names)} are given; allowed: one of them", names[0])
+    if not given:
+        return {}
+    ((name, constraint),) = given
+    try:
+        return {"constraint": Constraint.of(constraint)}
+    except ValueError as error:
+        raise BadRequest(f"{name}: {error}", name) from error
+
+
+def _format(form: ResponseFormat) -> dict[str, Any]:
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        raise BadRequest(
+            f"response_format of type {form.type!r} {'without' if form.json_schema is None else 'with'} json_schema; "
+            "allowed: json_schema with that type, and only there",
+            "response_format",
+        )
+    if form.json_schema is None:
+        return {"json_object": True} if form.type == "json_object" else {}
+    schema = form.json_schema.schema_
+    return {"json_object": True} if schema is None else {"json_schema": schema}
+
+
+def _structured(values: dict[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in values.items() if value not in (None, False)}
+    if len(given) != 1 or not given.keys() <= STRUCTURED.keys():
+        raise BadRequest(
+            f"structured_outputs has {', '.join(given) or 'nothing'}; allowed: one of {', '.join(STRUCTURED)}",
+            "structured_outputs",
+        )
+    return {STRUCTURED[name]: value for name, value in given.items()}
 
 
 def _logprobs(settings: dict[str, Any], chat: bool) -> dict[str, Any]:

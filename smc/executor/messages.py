@@ -21,6 +21,7 @@ from torch import Tensor
 from smc.types import Array, ModelRole
 
 if TYPE_CHECKING:
+    from smc.api.constraint import Constraint
     from smc.distributions import DistributionSpec
     from smc.philox import Purpose
     from smc.stops import StopMachine
@@ -32,6 +33,15 @@ class Stream(NamedTuple):
 
     role: ModelRole
     unconditional: bool = False
+
+
+def mask_span(role: ModelRole) -> str:
+    """Name of the span in which masks of constrained requests were made beside a model."""
+    return f"masks of {role}"
+
+
+def is_mask(span: str) -> bool:
+    return span.startswith("masks of ")
 
 
 Result = TypeVar("Result", covariant=True)
@@ -80,6 +90,10 @@ class Draws:
     """int32: rows and tokens of their prompts, each pair once, of rows with a repetition penalty."""
     repetition_Z: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     """float32: the penalty."""
+    constraints: tuple[Constraint | None, ...] = ()
+    """Of each row; empty: of none."""
+    by_answer_R: np.ndarray | None = None
+    """bool, of rows with constraints: see `smc.executor.masks`."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ class StopRules:
         self.strings = [(text, text.encode()) for text in params.stop]
         self.min_tokens = params.min_tokens
         stop_ids = self.eos_ids | self.token_ids
-        self.machine = StopMachine.of(stop_ids, [pattern for _, pattern in self.strings], params.logit_bias)
+        self.machine = StopMachine.of(
+            stop_ids, [pattern for _, pattern in self.strings], params.logit_bias, params.constraint
+        )
         """Detects the end of an answer as it grows."""
         if beyond := [token for token, _ in params.logit_bias if token >= tokenizer.size]:
             raise ValueError(f"logit_bias contains token {beyond[0]}; allowed: 0..{tokenizer.size - 1}")
