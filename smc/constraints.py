@@ -24,6 +24,9 @@ from smc.stops import TokenBytes
 
 LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 """Otherwise the library's own: a million steps of regular expressions, half a million symbols, 50,000 items a mask."""
+WHITESPACE = r"\x20|\x0A[\x20\x09]{0,40}"
+"""Between tokens of JSON, at most: a space, or a line end and an indentation. Small models write blanks for ever where
+they may. A schema can say otherwise (`x-guidance`)."""
 MOST_KEPT = 256
 """Compiled constraints, those used last."""
 MOST_COMPILED = 2.0
@@ -206,13 +209,17 @@ def _set(mask_W: np.ndarray, ids: np.ndarray, allowed: bool) -> None:
 
 def _grammar(constraint: Constraint) -> str:
     """In the library's form. Raises ValueError."""
-    if constraint.kind == "json_object":
-        return llguidance.LLMatcher.grammar_from_json_schema('{"type": "object"}')
+    if constraint.kind in ("json_object", "json_schema"):
+        schema = constraint.text or '{"type": "object"}'
+        says = '"x-guidance"' in schema
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            schema, defaults=None if says else {"whitespace_pattern": WHITESPACE}
+        )
     if constraint.kind == "choice":
         return llguidance.grammar_from("choice", json.dumps(constraint.choices))
     if constraint.kind == "regex":
         return llguidance.grammar_from("regex", constraint.text)
-    return llguidance.grammar_from("json_schema" if constraint.kind == "json_schema" else "grammar", constraint.text)
+    return llguidance.grammar_from("grammar", constraint.text)
 
 
 class _Vocabulary:
