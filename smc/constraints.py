@@ -211,9 +211,9 @@ def _grammar(constraint: Constraint) -> str:
     """In the library's form. Raises ValueError."""
     if constraint.kind in ("json_object", "json_schema"):
         schema = constraint.text or '{"type": "object"}'
-        says = '"x-guidance"' in schema
+        has_own = '"x-guidance"' in schema
         return llguidance.LLMatcher.grammar_from_json_schema(
-            schema, defaults=None if says else {"whitespace_pattern": WHITESPACE}
+            schema, defaults=None if has_own else {"whitespace_pattern": WHITESPACE}
         )
     if constraint.kind == "choice":
         return llguidance.grammar_from("choice", json.dumps(constraint.choices))
