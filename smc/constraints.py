@@ -20,7 +20,7 @@ import llguidance
 import numpy as np
 
 from smc.api.constraint import Constraint
-from smc.stops import TokenBytes
+from smc.stops import StopMachine, TokenBytes
 
 LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 """Otherwise the library's own: a million steps of regular expressions, half a million symbols, 50,000 items a mask."""
@@ -81,15 +81,19 @@ class Compiler:
 
     def check(self, constraint: Constraint) -> None:
         """Compile it. Raises ValueError, in the library's own words where it is the library that refuses it."""
-        self.follower(constraint)
+        self._start(constraint)
 
     def warm(self) -> None:
         """Read the vocabulary, which takes half a second for 50,000 tokens."""
         with self._lock:
             self._vocabulary()
 
-    def follower(self, constraint: Constraint) -> Follower:
+    def follower(self, machine: StopMachine) -> Follower:
         """Reads answers from their beginning. Raises ValueError."""
+        return Follower(machine, None if machine.constraint is None else self._start(machine.constraint), self)
+
+    def _start(self, constraint: Constraint) -> llguidance.LLMatcher:
+        """The constraint at its beginning; others have it, too."""
         if not len(self._bytes.data_B):
             raise ValueError("constraint is given, but the model's tokens stand for no text; leave it out")
         if not self._bytes.eos_ids:
@@ -100,7 +104,7 @@ class Compiler:
             matcher = self._compiled(constraint)
         if isinstance(matcher, str):
             raise ValueError(f"constraint: the {constraint.kind} is refused: {matcher}")
-        return Follower(matcher, self, constraint.after)
+        return matcher
 
     def _compiled(self, constraint: Constraint) -> llguidance.LLMatcher | str:
         """At its beginning, or why it is refused."""
@@ -138,9 +142,11 @@ class Compiler:
 class Follower:
     """Reads answers to one request, and says which tokens may follow."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, compiler: Compiler, after: int | None) -> None:
-        """`matcher`: at its beginning, and others' too."""
-        self._start, self._matcher, self._after = matcher, matcher.deep_copy(), after
+    def __init__(self, machine: StopMachine, matcher: llguidance.LLMatcher | None, compiler: Compiler) -> None:
+        """`matcher`: of the constraint, at its beginning; others have it, too."""
+        self._start, self._bad_words = matcher, machine.bad_words
+        self._after = None if machine.constraint is None else machine.constraint.after
+        self._matcher = None if matcher is None else matcher.deep_copy()
         self._vocab, self._words, self._eos_ids = compiler.vocab, compiler.words, compiler.eos_ids
         self._text_L = np.zeros(0, dtype=np.int64)
         """What it has read."""
@@ -150,6 +156,13 @@ class Follower:
         One of all tokens where the answer is none that the constraint allows, so that nothing may depend on it; one of
         no token where the library has reached a limit."""
         masks_RW[:] = -1
+        if self._matcher is not None:
+            self._masks(self._matcher, answer_L, first, masks_RW)
+        for row, mask_W in enumerate(masks_RW):
+            self._take_out(answer_L[: first + row], mask_W)
+
+    def _masks(self, matcher: llguidance.LLMatcher, answer_L: np.ndarray, first: int, masks_RW: np.ndarray) -> None:
+        """Of the constraint."""
         begin = self._begin(answer_L)
         over = (answer_L[begin:, None] == self._eos_ids).any(-1).nonzero()[0]
         end = begin + int(over[0]) if len(over) else len(answer_L)
@@ -159,13 +172,32 @@ class Follower:
             elif size > end:  # is complete, and shorter than it was to be
                 masks_RW[row] = 0
                 _set(masks_RW[row], self._eos_ids, True)
-            elif not self._read(answer_L[begin:size]):
+            elif not self._read(matcher, answer_L[begin:size]):
                 break
             else:
-                self._mask(masks_RW[row])
-        if self._matcher.is_error():
+                # A grammar that is complete allows the end alone.
+                matcher.unsafe_compute_mask_ptr(masks_RW[row].ctypes.data, 4 * self._words)
+                may_end = bool(masks_RW[row, self._vocab // 32] >> (self._vocab % 32) & 1)
+                _set(masks_RW[row], self._eos_ids, may_end)
+        if matcher.is_error():
             masks_RW[:] = 0
+            assert self._start is not None, "of a constraint"
             self._matcher, self._text_L = self._start.deep_copy(), self._text_L[:0]
+
+    def _take_out(self, answer_L: np.ndarray, mask_W: np.ndarray) -> None:
+        """Tokens that would complete a bad word, unless nothing were left of what the constraint allows."""
+        bad = [
+            word[-1]
+            for word in self._bad_words
+            if len(word) - 1 <= len(answer_L) and tuple(answer_L[len(answer_L) - len(word) + 1 :].tolist()) == word[:-1]
+        ]
+        if bad:
+            before_W = mask_W.copy()
+            _set(mask_W, np.array(bad), False)
+            last_W = mask_W.copy()
+            last_W[-1] &= (1 << self._vocab % 32) - 1  # the library's own end is no token
+            if not last_W.any():
+                mask_W[:] = before_W
 
     def _begin(self, answer_L: np.ndarray) -> int:
         """Tokens of the answer before the text; more than there are where it has not begun."""
@@ -174,9 +206,9 @@ class Follower:
         (found,) = np.nonzero(answer_L == self._after)
         return int(found[0]) + 1 if len(found) else len(answer_L) + 1
 
-    def _read(self, text_L: np.ndarray) -> bool:
+    def _read(self, matcher: llguidance.LLMatcher, text_L: np.ndarray) -> bool:
         """Read a text, from what it has in common with the last one; whether it is allowed so far."""
-        matcher, last_L = self._matcher, self._text_L
+        last_L = self._text_L
         size = min(len(last_L), len(text_L))
         (different,) = np.nonzero(last_L[:size] != text_L[:size])
         same = int(different[0]) if len(different) else size
@@ -187,17 +219,13 @@ class Follower:
         self._text_L = text_L[: same + count].copy()
         return count == len(new)
 
-    def _mask(self, mask_W: np.ndarray) -> None:
-        # A grammar that is complete allows the end alone.
-        self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, 4 * self._words)
-        may_end = bool(mask_W[self._vocab // 32] >> (self._vocab % 32) & 1)
-        _set(mask_W, self._eos_ids, may_end)
-
     def ends(self, answer_L: np.ndarray) -> bool:
         """Whether an answer may end so. What ends it may be in it."""
         answer_L = answer_L[~np.isin(answer_L, self._eos_ids)]
         begin = self._begin(answer_L)
-        return begin <= len(answer_L) and self._read(answer_L[begin:]) and self._matcher.is_accepting()
+        if self._matcher is None:
+            return True
+        return begin <= len(answer_L) and self._read(self._matcher, answer_L[begin:]) and self._matcher.is_accepting()
 
 
 def _set(mask_W: np.ndarray, ids: np.ndarray, allowed: bool) -> None:

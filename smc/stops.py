@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,6 +68,8 @@ class StopMachine:
     """What is added to logits, by token, ascending: as what ends an answer, it is kept beside the models."""
     constraint: Constraint | None = None
     """What an answer may be."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Tokens of texts that it must not contain, ascending."""
 
     @staticmethod
     def of(
@@ -74,6 +77,7 @@ class StopMachine:
         strings: Sequence[bytes],
         biases: tuple[tuple[int, float], ...] = (),
         constraint: Constraint | None = None,
+        bad_words: Iterable[tuple[int, ...]] = (),
     ) -> StopMachine:
         """`strings` are not empty. Raises ValueError if they are longer than `MAX_STOP_BYTES` together."""
         if (size := sum(map(len, strings))) > MAX_STOP_BYTES:
@@ -85,12 +89,18 @@ class StopMachine:
             _byte_machine(different) if different else None,
             biases,
             constraint,
+            tuple(sorted(set(bad_words))),
         )
 
     @property
-    def key(self) -> tuple[tuple[int, ...], tuple[bytes, ...], tuple[tuple[int, float], ...], Constraint | None]:
+    def key(self) -> tuple[Any, ...]:
         """What it was made of: `StopMachine.of(*key)` is equal to it."""
-        return self.stop_ids, self.strings, self.biases, self.constraint
+        return self.stop_ids, self.strings, self.biases, self.constraint, self.bad_words
+
+    @property
+    def masks(self) -> bool:
+        """Which tokens may follow depends on those before."""
+        return self.constraint is not None or bool(self.bad_words)
 
     def after(
         self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes, *, early: bool = False

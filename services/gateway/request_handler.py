@@ -378,7 +378,9 @@ class RequestHandler:
         constraint = request.params.constraint
         if constraint is None or answer.finish_reason is not FinishReason.EOS:
             return
-        follower = self._compiler().follower(constraint)
+        from smc.stops import StopMachine  # imports torch
+
+        follower = self._compiler().follower(StopMachine.of((), (), (), constraint))
         if not follower.ends(np.array(answer.tokens)):
             logger.error("request %s ended as its constraint does not allow", request.request_id)
             self._metrics.constraint_broken()

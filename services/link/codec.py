@@ -172,22 +172,23 @@ def _machine_message(machine: StopMachine) -> pb.StopMachine:
     message = pb.StopMachine(token_ids=machine.stop_ids, strings=machine.strings, biased=biased, bias=bias)
     if machine.constraint is not None:
         message.constraint.CopyFrom(_constraint_message(machine.constraint))
+    message.bad_words.extend(pb.Word(token_ids=word) for word in machine.bad_words)
     return message
 
 
 def _to_machine(machine: pb.StopMachine) -> StopMachine:
     constraint = _to_constraint(machine.constraint) if machine.HasField("constraint") else None
     biases = tuple(zip(machine.biased, machine.bias))
-    return StopMachine.of(machine.token_ids, list(machine.strings), biases, constraint)
+    bad_words = [tuple(word.token_ids) for word in machine.bad_words]
+    return StopMachine.of(machine.token_ids, list(machine.strings), biases, constraint, bad_words)
 
 
-def _constraint_message(constraint: Constraint | None) -> pb.Constraint:
-    return pb.Constraint() if constraint is None else pb.Constraint(**vars(constraint))
+def _constraint_message(constraint: Constraint) -> pb.Constraint:
+    return pb.Constraint(**vars(constraint))
 
 
-def _to_constraint(message: pb.Constraint) -> Constraint | None:
-    after = message.after if message.HasField("after") else None
-    return Constraint(message.kind, message.text, after) if message.kind else None
+def _to_constraint(message: pb.Constraint) -> Constraint:
+    return Constraint(message.kind, message.text, message.after if message.HasField("after") else None)
 
 
 def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
@@ -288,13 +289,16 @@ def _draws_message(draws: Draws) -> pb.Draws:
         bias=_bytes(draws.bias_Y, "<f4"),
         seen=_bytes(draws.seen_2Z, "<i4"),
         repetition=_bytes(draws.repetition_Z, "<f4"),
-        constraints=map(_constraint_message, draws.constraints),
+        machines=[_machine_message(machine) for machine in draws.machines if machine is not None],
+        masked=_bytes(np.array([row for row, machine in enumerate(draws.machines) if machine is not None]), "<i4"),
+        rows=len(draws.machines),
         by_answer=b"" if draws.by_answer_R is None else _bytes(draws.by_answer_R, "|b1"),
     )
 
 
 def _to_draws(draws: pb.Draws) -> Draws:
     seed_R = _array(draws.seed, "<i8")
+    machines = dict(zip(_array(draws.masked, "<i4").tolist(), map(_to_machine, draws.machines)))
     round_R, stream_X = (_array(data, "<i4").astype(np.int64) for data in (draws.round, draws.stream))
     count_R, kind_R = (_array(data, "<i4") for data in (draws.count, draws.kind))
     guidance: dict[str, Any] = (
@@ -314,7 +318,7 @@ def _to_draws(draws: pb.Draws) -> Draws:
         bias_Y=_array(draws.bias, "<f4"),
         seen_2Z=_array(draws.seen, "<i4").reshape(2, -1),
         repetition_Z=_array(draws.repetition, "<f4"),
-        constraints=tuple(map(_to_constraint, draws.constraints)),
+        machines=tuple(machines.get(row) for row in range(draws.rows)),
         by_answer_R=_array(draws.by_answer, "|b1") if draws.by_answer else None,
         **guidance,
     )

@@ -276,6 +276,18 @@ class SamplingParams:
     """s of the guided distribution, that of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after
     the negative prompt; temperature and truncation come afterwards. 1 = none. A guided request takes two slots a row,
     and twice the pages at the target. Not of `draft`."""
+    bad_words: tuple[str, ...] = setting(
+        (),
+        Items(
+            lambda item: isinstance(item, str) and item.strip() != "",
+            "strings that are not blank",
+            MAX_STOPS,
+            "strings",
+        ),
+        option=Option("A text that the answer must not contain; may be repeated.", "TEXT", ("--bad-word",)),
+    )
+    """Texts that are not written, as their tokens at the beginning of an answer or after a blank: the last token of one
+    is never drawn after the others."""
     constraint: Constraint | None = setting(None, check_constraint)
     """What the answer may be: a `Constraint`, or an object with one of json_schema, json_object, regex, grammar and
     choice. It ends where the constraint allows it, or by `max_tokens`, a stop string or a stop token."""
@@ -329,7 +341,12 @@ class SamplingParams:
     @property
     def follows_tokens(self) -> bool:
         """Models keep the tokens of its rows, as logits depend on them."""
-        return self.penalised or self.constraint is not None
+        return self.penalised or self.masked
+
+    @property
+    def masked(self) -> bool:
+        """Which tokens may follow depends on those so far."""
+        return self.constraint is not None or bool(self.bad_words)
 
     @property
     def guided(self) -> bool:
@@ -402,9 +419,9 @@ class SamplingParams:
                 f"top_logprobs={self.top_logprobs} is not available with presence_penalty, frequency_penalty or "
                 "repetition_penalty; leave one of them out"
             )
-        if self.constraint and self.top_logprobs:
+        if self.masked and self.top_logprobs:
             raise ValueError(
-                f"top_logprobs={self.top_logprobs} is not available with a constraint; leave one of them out"
+                f"top_logprobs={self.top_logprobs} is not available with a constraint or bad_words; leave one of them out"
             )
         if self.constraint and self.ignore_eos:
             raise ValueError("ignore_eos=True is not available with a constraint, whose end is EOS; leave it out")

@@ -46,7 +46,7 @@ class TokenMasks:
     def __init__(self, compiler: Compiler, state: SlotState, page_tokens: PageTokens, stages: StageRunner) -> None:
         self._compiler, self._state, self._tokens, self._stages = compiler, state, page_tokens, stages
         self._machines: dict[int, StopMachine] = {}
-        """By entry of the stop tables, those with a constraint."""
+        """By entry of the stop tables, those that mask tokens."""
         self._followers: dict[int, Follower] = {}
         """By slot; slots of one request have the same."""
         self._turn = 0
@@ -58,7 +58,7 @@ class TokenMasks:
             self._followers.pop(slot, None)
         if group.machine is not None:
             self._machines.pop(group.stops, None)
-            if group.machine.constraint is not None:
+            if group.machine.masks:
                 self._machines[group.stops] = group.machine
 
     def take_span(self, role: ModelRole) -> Spans:
@@ -192,9 +192,8 @@ class TokenMasks:
         follower = next((self._followers[slot] for slot in slots if slot in self._followers), None)
         if follower is None:
             machine = self._machines[int(plan.constraints.entry_A[first])]
-            assert machine.constraint is not None, "kept where there is one"
             try:
-                follower = self._compiler.follower(machine.constraint)
+                follower = self._compiler.follower(machine)
             except ValueError:  # it was compiled before it came here, by a process with more time
                 return None
         self._followers |= dict.fromkeys(slots, follower)

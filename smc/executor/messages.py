@@ -21,7 +21,6 @@ from torch import Tensor
 from smc.types import Array, ModelRole
 
 if TYPE_CHECKING:
-    from smc.api.constraint import Constraint
     from smc.distributions import DistributionSpec
     from smc.philox import Purpose
     from smc.stops import StopMachine
@@ -90,10 +89,10 @@ class Draws:
     """int32: rows and tokens of their prompts, each pair once, of rows with a repetition penalty."""
     repetition_Z: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     """float32: the penalty."""
-    constraints: tuple[Constraint | None, ...] = ()
-    """Of each row; empty: of none."""
+    machines: tuple[StopMachine | None, ...] = ()
+    """What each row's constraint and bad words are of; None: it has none. Empty: no row has any."""
     by_answer_R: np.ndarray | None = None
-    """bool, of rows with constraints: see `smc.executor.masks`."""
+    """bool: see `smc.executor.masks`."""
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ class ModelWorker:
             )
         distribution: DistributionSpec[Any] = draws.distribution
         mass_R = None
-        if draws.constraints:
+        if draws.machines:
             logits_RV, distribution, mass_R = self._constrained(draws, logits_RV)
         token_RD, logp_RD, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, distribution, keys)
         weight_R = log_z_R.double()
@@ -252,11 +252,11 @@ class ModelWorker:
     def _constrained(self, draws: Draws, logits_RV: Tensor) -> tuple[Tensor, DistributionSpec[Tensor], Tensor | None]:
         """As `given_constraint`, of the first tokens of answers."""
         compiler = Compiler.of(self.token_bytes)
-        masks_RW = np.full((len(draws.constraints), compiler.words), -1, dtype=np.int32)
-        for mask_1W, constraint in zip(masks_RW[:, None], draws.constraints):
-            if constraint is not None:
+        masks_RW = np.full((len(draws.machines), compiler.words), -1, dtype=np.int32)
+        for mask_1W, machine in zip(masks_RW[:, None], draws.machines):
+            if machine is not None:
                 try:
-                    compiler.follower(constraint).masks(np.zeros(0, dtype=np.int64), 0, mask_1W)
+                    compiler.follower(machine).masks(np.zeros(0, dtype=np.int64), 0, mask_1W)
                 except ValueError:  # it was compiled before it came here, by a process with more time
                     mask_1W[:] = 0
         by_answer_R = None

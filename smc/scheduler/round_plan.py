@@ -307,7 +307,7 @@ def _penalties(population: Population, size: int) -> Penalties[np.ndarray] | Non
 
 def _constraints(population: Population, size: int) -> ConstrainedRows[np.ndarray] | None:
     """Per batch index; None where no group has any."""
-    groups, group_A = [g if g.params.constraint else None for g in population.groups], population.group_A
+    groups, group_A = [g if g.params.masked else None for g in population.groups], population.group_A
     constrained = [g for g in groups if g is not None]
     if not constrained:
         return None

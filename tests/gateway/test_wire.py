@@ -65,6 +65,7 @@ def settings_of(draw) -> dict:
         "repetition_penalty": st.floats(0.01, 100),
         "logit_bias": st.dictionaries(int32, st.floats(-100, 100), max_size=3),
         "time_budget": positive,
+        "bad_words": st.lists(text.filter(str.strip), max_size=3).map(tuple),
         "constraint": st.sampled_from(
             [
                 {"json_schema": {"type": "string"}, "after": 7},
@@ -102,7 +103,7 @@ def settings_of(draw) -> dict:
 def test_settings_round_trip(settings, logprobs, particles):
     logprobs = logprobs and settings["method"] != "draft"
     # These are not available with penalties and constraints.
-    top = 0 if any(name.endswith(("_penalty", "constraint")) for name in settings) else 7 * logprobs
+    top = 0 if any(name.endswith(("_penalty", "constraint", "bad_words")) for name in settings) else 7 * logprobs
     reports = {"logprobs": logprobs, "top_logprobs": top, "return_particles": particles}
     params = SamplingParams(**settings, **reports)
     for kind in CARRIERS:

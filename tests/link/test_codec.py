@@ -74,9 +74,13 @@ def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     seen, repetition = rng.integers(0, 99, (2, d), dtype=np.int32), rng.random(d, dtype=np.float32)
     if rng.random() < 0.5:
         one = replace(one, seen_2Z=seen, repetition_Z=repetition)
-    constraints = (None, Constraint("regex", "a+"), Constraint("choice", '["b"]', 2))
-    given = tuple(constraints[i] for i in rng.integers(0, 3, r))
-    return replace(one, constraints=given, by_answer_R=rng.random(r) < 0.5) if rng.random() < 0.5 else one
+    machines = (
+        None,
+        StopMachine.of([7], [], (), Constraint("choice", '["b"]', 2)),
+        StopMachine.of([], [], (), Constraint("regex", "a+"), [(1, 2), (3,)]),
+    )
+    given = tuple(machines[i] for i in rng.integers(0, 3, r))
+    return replace(one, machines=given, by_answer_R=rng.random(r) < 0.5) if rng.random() < 0.5 else one
 
 
 def top_logprobs(rng: np.random.Generator, r: int) -> TopLogprobsSpec:

@@ -253,6 +253,38 @@ def test_a_constraint_begins_after_reasoning(config: EngineConfig):
     assert ended > 8
 
 
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_bad_words_are_not_written(config: EngineConfig):
+    """By the formula, one token after another; beside a constraint that leaves nothing else they stand."""
+    words, bad = ("ab", "c", "bba"), ((0, 1), (2,), (1, 1, 0))
+    names = ("target", "exact", "rejection", "distinct", "independent")
+    requests = [
+        request(
+            PROMPT, f"{n} {s}", seed=s, max_tokens=12, bad_words=words, ignore_eos=True, logprobs=True, **METHODS[n]
+        )
+        for n in names
+        for s in range(3)
+    ]
+    forced = request(
+        PROMPT, "forced", seed=1, max_tokens=9, bad_words=words, constraint={"regex": "abc"}, **METHODS["exact"]
+    )
+    found = answers(local_engine(tiny_pair(), config), [*requests, forced])
+    for one in requests:
+        answer = found[one.request_id]
+        written = "".join((*LETTERS[:3], ".")[token] for token in answer.tokens)
+        assert not any(word in written for word in words)
+        expected = []
+        for t, token in enumerate(answer.tokens):
+            before = answer.tokens[:t]
+            out = [word[-1] for word in bad if before[t - len(word) + 1 :] == word[:-1] and len(word) <= t + 1]
+            mask_V = torch.tensor([token not in out for token in range(4)])
+            logp_V = next_log_probs(tiny_pair().target, (*PROMPT, *before)).where(mask_V, -torch.inf)
+            expected.append(logp_V.log_softmax(-1)[token].item())
+        assert answer.logprobs == pytest.approx(expected, abs=2e-5)
+        assert answer.tokens == found[one.request_id.replace("exact", "target")].tokens
+    assert found["forced"].text == "abc"
+
+
 def test_a_draft_that_is_lost_changes_nothing():
     config = CASES[1]
     requests = [
@@ -310,8 +342,9 @@ def test_constraints_that_cannot_be_followed_are_refused_before_they_are_queued(
         ({"constraint": {"regex": "a"}, "ignore_eos": True}, "ignore_eos=True is not available with a constraint"),
         (
             {"constraint": {"regex": "a"}, "logprobs": True, "top_logprobs": 1},
-            "top_logprobs=1 is not available with a c",
+            "top_logprobs=1 is not available with a constraint",
         ),
+        ({"bad_words": [" "]}, "bad_words contains ' '; allowed: strings that are not blank"),
         ({"constraint_scope": "answer"}, "constraint_scope='answer' has no effect with no constraint"),
         (
             {"constraint": {"regex": "a"}, "constraint_scope": "token", "method": "exact"},
