@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from services.backend import check_cache_salt
 from services.errors import TooLarge, status_of
+from services.openai.tool_calls import ToolFormat
 from services.prompts import Prompt, of_negative
 from smc.api.constraint import Constraint
 from smc.api.limits import MAX_TOP_LOGPROBS, PromptTooLong
@@ -228,6 +229,15 @@ class Tool(Strict):
     function: Function
 
 
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: Annotated[Any, _neutral(False)] = False
@@ -291,10 +301,9 @@ class ChatBody(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Any = None
-    tool_choice: Annotated[
-        Any, _neutral("auto", "none", why="the template offers the tools, and what the model writes is text")
-    ] = None
-    parallel_tool_calls: Annotated[Any, _neutral(True)] = True
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    """False: where a call is required, there is one."""
     modalities: Annotated[Any, _neutral(["text"])] = None
     functions: Annotated[Any, _neutral([])] = None
     function_call: Annotated[Any, _neutral("auto", "none")] = None
@@ -335,6 +344,18 @@ NAMES = {chat: frozenset(body.model_fields) | SETTINGS.keys() for chat, body in 
 
 
 @dataclass(frozen=True)
+class ToolUse:
+    """Tools that a chat offers to the model."""
+
+    functions: tuple[dict[str, Any], ...]
+    """Each with `name`, and where it has any `parameters`."""
+    required: bool
+    """Only calls of these may be written."""
+    parallel: bool
+    """As many as the model likes."""
+
+
+@dataclass(frozen=True)
 class CompletionRequest:
     """One body, understood."""
 
@@ -352,6 +373,40 @@ class CompletionRequest:
     request_id: str | None
     timeout: float | None
     """Seconds."""
+    tools: ToolUse | None = None
+    tool_format: ToolFormat | None = None
+    """How the model writes calls; None: what it writes is text."""
+
+    def with_tool_format(self, tokenizer: Tokenizer) -> CompletionRequest:
+        """With what follows for its tools from the chat template: how calls are written, and the constraint where some
+        are required. Raises BadRequest."""
+        if self.tools is None:
+            return self
+        (prompt,) = self.prompts
+        assert prompt.messages is not None, "only chats have tools"
+        settings = prompt.template_settings
+        texts = (tokenizer.chat(prompt.messages, tools=tools, settings=settings) for tools in (prompt.tools, ()))
+        if len(set(map(tuple, texts))) == 1:
+            raise BadRequest("tools is given, but the model's chat template ignores it; leave it out", "tools")
+        form = ToolFormat.of(tokenizer.chat_template or "")
+        if not self.tools.required:
+            return replace(self, tool_format=form)
+        if form is None:
+            raise BadRequest(
+                "tool_choice requires a call, but how the model's chat template writes calls is not known; allowed: "
+                "'auto', 'none'",
+                "tool_choice",
+            )
+        if "constraint" in self.settings:
+            raise BadRequest(
+                "tool_choice requires a call, and another constraint is given; leave one out", "tool_choice"
+            )
+        grammar = form.grammar(self.tools.functions, self.tools.parallel, tokenizer)
+        try:
+            constraint = Constraint("grammar", grammar)
+        except ValueError as error:
+            raise BadRequest(f"tools: {error}", "tools") from error
+        return replace(self, tool_format=form, settings=self.settings | {"constraint": constraint})
 
     def named(self, error: ValueError) -> ValueError:
         """With the field that it is about, if it is about one."""
@@ -441,6 +496,7 @@ def _understood(
         cache_salt=body.cache_salt,
         request_id=body.request_id,
         timeout=body.timeout,
+        tools=_tool_use(body) if isinstance(body, ChatBody) else None,
     )
 
 
@@ -617,6 +673,23 @@ def _chat(body: ChatBody) -> Prompt:
         tools=tuple(_tool(tool) for tool in tools),
         template_settings=body.chat_template_kwargs,
     )
+
+
+def _tool_use(body: ChatBody) -> ToolUse | None:
+    choice = body.tool_choice
+    if not body.tools or choice == "none":
+        if choice not in (None, "auto", "none"):
+            raise BadRequest("tool_choice requires a call, and tools is missing", "tool_choice")
+        return None
+    functions = tuple(_tool(tool)["function"] for tool in body.tools)
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        functions = tuple(function for function in functions if function["name"] == name)
+        if not functions:
+            names = ", ".join(repr(tool.function.name) for tool in body.tools)
+            raise BadRequest(f"tool_choice names {name!r}; allowed: {names}", "tool_choice")
+    is_named = isinstance(choice, NamedTool)
+    return ToolUse(functions, choice == "required" or is_named, body.parallel_tool_calls and not is_named)
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

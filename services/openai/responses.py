@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from services.openai.requests import CompletionRequest
+from services.openai.tool_calls import Delta, ToolCallReader, ToolFormat, call, message_of
 from smc.api.outputs import Answer, FinishReason, Particle
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
@@ -57,11 +58,28 @@ def response(
 
 
 def choice(
-    index: int, answer: Answer, params: SamplingParams, chat: bool, tokenizer: Tokenizer, echo: str = ""
+    index: int,
+    answer: Answer,
+    params: SamplingParams,
+    chat: bool,
+    tokenizer: Tokenizer,
+    echo: str = "",
+    tool_format: ToolFormat | None = None,
+    call_id: str = "",
 ) -> dict[str, Any]:
-    """One answer. `echo`: text that stands before it."""
+    """One answer. `echo`: text that stands before it; `tool_format`: of calls that may be in it, whose ids begin with
+    `call_id`."""
+    ending = _ending(answer, params, chat, tokenizer)
+    if tool_format is not None:
+        message = message_of(answer.text, tool_format, f"{call_id}_{index}")
+        return {"index": index, "message": message} | ending | _finish(ending, "tool_calls" in message)
     content = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": echo + answer.text}
-    return {"index": index, **content} | _ending(answer, params, chat, tokenizer)
+    return {"index": index, **content} | ending
+
+
+def _finish(ending: dict[str, Any], has_calls: bool) -> dict[str, Any]:
+    """An answer that ended with calls."""
+    return {"finish_reason": "tool_calls"} if has_calls and ending["finish_reason"] == "stop" else {}
 
 
 def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
@@ -88,6 +106,11 @@ class ChunkWriter:
     def __init__(self, heading: ResponseHeader, completion: CompletionRequest, tokenizer: Tokenizer) -> None:
         self._fields, self._chat, self._tokenizer = heading.fields(chunk=True), heading.chat, tokenizer
         self._usage = {"usage": None} if completion.include_usage else {}
+        self._call_id, self._tool_format = heading.id, completion.tool_format
+        self._readers: dict[int, ToolCallReader] = {}
+        """By answer, where there may be calls."""
+        self._calls: dict[int, int] = {}
+        """Number of the last call that has begun, by answer."""
         head = json.dumps(self._fields)[:-1]
         tail = ', "usage": null}' if completion.include_usage else "}"
         # What comes with every few tokens is put together from parts: nothing but the text differs.
@@ -103,12 +126,38 @@ class ChunkWriter:
         return self.text(index, echo) if echo else b""
 
     def text(self, index: int, text: str) -> bytes:
+        if self._tool_format is not None:
+            reader = self._readers.setdefault(index, ToolCallReader(self._tool_format))
+            return self._deltas(index, reader.push(text))
+        return self._text(index, text)
+
+    def _deltas(self, index: int, deltas: Sequence[Delta]) -> bytes:
+        data = b""
+        for delta in deltas:
+            if delta.content:
+                data += self._text(index, delta.content)
+                continue
+            number = self._calls.get(index, -1) + (delta.name is not None)
+            self._calls[index] = number
+            more: dict[str, Any] = {"function": {"arguments": delta.arguments}}
+            if delta.name is not None:
+                more = call(f"{self._call_id}_{index}", number, delta.name)
+            choice = {"index": index, "delta": {"tool_calls": [{"index": number, **more}]}}
+            data += self._event(choice | {"logprobs": None, "finish_reason": None})
+        return data
+
+    def _text(self, index: int, text: str) -> bytes:
         return f"{self._before}{index}{self._between}{json.dumps(text)}{self._after}".encode()
 
     def end(self, index: int, answer: Answer, params: SamplingParams) -> bytes:
         """Log-probabilities are known with the last token: all of them come here."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return self._event({"index": index, **content} | _ending(answer, params, self._chat, self._tokenizer))
+        ending = _ending(answer, params, self._chat, self._tokenizer)
+        data, reader = b"", self._readers.get(index)
+        if reader is not None:
+            data = self._deltas(index, reader.finish())
+            ending |= _finish(ending, reader.calls > 0)
+        return data + self._event({"index": index, **content} | ending)
 
     def usage(self, answers: Sequence[Answer], prompts: int) -> bytes:
         return _event(self._fields | {"choices": [], "usage": usage(answers, prompts)})

@@ -242,7 +242,9 @@ async def answered(
 
         def write() -> bytes:
             choices = [
-                choice(index, answer, request.params, completion.chat, tokenizer, echo)
+                choice(
+                    index, answer, request.params, completion.chat, tokenizer, echo, completion.tool_format, heading.id
+                )
                 for index, (answer, request, echo) in each
             ]
             return written(response(heading, choices, answers, len(completion.prompts))).encode()
@@ -473,7 +475,9 @@ class OpenAiServer:
             document = parse(data)
         except ValueError as error:
             raise BadRequest(str(error)) from error
-        return understood(document, chat, self._names, self._handler.pair.tokenizer.size, self._config.method)
+        tokenizer = self._handler.pair.tokenizer
+        completion = understood(document, chat, self._names, tokenizer.size, self._config.method)
+        return completion.with_tool_format(tokenizer)
 
     async def _within(
         self, completion: CompletionRequest, request: web.Request, records: list[CallRecord], reply: HttpReply

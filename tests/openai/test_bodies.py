@@ -129,8 +129,8 @@ WRONG = [
         chat(
             tools=[{"type": "function", "function": {"name": "f", "parameters": {"a": [[[]]]}}}], tool_choice="required"
         ),
-        "tool_choice",
-        "",
+        "tools",
+        "tools is given, but the model's chat template ignores it",
     ),
     (chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", "holds messages"),
 ]
