@@ -13,6 +13,7 @@ from typing import Any
 
 from services.backend import ServingPair
 from services.errors import status_of
+from services.openai.reasoning import Reasoning
 from services.openai.requests import (
     CHAT,
     COMPLETIONS,
@@ -105,6 +106,8 @@ class RequestReader:
         prompt = tuple(completion.prompts[0].encode(self._pair.tokenizer, self._pair.context - 1))
         negative = completion.negative_tokens(self._pair.tokenizer, self._pair.context - 1)
         longest = min(DEFAULT_MAX_TOKENS, max(1, self._pair.context - max(len(prompt), len(negative or ()))))
+        if completion.chat:
+            completion = completion.after_reasoning(Reasoning.of(self._pair.tokenizer, prompt))
         params = completion.params(longest, self.seed_of(line))
         if params.constraint is not None:
             Compiler.of(TokenBytes.of(self._pair.tokenizer)).check(params.constraint)
@@ -146,7 +149,8 @@ def answered(
     heading = ResponseHeader(line.digest, created, pair.target.name, chat, fingerprint)
     form = _understood(line, pair).tool_format if (line.body or {}).get("tools") else None
     echo = _echo(line, request, pair)
-    one = choice(0, answer, request.params, chat, pair.tokenizer, echo, form, line.digest)
+    reasoning = Reasoning.of(pair.tokenizer, request.prompt) if chat else None
+    one = choice(0, answer, request.params, chat, pair.tokenizer, echo, form, reasoning, line.digest)
     body = response(heading, [one], [answer])
     line_response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
     return {"id": record_id(line), "custom_id": line.custom_id, "response": line_response, "error": None}

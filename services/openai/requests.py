@@ -20,9 +20,10 @@ from pydantic_core import PydanticCustomError
 
 from services.backend import check_cache_salt
 from services.errors import TooLarge, status_of
+from services.openai.reasoning import Reasoning
 from services.openai.tool_calls import ToolFormat
 from services.prompts import Prompt, of_negative
-from smc.api.constraint import Constraint
+from smc.api.constraint import Constraint, check_constraint
 from smc.api.limits import MAX_TOP_LOGPROBS, PromptTooLong
 from smc.api.request import check_guidance
 from smc.api.sampling_params import SETTINGS, SamplingParams
@@ -407,6 +408,15 @@ class CompletionRequest:
         except ValueError as error:
             raise BadRequest(f"tools: {error}", "tools") from error
         return replace(self, tool_format=form, settings=self.settings | {"constraint": constraint})
+
+    def after_reasoning(self, reasoning: Reasoning | None) -> CompletionRequest:
+        """With a constraint, if there is one, that begins where the reasoning ends."""
+        if reasoning is None or "constraint" not in self.settings:
+            return self
+        constraint = check_constraint("constraint", self.settings["constraint"])
+        if constraint.after is not None:
+            return self
+        return replace(self, settings=self.settings | {"constraint": replace(constraint, after=reasoning.end)})
 
     def named(self, error: ValueError) -> ValueError:
         """With the field that it is about, if it is about one."""

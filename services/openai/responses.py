@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+from services.openai.messages import MessageReader, message_of
+from services.openai.reasoning import Reasoning
 from services.openai.requests import CompletionRequest
-from services.openai.tool_calls import Delta, ToolCallReader, ToolFormat, call, message_of
+from services.openai.tool_calls import Delta, ToolFormat, call
 from smc.api.outputs import Answer, FinishReason, Particle
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
@@ -65,13 +67,14 @@ def choice(
     tokenizer: Tokenizer,
     echo: str = "",
     tool_format: ToolFormat | None = None,
+    reasoning: Reasoning | None = None,
     call_id: str = "",
 ) -> dict[str, Any]:
     """One answer. `echo`: text that stands before it; `tool_format`: of calls that may be in it, whose ids begin with
-    `call_id`."""
+    `call_id`; `reasoning`: that it is expected to begin with."""
     ending = _ending(answer, params, chat, tokenizer)
-    if tool_format is not None:
-        message = message_of(answer.text, tool_format, f"{call_id}_{index}")
+    if tool_format is not None or reasoning is not None:
+        message = message_of(answer.text, tool_format, reasoning, f"{call_id}_{index}")
         return {"index": index, "message": message} | ending | _finish(ending, "tool_calls" in message)
     content = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": echo + answer.text}
     return {"index": index, **content} | ending
@@ -103,12 +106,18 @@ def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
 class ChunkWriter:
     """Server-sent events of one response."""
 
-    def __init__(self, heading: ResponseHeader, completion: CompletionRequest, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        heading: ResponseHeader,
+        completion: CompletionRequest,
+        tokenizer: Tokenizer,
+        reasoning: Reasoning | None = None,
+    ) -> None:
         self._fields, self._chat, self._tokenizer = heading.fields(chunk=True), heading.chat, tokenizer
         self._usage = {"usage": None} if completion.include_usage else {}
-        self._call_id, self._tool_format = heading.id, completion.tool_format
-        self._readers: dict[int, ToolCallReader] = {}
-        """By answer, where there may be calls."""
+        self._call_id, self._reads = heading.id, (completion.tool_format, reasoning)
+        self._readers: dict[int, MessageReader] = {}
+        """By answer, where there is more than content."""
         self._calls: dict[int, int] = {}
         """Number of the last call that has begun, by answer."""
         head = json.dumps(self._fields)[:-1]
@@ -126,8 +135,8 @@ class ChunkWriter:
         return self.text(index, echo) if echo else b""
 
     def text(self, index: int, text: str) -> bytes:
-        if self._tool_format is not None:
-            reader = self._readers.setdefault(index, ToolCallReader(self._tool_format))
+        if any(self._reads):
+            reader = self._readers.setdefault(index, MessageReader(*self._reads))
             return self._deltas(index, reader.push(text))
         return self._text(index, text)
 
@@ -136,6 +145,10 @@ class ChunkWriter:
         for delta in deltas:
             if delta.content:
                 data += self._text(index, delta.content)
+                continue
+            if delta.reasoning:
+                choice = {"index": index, "delta": {"reasoning_content": delta.reasoning}}
+                data += self._event(choice | {"logprobs": None, "finish_reason": None})
                 continue
             number = self._calls.get(index, -1) + (delta.name is not None)
             self._calls[index] = number
@@ -156,7 +169,7 @@ class ChunkWriter:
         data, reader = b"", self._readers.get(index)
         if reader is not None:
             data = self._deltas(index, reader.finish())
-            ending |= _finish(ending, reader.calls > 0)
+            ending |= _finish(ending, reader.has_calls)
         return data + self._event({"index": index, **content} | ending)
 
     def usage(self, answers: Sequence[Answer], prompts: int) -> bytes:

@@ -80,6 +80,7 @@ class Delta:
     """More of an answer's message: text, a call that begins, or more of the arguments of the last one."""
 
     content: str = ""
+    reasoning: str = ""
     name: str | None = None
     arguments: str = ""
 
@@ -184,20 +185,6 @@ class ToolCallReader:
             if found is not None:
                 self._kept, self._state = self._kept[found.end() :], self._head
         yield from ()
-
-
-def message_of(text: str, format: ToolFormat, call_id: str) -> dict[str, Any]:
-    """A whole answer as a message. `call_id`: what ids of calls begin with."""
-    reader = ToolCallReader(format)
-    content, calls = "", list[dict[str, Any]]()
-    for delta in (*reader.push(text), *reader.finish()):
-        content += delta.content
-        if delta.name is not None:
-            calls.append(call(call_id, len(calls), delta.name))
-        if delta.arguments:
-            calls[-1]["function"]["arguments"] += delta.arguments
-    message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
-    return message | ({"tool_calls": calls} if calls else {})
 
 
 def call(call_id: str, index: int, name: str) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import numpy as np
 import openai
 import pytest
 
+from services.openai.messages import message_of
 from services.openai.requests import BadRequest, understood
-from services.openai.tool_calls import ToolCallReader, ToolFormat, message_of
+from services.openai.tool_calls import ToolCallReader, ToolFormat
 from smc import demo
 from smc.constraints import Compiler
 from smc.local_engine import ModelPair
@@ -45,7 +46,7 @@ PLAIN = ["no <tool and a < b", "x <tool_call>\nnonsense", '{"value": 3}', "[1, 2
 def test_calls_are_read_however_the_text_is_cut(form: ToolFormat):
     dice = random.Random(1)
     for text in (TEXTS[form], *PLAIN):
-        whole = message_of(text, form, "x")
+        whole = message_of(text, form, None, "x")
         for _ in range(40):
             reader, deltas, left = ToolCallReader(form), [], text
             while left:
@@ -61,12 +62,12 @@ def test_calls_are_read_however_the_text_is_cut(form: ToolFormat):
                     calls[-1][1] += delta.arguments
             assert "".join(delta.content for delta in deltas) == (whole["content"] or "")
             assert calls == [[*one["function"].values()] for one in whole.get("tool_calls", ())]
-    found = message_of(TEXTS[form], form, "x")["tool_calls"]
+    found = message_of(TEXTS[form], form, None, "x")["tool_calls"]
     assert [one["function"]["name"] for one in found] == ["add", "stop"]
     assert json.loads(found[0]["function"]["arguments"]) == {"a": '}"{', "b": [1, {}]}
     assert len({one["id"] for one in found}) == 2
     for text in PLAIN:
-        assert message_of(text, form, "x") == {"role": "assistant", "content": text}
+        assert message_of(text, form, None, "x") == {"role": "assistant", "content": text}
 
 
 @pytest.fixture(scope="module")
