@@ -70,7 +70,8 @@ def thinking(tokenizer: Tokenizer) -> Tokenizer:
 def test_a_constraint_begins_where_reasoning_ends():
     pair = ModelPair.load(demo.TARGET, demo.DRAFT)
     changed = ModelPair(pair.target, pair.draft, thinking(pair.tokenizer), pair.max_context)
-    fields = {"guided_regex": "(yes|no)", "max_tokens": 200, "method": "exact", "temperature": 1.5, "seed": 1}
+    fields = {"guided_regex": "(yes|no)", "max_tokens": 200, "method": "exact", "seed": 1}
+    fields["logit_bias"] = {str(changed.tokenizer.id_of("</think>")): 9}
     with serving(changed, http_port=0, served_model_names=("demo",)) as service:
         whole = post(service, chat(**fields)).json["choices"][0]
         assert whole["finish_reason"] == "stop"
