@@ -54,7 +54,10 @@ class Model:
     """Identifies the weights: `smc.model.fingerprint`."""
 
 
-WITHOUT_EFFECT = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+WITHOUT_EFFECT = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("bad_words", "constraint", "constraint_scope"),
+)
 """Settings that change nothing unless a request has them: runs of earlier versions, which did not know them, can be
 resumed."""
 

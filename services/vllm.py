@@ -59,7 +59,6 @@ def to_params(message: pb.SamplingParams, method: str, room: int) -> list[Sampli
 
     Raises ValueError naming the field, the value and what is allowed.
     """
-    _check_absent(message)
     _check_unset(message)
     # Before the items are converted: a message may hold millions.
     check_counts(message)
@@ -75,7 +74,7 @@ def to_params(message: pb.SamplingParams, method: str, room: int) -> list[Sampli
 
 def _settings(message: pb.SamplingParams) -> dict[str, Any]:
     """Those that the protocol and the library have under the same name, and that are given."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = _constraint(message)
     for name in SETTINGS:
         known = message.DESCRIPTOR.fields_by_name.get(name)
         if name == "repetition_penalty" and not message.repetition_penalty:
@@ -98,10 +97,13 @@ def _logprobs(count: int) -> dict[str, Any]:
     return {"logprobs": True, "top_logprobs": count}
 
 
-def _check_absent(message: pb.SamplingParams) -> None:
-    constraint = message.WhichOneof("constraint")
-    if constraint and getattr(message, constraint) is not False:
-        raise ValueError(f"{constraint} is given; this service has no guided decoding: leave it out")
+def _constraint(message: pb.SamplingParams) -> dict[str, Any]:
+    kind = message.WhichOneof("constraint")
+    if kind == "structural_tag":
+        raise ValueError("structural_tag is given; allowed: json_schema, json_object, regex, grammar or choice")
+    if kind is None or getattr(message, kind) is False:
+        return {}
+    return {"constraint": {kind: list(message.choice.choices) if kind == "choice" else getattr(message, kind)}}
 
 
 def _check_unset(message: pb.SamplingParams | pb.GenerateRequest) -> None:

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from services.backend import Unavailable
 from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.request_handler import ApiServer, CallRecord, RequestHandler
+from services.openai.reasoning import Reasoning
 from services.openai.requests import (
     CHAT,
     COMPLETIONS,
@@ -199,12 +200,18 @@ async def requests_of(completion: CompletionRequest, request_id: str, handler: R
     for prompt in completion.prompts:
         tokens = await handler.prompts.tokens(prompt)
         # A chat may go on for as long as there is room.
+        completion = completion.after_reasoning(_reasoning(completion, tokens, handler))
         most = handler.longest(completion.params(LONGEST, None), len(tokens), len(negative or ()))
         longest = most if completion.chat else min(DEFAULT_MAX_TOKENS, most)
         for _ in range(completion.n):
             params = completion.params(longest, next(seeds))
             requests.append(Request(request_id, tokens, params, completion.cache_salt, negative_prompt=negative))
     return requests
+
+
+def _reasoning(completion: CompletionRequest, prompt: Sequence[int], handler: RequestHandler) -> Reasoning | None:
+    """What answers to a prompt are expected to begin with."""
+    return Reasoning.of(handler.pair.tokenizer, prompt) if completion.chat else None
 
 
 async def answered(
@@ -227,7 +234,8 @@ async def answered(
         raise BadRequest(
             f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers", "echo"
         )
-    chunks = ChunkWriter(heading, completion, tokenizer) if completion.stream else None
+    reasoning = _reasoning(completion, requests[0].prompt, handler)
+    chunks = ChunkWriter(heading, completion, tokenizer, reasoning) if completion.stream else None
     begun: set[int] = set()
     ended: dict[int, Answer] = {}
     async with aclosing(handler.updates(requests, records)) as updates:
@@ -246,7 +254,17 @@ async def answered(
 
         def write() -> bytes:
             choices = [
-                choice(index, answer, request.params, completion.chat, tokenizer, echo)
+                choice(
+                    index,
+                    answer,
+                    request.params,
+                    completion.chat,
+                    tokenizer,
+                    echo,
+                    completion.tool_format,
+                    reasoning,
+                    heading.id,
+                )
                 for index, (answer, request, echo) in each
             ]
             return written(response(heading, choices, answers, len(completion.prompts))).encode()
@@ -522,7 +540,9 @@ class OpenAiServer:
             raise BadRequest(f"the body cannot be read: {error}") from error
 
     def _understood(self, document: Any, chat: bool) -> CompletionRequest:
-        return understood(document, chat, self._names, self._handler.pair.tokenizer.size, self._config.method)
+        tokenizer = self._handler.pair.tokenizer
+        completion = understood(document, chat, self._names, tokenizer.size, self._config.method)
+        return completion.with_tool_format(tokenizer)
 
     async def _within(
         self, completion: CompletionRequest, request: web.Request, records: list[CallRecord], reply: HttpReply
