@@ -91,7 +91,7 @@ class TalkSettings:
     """Of answers, in turn."""
     width: int = 512
     """Tokens of the longest conversation."""
-    user_tokens: int = 96
+    user_tokens: int = 128
     """Of the longest user turn."""
     answer_tokens: int = 320
     """Of the longest answer."""
