@@ -84,9 +84,8 @@ def test_the_overlap_rises_as_computed(tmp_path, loss):
         assert result.overlap.item() / result.tokens == pytest.approx(expected, rel=1e-4)
         assert measured.overlap == pytest.approx(expected, rel=1e-4)
         assert measured.positions == result.tokens == int(rows["is_answer"].sum())
-        overlaps.append((expected, measured.tree(1.0, 8).held))
-    assert overlaps[1][0] > overlaps[0][0] + 0.05
-    assert overlaps[1][1] >= overlaps[0][1]
+        overlaps.append(expected)
+    assert overlaps[1] > overlaps[0] + 0.05
 
 
 def test_a_perfect_draft_holds_every_token(tmp_path):
