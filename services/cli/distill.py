@@ -128,7 +128,7 @@ def distill(
     from smc import demo
     from smc.distill.run import DistillConfig, distill
     from smc.distill.student import StudentSpec
-    from smc.distill.talk import TalkSettings
+    from smc.distill.talk import TEMPERATURES, TalkSettings
     from smc.distill.trainer import TrainingSettings
     from smc.loading import DEMO, DEVICES, use_threads
 
@@ -138,14 +138,13 @@ def distill(
     directory, on_gpu = target or demo.TARGET, device == "cuda"
     texts = _texts(directory, prompts, is_demo=directory == demo.TARGET)
     served = tuple(temperature or ())
-    talk = {"temperatures": served} if served else {}
     config = DistillConfig(
         target=directory,
         out=out_directory,
         minutes=5.0 if minutes is None and tokens is None else minutes,
         tokens=tokens,
         student=StudentSpec(layers, shape, draft, own_embedding),
-        talk=TalkSettings(width=width, turns=turns, seed=seed, **talk),
+        talk=TalkSettings(served or TEMPERATURES, width=width, turns=turns, seed=seed),
         training=TrainingSettings(loss=loss, peak_rate=rate, batch=batch or (GPU_BATCH if on_gpu else CPU_BATCH)),
         temperatures=tuple(sorted({each for each in served if each > 0} or {1.0, 0.7}, reverse=True)),
         prompts=texts,

@@ -78,21 +78,35 @@ def divergence(p_logits_CV: Tensor, q_logits_CV: Tensor, weights_3: Tensor, has_
     return torch.stack((loss_C, overlap_C)), gradient_CV
 
 
+def _scaled_divergence(
+    p_logits_CV: Tensor, q_logits_CV: Tensor, weights_3: Tensor, scale: Tensor, has_chi2: bool
+) -> tuple[Tensor, Tensor]:
+    """`divergence` with a scaled gradient in the type of the logits."""
+    values_2C, gradient_CV = divergence(p_logits_CV, q_logits_CV, weights_3, has_chi2)
+    return values_2C, (scale * gradient_CV).to(q_logits_CV.dtype)
+
+
 @cache
-def _divergence_on(device: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`divergence`, compiled on a GPU, where it is bound by memory: one pass for many."""
-    return torch.compile(divergence, dynamic=False) if device == "cuda" else divergence
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_scaled_divergence, dynamic=False)
 
 
-def _divergence(device: str, *arguments: Tensor | bool) -> tuple[Tensor, Tensor]:
-    try:
-        return _divergence_on(device)(*arguments)
-    except (ImportError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or device == "cpu":
+_eager_devices = {"cpu"}
+"""Where the loss is computed operation by operation. On GPUs it is compiled, since it is bound by memory: one pass for
+many."""
+
+
+def _divergence_on(device: str, *arguments: Tensor | bool) -> tuple[Tensor, Tensor]:
+    if device not in _eager_devices:
+        try:
+            return _compiled()(*arguments)
+        except torch.OutOfMemoryError:
             raise
-        logger.warning("the loss cannot be compiled and is computed step by step: %s", str(error).splitlines()[0])
-        _divergence_on.cache_clear()
-        return divergence(*arguments)  # type: ignore[arg-type]
+        except (ImportError, OSError, RuntimeError) as error:
+            words = str(error).splitlines()[:1]
+            logger.warning("the loss cannot be compiled and is computed operation by operation: %s", *words)
+            _eager_devices.add(device)
+    return _scaled_divergence(*arguments)  # type: ignore[arg-type]
 
 
 def chunk_size(vocab: int, device: str) -> int:
@@ -119,6 +133,7 @@ def head_loss(
     head = draft.lm_head
     weight_VE = head.weight[:vocab]
     weights_3 = torch.tensor([mix.tv, mix.chi2, mix.kl], device=q_hidden_XE.device)
+    scale_1 = torch.tensor([scale], device=q_hidden_XE.device)
     sums_2 = torch.zeros(2, device=q_hidden_XE.device)
     gradient_XE = torch.zeros_like(q_hidden_XE)
     head_VE = torch.zeros(head.weight.shape, device=q_hidden_XE.device) if head.weight.requires_grad else None
@@ -132,10 +147,9 @@ def head_loss(
             )
         p_logits_CV = _finished(target, target.lm_head(p_hidden_CE))[:, :vocab]
         q_logits_CV = _finished(draft, head(q_hidden_CE))[:, :vocab]
-        values_2C, gradient_CV = _divergence(device, p_logits_CV, q_logits_CV, weights_3, mix.has_chi2)
+        values_2C, gradient_CV = _divergence_on(device, p_logits_CV, q_logits_CV, weights_3, scale_1, mix.has_chi2)
         sums_2 += values_2C[:, :count].sum(1)
-        gradient_CV = scale * raw_gradient(draft, q_logits_CV.float(), gradient_CV)[:count]
-        gradient_CV = gradient_CV.to(q_hidden_XE.dtype)
+        gradient_CV = raw_gradient(draft, q_logits_CV, gradient_CV)[:count].to(q_hidden_XE.dtype)
         gradient_XE[begin : begin + size] = gradient_CV @ weight_VE
         if head_VE is not None:
             head_VE[:vocab] += gradient_CV.t() @ q_hidden_XE[begin : begin + size]

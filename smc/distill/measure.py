@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.coupling import FIRST_EXPONENT, FIRST_GREEDY_EXPONENT
+from smc.algorithm.coupling import FIRST_GREEDY_EXPONENT
 from smc.calibration.latency import BRIEF, Effort, measure_latency
 from smc.distill.losses import chunk_size
 from smc.distill.trees import OwnText, TreeDraft, draw_next
@@ -28,6 +28,8 @@ BLOCK = CONFIG.block
 """K of trees."""
 ROWS = (1, 8)
 """N of trees."""
+EXPONENT = 1.0
+"""Of coupled drafting: what a draft like its target has. The engine fits it to the target's draws."""
 GPU_EFFORT = Effort(4.0, 8, 3, 2, 8, 512)
 MOST_TEXT_TEMPERATURE = 0.75
 """Trees are measured after contexts that were written at most so, where there are any: text that a small model wrote at
@@ -166,7 +168,7 @@ class HeldOut:
     ) -> tuple[tuple[TreeMeasurement, ...], int]:
         held: dict[tuple[float, int], list[int]] = {(t, rows): [] for t in self._temperatures for rows in ROWS}
         for temperature in self._temperatures:
-            exponent = FIRST_EXPONENT if temperature else FIRST_GREEDY_EXPONENT
+            exponent = EXPONENT if temperature else FIRST_GREEDY_EXPONENT
             trees = {rows: TreeDraft(draft, vocab, rows, exponent) for rows in ROWS}
             seed = self._seed
             for text in self._texts:

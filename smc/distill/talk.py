@@ -30,6 +30,7 @@ GRAM = 4
 """Tokens that are compared to find repetition."""
 MOST_REPEATED = 0.5
 """Share of an answer's 4-grams that may have occurred before in it."""
+TEMPERATURES = (1.0, 0.7, 1.0, 0.7, 0.0)
 USER_TEMPERATURE = 0.7
 """At most, of user turns: at 1 those of small models drift to where every model is uncertain."""
 
@@ -87,11 +88,11 @@ def _between(tokenizer: Tokenizer, begin: list[int], end: list[int]) -> tuple[in
 class TalkSettings:
     """How conversations are written. Raises ValueError naming the field."""
 
-    temperatures: tuple[float, ...] = (1.0, 0.7, 1.0, 0.7, 0.0)
+    temperatures: tuple[float, ...] = TEMPERATURES
     """Of answers, in turn."""
     width: int = 512
     """Tokens of the longest conversation."""
-    user_tokens: int = 96
+    user_tokens: int = 128
     """Of the longest user turn."""
     answer_tokens: int = 320
     """Of the longest answer."""
