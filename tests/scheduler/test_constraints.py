@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 
+import llguidance
 import pytest
 import torch
 
@@ -303,6 +304,21 @@ def test_bad_words_are_not_written(config: EngineConfig):
         assert answer.logprobs == pytest.approx(expected, abs=2e-5)
         assert answer.tokens == found[one.request_id.replace("exact", "target")].tokens
     assert found["forced"].text == "abc"
+
+
+@pytest.mark.parametrize("how", ["target", "exact", "distinct"])
+def test_a_constraint_that_becomes_too_complex_ends_its_request_alone(how: str, monkeypatch):
+    limits = llguidance.LLParserLimits(step_max_items=3, verbose_errors=False)
+    monkeypatch.setattr("smc.constraints.LIMITS", limits)
+    grammar = (
+        'start: "a" x "b"\nx: | "c" y x\ny: "c" | "b" y | ' + " | ".join(f'"{t}" x y' for t in "abc") + f"\n// {how}"
+    )
+    asked = request(PROMPT, "complex", max_tokens=30, seed=1, constraint={"grammar": grammar}, **METHODS[how])
+    beside = request(PROMPT, "beside", max_tokens=9, seed=1, **METHODS[how])
+    found = answers(local_engine(tiny_pair(), CASES[0]), [asked, beside])
+    assert found["complex"].finish_reason is FinishReason.ERROR
+    assert "the constraint has become too complex" in found["complex"].error
+    assert found["beside"].tokens == answers(local_engine(tiny_pair(), CASES[0]), [beside])["beside"].tokens
 
 
 def test_a_draft_that_is_lost_changes_nothing():
