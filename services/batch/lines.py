@@ -28,8 +28,6 @@ from services.openai.responses import ResponseHeader, choice, response
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.outputs import Answer
 from smc.api.request import Request
-from smc.constraints import Compiler
-from smc.stops import TokenBytes
 
 URLS = (COMPLETIONS, CHAT)
 FIELDS = ("custom_id", "method", "url", "body")
@@ -110,6 +108,9 @@ class RequestReader:
             completion = completion.after_reasoning(Reasoning.of(self._pair.tokenizer, prompt))
         params = completion.params(longest, self.seed_of(line))
         if params.constraint is not None:
+            from smc.constraints import Compiler  # imports torch
+            from smc.stops import TokenBytes
+
             Compiler.of(TokenBytes.of(self._pair.tokenizer)).check(params.constraint)
         return Request(str(line.number), prompt, params, completion.cache_salt, negative_prompt=negative)
 

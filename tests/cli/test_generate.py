@@ -107,6 +107,24 @@ def test_stops_and_lengths(smcserve):
     assert long["usage"]["prompt_tokens"] + len(long["tokens"]) == 90
 
 
+def test_conditions(smcserve, tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "sum.lark"
+    schema.write_text('{"enum": [17, "no"], "x-guidance": {"whitespace_flexible": false}}')
+    grammar.write_text('start: "a" "b"+ "c"')
+    for options, expression in (
+        (("--json-schema", schema), '17|"no"'),
+        (("--grammar", grammar), "ab+c"),
+        (("--regex", "[0-9]{2}"), "[0-9]{2}"),
+        (("--choice", "yes", "--choice", "no"), "yes|no"),
+    ):
+        ran = smcserve(*TARGET, "--max-tokens", 40, *options)
+        assert ran.code == 0 and re.fullmatch(expression, ran.out.strip()), ran
+    both = smcserve(*TARGET, "--regex", "a", "--choice", "b")
+    assert both.code == 2 and "--regex and --choice are given; allowed: one of them" in both.err
+    wrong = smcserve(*TARGET, "--regex", "(")
+    assert wrong.code == 2 and "the regex is refused" in wrong.err
+
+
 def test_settings_that_need_not_change_the_answer(smcserve):
     asked = ("generate", PROBLEM.question, "-n", 4, "--seed", 3, "--max-tokens", 10, "--json")
     plain, other = (

@@ -10,12 +10,14 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 
+import llguidance
 import pytest
 import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason
 from smc.api.sampling_params import POPULATIONS, SamplingParams
+from smc.executor.graph_runner import StageRunner
 from smc.local_engine import local_engine
 from tests.scheduler.bank import CONFIGS
 from tests.scheduler.harness import CASES, answers, config_id, request
@@ -92,6 +94,26 @@ def test_answers_are_allowed_and_exact_ones_those_of_the_target(config: EngineCo
             assert answer.tokens == found[one.request_id.replace("exact", "target")].tokens
     alone = answers(local_engine(tiny_pair(), config), beside)
     assert all(alone[one.request_id].tokens == found[one.request_id].tokens for one in beside)
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_rounds_as_on_gpus(config: EngineConfig, monkeypatch):
+    """A round is launched before the last has been read, and exact decoding masks the first step of the draft alone:
+    answers are the same."""
+    requests = [
+        request(PROMPT, f"{n} {i} {s}", seed=s, max_tokens=9, constraint={"regex": expression}, **METHODS[n])
+        for n in ("target", "exact", "rejection", "independent answer")
+        for i, expression in enumerate(EXPRESSIONS[:2])
+        for s in range(2)
+    ]
+    expected = answers(local_engine(tiny_pair(), config), requests)
+    monkeypatch.setattr(StageRunner, "records", True)
+    found = answers(local_engine(tiny_pair(), config), requests)
+    for one in requests:
+        if not one.request_id.startswith("rejection"):
+            assert found[one.request_id].tokens == expected[one.request_id].tokens
+        for t, token in enumerate(found[one.request_id].tokens):
+            assert token in allowed(one.params.constraint.text, found[one.request_id].tokens[:t])
 
 
 def law_after(expression: str, answer: tuple[int, ...]) -> list[float]:
@@ -282,6 +304,21 @@ def test_bad_words_are_not_written(config: EngineConfig):
         assert answer.logprobs == pytest.approx(expected, abs=2e-5)
         assert answer.tokens == found[one.request_id.replace("exact", "target")].tokens
     assert found["forced"].text == "abc"
+
+
+@pytest.mark.parametrize("how", ["target", "exact", "distinct"])
+def test_a_constraint_that_becomes_too_complex_ends_its_request_alone(how: str, monkeypatch):
+    limits = llguidance.LLParserLimits(step_max_items=3, verbose_errors=False)
+    monkeypatch.setattr("smc.constraints.LIMITS", limits)
+    grammar = (
+        'start: "a" x "b"\nx: | "c" y x\ny: "c" | "b" y | ' + " | ".join(f'"{t}" x y' for t in "abc") + f"\n// {how}"
+    )
+    asked = request(PROMPT, "complex", max_tokens=30, seed=1, constraint={"grammar": grammar}, **METHODS[how])
+    beside = request(PROMPT, "beside", max_tokens=9, seed=1, **METHODS[how])
+    found = answers(local_engine(tiny_pair(), CASES[0]), [asked, beside])
+    assert found["complex"].finish_reason is FinishReason.ERROR
+    assert "the constraint has become too complex" in found["complex"].error
+    assert found["beside"].tokens == answers(local_engine(tiny_pair(), CASES[0]), [beside])["beside"].tokens
 
 
 def test_a_draft_that_is_lost_changes_nothing():
