@@ -12,10 +12,11 @@ import importlib.metadata
 import io
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -33,7 +34,7 @@ from services.security import caller_of
 from smc.api.limits import MAX_TOP_LOGPROBS
 from smc.api.outputs import Answer, FinishReason, Output
 from smc.api.request import Request
-from smc.api.sampling_params import SETTINGS, Method, SamplingParams
+from smc.api.sampling_params import SETTINGS, Method, SamplingParams, with_defaults
 
 MAX_ANSWERS = 128
 """n of one call."""
@@ -53,9 +54,11 @@ def check_request(message: pb.GenerateRequest) -> None:
         raise ValueError(f"data_parallel_rank={message.data_parallel_rank}; allowed: 0, there is one")
 
 
-def to_params(message: pb.SamplingParams, method: str, room: int) -> list[SamplingParams]:
+def to_params(
+    message: pb.SamplingParams, method: str, room: int, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> list[SamplingParams]:
     """Settings of every requested answer. `method` where the temperature is above 0; `room`: tokens that the
-    context leaves.
+    context leaves; `defaults`: of settings that the message leaves out.
 
     Raises ValueError naming the field, the value and what is allowed.
     """
@@ -65,7 +68,7 @@ def to_params(message: pb.SamplingParams, method: str, room: int) -> list[Sampli
     count = message.n or 1
     if count > MAX_ANSWERS:
         raise ValueError(f"n={count}; allowed: 1..{MAX_ANSWERS}")
-    settings = {"max_tokens": room, **_settings(message)}
+    settings = with_defaults({"max_tokens": room, **_settings(message)}, defaults)
     settings["method"] = Method.EXACT if settings.get("temperature") == 0 and method == Method.SMC else method
     first = settings.pop("seed", None)
     seeds = [first if index == 0 or first is None else derived_seed(f"{first}:{index}") for index in range(count)]
@@ -335,7 +338,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         check_request(message)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
-        parsed = to_params(message.sampling_params, self._method, room=LONGEST)
+        parsed = to_params(message.sampling_params, self._method, LONGEST, self._pair.sampling)
         form = message.WhichOneof("input")
         if form is None:
             raise ValueError("input is missing; allowed: one of tokenized, text")
@@ -344,5 +347,5 @@ class VllmService(pb_grpc.VllmEngineServicer):
         if form == "tokenized" and (largest := max(prompt)) >= (size := self._pair.tokenizer.size):
             raise ValueError(f"tokenized.input_ids contains {largest}; allowed: 0..{size - 1}")
         room = self._handler.longest(parsed[0], len(prompt))
-        settings = to_params(message.sampling_params, self._method, room)
+        settings = to_params(message.sampling_params, self._method, room, self._pair.sampling)
         return [Request(request_id, prompt, params) for params in settings]

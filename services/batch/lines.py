@@ -121,7 +121,8 @@ class RequestReader:
 
 
 def _understood(line: Line, pair: ServingPair) -> CompletionRequest:
-    completion = understood(line.body, line.url == CHAT, (pair.target.name,), pair.tokenizer.size)
+    names = (pair.target.name,)
+    completion = understood(line.body, line.url == CHAT, names, pair.tokenizer.size, defaults=pair.sampling)
     return completion.with_tool_format(pair.tokenizer)
 
 

@@ -201,6 +201,15 @@ TargetDtype = Annotated[
     ),
 ]
 DraftDtype = Annotated[str | None, option(MODELS, "Type of the draft alone.", metavar="TYPE")]
+GenerationConfig = Annotated[
+    str | None,
+    option(
+        MODELS,
+        "Sampling settings that a request leaves out. auto: those of the target's generation_config.json; ignore: the "
+        "library's. Default: auto.",
+        metavar="auto|ignore",
+    ),
+]
 DraftVocab = Annotated[
     int | None,
     option(

@@ -50,6 +50,7 @@ class WorkerGroupOptions:
     draft_dtype: options.DraftDtype = None
     draft_vocab: options.DraftVocab = None
     draft_vocab_text: options.DraftVocabText = None
+    generation_config: options.GenerationConfig = None
 
     form: options.Form = None
     block: options.Block = None

@@ -10,9 +10,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -26,7 +27,7 @@ from services.prompts import Prompt, of_negative
 from smc.api.constraint import Constraint, check_constraint
 from smc.api.limits import MAX_TOP_LOGPROBS, PromptTooLong
 from smc.api.request import check_guidance
-from smc.api.sampling_params import SETTINGS, SamplingParams
+from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.admission import DuplicateRequest
 
@@ -447,9 +448,15 @@ def derived_seed(name: str) -> int:
 
 
 def understood(
-    document: Any, chat: bool, models: tuple[str, ...], vocabulary: int, method: str | None = None
+    document: Any,
+    chat: bool,
+    models: tuple[str, ...],
+    vocabulary: int,
+    method: str | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> CompletionRequest:
-    """`models`: names of the model that is served; `vocabulary`: its tokens; `method`: of a body that names none.
+    """`models`: names of the model that is served; `vocabulary`: its tokens; `method`: of a body that names none;
+    `defaults`: other settings of a body that leaves them out.
 
     Raises BadRequest naming the field, the value and what is allowed.
     """
@@ -457,13 +464,18 @@ def understood(
         given = _given(document)
         body = _body({name: value for name, value in given.items() if name not in SETTINGS}, chat)
         settings = {name: value for name, value in given.items() if name in SETTINGS}
-        return _understood(body, settings, models, vocabulary, method)
+        return _understood(body, settings, models, vocabulary, method, defaults)
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply to be read") from error
 
 
 def _understood(
-    body: AnyBody, settings: dict[str, Any], models: tuple[str, ...], vocabulary: int, method: str | None
+    body: AnyBody,
+    settings: dict[str, Any],
+    models: tuple[str, ...],
+    vocabulary: int,
+    method: str | None,
+    defaults: Mapping[str, Any],
 ) -> CompletionRequest:
     chat = isinstance(body, ChatBody)
     if body.model is not None and body.model not in models:
@@ -475,6 +487,7 @@ def _understood(
         settings = _in_the_librarys_terms(settings, body)
         if method is not None:
             settings.setdefault("method", method)
+        settings = with_defaults(settings, defaults)
         # Before the prompt: a wrong setting is found in no time, while a long text takes some to encode.
         check_guidance(SamplingParams(**{"max_tokens": LONGEST} | settings), body.negative_prompt is not None)
     except ValueError as error:

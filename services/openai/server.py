@@ -541,7 +541,9 @@ class OpenAiServer:
 
     def _understood(self, document: Any, chat: bool) -> CompletionRequest:
         tokenizer = self._handler.pair.tokenizer
-        completion = understood(document, chat, self._names, tokenizer.size, self._config.method)
+        completion = understood(
+            document, chat, self._names, tokenizer.size, self._config.method, self._handler.pair.sampling
+        )
         return completion.with_tool_format(tokenizer)
 
     async def _within(

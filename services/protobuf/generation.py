@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -19,7 +20,7 @@ from services.pb import generation_pb2 as pb
 from services.pb.coordinator_pb2 import Submission
 from smc.api.constraint import check_constraint
 from smc.api.outputs import Alternatives, Answer, FinishReason, Output, Particle, Statistics, Times
-from smc.api.sampling_params import SETTINGS, SamplingParams
+from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.api.settings import Biases, Items, OneOf
 
 FINISH_REASONS = {
@@ -162,14 +163,16 @@ SECONDS_UNKNOWN = math.nan
 _STATISTICS_FIELDS = tuple(field.name for field in fields(Statistics))
 
 
-def to_sampling(message: pb.GenerateRequest | Submission, **defaults: Any) -> SamplingParams:
-    """The library's settings, from a message with sampling settings and reports. What is absent has the value in
-    `defaults`, or else the library's own default.
+def to_sampling(
+    message: pb.GenerateRequest | Submission, defaults: Mapping[str, Any] = MappingProxyType({}), **own: Any
+) -> SamplingParams:
+    """The library's settings, from a message with sampling settings and reports. What is absent has the value in `own`
+    or `defaults`, or else the library's own default; one of `defaults` that contradicts the message is left out.
 
     Raises ValueError naming the field, the value and what is allowed.
     """
     reports = {name: getattr(message, name) for name in REPORTS}
-    return SamplingParams(**{**defaults, **sampling_settings(message.sampling), **reports})
+    return SamplingParams(**with_defaults({**own, **sampling_settings(message.sampling), **reports}, defaults))
 
 
 def from_sampling(params: SamplingParams) -> dict[str, Any]:

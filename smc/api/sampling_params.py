@@ -5,6 +5,7 @@ Settings are checked when they are built; a setting that the chosen method would
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -462,3 +463,16 @@ class SamplingParams:
 
 SETTINGS = settings_of(SamplingParams)
 """Of sampling fields, by name."""
+
+
+def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The given settings, and defaults for others by name. A default that contradicts what is given is left out."""
+    settings = dict(given)
+    for name, value in defaults.items():
+        if name not in given:
+            try:
+                SamplingParams(**{**settings, name: value})
+            except ValueError:
+                continue
+            settings[name] = value
+    return settings
