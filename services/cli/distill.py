@@ -122,6 +122,16 @@ def distill(
         ),
     ] = None,
     threads: options.Threads = None,
+    no_speed: Annotated[
+        bool,
+        options.option(
+            options.MEASURE,
+            "Do not time the models, and print no expected speeds.",
+            "--no-speed",
+            show_default=False,
+            metavar="",
+        ),
+    ] = False,
     as_json: options.JsonFlag = False,
 ) -> int:
     """Train a draft for a target on nothing but what the target writes, and measure what it gains."""
@@ -155,6 +165,7 @@ def distill(
         slots=slots or (GPU_SLOTS if on_gpu else CPU_SLOTS),
         held_out=GPU_HELD_OUT if on_gpu else CPU_HELD_OUT,
         contexts=GPU_CONTEXTS if on_gpu else CPU_CONTEXTS,
+        times_models=not no_speed,
         resume=resume,
     )
     use_threads(threads, DEMO if directory == demo.TARGET else (directory, directory))

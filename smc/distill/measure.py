@@ -16,7 +16,7 @@ from torch import Tensor
 from smc.algorithm.coupling import FIRST_GREEDY_EXPONENT
 from smc.calibration.latency import BRIEF, Effort, measure_latency
 from smc.distill.losses import chunk_size
-from smc.distill.trees import OwnText, TreeDraft, draw_next
+from smc.distill.trees import Continuation, OwnText, TreeDraft, draw_next
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
 from smc.model.decoder import Decoder, RopeTable
@@ -107,6 +107,8 @@ class HeldOut:
         self._texts = [_first_answer(row) for row in (calm_N if len(calm_N) else rows_N)]
         answer_tokens = sum(len(text.tokens) - text.answer_from for text in self._texts)
         self._distance = max(1, answer_tokens // contexts)
+        self._drawn: dict[float, list[list[Continuation]]] = {}
+        """By temperature and text: what the target draws after its contexts."""
 
     def measure(
         self,
@@ -170,11 +172,9 @@ class HeldOut:
         for temperature in self._temperatures:
             exponent = EXPONENT if temperature else FIRST_GREEDY_EXPONENT
             trees = {rows: TreeDraft(draft, vocab, rows, exponent) for rows in ROWS}
-            seed = self._seed
-            for text in self._texts:
-                contexts = text.contexts(self._distance)
-                drawn = draw_next(target, text, contexts, BLOCK, temperature, seed, vocab) if contexts else []
-                seed += len(contexts)
+            if temperature not in self._drawn:
+                self._drawn[temperature] = list(self._draws(target, temperature, vocab))
+            for text, drawn in zip(self._texts, self._drawn[temperature]):
                 for rows, tree in trees.items():
                     held[temperature, rows] += tree.held(text, drawn, temperature)
         found = tuple(
@@ -183,6 +183,13 @@ class HeldOut:
             if counts
         )
         return found, max(map(len, held.values()))
+
+    def _draws(self, target: Decoder, temperature: float, vocab: int) -> Iterator[list[Continuation]]:
+        seed = self._seed
+        for text in self._texts:
+            contexts = text.contexts(self._distance)
+            yield draw_next(target, text, contexts, BLOCK, temperature, seed, vocab) if contexts else []
+            seed += len(contexts)
 
 
 def _tree_measurement(temperature: float, rows: int, held_C: np.ndarray, costs: LatencyModel | None) -> TreeMeasurement:

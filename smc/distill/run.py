@@ -84,6 +84,8 @@ class DistillConfig:
     """Conversations that are measured on."""
     contexts: int = 160
     """After which trees are grown, at each temperature, about."""
+    times_models: bool = True
+    """Measure what steps and passes take, for expected speeds."""
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -258,7 +260,7 @@ class Distillation:
         if self.ranks.is_first:
             rows = self.store.rows(range(config.held_out))
             held_out = HeldOut(rows, config.temperatures, config.contexts, config.talk.seed)
-        costs = self._costs() if self.ranks.is_first else None
+        costs = self._costs() if self.ranks.is_first and config.times_models else None
         if checkpoint is None:
             self.state.begin = self.seconds
         while not self.state.done:

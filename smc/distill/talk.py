@@ -178,6 +178,7 @@ class TalkWriter:
                 pages=pages or slots * (settings.width + 2 * block),
                 prefill_chunk=prefill_chunk,
                 prefix_cache=False,
+                max_chains=0,
             ),
         )
         self._first, self._stride = first, stride
