@@ -130,7 +130,9 @@ class _Rank:
 
     def __init__(self, name: str, gpu: int | None) -> None:
         self.name = name
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        # A process forked from one that has imported this module starts in a tenth of the time.
+        context.set_forkserver_preload([__name__])
         self.pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, gpu), name=name, daemon=True)
         self._process.start()

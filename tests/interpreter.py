@@ -16,6 +16,8 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from tests import interpreter_operators
+
 _patch_lang_tensor, _create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 _generic_reduce = interpreter.ReduceOps.generic_reduce
 _convert_float, _get_np_dtype = interpreter._convert_float, interpreter._get_np_dtype
@@ -148,3 +150,4 @@ core.dtype.__eq__ = _same_type
 # It would work out whether sums of integers overflow, and say nothing of it unless it debugs.
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 _patch_once()
+interpreter_operators.install()

@@ -16,7 +16,7 @@ LIBRARY = [
     ("smc.distributions",),
     ("smc.algorithm",),
     ("smc.model",),
-    ("smc.memory", "smc.stops"),
+    ("smc.memory", "smc.stops", "smc.constraints"),
     ("smc.attention", "smc.kernels"),
     ("smc.executor",),
     ("smc.scheduler",),

@@ -45,6 +45,8 @@ FIRST_ROUND = 64
 """Conversations of a process, besides those held out, that are written at least before it learns."""
 POOL_SHARE = 0.35
 """Of a GPU's free memory, for keys and values of the conversations that are being written."""
+MEASURING_SHARE = 0.2
+"""Of the time that is left, for measuring, at most; the last round is always measured."""
 GAIN, PATIENCE = 0.001, 3
 """The run ends when the overlap has not gained so much in so many rounds."""
 LAST_PART = 0.85
@@ -181,6 +183,15 @@ class _State:
     """Tokens that have run through both models, padding excluded."""
 
 
+def seconds_of_round(left: float, rounds: int, measuring: float) -> float:
+    """Seconds for writing and learning in the next round, if all rounds that are left get the same. `left`: seconds of
+    the run; `rounds`: at most so many; `measuring`: seconds that the last measurement took. Where that is long there
+    are fewer rounds, so that learning gets most of the time."""
+    if measuring:
+        rounds = max(1, min(rounds, int(MEASURING_SHARE * left / measuring)))
+    return max(0.0, left / rounds - measuring)
+
+
 class Distillation:
     """One process of a run."""
 
@@ -242,11 +253,6 @@ class Distillation:
         assert self.config.minutes is not None
         return 60 * self.config.minutes
 
-    def _seconds_of_round(self) -> float:
-        """What is left for writing and learning in this round, if all rounds that are left get the same."""
-        left = max(0.0, self._budget - self.seconds) / (self.config.rounds - self.state.round)
-        return max(0.0, left - self.state.measuring_seconds)
-
     def run(self) -> Measurement:
         checkpoint = self._load_checkpoint()
         self._write_least()
@@ -286,7 +292,8 @@ class Distillation:
     def _write_round(self) -> None:
         """Write this round's share, unless a checkpoint says that it has been written."""
         if self.config.minutes is not None:
-            self._round_seconds = self._seconds_of_round()
+            left, rounds = max(0.0, self._budget - self.seconds), self.config.rounds - self.state.round
+            self._round_seconds = seconds_of_round(left, rounds, self.state.measuring_seconds)
             self._round_end = time.monotonic() + self._round_seconds
         if self.state.available:
             return

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from smc.distill.measure import HeldOut
 from smc.distill.ranks import Ranks
-from smc.distill.run import DistillConfig, distill
+from smc.distill.run import DistillConfig, distill, seconds_of_round
 from smc.distill.store import Conversation, ConversationStore
 from smc.distill.student import StudentSpec, candidate_layers, cut, make_student, save_student
 from smc.distill.talk import TalkSettings
@@ -216,3 +216,14 @@ def test_a_new_shape_learns_its_own_embedding(tmp_path):
     before = made.model.embed.weight.detach().clone()
     first, last = (trainer.step(rows, step, 0.1).loss.item() for step in range(2))
     assert last < first and not torch.equal(before, made.model.embed.weight)
+
+
+def test_measuring_does_not_take_the_time_to_learn():
+    assert seconds_of_round(800.0, 8, 0.0) == 100.0
+    assert seconds_of_round(700.0, 7, 5.0) == 95.0
+    # Seen on a GPU: 58 s of measuring were more than a seventh of what was left, so that nothing was learnt any more.
+    assert seconds_of_round(172.0, 7, 58.0) == 114.0
+    assert seconds_of_round(20.0, 3, 58.0) == 0.0
+    for left in (50.0, 200.0, 1000.0):
+        rounds = left / (seconds_of_round(left, 8, 10.0) + 10.0)
+        assert rounds * 10.0 <= 0.2 * left + 1e-6 or rounds == 1
