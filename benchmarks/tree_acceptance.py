@@ -88,12 +88,14 @@ def main() -> None:
         for text in write_texts(pair, given.texts, min(temperature, MOST_TEXT_TEMPERATURE)):
             seed = sum(len(each["held"]) for each in found)
             contexts = text.contexts(given.distance)
-            drawn = draw_next(pair.target, text, contexts, given.k, temperature, seed, pair.tokenizer.size)
-            found += [as_record(text, drawn, tree.held(text, drawn, temperature))]
-        held = [count for each in found for count in each["held"]]
-        error = statistics.stdev(held) / len(held) ** 0.5
+            (drawn,) = draw_next(pair.target, [text], [contexts], given.k, temperature, seed, pair.tokenizer.size)
+            (held,) = tree.held([text], [drawn], temperature)
+            found.append(as_record(text, drawn, held))
+        counts = [count for each in found for count in each["held"]]
+        error = statistics.stdev(counts) / len(counts) ** 0.5
         print(
-            f"temperature {temperature:g}: {statistics.mean(held):.2f} +- {error:.2f} of {given.k}, {len(held)} contexts"
+            f"temperature {temperature:g}: {statistics.mean(counts):.2f} +- {error:.2f} of {given.k}, "
+            f"{len(counts)} contexts"
         )
         if given.json:
             given.json.write_text(json.dumps(record))

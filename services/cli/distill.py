@@ -31,7 +31,12 @@ def distill(
     ],
     target: Annotated[
         Path | None,
-        options.option(options.MODELS, "Directory of the target. Default: the demo target.", "--target", metavar="DIR"),
+        options.option(
+            options.MODELS,
+            "Directory of the target, or its name on the hub. Default: the demo target.",
+            "--target",
+            metavar="MODEL",
+        ),
     ] = None,
     minutes: Annotated[
         float | None,
@@ -141,11 +146,12 @@ def distill(
     from smc.distill.talk import TEMPERATURES, TalkSettings
     from smc.distill.trainer import TrainingSettings
     from smc.loading import DEMO, DEVICES, use_threads
+    from smc.model.hub import find_model
 
     if device not in DEVICES:
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
     _check_device(device, processes)
-    directory, on_gpu = target or demo.TARGET, device == "cuda"
+    directory, on_gpu = find_model(target) if target else demo.TARGET, device == "cuda"
     texts = _texts(directory, prompts, is_demo=directory == demo.TARGET)
     served = tuple(temperature or ())
     config = DistillConfig(

@@ -16,6 +16,7 @@ from torch import Tensor
 from smc.algorithm.coupling import FIRST_GREEDY_EXPONENT
 from smc.calibration.latency import BRIEF, Effort, measure_latency
 from smc.distill.losses import chunk_size
+from smc.distill.trainer import parts_of
 from smc.distill.trees import Continuation, OwnText, TreeDraft, draw_next
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
@@ -30,6 +31,8 @@ ROWS = (1, 8)
 """N of trees."""
 EXPONENT = 1.0
 """Of coupled drafting: what a draft like its target has. The engine fits it to the target's draws."""
+TEXTS = 8
+"""Whose trees grow together."""
 GPU_EFFORT = Effort(4.0, 8, 3, 2, 8, 512)
 MOST_TEXT_TEMPERATURE = 0.75
 """Trees are measured after contexts that were written at most so, where there are any: text that a small model wrote at
@@ -104,11 +107,16 @@ class HeldOut:
         """`rows`: of a `ConversationStore`; `contexts`: after how many trees are grown, about."""
         self._rows_N, self._temperatures, self._seed = rows_N, temperatures, seed
         calm_N = rows_N[(rows_N["temperature"] <= MOST_TEXT_TEMPERATURE) & (rows_N["temperature"] > 0)]
-        self._texts = [_first_answer(row) for row in (calm_N if len(calm_N) else rows_N)]
-        answer_tokens = sum(len(text.tokens) - text.answer_from for text in self._texts)
+        texts = sorted(
+            (_first_answer(row) for row in (calm_N if len(calm_N) else rows_N)), key=lambda text: len(text.tokens)
+        )
+        answer_tokens = sum(len(text.tokens) - text.answer_from for text in texts)
         self._distance = max(1, answer_tokens // contexts)
-        self._drawn: dict[float, list[list[Continuation]]] = {}
-        """By temperature and text: what the target draws after its contexts."""
+        with_contexts = [text for text in texts if text.contexts(self._distance)]
+        self._groups = [with_contexts[i : i + TEXTS] for i in range(0, len(with_contexts), TEXTS)]
+        """Texts of similar length, whose trees grow together."""
+        self._drawn: dict[float, list[list[list[Continuation]]]] = {}
+        """By temperature, group and text: what the target draws after its contexts."""
 
     def measure(
         self,
@@ -142,12 +150,11 @@ class HeldOut:
     def _compare(self, target: Decoder, draft: Decoder, vocab: int) -> Iterator[Tensor]:
         device = target.embed.weight.device
         size = chunk_size(vocab, device.type)
-        for row in self._rows_N:
-            length = int(row["length"])
-            tokens_1S = torch.tensor(row["tokens"][None, :length].astype(np.int64), device=device)
-            before_X = torch.tensor(np.flatnonzero(row["is_answer"][:length]) - 1, device=device)
+        for tokens_BS, index_X in parts_of(self._rows_N, device):
             p_hidden_XE, q_hidden_XE = (
-                hidden_states(model, RopeTable(model.config, length, device).table, tokens_1S)[0][before_X]
+                hidden_states(model, RopeTable(model.config, tokens_BS.shape[1], device).table, tokens_BS).flatten(
+                    0, 1
+                )[index_X]
                 for model in (target, draft)
             )
             for p_hidden_CE, q_hidden_CE in zip(p_hidden_XE.split(size), q_hidden_XE.split(size)):
@@ -174,22 +181,23 @@ class HeldOut:
             trees = {rows: TreeDraft(draft, vocab, rows, exponent) for rows in ROWS}
             if temperature not in self._drawn:
                 self._drawn[temperature] = list(self._draws(target, temperature, vocab))
-            for text, drawn in zip(self._texts, self._drawn[temperature]):
+            for texts, drawn in zip(self._groups, self._drawn[temperature]):
                 for rows, tree in trees.items():
-                    held[temperature, rows] += tree.held(text, drawn, temperature)
+                    for counts in tree.held(texts, drawn, temperature):
+                        held[temperature, rows] += counts
         found = tuple(
             _tree_measurement(temperature, rows, np.array(counts), costs)
             for (temperature, rows), counts in held.items()
             if counts
         )
-        return found, max(map(len, held.values()))
+        return found, max(map(len, held.values()), default=0)
 
-    def _draws(self, target: Decoder, temperature: float, vocab: int) -> Iterator[list[Continuation]]:
+    def _draws(self, target: Decoder, temperature: float, vocab: int) -> Iterator[list[list[Continuation]]]:
         seed = self._seed
-        for text in self._texts:
-            contexts = text.contexts(self._distance)
-            yield draw_next(target, text, contexts, BLOCK, temperature, seed, vocab) if contexts else []
-            seed += len(contexts)
+        for texts in self._groups:
+            contexts = [text.contexts(self._distance) for text in texts]
+            yield draw_next(target, texts, contexts, BLOCK, temperature, seed, vocab)
+            seed += sum(map(len, contexts))
 
 
 def _tree_measurement(temperature: float, rows: int, held_C: np.ndarray, costs: LatencyModel | None) -> TreeMeasurement:

@@ -92,7 +92,7 @@ class Trainer:
         mix = mix_at(self._settings.loss, progress, self._settings.kl_until)
         (tokens,) = self._ranks.sum([_predicted(rows_N).sum()])
         loss, overlap = torch.zeros(2, device=self._device).unbind()
-        for tokens_BS, index_X in self._parts(rows_N):
+        for tokens_BS, index_X in parts_of(rows_N, self._device):
             with torch.no_grad():
                 p_hidden_XE = hidden_states(self._target, self._p_rope, tokens_BS).flatten(0, 1)[index_X]
             q_hidden_XE = hidden_states(self._draft, self._q_rope, tokens_BS).flatten(0, 1)[index_X]
@@ -110,23 +110,24 @@ class Trainer:
         self._ranks.sum_gradients(self.optimizer.gradients)
         return StepResult(loss, overlap, int(tokens))
 
-    def _parts(self, rows_N: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-        """Token ids [B, S] of conversations of similar length, and the index [X] into all of them of the tokens before
-        those that are predicted."""
-        most = PART_TOKENS[self._device.type]
-        rows_N = rows_N[np.argsort(-rows_N["length"], kind="stable")]
-        begin = 0
-        while begin < len(rows_N):
-            width = -(-int(rows_N["length"][begin]) // ALIGNMENT) * ALIGNMENT
-            part_B = rows_N[begin : begin + max(1, most // width)]
-            begin += len(part_B)
-            tokens_BS = np.zeros((len(part_B), width), np.int64)
-            size = min(width, part_B["tokens"].shape[1])
-            tokens_BS[:, :size] = part_B["tokens"][:, :size]
-            before_BS = np.zeros((len(part_B), width), bool)
-            before_BS[:, : size - 1] = part_B["is_answer"][:, 1:size]
-            index_X = np.flatnonzero(before_BS)
-            yield torch.from_numpy(tokens_BS).to(self._device), torch.from_numpy(index_X).to(self._device)
+
+def parts_of(rows_N: np.ndarray, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Token ids [B, S] of conversations of similar length, and the index [X] into all of them of the tokens before those
+    that are predicted."""
+    most = PART_TOKENS[device.type]
+    rows_N = rows_N[np.argsort(-rows_N["length"], kind="stable")]
+    begin = 0
+    while begin < len(rows_N):
+        width = -(-int(rows_N["length"][begin]) // ALIGNMENT) * ALIGNMENT
+        part_B = rows_N[begin : begin + max(1, most // width)]
+        begin += len(part_B)
+        tokens_BS = np.zeros((len(part_B), width), np.int64)
+        size = min(width, part_B["tokens"].shape[1])
+        tokens_BS[:, :size] = part_B["tokens"][:, :size]
+        before_BS = np.zeros((len(part_B), width), bool)
+        before_BS[:, : size - 1] = part_B["is_answer"][:, 1:size]
+        index_X = np.flatnonzero(before_BS)
+        yield torch.from_numpy(tokens_BS).to(device), torch.from_numpy(index_X).to(device)
 
 
 def _predicted(rows_N: np.ndarray) -> np.ndarray:
