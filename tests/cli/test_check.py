@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from smc import demo, probe
 from smc.api import draft_fit
 from smc.api.outputs import Statistics
 from smc.api.sampling_params import Method
+from smc.calibration.latency import ONCE
 from smc.model.loader import load_model, save_model
 from tests.model.tiny import save_byte_level, save_tiny
 
@@ -55,6 +57,7 @@ def brief(monkeypatch, tmp_path):
     """A probe of few tokens; what is measured is kept in a folder of its own."""
     monkeypatch.setattr(probe, "TOKENS", 16)
     monkeypatch.setattr(probe, "PROMPTS", probe.PROMPTS[:3])
+    monkeypatch.setattr("smc.local_engine.ONCE", replace(ONCE, crowd=1, context=40))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -27,7 +27,7 @@ from smc.model.parallel import Shard
 from tests.coordinator.harness import HOST, coordinator
 
 SLOW = pytest.mark.slow
-LAW = {"seed": 5, "max_tokens": 40, "ignore_eos": True}
+LAW = {"seed": 5, "max_tokens": 30, "ignore_eos": True}
 NEEDS_DRAFT = [{"particles": 3}, {"particles": 4, "population": "independent"}, {"method": "draft"}]
 
 

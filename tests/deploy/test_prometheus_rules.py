@@ -25,7 +25,12 @@ def test_promtool_accepts_rules_and_configuration():
     assert "2 rule files found" in promtool("check", "config", PROMETHEUS / "prometheus.yml")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "case",
+    # Days of error budgets take as long as all others together.
+    [pytest.param(path, marks=pytest.mark.slow if path.stem == "objectives" else ()) for path in CASES],
+    ids=lambda path: path.stem,
+)
 def test_alerts_fire_when_they_should(case):
     promtool("test", "rules", case)
 

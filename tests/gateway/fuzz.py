@@ -139,7 +139,8 @@ class Bystander:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         here, there = context.Pipe()
         process = context.Process(target=_watch, args=(self.address, there), daemon=True)
         process.start()

@@ -12,14 +12,9 @@ from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import VerifyInputs
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
+from tests.kernels.test_choice import ROUNDS, name_of
 
-KINDS = [pytest.param(frozenset({kind}), marks=pytest.mark.slow) for kind in PopulationKind] + [
-    frozenset(PopulationKind)
-]
 CPU = torch.device("cpu")
-by_kind = pytest.mark.parametrize(
-    "kinds", KINDS, ids=lambda kinds: "+".join(kind.name.lower() for kind in sorted(kinds))
-)
 
 
 def of(asked: VerifyInputs) -> tuple:
@@ -29,8 +24,7 @@ def of(asked: VerifyInputs) -> tuple:
     return asked.blocks, *laid, asked.distribution_T, asked.label_T.long(), keys, asked.last_A
 
 
-@by_kind
-@pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
+@pytest.mark.parametrize(("kinds", "lookahead"), ROUNDS, ids=name_of)
 def test_what_is_run_and_its_verdict_are_the_torch_ones(kinds, lookahead):
     for seed in range(12):
         laid, verified = [], []

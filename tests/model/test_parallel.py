@@ -4,6 +4,7 @@ once."""
 from __future__ import annotations
 
 import math
+import multiprocessing
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -68,7 +69,10 @@ def run_rank(rank: int, directory: Path) -> None:
 
 def run_ranks(directory: Path) -> list[dict[tuple[str, int], tuple[Tensor, Tensor]]]:
     """One process a rank; fails if any of them does, or if they take too long."""
-    context = mp.spawn(run_rank, (directory,), nprocs=RANKS, join=False, daemon=True)
+    # Forked from a process that has imported torch.
+    multiprocessing.set_forkserver_preload([__name__])
+    arguments = {"nprocs": RANKS, "join": False, "daemon": True, "start_method": "forkserver"}
+    context = mp.start_processes(run_rank, (directory,), **arguments)
     deadline = time.monotonic() + 2 * PATIENCE.total_seconds()
     try:
         while not context.join(timeout=1):

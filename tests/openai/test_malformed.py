@@ -173,7 +173,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@settings(max_examples=50, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 @given(
     path=st.sampled_from((CHAT, COMPLETIONS)),
     sound=st.booleans(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,6 +30,11 @@ FORMS = [
 ]
 CASES = [FORMS[0], FORMS[2]]
 """For tests of both forms."""
+
+
+def wide(config: EngineConfig) -> EngineConfig:
+    """With room for a whole population of requests at once: a round of all costs little more than one of a few."""
+    return replace(config, max_slots=2048, pages=40_000)
 
 
 def config_id(config: EngineConfig) -> str:

@@ -18,7 +18,7 @@ from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.detokenizer import StopRules, TextStream
 from smc.stops import DONE, START, TokenBytes
-from tests.scheduler.harness import FORMS, answers, config_id, request
+from tests.scheduler.harness import FORMS, answers, config_id, request, wide
 from tests.scheduler.pairs import LETTERS, letter_tokenizer, next_log_probs, tiny_pair, total_variation
 
 PROMPT = (2, 1)
@@ -107,7 +107,7 @@ def test_weighted_answers_have_the_law_that_was_asked_for(config, settings):
     settings = settings | {"particles": 8, "max_tokens": 4, "return_particles": True}
     asked = [request(PROMPT, str(s), seed=s, min_tokens=2, logit_bias=BIAS, **settings) for s in range(COUNT)]
     beside = [request(PROMPT, f"beside {s}", seed=s, **settings) for s in range(20)]
-    found = answers(local_engine(tiny_pair(), config), [*asked, *beside])
+    found = answers(local_engine(tiny_pair(), wide(config)), [*asked, *beside])
     mass = Counter()
     for one in asked:
         answer = found[one.request_id]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
 from tests.scheduler.harness import answers, assert_empty, request, running
@@ -15,16 +13,9 @@ ADMITTED_BEFORE = 1
 """Where all that a request can ever need was set aside for it."""
 
 
-@pytest.mark.parametrize(
-    ("config", "particles"),
-    [
-        (EngineConfig(form="lockstep", block=8), 16),
-        pytest.param(EngineConfig(block=8, branches=2), 32, marks=pytest.mark.slow),
-    ],
-    ids=["lockstep", "lookahead"],
-)
-def test_four_times_as_many_as_if_all_were_set_aside(config, particles):
+def test_four_times_as_many_as_if_all_were_set_aside():
     """Particles descend from few after some rounds, and hold their common past once."""
+    config, particles = EngineConfig(form="lockstep", block=8), 16
     most = len(PROMPT) + particles * (ANSWER + config.branches * config.block)
     made = tiny_pair(max_context=216)
     asked = [

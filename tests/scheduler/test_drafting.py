@@ -497,7 +497,7 @@ def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     engine.latency = replace(engine.latency, target=steep)
     requests = [
         Request(
-            str(i), (0, 1, i % 3), SamplingParams(method="exact", particles=8, seed=i, max_tokens=40, ignore_eos=True)
+            str(i), (0, 1, i % 3), SamplingParams(method="exact", particles=8, seed=i, max_tokens=32, ignore_eos=True)
         )
         for i in range(count)
     ]
@@ -513,7 +513,7 @@ def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     found = {output.answer.request_id: output.answer for output in engine.run(()) if output.answer}
     assert_empty(engine)
     plain = [
-        replace(one, params=SamplingParams(method="target", seed=one.params.seed, max_tokens=40, ignore_eos=True))
+        replace(one, params=SamplingParams(method="target", seed=one.params.seed, max_tokens=32, ignore_eos=True))
         for one in requests
     ]
     assert {name: answer.tokens for name, answer in found.items()} == {

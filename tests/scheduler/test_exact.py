@@ -72,10 +72,8 @@ def test_answers_are_those_of_plain_decoding(config):
     [
         (EngineConfig(form="lockstep", block=3), False),
         (EngineConfig(block=4, branches=2), True),
-        pytest.param(EngineConfig(form="lockstep", block=3), True, marks=pytest.mark.slow),
-        pytest.param(EngineConfig(block=4, branches=2), False, marks=pytest.mark.slow),
     ],
-    ids=["lockstep-target", "lookahead-both", "lockstep-both", "lookahead-target"],
+    ids=["lockstep-target", "lookahead-both"],
 )
 def test_answers_of_a_target_in_fp8_are_its_own(config, both):
     """And not those of the target in float32."""
@@ -84,7 +82,7 @@ def test_answers_of_a_target_in_fp8_are_its_own(config, both):
     pair = replace(plain, target=in_fp8(plain.target, torch.float32), draft=draft)
     asked = [
         ([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng, 30) | {"logprobs": False})
-        for i in range(20)
+        for i in range(12)
     ]
     alone = [request(p, i, method="target", **law) for p, i, law in asked]
     expected, of_float32 = (answers(local_engine(one, config), alone) for one in (pair, plain))

@@ -25,7 +25,7 @@ from tests.scheduler.harness import config_id
 from tests.scheduler.pairs import exact_law, far_from, mean_and_error, tiny_pair, truncated_law
 
 pytestmark = together
-SLOW = [(CONFIGS[0], NEVER), (CONFIGS[1], ALWAYS), (CONFIGS[1], DISTINCT), (CONFIGS[2], NEVER)]
+SLOW = [(CONFIGS[2], NEVER)]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ SLOW = [(CONFIGS[0], NEVER), (CONFIGS[1], ALWAYS), (CONFIGS[1], DISTINCT), (CONF
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_evidence_is_unbiased(config, law):
-    """E[Z-hat] = 1 at alpha = 1. Eight cases at 4.5 standard errors: one false alarm in about 18,000 choices of
+    """E[Z-hat] = 1 at alpha = 1. Five cases at 4.5 standard errors: one false alarm in about 29,000 choices of
     seeds."""
     mean, error = mean_and_error(evidence(standing(config, **law)))
     assert abs(mean - 1) < 4.5 * error

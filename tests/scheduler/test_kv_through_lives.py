@@ -13,11 +13,7 @@ from tests.scheduler.lives import live, random_requests, small_engine
 
 SMALL = {"max_slots": 60, "pages": 440, "prefill_chunk": 24}
 CONFIG = EngineConfig(block=3, branches=2, **SMALL)
-OTHERS = [
-    (CONFIG, False),
-    (EngineConfig(form="lockstep", block=3, **SMALL), True),
-    (EngineConfig(block=1, **SMALL), True),
-]
+OTHERS = [(EngineConfig(form="lockstep", block=3, **SMALL), False), (EngineConfig(block=1, **SMALL), True)]
 EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
 
 
@@ -35,7 +31,7 @@ def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     written, seen = {side: TokenLedger(engine, side) for side in ModelRole}, []
     lives = live(
         engine,
-        random_requests(36, rng),
+        random_requests(28, rng),
         rng,
         submit=0.9,
         cancel=0.04,
@@ -43,6 +39,6 @@ def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
         after_step=lambda engine: seen.append(check_kv(engine, written)),
     )
     assert_empty(engine)
-    assert sum(seen) > 600
+    assert sum(seen) > 450
     assert not [event for event in EVENTS if not lives.events[event]], lives.events
     assert bool(lives.events["pipelined"]) == ahead

@@ -10,6 +10,7 @@ import pytest
 
 from smc import demo, local_engine
 from smc.api.engine_config import EngineConfig
+from smc.calibration.latency import ONCE
 from smc.calibration.latency_cache import cache_directory, cost_key
 from smc.local_engine import ModelPair, stored_latency
 from smc.types import ModelRole
@@ -28,6 +29,7 @@ def measured(monkeypatch, tmp_path) -> list:
     """Every measurement that is made."""
     made, measure = [], local_engine.measure_latency
     monkeypatch.setattr(local_engine, "measure_latency", lambda *given: made.append(measure(*given)) or made[-1])
+    monkeypatch.setattr(local_engine, "ONCE", replace(ONCE, crowd=1, context=40))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return made
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import pytest
-
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
@@ -29,27 +27,20 @@ def past_short() -> list[Request]:
         {"method": "target"},
         {"particles": 9, "ess_threshold": 1.0, "alpha": 1.2},
     ]
-    for i, size in enumerate((SHORT - 25, SHORT - 10, SHORT_SINGLE - 12, SHORT - 1, SHORT + 5, 40)):
+    for i, size in enumerate((SHORT - 20, SHORT - 10, SHORT_SINGLE - 12, SHORT - 1, SHORT + 5, 40)):
         law = laws[i % len(laws)]
         prompt = tuple(rng.randrange(3) for _ in range(size))
         asked.append(
             Request(
-                str(i), prompt, SamplingParams(seed=i, max_tokens=30, ignore_eos="stop_token_ids" not in law, **law)
+                str(i), prompt, SamplingParams(seed=i, max_tokens=24, ignore_eos="stop_token_ids" not in law, **law)
             )
         )
     return asked
 
 
-FORMS = [
-    pytest.param(EngineConfig(form="lockstep", block=4), marks=pytest.mark.slow),
-    EngineConfig(block=4, branches=3),
-]
-
-
-@pytest.mark.parametrize("config", FORMS, ids=lambda c: c.form)
-def test_past_short_rows(config, monkeypatch):
+def test_past_short_rows(monkeypatch):
     """Together, in chunks, ahead, in cohorts and in pages that were used before: as each alone."""
-    made, asked = tiny_pair(max_context=CONTEXT), past_short()
+    config, made, asked = EngineConfig(block=4, branches=3), tiny_pair(max_context=CONTEXT), past_short()
     expected = {one.request_id: answers(local_engine(made, config), [one])[one.request_id] for one in asked}
     lengths = {len(one.prompt) + len(expected[one.request_id].tokens) > SHORT for one in asked}
     assert lengths == {True, False}

@@ -45,8 +45,7 @@ def starved_engine(config: EngineConfig, monkeypatch, *, ahead: bool = False, pa
     return small_engine(replace(config, pages=pages, prefill_chunk=16), monkeypatch, ahead=ahead, **options)
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize(("config", "ahead"), [(CASES[0], False), (CASES[1], True)], ids=["lockstep", "ahead"])
 def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
     """Tokens, logprobs, log Z, reason, and what was streamed. Memory is short, and in every third step somebody is
     interrupted anyway."""
