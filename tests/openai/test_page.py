@@ -30,21 +30,24 @@ def browser():
     sync_playwright = pytest.importorskip("playwright.sync_api").sync_playwright
     with sync_playwright() as playwright:
         # Its own sandbox needs rights that containers have not; it visits this page alone.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--renderer-process-limit=1"]
+        )
+        yield browser.new_context()
         browser.close()
 
 
 @pytest.fixture
 def visit(browser) -> Iterator[Callable]:
-    """Opens the page of a service. At the end nothing may have failed in it, and nothing may have been asked of any
-    other address."""
-    contexts, faults = [], []
+    """Opens the page of a service in a tab of its own. At the end nothing may have failed in it, and nothing may have
+    been asked of any other address."""
+    pages, faults = [], []
 
     def open_page(service: Service, width: int = 1200, theme: str = "light"):
-        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme)
-        contexts.append(context)
-        page = context.new_page()
+        page = browser.new_page()
+        pages.append(page)
+        page.set_viewport_size({"width": width, "height": 800})
+        page.emulate_media(color_scheme=theme)
         page.set_default_timeout(SECONDS)
         origin = service.url.removesuffix("/v1")
         page.on("pageerror", lambda error: faults.append(str(error)))
@@ -55,8 +58,8 @@ def visit(browser) -> Iterator[Callable]:
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()
     assert faults == []
 
 
