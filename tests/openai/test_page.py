@@ -14,13 +14,16 @@ import pytest
 
 from services.openai.playground import ELSEWHERE, METHODS, settings_document
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams
+from smc.local_engine import ModelPair
 from tests.gateway.harness import Service, serving
 from tests.openai.asking import ask
+from tests.openai.test_tool_calls import TOOLS, with_template
 
 CHROMIUM = shutil.which("chromium")
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; apt-get install chromium")
 QUESTION = "Mia has 12 apples. She buys 30 more. How many now?"
 STATES = "[...document.querySelectorAll('.answer > header span')].map(one => one.textContent)"
+TOKEN = "open-sesame"
 SECONDS = 60_000
 """Milliseconds: for a busy machine."""
 
@@ -35,6 +38,16 @@ def browser():
         )
         yield browser.new_context()
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def secured(pair, tmp_path_factory) -> Iterator[Service]:
+    """It wants a token, and its chat template reads tools."""
+    tokens = tmp_path_factory.mktemp("page") / "tokens"
+    tokens.write_text(f"{TOKEN}\n")
+    changed = ModelPair(pair.target, pair.draft, with_template(pair.tokenizer, "hermes"), pair.max_context)
+    with serving(changed, http_port=0, auth_token_file=tokens) as service:
+        yield service
 
 
 @pytest.fixture
@@ -151,7 +164,7 @@ def test_a_chat(page):
     )
     assert len(counts) == len(answer["pieces"]) and all(name == f"piece d{min(count, 8)}" for name, count in counts)
     names = page.eval_on_selector_all(".numbers dt", "all => all.map(one => one.textContent)")
-    assert names == ["First token", "Tokens a second", "Tokens a round", "Tokens"]
+    assert names == ["First token", "Tokens / second", "Tokens / round", "Tokens"]
     page.click(".particles summary")
     assert page.is_visible(".particle meter")
     # The second question has the first answer before it, and the same request works as code.
@@ -259,27 +272,39 @@ def test_a_reload_keeps_the_conversation(page, service):
 
 
 @in_a_browser
-def test_a_token_is_asked_for_and_stays_in_the_tab(visit, pair, tmp_path):
-    (tmp_path / "tokens").write_text("open-sesame\n")
-    with serving(pair, http_port=0, auth_token_file=tmp_path / "tokens") as service:
-        assert ask(service, "GET", "/page/settings").status == 401
-        page = visit(service)
-        page.wait_for_selector("#banner:not([hidden])")
-        assert "a valid token is needed" in page.text_content("#banner")
-        assert page.evaluate("document.activeElement.id") == "token"
-        page.keyboard.type("open-sesame")
-        page.keyboard.press("Tab")
-        page.wait_for_selector("#setting-seed")
-        assert page.is_hidden("#banner")
-        page.fill("#setting-max_tokens", "4")
-        say(page)
-        wait_for_end(page)
-        assert page.evaluate(STATES) == ["length"]
-        page.click("#show-code")
-        assert "open-sesame" not in page.text_content("body") and "$SMCSERVE_TOKEN" in page.text_content("#code-text")
-        assert page.evaluate("localStorage.length") == 0 and page.context.cookies() == []
-        page.reload()
-        page.wait_for_selector("#setting-seed")
+def test_a_token_is_asked_for_and_stays_in_the_tab(visit, secured):
+    page = visit(secured)
+    page.wait_for_selector("#banner:not([hidden])")
+    assert "a valid token is needed" in page.text_content("#banner")
+    assert page.evaluate("document.activeElement.id") == "token"
+    page.keyboard.type(TOKEN)
+    page.keyboard.press("Tab")
+    page.wait_for_selector("#setting-seed")
+    assert page.is_hidden("#banner")
+    page.fill("#setting-max_tokens", "4")
+    page.click("#tools-section summary")
+    page.fill("#tools", json.dumps(TOOLS))
+    say(page)
+    wait_for_end(page)
+    assert page.evaluate(STATES) == ["length"]
+    page.click("#show-code")
+    code = page.text_content("#code-text")
+    assert TOKEN not in page.text_content("body") and "$SMCSERVE_TOKEN" in code and '"tools": [' in code
+    page.click("#close-code")
+    page.fill("#tools", "[")
+    say(page)
+    page.wait_for_selector(".failed")
+    assert "tools='['; allowed: a list" in page.text_content(".failed")
+    assert page.evaluate("localStorage.length") == 0 and page.context.cookies() == []
+    page.reload()
+    page.wait_for_selector("#setting-seed")
+
+
+def test_the_settings_need_a_token_and_the_files_do_not(secured):
+    assert ask(secured, "GET", "/").status == ask(secured, "GET", "/page/page.js").status == 200
+    assert ask(secured, "GET", "/page/settings").status == 401
+    said = ask(secured, "GET", "/page/settings", authorization=f"Bearer {TOKEN}")
+    assert said.status == 200 and said.json["tools"] is True
 
 
 @in_a_browser

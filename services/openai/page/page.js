@@ -10,8 +10,8 @@ const OPENAI = new Set([
 ]);
 const EXAMPLES = [
   "Mia has 12 apples. She buys 30 more. How many now?",
-  "A box holds 6 pens. How many pens are in 7 boxes?",
-  "Tom had 50 coins and gave away 18. How many are left?",
+  "Ivy has 35 roses. By spring she has 5 times as many. Then she doubles her roses. How many does she have now?",
+  "Ruth buys 2 bags of 10 shells each. Soon she has 4 times that number. How many shells does Ruth have?",
 ];
 const FORMATS = {
   json_schema: ["JSON of a schema", '{"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}'],
@@ -504,7 +504,7 @@ function showTurns(turn, cards) {
   if (turn.answers.length < 2 || turn.answers.some((answer) => !answer.numbers)) return;
   const [one, other] = turn.answers.map((answer) => answer.pieces.join(""));
   const [slower, faster] = turn.answers.map((answer) => answer.numbers.rate).sort((a, b) => a - b);
-  const same = one === other ? "the same text" : "another text";
+  const same = one === other ? "the same text" : "a different text";
   cards.forEach((card, index) => {
     const isFaster = turn.answers[index].numbers.rate === faster && faster > slower;
     const more = isFaster ? `, ${(faster / slower).toFixed(1)}x as fast` : "";
@@ -606,8 +606,8 @@ function numbers({ first, rate, perRound, tokens }) {
   const list = make("dl", "numbers");
   const rows = [
     ["First token", first < 1000 ? first.toFixed(0) : (first / 1000).toFixed(2), first < 1000 ? "ms" : "s"],
-    ["Tokens a second", rate < 100 ? rate.toFixed(1) : rate.toFixed(0), ""],
-    ["Tokens a round", perRound === null ? "-" : perRound.toFixed(1), ""],
+    ["Tokens / second", rate < 100 ? rate.toFixed(1) : rate.toFixed(0), ""],
+    ["Tokens / round", perRound === null ? "-" : perRound.toFixed(1), ""],
     ["Tokens", String(tokens), ""],
   ];
   for (const [name, value, unit] of rows) {
@@ -632,7 +632,7 @@ function particles(all) {
     const meter = make("meter");
     Object.assign(meter, { min: 0, max: 1, value: particle.weight });
     meter.setAttribute("aria-hidden", "true");
-    const text = make("p", "", particle.text);
+    const text = make("p", "", particle.text.replace(/\n+/g, " \u21b5 "));
     text.append(make("small", "", ` ${particle.finish_reason}, ${particle.token_ids.length} tokens`));
     row.append(make("span", "weight", `${(100 * particle.weight).toFixed(1)}%`), text, meter);
     return row;
