@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from services.gateway.config import GatewayConfig
 from services.openai.playground import ELSEWHERE, METHODS, settings_document
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams
 from smc.local_engine import ModelPair
@@ -353,6 +354,8 @@ def test_both_themes_and_the_switch(visit, service):
 
 
 def test_without_a_page_there_is_none(pair):
+    with pytest.raises(ValueError, match="no_page has no effect without http_port"):
+        GatewayConfig(page=False)
     with serving(pair, http_port=0, page=False) as service:
         connection = http.client.HTTPConnection("127.0.0.1", service.gateway.http_port, timeout=60)
         for path in ("/", "/page/page.js", "/page/settings"):
