@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncGenerator
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Output
@@ -54,7 +54,10 @@ class Model:
     """Identifies the weights: `smc.model.fingerprint`."""
 
 
-WITHOUT_EFFECT = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+WITHOUT_EFFECT = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("bad_words", "constraint", "constraint_scope"),
+)
 """Settings that change nothing unless a request has them: runs of earlier versions, which did not know them, can be
 resumed."""
 
@@ -75,14 +78,17 @@ class ServingPair:
     """Directory with the tokenizer's files; None: it is of none."""
     dtypes: str = "float32"
     """Of both models, as `smc.model.source.name_dtypes` writes them."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of `SamplingParams` that the target's checkpoint brings, by name."""
 
     def fingerprint(self) -> str:
         """What answers depend on besides the request: two services, or runs of a batch, of the same fingerprint give
         the same answers to the same seeds."""
         settings = {name: getattr(self.engine, name) for name in ENGINE_FIELDS}
         models = [(model.name, model.parameters) for model in (self.target, self.draft)]
-        # What a request leaves out has the library's defaults.
+        # What a request leaves out has the defaults of the library, or of the checkpoint.
         defaults = {name: value for name, value in asdict(SamplingParams()).items() if name not in WITHOUT_EFFECT}
+        defaults |= self.sampling
         parts = [models, settings, defaults, self.context, self.dtypes]
         return f"smc_{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]}"
 

@@ -102,6 +102,7 @@ ROUND_BUCKETS = (
 SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 EXPONENT_BUCKETS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 EVIDENCE_BUCKETS = (-10.0, -5.0, -3.0, -2.0, -1.0, -0.5, -0.3, -0.2, -0.1, -0.05, 0.0, 0.1, 0.5)
+MASK_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -135,6 +136,8 @@ class EngineMetrics(Families):
             self._ess_share.observe(share)
         for lag in stats.committed_lags:
             self._lag.observe(lag)
+        for seconds in stats.mask_seconds:
+            self._mask.observe(seconds)
 
     def observe_round(
         self,
@@ -220,6 +223,12 @@ class EngineMetrics(Families):
             "smc_committed_lag_tokens",
             "Tokens between what is final and the longest particle, one per request and round.",
             LAG_BUCKETS,
+        )
+
+        self._mask = self._histogram(
+            "smc_constraint_mask_seconds",
+            "Masks of constrained requests in a round, at one model; they are made while it runs.",
+            MASK_BUCKETS,
         )
 
     def _make_exact_metrics(self) -> None:
@@ -353,6 +362,16 @@ class RequestMetrics(Families):
         for _ in range(count):
             self._inter_token.observe(seconds / count)
 
+    def constraint_compiled(self, seconds: Iterable[float], hits: int) -> None:
+        """Constraints were asked for: those that were compiled took so long, the others were kept."""
+        for each in seconds:
+            self._compile.observe(each)
+        self._compile_hits.inc(hits)
+
+    def constraint_broken(self) -> None:
+        """An answer ended that its constraint does not allow."""
+        self._invalid_ends.inc()
+
     def request_answered(self, answer: Answer, seconds: float) -> None:
         """`seconds` since its request's arrival."""
         self._requests.labels("OK", answer.finish_reason.value).inc()
@@ -384,6 +403,18 @@ class RequestMetrics(Families):
         self._cancellations.labels(by).inc()
 
     def _make_request_metrics(self) -> None:
+        self._compile = self._histogram(
+            "smc_constraint_compile_seconds",
+            "Constraints that were compiled, before their request was queued.",
+            (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
+        )
+        self._compile_hits = self._counter(
+            "smc_constraint_cache_hits_total", "Constraints that had been compiled for an earlier request."
+        )
+        self._invalid_ends = self._counter(
+            "smc_constraint_invalid_ends_total",
+            "Answers that ended by themselves, and that their constraint does not allow; anything but 0 is a bug.",
+        )
         self._requests = self._counter(
             "smc_requests_total",
             "Generate calls that ended, by status code and, of answers, finish reason.",

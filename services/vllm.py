@@ -12,10 +12,11 @@ import importlib.metadata
 import io
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -33,7 +34,7 @@ from services.security import caller_of
 from smc.api.limits import MAX_TOP_LOGPROBS
 from smc.api.outputs import Answer, FinishReason, Output
 from smc.api.request import Request
-from smc.api.sampling_params import SETTINGS, Method, SamplingParams
+from smc.api.sampling_params import SETTINGS, Method, SamplingParams, with_defaults
 
 MAX_ANSWERS = 128
 """n of one call."""
@@ -53,20 +54,21 @@ def check_request(message: pb.GenerateRequest) -> None:
         raise ValueError(f"data_parallel_rank={message.data_parallel_rank}; allowed: 0, there is one")
 
 
-def to_params(message: pb.SamplingParams, method: str, room: int) -> list[SamplingParams]:
+def to_params(
+    message: pb.SamplingParams, method: str, room: int, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> list[SamplingParams]:
     """Settings of every requested answer. `method` where the temperature is above 0; `room`: tokens that the
-    context leaves.
+    context leaves; `defaults`: of settings that the message leaves out.
 
     Raises ValueError naming the field, the value and what is allowed.
     """
-    _check_absent(message)
     _check_unset(message)
     # Before the items are converted: a message may hold millions.
     check_counts(message)
     count = message.n or 1
     if count > MAX_ANSWERS:
         raise ValueError(f"n={count}; allowed: 1..{MAX_ANSWERS}")
-    settings = {"max_tokens": room, **_settings(message)}
+    settings = with_defaults({"max_tokens": room, **_settings(message)}, defaults)
     settings["method"] = Method.EXACT if settings.get("temperature") == 0 and method == Method.SMC else method
     first = settings.pop("seed", None)
     seeds = [first if index == 0 or first is None else derived_seed(f"{first}:{index}") for index in range(count)]
@@ -75,7 +77,7 @@ def to_params(message: pb.SamplingParams, method: str, room: int) -> list[Sampli
 
 def _settings(message: pb.SamplingParams) -> dict[str, Any]:
     """Those that the protocol and the library have under the same name, and that are given."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = _constraint(message)
     for name in SETTINGS:
         known = message.DESCRIPTOR.fields_by_name.get(name)
         if name == "repetition_penalty" and not message.repetition_penalty:
@@ -98,10 +100,13 @@ def _logprobs(count: int) -> dict[str, Any]:
     return {"logprobs": True, "top_logprobs": count}
 
 
-def _check_absent(message: pb.SamplingParams) -> None:
-    constraint = message.WhichOneof("constraint")
-    if constraint and getattr(message, constraint) is not False:
-        raise ValueError(f"{constraint} is given; this service has no guided decoding: leave it out")
+def _constraint(message: pb.SamplingParams) -> dict[str, Any]:
+    kind = message.WhichOneof("constraint")
+    if kind == "structural_tag":
+        raise ValueError("structural_tag is given; allowed: json_schema, json_object, regex, grammar or choice")
+    if kind is None or getattr(message, kind) is False:
+        return {}
+    return {"constraint": {kind: list(message.choice.choices) if kind == "choice" else getattr(message, kind)}}
 
 
 def _check_unset(message: pb.SamplingParams | pb.GenerateRequest) -> None:
@@ -333,7 +338,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         check_request(message)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
-        parsed = to_params(message.sampling_params, self._method, room=LONGEST)
+        parsed = to_params(message.sampling_params, self._method, LONGEST, self._pair.sampling)
         form = message.WhichOneof("input")
         if form is None:
             raise ValueError("input is missing; allowed: one of tokenized, text")
@@ -342,5 +347,5 @@ class VllmService(pb_grpc.VllmEngineServicer):
         if form == "tokenized" and (largest := max(prompt)) >= (size := self._pair.tokenizer.size):
             raise ValueError(f"tokenized.input_ids contains {largest}; allowed: 0..{size - 1}")
         room = self._handler.longest(parsed[0], len(prompt))
-        settings = to_params(message.sampling_params, self._method, room)
+        settings = to_params(message.sampling_params, self._method, room, self._pair.sampling)
         return [Request(request_id, prompt, params) for params in settings]

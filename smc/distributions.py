@@ -80,6 +80,17 @@ class DistributionSpec(Generic[Array]):
             truncation = frozenset({"top_k", "top_p", "min_p"})
         return replace(self, active=truncation | (self.active & {"alpha"}) | {"temperature", "greedy"})
 
+    def to(self: DistributionSpec[np.ndarray], device: torch.device) -> DistributionSpec[Tensor]:
+        """The same on a device."""
+        return DistributionSpec(
+            to_device(self.temperature_R, device),
+            to_device(self.top_k_R, device),
+            to_device(self.top_p_R, device),
+            to_device(self.min_p_R, device),
+            to_device(self.alpha_R, device),
+            self.active,
+        )
+
     def take(self, rows: Array) -> DistributionSpec[Array]:
         """The specs of the given rows, in that order (repeats allowed)."""
         distributions = (

@@ -21,11 +21,16 @@ CONFIG = "config.json"
 
 
 def pair_directories(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
-    """Directories of target and draft: the given ones, or the demo pair's. Raises ValueError if only one is given."""
+    """Directories of target and draft, given as directories or by their names on the hub, or the demo pair's. Raises
+    ValueError if only one is given, or if a model cannot be downloaded."""
     if (target is None) != (draft is None):
         given, missing = ("--target", "--draft") if draft is None else ("--draft", "--target")
         raise ValueError(f"{given} is given without {missing}; give both, or neither for the demo pair")
-    return (target, draft) if target and draft else DEMO
+    if not target or not draft:
+        return DEMO
+    from smc.model.hub import find_model
+
+    return find_model(target), find_model(draft)
 
 
 def require_directories(directories: tuple[Path, Path]) -> None:
@@ -36,7 +41,12 @@ def require_directories(directories: tuple[Path, Path]) -> None:
         if not (directory / CONFIG).is_file()
     ]
     if missing:
-        raise ValueError("\n".join(f"{each}; a Hugging Face model directory is needed" for each in missing))
+        raise ValueError(
+            "\n".join(
+                f"{each}; a Hugging Face model directory is needed, or ORG/NAME of a model on the hub"
+                for each in missing
+            )
+        )
 
 
 def load_pair(directories: tuple[Path, Path], device: str, dtype: str | None, **options: Any) -> ModelPair:

@@ -14,6 +14,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.calibration.latency import ONCE, THOROUGH, measure_latency
 from smc.calibration.latency_cache import LatencyCache, cache_directory, cost_key
+from smc.constraints import Compiler
 from smc.executor.executor import LocalRoundExecutor
 from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.worker import ModelWorker
@@ -91,7 +92,7 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
         executor=rounds,
         pages=dict.fromkeys(ModelRole, pages),
         context=context,
-        **engine_options,
+        **{"constraints": Compiler.of(TokenBytes.of(pair.tokenizer))} | engine_options,
     )
 
 

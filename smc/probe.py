@@ -16,9 +16,9 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
-from smc.demo.dense import hidden_states
 from smc.local_engine import ModelPair, local_engine
 from smc.model.decoder import Decoder, RopeTable
+from smc.model.dense import hidden_states
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.tree_policy import ThroughputForecast
@@ -119,7 +119,7 @@ def probe_pair(
     speeds = (
         (None, None)
         if costs is None
-        else tuple(_speed(costs, each, particles) for each in (tokens, CONFIG.block + 1.0))
+        else tuple(expected_speed(costs, each, particles) for each in (tokens, CONFIG.block + 1.0))
     )
     kl, overlap, same = torch.stack(compared).mean(0).tolist()
     return Probe(
@@ -169,7 +169,7 @@ def _logits(model: Decoder, tokens: Sequence[int], first: int, vocab: int) -> Te
     return model.logits(hidden_SE[first - 1 : -1])[:, :vocab].cpu()
 
 
-def _speed(costs: LatencyModel, tokens: float, particles: int) -> float:
-    """Of one request in lockstep, as a multiple of plain decoding's."""
+def expected_speed(costs: LatencyModel, tokens: float, particles: int) -> float:
+    """Of one request in lockstep whose rounds bring so many tokens, as a multiple of plain decoding's."""
     drafted = ThroughputForecast(CONFIG, costs).seconds_of_round(particles, 0, 0.0, CONFIG.branches)
     return tokens * costs.alone.at(1, 0) / drafted

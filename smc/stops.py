@@ -14,11 +14,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from smc.api.constraint import Constraint
 from smc.api.limits import MAX_STOP_BYTES
 from smc.arrays import to_device
 from smc.model.tokenizer import Tokenizer
@@ -35,6 +37,8 @@ class TokenBytes:
     """uint8."""
     offset_V: np.ndarray
     """int32 [V + 1]: where each token's bytes begin, and where the last one's end."""
+    eos_ids: tuple[int, ...] = ()
+    """Tokens that end texts."""
 
     @staticmethod
     @lru_cache(maxsize=4)
@@ -42,7 +46,7 @@ class TokenBytes:
         tokens = [tokenizer.bytes_of(token) for token in range(tokenizer.size)]
         offset_V = np.zeros(len(tokens) + 1, dtype=np.int32)
         np.cumsum(np.fromiter(map(len, tokens), np.int32, len(tokens)), out=offset_V[1:])
-        return TokenBytes(np.frombuffer(b"".join(tokens), dtype=np.uint8).copy(), offset_V)
+        return TokenBytes(np.frombuffer(b"".join(tokens), dtype=np.uint8).copy(), offset_V, tokenizer.eos_ids)
 
     def to(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(data [B], offset [V + 1]) there."""
@@ -62,23 +66,41 @@ class StopMachine:
     """int16 [X, 256] state after a byte; None without strings."""
     biases: tuple[tuple[int, float], ...] = ()
     """What is added to logits, by token, ascending: as what ends an answer, it is kept beside the models."""
+    constraint: Constraint | None = None
+    """What an answer may be."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Tokens of texts that it must not contain, ascending."""
 
     @staticmethod
     def of(
-        stop_ids: Iterable[int], strings: Sequence[bytes], biases: tuple[tuple[int, float], ...] = ()
+        stop_ids: Iterable[int],
+        strings: Sequence[bytes],
+        biases: tuple[tuple[int, float], ...] = (),
+        constraint: Constraint | None = None,
+        bad_words: Iterable[tuple[int, ...]] = (),
     ) -> StopMachine:
         """`strings` are not empty. Raises ValueError if they are longer than `MAX_STOP_BYTES` together."""
         if (size := sum(map(len, strings))) > MAX_STOP_BYTES:
             raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
         different = tuple(sorted(set(strings)))
         return StopMachine(
-            tuple(sorted(set(stop_ids))), different, _byte_machine(different) if different else None, biases
+            tuple(sorted(set(stop_ids))),
+            different,
+            _byte_machine(different) if different else None,
+            biases,
+            constraint,
+            tuple(sorted(set(bad_words))),
         )
 
     @property
-    def key(self) -> tuple[tuple[int, ...], tuple[bytes, ...], tuple[tuple[int, float], ...]]:
+    def key(self) -> tuple[Any, ...]:
         """What it was made of: `StopMachine.of(*key)` is equal to it."""
-        return self.stop_ids, self.strings, self.biases
+        return self.stop_ids, self.strings, self.biases, self.constraint, self.bad_words
+
+    @property
+    def masks(self) -> bool:
+        """Which tokens may follow depends on those before."""
+        return self.constraint is not None or bool(self.bad_words)
 
     def after(
         self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes, *, early: bool = False

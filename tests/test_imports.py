@@ -11,12 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
-    ("smc.arrays", "smc.philox", "smc.statistics", "smc.terminal", "smc.types"),
+    ("smc.arrays", "smc.philox", "smc.statistics", "smc.terminal", "smc.training", "smc.types"),
     ("smc.api",),
     ("smc.distributions",),
     ("smc.algorithm",),
     ("smc.model",),
-    ("smc.memory", "smc.stops"),
+    ("smc.memory", "smc.stops", "smc.constraints"),
     ("smc.attention", "smc.kernels"),
     ("smc.executor",),
     ("smc.scheduler",),
@@ -25,6 +25,7 @@ LIBRARY = [
     ("smc.demo",),
     ("smc.probe",),
     ("smc.loading",),
+    ("smc.distill",),
 ]
 """Layers, lowest first; those of one layer may import each other."""
 FORBIDDEN = {"ray", "grpc", "prometheus_client", "services", "loadtest", "benchmarks", "tests"}

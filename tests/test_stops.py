@@ -29,7 +29,7 @@ class Letters:
     """As much of a tokenizer as stops need."""
 
     def __init__(self, tokens: list[bytes]) -> None:
-        self.tokens, self.size = tokens, len(tokens)
+        self.tokens, self.size, self.eos_ids = tokens, len(tokens), ()
 
     def bytes_of(self, token: int) -> bytes:
         return self.tokens[token]

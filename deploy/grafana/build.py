@@ -254,6 +254,35 @@ def particles() -> Dashboard:
                 quantiles("smc_log_evidence_per_token", 0.1, 0.5, 0.9),
             ),
         ],
+        "Constraints": [
+            graph(
+                "Masks",
+                "Seconds that masks of constrained requests took in a round, at one model. They are made while it runs.",
+                "s",
+                quantiles("smc_constraint_mask_seconds", 0.5, 0.9, 0.99),
+            ),
+            graph(
+                "Compiled constraints",
+                "Constraints that were compiled, and those that an earlier request had already.",
+                "cpm",
+                {
+                    "compiled": f"60 * {rate('smc_constraint_compile_seconds_count')}",
+                    "kept": f"60 * {rate('smc_constraint_cache_hits_total')}",
+                },
+            ),
+            graph(
+                "Compile time",
+                "Seconds that it took to compile a constraint, before its request was queued.",
+                "s",
+                quantiles("smc_constraint_compile_seconds", 0.5, 0.9, 0.99),
+            ),
+            graph(
+                "Invalid ends",
+                "Answers per minute that ended by themselves and that their constraint does not allow: a bug.",
+                "cpm",
+                {"answers": f"60 * {rate('smc_constraint_invalid_ends_total')}"},
+            ),
+        ],
         "Efficiency": [
             graph(
                 "Tokens run for one of the answer",

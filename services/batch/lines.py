@@ -13,6 +13,7 @@ from typing import Any
 
 from services.backend import ServingPair
 from services.errors import status_of
+from services.openai.reasoning import Reasoning
 from services.openai.requests import (
     CHAT,
     COMPLETIONS,
@@ -98,18 +99,31 @@ class RequestReader:
         """Raises ValueError naming the field, the value and what is allowed."""
         if line.mistake is not None:
             raise ValueError(line.mistake)
-        completion = understood(line.body, line.url == CHAT, (self._pair.target.name,), self._pair.tokenizer.size)
+        completion = _understood(line, self._pair)
         _check_is_for_a_file(completion)
         prompt = tuple(completion.prompts[0].encode(self._pair.tokenizer, self._pair.context - 1))
         negative = completion.negative_tokens(self._pair.tokenizer, self._pair.context - 1)
         longest = min(DEFAULT_MAX_TOKENS, max(1, self._pair.context - max(len(prompt), len(negative or ()))))
+        if completion.chat:
+            completion = completion.after_reasoning(Reasoning.of(self._pair.tokenizer, prompt))
         params = completion.params(longest, self.seed_of(line))
+        if params.constraint is not None:
+            from smc.constraints import Compiler  # imports torch
+            from smc.stops import TokenBytes
+
+            Compiler.of(TokenBytes.of(self._pair.tokenizer)).check(params.constraint)
         return Request(str(line.number), prompt, params, completion.cache_salt, negative_prompt=negative)
 
     def seed_of(self, line: Line) -> int:
         """The seed of this line: its own, or else one that is the same whenever and wherever it is decoded."""
         own = line.body.get("seed")
         return own if own is not None else derived_seed(f"{self._seed}:{line.custom_id}")
+
+
+def _understood(line: Line, pair: ServingPair) -> CompletionRequest:
+    names = (pair.target.name,)
+    completion = understood(line.body, line.url == CHAT, names, pair.tokenizer.size, defaults=pair.sampling)
+    return completion.with_tool_format(pair.tokenizer)
 
 
 def _check_is_for_a_file(completion: CompletionRequest) -> None:
@@ -135,9 +149,11 @@ def answered(
     """`created`: seconds since the epoch."""
     chat = line.url == CHAT
     heading = ResponseHeader(line.digest, created, pair.target.name, chat, fingerprint)
-    body = response(
-        heading, [choice(0, answer, request.params, chat, pair.tokenizer, _echo(line, request, pair))], [answer]
-    )
+    form = _understood(line, pair).tool_format if (line.body or {}).get("tools") else None
+    echo = _echo(line, request, pair)
+    reasoning = Reasoning.of(pair.tokenizer, request.prompt) if chat else None
+    one = choice(0, answer, request.params, chat, pair.tokenizer, echo, form, reasoning, line.digest)
+    body = response(heading, [one], [answer])
     line_response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
     return {"id": record_id(line), "custom_id": line.custom_id, "response": line_response, "error": None}
 

@@ -135,7 +135,10 @@ def _print(report: PairReport, directories: tuple[Path, Path]) -> None:
 
 
 def _column(model: ModelReport | None) -> dict[str, str]:
-    names = ("architecture", "layers", "hidden size", "query / KV heads", "vocabulary", "context", "parameters", "size")
+    names = (
+        *("architecture", "layers", "hidden size", "query / KV heads", "vocabulary", "context", "parameters", "size"),
+        *("ends at ids", "sampling"),
+    )
     if model is None:
         return dict.fromkeys(names, "refused")
     config = model.config
@@ -148,5 +151,7 @@ def _column(model: ModelReport | None) -> dict[str, str]:
         f"{config.max_context:,}",
         f"{model.parameters / 1e9:.2f} B" if model.parameters >= 1e8 else f"{model.parameters / 1e6:.2f} M",
         f"{model.bytes / 2**30:.2f} GiB" if model.bytes >= 2**28 else f"{model.bytes / 2**20:.2f} MiB",
+        ", ".join(map(str, model.eos_ids)) or "none",
+        ", ".join(f"{name} {value:g}" for name, value in model.sampling.items()) or "library's",
     )
     return dict(zip(names, values))

@@ -17,7 +17,8 @@ from smc.api import draft_fit
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.outputs import Answer
 from smc.api.request import Request, check_guidance
-from smc.api.sampling_params import SamplingParams
+from smc.api.sampling_params import SamplingParams, with_defaults
+from smc.model.generation_config import GENERATION_CONFIGS, sampling_defaults
 from smc.terminal import err, finite, print_error, print_warning
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def generate(
     draft_dtype: options.DraftDtype = None,
     draft_vocab: options.DraftVocab = None,
     draft_vocab_text: options.DraftVocabText = None,
+    generation_config: options.GenerationConfig = None,
     sampling: Mapping[str, Any] = options.NOTHING,
     negative_prompt: options.NegativePrompt = None,
     raw: options.Raw = False,
@@ -64,6 +66,10 @@ def generate(
     given = options.given(ctx.params)
     _refuse_idle(given)
     require_directories(directories)
+    if generation_config not in (None, *GENERATION_CONFIGS):
+        raise ValueError(f"--generation-config {generation_config}; allowed: {', '.join(GENERATION_CONFIGS)}")
+    if generation_config != "ignore":
+        sampling = with_defaults(sampling, sampling_defaults(directories[0]))
     check_guidance(
         SamplingParams(**sampling), negative_prompt is not None
     )  # before torch is imported, which takes seconds

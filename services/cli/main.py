@@ -17,6 +17,7 @@ from services.cli.batch import batch
 from services.cli.check import check
 from services.cli.client import client
 from services.cli.demo import demo
+from services.cli.distill import distill
 from services.cli.generate import generate
 from services.cli.measuring import add_commands
 from services.cli.serve import serve
@@ -46,6 +47,7 @@ app.command("demo")(demo)
 app.command("serve")(serve)
 app.command("batch")(batch)
 app.command("check")(check)
+app.command("distill")(distill)
 add_commands(app)
 app.add_typer(client, name="client")
 

@@ -55,6 +55,38 @@ SAMPLING_NAMES = tuple(name for name, known in SETTINGS.items() if known.option 
 """Fields of `SamplingParams` that are options."""
 
 
+def _constraint_parameter(name: str, kind: Any, help: str, metavar: str) -> inspect.Parameter:
+    made = option(SAMPLING, help, f"--{name.replace('_', '-')}", metavar=metavar, show_default=False)
+    default = False if kind is bool else None
+    kind = kind if kind is bool else kind | None
+    annotation = Annotated[kind, made]
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+
+
+CONSTRAINTS = {
+    name: _constraint_parameter(name, kind, help, metavar)
+    for name, kind, help, metavar in (
+        ("json_schema", Path, "The answer is JSON that this schema allows.", "FILE"),
+        ("json_object", bool, "The answer is a JSON object.", ""),
+        ("regex", str, "The answer matches this regular expression.", "REGEX"),
+        ("grammar", Path, "The answer is of this grammar, in Lark's syntax or GBNF.", "FILE"),
+        ("choice", list[str], "The answer is this text; may be repeated, for one of several.", "TEXT"),
+    )
+}
+"""Options of which one says what the answer may be."""
+
+
+def _constraint(found: dict[str, Any]) -> dict[str, Any]:
+    """As a setting. Raises ValueError for more than one, and OSError for a file that cannot be read."""
+    if len(found) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in found)
+        raise ValueError(f"{names} are given; allowed: one of them")
+    texts = {
+        name: value.read_text(encoding="utf-8") if isinstance(value, Path) else value for name, value in found.items()
+    }
+    return {"constraint": texts} if texts else {}
+
+
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 """Given, where `sampling` stands for options."""
 
@@ -66,13 +98,16 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     parameters: list[inspect.Parameter] = []
     for one in signature.parameters.values():
         parameters += (
-            [_sampling_parameter(name, kinds[name]) for name in SAMPLING_NAMES] if one.name == "sampling" else [one]
+            [*(_sampling_parameter(name, kinds[name]) for name in SAMPLING_NAMES), *CONSTRAINTS.values()]
+            if one.name == "sampling"
+            else [one]
         )
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        sampling = {name: kwargs.pop(name) for name in SAMPLING_NAMES}
-        return command(*args, sampling=given(sampling), **kwargs)
+        sampling = given({name: kwargs.pop(name) for name in SAMPLING_NAMES})
+        constraint = _constraint(given({name: kwargs.pop(name) for name in CONSTRAINTS}))
+        return command(*args, sampling=sampling | constraint, **kwargs)
 
     call: Any = wrapped
     call.__signature__ = signature.replace(parameters=parameters)
@@ -142,9 +177,16 @@ def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 Target = Annotated[
     Path | None,
-    option(MODELS, "Directory of the target model; with --draft. Default: the demo pair.", "--target", metavar="DIR"),
+    option(
+        MODELS,
+        "Target model, with --draft: a directory, or ORG/NAME[@REVISION] on the Hugging Face hub. Default: the demo pair.",
+        "--target",
+        metavar="MODEL",
+    ),
 ]
-Draft = Annotated[Path | None, option(MODELS, "Directory of the draft model; with --target.", "--draft", metavar="DIR")]
+Draft = Annotated[
+    Path | None, option(MODELS, "Draft model, with --target: a directory, or a name.", "--draft", metavar="MODEL")
+]
 Device = Annotated[str, option(MODELS, "Where both models run.", metavar="cpu|cuda")]
 Dtype = Annotated[
     str | None,
@@ -159,6 +201,15 @@ TargetDtype = Annotated[
     ),
 ]
 DraftDtype = Annotated[str | None, option(MODELS, "Type of the draft alone.", metavar="TYPE")]
+GenerationConfig = Annotated[
+    str | None,
+    option(
+        MODELS,
+        "Sampling settings that a request leaves out. auto: those of the target's generation_config.json; ignore: the "
+        "library's. Default: auto.",
+        metavar="auto|ignore",
+    ),
+]
 DraftVocab = Annotated[
     int | None,
     option(

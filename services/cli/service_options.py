@@ -50,6 +50,7 @@ class WorkerGroupOptions:
     draft_dtype: options.DraftDtype = None
     draft_vocab: options.DraftVocab = None
     draft_vocab_text: options.DraftVocabText = None
+    generation_config: options.GenerationConfig = None
 
     form: options.Form = None
     block: options.Block = None
@@ -216,6 +217,16 @@ class ServeOptions(WorkerGroupOptions):
             "Name of the target for clients and metrics; may be repeated. Default: the name of its directory.",
             "--served-model-name",
             metavar="NAME",
+        ),
+    ] = None
+    allow_origins: Annotated[
+        list[str] | None,
+        option(
+            LISTEN,
+            "Origin of web pages that may use --http-port, such as https://app.example.com; * = any; may be repeated. "
+            "Default: none.",
+            "--allow-origin",
+            metavar="ORIGIN",
         ),
     ] = None
     default_method: Annotated[

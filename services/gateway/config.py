@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from services.security import check_tls, is_loopback, read_tokens
 from smc.api.sampling_params import Method
 
 DEFAULT_PORT = 50051
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
+"""Of a web page, as browsers write it; `*`: any."""
 MESSAGE_BYTES, TOKEN_BYTES, MOST_BYTES = 64 << 10, 16, 4 << 20
 """Of the largest request: for everything but the prompt, for each token of the context (few texts have more than 6),
 and in all."""
@@ -62,6 +65,8 @@ class GatewayConfig:
     served_model_names: tuple[str, ...] = ()
     """What OpenAI's and vLLM's clients call the target; the first is what answers and metrics say. Empty: the name of
     its directory."""
+    allow_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the HTTP API, such as https://app.example.com; `*`: any. Empty: none."""
     default_method: str | None = None
     """Of requests that name none; None: `smc`, and at temperature 0 `exact`."""
 
@@ -69,7 +74,8 @@ class GatewayConfig:
         for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
-        object.__setattr__(self, "served_model_names", tuple(self.served_model_names))
+        for name in ("served_model_names", "allow_origins"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_numbers()
         self._check_security()
         self._check_defaults()
@@ -152,3 +158,10 @@ class GatewayConfig:
             raise ValueError(f"default_method={self.default_method!r}; allowed: {', '.join(Method)}")
         if wrong := [name for name in self.served_model_names if not name or not name.isprintable()]:
             raise ValueError(f"served_model_names contains {wrong[0]!r}; allowed: names that can be printed")
+        if wrong := [origin for origin in self.allow_origins if not ORIGIN.fullmatch(origin)]:
+            raise ValueError(
+                f"allow_origins contains {wrong[0]!r}; allowed: * or SCHEME://HOST[:PORT], such as "
+                "https://app.example.com, without a path"
+            )
+        if self.allow_origins and self.http_port is None:
+            raise ValueError("allow_origins has no effect without http_port; give --http-port too, or leave it out")

@@ -87,13 +87,13 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Raises ValueError naming the field, the value and what is allowed."""
         check_cache_salt(message.cache_salt)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
-        method = self._handler.config.method
+        method, defaults = self._handler.config.method, self._pair.sampling
         has_negative = message.HasField("negative_prompt")
-        check_guidance(to_sampling(message, method=method), has_negative)
+        check_guidance(to_sampling(message, defaults, method=method), has_negative)
         prompt = await self._handler.prompts.encode(message)
         negative = await self._handler.prompts.negative(message.negative_prompt if has_negative else None)
         room = max(1, self._pair.context - max(len(prompt), len(negative or ())))
-        params = to_sampling(message, method=method, max_tokens=min(DEFAULT_MAX_TOKENS, room))
+        params = to_sampling(message, defaults, method=method, max_tokens=min(DEFAULT_MAX_TOKENS, room))
         return Request(request_id, prompt, params, message.cache_salt, negative_prompt=negative)
 
 

@@ -12,11 +12,13 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
+import numpy as np
 
 from services.backend import Backend, RequestAborted, ServingPair, Unavailable
 from services.errors import SlowReader, Status, status_of
@@ -26,12 +28,16 @@ from services.gateway.tracing import Trace, Tracing
 from services.metrics import REJECTIONS, Metrics
 from services.prompts import PromptEncoder
 from services.security import caller_of
-from smc.api.outputs import Answer, Output, Times
+from smc.api.constraint import Constraint
+from smc.api.outputs import Answer, FinishReason, Output, Times
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.admission import DuplicateRequest, check_waiting
 from smc.scheduler.stats import EngineStats
 from smc.types import ModelRole
+
+if TYPE_CHECKING:
+    from smc.constraints import Compiler
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Calls:
     """The Generate calls in flight, from their arrival on. Use it in one asyncio loop."""
 
     def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
-        self._metrics, self._tracing = metrics, tracing
+        self.metrics, self._tracing = metrics, tracing
         self.closed: str | None = "the service is starting; try again later"
         """Why calls are refused; None: they are accepted."""
         self._calls: dict[Key, _RunningCall] = {}
@@ -90,7 +96,7 @@ class Calls:
 
     def arrives(self, name: str, headers: Iterable[tuple[str, str | bytes]]) -> CallRecord:
         """A call of this name has arrived."""
-        return CallRecord(self._metrics, self._tracing.begin(name, headers) if self._tracing else None)
+        return CallRecord(self.metrics, self._tracing.begin(name, headers) if self._tracing else None)
 
     @asynccontextmanager
     async def enter(self, key: Key) -> AsyncIterator[None]:
@@ -303,11 +309,13 @@ class RequestHandler:
         config: GatewayConfig,
     ) -> None:
         self.pair, self.calls, self.status, self.config = pair, calls, status, config
-        self._backend = backend
+        self._backend, self._metrics = backend, calls.metrics
         self.prompts = PromptEncoder(pair.tokenizer, pair.context)
+        self._compiling = ThreadPoolExecutor(1, "compile")
 
     def close(self) -> None:
         self.prompts.close()
+        self._compiling.shutdown(wait=False, cancel_futures=True)
 
     async def serve(
         self, method: str, request_id: str, context: grpc.aio.ServicerContext, parse: Parser, serialize: Serializer
@@ -357,6 +365,40 @@ class RequestHandler:
 
         return longest_answer(params, self.pair.engine, self.status().pages, self.pair.context, prompt, negative)
 
+    async def _check_constraints(self, requests: Sequence[Request]) -> None:
+        """Compile constraints in a thread, so that other calls do not wait. Raises ValueError, before anything is
+        queued."""
+        constraints = dict.fromkeys(r.params.constraint for r in requests if r.params.constraint is not None)
+        if constraints:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compiling, self._compile, list(constraints))
+
+    def _check_end(self, request: Request, answer: Answer) -> None:
+        """Count an answer that has ended by itself, and that its constraint does not allow."""
+        constraint = request.params.constraint
+        if constraint is None or answer.finish_reason is not FinishReason.EOS:
+            return
+        from smc.stops import StopMachine  # imports torch
+
+        follower = self._compiler().follower(StopMachine.of((), (), (), constraint))
+        if not follower.ends(np.array(answer.tokens)):
+            logger.error("request %s ended as its constraint does not allow", request.request_id)
+            self._metrics.constraint_broken()
+
+    def _compiler(self) -> Compiler:
+        from smc.constraints import Compiler  # imports torch
+        from smc.stops import TokenBytes
+
+        return Compiler.of(TokenBytes.of(self.pair.tokenizer))
+
+    def _compile(self, constraints: list[Constraint]) -> None:
+        compiler = self._compiler()
+        for constraint in constraints:
+            try:
+                compiler.check(constraint)
+            finally:
+                self._metrics.constraint_compiled(*compiler.counts.take())
+
     async def updates(
         self, requests: Sequence[Request], records: Sequence[CallRecord]
     ) -> AsyncGenerator[tuple[int, Output], None]:
@@ -364,6 +406,7 @@ class RequestHandler:
         an error, the backend's iterators are closed, which aborts what still runs."""
         for record, request in zip(records, requests):
             record.asks(request)
+        await self._check_constraints(requests)
         waited = records[0].seconds
         sources = [self._backend.generate(replace(request, waited=waited)) for request in requests]
         async with aclosing(merged(sources)) as updates:
@@ -372,6 +415,7 @@ class RequestHandler:
                 yield index, output
                 if output.answer is not None:
                     records[index].answered(output.answer)
+                    self._check_end(requests[index], output.answer)
 
 
 async def merged(sources: Sequence[AsyncGenerator[Output, None]]) -> AsyncGenerator[tuple[int, Output], None]:

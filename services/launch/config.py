@@ -11,6 +11,7 @@ from services.link.base import LINKS, is_renewable
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import DTYPE_NAMES, UNSET
+from smc.model.generation_config import GENERATION_CONFIGS, sampling_defaults
 from smc.model.parallel import Shard, local_config
 from smc.model.source import LOADS, SourcePair, name_dtypes, pair_dtypes
 from smc.types import ModelRole
@@ -54,6 +55,9 @@ class WorkerGroupConfig:
     """Tokens that the draft proposes by likelihood (`smc.model.draft_vocab`). Default: all."""
     draft_vocab_text: Path | None = None
     """A text in UTF-8 whose most frequent tokens these are; read where the service is started."""
+    generation_config: str = "auto"
+    """`auto`: the target's generation_config.json says what requests have that leave sampling settings out; `ignore`:
+    the library does."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     threads: int = 1
     """CPU threads of torch in each rank."""
@@ -73,7 +77,8 @@ class WorkerGroupConfig:
 
     def __post_init__(self) -> None:
         types = dict.fromkeys(("dtype", "target_dtype", "draft_dtype"), (None, *DTYPE_NAMES))
-        for name, allowed in {"load": LOADS, "link": LINKS, "device": DEVICES, **types}.items():
+        names = {"load": LOADS, "link": LINKS, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
+        for name, allowed in {**names, **types}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(filter(None, allowed))}")
         if self.dtype is None:
@@ -136,6 +141,7 @@ class WorkerGroupConfig:
             context=self.engine.context(sources.max_context),
             engine=self.engine,
             link=self.link,
-            files=sources.target.tokenizer_files,
+            files=(files := sources.target.tokenizer_files),
+            sampling=sampling_defaults(files) if files and self.generation_config == "auto" else {},
             dtypes=name_dtypes(self.dtypes),
         )

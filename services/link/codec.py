@@ -9,9 +9,18 @@ import numpy as np
 
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import PopulationKind
+from smc.api.constraint import Constraint
 from smc.distributions import DistributionSpec
 from smc.executor.messages import DraftReport, Draws, Lineage, PromptBatch, PromptResult, RoundResult, TopLogprobsSpec
-from smc.executor.plan import Contexts, Penalties, Program, RoundPlan, SequenceHandoff, UnconditionalRows
+from smc.executor.plan import (
+    ConstrainedRows,
+    Contexts,
+    Penalties,
+    Program,
+    RoundPlan,
+    SequenceHandoff,
+    UnconditionalRows,
+)
 from smc.philox import Purpose
 from smc.stops import StopMachine
 
@@ -58,6 +67,7 @@ _PENALTIES = {
     "repetition": ("repetition_A", "<f4"),
     "prompt": ("prompt_A", "<i8"),
 }
+_CONSTRAINTS = {"entry": ("entry_A", "<i4"), "prompt": ("prompt_A", "<i8"), "by_answer": ("by_answer_A", "|b1")}
 _JOIN = {
     "slots": ("slots_N", "<i4"),
     "pages": ("pages_XL", "<i4"),
@@ -159,11 +169,26 @@ def to_join(command: pb.JoinCommand) -> SequenceHandoff:
 
 def _machine_message(machine: StopMachine) -> pb.StopMachine:
     biased, bias = zip(*machine.biases) if machine.biases else ((), ())
-    return pb.StopMachine(token_ids=machine.stop_ids, strings=machine.strings, biased=biased, bias=bias)
+    message = pb.StopMachine(token_ids=machine.stop_ids, strings=machine.strings, biased=biased, bias=bias)
+    if machine.constraint is not None:
+        message.constraint.CopyFrom(_constraint_message(machine.constraint))
+    message.bad_words.extend(pb.Word(token_ids=word) for word in machine.bad_words)
+    return message
 
 
 def _to_machine(machine: pb.StopMachine) -> StopMachine:
-    return StopMachine.of(machine.token_ids, list(machine.strings), tuple(zip(machine.biased, machine.bias)))
+    constraint = _to_constraint(machine.constraint) if machine.HasField("constraint") else None
+    biases = tuple(zip(machine.biased, machine.bias))
+    bad_words = [tuple(word.token_ids) for word in machine.bad_words]
+    return StopMachine.of(machine.token_ids, list(machine.strings), biases, constraint, bad_words)
+
+
+def _constraint_message(constraint: Constraint) -> pb.Constraint:
+    return pb.Constraint(**vars(constraint))
+
+
+def _to_constraint(message: pb.Constraint) -> Constraint:
+    return Constraint(message.kind, message.text, message.after if message.HasField("after") else None)
 
 
 def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
@@ -180,6 +205,7 @@ def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
         **_fields(plan, _PLAN),
         target_unconditional=pb.UnconditionalRows(**_fields(unconditional, _UNCONDITIONAL)) if unconditional else None,
         penalties=pb.Penalties(**_fields(plan.penalties, _PENALTIES)) if plan.penalties else None,
+        constraints=_constraints_message(plan.constraints) if plan.constraints else None,
     )
 
 
@@ -202,8 +228,20 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
         if command.HasField("target_unconditional")
         else None,
         penalties=Penalties(**_attributes(command.penalties, _PENALTIES)) if command.HasField("penalties") else None,
+        constraints=_to_constraints(command.constraints) if command.HasField("constraints") else None,
         **arrays,
     )
+
+
+def _constraints_message(rows: ConstrainedRows[np.ndarray]) -> pb.ConstrainedRows:
+    message = pb.ConstrainedRows(**_fields(rows, _CONSTRAINTS))
+    message.every_step, message.has_answers = rows.every_step, rows.has_answers
+    return message
+
+
+def _to_constraints(message: pb.ConstrainedRows) -> ConstrainedRows[np.ndarray]:
+    flags = {"every_step": message.every_step, "has_answers": message.has_answers}
+    return ConstrainedRows(**_attributes(message, _CONSTRAINTS), **flags)
 
 
 def _to_unconditional(message: pb.UnconditionalRows) -> UnconditionalRows[np.ndarray]:
@@ -251,14 +289,19 @@ def _draws_message(draws: Draws) -> pb.Draws:
         bias=_bytes(draws.bias_Y, "<f4"),
         seen=_bytes(draws.seen_2Z, "<i4"),
         repetition=_bytes(draws.repetition_Z, "<f4"),
+        machines=[_machine_message(machine) for machine in draws.machines if machine is not None],
+        masked=_bytes(np.array([row for row, machine in enumerate(draws.machines) if machine is not None]), "<i4"),
+        rows=len(draws.machines),
+        by_answer=b"" if draws.by_answer_R is None else _bytes(draws.by_answer_R, "|b1"),
     )
 
 
 def _to_draws(draws: pb.Draws) -> Draws:
     seed_R = _array(draws.seed, "<i8")
+    machines = dict(zip(_array(draws.masked, "<i4").tolist(), map(_to_machine, draws.machines)))
     round_R, stream_X = (_array(data, "<i4").astype(np.int64) for data in (draws.round, draws.stream))
     count_R, kind_R = (_array(data, "<i4") for data in (draws.count, draws.kind))
-    guidance = (
+    guidance: dict[str, Any] = (
         {"unconditional_R": _array(draws.unconditional, "<i4"), "scale_R": _array(draws.scale, "<f4")}
         if draws.unconditional
         else {}
@@ -275,6 +318,8 @@ def _to_draws(draws: pb.Draws) -> Draws:
         bias_Y=_array(draws.bias, "<f4"),
         seen_2Z=_array(draws.seen, "<i4").reshape(2, -1),
         repetition_Z=_array(draws.repetition, "<f4"),
+        machines=tuple(machines.get(row) for row in range(draws.rows)),
+        by_answer_R=_array(draws.by_answer, "|b1") if draws.by_answer else None,
         **guidance,
     )
 

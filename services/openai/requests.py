@@ -10,9 +10,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -20,10 +21,13 @@ from pydantic_core import PydanticCustomError
 
 from services.backend import check_cache_salt
 from services.errors import TooLarge, status_of
+from services.openai.reasoning import Reasoning
+from services.openai.tool_calls import ToolFormat
 from services.prompts import Prompt, of_negative
+from smc.api.constraint import Constraint, check_constraint
 from smc.api.limits import MAX_TOP_LOGPROBS, PromptTooLong
 from smc.api.request import check_guidance
-from smc.api.sampling_params import SETTINGS, SamplingParams
+from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.admission import DuplicateRequest
 
@@ -227,10 +231,33 @@ class Tool(Strict):
     function: Function
 
 
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: Annotated[Any, _neutral(False)] = False
     continuous_usage_stats: Annotated[Any, _neutral(False)] = False
+
+
+class Schema(Strict):
+    name: str = ""
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    """None: any object."""
+    strict: bool | None = None
+    """An answer is constrained in any case."""
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
 
 
 class Body(Strict):
@@ -258,7 +285,14 @@ class Body(Strict):
     best_of: Annotated[Any, _neutral(1)] = 1
     service_tier: Annotated[Any, _neutral("auto", "default")] = None
     store: Annotated[Any, _neutral(False)] = False
-    response_format: Annotated[Any, _neutral({"type": "text"})] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: an object with one of json, json_object, regex, grammar, choice."""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    """These four are the same, by vLLM's older names."""
     skip_special_tokens: Annotated[Any, _neutral(True)] = True
     spaces_between_special_tokens: Annotated[Any, _neutral(True)] = True
     include_stop_str_in_output: Annotated[Any, _neutral(False)] = False
@@ -269,10 +303,9 @@ class ChatBody(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Any = None
-    tool_choice: Annotated[
-        Any, _neutral("auto", "none", why="the template offers the tools, and what the model writes is text")
-    ] = None
-    parallel_tool_calls: Annotated[Any, _neutral(True)] = True
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    """False: where a call is required, there is one."""
     modalities: Annotated[Any, _neutral(["text"])] = None
     functions: Annotated[Any, _neutral([])] = None
     function_call: Annotated[Any, _neutral("auto", "none")] = None
@@ -313,6 +346,18 @@ NAMES = {chat: frozenset(body.model_fields) | SETTINGS.keys() for chat, body in 
 
 
 @dataclass(frozen=True)
+class ToolUse:
+    """Tools that a chat offers to the model."""
+
+    functions: tuple[dict[str, Any], ...]
+    """Each with `name`, and where it has any `parameters`."""
+    required: bool
+    """Only calls of these may be written."""
+    parallel: bool
+    """As many as the model likes."""
+
+
+@dataclass(frozen=True)
 class CompletionRequest:
     """One body, understood."""
 
@@ -330,6 +375,49 @@ class CompletionRequest:
     request_id: str | None
     timeout: float | None
     """Seconds."""
+    tools: ToolUse | None = None
+    tool_format: ToolFormat | None = None
+    """How the model writes calls; None: what it writes is text."""
+
+    def with_tool_format(self, tokenizer: Tokenizer) -> CompletionRequest:
+        """With what follows for its tools from the chat template: how calls are written, and the constraint where some
+        are required. Raises BadRequest."""
+        if self.tools is None:
+            return self
+        (prompt,) = self.prompts
+        assert prompt.messages is not None, "only chats have tools"
+        settings = prompt.template_settings
+        texts = (tokenizer.chat(prompt.messages, tools=tools, settings=settings) for tools in (prompt.tools, ()))
+        if len(set(map(tuple, texts))) == 1:
+            raise BadRequest("tools is given, but the model's chat template ignores it; leave it out", "tools")
+        form = ToolFormat.of(tokenizer.chat_template or "")
+        if not self.tools.required:
+            return replace(self, tool_format=form)
+        if form is None:
+            raise BadRequest(
+                "tool_choice requires a call, but how the model's chat template writes calls is not known; allowed: "
+                "'auto', 'none'",
+                "tool_choice",
+            )
+        if "constraint" in self.settings:
+            raise BadRequest(
+                "tool_choice requires a call, and another constraint is given; leave one out", "tool_choice"
+            )
+        grammar = form.grammar(self.tools.functions, self.tools.parallel, tokenizer)
+        try:
+            constraint = Constraint("grammar", grammar)
+        except ValueError as error:
+            raise BadRequest(f"tools: {error}", "tools") from error
+        return replace(self, tool_format=form, settings=self.settings | {"constraint": constraint})
+
+    def after_reasoning(self, reasoning: Reasoning | None) -> CompletionRequest:
+        """With a constraint, if there is one, that begins where the reasoning ends."""
+        if reasoning is None or "constraint" not in self.settings:
+            return self
+        constraint = check_constraint("constraint", self.settings["constraint"])
+        if constraint.after is not None:
+            return self
+        return replace(self, settings=self.settings | {"constraint": replace(constraint, after=reasoning.end)})
 
     def named(self, error: ValueError) -> ValueError:
         """With the field that it is about, if it is about one."""
@@ -360,9 +448,15 @@ def derived_seed(name: str) -> int:
 
 
 def understood(
-    document: Any, chat: bool, models: tuple[str, ...], vocabulary: int, method: str | None = None
+    document: Any,
+    chat: bool,
+    models: tuple[str, ...],
+    vocabulary: int,
+    method: str | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> CompletionRequest:
-    """`models`: names of the model that is served; `vocabulary`: its tokens; `method`: of a body that names none.
+    """`models`: names of the model that is served; `vocabulary`: its tokens; `method`: of a body that names none;
+    `defaults`: other settings of a body that leaves them out.
 
     Raises BadRequest naming the field, the value and what is allowed.
     """
@@ -370,13 +464,18 @@ def understood(
         given = _given(document)
         body = _body({name: value for name, value in given.items() if name not in SETTINGS}, chat)
         settings = {name: value for name, value in given.items() if name in SETTINGS}
-        return _understood(body, settings, models, vocabulary, method)
+        return _understood(body, settings, models, vocabulary, method, defaults)
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply to be read") from error
 
 
 def _understood(
-    body: AnyBody, settings: dict[str, Any], models: tuple[str, ...], vocabulary: int, method: str | None
+    body: AnyBody,
+    settings: dict[str, Any],
+    models: tuple[str, ...],
+    vocabulary: int,
+    method: str | None,
+    defaults: Mapping[str, Any],
 ) -> CompletionRequest:
     chat = isinstance(body, ChatBody)
     if body.model is not None and body.model not in models:
@@ -388,6 +487,7 @@ def _understood(
         settings = _in_the_librarys_terms(settings, body)
         if method is not None:
             settings.setdefault("method", method)
+        settings = with_defaults(settings, defaults)
         # Before the prompt: a wrong setting is found in no time, while a long text takes some to encode.
         check_guidance(SamplingParams(**{"max_tokens": LONGEST} | settings), body.negative_prompt is not None)
     except ValueError as error:
@@ -419,6 +519,7 @@ def _understood(
         cache_salt=body.cache_salt,
         request_id=body.request_id,
         timeout=body.timeout,
+        tools=_tool_use(body) if isinstance(body, ChatBody) else None,
     )
 
 
@@ -471,9 +572,65 @@ def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, An
                 "max_tokens",
             )
         settings["max_tokens"] = body.max_completion_tokens
+    settings |= _constraint(settings, body)
     if "logprobs" in settings:
         settings |= _logprobs(settings, isinstance(body, ChatBody))
     return settings
+
+
+STRUCTURED = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "grammar": "grammar",
+    "choice": "choice",
+}
+"""Kinds of constraints, by vLLM's names."""
+
+
+def _constraint(settings: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Of what the answer is to be, by whichever field it is given."""
+    given: list[tuple[str, dict[str, Any]]] = []
+    if body.response_format is not None and (constraint := _format(body.response_format)):
+        given.append(("response_format", constraint))
+    if body.structured_outputs is not None:
+        given.append(("structured_outputs", _structured(body.structured_outputs)))
+    for name in ("guided_json", "guided_regex", "guided_grammar", "guided_choice"):
+        if (value := getattr(body, name)) is not None:
+            given.append((name, {STRUCTURED[name.removeprefix("guided_")]: value}))
+    names = [name for name, _ in given] + ["constraint"] * ("constraint" in settings)
+    if len(names) > 1:
+        raise BadRequest(f"{' and '.join(names)} are given; allowed: one of them", names[0])
+    if not given:
+        return {}
+    ((name, constraint),) = given
+    try:
+        return {"constraint": Constraint.of(constraint)}
+    except ValueError as error:
+        raise BadRequest(f"{name}: {error}", name) from error
+
+
+def _format(form: ResponseFormat) -> dict[str, Any]:
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        raise BadRequest(
+            f"response_format of type {form.type!r} {'without' if form.json_schema is None else 'with'} json_schema; "
+            "allowed: json_schema with that type, and only there",
+            "response_format",
+        )
+    if form.json_schema is None:
+        return {"json_object": True} if form.type == "json_object" else {}
+    schema = form.json_schema.schema_
+    return {"json_object": True} if schema is None else {"json_schema": schema}
+
+
+def _structured(values: dict[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in values.items() if value not in (None, False)}
+    if len(given) != 1 or not given.keys() <= STRUCTURED.keys():
+        raise BadRequest(
+            f"structured_outputs has {', '.join(given) or 'nothing'}; allowed: one of {', '.join(STRUCTURED)}",
+            "structured_outputs",
+        )
+    return {STRUCTURED[name]: value for name, value in given.items()}
 
 
 def _logprobs(settings: dict[str, Any], chat: bool) -> dict[str, Any]:
@@ -539,6 +696,23 @@ def _chat(body: ChatBody) -> Prompt:
         tools=tuple(_tool(tool) for tool in tools),
         template_settings=body.chat_template_kwargs,
     )
+
+
+def _tool_use(body: ChatBody) -> ToolUse | None:
+    choice = body.tool_choice
+    if not body.tools or choice == "none":
+        if choice not in (None, "auto", "none"):
+            raise BadRequest("tool_choice requires a call, and tools is missing", "tool_choice")
+        return None
+    functions = tuple(_tool(tool)["function"] for tool in body.tools)
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        functions = tuple(function for function in functions if function["name"] == name)
+        if not functions:
+            names = ", ".join(repr(tool.function.name) for tool in body.tools)
+            raise BadRequest(f"tool_choice names {name!r}; allowed: {names}", "tool_choice")
+    is_named = isinstance(choice, NamedTool)
+    return ToolUse(functions, choice == "required" or is_named, body.parallel_tool_calls and not is_named)
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

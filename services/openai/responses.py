@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+from services.openai.messages import MessageReader, message_of
+from services.openai.reasoning import Reasoning
 from services.openai.requests import CompletionRequest
+from services.openai.tool_calls import Delta, ToolFormat, call
 from smc.api.outputs import Answer, FinishReason, Particle
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
@@ -57,11 +60,29 @@ def response(
 
 
 def choice(
-    index: int, answer: Answer, params: SamplingParams, chat: bool, tokenizer: Tokenizer, echo: str = ""
+    index: int,
+    answer: Answer,
+    params: SamplingParams,
+    chat: bool,
+    tokenizer: Tokenizer,
+    echo: str = "",
+    tool_format: ToolFormat | None = None,
+    reasoning: Reasoning | None = None,
+    call_id: str = "",
 ) -> dict[str, Any]:
-    """One answer. `echo`: text that stands before it."""
+    """One answer. `echo`: text that stands before it; `tool_format`: of calls that may be in it, whose ids begin with
+    `call_id`; `reasoning`: that it is expected to begin with."""
+    ending = _ending(answer, params, chat, tokenizer)
+    if tool_format is not None or reasoning is not None:
+        message = message_of(answer.text, tool_format, reasoning, f"{call_id}_{index}")
+        return {"index": index, "message": message} | ending | _finish(ending, "tool_calls" in message)
     content = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": echo + answer.text}
-    return {"index": index, **content} | _ending(answer, params, chat, tokenizer)
+    return {"index": index, **content} | ending
+
+
+def _finish(ending: dict[str, Any], has_calls: bool) -> dict[str, Any]:
+    """An answer that ended with calls."""
+    return {"finish_reason": "tool_calls"} if has_calls and ending["finish_reason"] == "stop" else {}
 
 
 def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
@@ -85,9 +106,20 @@ def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
 class ChunkWriter:
     """Server-sent events of one response."""
 
-    def __init__(self, heading: ResponseHeader, completion: CompletionRequest, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        heading: ResponseHeader,
+        completion: CompletionRequest,
+        tokenizer: Tokenizer,
+        reasoning: Reasoning | None = None,
+    ) -> None:
         self._fields, self._chat, self._tokenizer = heading.fields(chunk=True), heading.chat, tokenizer
         self._usage = {"usage": None} if completion.include_usage else {}
+        self._call_id, self._reads = heading.id, (completion.tool_format, reasoning)
+        self._readers: dict[int, MessageReader] = {}
+        """By answer, where there is more than content."""
+        self._calls: dict[int, int] = {}
+        """Number of the last call that has begun, by answer."""
         head = json.dumps(self._fields)[:-1]
         tail = ', "usage": null}' if completion.include_usage else "}"
         # What comes with every few tokens is put together from parts: nothing but the text differs.
@@ -103,12 +135,42 @@ class ChunkWriter:
         return self.text(index, echo) if echo else b""
 
     def text(self, index: int, text: str) -> bytes:
+        if any(self._reads):
+            reader = self._readers.setdefault(index, MessageReader(*self._reads))
+            return self._deltas(index, reader.push(text))
+        return self._text(index, text)
+
+    def _deltas(self, index: int, deltas: Sequence[Delta]) -> bytes:
+        data = b""
+        for delta in deltas:
+            if delta.content:
+                data += self._text(index, delta.content)
+                continue
+            if delta.reasoning:
+                choice = {"index": index, "delta": {"reasoning_content": delta.reasoning}}
+                data += self._event(choice | {"logprobs": None, "finish_reason": None})
+                continue
+            number = self._calls.get(index, -1) + (delta.name is not None)
+            self._calls[index] = number
+            more: dict[str, Any] = {"function": {"arguments": delta.arguments}}
+            if delta.name is not None:
+                more = call(f"{self._call_id}_{index}", number, delta.name)
+            choice = {"index": index, "delta": {"tool_calls": [{"index": number, **more}]}}
+            data += self._event(choice | {"logprobs": None, "finish_reason": None})
+        return data
+
+    def _text(self, index: int, text: str) -> bytes:
         return f"{self._before}{index}{self._between}{json.dumps(text)}{self._after}".encode()
 
     def end(self, index: int, answer: Answer, params: SamplingParams) -> bytes:
         """Log-probabilities are known with the last token: all of them come here."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return self._event({"index": index, **content} | _ending(answer, params, self._chat, self._tokenizer))
+        ending = _ending(answer, params, self._chat, self._tokenizer)
+        data, reader = b"", self._readers.get(index)
+        if reader is not None:
+            data = self._deltas(index, reader.finish())
+            ending |= _finish(ending, reader.has_calls)
+        return data + self._event({"index": index, **content} | ending)
 
     def usage(self, answers: Sequence[Answer], prompts: int) -> bytes:
         return _event(self._fields | {"choices": [], "usage": usage(answers, prompts)})

@@ -4,15 +4,16 @@ response. Knows nothing about the fields of a body."""
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -20,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from services.backend import Unavailable
 from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.request_handler import ApiServer, CallRecord, RequestHandler
+from services.openai.reasoning import Reasoning
 from services.openai.requests import (
     CHAT,
     COMPLETIONS,
@@ -28,6 +30,7 @@ from services.openai.requests import (
     BodyTooLarge,
     CompletionRequest,
     Refusal,
+    named,
     parse,
     refusal,
     understood,
@@ -43,14 +46,16 @@ from services.openai.responses import (
     response,
     written,
 )
+from services.openai.tokenization import DETOKENIZE, TOKENIZE, detokenize, tokenize
 from services.security import bearer_token, caller_with, is_known, server_context
-from smc.api.limits import DEFAULT_MAX_TOKENS
+from smc.api.limits import DEFAULT_MAX_TOKENS, PromptTooLong
 from smc.api.outputs import Answer, Output
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.admission import check_waiting
 
 SWEEP_SECONDS = 0.5
+T = TypeVar("T")
 
 
 class HttpConnections:
@@ -195,12 +200,18 @@ async def requests_of(completion: CompletionRequest, request_id: str, handler: R
     for prompt in completion.prompts:
         tokens = await handler.prompts.tokens(prompt)
         # A chat may go on for as long as there is room.
+        completion = completion.after_reasoning(_reasoning(completion, tokens, handler))
         most = handler.longest(completion.params(LONGEST, None), len(tokens), len(negative or ()))
         longest = most if completion.chat else min(DEFAULT_MAX_TOKENS, most)
         for _ in range(completion.n):
             params = completion.params(longest, next(seeds))
             requests.append(Request(request_id, tokens, params, completion.cache_salt, negative_prompt=negative))
     return requests
+
+
+def _reasoning(completion: CompletionRequest, prompt: Sequence[int], handler: RequestHandler) -> Reasoning | None:
+    """What answers to a prompt are expected to begin with."""
+    return Reasoning.of(handler.pair.tokenizer, prompt) if completion.chat else None
 
 
 async def answered(
@@ -223,7 +234,8 @@ async def answered(
         raise BadRequest(
             f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers", "echo"
         )
-    chunks = ChunkWriter(heading, completion, tokenizer) if completion.stream else None
+    reasoning = _reasoning(completion, requests[0].prompt, handler)
+    chunks = ChunkWriter(heading, completion, tokenizer, reasoning) if completion.stream else None
     begun: set[int] = set()
     ended: dict[int, Answer] = {}
     async with aclosing(handler.updates(requests, records)) as updates:
@@ -242,7 +254,17 @@ async def answered(
 
         def write() -> bytes:
             choices = [
-                choice(index, answer, request.params, completion.chat, tokenizer, echo)
+                choice(
+                    index,
+                    answer,
+                    request.params,
+                    completion.chat,
+                    tokenizer,
+                    echo,
+                    completion.tool_format,
+                    reasoning,
+                    heading.id,
+                )
                 for index, (answer, request, echo) in each
             ]
             return written(response(heading, choices, answers, len(completion.prompts))).encode()
@@ -270,7 +292,11 @@ def _events(chunks: ChunkWriter, index: int, output: Output, params: SamplingPar
     return data
 
 
-HEALTH, METRICS, MODELS = "/health", "/metrics", "/v1/models"
+HEALTH, PING, METRICS, MODELS, VERSION, LOAD = "/health", "/ping", "/metrics", "/v1/models", "/version", "/load"
+CORS_HEADERS = "authorization, content-type"
+"""What pages of other origins may send, besides what every page may."""
+CORS_SECONDS = 3600
+"""For so long a browser need not ask again."""
 
 logger = logging.getLogger(__name__)
 _library_logger = logging.getLogger(f"{__name__}.library")
@@ -306,7 +332,15 @@ class OpenAiServer:
         """Listen. Returns the bound port. Raises OSError if it cannot be had."""
         config = self._config
         app = web.Application(middlewares=[self._guarded], client_max_size=self._limit)
-        app.router.add_get(HEALTH, self._health)
+        if config.allow_origins:
+            app.on_response_prepare.append(self._allow_origin)
+        for path in (HEALTH, PING):
+            app.router.add_get(path, self._health)
+        app.router.add_post(PING, self._health)
+        app.router.add_get(VERSION, self._version)
+        app.router.add_get(LOAD, self._load)
+        app.router.add_post(TOKENIZE, self._tokenize)
+        app.router.add_post(DETOKENIZE, self._tokenize)
         app.router.add_get(METRICS, self._scrape)
         app.router.add_get(MODELS, self._list_models)
         app.router.add_get(MODELS + "/{name:.+}", self._show_model)
@@ -365,7 +399,10 @@ class OpenAiServer:
         assert self._connections is not None
         self._connections.asks(request.protocol)
         try:
-            if self._tokens and request.path != HEALTH and not is_known(_token(request), self._tokens):
+            if request.method == "OPTIONS" and self._config.allow_origins:
+                # A browser asks before it sends what a page wants; it sends no token with that.
+                return await self._written(web.Response(status=204), request)
+            if self._tokens and request.path not in (HEALTH, PING) and not is_known(_token(request), self._tokens):
                 self._metrics.request_rejected("UNAUTHENTICATED", "unauthenticated")
                 raise Unauthenticated("a valid token is needed; send the header `authorization: Bearer TOKEN`")
             response = await handler(request)
@@ -405,6 +442,38 @@ class OpenAiServer:
             raise Unavailable(self._calls.closed)
         return web.json_response({"status": "serving"})
 
+    async def _allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Let pages of allowed origins read the response."""
+        origin, allowed = request.headers.get("origin"), self._config.allow_origins
+        response.headers["vary"] = "origin"
+        if origin is None or not ("*" in allowed or origin in allowed):
+            return
+        response.headers["access-control-allow-origin"] = origin
+        response.headers["access-control-expose-headers"] = "x-request-id"
+        if request.method == "OPTIONS":
+            response.headers["access-control-allow-methods"] = "GET, POST"
+            response.headers["access-control-allow-headers"] = CORS_HEADERS
+            response.headers["access-control-max-age"] = str(CORS_SECONDS)
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": importlib.metadata.version("smcserve")})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        status = self._handler.status()
+        waiting, running = status.queued, status.running
+        return web.json_response({"server_load": running + waiting, "running": running, "waiting": waiting})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        """Both directions."""
+        with self._call_limit.taken():
+            document = await self._read(request, parsed)
+            if request.path == DETOKENIZE:
+                return web.json_response(detokenize(document, self._names, self._handler))
+            try:
+                return web.json_response(await tokenize(document, self._names, self._handler))
+            except PromptTooLong as error:
+                raise named(error, frozenset(), "prompt") from error
+
     async def _scrape(self, request: web.Request) -> web.Response:
         text = await asyncio.to_thread(self._metrics.exposition)
         return web.Response(body=text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
@@ -427,7 +496,9 @@ class OpenAiServer:
         reply = HttpReply(request, self._config.write_timeout, lambda: self._is_last(request))
         try:
             with self._call_limit.taken():
-                completion = await self._read(request)
+                completion = await self._read(
+                    request, lambda data: self._understood(parsed(data), request.path == CHAT)
+                )
                 return await self._within(completion, request, records, reply)
         except asyncio.CancelledError:
             _each_left(records, deadline=False)
@@ -446,8 +517,8 @@ class OpenAiServer:
                 record.failed(status, error)
             return reply.abandon() if isinstance(error, SlowReader) else await reply.refuse(refusal(error))
 
-    async def _read(self, request: web.Request) -> CompletionRequest:
-        """The body, understood. Raises BadRequest, TooLarge, SlowSender, QueueFull."""
+    async def _read(self, request: web.Request, understand: Callable[[bytes], T]) -> T:
+        """The body, understood. Raises BadRequest, TooLarge, SlowSender, QueueFull, and what `understand` raises."""
         if request.content_type != "application/json":
             # What other pages can make a browser send is none of this.
             raise BadRequest(f"content-type={request.content_type!r}; allowed: application/json", None, 415)
@@ -462,18 +533,18 @@ class OpenAiServer:
         try:
             async with self._receive_limit.let_in():
                 data = await self._receive_limit.arrived(request.read())
-                return await self._receive_limit.read(data, lambda data: self._understood(data, request.path == CHAT))
+                return await self._receive_limit.read(data, understand)
         except web.HTTPRequestEntityTooLarge as error:
             raise too_large from error
         except web.RequestPayloadError as error:
             raise BadRequest(f"the body cannot be read: {error}") from error
 
-    def _understood(self, data: bytes, chat: bool) -> CompletionRequest:
-        try:
-            document = parse(data)
-        except ValueError as error:
-            raise BadRequest(str(error)) from error
-        return understood(document, chat, self._names, self._handler.pair.tokenizer.size, self._config.method)
+    def _understood(self, document: Any, chat: bool) -> CompletionRequest:
+        tokenizer = self._handler.pair.tokenizer
+        completion = understood(
+            document, chat, self._names, tokenizer.size, self._config.method, self._handler.pair.sampling
+        )
+        return completion.with_tool_format(tokenizer)
 
     async def _within(
         self, completion: CompletionRequest, request: web.Request, records: list[CallRecord], reply: HttpReply
@@ -502,6 +573,14 @@ class OpenAiServer:
             return await answered(completion, requests, heading, self._handler, records, reply)
         except ValueError as error:
             raise completion.named(error) from error
+
+
+def parsed(data: bytes) -> Any:
+    """The JSON of a body. Raises BadRequest."""
+    try:
+        return parse(data)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
 
 
 def _token(request: web.Request) -> str:

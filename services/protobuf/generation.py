@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -17,8 +18,9 @@ from google.protobuf.message import Message
 from services.pb import coordinator_pb2
 from services.pb import generation_pb2 as pb
 from services.pb.coordinator_pb2 import Submission
+from smc.api.constraint import check_constraint
 from smc.api.outputs import Alternatives, Answer, FinishReason, Output, Particle, Statistics, Times
-from smc.api.sampling_params import SETTINGS, SamplingParams
+from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.api.settings import Biases, Items, OneOf
 
 FINISH_REASONS = {
@@ -81,8 +83,28 @@ def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
             if value:
                 settings[name] = dict(value) if _is_map(field) else tuple(value)
         elif message.HasField(name):
-            settings[name] = value
+            settings[name] = constraint_of(value) if name == "constraint" else value
     return settings
+
+
+def constraint_of(message: pb.Constraint) -> dict[str, Any]:
+    """As `smc.api.constraint.Constraint.of` reads it."""
+    kind = message.WhichOneof("kind")
+    given: dict[str, Any] = {"after": message.after} if message.HasField("after") else {}
+    if kind is None:
+        return given
+    return given | {kind: list(message.choice.texts) if kind == "choice" else getattr(message, kind)}
+
+
+def constraint_message(value: Any) -> pb.Constraint:
+    """Raises ValueError."""
+    constraint = check_constraint("constraint", value)
+    given: dict[str, Any] = {constraint.kind: constraint.text}
+    if constraint.kind == "choice":
+        given = {"choice": pb.Choice(texts=constraint.choices)}
+    elif constraint.kind == "json_object":
+        given = {"json_object": True}
+    return pb.Constraint(**given, after=constraint.after)
 
 
 def check_counts(message: Message) -> None:
@@ -108,6 +130,9 @@ def _is_map(field: FieldDescriptor) -> bool:
 
 def _set(message: pb.SamplingParams, name: str, value: Any) -> None:
     names, field = _ENUMS.get(name), _FIELDS[name]
+    if name == "constraint":
+        message.constraint.CopyFrom(constraint_message(value))
+        return
     if names is not None:
         if value not in names:
             raise ValueError(f"{name}={value!r}; allowed: {', '.join(names)}")
@@ -138,14 +163,16 @@ SECONDS_UNKNOWN = math.nan
 _STATISTICS_FIELDS = tuple(field.name for field in fields(Statistics))
 
 
-def to_sampling(message: pb.GenerateRequest | Submission, **defaults: Any) -> SamplingParams:
-    """The library's settings, from a message with sampling settings and reports. What is absent has the value in
-    `defaults`, or else the library's own default.
+def to_sampling(
+    message: pb.GenerateRequest | Submission, defaults: Mapping[str, Any] = MappingProxyType({}), **own: Any
+) -> SamplingParams:
+    """The library's settings, from a message with sampling settings and reports. What is absent has the value in `own`
+    or `defaults`, or else the library's own default; one of `defaults` that contradicts the message is left out.
 
     Raises ValueError naming the field, the value and what is allowed.
     """
     reports = {name: getattr(message, name) for name in REPORTS}
-    return SamplingParams(**{**defaults, **sampling_settings(message.sampling), **reports})
+    return SamplingParams(**with_defaults({**own, **sampling_settings(message.sampling), **reports}, defaults))
 
 
 def from_sampling(params: SamplingParams) -> dict[str, Any]:

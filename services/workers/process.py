@@ -18,6 +18,7 @@ from services.link.connect import Rendezvous, leader_ends, peer_end
 from services.workers.rank import Rank, follow, lead
 from services.workers.tensor_parallel import TensorParallel
 from smc.api.engine_config import EngineConfig
+from smc.constraints import Compiler
 from smc.executor.graph_runner import StageRunner
 from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
@@ -202,6 +203,8 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     worker = ModelWorker(
         spec.role, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), draft_head=loaded.draft_head, **sizes
     )
+    # Beside all else, or the first constrained request would wait for it, and others with it.
+    threading.Thread(target=Compiler.of(worker.token_bytes).warm, name="vocabulary", daemon=True).start()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     store = spec.rendezvous.store()

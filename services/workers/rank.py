@@ -130,7 +130,8 @@ class Rank:
         def respond() -> pb.WorkResponse:
             outcome = codec.round_outcome(reading.result())
             work = [pb.Span(name=name, begin_ns=begin, end_ns=end) for name, (begin, end) in reading.spans().items()]
-            return self._response(request, work[0].begin_ns, work[-1].end_ns, work=work, round=outcome)
+            begin, end = min(span.begin_ns for span in work), max(span.end_ns for span in work)
+            return self._response(request, begin, end, work=work, round=outcome)
 
         return respond
 

@@ -122,6 +122,13 @@ class EngineConfig:
             )
         return min(room, 2 * self.max_slots * least, MOST_PAGES)
 
+    @property
+    def branch_levels(self) -> tuple[int, ...]:
+        """Values of F that rounds of exact decoding have where costs decide, largest first: all branches, the powers of
+        four below, and one."""
+        fewer = (4**power for power in range(3) if 4**power < self.branches)
+        return (self.branches, *sorted(fewer, reverse=True))
+
     def chains(self, vocab: int) -> int:
         """`max_chains`, or its default for a vocabulary of so many tokens."""
         most = self.max_chains

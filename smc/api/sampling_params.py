@@ -5,10 +5,12 @@ Settings are checked when they are built; a setting that the chosen method would
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from smc.api.constraint import SCOPES, Constraint, check_constraint
 from smc.api.limits import (
     DEFAULT_MAX_TOKENS,
     MAX_BIASES,
@@ -275,6 +277,35 @@ class SamplingParams:
     """s of the guided distribution, that of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after
     the negative prompt; temperature and truncation come afterwards. 1 = none. A guided request takes two slots a row,
     and twice the pages at the target. Not of `draft`."""
+    bad_words: tuple[str, ...] = setting(
+        (),
+        Items(
+            lambda item: isinstance(item, str) and item.strip() != "",
+            "strings that are not blank",
+            MAX_STOPS,
+            "strings",
+        ),
+        option=Option("A text that the answer must not contain; may be repeated.", "TEXT", ("--bad-word",)),
+    )
+    """Texts that are not written, as their tokens at the beginning of an answer or after a blank: the last token of one
+    is never drawn after the others."""
+    constraint: Constraint | None = setting(None, check_constraint)
+    """What the answer may be: a `Constraint`, or an object with one of json_schema, json_object, regex, grammar and
+    choice. It ends where the constraint allows it, or by `max_tokens`, a stop string or a stop token."""
+    constraint_scope: str | None = setting(
+        None,
+        OneOf(SCOPES),
+        scope=Scope.CONSTRAINED,
+        fill=lambda params: "token",
+        option=Option(
+            "With a constraint. token: every token is drawn among those that are allowed; answer: the answer follows "
+            "the target's distribution of whole answers, given the constraint. Default: token.",
+            "token|answer",
+        ),
+    )
+    """`token`: every token has the target's probability given those that are allowed after the tokens before it;
+    `answer`: every answer has the target's probability given that the constraint allows it. SMC with a constraint only;
+    default `token`."""
     logprobs: bool = setting(False, flag(), report=True)
     """Report the log-probability of every answer token under the target distribution (after temperature and
     truncation)."""
@@ -307,6 +338,16 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Logits depend on the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Models keep the tokens of its rows, as logits depend on them."""
+        return self.penalised or self.masked
+
+    @property
+    def masked(self) -> bool:
+        """Which tokens may follow depends on those so far."""
+        return self.constraint is not None or bool(self.bad_words)
 
     @property
     def guided(self) -> bool:
@@ -361,6 +402,8 @@ class SamplingParams:
             return None if self.verification == "rejection" else f"verification={self.verification!r}"
         if self.method != Method.SMC:
             return method
+        if scope is Scope.CONSTRAINED:
+            return None if self.constraint else "no constraint"
         return "population='distinct'" if scope is Scope.INDEPENDENT and self.population == "distinct" else None
 
     def _check_together(self) -> None:
@@ -377,6 +420,12 @@ class SamplingParams:
                 f"top_logprobs={self.top_logprobs} is not available with presence_penalty, frequency_penalty or "
                 "repetition_penalty; leave one of them out"
             )
+        if self.masked and self.top_logprobs:
+            raise ValueError(
+                f"top_logprobs={self.top_logprobs} is not available with a constraint or bad_words; leave one of them out"
+            )
+        if self.constraint and self.ignore_eos:
+            raise ValueError("ignore_eos=True is not available with a constraint, whose end is EOS; leave it out")
         require(
             "min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}, the max_tokens"
         )
@@ -414,3 +463,16 @@ class SamplingParams:
 
 SETTINGS = settings_of(SamplingParams)
 """Of sampling fields, by name."""
+
+
+def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The given settings, and defaults for others by name. A default that contradicts what is given is left out."""
+    settings = dict(given)
+    for name, value in defaults.items():
+        if name not in given:
+            try:
+                SamplingParams(**{**settings, name: value})
+            except ValueError:
+                continue
+            settings[name] = value
+    return settings

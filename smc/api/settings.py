@@ -30,6 +30,8 @@ class Scope(StrEnum):
     """Methods that draw from the draft's distribution: SMC, and exact decoding by rejection."""
     INDEPENDENT = "independent"
     """SMC with independent particles."""
+    CONSTRAINED = "constrained"
+    """SMC with a constraint."""
 
 
 @dataclass(frozen=True)

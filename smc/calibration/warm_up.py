@@ -113,10 +113,11 @@ def _contexts(width: int, program: Program, kinds: frozenset[PopulationKind], ba
 
 
 def _shapes(config: EngineConfig, program: Program, kinds: frozenset[PopulationKind]) -> list[PagesPerRow]:
-    """The shape of the config; and where the latency model decides about trees, that with one branch a row, too."""
+    """The shape of the config; and where the latency model decides about trees, those with fewer branches a row,
+    too."""
     shape = PROGRAMS[program].shape(config)
-    lean = kinds == {PopulationKind.BEST} and shape.branches > 1 and config.drafting == "costs"
-    return [shape, replace(shape, branches=1)] if lean else [shape]
+    decides = kinds == {PopulationKind.BEST} and shape.branches > 1 and config.drafting == "costs"
+    return [replace(shape, branches=branches) for branches in config.branch_levels] if decides else [shape]
 
 
 def padding_plan(

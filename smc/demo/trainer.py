@@ -2,7 +2,7 @@
 
 Knows nothing about the source of the problems, the grading of models or their files.
 
-Axes: as in `smc.demo.dense`.
+Axes: B problems of one batch, S token positions, T = B * S, D head dimension, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smc.demo import dense
 from smc.demo.corpus import GROUPS, IGNORED, Corpus
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, RopeTable
+from smc.model.dense import hidden_states
+from smc.training import LearningRate, Optimizer
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Recipe:
         assert self.minutes is not None
         return seconds / (60 * self.minutes)
 
-    def rate(self, step: int, progress: float) -> float:
-        """Learning rate of a step."""
-        return self.peak_rate * min(1, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * progress))
+    @property
+    def rate(self) -> LearningRate:
+        return LearningRate(self.peak_rate, self.warmup)
 
 
 StopCondition = Callable[[int, Decoder], bool]
@@ -77,7 +78,7 @@ def initialise(config: ModelConfig, seed: int) -> Decoder:
 
 def answer_loss(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
     """Sum of the negative log-likelihood over all answer tokens."""
-    logits_TV = model.logits(dense.hidden_states(model, rope_SD, tokens_BS).flatten(0, 1))
+    logits_TV = model.logits(hidden_states(model, rope_SD, tokens_BS).flatten(0, 1))
     return F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
@@ -90,10 +91,7 @@ class Trainer:
         self.rope_SD = RopeTable(recipe.config, recipe.config.max_context, device).table
         self.loss = torch.compile(answer_loss, dynamic=False) if compile_loss else answer_loss
         self.generator = torch.Generator(device).manual_seed(recipe.seed)
-        matrices = [weight for weight in self.model.parameters() if weight.dim() == 2]
-        vectors = [weight for weight in self.model.parameters() if weight.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(0.9, 0.98), fused=device != "cpu")
+        self.optimizer = Optimizer(self.model.parameters(), recipe.rate, recipe.weight_decay, recipe.clip)
 
     def run(self, stop: StopCondition | None = None) -> int:
         """Train to the end, or until `stop` returns True. Returns the number of steps done."""
@@ -101,10 +99,8 @@ class Trainer:
         began = last_printed = time.monotonic()
         step, progress = 0, 0.0
         while progress < 1:
-            self._set_rate(self.recipe.rate(step, progress))
             loss = self.gradients()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-            self.optimizer.step()
+            self.optimizer.step(step, progress)
             step += 1
             if step % 100 == 0 or time.monotonic() - last_printed > 30:
                 _print_progress(step, loss.item(), progress, time.monotonic() - began)
@@ -114,13 +110,9 @@ class Trainer:
             progress = self.recipe.progress(step, time.monotonic() - began)
         return step
 
-    def _set_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-
     def gradients(self) -> Tensor:
         """Compute the gradients of a new batch. Returns its loss per token."""
-        self.optimizer.zero_grad()
+        self.optimizer.clear()
         parts = list(self.data.sample(self.recipe.batch, self.generator))
         answer_tokens = sum((part.labels_BS != IGNORED).sum() for part in parts)
         total = torch.zeros((), device=self.device)

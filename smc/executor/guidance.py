@@ -65,9 +65,10 @@ class GuidedPass:
         """Logits after all tokens [T, V], or after one of each row [R, V], the `output`-th of the T. `root_R`: the
         batch index whose particle a row continues, if not its own."""
         logits_TV = self._guided(plan, tokens_T, rows, output_R, root_R)
+        if plan.penalties is not None or plan.constraints is not None:
+            self.page_tokens.store(tokens_T, rows)
         if plan.penalties is None:
             return logits_TV
-        self.page_tokens.store(tokens_T, rows)
         return self.page_tokens.penalise(logits_TV, plan.penalties, tokens_T, rows, output_R)
 
     def _guided(

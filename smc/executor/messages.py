@@ -34,6 +34,15 @@ class Stream(NamedTuple):
     unconditional: bool = False
 
 
+def mask_span(role: ModelRole) -> str:
+    """Name of the span in which masks of constrained requests were made beside a model."""
+    return f"masks of {role}"
+
+
+def is_mask(span: str) -> bool:
+    return span.startswith("masks of ")
+
+
 Result = TypeVar("Result", covariant=True)
 
 
@@ -80,6 +89,10 @@ class Draws:
     """int32: rows and tokens of their prompts, each pair once, of rows with a repetition penalty."""
     repetition_Z: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     """float32: the penalty."""
+    machines: tuple[StopMachine | None, ...] = ()
+    """What each row's constraint and bad words are of; None: it has none. Empty: no row has any."""
+    by_answer_R: np.ndarray | None = None
+    """bool: see `smc.executor.masks`."""
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,13 @@ from torch import Tensor
 from smc import stops
 from smc.api.engine_config import EngineConfig
 from smc.arrays import to_device
+from smc.constraints import Compiler
+from smc.distributions import DistributionSpec
 from smc.executor.draft import DraftShape, GrownRows
-from smc.executor.graph_runner import AsyncResult, Event, StageRunner
+from smc.executor.graph_runner import AsyncResult, Event, Spans, StageRunner
 from smc.executor.guidance import GuidedPass
 from smc.executor.inner_nodes import InnerNodes
+from smc.executor.masks import TokenMasks
 from smc.executor.messages import DraftedRows, DraftReport, RoundChoice, RoundResult
 from smc.executor.ops import RoundOps
 from smc.executor.penalties import PageTokens
@@ -126,6 +129,7 @@ class ModelRunner:
         self.state.biases.append(self._biases)
         beside_P = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
         self._page_tokens = PageTokens(torch.zeros_like(beside_P), worker.vocab_size)
+        self._masks = TokenMasks(Compiler.of(worker.token_bytes), self.state, self._page_tokens, stages)
         guidance = (self.state, self._sampling.guide, ops, worker.name, beside_P, self._page_tokens)
         self._run = GuidedPass(self._forward, self._forward.logits, *guidance)
         self._alone = Drafter(
@@ -148,6 +152,7 @@ class ModelRunner:
                     to_device(of_XL, self.worker.device) for of_XL in (group.pages_XL, group.tokens_XL)
                 )
                 self._page_tokens.set(pages_XL, tokens_XL)
+            self._masks.join(group)
             self._join(group)
 
     def _join(self, group: SequenceHandoff) -> None:
@@ -163,15 +168,50 @@ class ModelRunner:
         stages = self.stages
         with stages.working():
             here = self._load(plan)
+            is_draft = self.worker.name == ModelRole.DRAFT
+            distribution = here.draft_distribution if is_draft else here.target_distribution
             began = stages.event()
-            result = stages.run(plan.key, "alone", lambda: self._run_alone(here))
+            if plan.constraints is None:
+                result = stages.run(
+                    plan.key, "alone", lambda: self._end_alone(here, self._alone.draft(here, distribution)[1])
+                )
+            else:
+                _, grown = self._draft_constrained(self._alone, plan, here, distribution)
+                result = stages.run(plan.key, "end", lambda: self._end_alone(here, grown))
             ended = stages.event()
-            return stages.read(plan.key, result, {self.worker.name: (began, ended)})
+            return stages.read(plan.key, result, self._with_masks({self.worker.name: (began, ended)}))
 
-    def _run_alone(self, plan: RoundPlan[Tensor]) -> RoundResult[Tensor]:
+    def _with_masks(self, spans: Spans) -> Spans:
+        return spans | self._masks.take_span(self.worker.name)
+
+    def _draft_constrained(
+        self,
+        drafter: Drafter,
+        plan: RoundPlan[np.ndarray],
+        here: RoundPlan[Tensor],
+        distribution: DistributionSpec[Tensor],
+    ) -> tuple[DraftedRows, GrownRows]:
+        """As `Drafter.draft`, with masks. On GPUs the masks of later steps, for which the host waits in every step, are
+        made only where the plan says so."""
+        run, masks = partial(self.stages.run, plan.key), self._masks
+        assert plan.constraints is not None and here.constraints is not None, "a round with constrained requests"
+        begun = run("begin", lambda: drafter.begin(here, distribution))
+        particles = masks.particles(plan, here)
+        logits_AV = run("pass 0", lambda: drafter.run_pending(here, begun))
+        mask_AW = masks.of_particles(plan, here, particles)
+        grown = [run("extend 0", lambda: drafter.extend(here, begun, logits_AV, 0, mask_SW=mask_AW))]
+        steps = drafter.shape.block if plan.constraints.every_step or not self.stages.records else 1
+        for step in range(1, steps):
+            before = grown[-1]
+            masks_of_rows = masks.of_rows(plan, here, before.tree, step, particles)
+            logits_XV = run(f"pass {step}", partial(drafter.run_rows, here, begun, before.tree))
+            mask_XW = masks_of_rows()
+            extend = partial(drafter.extend, here, begun, logits_XV, step, before, mask_XW)
+            grown.append(run(f"extend {step}", extend))
+        return run("rest", lambda: drafter.finish(here, begun, tuple(grown)))
+
+    def _end_alone(self, plan: RoundPlan[Tensor], grown: GrownRows) -> RoundResult[Tensor]:
         drafter, state, slot_A = self._alone, self.state, plan.slot_A
-        distribution = plan.draft_distribution if self.worker.name == ModelRole.DRAFT else plan.target_distribution
-        _, grown = drafter.draft(plan, distribution)
         tree = grown.tree
         index_A = torch.arange(len(slot_A), device=slot_A.device)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
@@ -276,7 +316,10 @@ class DraftRunner(ModelRunner):
                 stages.run(key, "distributions", lambda: self._pick_distributions(self._kept_MLV, here.distribution_C))
                 self._channel.send("distributions", self._sent_CLV[:chains])
             began = stages.event()
-            drafted, grown = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_distribution))
+            if plan.constraints is None:
+                drafted, grown = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_distribution))
+            else:
+                drafted, grown = self._draft_constrained(drafter, plan, here, here.draft_distribution)
             ended = stages.event()
             if chains and not ahead:
                 self._channel.send("distributions", self._dists_YLV[:chains])
@@ -291,7 +334,7 @@ class DraftRunner(ModelRunner):
         with self.stages.working():
             choice = RoundChoice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
             report = self.stages.run(plan.key, "follow", lambda: self._follow(plan, grown, choice))
-            return self.stages.read(plan.key, report, {ModelRole.DRAFT: span})
+            return self.stages.read(plan.key, report, self._with_masks({ModelRole.DRAFT: span}))
 
     def _follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         if self.config.lookahead and len(plan.chain_C):
@@ -344,7 +387,14 @@ class TargetRunner(ModelRunner):
             self._receive_distributions(key, here)
             drafted = None if lookahead else self._receive(key, here)
             began = stages.event()
-            scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
+            if plan.constraints is None:
+                scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
+            else:
+                inputs = stages.run(key, "lay out", lambda: scorer.lay_out(here, drafted))
+                masks = self._masks.of_blocks(plan, here, inputs.blocks)
+                logits_TV = stages.run(key, "pass", lambda: scorer.run_blocks(here, inputs))
+                mask_TW = masks()
+                scored = stages.run(key, "verify", lambda: scorer.verify(here, inputs, logits_TV, mask_TW))
             ended = stages.event()
             rows = self._receive(key, here) if drafted is None else drafted
             heard = stages.event()
@@ -355,7 +405,7 @@ class TargetRunner(ModelRunner):
             told = stages.event()
             stages.run(key, "follow", lambda: scorer.follow(here, rows, choice))
             spans = {"target": (began, ended), "choose": (heard, chosen), "follow": (told, stages.event())}
-            return stages.read(key, result, spans)
+            return stages.read(key, result, self._with_masks(spans))
 
     def _join(self, group: SequenceHandoff) -> None:
         self._scorer.join(group, self.state.join(group))

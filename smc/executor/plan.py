@@ -5,9 +5,9 @@ See the package's legend for axes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Generic
+from typing import Any, Generic, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ ALIGNMENT = 16
 SHORT, SHORT_SINGLE = 384, 640
 """Positions up to which it is cheaper that each row reads them by itself, in general and where hardly any row shares
 them."""
-PARTS = ("target_distribution", "draft_distribution", "target_unconditional", "penalties")
+PARTS = ("target_distribution", "draft_distribution", "target_unconditional", "penalties", "constraints")
 """Of a plan, those that hold arrays themselves."""
 IN_FLIGHT = 9
 """Rounds of one shape whose memory must not be used again yet: two for each of at most four micro-batches, and the
@@ -94,7 +94,7 @@ class SequenceHandoff:
     machine: StopMachine | None
     """What belongs there; None: it is there already."""
     tokens_XL: np.ndarray | None = None
-    """int32 token of every page of `pages_XL`, for a request with penalties; None: it has none."""
+    """int32 token of every page of `pages_XL`, for a request with penalties or a constraint; None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,22 @@ class Penalties(Generic[Array]):
     """float32; 1: none."""
     prompt_A: Array
     """int64 tokens of the prompt."""
+
+
+@dataclass(frozen=True)
+class ConstrainedRows(Generic[Array]):
+    """Of a round with constrained requests, per batch index; see `smc.executor.masks`."""
+
+    entry_A: Array
+    """int32 entry of the stop tables, whose machine has the constraint; 0: none."""
+    prompt_A: Array
+    """int64 tokens of the prompt."""
+    by_answer_A: Array
+    """bool: the distribution is that of whole answers, given the constraint."""
+    every_step: bool
+    """The draft waits for the masks of all of its steps; else of the first."""
+    has_answers: bool
+    """`by_answer` holds somewhere."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +217,8 @@ class RoundPlan(Generic[Array]):
     """None: no row is guided."""
     penalties: Penalties[Array] | None = None
     """None: no row is penalised."""
+    constraints: ConstrainedRows[Array] | None = None
+    """None: no row is constrained."""
 
     @property
     def branches(self) -> int:
@@ -236,6 +254,7 @@ class RoundPlan(Generic[Array]):
             ),
             len(self.target_unconditional.index_U) if self.target_unconditional else 0,
             self.penalties is not None,
+            (self.constraints.every_step, self.constraints.has_answers) if self.constraints else None,
         )
 
     def unconditional_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
@@ -258,6 +277,7 @@ class RoundPlan(Generic[Array]):
                 part, field = name.split(".")
                 parts[part][field] = tensor
         unconditional, penalties = parts["target_unconditional"], parts["penalties"]
+        constraints = self.constraints
         return RoundPlan(
             program=self.program,
             contexts=self.contexts,
@@ -270,6 +290,7 @@ class RoundPlan(Generic[Array]):
             biased=self.biased,
             target_unconditional=UnconditionalRows(**unconditional) if unconditional else None,
             penalties=Penalties(**penalties) if penalties else None,
+            constraints=constraints and replace(cast(Any, constraints), **parts["constraints"]),
             **{name: tensor for name, tensor in tensors.items() if "." not in name},
         )
 

@@ -5,7 +5,7 @@ See the package's legend for axes; C batch indices of groups of chains, Y = C F 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from smc.executor.draft import (
     ChainAssignment,
     ChainDraws,
     Continuation,
+    DraftInputs,
     DraftShape,
     DraftStep,
     GrownRows,
@@ -30,6 +31,7 @@ from smc.executor.finalize import Finalized
 from smc.executor.forward import Rows
 from smc.executor.guidance import GuidedPass
 from smc.executor.inner_nodes import InnerNodes
+from smc.executor.masks import apply_mask, given_constraint, neutral
 from smc.executor.messages import DraftedRows, DraftReport, RoundChoice
 from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan, SequenceHandoff
@@ -39,6 +41,23 @@ from smc.executor.state import BiasTables, SlotState
 from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
 from smc.philox import Purpose
 from smc.types import TensorOptions
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A round of a drafter, before its first step."""
+
+    inputs: DraftInputs
+    chains: ChainAssignment | None
+
+
+@dataclass(frozen=True)
+class GrownStep:
+    """Rows after a step."""
+
+    tree: TokenTree
+    chosen: tuple[Expansion, CandidateTokens] | None
+    """What was chosen of the candidates, if anything was."""
 
 
 @dataclass(frozen=True)
@@ -68,25 +87,54 @@ class Drafter:
     def draft(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> tuple[DraftedRows, GrownRows]:
         """Run the pending tokens of every particle, then extend rows by K tokens. The distributions of chains are
         written to the room for them."""
-        begun = self.ops.begin_draft(self.state, plan, distribution, self.shape)
+        begun = self.begin(plan, distribution)
+        first = self.extend(plan, begun, self.run_pending(plan, begun), 0)
+        return self.finish(plan, begun, (first,))
+
+    def begin(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> Begun:
+        inputs = self.ops.begin_draft(self.state, plan, distribution, self.shape)
         self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
-        logits_SV = self.run(
-            plan, begun.tokens_AP.flatten(), begun.rows, begun.last_A if begun.rows.queries > 1 else None
-        )
-        assigned = assign_chains(plan, begun.tree.alive_X) if PopulationKind.CHAINS in plan.kinds else None
-        steps = []
-        layout, tree = begun.first, begun.tree
-        for step in range(self.shape.block):
-            if step:
-                layout, logits_SV = begun.later, self._run(plan, begun.later, tree)
-            tree, chosen = self._extend(plan, layout, logits_SV, tree, step, assigned)
-            if chosen is not None and PopulationKind.BEST in plan.kinds:
-                expansion, candidates = chosen
-                steps.append(DraftStep(tree, expansion.parent_X, candidates))
-        grown = GrownRows(tree, tuple(steps))
-        if steps:
-            grown = self.ops.choose_rows(plan, grown, self.nodes is not None)
-        return self.ops.pack_rows(self.state, plan, grown.tree), grown
+        chains = assign_chains(plan, inputs.tree.alive_X) if PopulationKind.CHAINS in plan.kinds else None
+        return Begun(inputs, chains)
+
+    def run_pending(self, plan: RoundPlan[Tensor], begun: Begun) -> Tensor:
+        """Logits [A, V] after the pending tokens of every particle."""
+        inputs = begun.inputs
+        last_A = inputs.last_A if inputs.rows.queries > 1 else None
+        return self.run(plan, inputs.tokens_AP.flatten(), inputs.rows, last_A)
+
+    def run_rows(self, plan: RoundPlan[Tensor], begun: Begun, tree: TokenTree) -> Tensor:
+        """Logits [X, V] after the last tokens of rows."""
+        return self._run(plan, begun.inputs.later, tree)
+
+    def extend(
+        self,
+        plan: RoundPlan[Tensor],
+        begun: Begun,
+        logits_SV: Tensor,
+        step: int,
+        before: GrownStep | None = None,
+        mask_SW: Tensor | None = None,
+    ) -> GrownStep:
+        """Rows with one more token: `before` those of the last step, if any; `mask`: of tokens that may follow."""
+        inputs = begun.inputs
+        layout, tree = (inputs.first, inputs.tree) if before is None else (inputs.later, before.tree)
+        return GrownStep(*self._extend(plan, layout, logits_SV, tree, step, begun.chains, mask_SW))
+
+    def finish(
+        self, plan: RoundPlan[Tensor], begun: Begun, grown: tuple[GrownStep, ...]
+    ) -> tuple[DraftedRows, GrownRows]:
+        """The steps that are left, and what the target is sent."""
+        steps = list(grown)
+        for step in range(len(grown), self.shape.block):
+            steps.append(self.extend(plan, begun, self.run_rows(plan, begun, steps[-1].tree), step, steps[-1]))
+        tree, kept = steps[-1].tree, []
+        if PopulationKind.BEST in plan.kinds:
+            kept = [DraftStep(step.tree, step.chosen[0].parent_X, step.chosen[1]) for step in steps if step.chosen]
+        rows = GrownRows(tree, tuple(kept))
+        if kept:
+            rows = self.ops.choose_rows(plan, rows, self.nodes is not None)
+        return self.ops.pack_rows(self.state, plan, rows.tree), rows
 
     def follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         """Let the chosen rows be the particles."""
@@ -129,6 +177,7 @@ class Drafter:
         tree: TokenTree,
         step: int,
         assigned: ChainAssignment | None,
+        mask_SW: Tensor | None,
     ) -> tuple[TokenTree, tuple[Expansion, CandidateTokens] | None]:
         """Every row continues one of those before it with a token: at the first step a particle or an inner node, later
         a row. Returns the rows, and what was chosen of the group's candidates, if anything was."""
@@ -137,6 +186,9 @@ class Drafter:
             logits_SV = self.ops.add_biases(
                 self.biases, self.state.entries, logits_SV.float(), slot_S, tree.next_X, plan.biased
             )
+        if mask_SW is not None:
+            is_own = self.purpose is Purpose.TARGET
+            logits_SV = apply_mask(logits_SV, mask_SW, self.sampling.columns, self.run.page_tokens.ids_M, fails=is_own)
         own = chosen = chains = None
         before = tree
         if PopulationKind.INDEPENDENT in plan.kinds:
@@ -244,7 +296,14 @@ class Scorer:
 
     def score(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyOutputs:
         """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
-        inputs = self._ops.lay_out_blocks(self.state, self.logq_SQ, plan, drafted)
+        inputs = self.lay_out(plan, drafted)
+        return self.verify(plan, inputs, self.run_blocks(plan, inputs))
+
+    def lay_out(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
+        return self._ops.lay_out_blocks(self.state, self.logq_SQ, plan, drafted)
+
+    def run_blocks(self, plan: RoundPlan[Tensor], inputs: VerifyInputs) -> Tensor:
+        """Logits [T, V] after all tokens."""
         self.run.begin(plan, plan.target_pages_AQ[:, :0], plan.target_pages_AQ)
         logits_TV = self.run(plan, inputs.blocks.tokens_AQ.flatten(), inputs.rows, root_R=inputs.blocks.origin_A)
         if plan.biased:
@@ -256,16 +315,38 @@ class Scorer:
                 inputs.keys.position_R,
                 plan.biased,
             )
+        return logits_TV
+
+    def verify(
+        self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, mask_TW: Tensor | None = None
+    ) -> VerifyOutputs:
+        """What logits say of blocks; `mask`: of tokens that may follow each."""
+        distribution_T, log_mass_T = inputs.distribution_T, None
+        if mask_TW is not None and plan.constraints is not None:
+            by_answer_T = None
+            if plan.constraints.has_answers:
+                by_answer_T = plan.constraints.by_answer_A[plan.index_of_rows(self.queries)]
+            logits_TV, distribution_T, log_mass_T = given_constraint(
+                logits_TV, mask_TW, self.sampling.vocab, distribution_T, by_answer_T
+            )
+            inputs = replace(inputs, distribution_T=distribution_T)
         labelled_T = drawn = next_AV = None
         if not plan.all_exact:
-            labelled_T = self.sampling.score(logits_TV, inputs.distribution_T, inputs.label_T[:, None])[:, 0]
+            labelled_T = self.sampling.score(logits_TV, distribution_T, inputs.label_T[:, None])[:, 0]
             next_AV = logits_TV[inputs.last_A]
         if plan.kinds != {PopulationKind.CHAINS}:
             # Exact decoding follows it; a population in which no particle has weight goes on with it.
-            drawn = self.sampling.bonus(logits_TV, inputs.distribution_T, inputs.keys)
+            drawn = self.sampling.bonus(logits_TV, distribution_T, inputs.keys)
+        if log_mass_T is not None:
+            # What has probability p given the constraint has that much less before.
+            if labelled_T is not None:
+                labelled_T = labelled_T + torch.where(inputs.label_T >= 0, log_mass_T, 0.0)
+            if drawn is not None:
+                drawn = (drawn[0], drawn[1] + log_mass_T[:, None], drawn[2])
         if len(plan.chain_C):
             drawn = self._verified(plan, inputs, logits_TV, drawn)
-        return self._ops.verify(inputs, plan, labelled_T, drawn, next_AV)
+        scored = self._ops.verify(inputs, plan, labelled_T, drawn, next_AV)
+        return scored if log_mass_T is None else replace(scored, next_mass_A=log_mass_T[inputs.last_A])
 
     def _verified(
         self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
@@ -315,6 +396,8 @@ class Selector:
             best_A, right_A = self.ops.match_samples(
                 blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups
             )
+        if scored.next_mass_A is not None and plan.constraints is not None:
+            plan = replace(plan, target_distribution=neutral(plan.target_distribution, plan.constraints.by_answer_A))
         target = target_outputs(self.sampling, plan, scored, drafted, self.lookahead)
         inputs = ScoreInputs(plan, self.state, scored, drafted, target, best_A, right_A, self.lookahead)
         candidates = self.ops.score_candidates(inputs)

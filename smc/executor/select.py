@@ -128,12 +128,11 @@ def target_outputs(
     if plan.all_exact:
         # What the target drew itself decides.
         return TargetOutputs()
-    next_AV = scored.next_AV
+    next_AV, mass_A = scored.next_AV, scored.next_mass_A
     assert next_AV is not None, "kept unless all are decoded exactly"
     if lookahead:
-        return TargetOutputs(
-            sampling.score(next_AV, plan.target_distribution, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0]
-        )
+        logp_X = sampling.score(next_AV, plan.target_distribution, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0]
+        return TargetOutputs(logp_X if mass_A is None else logp_X + mass_A[drafted.root_X])
     target, blocks = TargetOutputs(), scored.blocks
 
     def keys(stream_A: Tensor) -> DrawKeys:
@@ -149,7 +148,22 @@ def target_outputs(
         target = replace(
             target, log_z_A=log_z_A, candidate_tokens=candidate_tokens, candidate_logp_AC=candidate_logp_AC
         )
-    return target
+    return target if mass_A is None else _with_mass(target, mass_A, plan.alpha_A)
+
+
+def _with_mass(target: TargetOutputs, mass_A: Tensor, alpha_A: Tensor) -> TargetOutputs:
+    """Of the distribution itself, where what the target says is of it given a constraint that leaves it this log
+    mass."""
+
+    def added(values: Tensor | None, mass: Tensor) -> Tensor | None:
+        return None if values is None else values + mass
+
+    return replace(
+        target,
+        logp_X=added(target.logp_X, mass_A),
+        log_z_A=added(target.log_z_A, (alpha_A * mass_A).to(mass_A.dtype)),
+        candidate_logp_AC=added(target.candidate_logp_AC, mass_A[:, None]),
+    )
 
 
 def score_candidates(inputs: ScoreInputs) -> Candidates:

@@ -88,6 +88,9 @@ class VerifyOutputs:
     """bool: the target's logits were NaN."""
     nan_AQ: Tensor
     """bool: so were those that it drew from for itself."""
+    next_mass_A: Tensor | None = None
+    """float32 log of the mass that a constraint leaves of the distribution after the block, whose logits are given the
+    constraint; None: no stage reads it."""
 
 
 TargetDraws = tuple[Tensor, Tensor, Tensor]

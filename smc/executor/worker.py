@@ -9,6 +9,7 @@ and, after them, their unconditional tokens, S a slice of Y, K top_logprobs."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,10 @@ from smc.algorithm.expansion import PopulationKind
 from smc.arrays import to_device
 from smc.attention.base import ForwardBatch
 from smc.attention.prompts import PromptAttention
+from smc.constraints import Compiler
+from smc.distributions import DistributionSpec
 from smc.executor.graph_runner import AsyncResult, StageRunner
+from smc.executor.masks import given_constraint
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.penalties import repeated
@@ -220,24 +224,63 @@ class ModelWorker:
             logits_RV = logits_RV.index_put(
                 tuple(where_2Y), to_device(draws.bias_Y, self.device).to(logits_RV.dtype), accumulate=True
             )
-        token_RD, logp_RD, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, draws.distribution, keys)
+        distribution: DistributionSpec[Any] = draws.distribution
+        mass_R = None
+        if draws.machines:
+            logits_RV, distribution, mass_R = self._constrained(draws, logits_RV)
+        token_RD, logp_RD, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, distribution, keys)
+        weight_R = log_z_R.double()
+        if mass_R is not None:
+            logp_RD = logp_RD + mass_R[:, None]
+            # Where a truncation leaves nothing, particles begin without weighing it: there would be none.
+            weight_R = weight_R + torch.where(mass_R > -torch.inf, distribution.alpha_R * mass_R, 0.0)
         first_D = torch.arange(token_RD.shape[1], device=token_RD.device) == 0
         kind_R = to_device(draws.kind_R, self.device)
         # A group that is decoded exactly begins with one draw of the target's.
         none_RD = (kind_R >= PopulationKind.BEST)[:, None] & ~first_D
-        logw_RD = log_z_R.double()[:, None].expand(token_RD.shape).masked_fill(none_RD, -torch.inf)
+        logw_RD = weight_R[:, None].expand(token_RD.shape).masked_fill(none_RD, -torch.inf)
         if (draws.kind_R == PopulationKind.DISTINCT).any():
-            theirs = self._draw_distinct(draws, logits_RV, position_R, token_RD.shape[1])
+            theirs = self._draw_distinct(draws, distribution, logits_RV, position_R, token_RD.shape[1], weight_R)
+            if mass_R is not None:
+                theirs = (theirs[0], theirs[1] + mass_R[:, None], theirs[2])
             is_distinct_R1 = (kind_R == PopulationKind.DISTINCT)[:, None]
             token_RD, logp_RD, logw_RD = (
                 torch.where(is_distinct_R1, *pair) for pair in zip(theirs, (token_RD, logp_RD, logw_RD))
             )
         return token_RD.int(), logp_RD, logw_RD, log_z_R
 
+    def _constrained(self, draws: Draws, logits_RV: Tensor) -> tuple[Tensor, DistributionSpec[Tensor], Tensor | None]:
+        """As `given_constraint`, of the first tokens of answers."""
+        compiler = Compiler.of(self.token_bytes)
+        masks_RW = np.full((len(draws.machines), compiler.words), -1, dtype=np.int32)
+        for mask_1W, machine in zip(masks_RW[:, None], draws.machines):
+            if machine is not None:
+                try:
+                    compiler.follower(machine).masks(np.zeros(0, dtype=np.int64), 0, mask_1W)
+                except ValueError:  # it was compiled before it came here, by a process with more time
+                    mask_1W[:] = 0
+        by_answer_R = None
+        if draws.by_answer_R is not None and draws.by_answer_R.any():
+            by_answer_R = to_device(draws.by_answer_R, self.device)
+        return given_constraint(
+            logits_RV,
+            to_device(masks_RW, self.device),
+            self.vocab_size,
+            draws.distribution.to(self.device),
+            by_answer_R,
+        )
+
     def _draw_distinct(
-        self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray, most: int
+        self,
+        draws: Draws,
+        distribution: DistributionSpec[Any],
+        logits_RV: Tensor,
+        position_R: np.ndarray,
+        most: int,
+        weight_R: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws without replacement: tokens [R, D], their log p [R, D] and log-weights [R, D]."""
+        """Draws without replacement: tokens [R, D], their log p [R, D] and log-weights [R, D]. `weight`: log of the mass
+        of all."""
         seed_R, round_R = torch.from_numpy(draws.seed_R), torch.from_numpy(draws.round_R)
         keys = DrawKeys(
             seed_R,
@@ -246,16 +289,14 @@ class ModelWorker:
             torch.from_numpy(position_R.astype(np.int64)),
             draws.purpose,
         )
-        candidate_tokens, candidate_logp_RC, log_z_R = Sampling(self.vocab_size).propose_bonus(
-            logits_RV, draws.distribution, keys
-        )
+        candidate_tokens, candidate_logp_RC, _ = Sampling(self.vocab_size).propose_bonus(logits_RV, distribution, keys)
         rows = torch.arange(len(logits_RV), device=self.device)
         one_R, there_R = torch.ones_like(rows), rows >= 0
         kind_R, count_R = to_device(draws.kind_R, self.device), to_device(draws.count_R, self.device)
         random = (to_device(draws.seed_R, self.device), to_device(draws.round_R, self.device), FIRST_STEP)
         bounds = ((rows, one_R), (rows * most, one_R * most))
         chosen = self.ops.expand(
-            candidate_tokens, log_z_R.double(), there_R, *bounds, count_R, kind_R, random, len(rows) * most
+            candidate_tokens, weight_R, there_R, *bounds, count_R, kind_R, random, len(rows) * most
         )
         token_X = candidate_tokens.token_RC[chosen.parent_X, chosen.candidate_X]
         logp_X = candidate_logp_RC[chosen.parent_X, chosen.candidate_X]

@@ -4,11 +4,13 @@ but no weights."""
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from smc.model.config import ModelConfig, read_quantisation_config
+from smc.model.generation_config import sampling_defaults
 from smc.model.safetensors_files import stored_bytes
 from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import check_weights, count_parameters
@@ -25,6 +27,10 @@ class ModelReport:
     """Number of weights; a tied matrix counts once."""
     bytes: int
     """Size of the weights on disk."""
+    eos_ids: tuple[int, ...] = ()
+    """Token ids that end a text."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Sampling settings of requests that leave them out, by name: those of generation_config.json."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +80,15 @@ def _check_directory(
     """Check weights and tokenizer independently, so that one report lists the problems of both."""
     report = tokenizer = None
     try:
-        report = _report(directory)
+        report = replace(_report(directory), sampling=sampling_defaults(Path(directory)))
     except ValueError as error:
         problems.append(f"{role}: {error}")
     try:
         tokenizer = Tokenizer.load(directory)
     except ValueError as error:
         problems.append(f"{role}: {error}")
+    if report and tokenizer:
+        report = replace(report, eos_ids=tokenizer.eos_ids)
     if report and tokenizer and report.config.vocab_size < tokenizer.size:
         problems.append(
             f"{role}: {directory}: vocab_size={report.config.vocab_size} is below the tokenizer's {tokenizer.size} ids"

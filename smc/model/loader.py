@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -102,22 +105,32 @@ def _load(published: PublishedWeights, name: str, where: WeightSlice, parameters
 
 
 def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write `config.json` and `model.safetensors` with the published tensor names, in `dtype` (default: the
-    model's)."""
+    """Write `config.json` and `model.safetensors` with the published tensor names, in `dtype` (default: the model's).
+    Raises ValueError for a family that is not saved."""
+    dtype = dtype or model.embed.weight.dtype
+    save_with_config(model, directory, model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}, dtype)
+
+
+def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Like `save_model`, with these contents of config.json, which must describe the model."""
     if model.reduce is not None:
         raise ValueError("this decoder is one rank's shard (it has a reduce); only a whole model can be saved")
     if model.lm_head.scale is not None:
         raise ValueError("this decoder's weights are FP8, which are not saved; load it as bfloat16")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    dtype = dtype or model.embed.weight.dtype
     parameters = dict(model.named_parameters())
     # Slices of a fused matrix share storage, which safetensors rejects, so they are copied.
+    parts: defaultdict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    for name, where in weight_slices(model.config).items():
+        parts[where.stored_name(name)].append((where.first, where.view(parameters).to("cpu", dtype, copy=True)))
     tensors = {
-        name: where.view(parameters).to("cpu", dtype, copy=True) for name, where in weight_slices(model.config).items()
+        name: torch.cat([part for _, part in sorted(found, key=itemgetter(0))]) if len(found) > 1 else found[0][1]
+        for name, found in parts.items()
     }
-    save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
-    config = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
+    temporary = directory / f"{SINGLE_FILE}.tmp"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.replace(directory / SINGLE_FILE)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -14,6 +14,7 @@ from smc.model.check import require_pair
 from smc.model.config import ModelConfig
 from smc.model.draft_vocab import DraftVocab
 from smc.model.fingerprint import fingerprint
+from smc.model.hub import HubModel
 from smc.model.parallel import WHOLE, Reduce, Shard
 from smc.model.presets import NoText, preset
 from smc.model.tokenizer import Tokenizer
@@ -53,6 +54,8 @@ class ModelSource:
     """Number of weights; a tied matrix counts once."""
     small: Path | None = None
     """With `grown`, the directory of the small model. Must exist under the same path on every host."""
+    hub: HubModel | None = None
+    """The model that `location` is a snapshot of. A host where there is no such directory downloads the same commit."""
 
     @property
     def _small(self) -> Path:
@@ -62,7 +65,12 @@ class ModelSource:
 
     @property
     def name(self) -> str:
-        return self.location.name
+        return self.hub.repository.split("/")[-1] if self.hub else self.location.name
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the model on this host."""
+        return self.hub.download() if self.hub and not self.location.is_dir() else self.location
 
     def load(
         self, *, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE, reduce: Reduce | None = None
@@ -79,25 +87,25 @@ class ModelSource:
             from smc.model.padded import padded_model
 
             return padded_model(load_model(self._small), preset(str(self.location)), **where)
-        return load_model(self.location, **where)
+        return load_model(self.directory, **where)
 
     @property
     def tokenizer_files(self) -> Path | None:
         """Directory of the tokenizer's files; None for random weights."""
-        return {"files": self.location, "grown": self.small}.get(self.kind)
+        return {"files": self.directory, "grown": self.small}.get(self.kind)
 
     def fingerprint(self) -> str:
         """Fingerprint of the weights (`smc.model.fingerprint`). Padded models have that of the small model, random
         models the word `random`."""
         if self.kind == "random":
             return self.kind
-        return fingerprint(self._small if self.kind == "grown" else self.location)
+        return fingerprint(self._small if self.kind == "grown" else self.directory)
 
     def tokenizer(self) -> Tokenizer:
         if self.kind == "random":
             return NoText(self.config.vocab_size)
         if self.kind == "files":
-            return Tokenizer.load(self.location)
+            return Tokenizer.load(self.directory)
         from smc.model.padded import padded_tokenizer
 
         return padded_tokenizer(self._small, self.config)
@@ -133,11 +141,11 @@ class SourcePair:
         if load == "files":
             report = require_pair(target, draft)
             assert report.target is not None and report.draft is not None, "no problem was found"
-            return SourcePair(
-                ModelSource(load, target, report.target.config, report.target.parameters),
-                ModelSource(load, draft, report.draft.config, report.draft.parameters),
-                max_context=report.max_context,
+            of_target, of_draft = (
+                ModelSource(load, directory, each.config, each.parameters, hub=HubModel.of_snapshot(directory))
+                for directory, each in ((target, report.target), (draft, report.draft))
             )
+            return SourcePair(of_target, of_draft, max_context=report.max_context)
         shapes = [preset(str(name)) for name in (target, draft)]
         if shapes[0].vocab_size != shapes[1].vocab_size:
             raise ValueError(

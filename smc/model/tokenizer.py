@@ -84,6 +84,14 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        return self._chat_template
+
+    def id_of(self, token: str) -> int | None:
+        """Id of the token that the vocabulary writes so; None if there is none."""
+        return self._tokenizer.token_to_id(token)
+
     def encode(self, text: str, add_special: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of `text`. `add_special` adds the tokens that the model expects around a text, such as `bos`.
 

@@ -165,6 +165,8 @@ class RoundScheduler:
         ]
         if current:
             self._record(step, outcome, np.array(current))
+        if any(group.params.masked for group in step.population.groups):
+            self._stats.count_masks(step.pending.spans())
         self.last = step.pending
         self._read.append(step.pending)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from smc.api.limits import MAX_STOP_BYTES
@@ -32,7 +32,13 @@ class StopRules:
         self.strings = [(text, text.encode()) for text in params.stop]
         self.min_tokens = params.min_tokens
         stop_ids = self.eos_ids | self.token_ids
-        self.machine = StopMachine.of(stop_ids, [pattern for _, pattern in self.strings], params.logit_bias)
+        self.machine = StopMachine.of(
+            stop_ids,
+            [pattern for _, pattern in self.strings],
+            params.logit_bias,
+            params.constraint,
+            _bad_tokens(params.bad_words, tokenizer),
+        )
         """Detects the end of an answer as it grows."""
         if beyond := [token for token, _ in params.logit_bias if token >= tokenizer.size]:
             raise ValueError(f"logit_bias contains token {beyond[0]}; allowed: 0..{tokenizer.size - 1}")
@@ -95,6 +101,18 @@ class StopRules:
 
     def _first_stop(self, data: bytes, begin: int = 0) -> int:
         return min((at for _, pattern in self.strings if (at := data.find(pattern, begin)) >= 0), default=len(data))
+
+
+def _bad_tokens(words: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
+    """Tokens of texts, as vLLM has them: at a beginning, and after a blank if they are as many and begin otherwise.
+    Raises ValueError for a text that has none."""
+    for word in words:
+        plain, after_blank = (tuple(tokenizer.encode(blank + word.lstrip(), add_special=False)) for blank in ("", " "))
+        if not plain:
+            raise ValueError(f"bad_words contains {word!r}, which has no tokens; leave it out")
+        yield plain
+        if len(after_blank) == len(plain) and after_blank[0] != plain[0]:
+            yield after_blank
 
 
 class TextStream:

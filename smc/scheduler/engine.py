@@ -19,6 +19,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason, Output
 from smc.api.request import Request
 from smc.api.sampling_params import Method
+from smc.constraints import Compiler
 from smc.executor.executor import RoundExecutor, RoundOutcome
 from smc.executor.messages import Pending, Worker
 from smc.executor.plan import Program
@@ -60,10 +61,13 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         policy: ParticlePolicy | None = None,
         trees: TreePolicy | None = None,
+        constraints: Compiler | None = None,
     ) -> None:
         """`pages` are the capacities of both pools; `clock` gives seconds; `policy` and `trees` decide how many
-        particles requests of SMC have, and rows those of exact decoding."""
+        particles requests of SMC have, and rows those of exact decoding; `constraints` checks those of requests, where
+        that has not been done before."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
+        self._constraints = constraints
         self.workers, self.executor = workers, executor
         self.latency: LatencyModel | None = None
         """What steps and passes take on its devices; None: not measured."""
@@ -112,6 +116,8 @@ class Engine:
             raise DuplicateRequest(
                 f"request_id={request.request_id!r} is already in use; it must be unique among running requests"
             )
+        if request.params.constraint is not None and self._constraints is not None:
+            self._constraints.check(request.params.constraint)
         request = self._with_negative_prompt(request)
         check_fits(request, self.config, self.memory.capacity, self.context, self.tokenizer.size)
         params, decoding = request.params, self._decoding_now(request)

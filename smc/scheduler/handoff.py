@@ -119,7 +119,7 @@ class Handoff:
             logw_N=slots.logw_S[slots_N],
             stops=group.stop_entry,
             machine=None if (role, group.stop_entry) in self._known else group.rules.machine,
-            tokens_XL=_of_rows(rows, len(slots_N), "tokens_L") if group.params.penalised else None,
+            tokens_XL=_of_rows(rows, len(slots_N), "tokens_L") if group.params.follows_tokens else None,
         )
 
     def add_empty(self, group: SequenceGroup, slots_N: np.ndarray) -> None:

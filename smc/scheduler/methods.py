@@ -104,6 +104,8 @@ class Decoding(ABC):
     """How rows are continued."""
     coupled = False
     """Drafted rows are coupled to the target's draws (`smc.algorithm.coupling`)."""
+    needs_every_mask = True
+    """Of a constrained request the draft must propose what is allowed, in every step."""
     resizable = False
     """The caller, or a shortage of pages, may change the number of particles."""
 
@@ -352,6 +354,7 @@ class Exact(Competing):
 
     kind = PopulationKind.BEST
     coupled = True
+    needs_every_mask = False
 
     @property
     def without_draft(self) -> Decoding | None:

@@ -365,6 +365,7 @@ def _first_draws(groups: list[SequenceGroup]) -> Draws:
     population = Population(groups)
     biases = [(row, token, bias) for row, group in enumerate(groups) for token, bias in group.first_biases()]
     seen = [(row, token) for row, group in enumerate(groups) for token in group.repeated_tokens()]
+    machines = tuple(group.rules.machine if group.params.masked else None for group in groups)
     return Draws(
         distribution=population.distribution_of(groups[0].decoding.first),
         seed_R=population.seed_G,
@@ -377,6 +378,8 @@ def _first_draws(groups: list[SequenceGroup]) -> Draws:
         bias_Y=np.array([bias for _, _, bias in biases], dtype=np.float32),
         seen_2Z=np.array(seen, dtype=np.int32).reshape(-1, 2).T,
         repetition_Z=np.array([groups[row].params.repetition_penalty for row, _ in seen], dtype=np.float32),
+        machines=machines if any(machines) else (),
+        by_answer_R=np.array([g.params.constraint_scope == "answer" for g in groups]),
         **_guidance(groups),
     )
 

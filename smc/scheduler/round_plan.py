@@ -20,7 +20,7 @@ from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import SamplingParams
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Lineage, Stream
-from smc.executor.plan import Contexts, Penalties, RoundPlan, UnconditionalRows
+from smc.executor.plan import ConstrainedRows, Contexts, Penalties, RoundPlan, UnconditionalRows
 from smc.executor.state import width_of
 from smc.memory.pages import PageAllocator
 from smc.scheduler.methods import Decoding
@@ -272,6 +272,7 @@ class RoundPlanner:
             target_unconditional=plan_unconditional_rows(ModelRole.TARGET, population, pages, *beside),
             biased=self._biased(population),
             penalties=_penalties(population, size),
+            constraints=_constraints(population, size),
         )
 
     def _biased(self, population: Population) -> int:
@@ -301,6 +302,24 @@ def _penalties(population: Population, size: int) -> Penalties[np.ndarray] | Non
     }
     return Penalties(
         **{name: padded(np.array(values, kind)[group_A], size, none) for name, (values, kind, none) in columns.items()}
+    )
+
+
+def _constraints(population: Population, size: int) -> ConstrainedRows[np.ndarray] | None:
+    """Per batch index; None where no group has any."""
+    groups, group_A = [g if g.params.masked else None for g in population.groups], population.group_A
+    constrained = [g for g in groups if g is not None]
+    if not constrained:
+        return None
+    entry_G = np.array([g.stop_entry if g else 0 for g in groups], np.int32)
+    prompt_G = np.array([g.prompt_size for g in population.groups], np.int64)
+    by_answer_G = np.array([g is not None and g.params.constraint_scope == "answer" for g in groups])
+    return ConstrainedRows(
+        entry_A=padded(entry_G[group_A], size, 0),
+        prompt_A=padded(prompt_G[group_A], size, 0),
+        by_answer_A=padded(by_answer_G[group_A], size, False),
+        every_step=any(g.decoding.needs_every_mask for g in constrained),
+        has_answers=bool(by_answer_G.any()),
     )
 
 

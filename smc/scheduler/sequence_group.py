@@ -241,7 +241,10 @@ class SequenceGroup:
 
     def fail(self, role: ModelRole) -> None:
         """The request ends with an error that names the model."""
-        self.error = self.error or f"the {role} model returned NaN logits: its weights or its numeric type are at fault"
+        why = "its weights or its numeric type are at fault"
+        if self.params.constraint is not None:
+            why += ", or the constraint has become too complex to be followed"
+        self.error = self.error or f"the {role} model returned NaN logits: {why}"
 
     def _enter(self, state: RequestState, allowed: frozenset[RequestState] | set[RequestState]) -> None:
         legal = self.state in allowed and state in TRANSITIONS[self.state]

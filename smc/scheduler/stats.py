@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from smc.api.outputs import Statistics
 from smc.api.sampling_params import VERIFICATIONS
+from smc.executor.messages import is_mask
 from smc.types import ModelRole
 
 MOST_SAMPLES = 4096
@@ -84,11 +86,18 @@ class EngineStats:
     """ESS / N before resampling, one per SMC request of independent particles and round."""
     committed_lags: list[int] = field(default_factory=list)
     """Tokens between the committed prefix and the longest particle, one per SMC request and round."""
+    mask_seconds: list[float] = field(default_factory=list)
+    """Masks of constrained requests, one per round and model."""
 
     spec: dict[str, SpecStats] = field(default_factory=lambda: {name: SpecStats() for name in VERIFICATIONS})
     """Exact decoding by verification."""
     spec_alone_rounds: int = 0
     """Rounds of requests of exact decoding in which nothing was drafted."""
+
+    def count_masks(self, spans: Mapping[str, tuple[int, int]]) -> None:
+        """What was done for a round with constrained requests, nanoseconds."""
+        self.mask_seconds += [1e-9 * (end - begin) for name, (begin, end) in spans.items() if is_mask(name)]
+        del self.mask_seconds[: -2 * MOST_SAMPLES]
 
     def count_round(self, ess_share: float | None, lag: int, resampled: bool, collapsed: bool) -> None:
         """A round of SMC. `ess_share`: None of distinct particles, whose weights are as unequal as the distribution

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from smc.executor.messages import is_mask
 from smc.types import ModelRole
 
 MAX_EVENTS = 400_000
@@ -48,6 +49,9 @@ class Timeline:
         self._trace: list[Span] | None = [] if trace else None
 
     def worked(self, role: ModelRole, name: str, begin: int, end: int) -> None:
+        if is_mask(name):
+            # Beside the model.
+            return
         self._step.append(Span(role, name, begin, end))
 
     def waited(self, begin: int, end: int) -> None:

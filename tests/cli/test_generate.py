@@ -48,7 +48,9 @@ def test_exact_decoding_is_the_targets_answer(smcserve):
     )
     greedy = json.loads(smcserve("generate", PROBLEM.question, "--temperature", 0, "--form", "lockstep", "--json").out)
     assert greedy["settings"]["sampling"]["method"] == "exact" and greedy["settings"]["engine"]["form"] == "lockstep"
-    assert greedy["statistics"]["accepted_per_round"] > 1 and greedy["statistics"]["hits"] == 0
+    statistics = greedy["statistics"]
+    # Where the machine is busy with other things, measured costs may say that drafting does not pay.
+    assert (statistics["accepted_per_round"] > 1 or statistics["alone_rounds"] > 0) and statistics["hits"] == 0
 
 
 def test_plain_decoding_by_the_target_is_right(smcserve):
@@ -103,6 +105,24 @@ def test_stops_and_lengths(smcserve):
     assert (short["finish_reason"], len(short["tokens"])) == ("length", 5)
     long = json.loads(smcserve(*TARGET, "--ignore-eos", "--max-context", 90, "--json").out)
     assert long["usage"]["prompt_tokens"] + len(long["tokens"]) == 90
+
+
+def test_conditions(smcserve, tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "sum.lark"
+    schema.write_text('{"enum": [17, "no"], "x-guidance": {"whitespace_flexible": false}}')
+    grammar.write_text('start: "a" "b"+ "c"')
+    for options, expression in (
+        (("--json-schema", schema), '17|"no"'),
+        (("--grammar", grammar), "ab+c"),
+        (("--regex", "[0-9]{2}"), "[0-9]{2}"),
+        (("--choice", "yes", "--choice", "no"), "yes|no"),
+    ):
+        ran = smcserve(*TARGET, "--max-tokens", 40, *options)
+        assert ran.code == 0 and re.fullmatch(expression, ran.out.strip()), ran
+    both = smcserve(*TARGET, "--regex", "a", "--choice", "b")
+    assert both.code == 2 and "--regex and --choice are given; allowed: one of them" in both.err
+    wrong = smcserve(*TARGET, "--regex", "(")
+    assert wrong.code == 2 and "the regex is refused" in wrong.err
 
 
 def test_settings_that_need_not_change_the_answer(smcserve):

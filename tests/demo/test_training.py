@@ -67,8 +67,8 @@ def test_wrong_recipes_are_refused(changes, message):
 
 def test_rate_rises_then_falls_to_zero():
     recipe = replace(RECIPE, warmup=10, steps=100)
-    assert recipe.rate(0, 0.0) == pytest.approx(recipe.peak_rate / 10)
-    assert recipe.rate(100, 1.0) == pytest.approx(0)
+    assert recipe.rate.at(0, 0.0) == pytest.approx(recipe.peak_rate / 10)
+    assert recipe.rate.at(100, 1.0) == pytest.approx(0)
     assert replace(RECIPE, steps=None, minutes=2.0).progress(5, 60.0) == 0.5
 
 

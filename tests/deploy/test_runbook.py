@@ -14,7 +14,7 @@ from tests.deploy.sources import BOARDS_BY_TITLE, ROOT, rules
 
 TEXT = (ROOT / "docs/runbook.md").read_text()
 SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
-PARTS = ("What it means", "What users see", "How to look", "Likely causes", "What to do")
+PARTS = ("Meaning", "Users see", "Look", "Causes", "Do")
 
 
 def test_every_alert_has_a_section_and_every_section_an_alert():

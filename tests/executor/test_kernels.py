@@ -123,6 +123,22 @@ def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
         assert_same(one, found[request_id])
 
 
+@pytest.mark.parametrize("config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda c: c.form)
+def test_constrained_answers_are_those_of_the_reference(config, monkeypatch):
+    """Beside a request without a constraint."""
+    law = {"max_tokens": 4, "logprobs": True, "constraint": {"regex": "(ab|ce*){2,}"}}
+    asked = [
+        request([1, 2, 3], "0", method="exact", particles=2, seed=1, **law),
+        request([1, 2], "1", particles=2, seed=2, constraint_scope="answer", top_k=5, **law),
+        request([1, 2, 3], "2", particles=1, seed=4, max_tokens=3, logprobs=True),
+    ]
+    expected = answers(local_engine(pair("llama"), config), asked)
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
+    found = answers(local_engine(pair("llama"), config), asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+
+
 @pytest.mark.parametrize(
     "config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form
 )

@@ -65,6 +65,16 @@ def settings_of(draw) -> dict:
         "repetition_penalty": st.floats(0.01, 100),
         "logit_bias": st.dictionaries(int32, st.floats(-100, 100), max_size=3),
         "time_budget": positive,
+        "bad_words": st.lists(text.filter(str.strip), max_size=3).map(tuple),
+        "constraint": st.sampled_from(
+            [
+                {"json_schema": {"type": "string"}, "after": 7},
+                {"json_object": True},
+                {"regex": "a|ü"},
+                {"grammar": 'start: "a"'},
+                {"choice": ["a", "b"]},
+            ]
+        ),
     }
     if method != "draft":
         possible |= {"guidance_scale": st.floats(1.0, 1e3)}
@@ -78,6 +88,10 @@ def settings_of(draw) -> dict:
         if population == "independent":
             possible |= {"ess_threshold": share, "resampling": st.sampled_from(SCHEME_NAMES)}
     chosen = {"method": method} | {name: draw(values) for name, values in possible.items() if draw(st.booleans())}
+    if "constraint" in chosen:
+        chosen.pop("ignore_eos", None)
+        if method == "smc" and draw(st.booleans()):
+            chosen["constraint_scope"] = draw(st.sampled_from(["token", "answer"]))
     if draw(st.booleans()):
         chosen["min_tokens"] = draw(st.integers(0, chosen.get("max_tokens", 256)))
     if method == "smc" and draw(st.booleans()):
@@ -88,8 +102,8 @@ def settings_of(draw) -> dict:
 @given(settings_of(), st.booleans(), st.booleans())
 def test_settings_round_trip(settings, logprobs, particles):
     logprobs = logprobs and settings["method"] != "draft"
-    # These are not available with penalties.
-    top = 0 if any(name.endswith("_penalty") for name in settings) else 7 * logprobs
+    # These are not available with penalties and constraints.
+    top = 0 if any(name.endswith(("_penalty", "constraint", "bad_words")) for name in settings) else 7 * logprobs
     reports = {"logprobs": logprobs, "top_logprobs": top, "return_particles": particles}
     params = SamplingParams(**settings, **reports)
     for kind in CARRIERS:

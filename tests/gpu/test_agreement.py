@@ -96,6 +96,24 @@ def test_guided_answers_are_the_cpu_s(on_cpu, kind):
     assert same >= 5
 
 
+@pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead", "cohorts"])
+def test_constrained_answers_are_the_cpu_s(on_cpu, config):
+    """By all methods in rounds together, with rounds recorded; exact answers are those of the target on the same GPU."""
+    kinds = [{"method": "target"}, {"method": "exact"}, {}, {"population": "independent", "constraint_scope": "answer"}]
+    given = {"constraint": {"regex": "[A-Z][a-z ,.]{40,}[0-9]+"}}
+    asked = [
+        replace(one, request_id=f"{i} {one.request_id}")
+        for i, kind in enumerate(kinds)
+        for one in requests(on_cpu, 4, **given, **kind)
+    ]
+    expected = answers(local_engine(on_cpu, config), asked)
+    found = answers(local_engine(load(torch.float32, DEVICES[0]), config), asked)
+    same = sum(found[i].tokens == one.tokens for i, one in expected.items())
+    print(f"{same} of {len(asked)} answers equal")
+    assert same >= 14
+    assert sum(found[f"0 {i}"].tokens == found[f"1 {i}"].tokens for i in range(4)) >= 3
+
+
 def test_bfloat16_solves_as_many_problems(on_cpu):
     """The target alone, greedy, through every kernel: it solves nearly all problems, and rounding must not change
     that."""

@@ -53,17 +53,21 @@ def seconds(client: Client, law: dict) -> float:
     return time.monotonic() - begin
 
 
-def same(running: Running, expected: list[str]) -> int:
-    """How many answers are those of the CPU; the others are printed."""
+NEAR_TIES = 1
+"""Answers that may differ from the CPU's, because a near-tie falls the other way."""
+
+
+def assert_same(running: Running, expected: list[str]) -> None:
+    """Answers to clients that ask at once are those of the CPU; others are printed."""
     with running.client() as client, ThreadPoolExecutor(len(ASKED)) as pool:
         found = pool.map(
             lambda asked: client.generate([Message("user", asked[0])], timeout=100, **with_chats(asked[1])).text, ASKED
         )
         pairs = list(zip(ASKED, found, expected))
-    for (_, params), text, one in pairs:
-        if text != one:
-            print(f"{params}: {text!r}, on the CPU {one!r}")
-    return sum(text == one for _, text, one in pairs)
+    different = [(params, text, one) for (_, params), text, one in pairs if text != one]
+    for params, text, one in different:
+        print(f"{params}: {text!r}, on the CPU {one!r}")
+    assert len(different) <= NEAR_TIES
 
 
 LAWS = [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 30, "min_p": 0.02}, {"method": "target", "top_p": 0.9}]
@@ -83,11 +87,8 @@ def test_nobody_waits_for_a_kernel(running, law):
     assert first < second + 0.25
 
 
-def test_sixteen_clients_get_the_answers_of_the_cpu(running, expected):
-    """A near-tie may fall the other way."""
-    count = same(running, expected)
-    print(f"{count} of {len(ASKED)} answers equal")
-    assert count >= 14
+def test_clients_get_the_answers_of_the_cpu(running, expected):
+    assert_same(running, expected)
     running.until_empty()
 
 
@@ -98,5 +99,5 @@ def test_a_dead_rank_is_replaced(running, expected):
         lambda: supervisor.incarnation > incarnation and supervisor.serving, 200, "the service did not come back"
     )
     print(f"back after {time.monotonic() - begin:.1f} s")
-    assert same(running, expected) >= 14
+    assert_same(running, expected)
     running.until_empty()

@@ -45,7 +45,7 @@ class Started:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
+def directories(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     """Target and draft: the shipped pair, whose two key/value heads go to two ranks at most, and one of random weights
     with eight."""
     directory, shipped = tmp_path_factory.mktemp("wide"), ModelPair.load(demo.TARGET, demo.DRAFT)
@@ -59,15 +59,15 @@ def places(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: "-".join(map(str, group)))
-def started(request, places) -> Iterator[Started]:
+def started(request, directories) -> Iterator[Started]:
     """Models stay loaded for all tests of the same link and degrees."""
     models, link, draft, target = request.param
     if torch.cuda.device_count() < draft + target:
         pytest.skip(f"needs {draft + target} GPUs")
-    place = dict(zip(("target", "draft"), places[models]))
-    config = WorkerGroupConfig(**place, device="cuda", dtype="float32", link=link, draft_tp=draft, target_tp=target)
+    pair = dict(zip(("target", "draft"), directories[models]))
+    config = WorkerGroupConfig(**pair, device="cuda", dtype="float32", link=link, draft_tp=draft, target_tp=target)
     with RankProcesses(config, {"draft": list(range(draft)), "target": list(range(draft, draft + target))}) as group:
-        yield Started(group, ModelPair.load(*places[models]))
+        yield Started(group, ModelPair.load(*directories[models]))
 
 
 @pytest.mark.parametrize("link", ["nccl", "grpc"])

@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 from services.link import codec
 from services.pb import particles_pb2 as pb
 from smc.algorithm.expansion import PopulationKind
+from smc.api.constraint import Constraint
 from smc.distributions import DistributionSpec
 from smc.executor.messages import DraftReport, Draws, Lineage, PromptBatch, PromptResult, RoundResult, TopLogprobsSpec
-from smc.executor.plan import Contexts, Penalties, Program, RoundPlan, SequenceHandoff, UnconditionalRows
+from smc.executor.plan import (
+    ConstrainedRows,
+    Contexts,
+    Penalties,
+    Program,
+    RoundPlan,
+    SequenceHandoff,
+    UnconditionalRows,
+)
 from smc.philox import Purpose
 from smc.stops import StopMachine
 
@@ -63,12 +72,24 @@ def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
         law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, biased, bias, *guidance
     )
     seen, repetition = rng.integers(0, 99, (2, d), dtype=np.int32), rng.random(d, dtype=np.float32)
-    return replace(one, seen_2Z=seen, repetition_Z=repetition) if rng.random() < 0.5 else one
+    if rng.random() < 0.5:
+        one = replace(one, seen_2Z=seen, repetition_Z=repetition)
+    machines = (
+        None,
+        StopMachine.of([7], [], (), Constraint("choice", '["b"]', 2)),
+        StopMachine.of([], [], (), Constraint("regex", "a+"), [(1, 2), (3,)]),
+    )
+    given = tuple(machines[i] for i in rng.integers(0, 3, r))
+    return replace(one, machines=given, by_answer_R=rng.random(r) < 0.5) if rng.random() < 0.5 else one
 
 
 def top_logprobs(rng: np.random.Generator, r: int) -> TopLogprobsSpec:
     asked, least = rng.integers(1, 4, 2 * r, dtype=np.int32), rng.integers(0, 99, r, dtype=np.int32)
-    machines = [StopMachine.of([7], [b"ab"]), StopMachine.of([], [], ((1, -0.7), (2**17, 100.0))), None]
+    machines = [
+        StopMachine.of([7], [b"ab"], (), Constraint("json_object")),
+        StopMachine.of([], [], ((1, -0.7), (2**17, 100.0))),
+        None,
+    ]
     guidance = (rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32)) if rng.random() < 0.5 else ()
     return TopLogprobsSpec(
         law(rng, r),
@@ -166,6 +187,7 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         **{name: ints(q, dtype=np.int32) for name in ("first_U", "size_U", "shared_U")},
         pages_UW=ints(q, b, dtype=np.int32),
     )
+    constrained = ConstrainedRows(ints(a, dtype=np.int32), ints(a), rng.random(a) < 0.5, flag, not flag)
     of_group = {
         name: ints(a, dtype=np.int32)
         for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "kind_G", "scheme_G")
@@ -196,6 +218,7 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         branch_pages_XB=ints(a * f, b, dtype=np.int32),
         target_unconditional=unconditional if rng.random() < 0.5 else None,
         penalties=Penalties(*rng.random((3, a), dtype=np.float32), ints(a)) if rng.random() < 0.5 else None,
+        constraints=constrained if rng.random() < 0.5 else None,
     )
     found = codec.to_plan(over_the_wire(codec.round_command(plan)))
     assert equal(found, plan) and found.key == plan.key

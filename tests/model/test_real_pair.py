@@ -19,9 +19,9 @@ from smc.algorithm.coupling import FIRST_EXPONENT
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.demo.dense import hidden_states
 from smc.local_engine import ModelPair, local_engine
 from smc.model.decoder import RopeTable
+from smc.model.dense import hidden_states
 from smc.scheduler.detokenizer import StopRules, TextStream
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real pair")]
@@ -177,12 +177,13 @@ def test_trees_hold_as_many_tokens_as_recorded(pair, temperature):
     )
     tree, again, before = TreeDraft(pair.draft, pair.tokenizer.size, rows=8, exponent=1.0), [], []
     for text, drawn, held in texts[:8]:
-        again += tree.held(text, drawn[::4], temperature)
+        again += tree.held([text], [drawn[::4]], temperature)[0]
         before += held[::4]
     assert sum(one != other for one, other in zip(again, before)) <= 1  # near ties fall either way
     text, drawn, _ = texts[0]
     few = drawn[:2]
-    assert draw_next(pair, text, [each.context for each in few], 5, temperature, few[0].seed) == few
+    contexts = [each.context for each in few]
+    assert draw_next(pair.target, [text], [contexts], 5, temperature, few[0].seed, pair.tokenizer.size) == [few]
 
 
 @pytest.mark.xfail(
@@ -201,5 +202,5 @@ def test_the_engine_confirms_what_the_tree_holds(pair):
         first, confirmed, *more = [output.tokens for output in engine.run([request]) if output.tokens]
         answer = sum(more, (*first, *confirmed))
         after = Continuation(each.context + len(first), answer[len(first) :][:5], each.seed)
-        (held,) = tree.held(OwnText((*request.prompt, *first), each.context), [after], 0.7)
+        ((held,),) = tree.held([OwnText((*request.prompt, *first), each.context)], [[after]], 0.7)
         assert len(first) == 1 and len(confirmed) == held + 1

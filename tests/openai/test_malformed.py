@@ -88,7 +88,7 @@ def body(rng: random.Random, path: str) -> bytes:
         "max_tokens": rng.randrange(1, 12),
         "method": rng.choice(("smc", "exact", "target", "draft")),
     }
-    fields |= {name: rng.choice(VALUES) for name in sorted(NAMES[path == CHAT]) if rng.random() < 0.04}
+    fields |= {name: rng.choice(VALUES) for name in sorted(NAMES[path == CHAT]) if rng.random() < 0.02}
     fields |= {"stream": rng.random() < 0.3} if rng.random() < 0.9 else {}
     if rng.random() < 0.95:
         fields |= (

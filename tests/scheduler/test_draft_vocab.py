@@ -3,6 +3,7 @@ the target's own."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair, local_engine
 from smc.model.draft_vocab import DraftVocab
 from tests.scheduler.bank import CONFIGS, DISTINCT, EOS, INDEPENDENT, evidence, population
-from tests.scheduler.harness import answers, config_id, request
+from tests.scheduler.harness import CASES, answers, config_id, request
 from tests.scheduler.pairs import mean_and_error, tiny_pair
 from tests.scheduler.test_exact import settings_of
 
@@ -66,3 +67,23 @@ def test_exact_answers_are_those_of_plain_decoding(config):
         assert (found[request_id].tokens, found[request_id].finish_reason) == (one.tokens, one.finish_reason)
     assert any(1 in one.tokens for one in plain.values())
     assert found["beside 1"].tokens == answers(local_engine(tiny_pair(), config), beside[1:])["beside 1"].tokens
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_constraints_that_leave_no_token_of_the_head(config):
+    """Token b, which the head lacks, is often all that is allowed: exact answers are those of plain decoding, and the
+    evidence is that of what is allowed."""
+    more = {"constraint": {"regex": "b(a|b)c?b*"}, "max_tokens": 5}
+    how = {"target": {"method": "target"}, "exact": {"method": "exact", "particles": 3}}
+    requests = [request((0, 1, 2), f"{n} {s}", seed=s, **more, **how[n]) for n in how for s in range(6)]
+    weighed = [
+        request((0, 1, 2), f"{p} {s}", seed=s, particles=4, population=p, **more)
+        for p in ("distinct", "independent")
+        for s in range(60)
+    ]
+    found = answers(local_engine(restricted(), config), [*requests, *weighed])
+    assert all(found[f"exact {s}"].tokens == found[f"target {s}"].tokens for s in range(6))
+    for name in ("distinct", "independent"):
+        z = [math.exp(found[f"{name} {s}"].statistics.log_z) for s in range(60)]
+        mean, error = mean_and_error(z)
+        assert abs(mean - 1) < 4.5 * error + 1e-4

@@ -219,6 +219,8 @@ def test_rows_ahead_are_drafted_where_they_cost_nothing():
     assert [policy.branches(places, 0, MADE) for places in (1, 8, 64)] == [4, 4, 4]
     assert [policy.branches(places, 0, drafts_long) for places in (1, 8, 32, 64)] == [4, 4, 1, 1]
     assert policy.branches(64, 0, None) == 4
+    many = CostBasedTreePolicy(replace(config, branches=16))
+    assert [many.branches(rows, 0, drafts_long) for rows in (1, 4, 8, 16, 64)] == [16, 16, 4, 4, 1]
     # What both models read: the draft in every step.
     draft_reads, target_reads = (
         replace(MADE, **{name: replace(MADE.parts[name], read=1e-8)}) for name in ("draft", "target")

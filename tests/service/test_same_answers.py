@@ -37,6 +37,8 @@ KINDS = [
     {"method": "draft", "max_tokens": 30},
     {"particles": 8, "max_tokens": 25, "ignore_eos": True, "resampling": "ssp"},
     {"method": "exact", "particles": 4, "max_tokens": 30, "temperature": 1.5},
+    {"method": "exact", "particles": 4, "max_tokens": 24, "constraint": {"regex": "[0-9 +=]{3,}"}},
+    {"particles": 3, "max_tokens": 16, "constraint": {"choice": ["yes", "no", "17"]}, "constraint_scope": "answer"},
 ]
 ASKED = [
     (problem.question, {"seed": i, **KINDS[i % len(KINDS)]})

@@ -145,9 +145,9 @@ WRONG = [
     ({"logprobs": 21}, r"logprobs=21; allowed: 0\.\.20"),
     ({"logprobs": -1}, r"logprobs=-1; allowed: 0\.\.20"),
     ({"n": 129}, "n=129; allowed: 1..128"),
-    ({"json_schema": "{}"}, "json_schema is given; this service has no guided decoding"),
-    ({"choice": pb.ChoiceConstraint(choices=["a"])}, "choice is given; this service has no guided decoding"),
-    ({"json_object": True}, "json_object is given; this service has no guided decoding"),
+    ({"json_schema": '{"type": "no"}'}, "constraint: the json_schema is refused: Invalid type: no"),
+    ({"choice": pb.ChoiceConstraint(choices=[""])}, "a list of non-empty strings"),
+    ({"structural_tag": "{}"}, "structural_tag is given; allowed: json_schema"),
     ({"temperature": -1.0}, "temperature=-1.0; allowed: > 0"),
     ({"top_p": 1.5}, "top_p=1.5; allowed: 0 < top_p <= 1"),
     ({"max_tokens": 0}, "max_tokens=0; allowed: >= 1"),
@@ -323,3 +323,11 @@ def test_methods_that_there_are_not_say_what_there_is(service):
         ):
             with refused(grpc.StatusCode.UNIMPLEMENTED, message):
                 call()
+
+
+def test_constrained_answers(service, pair, prompt):
+    choice = pb.ChoiceConstraint(choices=["up", "down"])
+    with engine(service) as stub:
+        for sampling, expression in (({"choice": choice}, "up|down"), ({"regex": "[a-c]{3}"}, "[a-c]{3}")):
+            (found,) = stub.Generate(asked(prompt, temperature=1.0, max_tokens=20, **sampling))
+            assert re.fullmatch(expression, pair.tokenizer.decode(found.complete.output_ids))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -73,10 +74,21 @@ def test_several_answers_stops_and_log_probabilities(service, client, pair):
     assert "#" not in stopped.choices[0].message.content and stopped.choices[0].finish_reason == "stop"
 
 
+def test_constrained_answers(service, client):
+    # The shipped pair would write blanks.
+    compact = {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], **compact}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    found = ask(client, QUESTIONS[0], max_tokens=40, response_format=form)
+    assert json.loads(found.choices[0].message.content)["a"] in (1, 22)
+    found = ask(client, QUESTIONS[0], max_tokens=40, extra_body={"regex": "(up|down)"})
+    assert found.choices[0].message.content in ("up", "down")
+
+
 def test_what_is_refused_keeps_its_words(service, client):
     for settings, message in (
         ({"frequency_penalty": 2.5}, "frequency_penalty: .*2.5"),
-        ({"response_format": {"type": "json_object"}}, "this service has no guided decoding"),
+        ({"extra_body": {"regex": "("}}, "the regex is refused"),
         ({"max_tokens": 600}, "exceeds the context of 512"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):

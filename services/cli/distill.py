@@ -1,0 +1,262 @@
+"""`smcserve distill`: a draft for any target, trained on what the target writes to itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.status import Status
+
+from services.cli import options
+from smc.terminal import err, finite, out
+
+if TYPE_CHECKING:
+    from smc.distill.measure import Measurement
+    from smc.model.tokenizer import Tokenizer
+
+DRAFT, DATA, TRAINING = "The draft", "What the target writes", "Training"
+DEMO_PROMPTS = 2000
+GPU_BATCH, CPU_BATCH = 128, 8
+GPU_SLOTS, CPU_SLOTS = 512, 64
+GPU_HELD_OUT, CPU_HELD_OUT = 96, 16
+GPU_CONTEXTS, CPU_CONTEXTS = 400, 48
+
+
+def distill(
+    out_directory: Annotated[
+        Path, options.option(options.OUTPUT, "Directory of the draft.", "--out", metavar="DIR", show_default=False)
+    ],
+    target: Annotated[
+        Path | None,
+        options.option(
+            options.MODELS,
+            "Directory of the target, or its name on the hub. Default: the demo target.",
+            "--target",
+            metavar="MODEL",
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        options.option(TRAINING, "Wall time of the whole run. Default: 5, without --tokens.", metavar="MINUTES"),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        options.option(TRAINING, "Answer tokens to learn from, in place of --minutes.", metavar="TOKENS"),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        options.option(
+            DRAFT, "Layers, cut from the target. Default: one of seven, at least two.", "--layers", metavar="L"
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        options.option(DRAFT, "A new model of this width and depth, such as 256x6.", "--shape", metavar="WIDTHxLAYERS"),
+    ] = None,
+    draft: Annotated[
+        Path | None, options.option(DRAFT, "Go on from this draft's weights.", "--draft", metavar="DIR")
+    ] = None,
+    own_embedding: Annotated[
+        bool,
+        options.option(
+            DRAFT,
+            "Train embedding and head, too. Default: they are the target's, and stay.",
+            "--own-embedding",
+            show_default=False,
+            metavar="",
+        ),
+    ] = False,
+    prompts: Annotated[
+        Path | None,
+        options.option(
+            DATA,
+            'Prompts that half of the conversations begin with, one a line: text, or JSON with "prompt" or "messages".',
+            "--prompts",
+            metavar="FILE",
+        ),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None,
+        options.option(
+            DATA,
+            "A temperature that will be served; may be repeated. Default: 1 and 0.7, and one answer of five at 0.",
+            "--temperature",
+            metavar="T",
+        ),
+    ] = None,
+    turns: Annotated[int, options.option(DATA, "User turns of a conversation, at most.", metavar="COUNT")] = 2,
+    width: Annotated[int, options.option(DATA, "Tokens of the longest conversation.", metavar="TOKENS")] = 512,
+    seed: Annotated[int, options.option(DATA, "Decides conversations and their order.", metavar="SEED")] = 0,
+    loss: Annotated[
+        str,
+        options.option(
+            TRAINING,
+            "tv (total variation): for exact decoding; chi2 (chi-square): for SMC; kl: neither in particular.",
+            metavar="tv|chi2|kl",
+        ),
+    ] = "tv",
+    rate: Annotated[float, options.option(TRAINING, "Peak learning rate.", metavar="RATE")] = 1e-3,
+    batch: Annotated[
+        int | None,
+        options.option(
+            TRAINING,
+            f"Conversations of a step. Default: {CPU_BATCH} on a CPU, {GPU_BATCH} on a GPU.",
+            metavar="COUNT",
+        ),
+    ] = None,
+    rounds: Annotated[int, options.option(TRAINING, "Rounds of writing, learning and measuring.", metavar="COUNT")] = 8,
+    resume: Annotated[
+        bool,
+        options.option(
+            TRAINING, "Go on with the run in --out, after a kill.", "--resume", show_default=False, metavar=""
+        ),
+    ] = False,
+    device: Annotated[str, options.option(options.MODELS, "Where to run.", metavar="cpu|cuda")] = "cpu",
+    processes: Annotated[
+        int, options.option(options.MODELS, "Processes that train together, each on a GPU of its own.", metavar="COUNT")
+    ] = 1,
+    slots: Annotated[
+        int | None,
+        options.option(
+            options.ENGINE,
+            f"Conversations written at once by a process. Default: {CPU_SLOTS} on a CPU, {GPU_SLOTS} on a GPU.",
+            metavar="COUNT",
+        ),
+    ] = None,
+    threads: options.Threads = None,
+    no_speed: Annotated[
+        bool,
+        options.option(
+            options.MEASURE,
+            "Do not time the models, and print no expected speeds.",
+            "--no-speed",
+            show_default=False,
+            metavar="",
+        ),
+    ] = False,
+    as_json: options.JsonFlag = False,
+) -> int:
+    """Train a draft for a target on nothing but what the target writes, and measure what it gains."""
+    from smc import demo
+    from smc.distill.run import DistillConfig, distill
+    from smc.distill.student import StudentSpec
+    from smc.distill.talk import TEMPERATURES, TalkSettings
+    from smc.distill.trainer import TrainingSettings
+    from smc.loading import DEMO, DEVICES, use_threads
+    from smc.model.hub import find_model
+
+    if device not in DEVICES:
+        raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
+    _check_device(device, processes)
+    directory, on_gpu = find_model(target) if target else demo.TARGET, device == "cuda"
+    texts = _texts(directory, prompts, is_demo=directory == demo.TARGET)
+    served = tuple(temperature or ())
+    config = DistillConfig(
+        target=directory,
+        out=out_directory,
+        minutes=5.0 if minutes is None and tokens is None else minutes,
+        tokens=tokens,
+        student=StudentSpec(layers, shape, draft, own_embedding),
+        talk=TalkSettings(served or TEMPERATURES, width=width, turns=turns, seed=seed),
+        training=TrainingSettings(loss=loss, peak_rate=rate, batch=batch or (GPU_BATCH if on_gpu else CPU_BATCH)),
+        temperatures=tuple(sorted({each for each in served if each > 0} or {1.0, 0.7}, reverse=True)),
+        prompts=texts,
+        mixed=not (directory == demo.TARGET and prompts is None),
+        rounds=rounds,
+        device=device,
+        processes=processes,
+        slots=slots or (GPU_SLOTS if on_gpu else CPU_SLOTS),
+        held_out=GPU_HELD_OUT if on_gpu else CPU_HELD_OUT,
+        contexts=GPU_CONTEXTS if on_gpu else CPU_CONTEXTS,
+        times_models=not no_speed,
+        resume=resume,
+    )
+    use_threads(threads, DEMO if directory == demo.TARGET else (directory, directory))
+    with err.status("") as status:
+        found = distill(config, _Reporter(status))
+    if as_json:
+        print(json.dumps(finite({"out": str(out_directory), **asdict(found)})))
+    else:
+        _print(found, out_directory)
+    return 0
+
+
+def _check_device(device: str, processes: int) -> None:
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no CUDA device, or this torch was built without CUDA")
+    if processes > torch.cuda.device_count():
+        raise ValueError(f"--processes {processes}; this machine has {torch.cuda.device_count()} GPUs")
+
+
+class _Reporter:
+    """Lines of a run on standard error; lines that pass are the status of a terminal."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def __call__(self, line: str) -> None:
+        if line.startswith("\r"):
+            self._status.update(line[1:])
+        else:
+            err.print(line, soft_wrap=True, markup=False)
+
+
+def _texts(directory: Path, file: Path | None, is_demo: bool) -> tuple[tuple[int, ...], ...]:
+    """Token ids of the given prompts. The demo target has learnt to answer alone: it is given its problems."""
+    from smc.model.tokenizer import Tokenizer
+
+    if file is None and not is_demo:
+        return ()
+    tokenizer = Tokenizer.load(directory)
+    if file is None:
+        from smc.demo.problems import generate
+
+        problems = generate(0, DEMO_PROMPTS, "train")
+        return tuple(tuple(tokenizer.chat([{"role": "user", "content": each.question}])) for each in problems)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    found = [_encoded(tokenizer, line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ValueError(f"{file} holds no prompts; one a line is needed")
+    return tuple(found)
+
+
+def _encoded(tokenizer: Tokenizer, line: str, where: str) -> tuple[int, ...]:
+    content: Any = line
+    if line.lstrip().startswith("{"):
+        try:
+            content = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is not valid JSON: {error}") from error
+        content = content.get("messages", content.get("prompt"))
+        if not isinstance(content, (str, list)):
+            raise ValueError(f'{where} has neither a text "prompt" nor a list "messages"')
+    if not tokenizer.has_chat_template:
+        if not isinstance(content, str):
+            raise ValueError(f"{where} has messages, but the target has no chat template; give texts")
+        return tuple(tokenizer.encode(content))
+    messages: Sequence[dict[str, Any]] = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    return tuple(tokenizer.chat(messages))
+
+
+def _print(found: Measurement, directory: Path) -> None:
+    from smc.distill.measure import BLOCK
+
+    out.print(
+        f"{directory}: overlap {found.overlap:.3f}, KL {found.kl:.3f} nats a token, same likeliest token "
+        f"{found.same_likeliest:.0%}; {found.trained_tokens:,} answer tokens in {found.seconds:.0f} s",
+        *(
+            f"temperature {each.temperature:g}, {each.rows} row{'s' if each.rows > 1 else ''}: {each.held:.2f} of {BLOCK} "
+            f"tokens held{'' if each.speed is None else f', expected speed {each.speed:.2f}x'}"
+            for each in found.trees
+        ),
+        sep="\n",
+        markup=False,
+        soft_wrap=True,
+    )

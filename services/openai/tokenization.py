@@ -1,0 +1,72 @@
+"""`/tokenize` and `/detokenize`, as vLLM's server has them: the token ids of a prompt or a chat, and their text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.request_handler import RequestHandler
+from services.openai.requests import BadRequest, understood
+
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+COMMON = ("model", "add_special_tokens", "return_token_strs")
+FIELDS = {
+    "messages": (*COMMON, "messages", "tools", "chat_template_kwargs", "add_generation_prompt"),
+    "prompt": (*COMMON, "prompt"),
+    "tokens": ("model", "tokens"),
+}
+"""Fields of a body, by the one that it must have."""
+ALLOWED_VALUE = {"add_special_tokens": True, "add_generation_prompt": True}
+"""Fields of vLLM's that may have the value they have anyway."""
+
+
+async def tokenize(document: Any, names: tuple[str, ...], handler: RequestHandler) -> dict[str, Any]:
+    """The reply to a body of `/tokenize`. Raises BadRequest and ValueError as completions do: a prompt longer than the
+    context is refused."""
+    given = _given(document, "messages" if isinstance(document, dict) and "messages" in document else "prompt")
+    chat = "messages" in given
+    # vLLM's default of a chat is that its template alone adds special tokens.
+    if chat and given.get("add_special_tokens") is False:
+        del given["add_special_tokens"]
+    for name, value in ALLOWED_VALUE.items():
+        if given.pop(name, value) is not value:
+            raise BadRequest(f"{name}={document[name]!r}; allowed: {str(value).lower()}", name)
+    wants_strings = given.pop("return_token_strs", False)
+    if not isinstance(wants_strings, bool):
+        raise BadRequest(f"return_token_strs={wants_strings!r}; allowed: true, false", "return_token_strs")
+    pair = handler.pair
+    completion = understood(given, chat, names, pair.tokenizer.size)
+    if len(completion.prompts) != 1:
+        raise BadRequest(f"prompt has {len(completion.prompts)} prompts; allowed: one", "prompt")
+    tokens = [int(token) for token in await handler.prompts.tokens(completion.prompts[0])]
+    strings = [pair.tokenizer.token(token) or "" for token in tokens] if wants_strings else None
+    return {"count": len(tokens), "max_model_len": pair.context, "tokens": tokens, "token_strs": strings}
+
+
+def detokenize(document: Any, names: tuple[str, ...], handler: RequestHandler) -> dict[str, Any]:
+    """The reply to a body of `/detokenize`. Raises BadRequest."""
+    given, size = _given(document, "tokens"), handler.pair.tokenizer.size
+    if given.get("model", names[0]) not in names:
+        raise BadRequest(
+            f"model={given['model']!r}; allowed: {', '.join(map(repr, names))}", "model", 404, "model_not_found"
+        )
+    tokens = given["tokens"]
+    if not isinstance(tokens, list):
+        raise BadRequest(f"tokens={tokens!r}; allowed: a list of token ids", "tokens")
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < size:
+            raise BadRequest(f"tokens contains {token!r}; allowed: 0 to {size - 1}", "tokens")
+    return {"prompt": handler.pair.tokenizer.decode(tokens)}
+
+
+def _given(document: Any, needed: str) -> dict[str, Any]:
+    """The fields of a body that are given."""
+    if not isinstance(document, dict):
+        raise BadRequest("the body is no JSON object; allowed: an object with the request")
+    given = {name: value for name, value in document.items() if value is not None}
+    if needed not in given:
+        raise BadRequest(f"{needed} is missing", needed)
+    if unknown := sorted(given.keys() - set(FIELDS[needed])):
+        raise BadRequest(
+            f"{unknown[0]} is not a field beside {needed}; allowed: {', '.join(sorted(FIELDS[needed]))}", unknown[0]
+        )
+    return given

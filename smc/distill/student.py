@@ -1,0 +1,234 @@
+"""The draft that is trained: layers cut from the target, a new small shape, or an existing draft; and its directory.
+
+Axes: B rows, S token positions."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smc.distill.losses import LossMix, head_loss
+from smc.model.config import SAVED_FAMILIES, ModelConfig, read_json
+from smc.model.decoder import Decoder, RopeTable
+from smc.model.dense import hidden_states
+from smc.model.loader import load_model, save_with_config
+
+DEPTH_SHARE = 7
+"""One layer of the draft for so many of the target, by default."""
+PER_LAYER_FIELDS = ("layer_types", "no_rope_layers")
+"""Fields of config.json with an entry for each layer."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class StudentSpec:
+    """What is trained. Raises ValueError for a combination without meaning."""
+
+    layers: int | None = None
+    """Layers cut from the target; default: one of seven, at least two."""
+    shape: str | None = None
+    """`WIDTHxLAYERS`: a new model of this hidden size, with an embedding and a head of its own."""
+    draft: Path | None = None
+    """Directory of a draft that is trained further."""
+    own_embedding: bool = False
+    """Embedding and head are trained, too. Otherwise they are the target's, or the given draft's, and stay."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("layers", "shape", "draft") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"--{given[0]} and --{given[1]} exclude each other; give one of them")
+        if self.layers is not None and self.layers < 1:
+            raise ValueError(f"--layers {self.layers}; allowed: >= 1")
+        if self.shape is not None and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", self.shape):
+            raise ValueError(f"--shape {self.shape!r}; allowed: WIDTHxLAYERS, such as 256x6")
+        if self.shape is not None and self.own_embedding:
+            raise ValueError("--own-embedding has no effect with --shape, whose embedding is always its own")
+
+
+@dataclass(frozen=True)
+class Student:
+    """A draft in training."""
+
+    model: Decoder
+    """In float32 on a CPU, in bfloat16 on a GPU."""
+    hf_config: Mapping[str, Any]
+    """Contents of its config.json."""
+    origin: str
+    """For the card: where its first weights are from."""
+
+    @property
+    def trained_weights(self) -> int:
+        return sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
+
+
+def make_student(target: Decoder, target_dir: Path, spec: StudentSpec, layers: Sequence[int] = ()) -> Student:
+    """`layers`: of the target, as `choose_layers` has chosen them. Raises ValueError for a student that the target cannot
+    have."""
+    if spec.draft is not None:
+        weight = target.embed.weight
+        model = load_model(spec.draft, dtype=weight.dtype, device=weight.device)
+        student = Student(model, _without_quantisation(spec.draft), f"the draft {spec.draft.name}")
+    elif spec.shape is not None:
+        student = _of_shape(target, *map(int, spec.shape.split("x")))
+    else:
+        student = _of_layers(target, target_dir, spec, layers)
+    return replace(student, model=_trainable(student.model, spec))
+
+
+def choose_layers(target: Decoder, spec: StudentSpec, sample_BS: Tensor, vocab: int) -> tuple[int, ...]:
+    """Layers of the target that the draft is cut from: those whose untrained draft is nearest to the target on a sample
+    of token ids. Empty for a student that is not cut."""
+    if spec.draft is not None or spec.shape is not None:
+        return ()
+    candidates = candidate_layers(target.config.num_layers, spec.layers or default_layers(target.config))
+    return min(candidates, key=lambda layers: _kl(target, cut(target, layers), sample_BS, vocab))
+
+
+def default_layers(target: ModelConfig) -> int:
+    return min(target.num_layers, max(2, round(target.num_layers / DEPTH_SHARE)))
+
+
+def _trainable(model: Decoder, spec: StudentSpec) -> Decoder:
+    model.requires_grad_(True)
+    if not (spec.own_embedding or spec.shape):
+        model.embed.requires_grad_(False)
+        model.lm_head.requires_grad_(False)
+    return model
+
+
+def candidate_layers(total: int, count: int) -> list[tuple[int, ...]]:
+    """Layers of a target with `total` layers that a draft of `count` may be cut from."""
+    if count > total:
+        raise ValueError(f"--layers {count}; allowed for this target: at most {total}")
+    spread = [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
+    head = -(-count // 2)
+    found = [
+        tuple(spread),
+        tuple(range(count)),
+        (*range(head), *range(total - (count - head), total)),
+        (*range(count - 1), total - 1),
+        tuple(i * total // count for i in range(count)),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _of_layers(target: Decoder, target_dir: Path, spec: StudentSpec, layers: Sequence[int]) -> Student:
+    config, model = target.config, cut(target, layers, copy=True)
+    if spec.own_embedding:
+        model.embed.weight = torch.nn.Parameter(model.embed.weight.detach().clone())
+        model.lm_head.weight = (
+            model.embed.weight if config.tied_embeddings else torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        )
+    return Student(
+        model,
+        _cut_config(_without_quantisation(target_dir), layers),
+        f"layers {', '.join(map(str, layers))} of the target's {config.num_layers}",
+    )
+
+
+def cut(target: Decoder, layers: Sequence[int], copy: bool = False) -> Decoder:
+    """A decoder of these layers of the target, whose weights it shares; with `copy` those of its layers and of the last
+    norm are its own."""
+    config = target.config
+    with torch.device("meta"):
+        model = Decoder(
+            replace(
+                config,
+                num_layers=len(layers),
+                window_layers=tuple(i for i, layer in enumerate(layers) if layer in config.window_layers),
+                unrotated_layers=tuple(i for i, layer in enumerate(layers) if layer in config.unrotated_layers),
+            )
+        )
+    theirs = dict(target.named_parameters(remove_duplicate=False))
+    for name, _ in list(model.named_parameters(remove_duplicate=False)):
+        head, _, rest = name.partition(".")
+        index, _, inner = rest.partition(".")
+        weight = theirs[f"layers.{layers[int(index)]}.{inner}" if head == "layers" else name]
+        owner, _, last = name.rpartition(".")
+        shared = head in ("embed", "lm_head") or not copy
+        made = weight if shared else torch.nn.Parameter(weight.detach().clone())
+        setattr(model.get_submodule(owner), last, made)
+    return model.eval()
+
+
+def _kl(target: Decoder, model: Decoder, sample_BS: Tensor, vocab: int) -> float:
+    """KL divergence a token of an untrained draft from the target."""
+    with torch.no_grad():
+        p_XE, q_XE = (
+            hidden_states(each, RopeTable(each.config, sample_BS.shape[1], sample_BS.device).table, sample_BS).flatten(
+                0, 1
+            )
+            for each in (target, model)
+        )
+        loss, _, _ = head_loss(target, model, p_XE, q_XE, vocab, LossMix(kl=1.0), 1.0)
+    return loss.item() / len(p_XE)
+
+
+def _of_shape(target: Decoder, width: int, layers: int) -> Student:
+    config = target.config
+    if width % config.head_dim:
+        raise ValueError(
+            f"--shape {width}x{layers}; the width must be a multiple of the target's head size, {config.head_dim}"
+        )
+    if config.family not in SAVED_FAMILIES:
+        raise ValueError(f"--shape is not available for {config.family}; cut layers with --layers")
+    heads = width // config.head_dim
+    own = replace(
+        config,
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=math.gcd(heads, config.num_kv_heads),
+        intermediate_size=-(-width * 8 // 3 // 64) * 64,
+        tied_embeddings=True,
+    )
+    weight = target.embed.weight
+    torch.manual_seed(0)
+    model = Decoder(own)
+    for name, matrix in model.named_parameters():
+        if matrix.dim() == 2:
+            depth = math.sqrt(2 * layers) if name.endswith(("o.weight", "down.weight")) else 1
+            torch.nn.init.normal_(matrix, std=0.5 / math.sqrt(matrix.shape[1]) / depth)
+        elif name.endswith("bias"):
+            torch.nn.init.zeros_(matrix)
+    return Student(model.to(weight.device, weight.dtype), own.to_hf(), f"random weights, {width} wide, {layers} layers")
+
+
+def _without_quantisation(directory: Path) -> dict[str, Any]:
+    raw = read_json(directory / "config.json")
+    raw.pop("quantization_config", None)
+    return raw
+
+
+def _cut_config(raw: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    raw = raw | {"num_hidden_layers": len(layers)}
+    for name in PER_LAYER_FIELDS:
+        if isinstance(raw.get(name), list):
+            raw[name] = [raw[name][layer] for layer in layers]
+    return raw
+
+
+def save_student(student: Student, target_dir: Path, out: Path) -> None:
+    """Write the draft's directory, in bfloat16, with the target's tokenizer. Raises ValueError if its config.json would
+    describe another model."""
+    config = {key: value for key, value in student.hf_config.items() if key not in ("torch_dtype", "dtype")}
+    save_with_config(student.model, out, config | {"torch_dtype": "bfloat16"}, torch.bfloat16)
+    for name in TOKENIZER_FILES:
+        if (target_dir / name).is_file():
+            shutil.copyfile(target_dir / name, out / name)
+    if (found := ModelConfig.from_hf(out)) != student.model.config:
+        raise ValueError(f"{out}: config.json describes {found}, but the draft is {student.model.config}")

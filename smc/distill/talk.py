@@ -1,0 +1,324 @@
+"""The target writes conversations: user turns from the opening of its chat template, or given ones, then its answers.
+
+All conversations are continued at once by plain decoding in the project's own engine, as many as there are slots. A
+conversation depends on the seed and its number only, so that a run that was killed writes the same ones again.
+
+Left out are conversations that teach nothing: whose user turn never ends or holds special tokens, and whose answers
+repeat themselves or are nearly empty. An answer that is cut at its longest length stays: every served answer passes
+through such prefixes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer
+from smc.api.request import Request
+from smc.api.sampling_params import Method, SamplingParams
+from smc.distill.store import Conversation, ConversationStore
+from smc.local_engine import ModelPair, local_engine
+from smc.model.tokenizer import Tokenizer
+
+PROBE = "x"
+"""Content of the messages that show where a template has texts."""
+LEAST_ANSWER = 4
+"""Tokens of an answer that is kept."""
+GRAM = 4
+"""Tokens that are compared to find repetition."""
+MOST_REPEATED = 0.5
+"""Share of an answer's 4-grams that may have occurred before in it."""
+TEMPERATURES = (1.0, 0.7, 1.0, 0.7, 0.0)
+USER_TEMPERATURE = 0.7
+"""At most, of user turns: at 1 those of small models drift to where every model is uncertain."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Tokens of a chat template around texts. Of a model without one, only the opening."""
+
+    opening: tuple[int, ...]
+    """Before the first user's text, or a text of a model without a template."""
+    closing: tuple[int, ...] = ()
+    """After a user's text, up to the answer."""
+    between: tuple[int, ...] | None = None
+    """After an answer, up to the next user's text; None: there are no further turns."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end a user's text."""
+    special: frozenset[int] = frozenset()
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.closing)
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> ChatFormat:
+        """Raises ValueError for a template that does not show texts as they are, and for a model with neither a
+        template nor a token that begins texts."""
+        special = frozenset(tokenizer.special_ids) | frozenset(tokenizer.eos_ids)
+        if not tokenizer.has_chat_template:
+            if tokenizer.start_id is None:
+                raise ValueError("the target has neither a chat template nor a token that begins texts; give --prompts")
+            return ChatFormat((tokenizer.start_id,), special=special)
+        user, probe = {"role": "user", "content": PROBE}, tokenizer.encode(PROBE, False)
+        ids = tokenizer.chat([user])
+        found = [i for i in range(len(ids)) if ids[i : i + len(probe)] == probe]
+        if not found:
+            raise ValueError(f"the chat template shows no {PROBE!r} where a user's text is {PROBE!r}")
+        opening, closing = ids[: found[-1]], ids[found[-1] + len(probe) :]
+        ends = frozenset([*closing[:1], *tokenizer.eos_ids])
+        between = _between(tokenizer, [*opening, *probe, *closing, *probe], [*probe, *closing])
+        return ChatFormat(tuple(opening), tuple(closing), between, ends, special)
+
+
+def _between(tokenizer: Tokenizer, begin: list[int], end: list[int]) -> tuple[int, ...] | None:
+    roles = ("user", "assistant", "user")
+    try:
+        ids = tokenizer.chat([{"role": role, "content": PROBE} for role in roles])
+    except ValueError:
+        return None
+    if ids[: len(begin)] != begin or ids[-len(end) :] != end or len(ids) <= len(begin) + len(end):
+        return None
+    return tuple(ids[len(begin) : -len(end)])
+
+
+@dataclass(frozen=True)
+class TalkSettings:
+    """How conversations are written. Raises ValueError naming the field."""
+
+    temperatures: tuple[float, ...] = TEMPERATURES
+    """Of answers, in turn."""
+    width: int = 512
+    """Tokens of the longest conversation."""
+    user_tokens: int = 128
+    """Of the longest user turn."""
+    answer_tokens: int = 320
+    """Of the longest answer."""
+    turns: int = 2
+    """User turns of a conversation, at most."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperatures or not all(0 <= each <= 2 for each in self.temperatures):
+            raise ValueError(f"temperatures={self.temperatures}; allowed: at least one, each from 0 to 2")
+        for name, least in (("width", 32), ("user_tokens", 1), ("answer_tokens", 1), ("turns", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}; allowed: >= {least}")
+
+
+@dataclass
+class _Draft:
+    """A conversation that is being written."""
+
+    number: int
+    temperature: float
+    tokens: list[int]
+    is_answer: list[bool]
+    answering: bool
+    """The next tokens are an answer's."""
+    turn: int = 0
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(self, tokens: Sequence[int], is_answer: bool = False) -> None:
+        self.tokens += tokens
+        self.is_answer += [is_answer] * len(tokens)
+
+
+@dataclass
+class WritingCounts:
+    """What became of conversations."""
+
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    drawn: int = 0
+    """Tokens that the target drew, of all turns, of dropped conversations too."""
+    cut: int = 0
+    """Answers that were cut at their longest length."""
+
+
+class TalkWriter:
+    """Writes conversations first, first + stride, .. into a store, in this order. Raises ValueError for a target that
+    cannot."""
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        settings: TalkSettings,
+        store: ConversationStore | None,
+        *,
+        slots: int,
+        pages: int | None = None,
+        block: int = 16,
+        prefill_chunk: int = 4096,
+        first: int = 0,
+        stride: int = 1,
+        prompts: Sequence[Sequence[int]] = (),
+        mixed: bool = True,
+    ) -> None:
+        """`slots`: conversations that are continued at once; `pages`: KV pages for them; `prompts`: whole prompts of
+        given user turns, which every second conversation begins with, or all of them if not `mixed`."""
+        self.settings, self.counts, self._store = settings, WritingCounts(), store
+        self._format = ChatFormat.of(pair.tokenizer) if mixed or not prompts else _answers_only(pair.tokenizer)
+        self._eos = frozenset(pair.tokenizer.eos_ids)
+        self._prompts, self._mixed = prompts, mixed
+        if pair.max_context < settings.width:
+            raise ValueError(f"width={settings.width}; the models have contexts of {pair.max_context} tokens")
+        if (size := max(map(len, [self._format.opening, *prompts])) + LEAST_ANSWER) > settings.width:
+            raise ValueError(f"prompts of {size} tokens; allowed with --width {settings.width}: fewer than that")
+        self.engine = local_engine(
+            pair,
+            EngineConfig(
+                form="lockstep",
+                block=block,
+                max_slots=slots,
+                max_context=settings.width,
+                pages=pages or slots * (settings.width + 2 * block),
+                prefill_chunk=prefill_chunk,
+                prefix_cache=False,
+                max_chains=0,
+            ),
+        )
+        self._first, self._stride = first, stride
+        self._slots, self._active = slots, dict[int, _Draft]()
+        done = store.next_number if store is not None else 0
+        self._next_number = first + stride * max(0, -(-(done - first) // stride))
+        """Of the next conversation to begin."""
+        self._unstored = self._next_number
+        """Of the next conversation to store: later ones wait in `_waiting`."""
+        self._waiting: dict[int, Conversation | None] = {}
+
+    def write(self, until: Callable[[], bool]) -> Iterator[Conversation]:
+        """Write until `until` is true, which is asked before every conversation that is stored, and yield these. Those
+        that have begun go on at the next call."""
+        while True:
+            yield from self._in_order(until)
+            if until():
+                break
+            self._begin()
+            for output in self.engine.step():
+                if output.answer is not None:
+                    self._take(output.answer)
+        if self._store is not None:
+            self._store.flush()
+
+    def _begin(self) -> None:
+        # Few conversations wait for an earlier one, so that memory is bounded.
+        while len(self._active) < self._slots and self._next_number < self._unstored + 4 * self._slots * self._stride:
+            draft = self._new(self._next_number)
+            self._active[draft.number] = draft
+            self._next_number += self._stride
+            self._submit(draft)
+
+    def _new(self, number: int) -> _Draft:
+        settings, index, is_given = self.settings, number // self._stride, bool(self._prompts)
+        if self._prompts and self._mixed:
+            index, is_given = index // 2, index % 2 == 1
+        draft = _Draft(number, settings.temperatures[index % len(settings.temperatures)], [], [], False)
+        if is_given:
+            draft.add(self._prompts[index % len(self._prompts)])
+            draft.answering = True
+        else:
+            draft.add(self._format.opening)
+            draft.answering = not self._format.is_chat
+        return draft
+
+    def _submit(self, draft: _Draft) -> None:
+        settings = self.settings
+        room = settings.width - len(draft.tokens)
+        if draft.answering:
+            params = SamplingParams(
+                method=Method.TARGET, temperature=draft.temperature, max_tokens=min(room, settings.answer_tokens)
+            )
+        else:
+            params = SamplingParams(
+                method=Method.TARGET,
+                temperature=min(draft.temperature or 1.0, USER_TEMPERATURE),
+                max_tokens=min(room, settings.user_tokens),
+                stop_token_ids=tuple(sorted(self._format.ends - self._eos)),
+            )
+        seed = self._seed(draft.number, 2 * draft.turn + draft.answering)
+        self.engine.submit(Request(str(draft.number), tuple(draft.tokens), replace(params, seed=seed)))
+
+    def _seed(self, number: int, part: int) -> int:
+        text = f"{self.settings.seed}/{number}/{part}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+    def _take(self, answer: Answer) -> None:
+        """A turn has been written."""
+        draft = self._active[int(answer.request_id)]
+        tokens = list(answer.tokens)
+        self.counts.drawn += len(tokens)
+        if answer.error:
+            raise ValueError(f"the target cannot write: {answer.error}")
+        reason = self._take_answer(draft, tokens) if draft.answering else self._take_user_turn(draft, tokens)
+        if reason is None:
+            self._submit(draft)
+            return
+        del self._active[draft.number]
+        if reason:
+            self.counts.dropped[reason] += 1
+        self._waiting[draft.number] = (
+            None
+            if reason
+            else Conversation(draft.number, draft.temperature, tuple(draft.tokens), tuple(draft.is_answer))
+        )
+
+    def _take_user_turn(self, draft: _Draft, tokens: list[int]) -> str | None:
+        """None: the conversation goes on; otherwise why it is dropped, or an empty text if it is complete."""
+        if not tokens or tokens[-1] not in self._format.ends:
+            return "" if draft.answers else "a user turn without end"
+        text = tokens[:-1]
+        if not text or self._format.special & set(text):
+            return "" if draft.answers else "a user turn of special tokens"
+        if len(draft.tokens) + len(text) + len(self._format.closing) + LEAST_ANSWER > self.settings.width:
+            return "" if draft.answers else "a user turn too long"
+        draft.add([*text, *self._format.closing])
+        draft.answering = True
+        return None
+
+    def _take_answer(self, draft: _Draft, tokens: list[int]) -> str | None:
+        if len(tokens) < LEAST_ANSWER:
+            return "" if draft.answers else "an answer nearly empty"
+        if repeated_share(tokens) > MOST_REPEATED:
+            return "" if draft.answers else "an answer that repeats itself"
+        draft.add(tokens, is_answer=True)
+        draft.answers.append(tuple(tokens))
+        draft.turn += 1
+        ended, between = tokens[-1] in self._eos, self._format.between
+        if not ended:
+            self.counts.cut += 1
+        if not ended or between is None or draft.turn >= self.settings.turns:
+            return ""
+        # The template's own end of an answer is the token that the target has drawn.
+        rest = between[1:] if between[:1] == (tokens[-1],) else between
+        if len(draft.tokens) + len(rest) + LEAST_ANSWER > self.settings.width:
+            return ""
+        draft.add(rest)
+        draft.answering = False
+        return None
+
+    def _in_order(self, until: Callable[[], bool]) -> Iterator[Conversation]:
+        while self._unstored in self._waiting and not until():
+            conversation = self._waiting.pop(self._unstored)
+            self._unstored += self._stride
+            if conversation is None:
+                continue
+            self.counts.kept += 1
+            if self._store is not None:
+                self._store.append(conversation)
+            yield conversation
+
+
+def _answers_only(tokenizer: Tokenizer) -> ChatFormat:
+    """For given prompts: no user turn is written."""
+    special = frozenset(tokenizer.special_ids) | frozenset(tokenizer.eos_ids)
+    return ChatFormat((), special=special)
+
+
+def repeated_share(tokens: Sequence[int]) -> float:
+    """Share of 4-grams that have occurred before."""
+    grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,0 +1,280 @@
+"""Masks of constrained requests: which tokens may follow each row, computed on the host while a model runs.
+
+A model's stage is cut in two: what it is going to run is read, the pass is queued, masks are computed by the tokens
+(`smc.constraints`) and brought to the device, and what draws and scores waits for them. What a row holds is read from
+the tokens of its pages (`smc.executor.penalties`), so that it follows from its block table wherever that goes.
+
+Every method draws from the target's distribution p with what is not allowed taken out, renormalised. A population
+whose distribution is that of whole answers given the constraint (`by_answer`) counts the mass Z that is left at every
+token in its weights: p(x) = p(x | allowed) Z. There the truncation is that of p itself.
+
+See the package's legend for axes; V columns of logits, M of a draft's own head, W words of 32 tokens, C constrained
+batch indices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smc.arrays import to_device
+from smc.constraints import Compiler, Follower
+from smc.distributions import Distributions, DistributionSpec
+from smc.executor.draft import TokenTree
+from smc.executor.graph_runner import Spans, StageRunner
+from smc.executor.messages import mask_span
+from smc.executor.penalties import PageTokens
+from smc.executor.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
+from smc.executor.state import SlotState
+from smc.executor.verify import Blocks
+from smc.stops import StopMachine
+from smc.types import ModelRole
+
+Fetched = Callable[[], list[np.ndarray]]
+"""Waits for what is on its way to the host."""
+Rows = Iterator[tuple[int, int, np.ndarray, int, int]]
+"""Batch index, first row, tokens of the answer, how many of them come before the first mask, and masks."""
+
+
+class TokenMasks:
+    """Masks at one model."""
+
+    def __init__(self, compiler: Compiler, state: SlotState, page_tokens: PageTokens, stages: StageRunner) -> None:
+        self._compiler, self._state, self._tokens, self._stages = compiler, state, page_tokens, stages
+        self._machines: dict[int, StopMachine] = {}
+        """By entry of the stop tables, those that mask tokens."""
+        self._followers: dict[int, Follower] = {}
+        """By slot; slots of one request have the same."""
+        self._turn = 0
+        self._began, self._nanoseconds = 0, 0
+
+    def join(self, group: SequenceHandoff) -> None:
+        """Slots begin anew."""
+        for slot in group.slots_N.tolist():
+            self._followers.pop(slot, None)
+        if group.machine is not None:
+            self._machines.pop(group.stops, None)
+            if group.machine.masks:
+                self._machines[group.stops] = group.machine
+
+    def take_span(self, role: ModelRole) -> Spans:
+        """What all masks since the last call took together, as if made at once with the last."""
+        began, took, self._nanoseconds = self._began, self._nanoseconds, 0
+        return {mask_span(role): (began, began + took)} if took else {}
+
+    def particles(self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor]) -> Callable[[], dict[int, np.ndarray]]:
+        """Answers of particles with what is pending, by batch index; read before any of it runs."""
+        return self._answers(plan, here, pending=True)
+
+    def of_particles(
+        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], particles: Callable[[], dict[int, np.ndarray]]
+    ) -> Tensor:
+        """Masks [A, W] of what may follow each particle."""
+        rows = ((index, index, answer_L, len(answer_L), 1) for index, answer_L in particles().items())
+        return self._masks(plan, "particles", len(here.slot_A), rows)
+
+    def of_rows(
+        self,
+        plan: RoundPlan[np.ndarray],
+        here: RoundPlan[Tensor],
+        tree: TokenTree,
+        step: int,
+        particles: Callable[[], dict[int, np.ndarray]],
+    ) -> Callable[[], Tensor]:
+        """Masks [X, W] of what may follow rows of so many tokens, which continue `particles`."""
+        assert tree.run_4X is not None, "rows that have been re-parented"
+        fetched = self._fetch([tree.root_X, tree.cut_X, tree.run_4X[3], tree.tokens_XK[:, :step]])
+
+        def masks() -> Tensor:
+            answers, (root_X, cut_X, runs_X, tokens_XK) = particles(), fetched()
+
+            def rows() -> Rows:
+                for row, root in enumerate(root_X.tolist()):
+                    if runs_X[row] and root in answers:
+                        answer_L = answers[root]
+                        answer_L = np.concatenate((answer_L[: len(answer_L) - cut_X[row]], tokens_XK[row]))
+                        yield root, row, answer_L, len(answer_L), 1
+
+            return self._masks(plan, f"step {step}", len(root_X), rows())
+
+        return masks
+
+    def of_blocks(self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], blocks: Blocks) -> Callable[[], Tensor]:
+        """Masks [T, W] of what may follow each token of blocks that are about to run."""
+        answers = self._answers(plan, here, pending=False)
+        fetched = self._fetch([blocks.origin_A, blocks.tokens_AQ, blocks.run_A])
+
+        def masks() -> Tensor:
+            held, (origin_A, tokens_AQ, run_A) = answers(), fetched()
+            width = tokens_AQ.shape[1]
+
+            def rows() -> Rows:
+                for index in held:
+                    run, origin_L = int(run_A[index]), held[int(origin_A[index])]
+                    answer_L = np.concatenate((origin_L, tokens_AQ[index, :run]))
+                    yield index, index * width, answer_L, len(origin_L) + 1, run
+
+            return self._masks(plan, "blocks", tokens_AQ.size, rows())
+
+        return masks
+
+    def _answers(
+        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], *, pending: bool
+    ) -> Callable[[], dict[int, np.ndarray]]:
+        """Tokens of the answers so far, by batch index, of what models hold, with or without what is pending."""
+        constraints, state = plan.constraints, self._state
+        assert constraints is not None, "a round with constrained requests"
+        index_C = np.flatnonzero(constraints.entry_A)
+        prompt_C = constraints.prompt_A[index_C]
+        width = max(int(plan.columns - prompt_C.min()), 1)
+        position_CL = np.minimum(prompt_C[:, None] + np.arange(width), state.table_SL.shape[1] - 1)
+        slot_C = here.slot_A[to_device(index_C, state.device)]
+        page_CL = state.table_SL[slot_C[:, None], to_device(position_CL, state.device)].long()
+        held_C = state.held(slot_C)
+        fetched = self._fetch(
+            [self._tokens.token_P[page_CL], held_C, state.pending_SQ[slot_C], state.pending_S[slot_C]]
+        )
+        found: dict[int, np.ndarray] = {}
+
+        def answers() -> dict[int, np.ndarray]:
+            if found:
+                return found
+            token_CL, held_C, pending_CQ, pending_C = fetched()
+            for c, (index, prompt) in enumerate(zip(index_C.tolist(), prompt_C.tolist())):
+                parts = [token_CL[c, : held_C[c] - prompt].astype(np.int64)]
+                if pending:
+                    parts.append(pending_CQ[c, : pending_C[c]])
+                found[index] = np.concatenate(parts)
+            return found
+
+        return answers
+
+    def _masks(self, plan: RoundPlan[np.ndarray], name: str, total: int, rows: Rows) -> Tensor:
+        """[total, W] on the device: always the same tensor for rounds of one key. All tokens where nothing is said."""
+        words, device = self._compiler.words, self._state.device
+        pinned = device.type == "cuda"
+
+        def make() -> tuple[Tensor, list[Tensor]]:
+            hosts = [
+                torch.empty(total, words, dtype=torch.int32, pin_memory=pinned)
+                for _ in range(IN_FLIGHT if pinned else 1)
+            ]
+            return torch.empty(total, words, dtype=torch.int32, device=device), hosts
+
+        there, hosts = self._stages.keep(plan.key, f"mask of {name}", make)
+        self._turn += 1
+        began = time.monotonic_ns()
+        host = hosts[self._turn % len(hosts)]
+        masks_RW = host.numpy()
+        masks_RW[:] = -1
+        followers: dict[int, Follower | None] = {}
+        for index, first, answer_L, begin, count in rows:
+            group = int(plan.group_A[index])
+            if group not in followers:
+                followers[group] = self._follower(plan, group)
+            follower = followers[group]
+            if follower is None:
+                masks_RW[first : first + count] = 0
+            else:
+                follower.masks(answer_L, begin, masks_RW[first : first + count])
+        self._began, self._nanoseconds = began, self._nanoseconds + time.monotonic_ns() - began
+        return there.copy_(host, non_blocking=True)
+
+    def _follower(self, plan: RoundPlan[np.ndarray], group: int) -> Follower | None:
+        """Of a request; None: its constraint cannot be followed."""
+        assert plan.constraints is not None, "a round with constrained requests"
+        first, size = int(plan.first_G[group]), int(plan.size_G[group])
+        slots = plan.slot_A[first : first + size].tolist()
+        follower = next((self._followers[slot] for slot in slots if slot in self._followers), None)
+        if follower is None:
+            machine = self._machines[int(plan.constraints.entry_A[first])]
+            try:
+                follower = self._compiler.follower(machine)
+            except ValueError:  # it was compiled before it came here, by a process with more time
+                return None
+        self._followers |= dict.fromkeys(slots, follower)
+        return follower
+
+    def _fetch(self, tensors: list[Tensor]) -> Fetched:
+        """Bring tensors to the host as they are now."""
+        if self._state.device.type == "cpu":
+            arrays = [tensor.clone().numpy() for tensor in tensors]
+            return lambda: arrays
+        hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        for host, tensor in zip(hosts, tensors):
+            host.copy_(tensor, non_blocking=True)
+        arrived = self._stages.event()
+
+        def fetched() -> list[np.ndarray]:
+            assert not isinstance(arrived, int), "an event of a GPU"
+            arrived.synchronize()
+            return [host.numpy() for host in hosts]
+
+        return fetched
+
+
+def allowed_tokens(mask_RW: Tensor, vocab: int, ids_M: Tensor | None = None) -> Tensor:
+    """bool [R, vocab], or [R, M] of these tokens."""
+    bit_8 = torch.arange(8, dtype=torch.uint8, device=mask_RW.device)
+    bytes_RB1 = mask_RW.view(torch.uint8)[:, :, None]
+    allowed_RV = ((bytes_RB1 >> bit_8) & 1).flatten(1).bool()
+    return allowed_RV[:, :vocab] if ids_M is None else allowed_RV[:, ids_M]
+
+
+def apply_mask(
+    logits_RV: Tensor, mask_RW: Tensor, columns: int, ids_M: Tensor | None = None, *, fails: bool = True
+) -> Tensor:
+    """Logits without what is not allowed. Where nothing that is allowed is possible, as a bias forbids it, all that is
+    allowed is equally likely. Where nothing is allowed at all, logits are NaN if the row `fails`, or as they were."""
+    own_RV, beyond_RX = logits_RV.float().split((columns, logits_RV.shape[1] - columns), 1)
+    allowed_RV = allowed_tokens(mask_RW, columns, ids_M)
+    masked_RV = torch.where(allowed_RV, own_RV, -torch.inf)
+    is_stuck_R1 = masked_RV.amax(-1, keepdim=True) == -torch.inf
+    masked_RV = torch.where(is_stuck_R1 & allowed_RV, 0.0, masked_RV)
+    nothing_R1 = ~allowed_RV.any(-1, keepdim=True)
+    masked_RV = torch.where(nothing_R1, torch.full_like(own_RV, torch.nan) if fails else own_RV, masked_RV)
+    return torch.cat((masked_RV, beyond_RX), 1)
+
+
+def given_constraint(
+    logits_TV: Tensor,
+    mask_TW: Tensor,
+    vocab: int,
+    distribution_T: DistributionSpec[Tensor],
+    by_answer_T: Tensor | None,
+) -> tuple[Tensor, DistributionSpec[Tensor], Tensor | None]:
+    """Logits and distributions of what the target says given the constraint; and where some rows are `by_answer` the log
+    of the mass [T] that their mask leaves of the distribution, 0 of other rows."""
+    masked_TV = apply_mask(logits_TV, mask_TW, vocab)
+    if by_answer_T is None:
+        return masked_TV, distribution_T, None
+    logp_TV = Distributions(distribution_T, logits_TV.device).target(logits_TV[:, :vocab].float())
+    allowed_TV = allowed_tokens(mask_TW, vocab)
+    logp_TV = torch.where(allowed_TV, logp_TV, -torch.inf)
+    mass_T = logp_TV.logsumexp(-1)
+    # Where a truncation leaves nothing that is allowed, what is drawn is allowed, and without weight.
+    is_given_T1 = (by_answer_T & (mass_T > -torch.inf))[:, None]
+    own_TV = torch.where(is_given_T1, logp_TV, masked_TV[:, :vocab])
+    mass_T = torch.where(by_answer_T, torch.where(allowed_TV.any(-1), mass_T, torch.nan), 0.0)
+    return torch.cat((own_TV, masked_TV[:, vocab:]), 1), neutral(distribution_T, by_answer_T), mass_T
+
+
+def neutral(distribution_R: DistributionSpec[Tensor], rows_R: Tensor) -> DistributionSpec[Tensor]:
+    """The distributions without temperature and truncation in these rows, whose logits are log-probabilities that have
+    been through both."""
+    given = distribution_R
+
+    def without(value_R: Tensor, none: float) -> Tensor:
+        return torch.where(rows_R, torch.full_like(value_R, none), value_R)
+
+    return replace(
+        given,
+        temperature_R=without(given.temperature_R, 1),
+        top_k_R=without(given.top_k_R, 0),
+        top_p_R=without(given.top_p_R, 1),
+        min_p_R=without(given.min_p_R, 0),
+    )

@@ -1,0 +1,144 @@
+"""What the target writes: its distribution, conversations as a template has them, filters, and rows on disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from smc import demo
+from smc.distill.store import Conversation, ConversationStore
+from smc.distill.student import cut
+from smc.distill.talk import ChatFormat, TalkSettings, TalkWriter, repeated_share
+from smc.local_engine import ModelPair
+from smc.model.loader import load_model
+from smc.model.tokenizer import Tokenizer
+from tests.model.dense import dense_logits
+from tests.model.tiny import numbers_tokenizer, random_decoder, tiny_config
+
+SIZE = 5
+"""Tokens of the tiny vocabulary, of which the last ends a text."""
+
+
+def tiny_pair() -> ModelPair:
+    target = random_decoder(tiny_config(vocab_size=SIZE, rope_scaling=None), seed=3)
+    target.lm_head.weight.mul_(0.3)
+    return ModelPair(target, cut(target, (0,)), numbers_tokenizer(SIZE), 256)
+
+
+def written(writer: TalkWriter, count: int) -> list[Conversation]:
+    found: list[Conversation] = []
+    for conversation in writer.write(lambda: len(found) >= count):
+        found.append(conversation)
+    return found
+
+
+def test_texts_follow_the_targets_distribution():
+    """Chi-square against all answers of four tokens, at two temperatures. False alarms: one in a thousand each."""
+    pair, count = tiny_pair(), 1200
+    settings = TalkSettings(temperatures=(1.0, 0.5), width=32, answer_tokens=4, turns=1)
+    found = written(TalkWriter(pair, settings, None, slots=128), count)
+    assert [each.number for each in found] == sorted(each.number for each in found)
+    for temperature in settings.temperatures:
+        answers = [each.tokens[1:] for each in found if each.temperature == temperature]
+        probability = {}
+        for index in np.ndindex(SIZE - 1, SIZE - 1, SIZE - 1, SIZE):
+            tokens = (SIZE - 1, *map(int, index))  # begins with the token that begins texts; EOS may come last
+            probability[tokens[1:]] = 0.0
+        keys = list(probability)
+        rows = torch.tensor([[SIZE - 1, *key] for key in keys])
+        prefixes = {tuple(row[: n + 1].tolist()) for row in rows for n in range(4)}
+        logp = {
+            prefix: torch.log_softmax(dense_logits(pair.target, torch.tensor(prefix))[-1] / temperature, -1)
+            for prefix in prefixes
+        }
+        for key in keys:
+            text = (SIZE - 1, *key)
+            probability[key] = sum(logp[text[: n + 1]][text[n + 1]].item() for n in range(4))
+        expected = np.exp([probability[key] for key in keys])
+        expected *= len(answers) / expected.sum()  # shorter answers are left out
+        seen = Counter(answers)
+        assert set(seen) <= set(keys)
+        # Rare answers are counted together.
+        common = expected >= 5
+        observed = np.array([seen[key] for key in keys], dtype=float)
+        e = np.append(expected[common], expected[~common].sum())
+        o = np.append(observed[common], observed[~common].sum())
+        degrees = len(e) - 1
+        # Wilson and Hilferty: the cube root of chi-square is nearly normal.
+        z = (((o - e) ** 2 / e).sum() / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))
+        assert z / (2 / (9 * degrees)) ** 0.5 < 3.1
+
+
+def test_a_run_that_begins_again_writes_the_same(tmp_path):
+    pair, settings = tiny_pair(), TalkSettings(width=32, answer_tokens=12, turns=1)
+    whole = written(TalkWriter(pair, settings, None, slots=8), 40)
+    store = ConversationStore(tmp_path, 32)
+    first = written(TalkWriter(pair, settings, store, slots=8), 17)
+    again = written(TalkWriter(pair, settings, ConversationStore(tmp_path, 32), slots=3), 23)
+    assert first + again == whole
+
+
+@pytest.fixture(scope="module")
+def demo_pair() -> ModelPair:
+    target = load_model(demo.TARGET)
+    return ModelPair(target, cut(target, (0,)), Tokenizer.load(demo.TARGET), target.config.max_context)
+
+
+def test_conversations_are_what_the_template_renders(demo_pair):
+    """Answers to a given prompt, marked token by token, end-of-text included."""
+    tokenizer = demo_pair.tokenizer
+    chat = ChatFormat.of(tokenizer)
+    assert chat.between is not None
+    texts = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    probe = tokenizer.encode("x", False)
+    rendered = [*chat.opening, *probe, *chat.closing, *probe, *chat.between, *probe, *chat.closing]
+    assert tokenizer.chat(texts) == rendered
+    prompt = tuple(tokenizer.chat([{"role": "user", "content": "Mia has 12 apples. She buys 30 more. How many now?"}]))
+    writer = TalkWriter(
+        demo_pair, TalkSettings(temperatures=(0.0,), turns=1), None, slots=2, prompts=[prompt], mixed=False
+    )
+    (found,) = written(writer, 1)
+    assert found.tokens[: len(prompt)] == prompt
+    assert found.is_answer == (False,) * len(prompt) + (True,) * (len(found.tokens) - len(prompt))
+    assert found.tokens[-1] in tokenizer.eos_ids
+    assert "42" in tokenizer.decode(found.tokens[len(prompt) :])
+
+
+def test_what_repeats_itself_is_left_out():
+    assert repeated_share(range(20)) == 0
+    assert repeated_share([1, 2] * 10) == pytest.approx(15 / 17)
+
+
+def test_rows_come_back_from_disk(tmp_path, monkeypatch):
+    """Over full files, a file in the making, and rows that were not flushed; only so many files are open."""
+    monkeypatch.setattr("smc.distill.store.ROWS_PER_FILE", 4)
+    monkeypatch.setattr("smc.distill.store.OPEN_FILES", 1)
+    store = ConversationStore(tmp_path, 6)
+    made = [
+        Conversation(2 * n, 0.5 * n, tuple(range(n % 6 + 1)), tuple(i % 2 == 1 for i in range(n % 6 + 1)))
+        for n in range(11)
+    ]
+    for each in made:
+        store.append(each)
+    for opened in (store, None):
+        if opened is None:
+            store.flush()
+            opened = ConversationStore(tmp_path, 6)
+        assert len(opened) == 11 and opened.next_number == 21
+        assert opened.tokens == sum(each.answer_tokens for each in made)
+        for index, row in zip((10, 0, 7, 3), opened.rows((10, 0, 7, 3))):
+            length = int(row["length"])
+            assert tuple(row["tokens"][:length].tolist()) == made[index].tokens
+            assert tuple(row["is_answer"][:length].tolist()) == made[index].is_answer
+            assert (row["number"], row["temperature"]) == (made[index].number, made[index].temperature)
+    with pytest.raises(ValueError, match="rows of 6 tokens; this run needs 8"):
+        ConversationStore(tmp_path, 8)
+
+
+@pytest.mark.parametrize("changes", [{"temperatures": ()}, {"temperatures": (3.0,)}, {"width": 8}, {"turns": 0}])
+def test_wrong_settings_are_refused(changes):
+    with pytest.raises(ValueError, match="allowed"):
+        TalkSettings(**changes)

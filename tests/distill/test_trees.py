@@ -1,0 +1,41 @@
+"""The target's draws and the draft's trees, of several texts at once, against their definitions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from smc.distill.trees import OwnText, TreeDraft, draw_next, target_noise
+from tests.model.dense import dense_logits
+from tests.model.tiny import random_decoder, tiny_config
+
+VOCAB, SEED = 300, 7
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_texts_of_different_lengths_do_not_change_each_other(family):
+    """Also where layers have a window that contexts outgrow."""
+    config = tiny_config(family, num_layers=3)
+    target, draft = (random_decoder(config, seed) for seed in (1, 2))
+    target.lm_head.weight.mul_(0.5)
+    generator = np.random.default_rng(0)
+    texts = [OwnText(tuple(generator.integers(0, VOCAB, size).tolist()), 5) for size in (12, 30, 21)]
+    contexts = [text.contexts(4) for text in texts]
+    drawn = draw_next(target, texts, contexts, 5, 1.0, SEED, VOCAB)
+    assert [[each.context for each in of_text] for of_text in drawn] == contexts
+    seeds = [each.seed for of_text in drawn for each in of_text]
+    assert seeds == list(range(SEED, SEED + len(seeds)))
+    for text, of_text in zip(texts, drawn):
+        each = of_text[-1]
+        tokens = list(text.tokens[: each.context])
+        for _ in range(5):
+            noise_V = target_noise(np.array([each.seed]), np.array([len(tokens)]), VOCAB, torch.device("cpu"))[0]
+            logp_V = torch.log_softmax(dense_logits(target, torch.tensor(tokens))[-1], -1)
+            tokens.append(int((logp_V + noise_V).argmax()))
+        assert tuple(tokens[each.context :]) == each.tokens
+    tree = TreeDraft(draft, VOCAB, rows=8, exponent=1.0)
+    alone = [tree.held([text], [of_text], 1.0)[0] for text, of_text in zip(texts, drawn)]
+    assert tree.held(texts, drawn, 1.0) == alone
+    own = TreeDraft(target, VOCAB, rows=1, exponent=1.0)
+    assert own.held(texts, drawn, 1.0) == [[5] * len(of_text) for of_text in drawn]

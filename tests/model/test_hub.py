@@ -1,0 +1,226 @@
+"""Models by their names on the hub, from a server on this machine that speaks the hub's protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from smc import demo
+from smc.model.hub import HubModel
+
+COMMIT, OLDER = "c" * 40, "0" * 40
+TOKEN = "hf_right"
+UNUSED = {"README.md": b"# a model", "pytorch_model.bin": b"pickled", "onnx/model.onnx": b"graph", "figure.png": b"png"}
+
+
+@dataclass
+class Hub:
+    """Repositories by name, their files, and what was asked of them."""
+
+    repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
+    requests: list[str] = field(default_factory=list)
+    cut: dict[str, int] = field(default_factory=dict)
+    """Names of files whose next answer ends after so many bytes."""
+    url: str = ""
+
+    def got(self) -> list[str]:
+        """Files that were asked for with their contents, in order."""
+        return [one.rpartition("/")[2] for one in self.requests if one.startswith("GET") and "/resolve/" in one]
+
+
+def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None: ...
+
+        def do_HEAD(self) -> None:
+            self.answer()
+
+        def do_GET(self) -> None:
+            self.answer()
+
+        def answer(self) -> None:
+            path = self.path.partition("?")[0]
+            hub.requests.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
+            api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?/?", path)
+            file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+            match = api or file
+            if match is None:
+                return self.refuse(404, "EntryNotFound")
+            name, revision = match[1], (api[3] if api else file[2]) or "main"
+            if name not in hub.repositories:
+                return self.refuse(401, "RepoNotFound")
+            if file and name in hub.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                return self.refuse(401, "GatedRepo")
+            if revision not in ("main", COMMIT):
+                return self.refuse(404, "RevisionNotFound")
+            files = hub.repositories[name]
+            if api and api[2] == "tree":
+                entries = [
+                    {"type": "file", "path": path, "size": len(held), "oid": hashlib.sha1(held).hexdigest()}
+                    for path, held in files.items()
+                ]
+                return self.send(json.dumps(entries).encode())
+            if api:
+                siblings = [{"rfilename": path, "size": len(held)} for path, held in files.items()]
+                info = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings}
+                return self.send(json.dumps(info).encode())
+            if file[3] not in files:
+                return self.refuse(404, "EntryNotFound")
+            held = files[file[3]]
+            tag = {"ETag": f'"{hashlib.sha256(held).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            if part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+                first, last = int(part[1]), int(part[2] or len(held) - 1)
+                tag["Content-Range"] = f"bytes {first}-{last}/{len(held)}"
+                return self.send(held[first : last + 1], tag, 206, file[3])
+            return self.send(held, tag, 200, file[3])
+
+        def refuse(self, status: int, code: str) -> None:
+            self.send(b"", {"X-Error-Code": code, "X-Error-Message": code}, status)
+
+        def send(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200, name: str = "") -> None:
+            self.send_response(status)
+            for key, value in {"Content-Length": str(len(body)), "Content-Type": "application/json"}.items():
+                self.send_header(key, value)
+            for key, value in (headers or {}).items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                cut = hub.cut.pop(name, None)
+                self.wfile.write(body[:cut])
+                self.close_connection = self.close_connection or cut is not None
+
+    return Handler
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """The demo pair, under names."""
+    made = Hub({"demo/target": files_of(demo.TARGET) | UNUSED, "demo/draft": files_of(demo.DRAFT) | UNUSED})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(made))
+    made.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    server.shutdown()
+    server.server_close()
+
+
+def run(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    set_ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "COLUMNS": "400", "HF_HUB_DISABLE_XET": "1"} | environment
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    command = [sys.executable, "-c", "from services.cli.main import main; main()", *arguments]
+    return subprocess.run(command, env=kept | set_, capture_output=True, text=True, timeout=240, check=False)
+
+
+PAIR = ("--target", "demo/target", "--draft", "demo/draft")
+
+
+def test_a_pair_is_served_by_its_names_and_from_the_cache_afterwards(hub, tmp_path):
+    asked = ("generate", "Ann has 3 pens and buys 4. How many pens does she have?", "--max-tokens", "5", "--seed", "1")
+    first = run(hub, tmp_path, *asked, *PAIR)
+    assert first.returncode == 0, first.stderr
+    assert sorted(hub.got()) == sorted([*files_of(demo.TARGET), *files_of(demo.DRAFT)])
+    of_files = run(hub, tmp_path, *asked, "--target", str(demo.TARGET), "--draft", str(demo.DRAFT))
+    assert first.stdout == of_files.stdout != ""
+    hub.requests.clear()
+    assert run(hub, tmp_path, "check", *PAIR).returncode == 0 and hub.got() == []
+    hub.requests.clear()
+    offline = run(hub, tmp_path, "check", *PAIR, HF_HUB_OFFLINE="1")
+    assert offline.returncode == 0 and hub.requests == [], offline.stderr
+
+
+def test_a_broken_download_goes_on_where_it_stopped(hub, tmp_path):
+    size = len(hub.repositories["demo/target"]["model.safetensors"])
+    hub.cut["model.safetensors"] = size - 1000  # more than huggingface_hub writes at once
+    first = run(hub, tmp_path, "check", *PAIR)
+    second = first if first.returncode == 0 else run(hub, tmp_path, "check", *PAIR)
+    assert second.returncode == 0, second.stderr
+    ranges = [one for one in hub.requests if "demo/target" in one and "bytes=" in one]
+    assert ranges and all(int(re.search(r"bytes=(\d+)", one)[1]) > 0 for one in ranges)
+
+
+def test_only_the_shards_of_the_index_are_taken(hub, tmp_path):
+    files = hub.repositories["demo/target"]
+    files["model-00001-of-00001.safetensors"] = files.pop("model.safetensors")
+    files["consolidated.safetensors"] = b"the same in another format"
+    from safetensors import safe_open
+
+    with safe_open(demo.TARGET / "model.safetensors", "numpy") as opened:
+        shard_of = dict.fromkeys(opened.keys(), "model-00001-of-00001.safetensors")
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": shard_of}).encode()
+    checked = run(hub, tmp_path, "check", "--target", f"demo/target@{COMMIT}", "--draft", str(demo.DRAFT))
+    assert checked.returncode == 0, checked.stderr + checked.stdout
+    assert "consolidated.safetensors" not in hub.got() and "model-00001-of-00001.safetensors" in hub.got()
+
+
+def refused(hub: Hub, home: Path, target: str, **environment: str) -> str:
+    done = run(hub, home, "check", "--target", target, "--draft", str(demo.DRAFT), **environment)
+    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error:" in line]
+    return line
+
+
+def test_what_cannot_be_had_says_what_to_do(hub, tmp_path):
+    missing = refused(hub, tmp_path, "demo/tragte")
+    assert "demo/tragte: there is no such directory, and no such model on" in missing and "HF_TOKEN" in missing
+    assert f"has no revision '{OLDER}'" in refused(hub, tmp_path, f"demo/target@{OLDER}")
+    hub.gated.add("demo/target")
+    assert f"is gated: accept its terms on {hub.url}/demo/target" in refused(hub, tmp_path, "demo/target")
+    assert run(hub, tmp_path, "check", *PAIR, HF_TOKEN=TOKEN).returncode == 0
+    elsewhere = tmp_path / "elsewhere"
+    assert "HF_HUB_OFFLINE is set" in refused(hub, elsewhere, "demo/draft", HF_HUB_OFFLINE="1")
+    assert "does not answer" in refused(hub, elsewhere, "demo/draft", HF_ENDPOINT="http://127.0.0.1:9")
+    del hub.repositories["demo/draft"]["model.safetensors"]
+    assert "has no weights in safetensors format" in refused(hub, elsewhere, "demo/draft")
+    del hub.repositories["demo/draft"]["config.json"]
+    assert "has no config.json" in refused(hub, tmp_path / "third", "demo/draft")
+
+
+def test_a_disk_without_room(hub, tmp_path, monkeypatch):
+    import collections
+    import shutil
+
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10, 10, 1000))
+    with pytest.raises(ValueError, match=r"demo/target needs 2\.0 GiB, and .* free; make room, or name another disk"):
+        HubModel("demo/target")._check_room(1 << 31, tmp_path / "a" / "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("org/name", HubModel("org/name")),
+        ("org/name@main", HubModel("org/name", "main")),
+        ("meta-llama/Llama-3.1-8B@refs/pr/1", HubModel("meta-llama/Llama-3.1-8B", "refs/pr/1")),
+        ("name", None),
+        ("./org/name", None),
+        ("/org/name", None),
+        ("a/b/c", None),
+        ("../name", None),
+        ("org/name@", None),
+    ],
+)
+def test_names(text, expected):
+    assert HubModel.parse(text) == expected
+
+
+def test_a_snapshot_knows_its_name(tmp_path):
+    cached = tmp_path / "hub" / "models--org--name--x" / "snapshots" / COMMIT
+    assert HubModel.of_snapshot(cached) == HubModel("org/name--x", COMMIT)
+    assert HubModel.of_snapshot(demo.TARGET) is None

@@ -1,0 +1,97 @@
+"""What an answer is to be, by every field of OpenAI's and vLLM's that says so, and over gRPC."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from services.client import Client
+from tests.gateway.harness import Service, local_answer
+from tests.openai.asking import QUESTIONS, chat, is_error, post, user
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    # The shipped pair would write blanks.
+    "x-guidance": {"whitespace_flexible": False},
+}
+EXACT = {"method": "exact", "particles": 2, "max_tokens": 40, "seed": 3}
+
+
+def schema_format(**more: object) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, **more}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": schema_format(strict=True)},
+        {"structured_outputs": {"json": SCHEMA, "regex": None}},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"constraint": {"json_schema": SCHEMA}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_every_field_asks_for_the_same(service: Service, pair, fields):
+    found = post(service, chat(QUESTIONS[0], **EXACT, **fields)).json["choices"][0]
+    expected = local_answer(pair, pair.tokenizer.chat(user(QUESTIONS[0])), constraint={"json_schema": SCHEMA}, **EXACT)
+    assert found["message"]["content"] == expected.text
+    assert found["finish_reason"] == "stop"
+    assert json.loads(expected.text)["a"] in (1, 22)
+
+
+def test_other_kinds_streams_and_several_answers(service: Service):
+    for fields, expression in (
+        ({"structured_outputs": {"regex": "[0-9]{2}"}}, "[0-9]{2}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'start: "a" "b"+ "c"'}, "ab+c"),
+        ({"guided_regex": "x|y", "constraint_scope": "answer", "method": "smc"}, "x|y"),
+    ):
+        choices = post(service, chat(n=3, max_tokens=40, seed=1, **fields)).json["choices"]
+        assert all(re.fullmatch(expression, one["message"]["content"]) for one in choices)
+    streamed = post(service, chat(stream=True, **EXACT, response_format=schema_format())).data.decode()
+    deltas = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    json.loads("".join(one["choices"][0]["delta"].get("content") or "" for one in deltas))
+    text = post(service, chat(response_format={"type": "text"}, max_tokens=3)).json["choices"][0]["message"]["content"]
+    assert text
+
+
+def test_over_grpc(service: Service):
+    with Client(service.address) as client:
+        found = client.generate("x", constraint={"choice": ["up", "down"]}, max_tokens=20, seed=1)
+        assert found.text in ("up", "down")
+
+
+def test_what_happened_is_counted(service: Service):
+    hits, compiled = (
+        service.metric("smc_constraint_cache_hits_total"),
+        service.metric("smc_constraint_compile_seconds_count"),
+    )
+    masks = service.metric("smc_constraint_mask_seconds_count")
+    for _ in range(2):
+        post(service, chat(max_tokens=20, guided_regex="(one|two)( (one|two))*"))
+    assert service.metric("smc_constraint_compile_seconds_count") == compiled + 1
+    assert service.metric("smc_constraint_cache_hits_total") > hits
+    assert service.metric("smc_constraint_mask_seconds_count") > masks
+    assert service.metric("smc_constraint_invalid_ends_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format", "'json_schema' without json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "allowed: 'text', 'json_object' or 'json_schema'"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "has structural_tag; allowed: one of json"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "guided_regex and guided_choice are given"),
+        ({"guided_choice": []}, "guided_choice", "a list of non-empty strings"),
+        ({"guided_regex": "("}, "constraint", "constraint: the regex is refused: .*unclosed group"),
+        ({"response_format": schema_format(schema={"type": "no"})}, "constraint", "is refused: Invalid type: no"),
+        ({"constraint": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "not available with a constraint"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(service: Service, fields, param, message):
+    is_error(post(service, chat(**fields)), 400, "invalid", re.compile(message, re.DOTALL), param=param)

@@ -1,0 +1,163 @@
+"""Tools: calls that are required are written and valid, and calls are read from the text however it is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import jsonschema
+import numpy as np
+import openai
+import pytest
+
+from services.openai.messages import message_of
+from services.openai.requests import BadRequest, understood
+from services.openai.tool_calls import ToolCallReader, ToolFormat
+from smc import demo
+from smc.constraints import Compiler
+from smc.local_engine import ModelPair
+from smc.model.tokenizer import Tokenizer
+from smc.stops import StopMachine, TokenBytes
+from tests.gateway.harness import serving
+
+ADD = {
+    "name": "add",
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+}
+STOP = {"name": "stop"}
+TOOLS = [{"type": "function", "function": function} for function in (ADD, STOP)]
+MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": 'ipython "parameters"'}
+TEXTS = {
+    "hermes": 'Let me see. \n<tool_call>\n{"name": "add", "arguments": {"a": "}\\"{", "b": [1, {}]}}\n</tool_call>\n'
+    '<tool_call>{"name":"stop","arguments":{}}</tool_call>',
+    "llama": '{"name": "add", "parameters": {"a": "}\\"{", "b": [1, {}]}}; {"name": "stop", "parameters": {}}',
+    "mistral": ' [{"name": "add", "arguments": {"a": "}\\"{", "b": [1, {}]}}, {"name": "stop", "arguments": {}}]',
+}
+PLAIN = ["no <tool and a < b", "x <tool_call>\nnonsense", '{"value": 3}', "[1, 2]", '{"name', "", " \n", "so:\n\nit is"]
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+def test_calls_are_read_however_the_text_is_cut(form: ToolFormat):
+    dice = random.Random(1)
+    for text in (TEXTS[form], *PLAIN):
+        whole = message_of(text, form, None, "x")
+        for _ in range(40):
+            reader, deltas, left = ToolCallReader(form), [], text
+            while left:
+                size = dice.randint(1, 9)
+                deltas += reader.push(left[:size])
+                left = left[size:]
+            deltas += reader.finish()
+            calls: list[list[str]] = []
+            for delta in deltas:
+                if delta.name is not None:
+                    calls.append([delta.name, ""])
+                if delta.arguments:
+                    calls[-1][1] += delta.arguments
+            assert "".join(delta.content for delta in deltas) == (whole["content"] or "")
+            assert calls == [[*one["function"].values()] for one in whole.get("tool_calls", ())]
+    found = message_of(TEXTS[form], form, None, "x")["tool_calls"]
+    assert [one["function"]["name"] for one in found] == ["add", "stop"]
+    assert json.loads(found[0]["function"]["arguments"]) == {"a": '}"{', "b": [1, {}]}
+    assert len({one["id"] for one in found}) == 2
+    for text in PLAIN:
+        assert message_of(text, form, None, "x") == {"role": "assistant", "content": text}
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    return ModelPair.load(demo.TARGET, demo.DRAFT)
+
+
+def with_template(tokenizer: Tokenizer, form: str) -> Tokenizer:
+    """The shipped pair's, which begins with what tools there are."""
+    template = "{% if tools %}" + MARKS[form] + "{{ tools | tojson }}{% endif %}" + (tokenizer.chat_template or "")
+    return Tokenizer(tokenizer._tokenizer, tokenizer.eos_ids, tokenizer._special, template)
+
+
+def body(**more: object) -> dict:
+    return {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **more}
+
+
+def asked(tokenizer: Tokenizer, **more: object):
+    return understood(body(**more), True, ("demo",), tokenizer.size).with_tool_format(tokenizer)
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+def test_grammars_of_required_calls(pair, form: ToolFormat):
+    """They allow what models of the format write, and no other function and no text."""
+    tokenizer = with_template(pair.tokenizer, form)
+    texts = {
+        name: text.replace('"}\\"{", "b": [1, {}]', "1").replace("Let me see. \n", "").strip()
+        for name, text in TEXTS.items()
+    }
+    text = {"hermes": texts["hermes"].replace("<tool_call>{", "<tool_call>\n{").replace("}</tool", "}\n</tool"),
+            "llama": texts["llama"].replace("; ", ";"), "mistral": "[TOOL_CALLS]" + texts["mistral"]}[form]  # fmt: skip
+    first = re.split(r"\n<tool_call>|;|, \{", text)[0] + ("]" if form is ToolFormat.MISTRAL else "")
+    named = {"type": "function", "function": {"name": "add"}}
+
+    def allows(text: str, **how: object) -> bool:
+        constraint = asked(tokenizer, **how).settings["constraint"]
+        follower = Compiler.of(TokenBytes.of(tokenizer)).follower(StopMachine.of((), (), (), constraint))
+        return follower.ends(np.array(tokenizer.encode(text, add_special=False)))
+
+    assert allows(text, tool_choice="required") and allows(first, tool_choice="required")
+    assert not allows(text, tool_choice="required", parallel_tool_calls=False)
+    assert allows(first, tool_choice=named) and not allows(text, tool_choice=named)
+    assert not allows("hello", tool_choice="required")
+    assert not allows(first.replace("add", "sub"), tool_choice="required")
+
+
+def test_what_is_refused(pair):
+    tokenizer = with_template(pair.tokenizer, "hermes")
+    plain = Tokenizer(
+        tokenizer._tokenizer, (), tokenizer._special, "{{ tools }}" + (pair.tokenizer.chat_template or "")
+    )
+    for one, given, param in (
+        (pair.tokenizer, {}, "tools"),
+        (plain, {"tool_choice": "required"}, "tool_choice"),
+        (tokenizer, {"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+        (tokenizer, {"tool_choice": "required", "tools": []}, "tool_choice"),
+        (tokenizer, {"tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            asked(one, **given)
+        assert caught.value.param == param, caught.value
+    assert asked(plain).tool_format is None and asked(tokenizer, tool_choice="none").tools is None
+
+
+def test_calls_over_http_whole_and_streamed(pair):
+    """By openai-python. The arguments of all deltas together are JSON that the schema allows."""
+    changed = ModelPair(pair.target, pair.draft, with_template(pair.tokenizer, "hermes"), pair.max_context)
+    settings = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
+        "max_tokens": 200,
+        "seed": 4,
+        "extra_body": {"method": "exact"},
+    }
+    with (
+        serving(changed, http_port=0, served_model_names=("demo",)) as service,
+        openai.OpenAI(base_url=service.url, api_key="none", max_retries=0) as client,
+    ):
+        (choice,) = client.chat.completions.create(**settings).choices
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        jsonschema.validate(json.loads(call.function.arguments), ADD["parameters"])
+        name, arguments, reasons = "", "", []
+        for chunk in client.chat.completions.create(**settings, stream=True):
+            for delta in chunk.choices[0].delta.tool_calls or ():
+                name += delta.function.name or ""
+                arguments += delta.function.arguments or ""
+            reasons.append(chunk.choices[0].finish_reason)
+        assert (name, arguments) == (call.function.name, call.function.arguments) and reasons[-1] == "tool_calls"
+        auto = client.chat.completions.create(**settings | {"tool_choice": "auto", "max_tokens": 5}).choices[0]
+        assert auto.message.tool_calls is None and auto.message.content

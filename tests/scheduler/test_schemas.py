@@ -1,0 +1,110 @@
+"""Random JSON schemas: every answer that ends by itself is valid, by another library, and exact answers are those of
+the target."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from functools import cache
+
+import jsonschema
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import FinishReason
+from smc.local_engine import ModelPair, local_engine
+from smc.model.tokenizer import Tokenizer
+from tests.model.tiny import random_decoder, tiny_config
+from tests.scheduler.harness import CASES, answers, config_id, request
+from tests.scheduler.pairs import peaked
+from tests.scheduler.schemas import some_schema
+
+PIECES = (
+    '{"',
+    '":',
+    '","',
+    '"},',
+    "]}",
+    '":[',
+    "true",
+    "alse",
+    "null",
+    "12",
+    "-1",
+    '"id',
+    '"a"',
+    "reen",
+    "[1,",
+    ': "',
+    "ab",
+)
+LENGTH = 120
+METHODS = {
+    "target": {"method": "target"},
+    "exact": {"method": "exact", "particles": 4},
+    "distinct": {"particles": 3},
+    "independent answer": {"particles": 3, "population": "independent", "constraint_scope": "answer"},
+}
+
+
+@cache
+def pair() -> ModelPair:
+    """Random models over characters, some longer texts, and an end."""
+    vocabulary = {chr(code): code - 32 for code in range(32, 127)}
+    tokens = [*vocabulary, *PIECES]
+    # As byte-level vocabularies write a blank.
+    tokens[0] = "Ġ"
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(tokens)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
+    size = len(tokens) + 1
+
+    def model(seed: int, layers: int):
+        shape = {"vocab_size": size, "max_context": LENGTH + 8, "tied_embeddings": False}
+        return peaked(random_decoder(tiny_config(num_layers=layers, **shape), seed), 0.3)
+
+    return ModelPair(
+        model(2, 2), model(1, 1), Tokenizer(tokenizer, (size - 1,), {"eos_token": "<eos>"}, None), LENGTH + 8
+    )
+
+
+def check(config: EngineConfig, numbers: range) -> Counter:
+    """Ask for answers to so many schemas by every method. Returns how many ended, and how, by method."""
+    schemas = {number: some_schema(random.Random(number)) for number in numbers}
+    requests = [
+        request((1, 2), f"{name} {number}", seed=number, max_tokens=LENGTH, constraint={"json_schema": schema}, **how)
+        for number, schema in schemas.items()
+        for name, how in METHODS.items()
+    ]
+    found, counts = answers(local_engine(pair(), config), requests), Counter()
+    for request_id, answer in found.items():
+        name, _, number = request_id.rpartition(" ")
+        counts[name, answer.finish_reason] += 1
+        if answer.finish_reason is FinishReason.EOS:
+            jsonschema.validate(json.loads(answer.text), schemas[int(number)])
+        if name == "exact":
+            assert answer.tokens == found[f"target {number}"].tokens
+    return counts
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_finished_answers_are_valid(config: EngineConfig):
+    counts = check(config, range(12))
+    for name in METHODS:
+        assert counts[name, FinishReason.EOS] > 8
+    assert {reason for _, reason in counts} <= {FinishReason.EOS, FinishReason.LENGTH}
+
+
+MORE = 60
+"""Schemas of the slow test. 1,000, of both forms and every method, were all valid once: 8,000 answers."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_more_schemas(config: EngineConfig):
+    counts = check(config, range(12, 12 + MORE))
+    for name in METHODS:
+        assert counts[name, FinishReason.EOS] > 0.9 * MORE
