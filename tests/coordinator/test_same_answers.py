@@ -19,6 +19,8 @@ from tests.coordinator.harness import coordinator
 KINDS = [
     {"particles": 6, "max_tokens": 18},
     {"method": "exact", "particles": 4, "max_tokens": 18, "guidance_scale": 1.6},
+    {"method": "exact", "particles": 3, "max_tokens": 16, "constraint": {"regex": "[0-9 +=]{3,}"}},
+    {"particles": 3, "max_tokens": 9, "constraint": {"choice": ["yes", "no"]}, "constraint_scope": "answer"},
     {"particles": 4, "max_tokens": 18, "ess_threshold": 1.0, "resampling": "residual"},
     {"method": "exact", "verification": "rejection", "particles": 3, "max_tokens": 18, "temperature": 1.5},
     {"method": "target", "max_tokens": 18, "logprobs": True, "top_logprobs": 3},

@@ -59,7 +59,9 @@ def test_a_draft_that_is_the_target_is_always_right(form, temperature):
             assert statistics.misses <= slack and statistics.rounds <= math.ceil(least) + config.lookahead + slack
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["lockstep", *(pytest.param(form, marks=pytest.mark.slow) for form in ("one branch", "four branches"))]
+)
 def test_more_rows_confirm_no_fewer_tokens(form, shipped):
     """At temperature 0, where no noise tells which token the target will draw, in the mean of several prompts."""
     pair, config = shipped, FORMS[form]

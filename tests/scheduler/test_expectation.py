@@ -50,6 +50,7 @@ def test_particles_that_share_nothing(config):
     assert sum(preempted[half:]) <= 1 <= sum(preempted), (sum(preempted[:half]), sum(preempted[half:]))
 
 
+@pytest.mark.slow
 def test_particles_that_share_nearly_all():
     """Nothing is learnt that would keep requests waiting: as many run at once as before, and nobody gives way."""
     engine, preempted, at_once = engine_for(FORMS[0], round(5.4 * WHOLE)), 0, []
@@ -64,6 +65,7 @@ def test_particles_that_share_nearly_all():
     assert max(at_once[len(at_once) // 2 :]) >= 8
 
 
+@pytest.mark.slow
 def test_grown_pages_are_those_of_running_particles(monkeypatch):
     """The sum that is learnt from is what a walk over all particles finds, whatever has become of requests; the books
     are their sums."""

@@ -68,6 +68,7 @@ def test_rows_ahead_from_inner_nodes_go_on_and_answers_stay(config, monkeypatch)
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_fewer_rounds_miss(monkeypatch):
     """The same requests with no outcome at an inner node: more rounds, and fewer of them hit."""
     pair, config = tiny_pair(), CONFIGS[2]

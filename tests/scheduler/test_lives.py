@@ -28,7 +28,7 @@ EVENTS = (
     ("config", "ahead", "seed", "count"),
     [
         pytest.param(CONFIGS[0], True, 12, 50, marks=pytest.mark.slow),
-        (CONFIGS[1], True, 2, 50),
+        pytest.param(CONFIGS[1], True, 2, 50, marks=pytest.mark.slow),
     ],
 )
 def test_random_lives(config, ahead, seed, count, monkeypatch):

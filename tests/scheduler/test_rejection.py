@@ -260,6 +260,7 @@ def storages(*, wide: int | None = None) -> dict[int, int]:
     return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in there}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", FORMS[1:], ids=config_id)
 def test_laws_take_what_has_been_set_aside(config, monkeypatch):
     """Whatever slots there are, and however many kinds of rounds have been run."""

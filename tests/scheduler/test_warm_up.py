@@ -61,6 +61,7 @@ def rehearsed(pair) -> tuple[Engine, dict[str, list[RoundPlan]]]:
     return engine, seen
 
 
+@pytest.mark.slow
 def test_every_rarer_kind_has_its_rounds(rehearsed):
     _, seen = rehearsed
     for name, plans in seen.items():
@@ -105,6 +106,7 @@ def test_what_an_engine_refuses_is_left_out(limits, caplog):
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_answers_are_what_they_would_have_been(pair, rehearsed):
     engine, _ = rehearsed
     asked = [request([0, 1], str(i), particles=n, seed=i, max_tokens=12) for i, n in enumerate((3, 8))]
