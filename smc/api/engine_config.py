@@ -129,6 +129,14 @@ class EngineConfig:
         fewer = (4**power for power in range(3) if 4**power < self.branches)
         return (self.branches, *sorted(fewer, reverse=True))
 
+    @property
+    def block_levels(self) -> tuple[int, ...]:
+        """Numbers of tokens that rounds of exact decoding draft where costs decide, largest first: in lockstep K, its
+        half, the half of that, down to one. In look-ahead always K: the draft works while the target does."""
+        if self.lookahead:
+            return (self.block,)
+        return tuple(self.block >> n for n in range(self.block.bit_length()))
+
     def chains(self, vocab: int) -> int:
         """`max_chains`, or its default for a vocabulary of so many tokens."""
         most = self.max_chains

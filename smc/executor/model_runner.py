@@ -200,7 +200,9 @@ class ModelRunner:
         logits_AV = run("pass 0", lambda: drafter.run_pending(here, begun))
         mask_AW = masks.of_particles(plan, here, particles)
         grown = [run("extend 0", lambda: drafter.extend(here, begun, logits_AV, 0, mask_SW=mask_AW))]
-        steps = drafter.shape.block if plan.constraints.every_step or not self.stages.records else 1
+        steps = plan.steps or drafter.shape.block
+        if self.stages.records and not plan.constraints.every_step:
+            steps = 1
         for step in range(1, steps):
             before = grown[-1]
             masks_of_rows = masks.of_rows(plan, here, before.tree, step, particles)

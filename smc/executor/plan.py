@@ -213,6 +213,8 @@ class RoundPlan(Generic[Array]):
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
     biased: int = 0
     """Tokens at most whose logits are changed for a row, of `smc.executor.state.WIDTHS`; 0: of no row."""
+    steps: int | None = None
+    """Tokens that the draft extends every row by; None: all K of a block. Fewer in rounds of exact decoding alone."""
     target_unconditional: UnconditionalRows[Array] | None = None
     """None: no row is guided."""
     penalties: Penalties[Array] | None = None
@@ -246,6 +248,7 @@ class RoundPlan(Generic[Array]):
             len(self.slot_A),
             len(self.chain_C),
             self.branches,
+            self.steps,
             self.biased,
             tuple(sorted(self.kinds)),
             *(
@@ -288,6 +291,7 @@ class RoundPlan(Generic[Array]):
             ),
             draft_distribution=DistributionSpec(**parts["draft_distribution"], active=self.draft_distribution.active),
             biased=self.biased,
+            steps=self.steps,
             target_unconditional=UnconditionalRows(**unconditional) if unconditional else None,
             penalties=Penalties(**penalties) if penalties else None,
             constraints=constraints and replace(cast(Any, constraints), **parts["constraints"]),

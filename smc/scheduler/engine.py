@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from smc.api.engine_config import EngineConfig
@@ -37,6 +37,7 @@ from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.request_state import RequestState
 from smc.scheduler.results import ResultReporter
+from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.stats import EngineStats
@@ -78,7 +79,7 @@ class Engine:
             config, self.slots, self.memory, self.forecast, workers, executor, TokenBytes.of(tokenizer)
         )
         trees = trees or CostBasedTreePolicy(config)
-        batches = {program: self._batches_of(program, trees) for program in PROGRAMS}
+        batches = {program: self._batches_of(program) for program in PROGRAMS}
         self.registry = RequestRegistry(self.slots, self.prefill, batches)
         self.fallback = DraftFallback(self.registry, self.prefill)
         self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock)
@@ -87,11 +88,20 @@ class Engine:
         self._clock = clock
         self._numbers = itertools.count()
 
-    def _batches_of(self, program: Program, trees: TreePolicy) -> MicroBatches:
+    def _batches_of(self, program: Program) -> MicroBatches:
         config, is_pair = self.config, program is Program.PAIR
-        branches = (lambda rows, context: trees.branches(rows, context, self.latency)) if is_pair else None
+
+        def decide(groups: Sequence[SequenceGroup], rows: int, context: int) -> DraftSize:
+            return self.trees.draft_size(groups, rows, context, self.latency)
+
         rounds = RoundScheduler(
-            config, self.slots, self.memory, self.executor, PROGRAMS[program], config.width(self.context), branches
+            config,
+            self.slots,
+            self.memory,
+            self.executor,
+            PROGRAMS[program],
+            config.width(self.context),
+            decide if is_pair else None,
         )
         return MicroBatches(rounds, config.cohorts if is_pair else 1)
 
