@@ -132,10 +132,11 @@ class EngineConfig:
     @property
     def block_levels(self) -> tuple[int, ...]:
         """Numbers of tokens that rounds of exact decoding draft where costs decide, largest first: in lockstep K, its
-        half, the half of that, down to one. In look-ahead always K: the draft works while the target does."""
-        if self.lookahead:
-            return (self.block,)
-        return tuple(self.block >> n for n in range(self.block.bit_length()))
+        half rounded up, the half of that, down to one. In look-ahead always K: the draft works while the target does."""
+        levels = [self.block]
+        while levels[-1] > 1 and not self.lookahead:
+            levels.append(-(-levels[-1] // 2))
+        return tuple(levels)
 
     def chains(self, vocab: int) -> int:
         """`max_chains`, or its default for a vocabulary of so many tokens."""

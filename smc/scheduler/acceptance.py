@@ -21,6 +21,9 @@ PRIOR_MISS_RATE = 0.03
 """Miss rate before anything has been seen, that of a good draft: a draft that is never asked cannot be measured."""
 PRIOR_WEIGHT = 4.0
 """Tokens of one row that the prior counts for."""
+UNTRIED = 0.1
+"""Share of a round by which a depth that it did not reach is forgotten: where little is drafted, the rates of deeper
+tokens must be known for long, and yet be doubted at last."""
 PRIOR_RECOVERY = 0.3
 """Share of the rounds in which a block missed a token, and rows ahead from an inner node go on, before anything has been
 seen."""
@@ -45,9 +48,12 @@ class Acceptance:
         """Count a round whose tree had so many rows and in which so many tokens were tried: only the last can have been
         missing."""
         new, share = max(0, tried - len(self.misses_D)), rows**-WIDTH_GAIN
-        self.misses_D = [self.memory * value for value in self.misses_D] + [0.0] * new
+        untried = max(0, len(self.misses_D) - tried)
+        kept_D = [self.memory] * tried + [self.memory**UNTRIED] * untried
+        self.misses_D = [kept * value for kept, value in zip(kept_D, self.misses_D + [0.0] * new)]
         self.exposure_D = [
-            self.memory * value + share * (depth < tried) for depth, value in enumerate(self.exposure_D + [0.0] * new)
+            kept * value + share * (depth < tried)
+            for depth, (kept, value) in enumerate(zip(kept_D, self.exposure_D + [0.0] * new))
         ]
         if tried:
             self.misses_D[tried - 1] += missed
