@@ -239,6 +239,16 @@ class ServeOptions(WorkerGroupOptions):
             metavar="",
         ),
     ] = None
+    log_texts: Annotated[
+        bool | None,
+        option(
+            LISTEN,
+            "Write prompts and answers to the log, as `smcserve distill --from-log` reads them. Default: no texts.",
+            show_default=False,
+            metavar="",
+        ),
+        FILE_ONLY,
+    ] = None
     default_method: Annotated[
         str | None,
         option(

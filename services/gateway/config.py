@@ -69,6 +69,8 @@ class GatewayConfig:
     """Origins of web pages that may use the HTTP API, such as https://app.example.com; `*`: any. Empty: none."""
     page: bool = True
     """Serve a web page for people at / of `http_port`."""
+    log_texts: bool = False
+    """The log has the prompt and the answer of every request, as text; otherwise no text of users."""
     default_method: str | None = None
     """Of requests that name none; None: `smc`, and at temperature 0 `exact`."""
 
