@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from smc.model.config import ModelConfig, read_quantisation_config
+from smc.model.config import ModelConfig, read_quantisation
 from smc.model.generation_config import sampling_defaults
 from smc.model.safetensors_files import stored_bytes
 from smc.model.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ def _check_directory(
 def _report(directory: str | Path) -> ModelReport:
     config = ModelConfig.from_hf(directory)
     stored = check_weights(directory, config)
-    quantisation = read_quantisation_config(directory)
+    quantisation = read_quantisation(directory)
     if quantisation is not None and quantisation.static_inputs:
         logger.warning(
             "%s: static scales of activations are not used; activations stay bfloat16 or get one scale per row",
