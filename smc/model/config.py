@@ -13,7 +13,7 @@ from typing import Any
 
 from smc.model.families import BY_ARCHITECTURE, FAMILIES, Family, require
 from smc.model.json_file import read_json
-from smc.model.quantisation import Quantisation, quantisation_of
+from smc.model.quantisation import Int4Quantisation, Quantisation, quantisation_of
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,19 @@ def read_quantisation(directory: str | Path) -> Quantisation | None:
         return quantisation_of(read_json(path).get("quantization_config"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def default_dtype(directory: str | Path, device: str) -> str:
+    """The type that a directory's model is loaded in if none is given: float32 on a CPU; on a GPU int4 if it is stored
+    so and our kernels take it, otherwise bfloat16. Says nothing about directories that cannot be read."""
+    if device == "cpu":
+        return "float32"
+    try:
+        quantisation = read_quantisation(directory)
+    except ValueError:
+        return "bfloat16"
+    is_int4 = isinstance(quantisation, Int4Quantisation) and not quantisation.act_order
+    return "int4" if is_int4 else "bfloat16"
 
 
 SAVED_FAMILIES = ("llama", "qwen2", "qwen3")

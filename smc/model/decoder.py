@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from smc.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, YarnRopeScaling
 from smc.model.experts import Experts
 from smc.model.families import SILU
-from smc.model.int4 import Int4Format
 from smc.model.linear import FP8, INT4, Linear, require_fp8
 from smc.model.parallel import Reduce
+from smc.model.quantisation import Int4Format
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_THD, k_TJD, v_TJD) -> out_THD. q and k are already rotated."""

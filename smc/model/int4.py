@@ -9,35 +9,14 @@ Axes: N outputs, K inputs, W words, G groups.
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from smc.model.quantisation import LEAST_GROUP, PER_WORD, SYMMETRIC_ZERO, Codes
+from smc.model.quantisation import PER_WORD, SYMMETRIC_ZERO, Codes
 
-GROUP = 128
-"""Inputs of a group where weights are rounded when they are loaded, and the most that a group has in memory: larger
-ones are held as several with the same scale."""
+SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of scales, by the name of the storage type."""
 LARGEST_CODE = 15
-
-
-class Int4Format(NamedTuple):
-    """How a matrix is held."""
-
-    group: int
-    """Inputs of a group."""
-    zeros: bool
-    """Whether groups have zero points of their own. Otherwise all are `SYMMETRIC_ZERO`."""
-    scale_dtype: torch.dtype
-
-
-def local_group(group: int, inputs: int, local_inputs: int) -> int | None:
-    """Inputs of a group where every rank holds `local_inputs` of `inputs`: as many as divide both the checkpoint's
-    groups and the ranks' bounds. None if these are fewer than kernels take."""
-    held = math.gcd(GROUP, group, inputs, local_inputs)
-    return held if held >= LEAST_GROUP else None
 
 
 def pack(code_NK: Tensor) -> Tensor:

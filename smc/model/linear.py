@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smc.api.limits import DTYPE_NAMES
-from smc.model.int4 import Int4Format, dequantise
-from smc.model.quantisation import PER_WORD
+from smc.model.int4 import SCALE_DTYPES, dequantise
+from smc.model.quantisation import PER_WORD, Int4Format
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -79,7 +79,7 @@ class Linear(nn.Linear):
 
         self.group = held.group
         self.weight = parameter(self.out_features, self.in_features // PER_WORD, dtype=torch.int32)
-        self.scale = parameter(groups, self.out_features, dtype=held.scale_dtype)
+        self.scale = parameter(groups, self.out_features, dtype=SCALE_DTYPES[held.scale_dtype])
         self.zero = parameter(groups, self.out_features, dtype=torch.uint8) if held.zeros else None
 
     def quantise_from(self, weight_NK: Tensor) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,12 +21,12 @@ from torch import Tensor
 
 from smc.model.config import ModelConfig, read_quantisation
 from smc.model.decoder import Decoder, empty_decoder
-from smc.model.int4 import GROUP, Int4Format, local_group, quantise_int4
+from smc.model.int4 import quantise_int4
 from smc.model.linear import FP8, INT4, pieces, quantise
 from smc.model.parallel import WHOLE, Reduce, Shard, local_config
-from smc.model.quantisation import LEAST_GROUP, Codes, Fp8Quantisation, Int4Quantisation, Quantisation
+from smc.model.quantisation import GROUP, Codes, Fp8Quantisation, Int4Quantisation, Quantisation
 from smc.model.safetensors_files import SINGLE_FILE, STORED_FP8, StoredTensor, TensorReader
-from smc.model.weight_map import WeightSlice, check_weights, weight_slices
+from smc.model.weight_map import WeightSlice, check_weights, int4_formats, weight_slices
 
 
 def load_model(
@@ -147,43 +146,6 @@ def _load_int4(published: PublishedWeights, name: str, where: WeightSlice, param
         codes = published.int4_rows(name, held, part, columns.size, group)
         _require_finite(name, codes.scale_NG.to(scale_GN.dtype), scale_GN.dtype)
         where.write_int4(parameters, piece, codes)
-
-
-def int4_formats(
-    slices: Mapping[str, WeightSlice],
-    shard: Shard,
-    stored: Mapping[str, StoredTensor] = MappingProxyType({}),
-    quantisation: Quantisation | None = None,
-) -> dict[str, Int4Format]:
-    """How a rank holds the matrices that are held in int4, by parameter: those that are stored so, or, if no format
-    of int4 is given, the layers' matrices. Those of experts are not. Raises ValueError if groups cannot be split."""
-    published: defaultdict[str, list[str]] = defaultdict(list)
-    for name, where in slices.items():
-        if where.parameter.startswith("layers.") and len(where.axes) == 2 and ".experts." not in where.parameter:
-            published[where.parameter].append(name)
-    formats = {}
-    for parameter, names in published.items():
-        inputs = slices[names[0]].axes[1]
-        group, zeros, scale_dtype = GROUP, False, torch.bfloat16
-        if isinstance(quantisation, Int4Quantisation):
-            files = [slices[name].stored_name(name) for name in names]
-            if not all(quantisation.holds(name, stored) for name in files):
-                continue
-            group, zeros = quantisation.group_size(inputs.size), not quantisation.symmetric
-            scale_dtype = SCALE_DTYPES[quantisation.scale_dtype(files[0], stored)]
-        held = local_group(group, inputs.size, inputs.local_size)
-        if held is None:
-            raise ValueError(
-                f"dtype=int4: {parameter} has {inputs.size} inputs in groups of {group}, of which each of {shard.degree} "
-                f"ranks holds {inputs.local_size}; ranks must hold whole groups, or whole parts of {LEAST_GROUP} inputs of "
-                "them. Take another degree, or dtype=bfloat16"
-            )
-        formats[parameter] = Int4Format(held, zeros, scale_dtype)
-    return formats
-
-
-SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""By the name of the storage type."""
 
 
 def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:

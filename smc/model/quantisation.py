@@ -21,6 +21,7 @@ Axes: N outputs, K inputs, B blocks, G groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -45,6 +46,9 @@ SYMMETRIC_ZERO = 8
 """The zero point where none is stored."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which output of eight each code of a word belongs to, from the lowest bits up."""
+GROUP, LEAST_GROUP = 128, 32
+"""Inputs of a group: where weights are rounded when they are loaded, which is also the most that a group has in memory
+(larger ones are held as several with the same scale), and the fewest."""
 PLAIN_ORDER = tuple(range(PER_WORD))
 
 
@@ -66,6 +70,21 @@ class Expected(NamedTuple):
     """Any of these."""
     dtypes: tuple[str, ...] = tuple(STORED_DTYPES)
     """Any of these."""
+
+
+class Int4Format(NamedTuple):
+    """How we hold an int4 matrix (`smc.model.int4`)."""
+
+    group: int
+    """Inputs of a group."""
+    zeros: bool
+    """Whether groups have zero points of their own. Otherwise all are `SYMMETRIC_ZERO`."""
+    scale_dtype: str
+    """Storage type of the scales."""
+
+    def bytes(self, outputs: int, inputs: int) -> int:
+        """Of a matrix."""
+        return outputs * inputs // 2 + outputs * (inputs // self.group) * (STORED_DTYPES[self.scale_dtype] + self.zeros)
 
 
 class Codes(NamedTuple):
@@ -337,6 +356,13 @@ class Int4Quantisation:
         return group_K
 
 
+def local_group(group: int, inputs: int, local_inputs: int) -> int | None:
+    """Inputs of a group where every rank holds `local_inputs` of `inputs`: as many as divide both the checkpoint's
+    groups and the ranks' bounds. None if these are fewer than kernels take."""
+    held = math.gcd(GROUP, group, inputs, local_inputs)
+    return held if held >= LEAST_GROUP else None
+
+
 Quantisation = Fp8Quantisation | Int4Quantisation
 
 
@@ -444,7 +470,6 @@ def _compressed_int4(where: str, group: dict[str, Any]) -> Quantisation:
 
 
 _METHODS = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors}
-LEAST_GROUP = 32
 
 
 def _group(where: str, size: Any) -> int | None:

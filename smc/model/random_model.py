@@ -7,9 +7,8 @@ import torch
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, empty_decoder
 from smc.model.linear import FP8, INT4, Linear
-from smc.model.loader import int4_formats
 from smc.model.parallel import WHOLE, Reduce, Shard, local_config
-from smc.model.weight_map import weight_slices
+from smc.model.weight_map import int4_formats, weight_slices
 
 SCALE = 0.02
 """Standard deviation of the weights, small enough that bfloat16 activations stay finite."""

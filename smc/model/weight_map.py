@@ -7,15 +7,26 @@ Knows nothing about values. Does not import torch, so that directories can be ch
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from smc.model.config import ModelConfig, read_quantisation
 from smc.model.json_file import read_json
 from smc.model.parallel import WHOLE, Axis, Shard, Split
-from smc.model.quantisation import Codes, Expected, Quantisation
+from smc.model.quantisation import (
+    GROUP,
+    LEAST_GROUP,
+    Codes,
+    Expected,
+    Int4Format,
+    Int4Quantisation,
+    Quantisation,
+    local_group,
+)
 from smc.model.safetensors_files import StoredTensor, abbreviate, read_headers
 
 if TYPE_CHECKING:
@@ -155,6 +166,57 @@ def stored_shapes(slices: Mapping[str, WeightSlice]) -> dict[str, tuple[int, ...
     return shapes
 
 
+NOTHING_STORED: Mapping[str, StoredTensor] = MappingProxyType({})
+
+
+def int4_formats(
+    slices: Mapping[str, WeightSlice],
+    shard: Shard,
+    stored: Mapping[str, StoredTensor] = NOTHING_STORED,
+    quantisation: Quantisation | None = None,
+) -> dict[str, Int4Format]:
+    """How a rank holds the matrices that are held in int4, by parameter: those that are stored so, or, if no format
+    of int4 is given, the layers' matrices. Those of experts are not. Raises ValueError if groups cannot be split."""
+    published: defaultdict[str, list[str]] = defaultdict(list)
+    for name, where in slices.items():
+        if where.parameter.startswith("layers.") and len(where.axes) == 2 and ".experts." not in where.parameter:
+            published[where.parameter].append(name)
+    formats = {}
+    for parameter, names in published.items():
+        inputs = slices[names[0]].axes[1]
+        group, zeros, scale_dtype = GROUP, False, "BF16"
+        if isinstance(quantisation, Int4Quantisation):
+            files = [slices[name].stored_name(name) for name in names]
+            if not all(quantisation.holds(name, stored) for name in files):
+                continue
+            group, zeros = quantisation.group_size(inputs.size), not quantisation.symmetric
+            scale_dtype = quantisation.scale_dtype(files[0], stored)
+        held = local_group(group, inputs.size, inputs.local_size)
+        if held is None:
+            raise ValueError(
+                f"dtype=int4: {parameter} has {inputs.size} inputs in groups of {group}, of which each of {shard.degree} "
+                f"ranks holds {inputs.local_size}; ranks must hold whole groups, or whole parts of {LEAST_GROUP} inputs of "
+                "them. Take another degree, or dtype=bfloat16"
+            )
+        formats[parameter] = Int4Format(held, zeros, scale_dtype)
+    return formats
+
+
+def rank_bytes(config: ModelConfig, shard: Shard, int4: Mapping[str, Int4Format]) -> int:
+    """Bytes of a rank's weights in bfloat16, but for those that are held in int4. Padding counts."""
+    total = 0
+    for where in weight_slices(config, shard).values():
+        sizes = [axis.local_size for axis in where.axes]
+        total += (
+            int4[where.parameter].bytes(sizes[0], sizes[1])
+            if where.parameter in int4
+            else PLAIN_BYTES * math.prod(sizes)
+        )
+    return total
+
+
+PLAIN_BYTES = 2
+"""Of a weight in bfloat16."""
 QUANTISED_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 """Of tensors that only quantised checkpoints have."""
 

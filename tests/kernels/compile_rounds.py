@@ -36,8 +36,8 @@ from smc.executor.verify import lay_out
 from smc.kernels.int4 import gate_up_int4, linear_int4, widened
 from smc.memory.kv_pool import KVPool
 from smc.model.decoder import RopeTable
-from smc.model.int4 import Int4Format
 from smc.model.linear import INT4, Linear
+from smc.model.quantisation import Int4Format
 from smc.model.random_model import random_model
 from smc.philox import Purpose
 from tests.attention.packed import PAGES, Built, Case
@@ -154,7 +154,7 @@ def int4_passes() -> None:
     )
     forward(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
     matrix, x_TK = Linear(256, 256), torch.zeros(64, 256, dtype=torch.bfloat16)
-    matrix.to_int4(Int4Format(64, True, torch.float16))
+    matrix.to_int4(Int4Format(64, True, "F16"))
     linear_int4(x_TK, matrix, pdl=True)
     gate_up_int4(x_TK, matrix, pdl=True)
     widened(matrix, slice(0, 256), torch.bfloat16)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from smc.kernels.int4 import MOST_TOKENS, choose_int4, gate_up_int4, linear_int4, multiply_widened, token_block, widened
 from smc.kernels.linear import reduce
-from smc.model.int4 import Int4Format
 from smc.model.linear import Linear
+from smc.model.quantisation import Int4Format
 from tests.kernels.test_linear import KIND
 from tests.pairwise import few
 
@@ -23,7 +23,7 @@ def matrix_of(device, outputs: int, inputs: int, group: int, zeros: bool, bias: 
     """Random codes, of which some rows have all values; scales of very different sizes; any zero points."""
     generator = torch.Generator().manual_seed(1)
     matrix = Linear(inputs, outputs, bias).requires_grad_(False)
-    matrix.to_int4(Int4Format(group, zeros, torch.float16))
+    matrix.to_int4(Int4Format(group, zeros, "F16"))
     matrix.weight.random_(-(1 << 31), 1 << 31, generator=generator)
     size_N = torch.logspace(-2, 1, outputs)
     matrix.scale.copy_((0.5 + torch.rand(matrix.scale.shape, generator=generator)) * size_N / inputs**0.5)
@@ -99,7 +99,7 @@ def test_widening_in_pieces(device, monkeypatch):
 def test_every_code_and_zero_point_is_exact(device):
     """By the unit matrix."""
     matrix = Linear(32, 256).requires_grad_(False).to(device)
-    matrix.to_int4(Int4Format(32, True, torch.float32))
+    matrix.to_int4(Int4Format(32, True, "F32"))
     matrix.scale.fill_(1.0)
     matrix.zero.copy_((torch.arange(256, device=device) // 16)[None])
     code_N = torch.arange(256, device=device) % 16

@@ -16,11 +16,12 @@ from torch.nn import functional as F
 
 from smc.local_engine import ModelPair, local_engine
 from smc.model.decoder import Decoder
-from smc.model.int4 import dequantise, local_group, pack, quantise_int4, unpack
+from smc.model.int4 import dequantise, pack, quantise_int4, unpack
 from smc.model.linear import FP8, INT4, Linear
 from smc.model.loader import load_model, save_model, save_with_config
 from smc.model.padded import padded_model
 from smc.model.parallel import WHOLE, Shard
+from smc.model.quantisation import local_group
 from smc.model.random_model import random_model
 from smc.model.weight_map import weight_slices
 from tests.model.compressed import compress
