@@ -19,6 +19,11 @@ AWQ_OUTPUT_OF_POSITION = (0, 2, 4, 6, 1, 3, 5, 7)
 """AutoAWQ's order: position i of a word, from the lowest bits up, has this output of eight."""
 
 
+def is_matrix(name: str) -> bool:
+    """Whether a published weight is a matrix of a layer, other than a router."""
+    return "layers." in name and name.endswith(".weight") and not any(part in name for part in ("norm", ".gate.weight"))
+
+
 def pack_rows(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """Codes [A, B] of 0 to 15 -> words int32 [A, B/8]."""
     words = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int64)
@@ -100,16 +105,16 @@ def to_int4(
     act_order: bool = False,
     scale_dtype: torch.dtype = torch.float16,
 ) -> dict[str, Tensor]:
-    """Rewrite a directory of ours in int4, all projections of its layers; returns what its weights are now, by published
+    """Rewrite a directory in int4, all matrices of its layers that groups divide; returns what its weights are now, by published
     names. `group` -1: all inputs."""
     file, generator = directory / "model.safetensors", torch.Generator().manual_seed(5)
     stored, values = {}, {}
     for name, weight in load_file(file).items():
         values[name] = weight
-        if "_proj.weight" not in name:
+        inputs = weight.shape[-1]
+        if not is_matrix(name) or (group > 0 and inputs % group):
             stored[name] = weight
             continue
-        inputs = weight.shape[1]
         group_K = torch.arange(inputs) // (group if group > 0 else inputs)
         if act_order:
             group_K = group_K[torch.randperm(inputs, generator=generator)]
