@@ -11,6 +11,8 @@ Axes: T tokens, K inputs, N outputs, I inner features, S splits of K, W words, G
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -51,13 +53,18 @@ def token_block(tokens: int) -> int:
 
 
 def linear_int4(
-    x_TK: Tensor, matrix: Linear, splits: int | None = None, dtype: torch.dtype | None = None, pdl: bool = False
+    x_TK: Tensor,
+    matrix: Linear,
+    splits: int | None = None,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
+    **tunables: int,
 ) -> Tensor:
     """x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default: that of
-    x). `splits` overrides `choose_int4`. Raises ValueError for more than `MOST_TOKENS` tokens, and for splits that do
-    not divide the groups."""
+    x). `splits` and `tunables` (fields of `ProductTiling`, without `block_k`) override `choose_int4`. Raises ValueError
+    for more than `MOST_TOKENS` tokens, and for splits that do not divide the groups."""
     tokens, outputs, groups = len(x_TK), matrix.out_features, matrix.in_features // matrix.group
-    tiling = choose_int4(tokens, outputs, matrix.in_features, matrix.group)
+    tiling = replace(choose_int4(tokens, outputs, matrix.in_features, matrix.group), **tunables)
     splits = splits or tiling.splits
     if groups % splits:
         raise ValueError(f"splits must divide the {groups} groups of K={matrix.in_features}; got {splits}")
@@ -68,14 +75,19 @@ def linear_int4(
 
 
 def gate_up_int4(
-    x_TK: Tensor, matrix: Linear, gelu: bool = False, dtype: torch.dtype | None = None, pdl: bool = False
+    x_TK: Tensor,
+    matrix: Linear,
+    gelu: bool = False,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
+    **tunables: int,
 ) -> Tensor:
     """silu(x G^T) * (x U^T) [T, I], or with `gelu` that instead of silu, in `dtype` as above; `matrix` holds G, then U.
 
     A program computes matching rows of both."""
     inner = matrix.out_features // 2
     out_TI = x_TK.new_empty((len(x_TK), inner), dtype=dtype or x_TK.dtype)
-    tiling = choose_int4(len(x_TK), inner, matrix.in_features, matrix.group, gated=True)
+    tiling = replace(choose_int4(len(x_TK), inner, matrix.in_features, matrix.group, gated=True), **tunables)
     _launch(x_TK, matrix, out_TI, inner, 1, tiling, GATED=True, GELU=gelu, PDL=pdl)
     return out_TI
 

@@ -13,7 +13,7 @@ from typing import Any
 from smc.model.config import ModelConfig, default_dtype, read_quantisation
 from smc.model.generation_config import sampling_defaults
 from smc.model.parallel import Shard
-from smc.model.quantisation import Quantisation
+from smc.model.quantisation import Int4Quantisation, Quantisation
 from smc.model.safetensors_files import StoredTensor, stored_bytes
 from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import check_weights, count_parameters, int4_formats, rank_bytes, weight_slices
@@ -115,6 +115,11 @@ def _report(directory: str | Path) -> ModelReport:
             "%s: static scales of activations are not used; activations stay bfloat16 or get one scale per row",
             directory,
         )
+    if isinstance(quantisation, Int4Quantisation):
+        if quantisation.act_order:
+            logger.warning("%s: int4 with act-order is converted to bfloat16 when it is loaded on a GPU", directory)
+        elif config.num_experts:
+            logger.warning("%s: experts in int4 are converted to bfloat16 when they are loaded", directory)
     dtype = default_dtype(directory, "cuda")
     plain = ", ".join(sorted({STORED_NAMES.get(tensor.dtype, tensor.dtype) for tensor in stored.values()}))
     return ModelReport(
