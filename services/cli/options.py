@@ -190,13 +190,18 @@ Draft = Annotated[
 Device = Annotated[str, option(MODELS, "Where both models run.", metavar="cpu|cuda")]
 Dtype = Annotated[
     str | None,
-    option(MODELS, "float32, bfloat16, float16 or fp8. Default: float32 on a CPU, bfloat16 on a GPU.", metavar="TYPE"),
+    option(
+        MODELS,
+        "float32, bfloat16, float16, fp8 or int4. Default: float32 on a CPU, bfloat16 (int4 if stored so) on a GPU.",
+        metavar="TYPE",
+    ),
 ]
 TargetDtype = Annotated[
     str | None,
     option(
         MODELS,
-        "Type of the target alone. fp8: its matrices, with a scale for each output; all else is bfloat16.",
+        "Type of the target alone. fp8: its matrices, with a scale for each output; int4: the layers' matrices, as stored "
+        "or in groups of 128; all else is bfloat16.",
         metavar="TYPE",
     ),
 ]

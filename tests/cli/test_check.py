@@ -8,13 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from smc import demo, probe
 from smc.api import draft_fit
 from smc.api.outputs import Statistics
 from smc.api.sampling_params import Method
 from smc.calibration.latency import ONCE
+from smc.model.linear import INT4
 from smc.model.loader import load_model, save_model
+from smc.model.parallel import Shard
+from tests.model.int4 import to_int4
 from tests.model.tiny import save_byte_level, save_tiny
 
 
@@ -119,3 +123,23 @@ def test_options_of_a_probe_have_no_effect_without_it(smcserve, option):
     ran = smcserve("check", *option)
     assert ran.code == 2 and "have no effect without --probe" in ran.err
     assert "allowed with --probe: above 0" in smcserve("check", "--probe", "--temperature", 0).err
+
+
+def test_quantisation_and_memory_of_ranks(smcserve, tmp_path):
+    """By rank: half of what is split and all of what is not; of int4, codes with their scales."""
+    shape = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 128, "vocab_size": 304}
+    for role in ("target", "draft"):
+        save_byte_level(save_tiny(tmp_path / role, head_dim=32, **shape))
+    to_int4(tmp_path / "target", "awq", 32, symmetric=False)
+    ran = smcserve("check", "--target", tmp_path / "target", "--draft", tmp_path / "draft", "--json")
+    target, draft = (json.loads(ran.out)[role] for role in ("target", "draft"))
+    assert (target["weights"], target["gpu_dtype"]) == ("AWQ int4, groups of 32, zero points", "int4")
+    assert (draft["weights"], draft["gpu_dtype"]) == ("float32", "bfloat16")
+    for role, dtype in (("target", INT4), ("draft", torch.bfloat16)):
+        for degree in (1, 2):
+            model = load_model(tmp_path / role, dtype=dtype, shard=Shard(0, degree), reduce=Tensor.clone)
+            held = sum(weight.nbytes for weight in model.parameters())
+            assert json.loads(ran.out)[role]["rank_bytes"][str(degree)] == held
+    assert target["rank_bytes"].keys() == {"1", "2"}
+    shown = smcserve("check", "--target", tmp_path / "target", "--draft", tmp_path / "draft").out
+    assert "a rank of 2" in shown and "no split" in shown and "AWQ int4" in shown
