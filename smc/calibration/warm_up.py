@@ -38,7 +38,8 @@ TRUNCATED_SIZES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
 """Sizes of dummy rounds with truncated distributions. These compile all kernels; capturing another size later costs one
 round."""
 
-
+SHALLOW_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Sizes of dummy rounds that draft fewer tokens than a block has. Capturing another size later costs one round."""
 KINDS = (
     (Program.PAIR, frozenset({PopulationKind.BEST})),
     (Program.PAIR, frozenset({PopulationKind.DISTINCT})),
@@ -99,7 +100,9 @@ def warm_up_plans(
     for (program, kinds), contexts in product(wanted, Contexts):
         few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[program]}
         for (shape, steps), batch_size, processors in product(_shapes(config, program, kinds), sizes, truncated):
-            if (processors and (batch_size not in few or steps)) or contexts not in _contexts(
+            if steps and (processors or batch_size not in SHALLOW_SIZES):
+                continue
+            if (processors and batch_size not in few) or contexts not in _contexts(
                 config.width(context), program, kinds, batch_size
             ):
                 continue
