@@ -130,7 +130,8 @@ def _answer(
     if decoding_of(request.params).adaptive(request.params):
         # As a service does, so that a draft that does not help is left out.
         latency = stored_latency(pair, directories, replace(config, max_slots=request.params.rows))
-    engine = fitted_engine(pair, config, [request])
+    name = request.params.potential
+    engine = fitted_engine(pair, config, [request], potentials=options.load_own([(name, name)]) if name else {})
     engine.latency = latency
     for output in engine.run([request]):
         if not as_json:
