@@ -144,7 +144,7 @@ def _answer(
         print()
         err.print(Text(summary(answer), style="dim"))
     warn_of_collapses(answer)
-    if words := draft_fit.of_answer(request.params.method, answer.statistics, len(answer.tokens)):
+    if words := draft_fit.of_answer(request.params, answer.statistics, len(answer.tokens)):
         print_warning(words)
     if answer.error:
         print_error(answer.error)

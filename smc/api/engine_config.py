@@ -133,6 +133,11 @@ class EngineConfig:
         if not 0 < self.defensive_share < 1:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
 
+    @property
+    def potential_paths(self) -> tuple[tuple[str, str], ...]:
+        """`potentials`, as pairs of name and module:function."""
+        return _pairs(self.potentials)
+
     def pool_pages(self, context: int, room: int | None = None) -> int:
         """`pages`, or the default for this context; `room`: pages that a GPU has memory for. Raises ValueError if that
         is too little."""

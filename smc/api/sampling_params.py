@@ -263,7 +263,8 @@ class SamplingParams:
         scope=Scope.SMC,
         fill=lambda params: 1.0,
         option=Option(
-            "Power of the target's probability of whole answers: above 1 likely answers become likelier. Default: 1.", "A"
+            "Power of the target's probability of whole answers: above 1 likely answers become likelier. Default: 1.",
+            "A",
         ),
     )
     """Power of the target's probability of whole answers, > 0: above 1 it sharpens them as wholes, where a lower
@@ -382,6 +383,12 @@ class SamplingParams:
     def masked(self) -> bool:
         """Which tokens may follow depends on those so far."""
         return self.constraint is not None or bool(self.bad_words)
+
+    @property
+    def follows_target(self) -> bool:
+        """Answers are to follow the target's distribution, whose total mass is 1; not its power, with a potential, or
+        given a constraint on whole answers."""
+        return self.alpha in (None, 1.0) and self.potential is None and self.constraint_scope != "answer"
 
     @property
     def keeps_logprobs(self) -> bool:

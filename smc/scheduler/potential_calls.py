@@ -49,9 +49,7 @@ class PotentialCall:
 class PotentialCalls:
     """Asks the potentials of an engine's requests."""
 
-    def __init__(
-        self, potentials: Mapping[str, Potential], limit: float, slots: Slots, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, potentials: Mapping[str, Potential], limit: float, slots: Slots, tokenizer: Tokenizer) -> None:
         """`limit`: seconds that a call may take."""
         self._potentials, self._limit, self._slots, self._tokenizer = potentials, limit, slots, tokenizer
         self._calls: list[PotentialCall] = []
@@ -105,9 +103,7 @@ class PotentialCalls:
         prompt = b"".join(map(self._tokenizer.bytes_of, group.request.prompt)).decode("utf-8", errors="replace")
         prefixes = Prefixes(prompt, texts, tuple(t for t, _ in different), tuple(ended for _, ended in different))
         index = {one: i for i, one in enumerate(different)}
-        call = PotentialCall(
-            name, group, group.generation, slots_N, [index[one] for one in held], time.monotonic()
-        )
+        call = PotentialCall(name, group, group.generation, slots_N, [index[one] for one in held], time.monotonic())
         self._calls.append(call)
         threading.Thread(target=self._call, args=(call, prefixes), name=f"potential {name}", daemon=True).start()
 

@@ -127,7 +127,10 @@ WRONG = {
     "fails": (fails, "potential 'fails' failed (KeyError: 'no such checker')"),
     "too few": (lambda prefixes: [], "potential 'too-few' returned 0 numbers for"),
     "no number": (lambda prefixes: ["much"], "potential 'no-number' returned ['much']; allowed:"),
-    "nan": (lambda prefixes: [math.nan] * len(prefixes.texts), "potential 'nan' returned nan; allowed: numbers, or -inf"),
+    "nan": (
+        lambda prefixes: [math.nan] * len(prefixes.texts),
+        "potential 'nan' returned nan; allowed: numbers, or -inf",
+    ),
 }
 
 
@@ -224,7 +227,9 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="potential='phi'; allowed: none, as the configuration names no potentials"):
         local_engine(tiny_pair(), CASES[0]).submit(request(PROMPT, potential="phi"))
     for method in ("exact", "target", "draft"):
-        with pytest.raises(ValueError, match=f"potential='phi' has no effect with method='{method}'; give method='smc'"):
+        with pytest.raises(
+            ValueError, match=f"potential='phi' has no effect with method='{method}'; give method='smc'"
+        ):
             SamplingParams(method=method, potential="phi")
     with pytest.raises(ValueError, match="answer='best' has no effect with method='exact'"):
         SamplingParams(method="exact", answer="best")
@@ -243,4 +248,6 @@ def test_what_is_refused():
         EngineConfig(potentials={"x": "module"})
     with pytest.raises(ValueError, match="potential_timeout=0; allowed: above 0"):
         EngineConfig(potential_timeout=0)
-    assert local_engine(tiny_pair(), EngineConfig(potentials={"x": f"{__name__}:potential"})).potentials.check("x") is None
+    assert (
+        local_engine(tiny_pair(), EngineConfig(potentials={"x": f"{__name__}:potential"})).potentials.check("x") is None
+    )
