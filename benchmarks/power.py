@@ -50,6 +50,17 @@ class PowerRow:
 
 
 @dataclass(frozen=True)
+class Ways:
+    """What is compared."""
+
+    temperature: float
+    seed: int
+    particles: tuple[int, ...]
+    alphas: tuple[float, ...]
+    populations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Solved:
     """How one problem was answered in one way."""
 
@@ -63,35 +74,36 @@ class Solved:
 class PowerProblems:
     """Answers some problems in every way, at one temperature."""
 
-    def __init__(self, pair: ModelPair, problems: dict[int, Problem], temperature: float, seed: int) -> None:
+    def __init__(self, pair: ModelPair, problems: dict[int, Problem], ways: Ways) -> None:
         """`problems`: by number."""
-        self._pair, self._problems, self._temperature, self._seed = pair, problems, temperature, seed
+        self._pair, self._problems, self._ways = pair, problems, ways
+        self._temperature, self._seed = ways.temperature, ways.seed
         self.found: dict[str, list[Solved]] = defaultdict(list)
         """By the name of the way."""
 
     def measure(self) -> None:
-        temperature, most = self._temperature, max(PARTICLES)
+        temperature, most = self._temperature, max(self._ways.particles)
         samples = self._ask(most, method="target", temperature=temperature, logprobs=True)
         for index, found in samples.items():
             positions = sum(len(answer.tokens) for answer in found) / most
             self._add("one answer", index, found, positions, positions)
-            for n in PARTICLES:
+            for n in self._ways.particles:
                 # Disjoint sets of n answers, as many as there are.
                 sets = [found[at : at + n] for at in range(0, most, n)]
                 passes = sum(max(len(answer.tokens) for answer in one) for one in sets) / len(sets)
                 for name, choose in (("likeliest", _likeliest), ("commonest", _commonest)):
                     self._add(f"{name} of {n}", index, [choose(one) for one in sets], n * positions, passes)
-        for alpha in ALPHAS:
+        for alpha in self._ways.alphas:
             low = self._ask(4, method="target", temperature=temperature / alpha)
             for index, found in low.items():
                 positions = sum(len(answer.tokens) for answer in found) / len(found)
                 self._add(f"temperature {temperature / alpha:.3g}", index, found, positions, positions)
-        for alpha in (1.0, *ALPHAS):
-            for population in POPULATIONS:
-                for n in PARTICLES:
+        for alpha in (1.0, *self._ways.alphas):
+            for population in self._ways.populations:
+                for n in self._ways.particles:
                     self._particles(f"alpha {alpha:g}, {population}, N = {n}", n, population, alpha)
-        for population in POPULATIONS:
-            for n in PARTICLES:
+        for population in self._ways.populations:
+            for n in self._ways.particles:
                 self._particles(f"checker, {population}, N = {n}", n, population, 1.0, potential="arithmetic")
 
     def _particles(self, name: str, n: int, population: str, alpha: float, **more: Any) -> None:
@@ -144,13 +156,13 @@ def _commonest(answers: Sequence[Answer]) -> Answer:
     return answers[results.index(Counter(results).most_common(1)[0][0])]
 
 
-def measure_part(part: int, parts: int, count: int, temperature: float, seed: int) -> dict[str, list[Solved]]:
+def measure_part(part: int, parts: int, count: int, ways: Ways) -> dict[str, list[Solved]]:
     """Every so-manieth of `count` problems."""
     directories = pair_directories(None, None)
     pair = loaded_models("files", directories, "cpu", None, None, None, None, None).pair("cpu", "cpu")
     use_threads(None, directories)
-    problems = dict(enumerate(generate(seed, count, "test")))
-    table = PowerProblems(pair, {i: problem for i, problem in problems.items() if i % parts == part}, temperature, seed)
+    problems = dict(enumerate(generate(ways.seed, count, "test")))
+    table = PowerProblems(pair, {i: problem for i, problem in problems.items() if i % parts == part}, ways)
     table.measure()
     return dict(table.found)
 
@@ -181,16 +193,19 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=2.0)
     parser.add_argument("--problems", type=int, default=32)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--particles", type=int, nargs="+", default=PARTICLES)
+    parser.add_argument("--alphas", type=float, nargs="+", default=ALPHAS)
+    parser.add_argument("--populations", nargs="+", default=POPULATIONS, choices=POPULATIONS)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    parts, found = given.processes, defaultdict(list)
+    parts = given.processes
+    found: dict[str, list[Solved]] = defaultdict(list)
+    compared = (tuple(given.particles), tuple(given.alphas), tuple(given.populations))
+    ways = Ways(given.temperature, given.seed, *compared)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(parts, context) as pool:
-        asked = [
-            pool.submit(measure_part, part, parts, given.problems, given.temperature, given.seed)
-            for part in range(parts)
-        ]
+        asked = [pool.submit(measure_part, part, parts, given.problems, ways) for part in range(parts)]
         for one in asked:
             for name, solved in one.result().items():
                 found[name] += solved
