@@ -205,8 +205,8 @@ def main() -> None:
     ways = Ways(given.temperature, given.seed, *compared)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(parts, context) as pool:
-        asked = [pool.submit(measure_part, part, parts, given.problems, ways) for part in range(parts)]
-        for one in asked:
+        measured = [pool.submit(measure_part, part, parts, given.problems, ways) for part in range(parts)]
+        for one in measured:
             for name, solved in one.result().items():
                 found[name] += solved
     rows = rows_of(found)

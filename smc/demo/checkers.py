@@ -28,8 +28,8 @@ def _wrong_lines(text: str, ended: bool) -> int:
     value, wrong = None, 0
     for line in [*lines, last] if ended else lines:
         if found := _LINE.fullmatch(line):
-            left, sign, right, said = found.groups()
-            value = int(said)
+            left, sign, right, written = found.groups()
+            value = int(written)
             zero = sign == "/" and not int(right)
             wrong += zero or _OPERATORS[sign](int(left), int(right)) != value
         else:
