@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import wraps
@@ -113,6 +115,15 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     call.__signature__ = signature.replace(parameters=parameters)
     call.__annotations__ = {one.name: one.annotation for one in parameters}
     return call
+
+
+def load_own(paths: Iterable[tuple[str, str]]) -> Mapping[str, Any]:
+    """Potentials by name, of modules on Python's path or in the current directory. Raises ValueError."""
+    from smc.potentials import load_potentials
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return load_potentials(paths)
 
 
 FILE_ONLY = object()

@@ -106,6 +106,16 @@ class WorkerGroupOptions:
         FILE_ONLY,
     ] = None
     no_prefix_cache: options.NoPrefixCache = None
+    potentials: Annotated[
+        dict[str, str] | None,
+        option(ENGINE, "Callables that requests may name as their potential, as module:function by name."),
+        FILE_ONLY,
+    ] = None
+    potential_timeout: Annotated[
+        float | None,
+        option(ENGINE, "Seconds that a potential may take each time it is asked about a request. Default: 10."),
+        FILE_ONLY,
+    ] = None
     threads: Annotated[int | None, option(ENGINE, "CPU threads of torch in each process. Default: 1."), FILE_ONLY] = (
         None
     )
@@ -391,6 +401,8 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     if given.get("device") == "cuda":
         settings |= GPU_PREFILL
     engine = EngineConfig(**settings | _fields_of(EngineConfig, given))
+    if engine.potentials:
+        options.load_own(engine.potential_paths)
     return WorkerGroupConfig(
         **_fields_of(WorkerGroupConfig, given) | {"target": target, "draft": draft, "engine": engine}
     )
@@ -409,6 +421,7 @@ def effective(group: WorkerGroupConfig, gateway: GatewayConfig, given: Mapping[s
     values: dict[str, Any] = {"no_prefix_cache": not engine.prefix_cache, "no_page": not gateway.page}
     for part in (engine, group, gateway):
         values |= {one.name: getattr(part, one.name) for one in fields(part)}
+    values["potentials"] = dict(engine.potential_paths)
     return {name: values[name] if name in values else given.get(name) for name in options.keys_of(ServeOptions)}
 
 

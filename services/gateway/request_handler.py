@@ -170,6 +170,7 @@ class CallRecord:
         self._arrived = time.monotonic() if arrived is None else arrived
         self._last: float | None = None
         self._tokens = 0
+        self._follows_target = True
         self._fields: dict[str, str | int | float] = {} if trace is None else {"trace_id": trace.trace_id}
         self._texts: dict[str, str | list[int]] = {}
         """Of the log alone."""
@@ -189,6 +190,7 @@ class CallRecord:
         if prompt is not None:
             # The text lacks the template's special tokens.
             self._texts = {"prompt": prompt, "prompt_ids": list(request.prompt)}
+        self._follows_target = request.params.follows_target
         self._fields |= {
             "method": request.params.method.value,
             "rows": request.params.rows,
@@ -216,7 +218,7 @@ class CallRecord:
         if self._texts:
             self._texts["answer"] = answer.text
         ran, finish_reason = answer.statistics, answer.finish_reason.value
-        self._metrics.request_answered(answer, self.seconds)
+        self._metrics.request_answered(answer, self.seconds, self._follows_target)
         times = {f"{part}_seconds": round(seconds, 6) for part, seconds in vars(answer.times).items()}
         fields: dict[str, Any] = {
             "finish_reason": finish_reason,

@@ -207,6 +207,7 @@ def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
         target_unconditional=pb.UnconditionalRows(**_fields(unconditional, _UNCONDITIONAL)) if unconditional else None,
         penalties=pb.Penalties(**_fields(plan.penalties, _PENALTIES)) if plan.penalties else None,
         constraints=_constraints_message(plan.constraints) if plan.constraints else None,
+        weights=b"" if plan.weights_A is None else _bytes(plan.weights_A, "<f8"),
     )
 
 
@@ -231,6 +232,7 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
         else None,
         penalties=Penalties(**_attributes(command.penalties, _PENALTIES)) if command.HasField("penalties") else None,
         constraints=_to_constraints(command.constraints) if command.HasField("constraints") else None,
+        weights_A=_array(command.weights, "<f8") if command.weights else None,
         **arrays,
     )
 

@@ -160,7 +160,10 @@ class ModelRunner:
 
     def _load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
         """The plan, on the device. Called at work."""
-        return self.stages.keep(plan.key, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
+        here = self.stages.keep(plan.key, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
+        if plan.weights_A is not None:
+            self.stages.run(plan.key, "reweigh", lambda: self.state.reweigh(here))
+        return here
 
     @torch.inference_mode()
     def _decode(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:

@@ -221,6 +221,9 @@ class RoundPlan(Generic[Array]):
     """None: no row is penalised."""
     constraints: ConstrainedRows[Array] | None = None
     """None: no row is constrained."""
+    weights_A: Array | None = None
+    """float64 log-weights that particles have had since the last round, as potentials were applied to them; NaN: as the
+    models have them. None: no request has a potential."""
 
     @property
     def branches(self) -> int:
@@ -258,6 +261,7 @@ class RoundPlan(Generic[Array]):
             len(self.target_unconditional.index_U) if self.target_unconditional else 0,
             self.penalties is not None,
             (self.constraints.every_step, self.constraints.has_answers) if self.constraints else None,
+            self.weights_A is not None,
         )
 
     def unconditional_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:

@@ -127,6 +127,9 @@ class RoundScheduler:
     def wants(self, group: SequenceGroup) -> bool:
         """Whether another round can bring anything, as far as is known before the last one has been read."""
         in_flight = len(group.in_flight)
+        if group.params.potential is not None and (in_flight or group.awaits_potential):
+            # The next round depends on what the potential says of this one.
+            return False
         if group.switches or (in_flight and group.next_rows is not None):
             # How far it is, or which of its slots will be left, is known when that round has been read.
             return False
@@ -232,7 +235,7 @@ class RoundScheduler:
         slots.copy(slot_A[moved_A], source_A[moved_A])
         before_A, count_A = slots.length_S[slot_A] - result.cut_A[index_A], result.count_A[index_A]
         self._write(slots.tokens_SL, slot_A, before_A, result.grown_AQ[index_A])
-        wants_logp = any(p.logprobs for p in population.params)
+        wants_logp = any(p.keeps_logprobs for p in population.params)
         if wants_logp:
             self._write(slots.logp_SL, slot_A, slots.block_S[slot_A] + 1, result.logp_AQ[index_A, :-1])
         slots.length_S[slot_A] = before_A + count_A

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason, Output
@@ -25,6 +26,7 @@ from smc.executor.messages import Pending, Worker
 from smc.executor.plan import Program
 from smc.memory.kv_cache import KVCacheManager
 from smc.model.tokenizer import Tokenizer
+from smc.potentials import Potential, load_potentials
 from smc.scheduler.admission import DuplicateRequest, NoDraft, check_queue
 from smc.scheduler.capacity import check_fits
 from smc.scheduler.decode import MicroBatches, RoundScheduler
@@ -32,6 +34,7 @@ from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.methods import PROGRAMS, Decoding, decoding_of, program_of
 from smc.scheduler.page_forecast import PageForecast
+from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.preemption import Preemption
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
@@ -45,6 +48,8 @@ from smc.scheduler.tree_controller import DraftFallback, TreeController
 from smc.scheduler.tree_policy import CostBasedTreePolicy, ParticlePolicy, ShrinkWhenShort, TreePolicy
 from smc.stops import TokenBytes
 from smc.types import ModelRole
+
+NO_POTENTIALS: Mapping[str, Potential] = MappingProxyType({})
 
 
 class Engine:
@@ -63,10 +68,12 @@ class Engine:
         policy: ParticlePolicy | None = None,
         trees: TreePolicy | None = None,
         constraints: Compiler | None = None,
+        potentials: Mapping[str, Potential] = NO_POTENTIALS,
     ) -> None:
         """`pages` are the capacities of both pools; `clock` gives seconds; `policy` and `trees` decide how many
         particles requests of SMC have, and rows those of exact decoding; `constraints` checks those of requests, where
-        that has not been done before."""
+        that has not been done before; `potentials` are those that requests may name, besides those of `config`. Raises
+        ValueError for one that cannot be imported."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self._constraints = constraints
         self.workers, self.executor = workers, executor
@@ -82,6 +89,8 @@ class Engine:
         batches = {program: self._batches_of(program) for program in PROGRAMS}
         self.registry = RequestRegistry(self.slots, self.prefill, batches)
         self.fallback = DraftFallback(self.registry, self.prefill)
+        known = dict(load_potentials(config.potential_paths)) | dict(potentials)
+        self.potentials = PotentialCalls(known, config.potential_timeout, self.slots, tokenizer)
         self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock)
         self.preemption = Preemption(self.registry, self.prefill, self.results, policy or ShrinkWhenShort())
         self.trees = TreeController(trees, batches[Program.PAIR].rounds.acceptance, self.fallback)
@@ -128,6 +137,8 @@ class Engine:
             )
         if request.params.constraint is not None and self._constraints is not None:
             self._constraints.check(request.params.constraint)
+        if request.params.potential is not None:
+            self.potentials.check(request.params.potential)
         request = self._with_negative_prompt(request)
         check_fits(request, self.config, self.memory.capacity, self.context, self.tokenizer.size)
         params, decoding = request.params, self._decoding_now(request)
@@ -199,6 +210,7 @@ class Engine:
         self.fallback.apply_switches()
         for group in self.prefill.finish(self._clock()):
             self.registry.run(group)
+        self.potentials.follow(self.registry.admitted)
         self.results.report_all()
 
     def run(self, requests: Iterable[Request]) -> Iterator[Output]:
@@ -292,6 +304,7 @@ class Engine:
         )
         stats.spec_alone_rounds = alone.spec_alone_rounds
         memory = self.memory
+        stats.collapses += self.potentials.take_collapses()
         stats.queued = len(self.registry.queue)
         stats.running = len(self.registry.admitted) + self.prefill.num_rescoring
         stats.slots_free = self.slots.num_free

@@ -100,7 +100,7 @@ class RequestRegistry:
 
     def complete(self, group: SequenceGroup) -> bool:
         """It runs, all its particles have ended, and all their tokens are scored."""
-        if not group.is_running:
+        if not group.is_running or group.awaits_potential:
             return False
         return bool(self._slots.ended_S[group.slots].all()) and not self._slots.unscored(group.slots).any()
 

@@ -288,7 +288,16 @@ class RoundPlanner:
             steps=steps,
             penalties=_penalties(population, size),
             constraints=_constraints(population, size),
+            weights_A=self._weights(population, size),
         )
+
+    def _weights(self, population: Population, size: int) -> np.ndarray | None:
+        """Weights of requests with a potential, which has changed them since the models knew them."""
+        has_potential_G = np.array([p.potential is not None for p in population.params])
+        if not has_potential_G.any():
+            return None
+        logw_A = self.slots.logw_S[population.slot_A]
+        return padded(np.where(has_potential_G[population.group_A], logw_A, np.nan), size, np.nan)
 
     def _biased(self, population: Population) -> int:
         """Tokens whose logits are changed, at most; 0 once all answers are longer than their `min_tokens`."""
