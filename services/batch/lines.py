@@ -104,7 +104,7 @@ class RequestReader:
         prompt = tuple(completion.prompts[0].encode(self._pair.tokenizer, self._pair.context - 1))
         negative = completion.negative_tokens(self._pair.tokenizer, self._pair.context - 1)
         longest = min(DEFAULT_MAX_TOKENS, max(1, self._pair.context - max(len(prompt), len(negative or ()))))
-        if completion.chat:
+        if completion.may_reason:
             completion = completion.after_reasoning(Reasoning.of(self._pair.tokenizer, prompt))
         params = completion.params(longest, self.seed_of(line))
         if params.constraint is not None:

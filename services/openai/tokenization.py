@@ -10,12 +10,19 @@ from services.openai.requests import BadRequest, understood
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 COMMON = ("model", "add_special_tokens", "return_token_strs")
 FIELDS = {
-    "messages": (*COMMON, "messages", "tools", "chat_template_kwargs", "add_generation_prompt"),
+    "messages": (
+        *COMMON,
+        "messages",
+        "tools",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
     "prompt": (*COMMON, "prompt"),
     "tokens": ("model", "tokens"),
 }
 """Fields of a body, by the one that it must have."""
-ALLOWED_VALUE = {"add_special_tokens": True, "add_generation_prompt": True}
+ALLOWED_VALUE = {"add_special_tokens": True}
 """Fields of vLLM's that may have the value they have anyway."""
 
 
