@@ -132,6 +132,7 @@ def _check_is_for_a_file(completion: CompletionRequest) -> None:
         ("n", completion.n * len(completion.prompts), 1, "one answer a line"),
         ("stream", completion.stream, False, "an answer is one line"),
         ("request_id", completion.request_id, None, "a line has a custom_id"),
+        ("priority", completion.priority, 0, "lines are decoded in their order"),
         ("timeout", completion.timeout, None, "no client waits for a line"),
     ):
         if value != fixed:

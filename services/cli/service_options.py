@@ -239,6 +239,16 @@ class ServeOptions(WorkerGroupOptions):
             metavar="",
         ),
     ] = None
+    unknown_fields: Annotated[
+        str | None,
+        option(
+            LISTEN,
+            "Fields of a request to --http-port that the API does not have: refuse, or ignore, which logs each once. "
+            "Default: refuse.",
+            "--unknown-fields",
+            metavar="WHAT",
+        ),
+    ] = None
     default_method: Annotated[
         str | None,
         option(

@@ -13,6 +13,7 @@ from services.openai.requests import (
     COMPLETIONS,
     CompletionRequest,
     Refusal,
+    UnknownFields,
     refusal,
     renamed,
     understood,
@@ -35,11 +36,13 @@ class Served:
     """Of a body that names none."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Other settings of a body that leaves them out."""
+    unknown: UnknownFields | None = None
+    """Ignores unknown fields; None: they are refused."""
 
     def understood(self, document: Any, chat: bool) -> CompletionRequest:
         """A body of chats or completions. Raises BadRequest."""
         size = self.tokenizer.size
-        completion = understood(document, chat, self.models, size, self.method, self.defaults)
+        completion = understood(document, chat, self.models, size, self.method, self.defaults, self.unknown)
         return completion.with_tool_format(self.tokenizer)
 
 

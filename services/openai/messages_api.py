@@ -156,6 +156,7 @@ class MessagesBody(Strict):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     request_id: str | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     timeout: float | None = None
 
 
@@ -176,7 +177,7 @@ class MessagesDialect:
     def read(self, document: Any, served: Served) -> ApiCall:
         given = given_fields(document)
         settings = {name: given.pop(name) for name in list(given) if name in SETTINGS and name not in OTHERWISE}
-        body = validated(MessagesBody, given, MESSAGES, NAMES)
+        body = validated(MessagesBody, given, MESSAGES, NAMES, served.unknown)
         chat = _chat(body, served.tokenizer)
         names = FIELD_NAMES | ({"constraint": "output_config.format"} if "response_format" in chat else {})
         try:
@@ -209,7 +210,7 @@ def _writer(
 
 def _chat(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
     """The same as a chat's body, but for the settings. Raises BadRequest."""
-    fields = ("model", "stream", "request_id", "cache_salt", "timeout")
+    fields = ("model", "stream", "request_id", "cache_salt", "priority", "timeout")
     chat: dict[str, Any] = {name: value for name in fields if (value := getattr(body, name)) is not None}
     chat["messages"] = [one for index, message in enumerate(body.messages) for one in _messages(index, message)]
     if body.system:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from pydantic import (
     Discriminator,
     Field,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -35,7 +37,7 @@ from services.openai.tool_calls import ToolFormat
 from services.prompts import Prompt, of_negative
 from smc.api.constraint import Constraint, check_constraint
 from smc.api.limits import MAX_TOP_LOGPROBS, PromptTooLong
-from smc.api.request import check_guidance
+from smc.api.request import check_guidance, check_priority
 from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.admission import DuplicateRequest
@@ -173,6 +175,9 @@ def neutral(*values: Any, why: str = "there is no such setting here") -> AfterVa
     return AfterValidator(check)
 
 
+MOST_LOGGED, MAX_LOGGED = 256, 64
+"""Unknown fields, and characters of each."""
+logger = logging.getLogger(__name__)
 KIND = "kind:"
 """What the tags of unions begin with, which tells them from fields in the path of an error."""
 
@@ -195,21 +200,39 @@ def _parts(content: Any) -> Any:
     return content
 
 
+class UnknownFields:
+    """Fields that are ignored instead of refused. Each is logged once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def ignore(self, names: Iterable[str]) -> None:
+        for name in names:
+            if len(self._logged) < MOST_LOGGED and name[:MAX_LOGGED] not in self._logged:
+                self._logged.add(name[:MAX_LOGGED])
+                logger.warning("the field %r of a request is unknown; it is ignored, here and later", name[:MAX_LOGGED])
+
+
 class Strict(BaseModel):
-    """No other fields, no other types."""
+    """No other fields, unless they are ignored; no other types."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _one_stranger(cls, data: Any) -> Any:
+    def _one_stranger(cls, data: Any, info: ValidationInfo) -> Any:
         """One field that there is not is enough to be refused for; each would cost an error of its own."""
-        fields = cls.model_fields
-        if not isinstance(data, dict) or len(data) <= len(fields):
+        if not isinstance(data, dict):
             return data
-        known = {name: value for name, value in data.items() if name in fields}
-        stranger = next(name for name in data if name not in fields)
-        return known | {stranger: data[stranger]}
+        names = {one.alias or name for name, one in cls.model_fields.items()}
+        strangers = [name for name in data if name not in names]
+        if not strangers:
+            return data
+        known = {name: value for name, value in data.items() if name in names}
+        if isinstance(info.context, UnknownFields):
+            info.context.ignore(strangers)
+            return known
+        return known | {strangers[0]: data[strangers[0]]}
 
 
 class Part(Strict):
@@ -295,6 +318,8 @@ class Body(Strict):
     request_id: Annotated[str, Field(max_length=256, pattern="^[!-~]*$")] | None = None
     """Ours: unique among running requests of the same token; a header of the answer."""
     cache_salt: str = ""
+    priority: int = 0
+    """vLLM's: requests of a lower number are admitted first."""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Ours: seconds from arrival, after which the call is dropped."""
     negative_prompt: Any = None
@@ -401,6 +426,7 @@ class CompletionRequest:
     include_usage: bool
     echo: bool
     cache_salt: str
+    priority: int
     request_id: str | None
     timeout: float | None
     """Seconds."""
@@ -501,15 +527,17 @@ def understood(
     vocabulary: int,
     method: str | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    unknown: UnknownFields | None = None,
 ) -> CompletionRequest:
     """`models`: names of the model that is served; `vocabulary`: its tokens; `method`: of a body that names none;
-    `defaults`: other settings of a body that leaves them out.
+    `defaults`: other settings of a body that leaves them out; `unknown`: ignores unknown fields, which are refused
+    without it.
 
     Raises BadRequest naming the field, the value and what is allowed.
     """
     try:
         given = given_fields(document)
-        body = _body({name: value for name, value in given.items() if name not in SETTINGS}, chat)
+        body = _body({name: value for name, value in given.items() if name not in SETTINGS}, chat, unknown)
         settings = {name: value for name, value in given.items() if name in SETTINGS}
         return _understood(body, settings, models, vocabulary, method, defaults)
     except RecursionError as error:
@@ -531,6 +559,7 @@ def _understood(
         )
     try:
         check_cache_salt(body.cache_salt)
+        check_priority(body.priority)
         settings = _in_the_librarys_terms(settings, body)
         if method is not None:
             settings.setdefault("method", method)
@@ -564,6 +593,7 @@ def _understood(
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         echo=echo,
         cache_salt=body.cache_salt,
+        priority=body.priority,
         request_id=body.request_id,
         timeout=body.timeout,
         tools=_tool_use(body) if isinstance(body, ChatBody) else None,
@@ -585,14 +615,16 @@ def given_fields(document: Any) -> dict[str, Any]:
     return given
 
 
-def _body(given: dict[str, Any], chat: bool) -> AnyBody:
-    return validated(BODIES[chat], given, CHAT if chat else COMPLETIONS, NAMES[chat])
+def _body(given: dict[str, Any], chat: bool, unknown: UnknownFields | None) -> AnyBody:
+    return validated(BODIES[chat], given, CHAT if chat else COMPLETIONS, NAMES[chat], unknown)
 
 
-def validated(model: type[B], given: dict[str, Any], endpoint: str, names: frozenset[str]) -> B:
+def validated(
+    model: type[B], given: dict[str, Any], endpoint: str, names: frozenset[str], unknown: UnknownFields | None
+) -> B:
     """`names`: fields that a body of `endpoint` may have. Raises BadRequest."""
     try:
-        return model.model_validate(given)
+        return model.model_validate(given, context=unknown)
     except ValidationError as error:
         raise _in_our_words(error, endpoint, names) from error
 

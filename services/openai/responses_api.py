@@ -167,6 +167,7 @@ class ResponsesBody(Strict):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     request_id: str | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     timeout: float | None = None
 
     # Describes the caller, and does not concern decoding.
@@ -203,7 +204,7 @@ class ResponsesDialect:
     def read(self, document: Any, served: Served) -> ApiCall:
         given = given_fields(document)
         settings = {name: given.pop(name) for name in list(given) if name in SETTINGS and name not in OTHERWISE}
-        body = validated(ResponsesBody, given, RESPONSES, NAMES)
+        body = validated(ResponsesBody, given, RESPONSES, NAMES, served.unknown)
         chat = _chat(body, settings)
         names = FIELD_NAMES | ({"constraint": "text.format"} if "response_format" in chat else {})
         try:
@@ -229,7 +230,7 @@ class ResponsesDialect:
 
 def _chat(body: ResponsesBody, settings: dict[str, Any]) -> dict[str, Any]:
     """The same as a chat's body, but for the settings."""
-    fields = ("model", "stream", "chat_template_kwargs", "request_id", "cache_salt", "timeout")
+    fields = ("model", "stream", "chat_template_kwargs", "request_id", "cache_salt", "priority", "timeout")
     chat: dict[str, Any] = {name: value for name in fields if (value := getattr(body, name)) is not None}
     chat["messages"] = list(_messages(body))
     if body.max_output_tokens is not None:

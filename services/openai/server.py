@@ -31,6 +31,7 @@ from services.openai.requests import (
     BodyTooLarge,
     CompletionRequest,
     Refusal,
+    UnknownFields,
     named,
     parse,
     refusal,
@@ -194,7 +195,8 @@ async def requests_of(completion: CompletionRequest, request_id: str, handler: R
         longest = most if completion.chat else min(DEFAULT_MAX_TOKENS, most)
         for _ in range(completion.n):
             params = completion.params(longest, next(seeds))
-            requests.append(Request(request_id, tokens, params, completion.cache_salt, negative_prompt=negative))
+            salt, priority = completion.cache_salt, completion.priority
+            requests.append(Request(request_id, tokens, params, salt, negative_prompt=negative, priority=priority))
     return requests
 
 
@@ -274,7 +276,8 @@ class OpenAiServer:
         self._tokens = config.tokens()
         self._limit = config.message_bytes(pair.context)
         self._names = config.served_model_names or (pair.target.name,)
-        self._served = Served(self._names, pair.tokenizer, config.method, pair.sampling)
+        unknown = UnknownFields() if config.unknown_fields == "ignore" else None
+        self._served = Served(self._names, pair.tokenizer, config.method, pair.sampling, unknown)
         self._fingerprint = pair.fingerprint()
         self._page = Playground(server.handler, self._names) if config.page else None
         self._public = {HEALTH, PING, *(self._page.files if self._page else ())}
