@@ -11,6 +11,8 @@ from services.security import check_tls, is_loopback, read_tokens
 from smc.api.sampling_params import Method
 
 DEFAULT_PORT = 50051
+DEFAULT_HTTP_PORT = 8000
+"""Of `serve`."""
 UNKNOWN_FIELDS = ("refuse", "ignore")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 """Of a web page, as browsers write it; `*`: any."""
@@ -172,6 +174,6 @@ class GatewayConfig:
         if self.unknown_fields not in UNKNOWN_FIELDS:
             raise ValueError(f"unknown_fields={self.unknown_fields!r}; allowed: {', '.join(UNKNOWN_FIELDS)}")
         if self.allow_origins and self.http_port is None:
-            raise ValueError("allow_origins has no effect without http_port; give --http-port too, or leave it out")
+            raise ValueError("allow_origins has no effect without http_port; leave no_http out, or this")
         if not self.page and self.http_port is None:
-            raise ValueError("no_page has no effect without http_port; give --http-port too, or leave it out")
+            raise ValueError("no_page has no effect without http_port; leave no_http out, or this")
