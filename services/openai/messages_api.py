@@ -61,7 +61,9 @@ class TextBlock(Block):
     citations: Annotated[Any, neutral(None, [])] = None
 
 
-TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True), BeforeValidator(_blocks)]
+TextBlocks = Annotated[
+    list[TextBlock], Field(fail_fast=True), BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
+]
 
 
 class ThinkingBlock(Block):
@@ -98,7 +100,11 @@ ContentBlock = Annotated[
 
 class InputMessage(Strict):
     role: Literal["user", "assistant"]
-    content: Annotated[list[ContentBlock], Field(fail_fast=True), BeforeValidator(_blocks)]
+    content: Annotated[
+        list[ContentBlock],
+        Field(fail_fast=True),
+        BeforeValidator(_blocks, json_schema_input_type=str | list[ContentBlock]),
+    ]
     """A string, or a list of blocks."""
 
 

@@ -162,7 +162,15 @@ def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:
     return BadRequest(message, param, code=CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None)
 
 
-def neutral(*values: Any, why: str = "there is no such setting here") -> AfterValidator:
+@dataclass(frozen=True)
+class Neutral(AfterValidator):
+    """Of a field that has no effect."""
+
+    values: tuple[Any, ...] = ()
+    """That it may have."""
+
+
+def neutral(*values: Any, why: str = "there is no such setting here") -> Neutral:
     """A field that is accepted with one of these values, which change nothing."""
     written = ", ".join(json.dumps(value) for value in values)
 
@@ -172,7 +180,7 @@ def neutral(*values: Any, why: str = "there is no such setting here") -> AfterVa
             raise PydanticCustomError("neutral", "{allowed}", {"allowed": f"{written}, as {why}; or leave it out"})
         return value
 
-    return AfterValidator(check)
+    return Neutral(check, values)
 
 
 MOST_LOGGED, MAX_LOGGED = 256, 64
@@ -216,7 +224,7 @@ class UnknownFields:
 class Strict(BaseModel):
     """No other fields, unless they are ignored; no other types."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -254,7 +262,10 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Annotated[list[Part], Field(fail_fast=True)] | None, BeforeValidator(_parts)] = None
+    content: Annotated[
+        Annotated[list[Part], Field(fail_fast=True)] | None,
+        BeforeValidator(_parts, json_schema_input_type=str | list[Part] | None),
+    ] = None
     """None: of an assistant that only called tools."""
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None

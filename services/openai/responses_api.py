@@ -67,7 +67,9 @@ class TextPart(Strict):
     logprobs: list[Any] = Field(default_factory=list)
 
 
-TextParts = Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts)]
+TextParts = Annotated[
+    list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])
+]
 
 
 class Item(Strict):
@@ -152,7 +154,11 @@ class ResponsesBody(Strict):
     """But for the settings of `smc.api.sampling_params`, which have the same names."""
 
     model: str | None = None
-    input: Annotated[list[InputItem], Field(min_length=1, fail_fast=True), BeforeValidator(_items)]
+    input: Annotated[
+        list[InputItem],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
+    ]
     """A string, or a list of items."""
     instructions: str | None = None
     stream: bool = False

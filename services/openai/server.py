@@ -21,8 +21,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from services.backend import Unavailable
 from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.request_handler import ApiServer, CallRecord, RequestHandler
+from services.openai import openapi
 from services.openai.dialects import COMPLETION_DIALECTS, ApiCall, Dialect, Served
 from services.openai.messages_api import COUNT_TOKENS, MESSAGES, MessagesDialect
+from services.openai.openapi import DOCS, OPENAPI
 from services.openai.playground import Playground
 from services.openai.reasoning import Reasoning
 from services.openai.requests import (
@@ -306,6 +308,8 @@ class OpenAiServer:
         app.router.add_get(MODELS + "/{name:.+}", self._show_model)
         if self._page is not None:
             self._page.add_to(app.router)
+        app.router.add_get(OPENAPI, self._describe)
+        app.router.add_get(DOCS, self._describe)
         for path in DIALECTS:
             app.router.add_post(path, self._count if path == COUNT_TOKENS else self._generate)
         self._runner = web.AppRunner(
@@ -452,6 +456,18 @@ class OpenAiServer:
     async def _scrape(self, request: web.Request) -> web.Response:
         text = await asyncio.to_thread(self._metrics.exposition)
         return web.Response(body=text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _describe(self, request: web.Request) -> web.Response:
+        """The whole port, for programs and for people."""
+        routes: dict[str, tuple[str, ...]] = {}
+        for route in request.app.router.routes():
+            path = getattr(route.resource, "canonical", None)
+            if path is not None and route.method != "HEAD" and not path.startswith("/page/"):
+                routes[path] = (*routes.get(path, ()), route.method)
+        described = openapi.document(routes, importlib.metadata.version("smcserve"))
+        if request.path == OPENAPI:
+            return web.json_response(described)
+        return web.Response(text=openapi.page(described), content_type="text/html", headers=openapi.HEADERS)
 
     async def _list_models(self, request: web.Request) -> web.Response:
         pair = self._handler.pair
