@@ -214,7 +214,13 @@ class ServeOptions(WorkerGroupOptions):
     port: Annotated[int | None, option(LISTEN, "Of gRPC. Default: 50051; 0 = any free one.", metavar="PORT")] = None
     http_port: Annotated[
         int | None,
-        option(LISTEN, "Of OpenAI's API; 0 = any free one. Default: none.", "--http-port", metavar="PORT"),
+        option(
+            LISTEN, "Of OpenAI's and Anthropic's API. Default: 8000; 0 = any free one.", "--http-port", metavar="PORT"
+        ),
+    ] = None
+    no_http: Annotated[
+        bool | None,
+        option(LISTEN, "Serve gRPC alone, without --http-port.", "--no-http", show_default=False, metavar=""),
     ] = None
     metrics_port: Annotated[
         int | None,
@@ -258,6 +264,16 @@ class ServeOptions(WorkerGroupOptions):
             metavar="",
         ),
         FILE_ONLY,
+    ] = None
+    unknown_fields: Annotated[
+        str | None,
+        option(
+            LISTEN,
+            "Fields of a request to --http-port that the API does not have: refuse, or ignore, which logs each once. "
+            "Default: refuse.",
+            "--unknown-fields",
+            metavar="WHAT",
+        ),
     ] = None
     default_method: Annotated[
         str | None,
@@ -410,15 +426,23 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
 
 def gateway_config(given: Mapping[str, Any]) -> GatewayConfig:
     """The gateway that these options describe; otherwise as `worker_group_config`."""
-    from services.gateway.config import GatewayConfig
+    from services.gateway.config import DEFAULT_HTTP_PORT, GatewayConfig
 
-    return GatewayConfig(page=not given.get("no_page", False), **_fields_of(GatewayConfig, given))
+    http_port = given.get("http_port")
+    if given.get("no_http"):
+        if http_port is not None:
+            raise ValueError(f"http_port={http_port} is given with no_http; leave one out")
+    elif http_port is None:
+        http_port = DEFAULT_HTTP_PORT
+    settings = _fields_of(GatewayConfig, given) | {"http_port": http_port}
+    return GatewayConfig(page=not given.get("no_page", False), **settings)
 
 
 def effective(group: WorkerGroupConfig, gateway: GatewayConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """Every option of `serve` with the value in use; None: it is decided once the models are known."""
     engine = group.engine
     values: dict[str, Any] = {"no_prefix_cache": not engine.prefix_cache, "no_page": not gateway.page}
+    values["no_http"] = gateway.http_port is None
     for part in (engine, group, gateway):
         values |= {one.name: getattr(part, one.name) for one in fields(part)}
     values["potentials"] = dict(engine.potential_paths)
