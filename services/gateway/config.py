@@ -38,7 +38,7 @@ class GatewayConfig:
     tls_client_ca: Path | None = None
     """Only clients with a certificate of these authorities may connect (mutual TLS), PEM."""
     auth_token_file: Path | None = None
-    """Bearer tokens that callers must send one of, one a line; read again when the file changes. None: no token is
+    """Bearer tokens that callers must send one of, one a line; read again when it changes. None: no token is
     needed."""
     max_message_bytes: int | None = None
     """Largest request; None: what has room for a prompt that fills the context (`message_bytes`)."""
