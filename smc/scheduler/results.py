@@ -48,7 +48,10 @@ def make_answer(
     """The answer of a particle and its tokens. How long it took is not known yet."""
     logp, matched, log_z = None, None, group.log_z
     if group.params.logprobs:
-        logp = tuple(group.array(slots, "logp_SL")[particle, : len(tokens)].tolist()) if tokens else ()
+        # What has been streamed stays: particles are scored in different rows, whose last bits may differ.
+        logp = tuple(group.logprobs)
+        if tokens:
+            logp += tuple(group.array(slots, "logp_SL")[particle, group.streamed : len(tokens)].tolist())
     if group.has_particles:
         log_z += group.decoding.log_z(group.array(slots, "logw_S"), group.count)
     particles = _particles(group, slots, reason, tokens) if group.params.return_particles else None
@@ -210,13 +213,22 @@ class ResultReporter:
             self.finish(group, None)
         elif group.is_running and group.committed > group.streamed:
             new = tuple(self._slots.tokens_SL[group.slots[0], group.streamed : group.committed].tolist())
+            logp = self._committed_logprobs(group)
             group.streamed = group.committed
-            self._ready.append((group.number, Output(group.id, new, group.text.push(new))))
+            group.logprobs += logp
+            self._ready.append((group.number, Output(group.id, new, group.text.push(new), logprobs=logp)))
+
+    def _committed_logprobs(self, group: SequenceGroup) -> tuple[float, ...]:
+        """Of tokens that are about to be streamed, if requested. What is committed has been scored."""
+        if not group.params.logprobs:
+            return ()
+        # A row without a particle has no scores of its own.
+        scored = next(iter(group.living(self._slots)), group.slots[0])
+        return tuple(self._slots.logp_SL[scored, group.streamed : group.committed].tolist())
 
     def _answer(self, group: SequenceGroup, answer: Answer) -> None:
         now = self._clock()
         answer = replace(answer, seconds=now - group.submitted, times=group.times(now))
-        self._ready.append(
-            (group.number, Output(group.id, answer.tokens[group.streamed :], group.text.finish(answer.text), answer))
-        )
+        new, logp = answer.tokens[group.streamed :], (answer.logprobs or ())[group.streamed :]
+        self._ready.append((group.number, Output(group.id, new, group.text.finish(answer.text), answer, logp)))
         self._registry.release(group)

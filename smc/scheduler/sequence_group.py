@@ -87,6 +87,8 @@ class SequenceGroup:
     """Answer tokens on which all particles agree."""
     streamed: int = 0
     """Answer tokens that have been reported to the caller."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities that have been reported, if requested: one for each of these tokens."""
     lag: int = 0
     """Tokens between the committed prefix and the longest particle."""
     log_z: float = 0.0
