@@ -120,7 +120,8 @@ def test_every_sampling_field_has_its_line_in_the_messages():
     """And the messages have no other."""
     assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == set(SAMPLING)
     beside = [
-        set(kind.DESCRIPTOR.fields_by_name) - {"request_id", "sampling", "cache_salt", "waited"} for kind in CARRIERS
+        set(kind.DESCRIPTOR.fields_by_name) - {"request_id", "sampling", "cache_salt", "priority", "waited"}
+        for kind in CARRIERS
     ]
     assert [names - {"text", "token_ids", "chat", "prompt", "negative_prompt"} for names in beside] == [
         set(REPORTS)
