@@ -155,6 +155,7 @@ class PotentialCalls:
         is 0."""
         group, slots, at = call.group, self._slots, call.slots_N
         logw_N = slots.logw_S[at] + logphi_N - slots.logphi_S[at]
+        slots.weighed_S[at] = call.length_N
         group.end_potential()
         if (logw_N == -np.inf).all():
             group.log_z = -np.inf

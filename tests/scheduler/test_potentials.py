@@ -22,7 +22,7 @@ from smc.potentials import Prefixes, load_potential, must_end_with, must_match, 
 from smc.scheduler import potential_calls
 from smc.scheduler.potential_calls import PotentialCalls
 from tests.scheduler.bank import CONFIGS, EOS, LENGTH, PROMPT, population, together
-from tests.scheduler.harness import CASES, answers, config_id, request
+from tests.scheduler.harness import CASES, answers, assert_empty, config_id, request
 from tests.scheduler.lives import assert_same, live, pair, small_engine
 from tests.scheduler.pairs import LETTERS, exact_law, mean_and_error, next_log_probs, tiny_pair, total_variation
 
@@ -261,6 +261,57 @@ def test_the_engine_decodes_no_text_for_a_potential(monkeypatch):
     assert len(asked) > 3 and {prefixes.prompt for prefixes in asked} == {text_of(prompt)}
     of_answers = sum(map(len, (tokens for prefixes in asked for tokens in prefixes.tokens)))
     assert not decoded["here"] and len(prompt) < decoded["elsewhere"] < 2 * len(prompt) + 2 * of_answers
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("kind", POPULATIONS)
+@pytest.mark.parametrize("answered", [0, 3])
+@pytest.mark.parametrize("preempted", [False, True])
+def test_an_answer_cut_by_its_time_budget_has_what_was_weighed(
+    config: EngineConfig, kind: str, answered: int, preempted: bool
+):
+    """Tokens of which the potential has said nothing yet are in no answer, particle or streamed text."""
+    end, clock, asked = threading.Event(), Clock(), []
+
+    def slow(prefixes: Prefixes) -> list[float]:
+        asked.append(prefixes)
+        if len(asked) > answered:
+            end.wait(120)
+        return [0.0 if i % 2 else -1.0 for i in range(len(prefixes.texts))]
+
+    config = replace(config, potential_timeout=300)
+    for seed in range(4):
+        asked.clear()
+        end.clear()
+        engine = local_engine(tiny_pair(), config, clock=clock, potentials={"slow": slow})
+        engine.submit(
+            request(PROMPT, seed=seed, particles=4, max_tokens=40, ignore_eos=True, population=kind, potential="slow",
+                    time_budget=5.0, answer=("draw", "best")[seed % 2], return_particles=True)
+        )  # fmt: skip
+        outputs = []
+        while len(asked) <= answered:
+            outputs += engine.step()
+        if preempted:
+            engine.registry.preempt(engine.registry.groups["r"])
+        clock.now += 6
+        outputs += engine.step()
+        end.set()
+        answer = outputs[-1].answer
+        assert answer.finish_reason is FinishReason.TIME_BUDGET
+        weighed = {tokens[:size] for of in asked[:answered] for tokens in of.tokens for size in range(len(tokens) + 1)}
+        assert answer.tokens in weighed | {()}
+        assert bool(answer.tokens) == (answered > 0)
+        assert {particle.tokens for particle in answer.particles} <= weighed
+        assert tuple(token for output in outputs for token in output.tokens) == answer.tokens
+        assert math.isfinite(answer.statistics.log_z)
+        assert_empty(engine)
 
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
