@@ -27,7 +27,7 @@ UNDRAWN = (FinishReason.ERROR, FinishReason.CANCELLED)
 
 
 def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> tuple[int, tuple[int, ...]]:
-    """The drawn particle and its tokens. If `reason` ends it early: those that have been scored, and whatever has been
+    """The drawn particle and its tokens. If `reason` ends it early: those that have been weighed, and whatever has been
     streamed."""
     if not group.has_particles:
         return 0, ()
@@ -122,11 +122,15 @@ def _best(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> in
 
 
 def _scored(group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int) -> tuple[int, ...]:
-    """A particle's tokens. If `reason` ends it early: those that have been scored, and whatever has been streamed."""
+    """A particle's tokens. If `reason` ends it early: those that the target has scored and the potential, if there is
+    one, has been asked about, and whatever has been streamed."""
     tokens = _tokens(group, slots, particle)
     if reason is None:
         return tokens
-    return tokens[: max(int(group.array(slots, "block_S")[particle]) + 1, group.streamed)]
+    size = int(group.array(slots, "block_S")[particle]) + 1
+    if group.params.potential is not None:
+        size = min(size, int(group.array(slots, "weighed_S")[particle]))
+    return tokens[: max(size, group.streamed)]
 
 
 def _tokens(group: SequenceGroup, slots: Slots, particle: int) -> tuple[int, ...]:
@@ -211,7 +215,7 @@ class ResultReporter:
             self.finish(group, FinishReason.ERROR)
         elif self._registry.complete(group):
             self.finish(group, None)
-        elif group.is_running and group.committed > group.streamed:
+        elif group.is_running and group.committed > group.streamed and not group.awaits_potential:
             new = tuple(self._slots.tokens_SL[group.slots[0], group.streamed : group.committed].tolist())
             logp = self._committed_logprobs(group)
             group.streamed = group.committed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -360,6 +361,11 @@ class SequenceGroup:
     @property
     def prompt_size(self) -> int:
         return len(self.request.prompt)
+
+    @cached_property
+    def prompt_text(self) -> str:
+        """For its potential; made when first asked for, in the thread of a call."""
+        return self.rules.tokenizer.decode(self.request.prompt)
 
     @property
     def negative_size(self) -> int:
