@@ -98,11 +98,11 @@ class PotentialCalls:
         Waits where no request could go on otherwise."""
         groups = list(admitted)
         waiting = {call.group: call.logphi_N for call in self._calls if call.is_current}
-        asked = [
+        new_calls = [
             call for group in groups if group.awaits_potential and group not in waiting for call in self._ask(group)
         ]
-        wait([call.logphi_N for call in asked], GRACE, ALL_COMPLETED)
-        waiting |= {call.group: call.logphi_N for call in asked}
+        wait([call.logphi_N for call in new_calls], GRACE, ALL_COMPLETED)
+        waiting |= {call.group: call.logphi_N for call in new_calls}
         if waiting and all(group in waiting for group in groups):
             wait(waiting.values(), IDLE, FIRST_COMPLETED)
         for call in list(self._calls):
