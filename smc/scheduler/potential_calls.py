@@ -98,27 +98,26 @@ class PotentialCalls:
         Waits where no request could go on otherwise."""
         groups = list(admitted)
         waiting = {call.group: call.logphi_N for call in self._calls if call.is_current}
-        new_calls = [
-            call for group in groups if group.awaits_potential and group not in waiting for call in self._ask(group)
-        ]
-        wait([call.logphi_N for call in new_calls], GRACE, ALL_COMPLETED)
-        waiting |= {call.group: call.logphi_N for call in new_calls}
+        unasked = [group for group in groups if group.awaits_potential and group not in waiting]
+        new = {call.group: call.logphi_N for group in unasked if (call := self._ask(group)) is not None}
+        wait(new.values(), GRACE, ALL_COMPLETED)
+        waiting |= new
         if waiting and all(group in waiting for group in groups):
             wait(waiting.values(), IDLE, FIRST_COMPLETED)
         for call in list(self._calls):
             self._finish(call)
 
-    def _ask(self, group: SequenceGroup) -> list[PotentialCall]:
+    def _ask(self, group: SequenceGroup) -> PotentialCall | None:
         """The call that was made, if one is needed and allowed."""
         name, slots = group.params.potential, self._slots
         assert name is not None, "of requests with a potential"
         if self._num_overdue(name) >= MOST_OVERDUE:
             group.error = f"potential {name!r} does not answer: {MOST_OVERDUE} calls of it have not ended"
-            return []
+            return None
         slots_N = group.slots[slots.logw_S[group.slots] > -np.inf]
         if not len(slots_N):
             group.end_potential()
-            return []
+            return None
         length_N = slots.length_S[slots_N]
         tokens_NL, ended_N = slots.tokens_SL[slots_N, : length_N.max()], slots.ended_S[slots_N]
         call = PotentialCall(
@@ -126,7 +125,7 @@ class PotentialCalls:
         )
         self._calls.append(call)
         threading.Thread(target=call.run, args=(self._potentials[name],), name=f"potential {name}", daemon=True).start()
-        return [call]
+        return call
 
     def _num_overdue(self, name: str) -> int:
         """Calls of a potential that have not ended in the time that they had."""
