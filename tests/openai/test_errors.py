@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from services.openai.requests import CHAT, HTTP
+from services.openai.messages_api import MESSAGES
+from services.openai.requests import CHAT, HTTP, refusal
+from services.openai.server import DIALECTS
 from services.pb import generation_pb2 as pb
 from smc.api.engine_config import EngineConfig
 from tests.gateway.harness import serving, until
@@ -214,6 +216,33 @@ def test_a_model_that_is_not_served(service):
         "model='gpt-9'; allowed: 'demo', 'gpt-4o'",
         param="model",
     )
+
+
+class Unwritable:
+    """A dialect whose answers nobody can write: see `AnswerWriter`."""
+
+    prompt = "messages"
+
+    def read(self, document, served):
+        return replace(DIALECTS[MESSAGES].read(document, served), make_writer=lambda *_: self)
+
+    def refusal(self, error, request_id=None):
+        return refusal(error)
+
+    def update(self, *_):
+        raise ValueError("temperature=3 is what it says")
+
+    finish = whole = update
+
+    def error(self, body):
+        return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_be_written_is_no_fault_of_the_caller(service, monkeypatch, stream):
+    monkeypatch.setitem(DIALECTS, CHAT, Unwritable())
+    said = post(service, chat(max_tokens=2, stream=stream))
+    assert said.status == 500 and said.error["code"] == "internal" and "temperature" not in said.error["message"]
 
 
 def test_a_port_that_is_taken(pair, service):
