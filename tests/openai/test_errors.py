@@ -126,6 +126,30 @@ def test_a_body_that_breaks_off(service):
         assert b" 400 " in connection.recv(1000)
 
 
+@pytest.mark.parametrize("levels", [150, 300, 700, 990, 1500, 2500])
+@pytest.mark.parametrize("field", ["input", "messages", "prompt", "metadata", "tools", "chat_template_kwargs"])
+def test_nesting(service, caplog, levels, field):
+    """Every API refuses what is nested too deeply."""
+    deep = "[" * levels + "]" * levels
+    values = {
+        "metadata": f'{{"a": {deep}}}',
+        "chat_template_kwargs": f'{{"a": {deep}}}',
+        "tools": f'[{{"type": "function", "name": "f", "input_schema": {{"a": {deep}}}, "parameters": {{"a": {deep}}}}}]',
+    }
+    for path, body in (
+        (CHAT, '"messages": [{"role": "user", "content": "x"}]'),
+        (MESSAGES, '"messages": [{"role": "user", "content": "x"}]'),
+        ("/v1/responses", '"input": "x"'),
+        ("/v1/completions", '"prompt": "x"'),
+        ("/tokenize", '"prompt": "x"'),
+    ):
+        fields = f'"{field}": {values.get(field, deep)}' + ("" if f'"{field}"' in body else f", {body}")
+        said = post(service, f'{{"max_tokens": 1, {fields}}}'.encode(), path)
+        assert said.status == 400 or levels < 200, (path, said.data)
+        assert said.status < 500 and (levels < 200 or "nested too deeply" in said.json["error"]["message"])
+    assert "Traceback" not in caplog.text and not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
 def test_other_kinds_of_bodies(service):
     is_error(post(service, chat(), **{"content-type": "text/plain"}), 415, "invalid", "allowed: application/json")
     is_error(post(service, chat(), **{"content-encoding": "gzip"}), 415, "invalid", "content-encoding='gzip'")
