@@ -231,14 +231,22 @@ async def answered(
     answers = [ended[index] for index in range(len(requests))]
     if not completion.stream:
         return await reply.send_whole(await _beside(partial(writer.whole, answers), answers))
-    await reply.send(writer.finish(answers))
+    await reply.send(await _beside(partial(writer.finish, answers)))
     return await reply.end()
 
 
-async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None]) -> bytes:
-    """What is written of these. With the likeliest tokens it is a lot: not while others wait for this loop."""
+async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None] = ()) -> bytes:
+    """What is written of these. With the likeliest tokens it is a lot: not while others wait for this loop. Raises
+    NotWritten."""
     is_long = any(answer is not None and answer.top_logprobs for answer in answers)
-    return await asyncio.to_thread(write) if is_long else write()
+    try:
+        return await asyncio.to_thread(write) if is_long else write()
+    except Exception as error:
+        raise NotWritten("an answer cannot be written") from error
+
+
+class NotWritten(RuntimeError):
+    """Whatever was wrong with an answer, it was not the caller."""
 
 
 HEALTH, PING, METRICS, MODELS, VERSION, LOAD = "/health", "/ping", "/metrics", "/v1/models", "/version", "/load"

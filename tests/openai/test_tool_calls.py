@@ -70,6 +70,16 @@ def test_calls_are_read_however_the_text_is_cut(form: ToolFormat):
         assert message_of(text, form, None, "x") == {"role": "assistant", "content": text}
 
 
+@pytest.mark.parametrize("name", ['"f\ng"', '"\\x"', '"\\u12"', '"\\ud800"', '"a\\uDC00\\ud800"', '"\t"', '"\\U00e9"'])
+@pytest.mark.parametrize("form", ToolFormat)
+def test_a_call_whose_name_is_no_text_is_text(form: ToolFormat, name: str):
+    text = form.written("f", '{"a": 1}').removeprefix("[TOOL_CALLS]").replace('"f"', name)
+    assert message_of(text, form, None, "x") == {"role": "assistant", "content": text}
+    for known in ('"é\\n\\"\\/"', '"\\ud83d\\ude00"', '"\\u00e9"'):
+        (call,) = message_of(text.replace(name, known), form, None, "x")["tool_calls"]
+        assert call["function"] == {"name": json.loads(known), "arguments": '{"a": 1}'}
+
+
 @pytest.fixture(scope="module")
 def pair() -> ModelPair:
     return ModelPair.load(demo.TARGET, demo.DRAFT)
