@@ -68,8 +68,8 @@ class Dialect(Protocol):
     def read(self, document: Any, served: Served) -> ApiCall:
         """Raises BadRequest naming the field, the value and what is allowed."""
 
-    def refusal(self, error: Exception) -> Refusal:
-        """What a caller is sent instead of an answer."""
+    def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
+        """What a caller is sent instead of an answer. `request_id`: if the call has one yet."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class CompletionDialect:
     def read(self, document: Any, served: Served) -> ApiCall:
         return ApiCall(served.understood(document, self.chat))
 
-    def refusal(self, error: Exception) -> Refusal:
+    def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
         return refusal(error)
 
 

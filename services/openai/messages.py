@@ -88,6 +88,8 @@ class PartGrows:
 class PartEnds:
     index: int
     part: Part
+    is_last: bool
+    """The answer ends with it."""
 
 
 PartEvent = PartBegins | PartGrows | PartEnds
@@ -114,7 +116,7 @@ class PartReader:
             yield from self._more(delta)
         if not self.parts:
             yield from self._open(Part(PartKind.TEXT))
-        yield from self._close()
+        yield from self._close(is_last=True)
 
     def _more(self, delta: Delta) -> Iterator[PartEvent]:
         if delta.name is not None:
@@ -136,6 +138,6 @@ class PartReader:
         self.parts.append(part)
         yield PartBegins(len(self.parts) - 1, part)
 
-    def _close(self) -> Iterator[PartEvent]:
+    def _close(self, is_last: bool = False) -> Iterator[PartEvent]:
         if self.parts:
-            yield PartEnds(len(self.parts) - 1, self.parts[-1])
+            yield PartEnds(len(self.parts) - 1, self.parts[-1], is_last)

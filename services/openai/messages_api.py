@@ -192,14 +192,14 @@ class MessagesDialect:
             raise renamed(error, names) from error
         return ApiCall(completion, _writer, names)
 
-    def refusal(self, error: Exception) -> Refusal:
+    def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
         refused = refusal(error)
         of_openai = refused.body["error"]
         kind = ERROR_TYPES.get(refused.http_status)
         if kind is None:
             kind = of_openai["type"] if of_openai["type"] in KNOWN_ERRORS else "api_error"
             kind = "invalid_request_error" if 400 <= refused.http_status < 500 and kind == "api_error" else kind
-        body = {"type": "error", "error": {"type": kind, "message": of_openai["message"]}, "request_id": None}
+        body = {"type": "error", "error": {"type": kind, "message": of_openai["message"]}, "request_id": request_id}
         return Refusal(refused.http_status, body, refused.headers)
 
 

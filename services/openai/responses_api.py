@@ -230,7 +230,7 @@ class ResponsesDialect:
 
         return ApiCall(completion, make_writer, names)
 
-    def refusal(self, error: Exception) -> Refusal:
+    def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
         return refusal(error)
 
 
@@ -369,9 +369,9 @@ class ResponsesWriter:
         if answer is not None:
             if self._request.params.top_logprobs:  # they are known with the answer
                 self._logprobs = self._answer_logprobs(answer)
-            data += b"".join(map(self._part, self._reader.finish()))
-            response = self._ended(answer)
-            data += self._event(f"response.{response['status']}", response=response)
+            status = _status(answer)
+            data += b"".join(self._part(event, status) for event in self._reader.finish())
+            data += self._event(f"response.{status}", response=self._ended(answer))
         return data
 
     def finish(self, answers: Sequence[Answer]) -> bytes:
@@ -381,7 +381,7 @@ class ResponsesWriter:
         (answer,) = answers
         self._logprobs = self._answer_logprobs(answer)
         for event in (*self._reader.push(answer.text), *self._reader.finish()):
-            self._part(event)
+            self._part(event, _status(answer))
         return written(self._ended(answer)).encode()
 
     def error(self, body: dict[str, Any]) -> bytes:
@@ -398,12 +398,9 @@ class ResponsesWriter:
         return self._base | {"status": status, "output": list(self._items)} | ended
 
     def _ended(self, answer: Answer) -> dict[str, Any]:
-        is_cut = OPENAI_FINISH[answer.finish_reason] == "length"
-        response = self._response("incomplete" if is_cut else "completed")
-        if is_cut:
+        response = self._response(_status(answer))
+        if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-            if response["output"]:
-                response["output"][-1]["status"] = "incomplete"
         counts = usage([answer], 1)
         return response | {
             "usage": {
@@ -422,8 +419,8 @@ class ResponsesWriter:
         end = self._reasoning.end
         return answer.tokens.index(end) + 1 if end in answer.tokens else len(answer.tokens)
 
-    def _part(self, event: PartEvent) -> bytes:
-        """Brings the output up to date. Returns the events of it."""
+    def _part(self, event: PartEvent, status: str = "completed") -> bytes:
+        """Brings the output up to date. `status`: of the last item. Returns the events of it."""
         index = event.index
         if isinstance(event, PartBegins):
             item = self._begun(index, event.part)
@@ -437,7 +434,7 @@ class ResponsesWriter:
         where = {"output_index": index, "item_id": item["id"]}
         if isinstance(event, PartGrows):
             return self._grow(self._reader.parts[index], where, event.text)
-        return self._end(event, item, where)
+        return self._end(event, item, where, status if event.is_last else "completed")
 
     def _grow(self, part: Part, where: dict[str, Any], text: str) -> bytes:
         kind, more = EVENTS[part.kind]
@@ -446,9 +443,9 @@ class ResponsesWriter:
             self._part_logprobs, self._logprobs = self._part_logprobs + self._logprobs, []
         return self._event(f"response.{kind}.delta", **where, **more, delta=text)
 
-    def _end(self, event: PartEnds, item: dict[str, Any], where: dict[str, Any]) -> bytes:
+    def _end(self, event: PartEnds, item: dict[str, Any], where: dict[str, Any], status: str) -> bytes:
         kind, more = EVENTS[event.part.kind]
-        done: dict[str, Any] = {"status": "completed"}
+        done: dict[str, Any] = {"status": status}
         data = b""
         if event.part.kind is PartKind.TEXT and self._logprobs:
             data = self._grow(event.part, where, "")  # such as that of the token that ended the answer
@@ -479,6 +476,11 @@ class ResponsesWriter:
         event = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return f"event: {kind}\ndata: {written(event)}\n\n".encode()
+
+
+def _status(answer: Answer) -> str:
+    """Of a response, and of its last item."""
+    return "incomplete" if OPENAI_FINISH[answer.finish_reason] == "length" else "completed"
 
 
 EVENTS: dict[PartKind, tuple[str, dict[str, Any]]] = {

@@ -209,13 +209,15 @@ def test_errors_are_those_of_the_client(pair, tmp_path, service, messages):
         messages.create(**ASKS | {"model": "other"}, messages=user("x"))
     slow, events = {"model": "demo", "extra_body": LONG | {"request_id": "slow"}}, []
     slow["max_tokens"] = slow["extra_body"].pop("max_tokens")
-    with pytest.raises(anthropic.APIStatusError, match="the request was aborted"):
+    too_long = {"model": "demo", "max_tokens": 9999, "messages": user("x"), "request_id": "long"}
+    assert post(service, json.dumps(too_long).encode(), "/v1/messages").json["request_id"] == "long"
+    with pytest.raises(anthropic.APIStatusError, match="the request was aborted") as aborted:
         for event in messages.create(messages=user("x"), stream=True, **slow):
             if not events:
                 with service.client(token="none") as other:  # a caller ends its own requests
                     assert other.abort("slow")
             events.append(event)
-    assert events[0].type == "message_start"
+    assert events[0].type == "message_start" and aborted.value.body["request_id"] == "slow"
     (tmp_path / "tokens").write_text("secret\n")
     with serving(pair, http_port=0, auth_token_file=tmp_path / "tokens") as guarded:
         with client_of(guarded) as client, pytest.raises(anthropic.AuthenticationError, match="x-api-key: TOKEN"):

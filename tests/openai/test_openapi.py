@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
 
-from services.openai import messages_api, responses_api
+from services.openai import messages_api, openapi, responses_api
 from services.openai.requests import NAMES
+from tests.gateway.harness import serving
 from tests.openai.asking import ask, post, user
+
+
+def test_it_is_written_once_and_beside_the_loop(pair, monkeypatch):
+    """It takes as long as many rounds."""
+    writers, write = [], openapi.document
+
+    def noted(*args):
+        writers.append(threading.current_thread())
+        return write(*args)
+
+    monkeypatch.setattr(openapi, "document", noted)
+    with serving(pair, http_port=0) as service, ThreadPoolExecutor(4) as callers:
+        said = list(callers.map(lambda path: ask(service, "GET", path), ["/openapi.json", "/docs"] * 4))
+        loop = service._thread
+    assert {one.status for one in said} == {200} and len({one.data for one in said}) == 2
+    assert len(writers) == 1 and writers[0] is not loop
 
 
 @pytest.fixture(scope="module")

@@ -81,6 +81,7 @@ def test_events_come_in_the_order_of_the_official_api(service, client):
     ]
     assert "".join(event.delta for event in events[4 : 4 + deltas]) == whole.output_text
     last = events[-1].response
+    assert events[-2].item == last.output[0] and last.output[0].status == "incomplete"
     assert last.output_text == whole.output_text and last.usage.output_tokens == whole.usage.output_tokens
     with client.responses.stream(input=QUESTIONS[1], **SETTINGS | {"max_output_tokens": 300}) as stream:
         final = stream.get_final_response()
