@@ -229,6 +229,16 @@ class ServeOptions(WorkerGroupOptions):
             metavar="ORIGIN",
         ),
     ] = None
+    no_page: Annotated[
+        bool | None,
+        option(
+            LISTEN,
+            "Serve no web page at / of --http-port; otherwise people try the models there.",
+            "--no-page",
+            show_default=False,
+            metavar="",
+        ),
+    ] = None
     default_method: Annotated[
         str | None,
         option(
@@ -380,13 +390,13 @@ def gateway_config(given: Mapping[str, Any]) -> GatewayConfig:
     """The gateway that these options describe; otherwise as `worker_group_config`."""
     from services.gateway.config import GatewayConfig
 
-    return GatewayConfig(**_fields_of(GatewayConfig, given))
+    return GatewayConfig(page=not given.get("no_page", False), **_fields_of(GatewayConfig, given))
 
 
 def effective(group: WorkerGroupConfig, gateway: GatewayConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """Every option of `serve` with the value in use; None: it is decided once the models are known."""
     engine = group.engine
-    values: dict[str, Any] = {"no_prefix_cache": not engine.prefix_cache}
+    values: dict[str, Any] = {"no_prefix_cache": not engine.prefix_cache, "no_page": not gateway.page}
     for part in (engine, group, gateway):
         values |= {one.name: getattr(part, one.name) for one in fields(part)}
     return {name: values[name] if name in values else given.get(name) for name in options.keys_of(ServeOptions)}

@@ -67,6 +67,8 @@ class GatewayConfig:
     its directory."""
     allow_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the HTTP API, such as https://app.example.com; `*`: any. Empty: none."""
+    page: bool = True
+    """Serve a web page for people at / of `http_port`."""
     default_method: str | None = None
     """Of requests that name none; None: `smc`, and at temperature 0 `exact`."""
 
@@ -165,3 +167,5 @@ class GatewayConfig:
             )
         if self.allow_origins and self.http_port is None:
             raise ValueError("allow_origins has no effect without http_port; give --http-port too, or leave it out")
+        if not self.page and self.http_port is None:
+            raise ValueError("no_page has no effect without http_port; give --http-port too, or leave it out")

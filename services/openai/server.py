@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from services.backend import Unavailable
 from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.request_handler import ApiServer, CallRecord, RequestHandler
+from services.openai.playground import Playground
 from services.openai.reasoning import Reasoning
 from services.openai.requests import (
     CHAT,
@@ -322,6 +323,9 @@ class OpenAiServer:
         self._limit = config.message_bytes(pair.context)
         self._names = config.served_model_names or (pair.target.name,)
         self._fingerprint = pair.fingerprint()
+        self._page = Playground(server.handler, self._names) if config.page else None
+        self._public = {HEALTH, PING, *(self._page.files if self._page else ())}
+        """Paths that need no token."""
         self._began = int(time.time())
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
@@ -344,6 +348,8 @@ class OpenAiServer:
         app.router.add_get(METRICS, self._scrape)
         app.router.add_get(MODELS, self._list_models)
         app.router.add_get(MODELS + "/{name:.+}", self._show_model)
+        if self._page is not None:
+            self._page.add_to(app.router)
         app.router.add_post(CHAT, self._generate)
         app.router.add_post(COMPLETIONS, self._generate)
         self._runner = web.AppRunner(
@@ -402,7 +408,7 @@ class OpenAiServer:
             if request.method == "OPTIONS" and self._config.allow_origins:
                 # A browser asks before it sends what a page wants; it sends no token with that.
                 return await self._written(web.Response(status=204), request)
-            if self._tokens and request.path not in (HEALTH, PING) and not is_known(_token(request), self._tokens):
+            if self._tokens and request.path not in self._public and not is_known(_token(request), self._tokens):
                 self._metrics.request_rejected("UNAUTHENTICATED", "unauthenticated")
                 raise Unauthenticated("a valid token is needed; send the header `authorization: Bearer TOKEN`")
             response = await handler(request)

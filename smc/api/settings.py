@@ -85,17 +85,29 @@ def require(name: str, value: object, ok: bool, allowed: str) -> None:
         raise ValueError(f"{name}={value!r}; allowed: {allowed}")
 
 
+@dataclass(frozen=True)
+class Holds:
+    """A check: a value for which `holds`."""
+
+    holds: Callable[[Any], bool]
+    allowed: str
+
+    def __call__(self, name: str, value: Any) -> Any:
+        require(name, value, self.holds(value), self.allowed)
+        return value
+
+
 def number(holds: Callable[[Any], bool], allowed: str) -> Check:
     """A finite number for which `holds`."""
-    return _checked(lambda value: is_number(value) and holds(value), allowed)
+    return Holds(lambda value: is_number(value) and holds(value), allowed)
 
 
 def integer(holds: Callable[[Any], bool], allowed: str) -> Check:
-    return _checked(lambda value: isinstance(value, int) and not isinstance(value, bool) and holds(value), allowed)
+    return Holds(lambda value: isinstance(value, int) and not isinstance(value, bool) and holds(value), allowed)
 
 
 def flag() -> Check:
-    return _checked(lambda value: isinstance(value, bool), "true, false")
+    return Holds(lambda value: isinstance(value, bool), "true, false")
 
 
 @dataclass(frozen=True)
@@ -173,11 +185,3 @@ def is_number(value: object) -> bool:
 
 def is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _checked(holds: Callable[[Any], bool], allowed: str) -> Check:
-    def check(name: str, value: Any) -> Any:
-        require(name, value, holds(value), allowed)
-        return value
-
-    return check

@@ -65,13 +65,16 @@ RARE: tuple[RequestKind, ...] = (
     {"method": "draft"},
     {"method": "target", "logprobs": True, "top_logprobs": 5},
     {"method": "target"} | BIASED,
+    BIASED,
+    TRUNCATED | BIASED,
     GUIDED,
     GUIDED | INDEPENDENT,
     GUIDED | REJECTION,
     GUIDED | {"method": "exact"},
     GUIDED | {"method": "target"},
 )
-"""Kinds of requests for which there are no dummy rounds."""
+"""Kinds of requests for which there are no dummy rounds. Biased SMC requests run alone as well, since beside exact ones
+the draft's tokens are drawn by other kernels: those that couple them to the target's draws."""
 LONG: tuple[tuple[RequestKind, ...], ...] = (({"method": "draft"},), ({"method": "draft"},) * 2)
 """Rare kinds whose rounds after a long prompt are like no others: a model alone begins with one token, where blocks
 begin with two in lockstep; and two of these requests have a row each."""

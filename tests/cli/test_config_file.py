@@ -21,8 +21,8 @@ from services.gateway.config import GatewayConfig
 from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 
-NOT_OPTIONS = {"load", "engine", "defensive_share", "prefix_cache"}
-"""Of `bench` alone; of other options; of the library alone; `no_prefix_cache`."""
+NOT_OPTIONS = {"load", "engine", "defensive_share", "prefix_cache", "page"}
+"""Of `bench` alone; of other options; of the library alone; `no_prefix_cache`; `no_page`."""
 
 
 @pytest.fixture
@@ -45,18 +45,19 @@ def test_every_option_of_the_configuration_is_a_key():
     known = {
         field.name for kind in (GatewayConfig, WorkerGroupConfig, EngineConfig) for field in fields(kind)
     } - NOT_OPTIONS
-    assert known | {"no_prefix_cache", "ray_address"} == keys_of(ServeOptions).keys()
+    assert known | {"no_prefix_cache", "no_page", "ray_address"} == keys_of(ServeOptions).keys()
     assert keys_of(WorkerGroupOptions).keys() | {"overwrite", "seed", "concurrency"} == keys_of(BatchOptions).keys()
 
 
 def test_the_effective_configuration_can_be_given_back(smcserve, file):
     given = ("--form", "lockstep", "--device", "cuda", "--served-model-name", "a", "--served-model-name", "b")
-    ran = smcserve("serve", "--print-config", *given, "--no-prefix-cache", "--http-port", 0)
+    ran = smcserve("serve", "--print-config", *given, "--no-prefix-cache", "--no-page", "--http-port", 0)
     again = smcserve("serve", "--print-config", "--config", file(ran.out))
     assert again.code == 0 and again.out == ran.out
     known = yaml.safe_load(ran.out)
     assert (known["dtype"], known["cohorts"], known["prefill-chunk"]) == ("bfloat16", 2, 4096)
     assert (known["served-model-name"], known["no-prefix-cache"], known["http-port"]) == (["a", "b"], True, 0)
+    assert known["no-page"] is True and printed(smcserve)["no-page"] is False
 
 
 def test_a_flag_overrides_the_file(smcserve, file):

@@ -26,6 +26,8 @@ KINDS = [
     {"method": "target", "max_tokens": 18, "logprobs": True, "top_logprobs": 3},
     {"method": "draft", "max_tokens": 18},
     {"particles": 3, "max_tokens": 24, "alpha": 1.2, "top_p": 0.9},
+    {"method": "exact", "particles": 3, "max_tokens": 20, "constraint": {"regex": "[0-9 +=]{3,}"}},
+    {"particles": 3, "max_tokens": 9, "constraint": {"choice": ["yes", "no"]}, "constraint_scope": "answer"},
 ]
 ASKED = [Request(str(i), tuple(range(5, 12 + i)), SamplingParams(seed=i, **params)) for i, params in enumerate(KINDS)]
 FORMS = {"lookahead": {"block": 4, "branches": 2, "cohorts": 2}, "lockstep": {"form": "lockstep", "block": 4}}
