@@ -345,10 +345,11 @@ def solved_before(paths: Sequence[Path], conditions: dict[str, Any]) -> tuple[di
     measured_with = set()
     for path in paths:
         found, theirs = _read(path, conditions, SAME_ANSWERS, "taken for --accuracy-from")
-        if "fp8" in f"{theirs['dtype']} {conditions['dtype']}" and theirs["dtype"] != conditions["dtype"]:
+        types = f"{theirs['dtype']} {conditions['dtype']}"
+        if any(name in types for name in ("fp8", "int4")) and theirs["dtype"] != conditions["dtype"]:
             raise ValueError(
                 f"{path} cannot be taken for --accuracy-from: dtype was {theirs['dtype']!r} and is now "
-                f"{conditions['dtype']!r}, and FP8 solves other problems"
+                f"{conditions['dtype']!r}, and FP8 and int4 solve other problems"
             )
         rows |= {
             name: replace(row, batch_tokens_per_second=None, tokens_per_second=None, first_token=None)

@@ -176,6 +176,8 @@ COMMAND = (
     "serve",
     "--port",
     "0",
+    "--http-port",
+    "0",
     "--metrics-port",
     "0",
 )

@@ -56,7 +56,7 @@ class Model:
 
 WITHOUT_EFFECT = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("bad_words", "constraint", "constraint_scope"),
+    *("bad_words", "constraint", "constraint_scope", "potential", "answer"),
 )
 """Settings that change nothing unless a request has them: runs of earlier versions, which did not know them, can be
 resumed."""

@@ -372,8 +372,8 @@ class RequestMetrics(Families):
         """An answer ended that its constraint does not allow."""
         self._invalid_ends.inc()
 
-    def request_answered(self, answer: Answer, seconds: float) -> None:
-        """`seconds` since its request's arrival."""
+    def request_answered(self, answer: Answer, seconds: float, follows_target: bool = True) -> None:
+        """`seconds` since its request's arrival; `follows_target`: log Z of its particles is to be 0."""
         self._requests.labels("OK", answer.finish_reason.value).inc()
         self._duration.observe(seconds)
         self._prompt_size.observe(answer.prompt_tokens)
@@ -386,7 +386,7 @@ class RequestMetrics(Families):
         self._model_tokens.labels("target").inc(answer.statistics.target_tokens)
         if answer.statistics.draft_exponent:
             self._draft_exponent.observe(answer.statistics.draft_exponent)
-        if answer.statistics.mean_ess and answer.tokens:
+        if answer.statistics.mean_ess and answer.tokens and follows_target:
             # Of a population that lost all weight it is -inf, which would spoil the sum.
             self._log_evidence.observe(max(answer.statistics.log_z / len(answer.tokens), 2 * EVIDENCE_BUCKETS[0]))
 

@@ -31,6 +31,10 @@ class Prompt:
     """That the template may offer to the model."""
     template_settings: dict[str, Any] = field(default_factory=dict)
     """What else the template is given, by name."""
+    begins_message: bool = True
+    """The template begins the assistant's message."""
+    continues_last: bool = False
+    """The answer continues the last message."""
 
     @property
     def size(self) -> int:
@@ -47,7 +51,9 @@ class Prompt:
         if self.text is not None:
             return tokenizer.encode(self.text, limit=limit)
         assert self.messages is not None
-        return tokenizer.chat(self.messages, limit=limit, tools=self.tools, settings=self.template_settings)
+        return tokenizer.chat(
+            self.messages, limit, self.tools, self.template_settings, self.begins_message, self.continues_last
+        )
 
     def written(self, tokenizer: Tokenizer) -> str:
         """The text of a prompt that is no chat."""

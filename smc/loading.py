@@ -72,7 +72,7 @@ def loaded_models(
     for option, value in (("dtype", dtype), ("target-dtype", target_dtype), ("draft-dtype", draft_dtype)):
         if value not in (None, *DTYPE_NAMES):
             raise ValueError(f"--{option} {value}; allowed: {', '.join(DTYPE_NAMES)}")
-    from smc.model.source import SourcePair
+    from smc.model.source import SourcePair, pair_dtypes
 
     sources = SourcePair.of(load, *directories, small=DEMO).with_draft_vocab(draft_vocab, draft_vocab_text)
     if device == "cuda":
@@ -80,7 +80,7 @@ def loaded_models(
 
         if not torch.cuda.is_available():
             raise ValueError("--device cuda: this machine has no CUDA device, or this torch was built without CUDA")
-    return LoadedModels(sources, dtypes_of(device, dtype, target_dtype, draft_dtype))
+    return LoadedModels(sources, pair_dtypes(dtype, target_dtype, draft_dtype, device, directories))
 
 
 class LoadedModels:
@@ -123,10 +123,3 @@ def use_threads(count: int | None, directories: tuple[Path, Path]) -> None:
         import torch
 
         torch.set_num_threads(count or 1)
-
-
-def dtypes_of(device: str, dtype: str | None, target_dtype: str | None, draft_dtype: str | None) -> dict[str, str]:
-    """Type of each model by role: float32 on CPUs and bfloat16 on GPUs, unless given."""
-    from smc.model.source import pair_dtypes
-
-    return pair_dtypes(dtype or ("float32" if device == "cpu" else "bfloat16"), target_dtype, draft_dtype)

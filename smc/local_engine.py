@@ -96,9 +96,11 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
     )
 
 
-def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Request], concurrency: int = 1) -> Engine:
+def fitted_engine(
+    pair: ModelPair, config: EngineConfig, requests: Sequence[Request], concurrency: int = 1, **engine_options
+) -> Engine:
     """An engine with exactly the slots and pages that `concurrency` of these requests need at once, so that none of
-    them waits for memory.
+    them waits for memory. `engine_options` are passed on to Engine.
 
     `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request is too large for the models."""
     needs = [decoding_of(r.params).ample_pages(config, r.params, len(r.prompt), r.negative_size) for r in requests]
@@ -109,7 +111,7 @@ def fitted_engine(pair: ModelPair, config: EngineConfig, requests: Sequence[Requ
         check_fits(request, replace(config, max_slots=slots), most, context, pair.tokenizer.size)
     # At least two pages: a plain method leaves one of the models idle, and a pool cannot be empty.
     pages = max(2, pool_for(concurrency * max(most.values())))
-    return local_engine(pair, replace(config, max_slots=concurrency * slots, pages=pages))
+    return local_engine(pair, replace(config, max_slots=concurrency * slots, pages=pages), **engine_options)
 
 
 TIMED_SLOTS = 8

@@ -21,6 +21,7 @@ from smc.model.decoder import Decoder, RopeTable
 from smc.model.dense import hidden_states
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import LatencyModel
+from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.tree_policy import ThroughputForecast
 
 PROMPTS = (
@@ -171,5 +172,5 @@ def _logits(model: Decoder, tokens: Sequence[int], first: int, vocab: int) -> Te
 
 def expected_speed(costs: LatencyModel, tokens: float, particles: int) -> float:
     """Of one request in lockstep whose rounds bring so many tokens, as a multiple of plain decoding's."""
-    drafted = ThroughputForecast(CONFIG, costs).seconds_of_round(particles, 0, 0.0, CONFIG.branches)
+    drafted = ThroughputForecast(CONFIG, costs).seconds_of_round(particles, 0, 0.0, DraftSize(CONFIG.branches, None))
     return tokens * costs.alone.at(1, 0) / drafted

@@ -16,7 +16,7 @@ LIBRARY = [
     ("smc.distributions",),
     ("smc.algorithm",),
     ("smc.model",),
-    ("smc.memory", "smc.stops", "smc.constraints"),
+    ("smc.memory", "smc.stops", "smc.constraints", "smc.potentials"),
     ("smc.attention", "smc.kernels"),
     ("smc.executor",),
     ("smc.scheduler",),

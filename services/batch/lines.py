@@ -104,7 +104,7 @@ class RequestReader:
         prompt = tuple(completion.prompts[0].encode(self._pair.tokenizer, self._pair.context - 1))
         negative = completion.negative_tokens(self._pair.tokenizer, self._pair.context - 1)
         longest = min(DEFAULT_MAX_TOKENS, max(1, self._pair.context - max(len(prompt), len(negative or ()))))
-        if completion.chat:
+        if completion.may_reason:
             completion = completion.after_reasoning(Reasoning.of(self._pair.tokenizer, prompt))
         params = completion.params(longest, self.seed_of(line))
         if params.constraint is not None:
@@ -132,6 +132,7 @@ def _check_is_for_a_file(completion: CompletionRequest) -> None:
         ("n", completion.n * len(completion.prompts), 1, "one answer a line"),
         ("stream", completion.stream, False, "an answer is one line"),
         ("request_id", completion.request_id, None, "a line has a custom_id"),
+        ("priority", completion.priority, 0, "lines are decoded in their order"),
         ("timeout", completion.timeout, None, "no client waits for a line"),
     ):
         if value != fixed:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from services.cli import options
 from smc.api.sampling_params import Method, SamplingParams
+from smc.model.check import DEGREES
 from smc.terminal import finite, out
 
 if TYPE_CHECKING:
@@ -134,9 +135,23 @@ def _print(report: PairReport, directories: tuple[Path, Path]) -> None:
         out.print(Text.assemble(("ok", "bold green"), what), soft_wrap=True)
 
 
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.2f} MiB"
+
+
 def _column(model: ModelReport | None) -> dict[str, str]:
     names = (
-        *("architecture", "layers", "hidden size", "query / KV heads", "vocabulary", "context", "parameters", "size"),
+        *(
+            "architecture",
+            "layers",
+            "hidden size",
+            "query / KV heads",
+            "vocabulary",
+            "context",
+            "parameters",
+            "weights",
+        ),
+        *("size", "on a GPU", *(f"a rank of {degree}" if degree > 1 else "one rank" for degree in DEGREES)),
         *("ends at ids", "sampling"),
     )
     if model is None:
@@ -150,7 +165,10 @@ def _column(model: ModelReport | None) -> dict[str, str]:
         f"{config.vocab_size:,}",
         f"{config.max_context:,}",
         f"{model.parameters / 1e9:.2f} B" if model.parameters >= 1e8 else f"{model.parameters / 1e6:.2f} M",
-        f"{model.bytes / 2**30:.2f} GiB" if model.bytes >= 2**28 else f"{model.bytes / 2**20:.2f} MiB",
+        model.weights,
+        _size(model.bytes),
+        model.gpu_dtype,
+        *(_size(model.rank_bytes[degree]) if degree in model.rank_bytes else "no split" for degree in DEGREES),
         ", ".join(map(str, model.eos_ids)) or "none",
         ", ".join(f"{name} {value:g}" for name, value in model.sampling.items()) or "library's",
     )

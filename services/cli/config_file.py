@@ -69,6 +69,8 @@ def text_of(values: Mapping[str, Any], record: type) -> str:
         value = values[field]
         if isinstance(value, tuple):
             value = list(value) or None
+        elif isinstance(value, dict):
+            value = value or None
         elif isinstance(value, Path):
             value = str(value)
         lines.append(
@@ -89,6 +91,10 @@ def _comment(text: str) -> list[str]:
 def _converted(path: Path, key: Key, value: Any) -> Any:
     """As the command line would take it. Raises ValueError."""
     kind = next(one for one in get_args(key.kind) if one is not types.NoneType) if get_args(key.kind) else key.kind
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict) or not all(isinstance(text, str) for pair in value.items() for text in pair):
+            raise ValueError(f"{path}: {key.name}={_shown(value)}; allowed: a mapping of text to text")
+        return value
     items = get_origin(kind) is list
     convert, allowed = _CONVERSIONS[get_args(kind)[0] if items else kind]
     try:

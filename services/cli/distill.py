@@ -78,6 +78,15 @@ def distill(
             metavar="FILE",
         ),
     ] = None,
+    from_log: Annotated[
+        Path | None,
+        options.option(
+            DATA,
+            "The log of a service that logs texts (its configuration: log-texts: true), whose prompts are used likewise.",
+            "--from-log",
+            metavar="FILE",
+        ),
+    ] = None,
     temperature: Annotated[
         list[float] | None,
         options.option(
@@ -152,7 +161,7 @@ def distill(
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
     _check_device(device, processes)
     directory, on_gpu = find_model(target) if target else demo.TARGET, device == "cuda"
-    texts = _texts(directory, prompts, is_demo=directory == demo.TARGET)
+    texts = _texts(directory, prompts, from_log, is_demo=directory == demo.TARGET)
     served = tuple(temperature or ())
     config = DistillConfig(
         target=directory,
@@ -164,7 +173,7 @@ def distill(
         training=TrainingSettings(loss=loss, peak_rate=rate, batch=batch or (GPU_BATCH if on_gpu else CPU_BATCH)),
         temperatures=tuple(sorted({each for each in served if each > 0} or {1.0, 0.7}, reverse=True)),
         prompts=texts,
-        mixed=not (directory == demo.TARGET and prompts is None),
+        mixed=not (directory == demo.TARGET and prompts is None and from_log is None),
         rounds=rounds,
         device=device,
         processes=processes,
@@ -208,13 +217,16 @@ class _Reporter:
             err.print(line, soft_wrap=True, markup=False)
 
 
-def _texts(directory: Path, file: Path | None, is_demo: bool) -> tuple[tuple[int, ...], ...]:
+def _texts(directory: Path, file: Path | None, log: Path | None, is_demo: bool) -> tuple[tuple[int, ...], ...]:
     """Token ids of the given prompts. The demo target has learnt to answer alone: it is given its problems."""
     from smc.model.tokenizer import Tokenizer
 
-    if file is None and not is_demo:
+    if file is None and log is None and not is_demo:
         return ()
     tokenizer = Tokenizer.load(directory)
+    logged = logged_prompts(tokenizer, log) if log else ()
+    if file is None and logged:
+        return logged
     if file is None:
         from smc.demo.problems import generate
 
@@ -224,6 +236,30 @@ def _texts(directory: Path, file: Path | None, is_demo: bool) -> tuple[tuple[int
     found = [_encoded(tokenizer, line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ValueError(f"{file} holds no prompts; one a line is needed")
+    return (*found, *logged)
+
+
+def logged_prompts(tokenizer: Tokenizer, log: Path) -> tuple[tuple[int, ...], ...]:
+    """Token ids of the prompts of a service's log, each once. A line of the log may have a time and other things before
+    its JSON. Other lines are left out. Raises ValueError if there are none, or if they are of another tokenizer."""
+    found: dict[tuple[int, ...], None] = {}
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                ids = json.loads(line[line.index("{") :]).get("prompt_ids")
+            except ValueError:
+                continue
+            if isinstance(ids, list) and ids and all(isinstance(each, int) for each in ids):
+                found[tuple(ids)] = None
+    if not found:
+        raise ValueError(
+            f"{log} holds no request with its prompt; allowed: the log of a service with log-texts: true in its "
+            "configuration file"
+        )
+    if (most := max(map(max, found))) >= tokenizer.size:
+        raise ValueError(
+            f"{log} holds token {most}, but the target has {tokenizer.size}; it is the log of another model"
+        )
     return tuple(found)
 
 

@@ -130,7 +130,8 @@ def _answer(
     if decoding_of(request.params).adaptive(request.params):
         # As a service does, so that a draft that does not help is left out.
         latency = stored_latency(pair, directories, replace(config, max_slots=request.params.rows))
-    engine = fitted_engine(pair, config, [request])
+    name = request.params.potential
+    engine = fitted_engine(pair, config, [request], potentials=options.load_own([(name, name)]) if name else {})
     engine.latency = latency
     for output in engine.run([request]):
         if not as_json:
@@ -143,7 +144,7 @@ def _answer(
         print()
         err.print(Text(summary(answer), style="dim"))
     warn_of_collapses(answer)
-    if words := draft_fit.of_answer(request.params.method, answer.statistics, len(answer.tokens)):
+    if words := draft_fit.of_answer(request.params, answer.statistics, len(answer.tokens)):
         print_warning(words)
     if answer.error:
         print_error(answer.error)

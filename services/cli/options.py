@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import wraps
@@ -115,6 +117,15 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def load_own(paths: Iterable[tuple[str, str]]) -> Mapping[str, Any]:
+    """Potentials by name, of modules on Python's path or in the current directory. Raises ValueError."""
+    from smc.potentials import load_potentials
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return load_potentials(paths)
+
+
 FILE_ONLY = object()
 """Marks a field of a record: a key of the configuration file that is no option of the command."""
 
@@ -190,13 +201,18 @@ Draft = Annotated[
 Device = Annotated[str, option(MODELS, "Where both models run.", metavar="cpu|cuda")]
 Dtype = Annotated[
     str | None,
-    option(MODELS, "float32, bfloat16, float16 or fp8. Default: float32 on a CPU, bfloat16 on a GPU.", metavar="TYPE"),
+    option(
+        MODELS,
+        "float32, bfloat16, float16, fp8 or int4. Default: float32 on a CPU, bfloat16 (int4 if stored so) on a GPU.",
+        metavar="TYPE",
+    ),
 ]
 TargetDtype = Annotated[
     str | None,
     option(
         MODELS,
-        "Type of the target alone. fp8: its matrices, with a scale for each output; all else is bfloat16.",
+        "Type of the target alone. fp8: its matrices, with a scale for each output; int4: the layers' matrices, as stored "
+        "or in groups of 128; all else is bfloat16.",
         metavar="TYPE",
     ),
 ]

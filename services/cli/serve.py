@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @options.with_options(ServeOptions)
 def serve(arguments: ServeOptions) -> int:
-    """Serve a model pair over gRPC, and with --http-port over OpenAI's API; stop with Ctrl-C or SIGTERM.
+    """Serve a model pair over gRPC and over OpenAI's and Anthropic's API; stop with Ctrl-C or SIGTERM.
 
     --config reads options from a file, which has some more than there are flags; --print-config writes such a file."""
     import asyncio

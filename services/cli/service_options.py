@@ -106,6 +106,16 @@ class WorkerGroupOptions:
         FILE_ONLY,
     ] = None
     no_prefix_cache: options.NoPrefixCache = None
+    potentials: Annotated[
+        dict[str, str] | None,
+        option(ENGINE, "Callables that requests may name as their potential, as module:function by name."),
+        FILE_ONLY,
+    ] = None
+    potential_timeout: Annotated[
+        float | None,
+        option(ENGINE, "Seconds that a potential may take each time it is asked about a request. Default: 10."),
+        FILE_ONLY,
+    ] = None
     threads: Annotated[int | None, option(ENGINE, "CPU threads of torch in each process. Default: 1."), FILE_ONLY] = (
         None
     )
@@ -204,7 +214,13 @@ class ServeOptions(WorkerGroupOptions):
     port: Annotated[int | None, option(LISTEN, "Of gRPC. Default: 50051; 0 = any free one.", metavar="PORT")] = None
     http_port: Annotated[
         int | None,
-        option(LISTEN, "Of OpenAI's API; 0 = any free one. Default: none.", "--http-port", metavar="PORT"),
+        option(
+            LISTEN, "Of OpenAI's and Anthropic's API. Default: 8000; 0 = any free one.", "--http-port", metavar="PORT"
+        ),
+    ] = None
+    no_http: Annotated[
+        bool | None,
+        option(LISTEN, "Serve gRPC alone, without --http-port.", "--no-http", show_default=False, metavar=""),
     ] = None
     metrics_port: Annotated[
         int | None,
@@ -237,6 +253,26 @@ class ServeOptions(WorkerGroupOptions):
             "--no-page",
             show_default=False,
             metavar="",
+        ),
+    ] = None
+    log_texts: Annotated[
+        bool | None,
+        option(
+            LISTEN,
+            "Write prompts and answers to the log, as `smcserve distill --from-log` reads them. Default: no texts.",
+            show_default=False,
+            metavar="",
+        ),
+        FILE_ONLY,
+    ] = None
+    unknown_fields: Annotated[
+        str | None,
+        option(
+            LISTEN,
+            "Fields of a request to --http-port that the API does not have: refuse, or ignore, which logs each once. "
+            "Default: refuse.",
+            "--unknown-fields",
+            metavar="WHAT",
         ),
     ] = None
     default_method: Annotated[
@@ -381,6 +417,8 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     if given.get("device") == "cuda":
         settings |= GPU_PREFILL
     engine = EngineConfig(**settings | _fields_of(EngineConfig, given))
+    if engine.potentials:
+        options.load_own(engine.potential_paths)
     return WorkerGroupConfig(
         **_fields_of(WorkerGroupConfig, given) | {"target": target, "draft": draft, "engine": engine}
     )
@@ -388,17 +426,26 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
 
 def gateway_config(given: Mapping[str, Any]) -> GatewayConfig:
     """The gateway that these options describe; otherwise as `worker_group_config`."""
-    from services.gateway.config import GatewayConfig
+    from services.gateway.config import DEFAULT_HTTP_PORT, GatewayConfig
 
-    return GatewayConfig(page=not given.get("no_page", False), **_fields_of(GatewayConfig, given))
+    http_port = given.get("http_port")
+    if given.get("no_http"):
+        if http_port is not None:
+            raise ValueError(f"http_port={http_port} is given with no_http; leave one out")
+    elif http_port is None:
+        http_port = DEFAULT_HTTP_PORT
+    settings = _fields_of(GatewayConfig, given) | {"http_port": http_port}
+    return GatewayConfig(page=not given.get("no_page", False), **settings)
 
 
 def effective(group: WorkerGroupConfig, gateway: GatewayConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """Every option of `serve` with the value in use; None: it is decided once the models are known."""
     engine = group.engine
     values: dict[str, Any] = {"no_prefix_cache": not engine.prefix_cache, "no_page": not gateway.page}
+    values["no_http"] = gateway.http_port is None
     for part in (engine, group, gateway):
         values |= {one.name: getattr(part, one.name) for one in fields(part)}
+    values["potentials"] = dict(engine.potential_paths)
     return {name: values[name] if name in values else given.get(name) for name in options.keys_of(ServeOptions)}
 
 

@@ -164,6 +164,7 @@ class Client:
         request_id: str | None = None,
         cache_salt: str = "",
         negative_prompt: Prompt | None = None,
+        priority: int = 0,
         **settings: Any,
     ) -> Completion:
         """The whole answer at once. Arguments: see `stream`."""
@@ -172,6 +173,7 @@ class Client:
             "request_id": request_id,
             "cache_salt": cache_salt,
             "negative_prompt": negative_prompt,
+            "priority": priority,
         }
         with self.stream(prompt, **options, **settings) as stream:
             for _ in stream:
@@ -187,6 +189,7 @@ class Client:
         request_id: str | None = None,
         cache_salt: str = "",
         negative_prompt: Prompt | None = None,
+        priority: int = 0,
         **settings: Any,
     ) -> CompletionStream:
         """An answer as it becomes final.
@@ -194,13 +197,14 @@ class Client:
         `timeout`: seconds, a hard limit: the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft one).
         `request_id`: unique among running requests; default: a random one. `cache_salt`: prompts share what has been
         computed for them only with prompts of the same salt. `negative_prompt`: what a guided answer is led away from,
-        with `guidance_scale`. `settings`: of `smc.api.sampling_params.SamplingParams`, where each is described, such as
-        `temperature=0.7`; what is left out, or None, has the server's default, and what the method would ignore is
-        refused."""
+        with `guidance_scale`. `priority`: a lower number is admitted first. `settings`: of
+        `smc.api.sampling_params.SamplingParams`, where each is described, such as `temperature=0.7`; what is left out,
+        or None, has the server's default, and what the method would ignore is refused."""
         reports = {name: settings.pop(name) for name in REPORTS if name in settings}
         request = pb.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex,
             cache_salt=cache_salt,
+            priority=priority,
             sampling=sampling_message(settings),
             **reports,
         )

@@ -160,6 +160,7 @@ class _Outbox:
             cache_salt=request.cache_salt,
             waited=request.waited,
             negative_prompt=request.negative_prompt or (),
+            priority=request.priority,
         )
         self._queue.put_nowait(pb.AttachRequest(submit=submission))
 

@@ -272,7 +272,8 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             self.deliver(EngineStep(refusals={submission.request_id: error}, stats=EngineStats()))
             return
         prompt, negative = tuple(submission.prompt), tuple(submission.negative_prompt) or None
-        loop.submit(Request(submission.request_id, prompt, params, submission.cache_salt, submission.waited, negative))
+        salt, waited, priority = submission.cache_salt, submission.waited, submission.priority
+        loop.submit(Request(submission.request_id, prompt, params, salt, waited, negative, priority))
 
 
 class _Submissions:

@@ -11,6 +11,9 @@ from services.security import check_tls, is_loopback, read_tokens
 from smc.api.sampling_params import Method
 
 DEFAULT_PORT = 50051
+DEFAULT_HTTP_PORT = 8000
+"""Of `serve`."""
+UNKNOWN_FIELDS = ("refuse", "ignore")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 """Of a web page, as browsers write it; `*`: any."""
 MESSAGE_BYTES, TOKEN_BYTES, MOST_BYTES = 64 << 10, 16, 4 << 20
@@ -69,6 +72,11 @@ class GatewayConfig:
     """Origins of web pages that may use the HTTP API, such as https://app.example.com; `*`: any. Empty: none."""
     page: bool = True
     """Serve a web page for people at / of `http_port`."""
+    log_texts: bool = False
+    """The log has the prompt and the answer of every request, as text; otherwise no text of users."""
+    unknown_fields: str = "refuse"
+    """What becomes of fields of an HTTP request that the API does not have: `refuse`, or `ignore`, which logs each
+    once."""
     default_method: str | None = None
     """Of requests that name none; None: `smc`, and at temperature 0 `exact`."""
 
@@ -165,7 +173,9 @@ class GatewayConfig:
                 f"allow_origins contains {wrong[0]!r}; allowed: * or SCHEME://HOST[:PORT], such as "
                 "https://app.example.com, without a path"
             )
+        if self.unknown_fields not in UNKNOWN_FIELDS:
+            raise ValueError(f"unknown_fields={self.unknown_fields!r}; allowed: {', '.join(UNKNOWN_FIELDS)}")
         if self.allow_origins and self.http_port is None:
-            raise ValueError("allow_origins has no effect without http_port; give --http-port too, or leave it out")
+            raise ValueError("allow_origins has no effect without http_port; leave no_http out, or this")
         if not self.page and self.http_port is None:
-            raise ValueError("no_page has no effect without http_port; give --http-port too, or leave it out")
+            raise ValueError("no_page has no effect without http_port; leave no_http out, or this")

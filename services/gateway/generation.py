@@ -18,7 +18,7 @@ from services.protobuf.generation import to_finish, to_sampling
 from services.security import caller_of
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.outputs import Output
-from smc.api.request import Request, check_guidance
+from smc.api.request import Request, check_guidance, check_priority
 
 API = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 METHOD = f"{API}/Generate"
@@ -86,6 +86,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def _request(self, request_id: str, message: pb.GenerateRequest) -> Request:
         """Raises ValueError naming the field, the value and what is allowed."""
         check_cache_salt(message.cache_salt)
+        check_priority(message.priority)
         # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
         method, defaults = self._handler.config.method, self._pair.sampling
         has_negative = message.HasField("negative_prompt")
@@ -94,7 +95,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         negative = await self._handler.prompts.negative(message.negative_prompt if has_negative else None)
         room = max(1, self._pair.context - max(len(prompt), len(negative or ())))
         params = to_sampling(message, defaults, method=method, max_tokens=min(DEFAULT_MAX_TOKENS, room))
-        return Request(request_id, prompt, params, message.cache_salt, negative_prompt=negative)
+        salt, priority = message.cache_salt, message.priority
+        return Request(request_id, prompt, params, salt, negative_prompt=negative, priority=priority)
 
 
 def _responses(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:

@@ -162,7 +162,7 @@ def _end(call: _RunningCall) -> None:
 
 class CallRecord:
     """Reports one answer to the metrics, from its call's arrival to its end, and at the end to its trace and the log: a
-    line of JSON, without any text of users."""
+    line of JSON, without any text of users unless the service logs texts."""
 
     def __init__(self, metrics: Metrics, trace: Trace | None = None, arrived: float | None = None) -> None:
         """`arrived`: of the monotonic clock; None: now."""
@@ -170,7 +170,10 @@ class CallRecord:
         self._arrived = time.monotonic() if arrived is None else arrived
         self._last: float | None = None
         self._tokens = 0
+        self._follows_target = True
         self._fields: dict[str, str | int | float] = {} if trace is None else {"trace_id": trace.trace_id}
+        self._texts: dict[str, str | list[int]] = {}
+        """Of the log alone."""
         self._ended = False
 
     def another(self) -> CallRecord:
@@ -182,8 +185,12 @@ class CallRecord:
     def is_of(self, request_id: str) -> None:
         self._fields["request_id"] = request_id
 
-    def asks(self, request: Request) -> None:
-        """Its settings and its prompt have been taken in."""
+    def asks(self, request: Request, prompt: str | None = None) -> None:
+        """Its settings and its prompt have been taken in. `prompt`: its text, for the log."""
+        if prompt is not None:
+            # The text lacks the template's special tokens.
+            self._texts = {"prompt": prompt, "prompt_ids": list(request.prompt)}
+        self._follows_target = request.params.follows_target
         self._fields |= {
             "method": request.params.method.value,
             "rows": request.params.rows,
@@ -208,8 +215,10 @@ class CallRecord:
         self._metrics.tokens_generated(new_tokens)
 
     def answered(self, answer: Answer) -> None:
+        if self._texts:
+            self._texts["answer"] = answer.text
         ran, finish_reason = answer.statistics, answer.finish_reason.value
-        self._metrics.request_answered(answer, self.seconds)
+        self._metrics.request_answered(answer, self.seconds, self._follows_target)
         times = {f"{part}_seconds": round(seconds, 6) for part, seconds in vars(answer.times).items()}
         fields: dict[str, Any] = {
             "finish_reason": finish_reason,
@@ -244,7 +253,7 @@ class CallRecord:
     def _end(self, status: str, times: Times | None = None, **more: str | int | float) -> None:
         self._ended = True
         fields = self._fields | {"tokens": self._tokens, "seconds": round(self.seconds, 6)} | more
-        logger.info("%s", json.dumps(fields | {"status": status}))
+        logger.info("%s", json.dumps(fields | {"status": status} | self._texts))
         if self._trace is not None:
             self._trace.end(status, fields, times)
 
@@ -405,7 +414,10 @@ class RequestHandler:
         """Updates of all requests of a call until their answers, each with its request's index. At the end, also after
         an error, the backend's iterators are closed, which aborts what still runs."""
         for record, request in zip(records, requests):
-            record.asks(request)
+            prompt = None
+            if self.config.log_texts:
+                prompt = await asyncio.to_thread(self.pair.tokenizer.decode, request.prompt)
+            record.asks(request, prompt)
         await self._check_constraints(requests)
         waited = records[0].seconds
         sources = [self._backend.generate(replace(request, waited=waited)) for request in requests]

@@ -10,7 +10,7 @@ from services.backend import Model, ServingPair
 from services.link.base import LINKS, is_renewable
 from smc import demo
 from smc.api.engine_config import EngineConfig
-from smc.api.limits import DTYPE_NAMES, UNSET
+from smc.api.limits import DTYPE_NAMES
 from smc.model.generation_config import GENERATION_CONFIGS, sampling_defaults
 from smc.model.parallel import Shard, local_config
 from smc.model.source import LOADS, SourcePair, name_dtypes, pair_dtypes
@@ -46,8 +46,9 @@ class WorkerGroupConfig:
     reach."""
     device: str = "cpu"
     """`cpu`, or `cuda`: one GPU for each rank."""
-    dtype: str = UNSET
-    """Of both models, of `smc.api.limits.DTYPE_NAMES`. Default: float32 on a CPU, bfloat16 on a GPU."""
+    dtype: str | None = None
+    """Of both models, of `smc.api.limits.DTYPE_NAMES`. Default: float32 on a CPU; on a GPU int4 for a model that is
+    stored in int4, otherwise bfloat16."""
     target_dtype: str | None = None
     """Of the target, if it has one of its own."""
     draft_dtype: str | None = None
@@ -81,8 +82,6 @@ class WorkerGroupConfig:
         for name, allowed in {**names, **types}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(filter(None, allowed))}")
-        if self.dtype is None:
-            object.__setattr__(self, "dtype", DEVICES[self.device])
         for name in ("threads", "start_timeout", "link_timeout", "heartbeat"):
             if not 0 < getattr(self, name) <= LONGEST:
                 raise ValueError(f"{name}={getattr(self, name)!r}; allowed: above 0, at most {LONGEST}")
@@ -113,7 +112,8 @@ class WorkerGroupConfig:
     @property
     def dtypes(self) -> dict[str, str]:
         """Of either side's model."""
-        return pair_dtypes(self.dtype, self.target_dtype, self.draft_dtype)
+        directories = (self.target, self.draft)
+        return pair_dtypes(self.dtype, self.target_dtype, self.draft_dtype, self.device, directories)
 
     def resource(self, role: ModelRole) -> str | None:
         return self.draft_resource if role == ModelRole.DRAFT else self.target_resource

@@ -200,12 +200,14 @@ def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
         biased=plan.biased,
         kinds=sorted(map(int, plan.kinds)),
         branches=plan.branches,
+        steps=plan.steps or 0,
         target_distribution=_distribution_message(plan.target_distribution),
         draft_distribution=_distribution_message(plan.draft_distribution),
         **_fields(plan, _PLAN),
         target_unconditional=pb.UnconditionalRows(**_fields(unconditional, _UNCONDITIONAL)) if unconditional else None,
         penalties=pb.Penalties(**_fields(plan.penalties, _PENALTIES)) if plan.penalties else None,
         constraints=_constraints_message(plan.constraints) if plan.constraints else None,
+        weights=b"" if plan.weights_A is None else _bytes(plan.weights_A, "<f8"),
     )
 
 
@@ -221,6 +223,7 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
         contexts=Contexts(command.contexts),
         columns=command.columns,
         biased=command.biased,
+        steps=command.steps or None,
         kinds=frozenset(map(PopulationKind, command.kinds)),
         target_distribution=_to_distribution(command.target_distribution),
         draft_distribution=_to_distribution(command.draft_distribution),
@@ -229,6 +232,7 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
         else None,
         penalties=Penalties(**_attributes(command.penalties, _PENALTIES)) if command.HasField("penalties") else None,
         constraints=_to_constraints(command.constraints) if command.HasField("constraints") else None,
+        weights_A=_array(command.weights, "<f8") if command.weights else None,
         **arrays,
     )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from services.openai.reasoning import Reasoning, ReasoningReader
@@ -50,3 +53,89 @@ def message_of(text: str, tool_format: ToolFormat | None, reasoning: Reasoning |
     if thoughts:
         message["reasoning_content"] = thoughts
     return message | ({"tool_calls": calls} if calls else {})
+
+
+class PartKind(Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass
+class Part:
+    """A piece of an answer in an API whose messages are lists of pieces."""
+
+    kind: PartKind
+    name: str = ""
+    """Of the function that is called."""
+    text: str = ""
+    """What is known of it; of a call its arguments, as JSON."""
+
+
+@dataclass(frozen=True)
+class PartBegins:
+    index: int
+    part: Part
+
+
+@dataclass(frozen=True)
+class PartGrows:
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class PartEnds:
+    index: int
+    part: Part
+
+
+PartEvent = PartBegins | PartGrows | PartEnds
+
+
+class PartReader:
+    """Reads the text of one answer as it comes; one part is open at a time. An answer without any part has an empty
+    text."""
+
+    def __init__(self, tool_format: ToolFormat | None, reasoning: Reasoning | None) -> None:
+        self._reader = MessageReader(tool_format, reasoning)
+        self.parts: list[Part] = []
+
+    @property
+    def has_calls(self) -> bool:
+        return self._reader.has_calls
+
+    def push(self, text: str) -> Iterator[PartEvent]:
+        for delta in self._reader.push(text):
+            yield from self._more(delta)
+
+    def finish(self) -> Iterator[PartEvent]:
+        for delta in self._reader.finish():
+            yield from self._more(delta)
+        if not self.parts:
+            yield from self._open(Part(PartKind.TEXT))
+        yield from self._close()
+
+    def _more(self, delta: Delta) -> Iterator[PartEvent]:
+        if delta.name is not None:
+            yield from self._open(Part(PartKind.CALL, delta.name))
+        for kind, text in (
+            (PartKind.REASONING, delta.reasoning),
+            (PartKind.TEXT, delta.content),
+            (PartKind.CALL, delta.arguments),
+        ):
+            if not text:
+                continue
+            if not self.parts or self.parts[-1].kind is not kind:
+                yield from self._open(Part(kind))
+            self.parts[-1].text += text
+            yield PartGrows(len(self.parts) - 1, text)
+
+    def _open(self, part: Part) -> Iterator[PartEvent]:
+        yield from self._close()
+        self.parts.append(part)
+        yield PartBegins(len(self.parts) - 1, part)
+
+    def _close(self) -> Iterator[PartEvent]:
+        if self.parts:
+            yield PartEnds(len(self.parts) - 1, self.parts[-1])

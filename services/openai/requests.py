@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from services.backend import check_cache_salt
@@ -26,7 +37,7 @@ from services.openai.tool_calls import ToolFormat
 from services.prompts import Prompt, of_negative
 from smc.api.constraint import Constraint, check_constraint
 from smc.api.limits import MAX_TOP_LOGPROBS, PromptTooLong
-from smc.api.request import check_guidance
+from smc.api.request import check_guidance, check_priority
 from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.admission import DuplicateRequest
@@ -110,11 +121,12 @@ class BodyTooLarge(TooLarge):
 
     http_status, code = 400, CONTEXT_LENGTH_EXCEEDED
 
-    def __init__(self, limit: int, context: int, chat: bool) -> None:
+    def __init__(self, limit: int, context: int, prompt: str) -> None:
+        """`prompt`: the field that holds it."""
         super().__init__(
             f"the body has more than {limit} bytes, too long a prompt; allowed: at most {context - 1} tokens"
         )
-        self.param = "messages" if chat else "prompt"
+        self.param = prompt
 
 
 @dataclass(frozen=True)
@@ -150,7 +162,15 @@ def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:
     return BadRequest(message, param, code=CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None)
 
 
-def _neutral(*values: Any, why: str = "there is no such setting here") -> AfterValidator:
+@dataclass(frozen=True)
+class Neutral(AfterValidator):
+    """Of a field that has no effect."""
+
+    values: tuple[Any, ...] = ()
+    """That it may have."""
+
+
+def neutral(*values: Any, why: str = "there is no such setting here") -> Neutral:
     """A field that is accepted with one of these values, which change nothing."""
     written = ", ".join(json.dumps(value) for value in values)
 
@@ -160,7 +180,24 @@ def _neutral(*values: Any, why: str = "there is no such setting here") -> AfterV
             raise PydanticCustomError("neutral", "{allowed}", {"allowed": f"{written}, as {why}; or leave it out"})
         return value
 
-    return AfterValidator(check)
+    return Neutral(check, values)
+
+
+MOST_LOGGED, MAX_LOGGED = 256, 64
+"""Unknown fields, and characters of each."""
+logger = logging.getLogger(__name__)
+KIND = "kind:"
+"""What the tags of unions begin with, which tells them from fields in the path of an error."""
+
+
+def kind_of_item(default: str) -> Discriminator:
+    """Items of a list are told apart by their `type`, `default` if they have none."""
+
+    def kind(item: Any) -> str:
+        given = item.get("type", default) if isinstance(item, dict) else getattr(item, "type", default)
+        return f"{KIND}{given}"
+
+    return Discriminator(kind)
 
 
 def _parts(content: Any) -> Any:
@@ -171,21 +208,39 @@ def _parts(content: Any) -> Any:
     return content
 
 
-class Strict(BaseModel):
-    """No other fields, no other types."""
+class UnknownFields:
+    """Fields that are ignored instead of refused. Each is logged once."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def ignore(self, names: Iterable[str]) -> None:
+        for name in names:
+            if len(self._logged) < MOST_LOGGED and name[:MAX_LOGGED] not in self._logged:
+                self._logged.add(name[:MAX_LOGGED])
+                logger.warning("the field %r of a request is unknown; it is ignored, here and later", name[:MAX_LOGGED])
+
+
+class Strict(BaseModel):
+    """No other fields, unless they are ignored; no other types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _one_stranger(cls, data: Any) -> Any:
+    def _one_stranger(cls, data: Any, info: ValidationInfo) -> Any:
         """One field that there is not is enough to be refused for; each would cost an error of its own."""
-        fields = cls.model_fields
-        if not isinstance(data, dict) or len(data) <= len(fields):
+        if not isinstance(data, dict):
             return data
-        known = {name: value for name, value in data.items() if name in fields}
-        stranger = next(name for name in data if name not in fields)
-        return known | {stranger: data[stranger]}
+        names = {one.alias or name for name, one in cls.model_fields.items()}
+        strangers = [name for name in data if name not in names]
+        if not strangers:
+            return data
+        known = {name: value for name, value in data.items() if name in names}
+        if isinstance(info.context, UnknownFields):
+            info.context.ignore(strangers)
+            return known
+        return known | {strangers[0]: data[strangers[0]]}
 
 
 class Part(Strict):
@@ -207,7 +262,10 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Annotated[list[Part], Field(fail_fast=True)] | None, BeforeValidator(_parts)] = None
+    content: Annotated[
+        Annotated[list[Part], Field(fail_fast=True)] | None,
+        BeforeValidator(_parts, json_schema_input_type=str | list[Part] | None),
+    ] = None
     """None: of an assistant that only called tools."""
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
@@ -216,7 +274,7 @@ class ChatMessage(Strict):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[Any, _neutral(None, [])] = None
+    annotations: Annotated[Any, neutral(None, [])] = None
 
 
 class Function(Strict):
@@ -242,8 +300,8 @@ class NamedTool(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: Annotated[Any, _neutral(False)] = False
-    continuous_usage_stats: Annotated[Any, _neutral(False)] = False
+    include_obfuscation: Annotated[Any, neutral(False)] = False
+    continuous_usage_stats: Annotated[Any, neutral(False)] = False
 
 
 class Schema(Strict):
@@ -271,6 +329,8 @@ class Body(Strict):
     request_id: Annotated[str, Field(max_length=256, pattern="^[!-~]*$")] | None = None
     """Ours: unique among running requests of the same token; a header of the answer."""
     cache_salt: str = ""
+    priority: int = 0
+    """vLLM's: requests of a lower number are admitted first."""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Ours: seconds from arrival, after which the call is dropped."""
     negative_prompt: Any = None
@@ -282,9 +342,9 @@ class Body(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    best_of: Annotated[Any, _neutral(1)] = 1
-    service_tier: Annotated[Any, _neutral("auto", "default")] = None
-    store: Annotated[Any, _neutral(False)] = False
+    best_of: Annotated[Any, neutral(1)] = 1
+    service_tier: Annotated[Any, neutral("auto", "default")] = None
+    store: Annotated[Any, neutral(False)] = False
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     """vLLM's: an object with one of json, json_object, regex, grammar, choice."""
@@ -293,9 +353,9 @@ class Body(Strict):
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
     """These four are the same, by vLLM's older names."""
-    skip_special_tokens: Annotated[Any, _neutral(True)] = True
-    spaces_between_special_tokens: Annotated[Any, _neutral(True)] = True
-    include_stop_str_in_output: Annotated[Any, _neutral(False)] = False
+    skip_special_tokens: Annotated[Any, neutral(True)] = True
+    spaces_between_special_tokens: Annotated[Any, neutral(True)] = True
+    include_stop_str_in_output: Annotated[Any, neutral(False)] = False
 
 
 class ChatBody(Body):
@@ -306,29 +366,34 @@ class ChatBody(Body):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     """False: where a call is required, there is one."""
-    modalities: Annotated[Any, _neutral(["text"])] = None
-    functions: Annotated[Any, _neutral([])] = None
-    function_call: Annotated[Any, _neutral("auto", "none")] = None
-    reasoning_effort: Annotated[Any, _neutral("none")] = None
-    verbosity: Annotated[Any, _neutral("medium")] = None
-    add_generation_prompt: Annotated[Any, _neutral(True)] = True
-    continue_final_message: Annotated[Any, _neutral(False)] = False
+    modalities: Annotated[Any, neutral(["text"])] = None
+    functions: Annotated[Any, neutral([])] = None
+    function_call: Annotated[Any, neutral("auto", "none")] = None
+    reasoning_effort: str | None = None
+    """Of a template that has it."""
+    verbosity: Annotated[Any, neutral("medium")] = None
+    add_generation_prompt: bool | None = None
+    """Default: unless the last message is continued."""
+    continue_final_message: bool = False
 
 
 class CompletionBody(Body):
     prompt: Any
     """One string or list of token ids, or a list of such."""
     echo: bool = False
-    suffix: Annotated[Any, _neutral("")] = None
-    add_special_tokens: Annotated[Any, _neutral(True)] = True
+    suffix: Annotated[Any, neutral("")] = None
+    add_special_tokens: Annotated[Any, neutral(True)] = True
 
 
+REASONING_EFFORT = "reasoning_effort"
+"""The variable that templates read."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_ANSWERS = 128
 """Of one request."""
 LONGEST = 2**31 - 1
 """Length of an answer without a limit of its own, until the room in the context is known."""
 AnyBody = ChatBody | CompletionBody
+B = TypeVar("B", bound=BaseModel)
 BODIES: dict[bool, type[ChatBody] | type[CompletionBody]] = {True: ChatBody, False: CompletionBody}
 KINDS = {
     "model_type": "an object",
@@ -372,6 +437,7 @@ class CompletionRequest:
     include_usage: bool
     echo: bool
     cache_salt: str
+    priority: int
     request_id: str | None
     timeout: float | None
     """Seconds."""
@@ -379,9 +445,27 @@ class CompletionRequest:
     tool_format: ToolFormat | None = None
     """How the model writes calls; None: what it writes is text."""
 
+    @property
+    def may_reason(self) -> bool:
+        """An answer may begin with reasoning."""
+        return self.chat and not self.prompts[0].continues_last
+
+    def check_template(self, tokenizer: Tokenizer) -> None:
+        """Raises BadRequest for a setting that the chat template does not read."""
+        template = tokenizer.chat_template or ""
+        for prompt in self.prompts:
+            effort = prompt.template_settings.get(REASONING_EFFORT, "none")
+            if effort != "none" and REASONING_EFFORT not in template:
+                raise BadRequest(
+                    f"{REASONING_EFFORT}={effort!r}, but the model's chat template does not read it; allowed: 'none', "
+                    "or leave it out",
+                    REASONING_EFFORT,
+                )
+
     def with_tool_format(self, tokenizer: Tokenizer) -> CompletionRequest:
         """With what follows for its tools from the chat template: how calls are written, and the constraint where some
         are required. Raises BadRequest."""
+        self.check_template(tokenizer)
         if self.tools is None:
             return self
         (prompt,) = self.prompts
@@ -454,15 +538,17 @@ def understood(
     vocabulary: int,
     method: str | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    unknown: UnknownFields | None = None,
 ) -> CompletionRequest:
     """`models`: names of the model that is served; `vocabulary`: its tokens; `method`: of a body that names none;
-    `defaults`: other settings of a body that leaves them out.
+    `defaults`: other settings of a body that leaves them out; `unknown`: ignores unknown fields, which are refused
+    without it.
 
     Raises BadRequest naming the field, the value and what is allowed.
     """
     try:
-        given = _given(document)
-        body = _body({name: value for name, value in given.items() if name not in SETTINGS}, chat)
+        given = given_fields(document)
+        body = _body({name: value for name, value in given.items() if name not in SETTINGS}, chat, unknown)
         settings = {name: value for name, value in given.items() if name in SETTINGS}
         return _understood(body, settings, models, vocabulary, method, defaults)
     except RecursionError as error:
@@ -484,6 +570,7 @@ def _understood(
         )
     try:
         check_cache_salt(body.cache_salt)
+        check_priority(body.priority)
         settings = _in_the_librarys_terms(settings, body)
         if method is not None:
             settings.setdefault("method", method)
@@ -517,13 +604,14 @@ def _understood(
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         echo=echo,
         cache_salt=body.cache_salt,
+        priority=body.priority,
         request_id=body.request_id,
         timeout=body.timeout,
         tools=_tool_use(body) if isinstance(body, ChatBody) else None,
     )
 
 
-def _given(document: Any) -> dict[str, Any]:
+def given_fields(document: Any) -> dict[str, Any]:
     """Fields that are given."""
     if not isinstance(document, dict):
         raise BadRequest("the body is no JSON object; allowed: an object with the request")
@@ -538,25 +626,52 @@ def _given(document: Any) -> dict[str, Any]:
     return given
 
 
-def _body(given: dict[str, Any], chat: bool) -> AnyBody:
+def _body(given: dict[str, Any], chat: bool, unknown: UnknownFields | None) -> AnyBody:
+    return validated(BODIES[chat], given, CHAT if chat else COMPLETIONS, NAMES[chat], unknown)
+
+
+def validated(
+    model: type[B], given: dict[str, Any], endpoint: str, names: frozenset[str], unknown: UnknownFields | None
+) -> B:
+    """`names`: fields that a body of `endpoint` may have. Raises BadRequest."""
     try:
-        return BODIES[chat].model_validate(given)
+        return model.model_validate(given, context=unknown)
     except ValidationError as error:
-        raise _in_our_words(error, chat) from error
+        raise _in_our_words(error, endpoint, names) from error
 
 
-def _in_our_words(error: ValidationError, chat: bool) -> BadRequest:
+def _in_our_words(error: ValidationError, endpoint: str, names: frozenset[str]) -> BadRequest:
     """The first of what is wrong."""
     first = error.errors(include_url=False)[0]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    # After the number of an item, a union names the kind that the item is of.
+    parts = [part for before, part in zip((None, *first["loc"]), first["loc"]) if not _is_kind(before, part)]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
     param = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":
-        allowed = f"; allowed: {', '.join(sorted(NAMES[chat]))}" if len(first["loc"]) == 1 else "; leave it out"
-        return BadRequest(f"{path} is not a field of {CHAT if chat else COMPLETIONS} here{allowed}", path)
+        allowed = f"; allowed: {', '.join(sorted(names))}" if len(parts) == 1 else "; leave it out"
+        return BadRequest(f"{path} is not a field of {endpoint} here{allowed}", path)
     if first["type"] == "missing":
         return BadRequest(f"{path} is missing", param)
+    if first["type"] == "union_tag_invalid":
+        kinds = first["ctx"]["expected_tags"].replace("'", "").replace(KIND, "")
+        return BadRequest(f"{path}.type={first['ctx']['tag'].removeprefix(KIND)!r}; allowed: {kinds}", path)
     allowed = KINDS.get(first["type"]) or first["msg"].removeprefix("Input should be ")
     return BadRequest(f"{path}={first['input']!r}; allowed: {allowed}", path)
+
+
+def _is_kind(before: Any, part: Any) -> bool:
+    return isinstance(before, int) and isinstance(part, str) and part.startswith(KIND)
+
+
+def renamed(error: ValueError, names: Mapping[str, str]) -> ValueError:
+    """`error` of a chat in the words of another API; `names`: fields that are called otherwise there."""
+    if not isinstance(error, BadRequest) or error.param is None:
+        return error
+    first = _FIRST_WORD.match(error.param)
+    if first is None or (name := names.get(first[0])) is None:
+        return error
+    message = re.sub(rf"^{first[0]}\b", name, str(error))
+    return BadRequest(message, name, error.http_status, error.code)
 
 
 def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -690,11 +805,28 @@ def _negative(prompt: Any, vocabulary: int) -> Prompt:
 
 
 def _chat(body: ChatBody) -> Prompt:
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message and add_generation_prompt are both true; allowed: one of them",
+                "continue_final_message",
+            )
+        if body.messages[-1].role != "assistant":
+            raise BadRequest(
+                f"continue_final_message=true, and the last message is of role {body.messages[-1].role!r}; allowed: "
+                "'assistant'",
+                "continue_final_message",
+            )
+    settings = body.chat_template_kwargs
+    if body.reasoning_effort is not None:
+        settings = settings | {REASONING_EFFORT: body.reasoning_effort}
     tools = body.tools if body.tools and body.tool_choice != "none" else ()
     return Prompt(
         messages=tuple(_message(index, message) for index, message in enumerate(body.messages)),
         tools=tuple(_tool(tool) for tool in tools),
-        template_settings=body.chat_template_kwargs,
+        template_settings=settings,
+        begins_message=body.add_generation_prompt is not False,
+        continues_last=body.continue_final_message,
     )
 
 

@@ -9,13 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from services.openai.messages import MessageReader, message_of
 from services.openai.reasoning import Reasoning
-from services.openai.requests import CompletionRequest
+from services.openai.requests import BadRequest, CompletionRequest
 from services.openai.tool_calls import Delta, ToolFormat, call
-from smc.api.outputs import Answer, FinishReason, Particle
+from smc.api.outputs import Answer, FinishReason, Output, Particle
+from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
 
@@ -28,6 +29,8 @@ OPENAI_FINISH = {
     FinishReason.QUEUE_TIME: "length",
 }
 DONE = b"data: [DONE]\n\n"
+MOST_ECHOED = 1 << 20
+"""Characters."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +182,84 @@ class ChunkWriter:
         return _event(self._fields | {"choices": [choice]} | self._usage)
 
 
-def error_event(body: dict[str, Any]) -> bytes:
-    """In place of what would have followed."""
-    return _event(body)
+class AnswerWriter(Protocol):
+    """Writes the answers of one call as its API has them: all of them whole, or as server-sent events."""
+
+    def update(self, index: int, output: Output) -> bytes:
+        """Events for an update of one answer."""
+
+    def finish(self, answers: Sequence[Answer]) -> bytes:
+        """Events after the last update of all answers."""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        """The document, without events."""
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """Events in place of what would have followed; `body`: of the refusal."""
+
+
+class CompletionWriter:
+    """Of chats and completions: see `AnswerWriter`."""
+
+    def __init__(
+        self,
+        heading: ResponseHeader,
+        completion: CompletionRequest,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        reasoning: Reasoning | None,
+    ) -> None:
+        """Raises BadRequest: more text of prompts would be repeated than is allowed."""
+        self._heading, self._completion, self._requests = heading, completion, requests
+        self._tokenizer, self._reasoning = tokenizer, reasoning
+        self._echoes = [
+            text
+            for prompt in completion.prompts
+            for text in [prompt.written(tokenizer) if completion.echo else ""] * completion.n
+        ]
+        if (size := sum(map(len, self._echoes))) > MOST_ECHOED:
+            raise BadRequest(
+                f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers",
+                "echo",
+            )
+        self._chunks = ChunkWriter(heading, completion, tokenizer, reasoning)
+        self._begun: set[int] = set()
+
+    def update(self, index: int, output: Output) -> bytes:
+        data = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            data += self._chunks.begin(index, self._echoes[index])
+        if output.text:
+            data += self._chunks.text(index, output.text)
+        if output.answer is not None:
+            data += self._chunks.end(index, output.answer, self._requests[index].params)
+        return data
+
+    def finish(self, answers: Sequence[Answer]) -> bytes:
+        completion = self._completion
+        return (self._chunks.usage(answers, len(completion.prompts)) if completion.include_usage else b"") + DONE
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        completion, heading = self._completion, self._heading
+        choices = [
+            choice(
+                index,
+                answer,
+                request.params,
+                completion.chat,
+                self._tokenizer,
+                echo,
+                completion.tool_format,
+                self._reasoning,
+                heading.id,
+            )
+            for index, (answer, request, echo) in enumerate(zip(answers, self._requests, self._echoes))
+        ]
+        return written(response(heading, choices, answers, len(completion.prompts))).encode()
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        return _event(body)
 
 
 def models(names: Sequence[str], created: int, context: int, weights: str) -> dict[str, Any]:
@@ -211,11 +289,15 @@ def _event(document: dict[str, Any]) -> bytes:
 def _ending(answer: Answer, params: SamplingParams, chat: bool, tokenizer: Tokenizer) -> dict[str, Any]:
     logprobs = None
     if answer.logprobs is not None:
-        logprobs = (_chat_logprobs if chat else _completion_logprobs)(answer, tokenizer)
-    return {"logprobs": logprobs, "finish_reason": OPENAI_FINISH[answer.finish_reason], "smc": _smc(params, answer)}
+        logprobs = (chat_logprobs if chat else _completion_logprobs)(answer, tokenizer)
+    return {
+        "logprobs": logprobs,
+        "finish_reason": OPENAI_FINISH[answer.finish_reason],
+        "smc": smc_block(params, answer),
+    }
 
 
-def _smc(params: SamplingParams, answer: Answer) -> dict[str, Any]:
+def smc_block(params: SamplingParams, answer: Answer) -> dict[str, Any]:
     """What OpenAI has no words for."""
     statistics = None
     if not params.method.plain:
@@ -254,7 +336,7 @@ def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]
     }
 
 
-def _chat_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
+def chat_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
     assert answer.logprobs is not None
     # The same tokens are likely again and again.
     text = cache(lambda token: (tokenizer.decode([token]), list(tokenizer.bytes_of(token))))

@@ -21,38 +21,30 @@ from aiohttp.http_exceptions import HttpProcessingError
 from services.backend import Unavailable
 from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.request_handler import ApiServer, CallRecord, RequestHandler
+from services.openai import openapi
+from services.openai.dialects import COMPLETION_DIALECTS, ApiCall, Dialect, Served
+from services.openai.messages_api import COUNT_TOKENS, MESSAGES, MessagesDialect
+from services.openai.openapi import DOCS, OPENAPI
 from services.openai.playground import Playground
 from services.openai.reasoning import Reasoning
 from services.openai.requests import (
-    CHAT,
-    COMPLETIONS,
     LONGEST,
     BadRequest,
     BodyTooLarge,
     CompletionRequest,
     Refusal,
+    UnknownFields,
     named,
     parse,
     refusal,
-    understood,
 )
-from services.openai.responses import (
-    DONE,
-    ChunkWriter,
-    ResponseHeader,
-    choice,
-    error_event,
-    model,
-    models,
-    response,
-    written,
-)
+from services.openai.responses import ResponseHeader, model, models
+from services.openai.responses_api import RESPONSES, ResponsesDialect
 from services.openai.tokenization import DETOKENIZE, TOKENIZE, detokenize, tokenize
 from services.security import bearer_token, caller_with, is_known, server_context
 from smc.api.limits import DEFAULT_MAX_TOKENS, PromptTooLong
-from smc.api.outputs import Answer, Output
+from smc.api.outputs import Answer
 from smc.api.request import Request
-from smc.api.sampling_params import SamplingParams
 from smc.scheduler.admission import check_waiting
 
 SWEEP_SECONDS = 0.5
@@ -105,10 +97,6 @@ class HttpConnections:
         self._next = self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
 
-MOST_ECHOED = 1 << 20
-"""Characters."""
-
-
 class HttpReply:
     """The response to a caller: an answer, or a stream of events. Nothing is sent before the first of them exists."""
 
@@ -117,6 +105,8 @@ class HttpReply:
         reply."""
         self._request, self._timeout, self._is_last = request, timeout, is_last
         self.headers: dict[str, str] = {}
+        self.error_event: Callable[[dict[str, Any]], bytes] | None = None
+        """Writes the body of a refusal into a stream."""
         self.stream: web.StreamResponse | None = None
         """Once something has been sent."""
 
@@ -165,7 +155,8 @@ class HttpReply:
         try:
             if self.stream is None:
                 return await self.whole(refusal.body, refusal.http_status, refusal.headers)
-            await self.send(error_event(refusal.body))
+            assert self.error_event is not None, "nothing is sent before there is an answer"
+            await self.send(self.error_event(refusal.body))
             return await self.end()
         except (SlowReader, ConnectionError):
             return self.abandon()
@@ -206,17 +197,18 @@ async def requests_of(completion: CompletionRequest, request_id: str, handler: R
         longest = most if completion.chat else min(DEFAULT_MAX_TOKENS, most)
         for _ in range(completion.n):
             params = completion.params(longest, next(seeds))
-            requests.append(Request(request_id, tokens, params, completion.cache_salt, negative_prompt=negative))
+            salt, priority = completion.cache_salt, completion.priority
+            requests.append(Request(request_id, tokens, params, salt, negative_prompt=negative, priority=priority))
     return requests
 
 
 def _reasoning(completion: CompletionRequest, prompt: Sequence[int], handler: RequestHandler) -> Reasoning | None:
     """What answers to a prompt are expected to begin with."""
-    return Reasoning.of(handler.pair.tokenizer, prompt) if completion.chat else None
+    return Reasoning.of(handler.pair.tokenizer, prompt) if completion.may_reason else None
 
 
 async def answered(
-    completion: CompletionRequest,
+    call: ApiCall,
     requests: list[Request],
     heading: ResponseHeader,
     handler: RequestHandler,
@@ -225,55 +217,21 @@ async def answered(
 ) -> web.StreamResponse:
     """Decode all of them and reply. At the end, also after an error, the backend's iterators are closed, which aborts
     what still runs."""
-    tokenizer = handler.pair.tokenizer
-    echoes = [
-        text
-        for prompt in completion.prompts
-        for text in [prompt.written(tokenizer) if completion.echo else ""] * completion.n
-    ]
-    if (size := sum(map(len, echoes))) > MOST_ECHOED:
-        raise BadRequest(
-            f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers", "echo"
-        )
+    tokenizer, completion = handler.pair.tokenizer, call.completion
     reasoning = _reasoning(completion, requests[0].prompt, handler)
-    chunks = ChunkWriter(heading, completion, tokenizer, reasoning) if completion.stream else None
-    begun: set[int] = set()
+    writer = call.make_writer(heading, completion, requests, tokenizer, reasoning)
+    reply.error_event = writer.error
     ended: dict[int, Answer] = {}
     async with aclosing(handler.updates(requests, records)) as updates:
         async for index, output in updates:
-            if chunks is not None:
-                make_events = partial(
-                    _events, chunks, index, output, requests[index].params, None if index in begun else echoes[index]
-                )
-                await reply.send(await _beside(make_events, [output.answer]))
-                begun.add(index)
+            if completion.stream:
+                await reply.send(await _beside(partial(writer.update, index, output), [output.answer]))
             if output.answer is not None:
                 ended[index] = output.answer
     answers = [ended[index] for index in range(len(requests))]
-    if chunks is None:
-        each = list(enumerate(zip(answers, requests, echoes)))
-
-        def write() -> bytes:
-            choices = [
-                choice(
-                    index,
-                    answer,
-                    request.params,
-                    completion.chat,
-                    tokenizer,
-                    echo,
-                    completion.tool_format,
-                    reasoning,
-                    heading.id,
-                )
-                for index, (answer, request, echo) in each
-            ]
-            return written(response(heading, choices, answers, len(completion.prompts))).encode()
-
-        return await reply.send_whole(await _beside(write, answers))
-    if completion.include_usage:
-        await reply.send(chunks.usage(answers, len(completion.prompts)))
-    await reply.send(DONE)
+    if not completion.stream:
+        return await reply.send_whole(await _beside(partial(writer.whole, answers), answers))
+    await reply.send(writer.finish(answers))
     return await reply.end()
 
 
@@ -283,21 +241,19 @@ async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None]) 
     return await asyncio.to_thread(write) if is_long else write()
 
 
-def _events(chunks: ChunkWriter, index: int, output: Output, params: SamplingParams, echo: str | None) -> bytes:
-    """Events for an update of one answer; `echo`: the prompt to put before the answer, with its first update."""
-    data = b"" if echo is None else chunks.begin(index, echo)
-    if output.text:
-        data += chunks.text(index, output.text)
-    if output.answer is not None:
-        data += chunks.end(index, output.answer, params)
-    return data
-
-
 HEALTH, PING, METRICS, MODELS, VERSION, LOAD = "/health", "/ping", "/metrics", "/v1/models", "/version", "/load"
-CORS_HEADERS = "authorization, content-type"
+CORS_HEADERS = "authorization, content-type, x-api-key, anthropic-version"
 """What pages of other origins may send, besides what every page may."""
 CORS_SECONDS = 3600
 """For so long a browser need not ask again."""
+
+DIALECTS: dict[str, Dialect] = {
+    **COMPLETION_DIALECTS,
+    RESPONSES: ResponsesDialect(),
+    MESSAGES: MessagesDialect(),
+    COUNT_TOKENS: MessagesDialect(),
+}
+"""By path."""
 
 logger = logging.getLogger(__name__)
 _library_logger = logging.getLogger(f"{__name__}.library")
@@ -322,6 +278,8 @@ class OpenAiServer:
         self._tokens = config.tokens()
         self._limit = config.message_bytes(pair.context)
         self._names = config.served_model_names or (pair.target.name,)
+        unknown = UnknownFields() if config.unknown_fields == "ignore" else None
+        self._served = Served(self._names, pair.tokenizer, config.method, pair.sampling, unknown)
         self._fingerprint = pair.fingerprint()
         self._page = Playground(server.handler, self._names) if config.page else None
         self._public = {HEALTH, PING, *(self._page.files if self._page else ())}
@@ -350,8 +308,10 @@ class OpenAiServer:
         app.router.add_get(MODELS + "/{name:.+}", self._show_model)
         if self._page is not None:
             self._page.add_to(app.router)
-        app.router.add_post(CHAT, self._generate)
-        app.router.add_post(COMPLETIONS, self._generate)
+        app.router.add_get(OPENAPI, self._describe)
+        app.router.add_get(DOCS, self._describe)
+        for path in DIALECTS:
+            app.router.add_post(path, self._count if path == COUNT_TOKENS else self._generate)
         self._runner = web.AppRunner(
             app,
             handle_signals=False,
@@ -410,11 +370,14 @@ class OpenAiServer:
                 return await self._written(web.Response(status=204), request)
             if self._tokens and request.path not in self._public and not is_known(_token(request), self._tokens):
                 self._metrics.request_rejected("UNAUTHENTICATED", "unauthenticated")
-                raise Unauthenticated("a valid token is needed; send the header `authorization: Bearer TOKEN`")
+                raise Unauthenticated(
+                    "a valid token is needed; send the header `authorization: Bearer TOKEN`, or `x-api-key: TOKEN`"
+                )
             response = await handler(request)
         except web.HTTPException as error:
             response = _refused(
-                BadRequest(f"{request.method} {request.path}: {error.reason.lower()}", None, error.status, "not_found")
+                BadRequest(f"{request.method} {request.path}: {error.reason.lower()}", None, error.status, "not_found"),
+                request.path,
             )
             response.headers.extend({name: value for name, value in error.headers.items() if name == "Allow"})
         except asyncio.CancelledError:
@@ -422,7 +385,7 @@ class OpenAiServer:
         except Exception as error:
             if status_of(error).cause == "internal":
                 logger.error("unexpected error", exc_info=error)
-            response = _refused(error)
+            response = _refused(error, request.path)
         return response if response.prepared else await self._written(response, request)
 
     async def _written(self, response: web.StreamResponse, request: web.Request) -> web.StreamResponse:
@@ -480,9 +443,31 @@ class OpenAiServer:
             except PromptTooLong as error:
                 raise named(error, frozenset(), "prompt") from error
 
+    async def _count(self, request: web.Request) -> web.Response:
+        """Tokens of a prompt."""
+        with self._call_limit.taken():
+            call = await self._read(request, lambda data: DIALECTS[COUNT_TOKENS].read(parsed(data), self._served))
+            try:
+                tokens = await self._handler.prompts.tokens(call.completion.prompts[0])
+            except ValueError as error:
+                raise call.named(error) from error
+            return web.json_response({"input_tokens": len(tokens)})
+
     async def _scrape(self, request: web.Request) -> web.Response:
         text = await asyncio.to_thread(self._metrics.exposition)
         return web.Response(body=text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _describe(self, request: web.Request) -> web.Response:
+        """The whole port, for programs and for people."""
+        routes: dict[str, tuple[str, ...]] = {}
+        for route in request.app.router.routes():
+            path = getattr(route.resource, "canonical", None)
+            if path is not None and route.method != "HEAD" and not path.startswith("/page/"):
+                routes[path] = (*routes.get(path, ()), route.method)
+        described = openapi.document(routes, importlib.metadata.version("smcserve"))
+        if request.path == OPENAPI:
+            return web.json_response(described)
+        return web.Response(text=openapi.page(described), content_type="text/html", headers=openapi.HEADERS)
 
     async def _list_models(self, request: web.Request) -> web.Response:
         pair = self._handler.pair
@@ -498,14 +483,13 @@ class OpenAiServer:
         return web.json_response(model(name, self._names[0], self._began, pair.context, pair.target.weights))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        dialect = DIALECTS[request.path]
         records = [self._calls.arrives(f"POST {request.path}", request.headers.items())]
         reply = HttpReply(request, self._config.write_timeout, lambda: self._is_last(request))
         try:
             with self._call_limit.taken():
-                completion = await self._read(
-                    request, lambda data: self._understood(parsed(data), request.path == CHAT)
-                )
-                return await self._within(completion, request, records, reply)
+                call = await self._read(request, lambda data: dialect.read(parsed(data), self._served))
+                return await self._within(call, request, records, reply)
         except asyncio.CancelledError:
             _each_left(records, deadline=False)
             raise
@@ -514,14 +498,14 @@ class OpenAiServer:
             return reply.abandon()
         except DeadlineExceeded as error:
             _each_left(records, deadline=True)
-            return await reply.refuse(refusal(error))
+            return await reply.refuse(dialect.refusal(error))
         except Exception as error:
             status = status_of(error)
             if status.cause == "internal":
                 logger.error("unexpected error", exc_info=error)
             for record in records:
                 record.failed(status, error)
-            return reply.abandon() if isinstance(error, SlowReader) else await reply.refuse(refusal(error))
+            return reply.abandon() if isinstance(error, SlowReader) else await reply.refuse(dialect.refusal(error))
 
     async def _read(self, request: web.Request, understand: Callable[[bytes], T]) -> T:
         """The body, understood. Raises BadRequest, TooLarge, SlowSender, QueueFull, and what `understand` raises."""
@@ -531,7 +515,8 @@ class OpenAiServer:
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
             raise BadRequest(f"content-encoding={encoding!r}; allowed: none", None, 415)
         if self._config.max_message_bytes is None:
-            too_large: TooLarge = BodyTooLarge(self._limit, self._handler.pair.context, request.path == CHAT)
+            prompt = DIALECTS[request.path].prompt if request.path in DIALECTS else "prompt"
+            too_large: TooLarge = BodyTooLarge(self._limit, self._handler.pair.context, prompt)
         else:
             too_large = TooLarge(f"the body has more than {self._limit} bytes, as many as are allowed")
         if (request.content_length or 0) > self._limit:
@@ -545,40 +530,35 @@ class OpenAiServer:
         except web.RequestPayloadError as error:
             raise BadRequest(f"the body cannot be read: {error}") from error
 
-    def _understood(self, document: Any, chat: bool) -> CompletionRequest:
-        tokenizer = self._handler.pair.tokenizer
-        completion = understood(
-            document, chat, self._names, tokenizer.size, self._config.method, self._handler.pair.sampling
-        )
-        return completion.with_tool_format(tokenizer)
-
     async def _within(
-        self, completion: CompletionRequest, request: web.Request, records: list[CallRecord], reply: HttpReply
+        self, call: ApiCall, request: web.Request, records: list[CallRecord], reply: HttpReply
     ) -> web.StreamResponse:
         """Raises DeadlineExceeded where the caller's time is over."""
+        completion = call.completion
         request_id = completion.request_id or uuid.uuid4().hex
         reply.headers["x-request-id"] = request_id
         records[0].is_of(request_id)
         left = None if completion.timeout is None else max(0.0, completion.timeout - records[0].seconds)
         try:
             async with asyncio.timeout(left) as deadline, self._calls.enter((caller_with(_token(request)), request_id)):
-                return await self._decode(completion, request_id, records, reply)
+                return await self._decode(call, request_id, records, reply)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise DeadlineExceeded(f"timeout={completion.timeout:g} s is over; the call was aborted") from error
 
     async def _decode(
-        self, completion: CompletionRequest, request_id: str, records: list[CallRecord], reply: HttpReply
+        self, call: ApiCall, request_id: str, records: list[CallRecord], reply: HttpReply
     ) -> web.StreamResponse:
+        completion = call.completion
         check_waiting(self._handler.pair.engine, self._handler.status().queued)
         try:
             requests = await requests_of(completion, request_id, self._handler)
             records.extend(records[0].another() for _ in requests[1:])
             heading = ResponseHeader(request_id, int(time.time()), self._names[0], completion.chat, self._fingerprint)
-            return await answered(completion, requests, heading, self._handler, records, reply)
+            return await answered(call, requests, heading, self._handler, records, reply)
         except ValueError as error:
-            raise completion.named(error) from error
+            raise call.named(error) from error
 
 
 def parsed(data: bytes) -> Any:
@@ -590,11 +570,12 @@ def parsed(data: bytes) -> Any:
 
 
 def _token(request: web.Request) -> str:
-    return bearer_token(request.headers.get("authorization", ""))
+    """As OpenAI's clients send it, or Anthropic's."""
+    return bearer_token(request.headers.get("authorization", "")) or request.headers.get("x-api-key", "")
 
 
-def _refused(error: Exception) -> web.Response:
-    refused = refusal(error)
+def _refused(error: Exception, path: str) -> web.Response:
+    refused = DIALECTS[path].refusal(error) if path in DIALECTS else refusal(error)
     return web.json_response(refused.body, status=refused.http_status, headers=refused.headers)
 
 

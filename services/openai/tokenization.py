@@ -10,19 +10,28 @@ from services.openai.requests import BadRequest, understood
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 COMMON = ("model", "add_special_tokens", "return_token_strs")
 FIELDS = {
-    "messages": (*COMMON, "messages", "tools", "chat_template_kwargs", "add_generation_prompt"),
+    "messages": (
+        *COMMON,
+        "messages",
+        "tools",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
     "prompt": (*COMMON, "prompt"),
     "tokens": ("model", "tokens"),
 }
 """Fields of a body, by the one that it must have."""
-ALLOWED_VALUE = {"add_special_tokens": True, "add_generation_prompt": True}
+ALLOWED_VALUE = {"add_special_tokens": True}
 """Fields of vLLM's that may have the value they have anyway."""
 
 
 async def tokenize(document: Any, names: tuple[str, ...], handler: RequestHandler) -> dict[str, Any]:
     """The reply to a body of `/tokenize`. Raises BadRequest and ValueError as completions do: a prompt longer than the
     context is refused."""
-    given = _given(document, "messages" if isinstance(document, dict) and "messages" in document else "prompt")
+    ignores = handler.config.unknown_fields == "ignore"
+    needed = "messages" if isinstance(document, dict) and "messages" in document else "prompt"
+    given = _given(document, needed, ignores)
     chat = "messages" in given
     # vLLM's default of a chat is that its template alone adds special tokens.
     if chat and given.get("add_special_tokens") is False:
@@ -44,7 +53,8 @@ async def tokenize(document: Any, names: tuple[str, ...], handler: RequestHandle
 
 def detokenize(document: Any, names: tuple[str, ...], handler: RequestHandler) -> dict[str, Any]:
     """The reply to a body of `/detokenize`. Raises BadRequest."""
-    given, size = _given(document, "tokens"), handler.pair.tokenizer.size
+    given = _given(document, "tokens", handler.config.unknown_fields == "ignore")
+    size = handler.pair.tokenizer.size
     if given.get("model", names[0]) not in names:
         raise BadRequest(
             f"model={given['model']!r}; allowed: {', '.join(map(repr, names))}", "model", 404, "model_not_found"
@@ -58,13 +68,15 @@ def detokenize(document: Any, names: tuple[str, ...], handler: RequestHandler) -
     return {"prompt": handler.pair.tokenizer.decode(tokens)}
 
 
-def _given(document: Any, needed: str) -> dict[str, Any]:
-    """The fields of a body that are given."""
+def _given(document: Any, needed: str, ignores: bool) -> dict[str, Any]:
+    """The fields of a body that are given, without unknown ones if it `ignores` them."""
     if not isinstance(document, dict):
         raise BadRequest("the body is no JSON object; allowed: an object with the request")
     given = {name: value for name, value in document.items() if value is not None}
     if needed not in given:
         raise BadRequest(f"{needed} is missing", needed)
+    if ignores:
+        return {name: value for name, value in given.items() if name in FIELDS[needed]}
     if unknown := sorted(given.keys() - set(FIELDS[needed])):
         raise BadRequest(
             f"{unknown[0]} is not a field beside {needed}; allowed: {', '.join(sorted(FIELDS[needed]))}", unknown[0]

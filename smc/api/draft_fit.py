@@ -5,7 +5,7 @@ Knows numbers only, so that a probe of a pair and the answer to one request say 
 from __future__ import annotations
 
 from smc.api.outputs import Statistics
-from smc.api.sampling_params import Method
+from smc.api.sampling_params import Method, SamplingParams
 
 LEAST_ACCEPTED = 0.25
 """Drafted tokens that a round of exact decoding confirms, below which the draft does not know the text."""
@@ -35,9 +35,10 @@ def of_evidence(log_z_per_token: float, particles: int) -> str | None:
     )
 
 
-def of_answer(method: Method, statistics: Statistics, tokens: int) -> str | None:
+def of_answer(params: SamplingParams, statistics: Statistics, tokens: int) -> str | None:
     """Words about the draft of one answer, with what to do; None: nothing is to be said, or too little was seen."""
-    if method is Method.SMC and statistics.rounds and tokens >= LEAST_TOKENS:
+    method = params.method
+    if method is Method.SMC and params.follows_target and statistics.rounds and tokens >= LEAST_TOKENS:
         words = of_evidence(statistics.log_z / tokens, statistics.particles)
         return words and f"{words}; use --method exact, or more particles"
     drafted = statistics.rounds - statistics.alone_rounds

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
 from smc.api.limits import UNSET
+from smc.api.sampling_params import is_potential
 from smc.types import ModelRole
 
 MAX_BLOCK = 32
@@ -19,6 +21,18 @@ MAX_PREFILL_SHARE = 100.0
 """Largest factor by which prompts may lengthen rounds."""
 DISTRIBUTION_BYTES = 1 << 30
 """Memory of a model's device for the token distributions of draft chains, where `max_chains` is not set."""
+
+
+MAX_POTENTIAL_TIMEOUT = 3600.0
+
+
+def _pairs(potentials: Mapping[str, str] | tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Raises ValueError."""
+    pairs = tuple(potentials.items() if isinstance(potentials, Mapping) else potentials)
+    for name, path in pairs:
+        if not is_potential(name) or not isinstance(path, str) or not all(path.partition(":")[::2]):
+            raise ValueError(f"potentials has {name!r}: {path!r}; allowed: a name, and module:function")
+    return pairs
 
 
 class PrefillSettings(TypedDict):
@@ -75,7 +89,17 @@ class EngineConfig:
     defensive_share: float = 0.05
     """Share of the untruncated distribution in the proposal of a truncated request (smc/distributions.py)."""
 
+    potentials: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
+    """Callables that requests may name as their `potential`, as module:function by name; kept as pairs."""
+    potential_timeout: float = 10.0
+    """Seconds that a potential may take each time that it is asked about a request."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "potentials", _pairs(self.potentials))
+        if not 0 < self.potential_timeout <= MAX_POTENTIAL_TIMEOUT:
+            raise ValueError(
+                f"potential_timeout={self.potential_timeout!r}; allowed: above 0, at most {MAX_POTENTIAL_TIMEOUT:g}"
+            )
         if self.form not in ("lockstep", "lookahead"):
             raise ValueError(f"form={self.form!r}; allowed: lockstep, lookahead")
         if self.drafting not in ("costs", "always"):
@@ -109,6 +133,11 @@ class EngineConfig:
         if not 0 < self.defensive_share < 1:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
 
+    @property
+    def potential_paths(self) -> tuple[tuple[str, str], ...]:
+        """`potentials`, as pairs of name and module:function."""
+        return _pairs(self.potentials)
+
     def pool_pages(self, context: int, room: int | None = None) -> int:
         """`pages`, or the default for this context; `room`: pages that a GPU has memory for. Raises ValueError if that
         is too little."""
@@ -128,6 +157,15 @@ class EngineConfig:
         four below, and one."""
         fewer = (4**power for power in range(3) if 4**power < self.branches)
         return (self.branches, *sorted(fewer, reverse=True))
+
+    @property
+    def block_levels(self) -> tuple[int, ...]:
+        """Numbers of tokens that rounds of exact decoding draft where costs decide, largest first: in lockstep K, its
+        half rounded up, the half of that, down to one. In look-ahead always K: the draft works while the target does."""
+        levels = [self.block]
+        while levels[-1] > 1 and not self.lookahead:
+            levels.append(-(-levels[-1] // 2))
+        return tuple(levels)
 
     def chains(self, vocab: int) -> int:
         """`max_chains`, or its default for a vocabulary of so many tokens."""

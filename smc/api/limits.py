@@ -9,7 +9,7 @@ MAX_PARTICLES = 64
 """Most particles of one request."""
 SCHEME_NAMES = ("systematic", "stratified", "residual", "multinomial", "ssp")
 """Resampling schemes. Kernels know a scheme by its index here."""
-DTYPE_NAMES = ("float32", "bfloat16", "float16", "fp8")
+DTYPE_NAMES = ("float32", "bfloat16", "float16", "fp8", "int4")
 """Numeric types of models: `smc.model.linear.DTYPES`."""
 DEFAULT_MAX_TOKENS = 256
 """Longest answer if the request sets no `max_tokens` and the context allows it."""

@@ -5,6 +5,7 @@ Settings are checked when they are built; a setting that the chosen method would
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,6 +23,7 @@ from smc.api.limits import (
 )
 from smc.api.settings import (
     Biases,
+    Holds,
     Items,
     OneOf,
     Option,
@@ -42,6 +44,7 @@ MAX_STOPS = 64
 MAX_BIAS = 100.0
 """Of a logit, in either direction."""
 POPULATIONS = ("distinct", "independent")
+ANSWERS = ("draw", "best")
 VERIFICATIONS = ("walk", "rejection")
 SMALLEST, LARGEST = 1e-6, 1e6
 """Of temperatures and alpha: beyond, they make infinities and NaN of logits in float32."""
@@ -51,6 +54,10 @@ SCALES = f"> 0, from {SMALLEST:g} to {LARGEST:g}"
 
 def is_scale(value: float) -> bool:
     return SMALLEST <= value <= LARGEST
+
+
+def is_potential(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[\w.:-]{1,128}", value) is not None
 
 
 class Method(StrEnum):
@@ -255,9 +262,37 @@ class SamplingParams:
         number(is_scale, SCALES),
         scope=Scope.SMC,
         fill=lambda params: 1.0,
-        option=Option("Exponent of the target distribution over sequences. Default: 1.", "A"),
+        option=Option(
+            "Power of the target's probability of whole answers: above 1 likely answers become likelier. Default: 1.",
+            "A",
+        ),
     )
-    """Exponent of the target distribution over sequences, > 0. SMC only; default 1."""
+    """Power of the target's probability of whole answers, > 0: above 1 it sharpens them as wholes, where a lower
+    temperature sharpens token by token. SMC only; default 1."""
+    potential: str | None = setting(
+        None,
+        Holds(is_potential, "the name of a potential, of letters, digits and any of _-.:"),
+        scope=Scope.SMC,
+        option=Option(
+            "Weigh what particles have written by this potential, a Python callable: MODULE:FUNCTION, or its name in a "
+            "service's configuration.",
+            "NAME",
+        ),
+    )
+    """Name of a potential phi (`smc.potentials`): an answer has the target's probability times phi of it, normalised.
+    SMC only; default: none."""
+    answer: str | None = setting(
+        None,
+        OneOf(ANSWERS),
+        scope=Scope.SMC,
+        fill=lambda params: "draw",
+        option=Option(
+            "draw: the answer is drawn among the particles by weight; best: it is the likeliest of them. Default: draw.",
+            "draw|best",
+        ),
+    )
+    """`draw`: the answer is a particle drawn by weight; `best`: of those with weight, the one of the largest
+    probability under the target, to the power of `alpha` and times the potential. SMC only; default `draw`."""
     draft_temperature: float | None = setting(
         None,
         number(is_scale, SCALES),
@@ -350,6 +385,17 @@ class SamplingParams:
         return self.constraint is not None or bool(self.bad_words)
 
     @property
+    def follows_target(self) -> bool:
+        """Answers are to follow the target's distribution, whose total mass is 1; not its power, with a potential, or
+        given a constraint on whole answers."""
+        return self.alpha in (None, 1.0) and self.potential is None and self.constraint_scope != "answer"
+
+    @property
+    def keeps_logprobs(self) -> bool:
+        """The log-probability of every token is kept: it is reported, or decides which particle is the answer."""
+        return self.logprobs or self.answer == "best"
+
+    @property
     def guided(self) -> bool:
         """Every row has an unconditional row."""
         return self.guidance_scale != 1
@@ -384,6 +430,8 @@ class SamplingParams:
         idle = self._idle(known.scope)
         if value is None and known.optional:
             return known.fill(self) if known.fill and not idle else None
+        if idle and name == "potential":
+            raise ValueError(f"potential={value!r} has no effect with {idle}; give method='smc', or leave it out")
         if idle:
             raise ValueError(f"{name}={value!r} has no effect with {idle}; leave it out")
         return known.check(name, value) if known.check else value

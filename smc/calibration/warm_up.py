@@ -38,7 +38,8 @@ TRUNCATED_SIZES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
 """Sizes of dummy rounds with truncated distributions. These compile all kernels; capturing another size later costs one
 round."""
 
-
+SHALLOW_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Sizes of dummy rounds that draft fewer tokens than a block has. Capturing another size later costs one round."""
 KINDS = (
     (Program.PAIR, frozenset({PopulationKind.BEST})),
     (Program.PAIR, frozenset({PopulationKind.DISTINCT})),
@@ -98,13 +99,15 @@ def warm_up_plans(
     sizes = sorted({bucket(batch_size) for batch_size in range(1, config.max_slots + 1)})
     for (program, kinds), contexts in product(wanted, Contexts):
         few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[program]}
-        for shape, batch_size, processors in product(_shapes(config, program, kinds), sizes, truncated):
+        for (shape, steps), batch_size, processors in product(_shapes(config, program, kinds), sizes, truncated):
+            if steps and (processors or batch_size not in SHALLOW_SIZES):
+                continue
             if (processors and batch_size not in few) or contexts not in _contexts(
                 config.width(context), program, kinds, batch_size
             ):
                 continue
             plan = padding_plan(
-                program, shape, batch_size, config.max_slots, contexts, processors=processors, kinds=kinds
+                program, shape, batch_size, config.max_slots, contexts, processors=processors, kinds=kinds, steps=steps
             )
             yield from [plan] * REPEATS
 
@@ -115,12 +118,16 @@ def _contexts(width: int, program: Program, kinds: frozenset[PopulationKind], ba
     return {Contexts.of(columns, batch_size, count) for columns in (0, width) for count in groups}
 
 
-def _shapes(config: EngineConfig, program: Program, kinds: frozenset[PopulationKind]) -> list[PagesPerRow]:
-    """The shape of the config; and where the latency model decides about trees, those with fewer branches a row,
-    too."""
+def _shapes(
+    config: EngineConfig, program: Program, kinds: frozenset[PopulationKind]
+) -> list[tuple[PagesPerRow, int | None]]:
+    """The shape of the config, with all tokens of a block; and where the latency model decides about trees, those with
+    fewer branches a row or fewer tokens, too."""
     shape = PROGRAMS[program].shape(config)
-    decides = kinds == {PopulationKind.BEST} and shape.branches > 1 and config.drafting == "costs"
-    return [replace(shape, branches=branches) for branches in config.branch_levels] if decides else [shape]
+    if kinds != {PopulationKind.BEST} or config.drafting != "costs":
+        return [(shape, None)]
+    shapes = [replace(shape, branches=branches) for branches in config.branch_levels]
+    return [(each, None) for each in shapes] + [(shape, steps) for steps in config.block_levels[1:]]
 
 
 def padding_plan(
@@ -132,6 +139,7 @@ def padding_plan(
     *,
     processors: tuple[str, ...] = (),
     kinds: frozenset[PopulationKind] = frozenset({PopulationKind.INDEPENDENT}),
+    steps: int | None = None,
 ) -> RoundPlan[np.ndarray]:
     """A round whose rows are all padding."""
     whole, wide = np.zeros(batch_size, dtype=np.int32), np.zeros(batch_size, dtype=np.int64)
@@ -142,6 +150,7 @@ def padding_plan(
         program=program,
         contexts=contexts,
         kinds=kinds,
+        steps=steps,
         columns=1 + max(shape.target, shape.begin + shape.branch),
         target_distribution=distribution,
         draft_distribution=distribution,

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from smc.distill.losses import LossMix, head_loss
-from smc.model.config import SAVED_FAMILIES, ModelConfig, read_json
+from smc.model.config import SAVED_FAMILIES, ModelConfig
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.dense import hidden_states
+from smc.model.json_file import read_json
 from smc.model.loader import load_model, save_with_config
 
 DEPTH_SHARE = 7

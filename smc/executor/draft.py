@@ -413,9 +413,9 @@ def observe_draws(
 
 
 def resume(
-    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int
+    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
 ) -> ResumedSequences:
-    """Pages follow the choice; what else becomes of the slots is returned: others read them yet."""
+    """`steps`: tokens of a whole row. Pages follow the choice; what else becomes of the slots is returned: others read them yet."""
     slot_A, row_A = plan.slot_A, choice.row_A
     ancestor_A, taken_A, cut_A = choice.ancestor_A, choice.count_A, choice.cut_A
     source_A = slot_A[ancestor_A]
@@ -429,7 +429,7 @@ def resume(
     remap_block_table(state.table_SL, slot_A, source_A, state.base_S[slot_A], left_A, tail_AB, plan.columns)
     # The last token of a whole row has not been run, and one that ends an answer never is. That of a shorter row has
     # been; it is run again, on a page of the next round, where no other token is pending.
-    last_A = (taken_A == block) | (~has_bonus_A & (taken_A > 0))
+    last_A = (taken_A == steps) | (~has_bonus_A & (taken_A > 0))
     run_A = taken_A - last_A.long()
     bonus_A, last_token_A = choice.bonus_A.clamp(min=0), tree.tokens_XK[row_A, (taken_A - 1).clamp(min=0)]
     tokens_A2 = torch.stack((torch.where(last_A, last_token_A, bonus_A), bonus_A), 1)

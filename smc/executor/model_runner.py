@@ -160,7 +160,10 @@ class ModelRunner:
 
     def _load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
         """The plan, on the device. Called at work."""
-        return self.stages.keep(plan.key, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
+        here = self.stages.keep(plan.key, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
+        if plan.weights_A is not None:
+            self.stages.run(plan.key, "reweigh", lambda: self.state.reweigh(here))
+        return here
 
     @torch.inference_mode()
     def _decode(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
@@ -200,7 +203,9 @@ class ModelRunner:
         logits_AV = run("pass 0", lambda: drafter.run_pending(here, begun))
         mask_AW = masks.of_particles(plan, here, particles)
         grown = [run("extend 0", lambda: drafter.extend(here, begun, logits_AV, 0, mask_SW=mask_AW))]
-        steps = drafter.shape.block if plan.constraints.every_step or not self.stages.records else 1
+        steps = plan.steps or drafter.shape.block
+        if self.stages.records and not plan.constraints.every_step:
+            steps = 1
         for step in range(1, steps):
             before = grown[-1]
             masks_of_rows = masks.of_rows(plan, here, before.tree, step, particles)

@@ -158,7 +158,7 @@ class RoundOps(Protocol):
         ...
 
     def resume_draft(
-        self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int
+        self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
     ) -> ResumedSequences:
         """See `smc.executor.draft.resume`."""
         ...

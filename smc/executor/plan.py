@@ -213,12 +213,17 @@ class RoundPlan(Generic[Array]):
     """int32 pages for the tokens of branches that are run within the round, branch after branch."""
     biased: int = 0
     """Tokens at most whose logits are changed for a row, of `smc.executor.state.WIDTHS`; 0: of no row."""
+    steps: int | None = None
+    """Tokens that the draft extends every row by; None: all K of a block. Fewer in rounds of exact decoding alone."""
     target_unconditional: UnconditionalRows[Array] | None = None
     """None: no row is guided."""
     penalties: Penalties[Array] | None = None
     """None: no row is penalised."""
     constraints: ConstrainedRows[Array] | None = None
     """None: no row is constrained."""
+    weights_A: Array | None = None
+    """float64 log-weights that particles have had since the last round, as potentials were applied to them; NaN: as the
+    models have them. None: no request has a potential."""
 
     @property
     def branches(self) -> int:
@@ -246,6 +251,7 @@ class RoundPlan(Generic[Array]):
             len(self.slot_A),
             len(self.chain_C),
             self.branches,
+            self.steps,
             self.biased,
             tuple(sorted(self.kinds)),
             *(
@@ -255,6 +261,7 @@ class RoundPlan(Generic[Array]):
             len(self.target_unconditional.index_U) if self.target_unconditional else 0,
             self.penalties is not None,
             (self.constraints.every_step, self.constraints.has_answers) if self.constraints else None,
+            self.weights_A is not None,
         )
 
     def unconditional_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
@@ -288,6 +295,7 @@ class RoundPlan(Generic[Array]):
             ),
             draft_distribution=DistributionSpec(**parts["draft_distribution"], active=self.draft_distribution.active),
             biased=self.biased,
+            steps=self.steps,
             target_unconditional=UnconditionalRows(**unconditional) if unconditional else None,
             penalties=Penalties(**penalties) if penalties else None,
             constraints=constraints and replace(cast(Any, constraints), **parts["constraints"]),

@@ -85,8 +85,8 @@ class Drafter:
     None: it has none."""
 
     def draft(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> tuple[DraftedRows, GrownRows]:
-        """Run the pending tokens of every particle, then extend rows by K tokens. The distributions of chains are
-        written to the room for them."""
+        """Run the pending tokens of every particle, then extend rows by K tokens, or as many as the plan says. The
+        distributions of chains are written to the room for them."""
         begun = self.begin(plan, distribution)
         first = self.extend(plan, begun, self.run_pending(plan, begun), 0)
         return self.finish(plan, begun, (first,))
@@ -126,7 +126,7 @@ class Drafter:
     ) -> tuple[DraftedRows, GrownRows]:
         """The steps that are left, and what the target is sent."""
         steps = list(grown)
-        for step in range(len(grown), self.shape.block):
+        for step in range(len(grown), plan.steps or self.shape.block):
             steps.append(self.extend(plan, begun, self.run_rows(plan, begun, steps[-1].tree), step, steps[-1]))
         tree, kept = steps[-1].tree, []
         if PopulationKind.BEST in plan.kinds:
@@ -145,7 +145,7 @@ class Drafter:
         if self.nodes is not None and grown.steps:
             self.ops.keep_nodes(self.nodes, self.state, plan, grown, choice)
         self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
-        next_ = self.ops.resume_draft(self.state, plan, tree, choice, self.shape.block)
+        next_ = self.ops.resume_draft(self.state, plan, tree, choice, plan.steps or self.shape.block)
         self.ops.advance(self.state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
         return DraftReport(next_.lineage, observed_2A)
 

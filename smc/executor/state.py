@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smc.algorithm.expansion import PopulationKind
 from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
 from smc.arrays import to_device
-from smc.executor.plan import SequenceHandoff
+from smc.executor.plan import RoundPlan, SequenceHandoff
 from smc.memory.pages import DUMMY_PAGE
 from smc.stops import START, StopMachine, StopTables
 from smc.types import TensorOptions
@@ -151,6 +152,17 @@ class SlotState:
             for biases in self.biases:
                 biases.set(group.stops, group.machine)
         return slots_N
+
+    def reweigh(self, plan: RoundPlan[Tensor]) -> tuple[()]:
+        """Particles get the log-weights of the plan, where it has any. A distinct particle without weight is none."""
+        if plan.weights_A is None:
+            return ()
+        slot_A, given_A = plan.slot_A, ~torch.isnan(plan.weights_A)
+        lost_A = given_A & plan.has_kind(PopulationKind.DISTINCT) & (plan.weights_A == -torch.inf)
+        self.logw_S[slot_A] = torch.where(given_A, plan.weights_A, self.logw_S[slot_A])
+        self.alive_S[slot_A] = self.alive_S[slot_A] & ~lost_A
+        self.ended_S[slot_A] = self.ended_S[slot_A] | lost_A
+        return ()
 
     @property
     def entries(self) -> SlotEntries:

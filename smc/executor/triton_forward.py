@@ -19,6 +19,8 @@ from smc.attention.step import step_attention
 from smc.executor.forward import Reader, Rows, StaticForward
 from smc.executor.plan import Contexts
 from smc.kernels.experts import experts
+from smc.kernels.int4 import MOST_TOKENS as FEW_INT4_ROWS
+from smc.kernels.int4 import gate_up_int4, linear_int4, multiply_widened
 from smc.kernels.kv_store import store_kv
 from smc.kernels.launch import supports_pdl
 from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
@@ -131,7 +133,7 @@ class TritonForward(StaticForward):
     ) -> Activations:
         """What `matrix` multiplies, or experts do."""
         weight_E = None if norm is None else norm.weight
-        take_in = add_norm if matrix is None or matrix.scale is None else add_norm_rounded
+        take_in = add_norm_rounded if matrix is not None and matrix.is_fp8 else add_norm
         return take_in(x_TE, parts, weight_E, self.model.config.rms_eps, self._pdl, residual)
 
     def _qkv(self, layer: Layer, hidden: Activations) -> Tensor:
@@ -150,6 +152,9 @@ class TritonForward(StaticForward):
     def _gated(self, layer: Layer, hidden: Activations) -> Tensor:
         matrix = layer.gate_up
         if self._few(hidden, matrix):
+            if matrix.group:
+                assert isinstance(hidden, Tensor)
+                return gate_up_int4(hidden, matrix, layer.gelu, self._dtype, self._pdl)
             return gate_up_silu(
                 hidden, matrix.weight, pdl=self._pdl, scale=matrix.scale, dtype=self._dtype, gelu=layer.gelu
             )
@@ -157,15 +162,20 @@ class TritonForward(StaticForward):
 
     def _product(self, x: Activations, matrix: Linear, splits: int | None = None) -> Tensor:
         """x W^T, perhaps as partial sums [S, T, N]. What an FP8 matrix multiplies is rounded, if it has not been."""
-        if matrix.scale is not None and not isinstance(x, QuantisedRows):
+        if matrix.is_fp8 and not isinstance(x, QuantisedRows):
             x = round_rows(x, pdl=self._pdl)
         if self._few(x, matrix):
+            if matrix.group:
+                assert isinstance(x, Tensor)
+                return linear_int4(x, matrix, splits, self._dtype, self._pdl)
             return linear(x, matrix.weight, splits, matrix.bias, self._dtype, pdl=self._pdl, scale_N=matrix.scale)
         return self._by_library(x, matrix)
 
     def _by_library(self, x: Activations, matrix: Linear, out_TN: Tensor | None = None) -> Tensor:
         if isinstance(x, QuantisedRows):
             return matrix.multiply_quantised(x, out_TN).to(self._dtype)
+        if matrix.group:
+            return multiply_widened(x, matrix, out_TN)
         return matrix(x) if out_TN is None else torch.mm(x, matrix.weight.t(), out=out_TN)
 
     def _sum(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
@@ -176,16 +186,18 @@ class TritonForward(StaticForward):
         if matrix.scale is None:
             self._by_library(x_TK, matrix, room_TN)
             return layer.reduce(room_TN)
-        rounded = round_rows(x_TK, pdl=self._pdl)
-        if self._few(rounded, matrix):
-            reduce(self._product(rounded, matrix).view(-1, *room_TN.shape), pdl=self._pdl, out_TN=room_TN)
+        x = round_rows(x_TK, pdl=self._pdl) if matrix.is_fp8 else x_TK
+        if self._few(x, matrix):
+            reduce(self._product(x, matrix).view(-1, *room_TN.shape), pdl=self._pdl, out_TN=room_TN)
         else:
-            self._by_library(rounded, matrix, room_TN)
+            self._by_library(x, matrix, room_TN)
         return layer.reduce(room_TN)
 
     def _few(self, x: Activations, matrix: Linear) -> bool:
         if isinstance(x, QuantisedRows):
             return self._own_fp8 and len(x.value_TK) <= FEW_FP8_ROWS and matrix.in_features % FP8_INPUTS == 0
+        if matrix.group:
+            return self._own_products and len(x) <= FEW_INT4_ROWS
         few = FEW_WIDE_ROWS if self.model.config.hidden_size >= WIDE else FEW_ROWS
         return self._own_products and len(x) <= few and x.dtype != torch.float32
 
@@ -278,7 +290,10 @@ def normalise_whole(layer: Layer, qkv: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _prompt_product(matrix: Linear, x_TK: Tensor) -> Tensor:
-    """What `matrix` returns, with activations rounded in one launch if it is FP8."""
+    """What `matrix` returns, with activations rounded in one launch if it is FP8, and weights widened in one if it is
+    int4."""
+    if matrix.group:
+        return multiply_widened(x_TK, matrix)
     return matrix(x_TK) if matrix.scale is None else matrix.multiply_quantised(round_rows(x_TK)).to(x_TK.dtype)
 
 

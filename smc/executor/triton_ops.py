@@ -295,14 +295,14 @@ class TritonOps(RoundOps):
         )
 
     def resume_draft(
-        self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, block: int
+        self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
     ) -> ResumedSequences:
         out = draft.resume(
             fields_of(PlanTensors, plan),
             fields_of(SlotTensors, state),
             fields_of(GrownTensors, tree),
             choice.all_9A,
-            block,
+            steps,
         )
         end_A, pending_A, text_A = out.numbers_3A
         return ResumedSequences(Lineage(out.path_AW, *out.counts_2A), end_A, out.tokens_AW, pending_A, text_A)

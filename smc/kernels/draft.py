@@ -179,7 +179,7 @@ def pack(
     )  # fmt: skip
 
 
-def resume(plan: PlanTensors, slots: SlotTensors, tree: GrownTensors, choice_9A: Tensor, block: int) -> ResumeOutputs:
+def resume(plan: PlanTensors, slots: SlotTensors, tree: GrownTensors, choice_9A: Tensor, steps: int) -> ResumeOutputs:
     """See `smc.executor.draft.resume`; block tables follow the choice in the same launch."""
     (batch_size, queries), pages = plan.begin_pages_AP.shape, tree.tail_XB.shape[1]
     width, room = min(2, slots.pending_SQ.shape[1]), Room(plan.slot_A.device)
@@ -190,8 +190,8 @@ def resume(plan: PlanTensors, slots: SlotTensors, tree: GrownTensors, choice_9A:
         counts_2A=room.ints(2, batch_size),
     )
     _resume[(batch_size,)](
-        plan, slots, slots.table_SL.stride(0), tree, choice_9A, out, batch_size,
-        K=block, P=queries, B=pages, Q=width, BLOCK_Q=triton.next_power_of_2(width),
+        plan, slots, slots.table_SL.stride(0), tree, choice_9A, out, batch_size, steps,
+        K=tree.tokens_XK.shape[1], P=queries, B=pages, Q=width, BLOCK_Q=triton.next_power_of_2(width),
         BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages), CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
     return out
@@ -357,7 +357,7 @@ def _pack(
 
 @one_variant()
 def _resume(
-    plan, slots, table_stride, tree, choice_9A, out, batch_size,
+    plan, slots, table_stride, tree, choice_9A, out, batch_size, steps,
     K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -374,7 +374,7 @@ def _resume(
     copy_pages(slots.table_SL, table_stride, slot, source, base, kept_end, tail_B, B, BLOCK_B, CHUNK)
     # The last token of a whole row has not been run, and a token that ends an answer is never run. That of a shorter
     # row is run again, where no other token is pending.
-    is_last = (taken == K) | ((has_bonus == 0) & (taken > 0))
+    is_last = (taken == steps) | ((has_bonus == 0) & (taken > 0))
     run = taken - is_last.to(tl.int64)
     left = tl.where(ended, 1, is_last.to(tl.int64) + has_bonus.to(tl.int64))
     text = tl.where(is_last, tl.load(tree.before_X + row), tl.load(of + 7 * batch_size))

@@ -32,9 +32,9 @@ from smc.model.linear import QuantisedRows
 
 MOST_TOKENS = 128
 """Of a program, in FP8."""
-_PROGRAMS = 120
+PROGRAMS = 120
 """Fewest programs that occupy all multiprocessors well enough."""
-_ROOM, _MODEST_ROOM, _SHARED_ROOM = 216 * 1024, 128 * 1024, 110 * 1024
+_ROOM, _MODEST_ROOM, SHARED_ROOM = 216 * 1024, 128 * 1024, 110 * 1024
 """Bytes for what is in flight: of a program that has a multiprocessor to itself, of one that leaves some to what
 comes next, of one of two."""
 
@@ -62,11 +62,11 @@ def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: boo
     wide = outputs >= 64 * 1024 or (gated and outputs >= 24 * 1024)
     block_n = 128 if (wide and tokens <= 64) or 64 < tokens <= 256 else 64
     block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= 8192)
-    splits = 1 if gated else _choose_splits(triton.cdiv(outputs, block_n), inputs // block_k, _PROGRAMS)
+    splits = 1 if gated else choose_splits(triton.cdiv(outputs, block_n), inputs // block_k, PROGRAMS)
     stage_bytes = 2 * block_k * (block_n + token_block_of(tokens, fp8))
     # Two programs share a multiprocessor.
     return ProductTiling(
-        block_n, block_k, splits, 8 if tokens > 64 else 4, stages=max(2, min(6, _SHARED_ROOM // stage_bytes))
+        block_n, block_k, splits, 8 if tokens > 64 else 4, stages=max(2, min(6, SHARED_ROOM // stage_bytes))
     )
 
 
@@ -77,9 +77,9 @@ def _choose_fp8(tokens: int, outputs: int, inputs: int, gated: bool) -> ProductT
     # if no partial sums are needed then.
     wide, many, most = gated or outputs >= 64 * 1024, token_block > 64, token_block == MOST_TOKENS
     if wide:
-        block_n = 256 if most or (many and triton.cdiv(outputs, 256) >= _PROGRAMS) else 128
+        block_n = 256 if most or (many and triton.cdiv(outputs, 256) >= PROGRAMS) else 128
     else:
-        block_n = 128 if most or (many and triton.cdiv(outputs, 64) < _PROGRAMS) else 64
+        block_n = 128 if most or (many and triton.cdiv(outputs, 64) < PROGRAMS) else 64
     tiles = triton.cdiv(outputs, block_n) * triton.cdiv(tokens, token_block)
     one_each = tiles <= MULTIPROCESSORS
     if many:
@@ -87,15 +87,15 @@ def _choose_fp8(tokens: int, outputs: int, inputs: int, gated: bool) -> ProductT
     else:
         largest = 128 if wide and token_block > (32 if one_each else 16) else 256
     block_k = next((size for size in (256, 128, 64) if inputs % size == 0 and size <= largest), 32)
-    steps, enough = inputs // block_k, _PROGRAMS if many else 192 if token_block == 64 else 96
-    splits = 1 if wide else _choose_splits(tiles, steps, enough)
+    steps, enough = inputs // block_k, PROGRAMS if many else 192 if token_block == 64 else 96
+    splits = 1 if wide else choose_splits(tiles, steps, enough)
     alone = tiles * splits <= MULTIPROCESSORS or block_n == 256
-    room = (_ROOM if many else _MODEST_ROOM) if alone else _SHARED_ROOM
+    room = (_ROOM if many else _MODEST_ROOM) if alone else SHARED_ROOM
     stages = min(room // (block_k * (block_n + token_block)), max(2, steps // splits), 6)
     return ProductTiling(block_n, block_k, splits, 8 if token_block * block_n > 16384 else 4, stages=max(2, stages))
 
 
-def _choose_splits(tiles: int, steps: int, programs: int) -> int:
+def choose_splits(tiles: int, steps: int, programs: int) -> int:
     possible = [splits for splits in range(1, 17) if steps % splits == 0]
     return next((splits for splits in possible if tiles * splits >= programs), possible[-1])
 
@@ -271,7 +271,7 @@ def _launch(
 
 
 @triton.jit
-def _rows(tile, outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+def rows_of_tile(tile, outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     """Rows of the weight that a tile has. Gated: half a tile of gate rows and the same half of up rows, `outputs`
     apart. Past the end it is the last one; what comes of that is not stored."""
     row = tl.arange(0, BLOCK_N)
@@ -290,7 +290,7 @@ def _linear(
     """One tile of outputs over one part of K, of a weight of x's type."""
     tile, split = tl.program_id(1), tl.program_id(2)
     t, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
-    n, start = _rows(tile, outputs, BLOCK_N, GATED), split * (STEPS * BLOCK_K)
+    n, start = rows_of_tile(tile, outputs, BLOCK_N, GATED), split * (STEPS * BLOCK_K)
     if PDL:
         gdc_wait()
     weight_at = weight + n[:, None].to(tl.int64) * inputs + (start + k)[None, :]
@@ -307,9 +307,9 @@ def _linear(
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
         gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
-        _store(gated_product(gate_NT, up_NT, GELU), bias, out, 0, tokens, outputs, HALF, BLOCK_T, False)
+        store_tile(gated_product(gate_NT, up_NT, GELU), bias, out, 0, tokens, outputs, HALF, BLOCK_T, False)
     else:
-        _store(sum_NT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
+        store_tile(sum_NT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
 
 
 @one_variant("x_tiles", "more_tiles", "tiles", "x_scale", "scale", "bias", "out", "outputs")
@@ -394,13 +394,15 @@ def _store_scaled(
     sum_NT *= scale_N[:, None] * x_scale_1T
     if GATED:
         up_NT *= up_scale_N[:, None] * x_scale_1T
-        _store(gated_product(sum_NT, up_NT, GELU), bias, out, t0, tokens, outputs, ROWS, BLOCK_T, False)
+        store_tile(gated_product(sum_NT, up_NT, GELU), bias, out, t0, tokens, outputs, ROWS, BLOCK_T, False)
     else:
-        _store(sum_NT, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, HAS_BIAS)
+        store_tile(sum_NT, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, HAS_BIAS)
 
 
 @triton.jit
-def _store(out_NT, bias, out, t0, tokens, outputs, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr):
+def store_tile(
+    out_NT, bias, out, t0, tokens, outputs, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr
+):
     """A tile of this program's outputs, of tokens from t0 on; the first split's with the bias."""
     t, n = t0 + tl.arange(0, BLOCK_T), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)

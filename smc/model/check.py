@@ -4,16 +4,19 @@ but no weights."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from smc.model.config import ModelConfig, read_quantisation_config
+from smc.model.config import ModelConfig, default_dtype, read_quantisation
 from smc.model.generation_config import sampling_defaults
-from smc.model.safetensors_files import stored_bytes
+from smc.model.parallel import Shard
+from smc.model.quantisation import Int4Quantisation, Quantisation
+from smc.model.safetensors_files import StoredTensor, stored_bytes
 from smc.model.tokenizer import Tokenizer
-from smc.model.weight_map import check_weights, count_parameters
+from smc.model.weight_map import check_weights, count_parameters, int4_formats, rank_bytes, weight_slices
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,13 @@ class ModelReport:
     """Size of the weights on disk."""
     eos_ids: tuple[int, ...] = ()
     """Token ids that end a text."""
+    weights: str = ""
+    """How they are stored: the quantisation, or types."""
+    gpu_dtype: str = "bfloat16"
+    """Type that they are loaded in on a GPU, unless another is given."""
+    rank_bytes: dict[int, int] = field(default_factory=dict)
+    """Degree of tensor parallelism -> bytes of weights that each rank's GPU holds in that type. Degrees that the model
+    cannot be split by are left out."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Sampling settings of requests that leave them out, by name: those of generation_config.json."""
 
@@ -99,13 +109,43 @@ def _check_directory(
 def _report(directory: str | Path) -> ModelReport:
     config = ModelConfig.from_hf(directory)
     stored = check_weights(directory, config)
-    quantisation = read_quantisation_config(directory)
+    quantisation = read_quantisation(directory)
     if quantisation is not None and quantisation.static_inputs:
         logger.warning(
             "%s: static scales of activations are not used; activations stay bfloat16 or get one scale per row",
             directory,
         )
-    return ModelReport(config, count_parameters(config), stored_bytes(stored))
+    if isinstance(quantisation, Int4Quantisation):
+        if quantisation.act_order:
+            logger.warning("%s: int4 with act-order is converted to bfloat16 when it is loaded on a GPU", directory)
+        elif config.num_experts:
+            logger.warning("%s: experts in int4 are converted to bfloat16 when they are loaded", directory)
+    dtype = default_dtype(directory, "cuda")
+    plain = ", ".join(sorted({STORED_NAMES.get(tensor.dtype, tensor.dtype) for tensor in stored.values()}))
+    return ModelReport(
+        config,
+        count_parameters(config),
+        stored_bytes(stored),
+        weights=quantisation.title if quantisation else plain,
+        gpu_dtype=dtype,
+        rank_bytes=_rank_bytes(config, stored, quantisation if dtype == "int4" else None),
+    )
+
+
+STORED_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DEGREES = (1, 2, 4, 8)
+
+
+def _rank_bytes(config: ModelConfig, stored: Mapping[str, StoredTensor], int4: Quantisation | None) -> dict[int, int]:
+    found = {}
+    for degree in DEGREES:
+        shard = Shard(0, degree)
+        try:
+            formats = int4_formats(weight_slices(config, shard), shard, stored, int4) if int4 else {}
+            found[degree] = rank_bytes(config, shard, formats)
+        except ValueError:  # cannot be split so
+            continue
+    return found
 
 
 def _compare(target: Tokenizer, draft: Tokenizer) -> list[str]:

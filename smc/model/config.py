@@ -5,7 +5,6 @@ Unsupported settings are rejected here by name, before any weight is read.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from smc.model.families import BY_ARCHITECTURE, FAMILIES, Family, require
-from smc.model.quantisation import QuantisationConfig
+from smc.model.json_file import read_json
+from smc.model.quantisation import Int4Quantisation, Quantisation, quantisation_of
 
 
 @dataclass(frozen=True)
@@ -175,27 +175,27 @@ _SIZES = {
 """Field name -> published name, for every field that must be a positive integer."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a model directory. Raises ValueError that names the file."""
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; a Hugging Face model directory is needed")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a JSON {type(raw).__name__}; an object is needed")
-    return raw
-
-
-def read_quantisation_config(directory: str | Path) -> QuantisationConfig | None:
-    """The directory's FP8 quantisation; None if its weights are not quantised. Raises ValueError if it is not
+def read_quantisation(directory: str | Path) -> Quantisation | None:
+    """How the directory's weights are quantised; None if its weights are not quantised. Raises ValueError if it is not
     supported."""
     path = Path(directory) / "config.json"
     try:
-        return QuantisationConfig.from_hf(read_json(path).get("quantization_config"))
+        return quantisation_of(read_json(path).get("quantization_config"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def default_dtype(directory: str | Path, device: str) -> str:
+    """The type that a directory's model is loaded in if none is given: float32 on a CPU; on a GPU int4 if it is stored
+    so and our kernels take it, otherwise bfloat16. Says nothing about directories that cannot be read."""
+    if device == "cpu":
+        return "float32"
+    try:
+        quantisation = read_quantisation(directory)
+    except ValueError:
+        return "bfloat16"
+    is_int4 = isinstance(quantisation, Int4Quantisation) and not quantisation.act_order
+    return "int4" if is_int4 else "bfloat16"
 
 
 SAVED_FAMILIES = ("llama", "qwen2", "qwen3")
@@ -213,7 +213,7 @@ def _from_dict(raw: dict[str, Any]) -> ModelConfig:
     require(raw, "attention_bias", family.qkv_bias)
     for field, value in family.inert.items():
         require(raw, field, value)
-    QuantisationConfig.from_hf(raw.get("quantization_config"))  # raises ValueError if not supported
+    quantisation_of(raw.get("quantization_config"))  # raises ValueError if not supported
     num_heads = raw["num_attention_heads"]
     theta, scaling = _rope(raw, family)
     max_context = raw["max_position_embeddings"]

@@ -12,7 +12,7 @@ Axes: T tokens, E hidden size, H query heads, J key/value heads, D head dimensio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from smc.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, YarnRopeScaling
 from smc.model.experts import Experts
 from smc.model.families import SILU
-from smc.model.linear import FP8, Linear, require_fp8
+from smc.model.linear import FP8, INT4, Linear, require_fp8
 from smc.model.parallel import Reduce
+from smc.model.quantisation import Int4Format
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_THD, k_TJD, v_TJD) -> out_THD. q and k are already rotated."""
@@ -82,25 +83,32 @@ class Decoder(nn.Module):
 
     def copy_head(self) -> None:
         """Quantise the embedding into the head, if the head is tied and in FP8. Call after the embedding is loaded."""
-        if self.config.tied_embeddings and self.lm_head.scale is not None:
+        if self.config.tied_embeddings and self.lm_head.is_fp8:
             self.lm_head.quantise_from(self.embed.weight)
 
 
 def empty_decoder(
-    config: ModelConfig, reduce: Reduce | None, dtype: torch.dtype, device: torch.device | str
+    config: ModelConfig,
+    reduce: Reduce | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    int4: Mapping[str, Int4Format] | None = None,
 ) -> Decoder:
-    """A frozen decoder in eval mode with uninitialised weights. `dtype` is one of `smc.model.linear.DTYPES`.
+    """A frozen decoder in eval mode with uninitialised weights. `dtype` is one of `smc.model.linear.DTYPES`. `int4`:
+    how the weights that are held in int4 are, by their parameter's name; only with that type.
 
     In FP8 a tied head gets a matrix of its own, with half the embedding's bytes: a step reads all of the head but only
     a few rows of the embedding. Raises ValueError if the device does not support the type."""
     tied = config.tied_embeddings and dtype != FP8
     with torch.device("meta"):
-        model = Decoder(config, reduce).to(torch.bfloat16 if dtype == FP8 else dtype)
+        model = Decoder(config, reduce).to(torch.bfloat16 if dtype in (FP8, INT4) else dtype)
     if dtype == FP8:
         require_fp8(device)
         for module in model.modules():
             if isinstance(module, Linear):
                 module.to_fp8()
+    for name, held in (int4 or {}).items():
+        cast("Linear", model.get_submodule(name.removesuffix(".weight"))).to_int4(held)
     if tied:
         model.lm_head.register_parameter("weight", None)  # otherwise `_apply` would create two matrices
     # `to_empty` on `meta` tensors makes torch import its symbolic-shape library, which takes as long as importing

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from smc.api.sampling_params import SamplingParams
-from smc.model.config import read_json
+from smc.model.json_file import read_json
 
 GENERATION_CONFIGS = ("auto", "ignore")
 """Whether requests that leave sampling settings out have those of the checkpoint, or the library's."""

@@ -12,7 +12,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from smc.model.config import read_json
+from smc.model.json_file import read_json
 from smc.model.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)

@@ -1,11 +1,14 @@
-"""Linear layers, y = x W^T, with W unquantised or in FP8 (e4m3) with a float32 scale for each output.
+"""Linear layers, y = x W^T, with W unquantised, in FP8 (e4m3) with a float32 scale for each output, or in int4.
 
 FP8: W[n, k] = scale[n] weight[n, k]. Each row of activations is quantised with a scale of its own, so a row's result
 does not depend on the other rows of the batch. Products are taken of FP8 numbers, sums are float32, and the scales are
 applied last. The reference here, the GPU library and our kernels (`smc.kernels.linear`) all compute this; tensor cores
 keep only about 14 bits of their partial sums.
 
-Axes: T tokens, K inputs, N outputs.
+int4 (`smc.model.int4`): activations stay as they are. The reference here widens the weights to the activations' type,
+piece by piece; our kernel (`smc.kernels.int4`) multiplies sums of a group's codes by its scale.
+
+Axes: T tokens, K inputs, N outputs, G groups.
 """
 
 from __future__ import annotations
@@ -18,13 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smc.api.limits import DTYPE_NAMES
+from smc.model.int4 import SCALE_DTYPES, dequantise
+from smc.model.quantisation import PER_WORD, Int4Format
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 """448, the largest FP8 number. Larger values would become NaN."""
-DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16, FP8), strict=True))
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
+DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16, FP8, INT4), strict=True))
 """Types that a model can be loaded in, by name. With FP8, the matrices and the head are FP8; the embedding, norms,
-biases and activations are bfloat16."""
+biases and activations are bfloat16. With int4, the layers' matrices but those of experts are int4, all else is
+bfloat16."""
 PIECE = 1 << 24
 """Weights converted at a time, which bounds the memory of intermediate tensors."""
 DIVISOR = 16
@@ -44,17 +51,36 @@ class QuantisedRows(NamedTuple):
 
 class Linear(nn.Linear):
     """A linear layer: `weight` [N, K] of any type, `scale` [N] in float32 (FP8 weights only), and an optional `bias`
-    [N] of the activations' type."""
+    [N] of the activations' type. In int4 `weight` holds words [N, K/8], `scale` and an optional `zero` are [G, N]."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias)
         self.register_parameter("scale", None)
+        self.register_parameter("zero", None)
+        self.group = 0
+        """Inputs of a group in int4; otherwise 0."""
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.scale is not None and not self.group
 
     def to_fp8(self) -> None:
         """Replace the weight by an uninitialised FP8 weight and scale."""
         outputs, device = self.out_features, self.weight.device
         self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=FP8, device=device), requires_grad=False)
         self.scale = nn.Parameter(torch.empty(outputs, dtype=torch.float32, device=device), requires_grad=False)
+
+    def to_int4(self, held: Int4Format) -> None:
+        """Replace the weight by an uninitialised int4 weight with its scales."""
+        device, groups = self.weight.device, self.in_features // held.group
+
+        def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.group = held.group
+        self.weight = parameter(self.out_features, self.in_features // PER_WORD, dtype=torch.int32)
+        self.scale = parameter(groups, self.out_features, dtype=SCALE_DTYPES[held.scale_dtype])
+        self.zero = parameter(groups, self.out_features, dtype=torch.uint8) if held.zeros else None
 
     def quantise_from(self, weight_NK: Tensor) -> None:
         """Quantise `weight_NK` into this layer's FP8 weight and scale."""
@@ -65,12 +91,22 @@ class Linear(nn.Linear):
         """Some of the weight's rows as numbers of a type."""
         if self.scale is None:
             return self.weight[rows].to(dtype)
+        if self.group:
+            zero_GN = None if self.zero is None else self.zero[:, rows]
+            return dequantise(self.weight[rows], self.scale[:, rows], zero_GN, dtype)
         return (self.weight[rows].float() * self.scale[rows, None]).to(dtype)
 
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.scale is None:
             return super().forward(x_TK)
+        if self.group:
+            return self._multiply_int4(x_TK)
         return self.multiply_quantised(quantise_rows(x_TK)).to(x_TK.dtype)
+
+    def _multiply_int4(self, x_TK: Tensor) -> Tensor:
+        parts = [F.linear(x_TK, self.values(rows, x_TK.dtype)) for rows in pieces(self.out_features, self.in_features)]
+        y_TN = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return y_TN if self.bias is None else y_TN + self.bias
 
     def multiply_quantised(self, x: QuantisedRows, out_TN: Tensor | None = None) -> Tensor:
         """Multiply FP8 activations with this FP8 weight: in bfloat16 by the GPU library if it supports the shape,

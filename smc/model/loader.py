@@ -1,8 +1,8 @@
 """Loads a `Decoder` from a Hugging Face directory and saves it to one. Knows nothing about tokenizers or serving.
 
 Loading streams one piece of a tensor at a time, so the model is never in memory twice. A rank reads only its own shard
-of each tensor, except that FP8 weights are quantised from whole rows, so that scales do not depend on the number of
-ranks."""
+of each tensor, except that FP8 and int4 weights are quantised from whole rows, so that scales do not depend on the
+number of ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from smc.model.config import ModelConfig, read_quantisation_config
+from smc.model.config import ModelConfig, read_quantisation
 from smc.model.decoder import Decoder, empty_decoder
-from smc.model.linear import FP8, pieces, quantise
+from smc.model.int4 import quantise_int4
+from smc.model.linear import FP8, INT4, pieces, quantise
 from smc.model.parallel import WHOLE, Reduce, Shard, local_config
-from smc.model.quantisation import QuantisationConfig
-from smc.model.safetensors_files import SINGLE_FILE, STORED_FP8, TensorReader
-from smc.model.weight_map import WeightSlice, check_weights, weight_slices
+from smc.model.quantisation import GROUP, Codes, Fp8Quantisation, Int4Quantisation, Quantisation
+from smc.model.safetensors_files import SINGLE_FILE, STORED_FP8, StoredTensor, TensorReader
+from smc.model.weight_map import WeightSlice, check_weights, int4_formats, weight_slices
 
 
 def load_model(
@@ -38,6 +39,9 @@ def load_model(
 ) -> Decoder:
     """Read a Hugging Face directory, or one rank's shard of it, into a frozen `Decoder` in eval mode.
 
+    With a dtype of int4, matrices that are stored in int4 are kept, and those of a directory that has none are rounded
+    (`smc.model.int4`); with other types, numbers are converted.
+
     Raises ValueError that names the file or the weight if a tensor is missing, unknown, corrupt, not finite or of the
     wrong shape. A value that is not finite is found only by the ranks that hold it."""
     if shard.degree > 1 and reduce is None:
@@ -45,14 +49,16 @@ def load_model(
     config = ModelConfig.from_hf(directory)
     slices = weight_slices(config, shard)
     stored = check_weights(directory, config)
-    model = empty_decoder(local_config(config, shard), reduce, dtype, device)
+    quantisation = read_quantisation(directory)
+    int4 = int4_formats(slices, shard, stored, quantisation) if dtype == INT4 else None
+    model = empty_decoder(local_config(config, shard), reduce, dtype, device, int4)
     parameters = dict(model.named_parameters())
     if shard.degree > 1:
         for weight in parameters.values():
             weight.zero_()  # parts that no slice covers are padding
     with TensorReader(stored) as files:
-        published = PublishedWeights(files, read_quantisation_config(directory), torch.device(device))
-        for name in sorted(slices, key=lambda name: stored[slices[name].stored_name(name)].file):
+        published = PublishedWeights(files, quantisation, torch.device(device))
+        for name in sorted(slices, key=lambda name: published.file(slices[name].stored_name(name))):
             _load(published, slices[name].stored_name(name), slices[name], parameters)
     model.copy_head()
     return model
@@ -64,44 +70,82 @@ class PublishedWeights:
     tensor."""
 
     files: TensorReader
-    quantisation: QuantisationConfig | None
+    quantisation: Quantisation | None
     device: torch.device
 
-    def values(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        stored = self.files.part(name, part).to(self.device)
-        if stored.dtype != FP8:
-            return stored
-        assert self.quantisation is not None
-        return self.quantisation.values(stored, self._scale(name), *part)
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        return self.files.tensors
 
-    def fp8_rows(self, name: str, rows: slice) -> tuple[Tensor, Tensor]:
-        """Whole rows in FP8 [N, K] and their scales [N]. Rows stored in FP8 are kept, except that weights with a scale
+    def part(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
+        """A stored tensor, or a part of it."""
+        whole = tuple(slice(0, size) for size in self.tensors[name].shape)
+        return self.files.part(name, part or whole).to(self.device)
+
+    def file(self, name: str) -> Path:
+        """The file with a weight, or with the first of the tensors that it is stored as."""
+        if name not in self.tensors:
+            assert isinstance(self.quantisation, Int4Quantisation)
+            name = self.quantisation.codes_name(name)
+        return self.tensors[name].file
+
+    def values(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        if name in self.tensors and self.tensors[name].dtype != STORED_FP8:
+            return self.part(name, part)
+        assert self.quantisation is not None
+        rows, columns = part
+        return self.quantisation.values(self, name, rows, columns)
+
+    def fp8_rows(self, name: str, rows: slice, inputs: int) -> tuple[Tensor, Tensor]:
+        """Whole rows of `inputs` columns in FP8 [N, K] and their scales [N]. Rows stored in FP8 are kept, except that weights with a scale
         per block are quantised again with a scale per row."""
-        tensor = self.files.tensors[name]
-        part = (rows, slice(0, tensor.shape[1]))
-        if tensor.dtype == STORED_FP8 and self.quantisation is not None and not self.quantisation.blocks:
-            return self.files.part(name, part).to(self.device), self.quantisation.scale_of_rows(self._scale(name), rows)
+        part, quantisation = (rows, slice(0, inputs)), self.quantisation
+        is_fp8 = name in self.tensors and self.tensors[name].dtype == STORED_FP8
+        if is_fp8 and isinstance(quantisation, Fp8Quantisation) and not quantisation.blocks:
+            return self.part(name, part), quantisation.rows_scale(self, name, rows)
         return quantise(self.values(name, part))
 
-    def _scale(self, name: str) -> Tensor:
-        assert self.quantisation is not None
-        scale = self.quantisation.scale_name(name)
-        return self.files.part(scale, tuple(slice(0, size) for size in self.files.tensors[scale].shape)).to(self.device)
+    def int4_rows(self, name: str, rows: slice, columns: slice, inputs: int, group: int) -> Codes:
+        """Some columns of rows in int4, in groups of `group` inputs. Rows stored in int4 are kept; others, with
+        `inputs` columns in all, are rounded, in groups of up to `GROUP`."""
+        if isinstance(self.quantisation, Int4Quantisation) and self.quantisation.holds(name, self.tensors):
+            return self.quantisation.codes(self, name, rows, columns, group)
+        whole_group = math.gcd(GROUP, inputs)
+        code_NK, scale_NG, zero_NG = quantise_int4(self.values(name, (rows, slice(0, inputs))), whole_group)
+        group_G = torch.arange(columns.start, columns.stop, group, device=self.device) // whole_group
+        return Codes(code_NK[:, columns], scale_NG[:, group_G], zero_NG[:, group_G])
 
 
 def _load(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
     """`name`: of the tensor in the files."""
     view, (held, *columns) = where.view(parameters), where.part
+    if view.dtype == torch.int32:
+        _load_int4(published, name, where, parameters)
+        return
     for piece in pieces(*view.shape):
         rows = slice(where.first + held.start + piece.start, where.first + held.start + piece.stop)
         if view.dtype == FP8:
-            weight_NK, scale_N = published.fp8_rows(name, rows)
+            weight_NK, scale_N = published.fp8_rows(name, rows, where.axes[1].size)
             _require_finite(name, weight_NK.float(), FP8)
             _require_finite(name, scale_N, FP8)
             where.write_fp8(parameters, piece, weight_NK, scale_N)
         else:
             view[piece].copy_(published.values(name, (rows, *columns)))
             _require_finite(name, view[piece], view.dtype)
+
+
+def _load_int4(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
+    rows, columns = where.axes
+    if not len(columns.held):  # this rank holds only padding
+        return
+    scale_GN = parameters[f"{where.parameter.removesuffix('weight')}scale"]
+    part, group = slice(columns.held.start, columns.held.stop), columns.local_size // len(scale_GN)
+    for piece in pieces(len(rows.held), columns.size):
+        first = where.first + rows.held.start
+        held = slice(first + piece.start, first + piece.stop)
+        codes = published.int4_rows(name, held, part, columns.size, group)
+        _require_finite(name, codes.scale_NG.to(scale_GN.dtype), scale_GN.dtype)
+        where.write_int4(parameters, piece, codes)
 
 
 def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
@@ -115,8 +159,12 @@ def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str,
     """Like `save_model`, with these contents of config.json, which must describe the model."""
     if model.reduce is not None:
         raise ValueError("this decoder is one rank's shard (it has a reduce); only a whole model can be saved")
-    if model.lm_head.scale is not None:
-        raise ValueError("this decoder's weights are FP8, which are not saved; load it as bfloat16")
+    quantised = {torch.int32: "int4", FP8: "FP8"}
+    for weight in model.parameters():
+        if weight.dtype in quantised:
+            raise ValueError(
+                f"this decoder's weights are {quantised[weight.dtype]}, which are not saved; load it as bfloat16"
+            )
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     parameters = dict(model.named_parameters())

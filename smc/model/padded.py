@@ -40,9 +40,10 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from smc.model.config import ModelConfig, read_json
+from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, empty_decoder
-from smc.model.linear import FP8, pieces, quantise
+from smc.model.json_file import read_json
+from smc.model.linear import FP8, INT4, pieces, quantise
 from smc.model.loader import load_model
 from smc.model.parallel import WHOLE, Axis, Reduce, Shard, local_config
 from smc.model.safetensors_files import INDEX_FILE, SINGLE_FILE
@@ -157,6 +158,8 @@ def padded_model(
 ) -> Decoder:
     """`small` padded to `shape`, or one rank's shard of it, created on `device`. Raises ValueError if the shape cannot
     hold it."""
+    if dtype == INT4:
+        raise ValueError("dtype=int4 is not supported for padded models (load=grown); take fp8 or bfloat16")
     weights = PaddedWeights(small, shape)
     model = empty_decoder(local_config(weights.config, shard), reduce, dtype, device)
     parameters = dict(model.named_parameters())

@@ -101,6 +101,8 @@ class NoText(Tokenizer):
         limit: int | None = None,
         tools: Sequence[dict[str, Any]] = (),
         settings: Mapping[str, Any] = MappingProxyType({}),
+        begins_message: bool = True,
+        continues_last: bool = False,
     ) -> list[int]:
         raise ValueError("prompt: a model of random weights has no chat template; allowed: token_ids")
 

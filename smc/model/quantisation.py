@@ -1,33 +1,108 @@
-"""Storage formats of FP8 checkpoints: the `quantization_config` of config.json and the conversion to numbers. Knows
-nothing about files or our models.
+"""Storage formats of quantised checkpoints: the `quantization_config` of config.json, the tensors that a matrix is
+stored as, and the conversion to numbers. Knows nothing about our models.
 
-A published matrix W is stored as e4m3 numbers with scales: W = scale * number. Activations are quantised at run time
-with one scale per row (`smc.model.linear`), so a checkpoint's settings for dynamic activation scales have no effect.
-Static activation scales are ignored with a warning.
+FP8: a matrix W is stored as e4m3 numbers with scales, W = scale * number. Activations are quantised at run time
+with one scale per row (`smc.model.linear`), so a checkpoint's settings for activation scales have no effect; static
+ones are ignored with a warning.
 
-Axes: N outputs, K inputs, B blocks.
+int4: W[n, k] = scale[n, g] (code[n, k] - zero[n, g]), with codes from 0 to 15 and g the group of input k. Eight codes
+are packed into an int32, the first in the lowest bits:
+
+| | codes | zero points | scales |
+| :-- | :-- | :-- | :-- |
+| AWQ (version gemm) | `qweight` [K, N/8], outputs packed as 0 2 4 6 1 3 5 7 | `qzeros` [G, N/8], likewise | `scales` [G, N] |
+| GPTQ | `qweight` [K/8, N], inputs packed | `qzeros` [G, N/8], less 1 unless v2 | `scales` [G, N] |
+| compressed-tensors | `weight_packed` [N, K/8], inputs packed | `weight_zero_point` [N/8, G] | `weight_scale` [N, G] |
+
+With GPTQ's act-order, `g_idx` [K] (`weight_g_idx`) gives the group of each input; otherwise groups are consecutive.
+
+Axes: N outputs, K inputs, B blocks, G groups.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from smc.model.safetensors_files import STORED_DTYPES, STORED_FP8, StoredTensor
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 BLOCK = 128
 """Rows and columns of a block with one scale."""
 SUPPORTED_METHODS = (
-    "compressed-tensors with FP8 weights, symmetric, a scale per channel or per tensor; fp8 with blocks of 128 x 128"
+    "compressed-tensors with FP8 weights (symmetric, a scale per channel, per tensor or per block of 128 x 128) or with "
+    "int4 weights (pack-quantized); fp8 with a scale per tensor or per block of 128 x 128; awq (version gemm) and gptq "
+    "with 4 bits"
 )
-COMPRESSED_TENSORS_FORMATS = ("float-quantized", "naive-quantized")
+WHAT_TO_DO = "take another checkpoint of the model, or its unquantised one"
+PER_WORD = 8
+"""Codes of an int32."""
+SYMMETRIC_ZERO = 8
+"""The zero point where none is stored."""
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which output of eight each code of a word belongs to, from the lowest bits up."""
+GROUP, LEAST_GROUP = 128, 32
+"""Inputs of a group: where weights are rounded when they are loaded, which is also the most that a group has in memory
+(larger ones are held as several with the same scale), and the fewest."""
+PLAIN_ORDER = tuple(range(PER_WORD))
+
+
+class Checkpoint(Protocol):
+    """Reads the tensors of a checkpoint."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    def part(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
+        """A tensor in its stored type, or a part of it."""
+        ...
+
+
+class Expected(NamedTuple):
+    """What a tensor of the files must be."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    """Any of these."""
+    dtypes: tuple[str, ...] = tuple(STORED_DTYPES)
+    """Any of these."""
+
+
+class Int4Format(NamedTuple):
+    """How we hold an int4 matrix (`smc.model.int4`)."""
+
+    group: int
+    """Inputs of a group."""
+    zeros: bool
+    """Whether groups have zero points of their own. Otherwise all are `SYMMETRIC_ZERO`."""
+    scale_dtype: str
+    """Storage type of the scales."""
+
+    def bytes(self, outputs: int, inputs: int) -> int:
+        """Of a matrix."""
+        return outputs * inputs // 2 + outputs * (inputs // self.group) * (STORED_DTYPES[self.scale_dtype] + self.zeros)
+
+
+class Codes(NamedTuple):
+    """Part of an int4 matrix, with groups of consecutive inputs."""
+
+    code_NK: Tensor
+    """0 to 15, int32."""
+    scale_NG: Tensor
+    """float32."""
+    zero_NG: Tensor
+    """0 to 15, int32."""
 
 
 @dataclass(frozen=True)
-class QuantisationConfig:
-    """Storage format of a checkpoint's FP8 weights."""
+class Fp8Quantisation:
+    """Storage format of FP8 weights."""
 
+    title: str
     suffix: str
     """Suffix of the scale's tensor name, which replaces `weight`."""
     blocks: bool
@@ -35,85 +110,387 @@ class QuantisationConfig:
     static_inputs: bool
     """Whether the checkpoint has static activation scales, which are not used."""
 
-    @staticmethod
-    def from_hf(raw: dict[str, Any] | None) -> QuantisationConfig | None:
-        """Parse a `quantization_config`. Raises ValueError that names the unsupported setting."""
-        if not raw:
-            return None
-        method = raw.get("quant_method")
-        if method == "compressed-tensors":
-            return _compressed_tensors(raw)
-        if method == "fp8":
-            _require("fp8", {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}, raw)
-            _require("fp8", {"fmt": "e4m3"}, {"fmt": "e4m3"} | raw)
-            return QuantisationConfig("weight_scale_inv", blocks=True, static_inputs=False)
-        raise ValueError(
-            f"quantization_config: quant_method={method!r} is not supported; supported: {SUPPORTED_METHODS}"
-        )
-
-    def scale_name(self, weight: str) -> str:
-        return weight.removesuffix("weight") + self.suffix
-
     def ignores(self, name: str) -> bool:
         """Whether the tensor is a static activation scale."""
         return self.static_inputs and name.endswith(".input_scale")
 
-    def scale_shapes(self, outputs: int, inputs: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes allowed for the scale of an [outputs, inputs] matrix."""
+    def stored_as(
+        self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]
+    ) -> dict[str, Expected] | None:
+        """Tensors that hold the matrix `name` [N, K]; None if it is not quantised."""
+        if name not in stored or stored[name].dtype != STORED_FP8:
+            return None
+        return {
+            name: Expected((shape,), (*STORED_DTYPES, STORED_FP8)),
+            self._scale_name(name): Expected(self._scale_shapes(*shape)),
+        }
+
+    def rows_scale(self, files: Checkpoint, name: str, rows: slice) -> Tensor:
+        """Scales [N] of the rows, float32. Not for formats with blocks."""
+        assert not self.blocks
+        scale = files.part(self._scale_name(name)).float().flatten()
+        return scale[rows] if len(scale) > 1 else scale.expand(rows.stop - rows.start)
+
+    def values(self, files: Checkpoint, name: str, rows: slice, columns: slice) -> Tensor:
+        """Dequantised float32 weights [N, K] of a part of a quantised matrix."""
+        import torch
+
+        weight_NK = files.part(name, (rows, columns)).float()
+        if not self.blocks:
+            return weight_NK * self.rows_scale(files, name, rows)[:, None]
+        scale = files.part(self._scale_name(name)).float()
+        block_N, block_K = (
+            torch.arange(part.start, part.stop, device=scale.device) // BLOCK for part in (rows, columns)
+        )
+        return weight_NK * scale[block_N[:, None], block_K]
+
+    def _scale_name(self, weight: str) -> str:
+        return weight.removesuffix("weight") + self.suffix
+
+    def _scale_shapes(self, outputs: int, inputs: int) -> tuple[tuple[int, ...], ...]:
         if self.blocks:
             return ((-(-outputs // BLOCK), -(-inputs // BLOCK)),)
         return ((outputs, 1), (outputs,), (1,), ())
 
-    def scale_of_rows(self, scale: Tensor, rows: slice) -> Tensor:
-        """Scales [N] of the rows, float32. `scale` is the whole stored tensor. Not for formats with blocks."""
-        assert not self.blocks
-        scale = scale.float().flatten()
-        return scale[rows] if len(scale) > 1 else scale.expand(rows.stop - rows.start)
 
-    def values(self, weight_NK: Tensor, scale: Tensor, rows: slice, columns: slice) -> Tensor:
-        """Dequantised float32 weights [N, K]. `weight_NK` is the part at `rows` and `columns`; `scale` is the whole
-        stored tensor."""
+@dataclass(frozen=True)
+class Packing:
+    """Names and layout of the tensors that an int4 matrix is stored as."""
+
+    codes: str
+    zeros: str
+    scales: str
+    index: str
+    inputs_first: bool
+    """Whether the axes are [K, N], not [N, K]; of zero points and scales [G, N], not [N, G]."""
+    packs_inputs: bool
+    """Whether eight inputs share a word, not eight outputs. Of zero points, eight outputs always do."""
+    order: tuple[int, ...] = PLAIN_ORDER
+    shape: str = ""
+    """The matrix' own shape, which is not read."""
+
+
+AWQ = Packing("qweight", "qzeros", "scales", "", inputs_first=True, packs_inputs=False, order=AWQ_ORDER)
+GPTQ = Packing("qweight", "qzeros", "scales", "g_idx", inputs_first=True, packs_inputs=True)
+PACK_QUANTIZED = Packing(
+    "weight_packed",
+    "weight_zero_point",
+    "weight_scale",
+    "weight_g_idx",
+    inputs_first=False,
+    packs_inputs=True,
+    shape="weight_shape",
+)
+
+
+@dataclass(frozen=True)
+class Int4Quantisation:
+    """Storage format of int4 weights."""
+
+    method: str
+    packing: Packing
+    group: int | None
+    """Inputs of a group; None: all."""
+    symmetric: bool
+    """Whether all zero points are `SYMMETRIC_ZERO`."""
+    stores_zeros: bool
+    """Whether they are stored. If not, they may be."""
+    act_order: bool = False
+    """Whether any inputs may share a group, as `Packing.index` says."""
+    zero_shift: int = 0
+    """Added to stored zero points."""
+
+    static_inputs = False
+
+    @property
+    def title(self) -> str:
+        groups = f"groups of {self.group}" if self.group else "one group a row"
+        order = ", act-order" if self.act_order else ""
+        return f"{self.method}, {groups}{'' if self.symmetric else ', zero points'}{order}"
+
+    def ignores(self, name: str) -> bool:
+        return False
+
+    def stored_as(
+        self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]
+    ) -> dict[str, Expected] | None:
+        """Tensors that hold the matrix `name` [N, K]; None if it is not quantised. Raises ValueError for a width that
+        groups do not divide."""
+        codes, zeros, scales, index = (self._name(name, part) for part in self._parts)
+        if codes not in stored:
+            return None
+        outputs, inputs = shape
+        groups = self._groups(name, inputs)
+        words = -(-outputs // PER_WORD)
+        packed = (outputs, inputs // PER_WORD) if self.packing.packs_inputs else (words, inputs)
+        expected = {
+            codes: Expected((self._ordered(packed),), ("I32",)),
+            scales: Expected((self._ordered((outputs, groups)),)),
+        }
+        if self.stores_zeros or zeros in stored:
+            expected[zeros] = Expected((self._ordered((words, groups)),), ("I32",))
+        if self.packing.index and (self.act_order or index in stored):
+            expected[index] = Expected(((inputs,),), ("I32", "I64"))
+        if self.packing.shape and (shape_name := self._name(name, self.packing.shape)) in stored:
+            expected[shape_name] = Expected(((2,),), ("I32", "I64"))
+        return expected
+
+    def codes_name(self, name: str) -> str:
+        return self._name(name, self.packing.codes)
+
+    def holds(self, name: str, stored: Mapping[str, StoredTensor]) -> bool:
+        """Whether the matrix is stored so."""
+        return self.codes_name(name) in stored
+
+    def values(self, files: Checkpoint, name: str, rows: slice, columns: slice) -> Tensor:
+        """Dequantised float32 weights [N, K] of a part of a quantised matrix."""
+        code_NK = self._codes(files, name, rows, columns)
+        scale_NG, zero_NG = self._scales(files, name, rows), self._zeros(files, name, rows)
+        group_K = self._group_of_inputs(files, name, scale_NG.shape[1], columns, scale_NG.device)
+        return (code_NK - zero_NG[:, group_K]).float() * scale_NG[:, group_K]
+
+    def codes(self, files: Checkpoint, name: str, rows: slice, columns: slice, group: int) -> Codes:
+        """Part of the matrix as it is stored, in groups of `group` inputs, which divides those of the checkpoint and
+        the bounds of `columns`. Raises ValueError if the groups' inputs are not consecutive."""
         import torch
 
-        if not self.blocks:
-            return weight_NK.float() * self.scale_of_rows(scale, rows)[:, None]
-        block_N, block_K = (
-            torch.arange(part.start, part.stop, device=scale.device) // BLOCK for part in (rows, columns)
-        )
-        return weight_NK.float() * scale.float()[block_N[:, None], block_K]
+        scale_NG, zero_NG = self._scales(files, name, rows), self._zeros(files, name, rows)
+        if self.symmetric and bool((zero_NG != SYMMETRIC_ZERO).any()):
+            raise ValueError(
+                f"{name} has zero points other than {SYMMETRIC_ZERO}, and config.json calls it symmetric (sym=true); the "
+                "directory is broken, download it again"
+            )
+        inputs = self._inputs(files, name)
+        of_K = self._group_of_inputs(files, name, scale_NG.shape[1], slice(0, inputs), scale_NG.device)
+        if not torch.equal(of_K, torch.arange(inputs, device=of_K.device) // (inputs // scale_NG.shape[1])):
+            raise ValueError(
+                f"{name}: its groups are not of consecutive inputs (GPTQ's act-order), which the kernels of dtype=int4 "
+                "do not support; take dtype=bfloat16, or a checkpoint with desc_act=false"
+            )
+        group_G = of_K[columns.start : columns.stop : group]
+        return Codes(self._codes(files, name, rows, columns), scale_NG[:, group_G], zero_NG[:, group_G])
+
+    @property
+    def _parts(self) -> tuple[str, str, str, str]:
+        return self.packing.codes, self.packing.zeros, self.packing.scales, self.packing.index
+
+    def scale_dtype(self, name: str, stored: Mapping[str, StoredTensor]) -> str:
+        """Storage type of a quantised matrix' scales."""
+        return stored[self._name(name, self.packing.scales)].dtype
+
+    def group_size(self, inputs: int) -> int:
+        return self.group or inputs
+
+    @staticmethod
+    def _name(weight: str, part: str) -> str:
+        return weight.removesuffix("weight") + part
+
+    def _ordered(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Of outputs first, as stored."""
+        return shape[::-1] if self.packing.inputs_first else shape
+
+    def _groups(self, name: str, inputs: int) -> int:
+        group = self.group_size(inputs)
+        if inputs % group or inputs % PER_WORD:
+            raise ValueError(
+                f"{name}: {inputs} inputs are not whole groups of {group} and whole words of {PER_WORD}; {WHAT_TO_DO}"
+            )
+        return inputs // group
+
+    def _inputs(self, files: Checkpoint, name: str) -> int:
+        shape = files.tensors[self._name(name, self.packing.codes)].shape
+        axis = 0 if self.packing.inputs_first else 1
+        return shape[axis] * (PER_WORD if self.packing.packs_inputs else 1)
+
+    def _codes(self, files: Checkpoint, name: str, rows: slice, columns: slice) -> Tensor:
+        packed, other = (columns, rows) if self.packing.packs_inputs else (rows, columns)
+        return self._unpacked(files, self.packing.codes, name, packed, other, self.packing.packs_inputs)
+
+    def _zeros(self, files: Checkpoint, name: str, rows: slice) -> Tensor:
+        """Zero points [N, G]."""
+        if self._name(name, self.packing.zeros) not in files.tensors:
+            return self._scales(files, name, rows).int().fill_(SYMMETRIC_ZERO)
+        found = self._unpacked(files, self.packing.zeros, name, rows, slice(None), False)
+        # A zero point of 0 is stored as -1, of which four bits are left.
+        return (found + self.zero_shift) & 15
+
+    def _unpacked(
+        self, files: Checkpoint, part: str, name: str, packed: slice, other: slice, by_inputs: bool
+    ) -> Tensor:
+        """Part [N, K] or [N, G] of a packed tensor; `by_inputs`: its second axis is the packed one."""
+        import torch
+
+        first, end = packed.start // PER_WORD, -(-packed.stop // PER_WORD)
+        words, axis = slice(first, end), int(by_inputs)
+        where = (other, words) if by_inputs else (words, other)
+        packed_NK = files.part(self._name(name, part), where[::-1] if self.packing.inputs_first else where)
+        packed_NK = packed_NK.t() if self.packing.inputs_first else packed_NK
+        positions = sorted(range(PER_WORD), key=self.packing.order.__getitem__)
+        shift_8 = 4 * torch.tensor(positions, dtype=torch.int32, device=packed_NK.device)
+        shifts = shift_8 if by_inputs else shift_8[:, None]
+        codes = ((packed_NK.unsqueeze(axis + 1) >> shifts) & 15).flatten(axis, axis + 1)
+        begin = packed.start - first * PER_WORD
+        return codes.narrow(axis, begin, packed.stop - packed.start)
+
+    def _scales(self, files: Checkpoint, name: str, rows: slice) -> Tensor:
+        """Scales [N, G], float32."""
+        where = (slice(None), rows) if self.packing.inputs_first else (rows, slice(None))
+        scale = files.part(self._name(name, self.packing.scales), where).float()
+        return scale.t() if self.packing.inputs_first else scale
+
+    def _group_of_inputs(
+        self, files: Checkpoint, name: str, groups: int, columns: slice, device: torch.device
+    ) -> Tensor:
+        """The group [K] of every input in `columns`."""
+        import torch
+
+        index = self._name(name, self.packing.index)
+        if not self.packing.index or index not in files.tensors:
+            return torch.arange(columns.start, columns.stop, device=device) // (self._inputs(files, name) // groups)
+        group_K = files.part(index, (columns,)).long()
+        if len(group_K) and not 0 <= int(group_K.min()) <= int(group_K.max()) < groups:
+            raise ValueError(
+                f"{index} names groups {int(group_K.min())} to {int(group_K.max())}; the matrix has {groups}: the file "
+                "is broken, download it again"
+            )
+        return group_K
 
 
-def _compressed_tensors(raw: dict[str, Any]) -> QuantisationConfig:
-    if raw.get("format") not in COMPRESSED_TENSORS_FORMATS:
+def local_group(group: int, inputs: int, local_inputs: int) -> int | None:
+    """Inputs of a group where every rank holds `local_inputs` of `inputs`: as many as divide both the checkpoint's
+    groups and the ranks' bounds. None if these are fewer than kernels take."""
+    held = math.gcd(GROUP, group, inputs, local_inputs)
+    return held if held >= LEAST_GROUP else None
+
+
+Quantisation = Fp8Quantisation | Int4Quantisation
+
+
+def quantisation_of(raw: dict[str, Any] | None) -> Quantisation | None:
+    """Parse a `quantization_config`. Raises ValueError that names the unsupported setting and what is supported."""
+    if not raw:
+        return None
+    method = raw.get("quant_method")
+    if method not in _METHODS:
         raise ValueError(
-            f"compressed-tensors of format {raw.get('format')!r} are not supported; supported: {SUPPORTED_METHODS}"
+            f"quantization_config: quant_method={method!r} is not supported; supported: {SUPPORTED_METHODS}; "
+            f"{WHAT_TO_DO}"
+        )
+    return _METHODS[method](raw)
+
+
+def _fp8(raw: dict[str, Any]) -> Quantisation:
+    _require("fp8", {"fmt": "e4m3"}, {"fmt": "e4m3"} | raw)
+    if raw.get("weight_block_size") is None:
+        _allow("fp8", "activation_scheme", ("dynamic", "static"), raw)
+        static = raw["activation_scheme"] == "static"
+        return Fp8Quantisation("FP8, a scale per tensor", "weight_scale", blocks=False, static_inputs=static)
+    _require("fp8", {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}, raw)
+    return Fp8Quantisation("FP8, blocks of 128 x 128", "weight_scale_inv", blocks=True, static_inputs=False)
+
+
+def _awq(raw: dict[str, Any]) -> Quantisation:
+    raw = {"bits": raw.get("w_bit"), "group_size": raw.get("q_group_size"), "version": "gemm", "zero_point": True} | raw
+    _require("awq", {"bits": 4, "version": "gemm"}, raw | {"version": str(raw["version"]).lower()})
+    return Int4Quantisation(
+        "AWQ int4", AWQ, _group("awq", raw["group_size"]), not raw["zero_point"], bool(raw["zero_point"])
+    )
+
+
+def _gptq(raw: dict[str, Any]) -> Quantisation:
+    raw = {"checkpoint_format": "gptq", "lm_head": False, "dynamic": None, "desc_act": False} | raw
+    _require("gptq", {"bits": 4, "lm_head": False}, raw)
+    _require("gptq", {"dynamic": None}, raw | {"dynamic": raw["dynamic"] or None})
+    _allow("gptq", "checkpoint_format", ("gptq", "gptq_v2"), raw)
+    shift = 1 if raw["checkpoint_format"] == "gptq" else 0
+    group = _group("gptq", raw.get("group_size"))
+    return Int4Quantisation("GPTQ int4", GPTQ, group, bool(raw.get("sym", True)), True, bool(raw["desc_act"]), shift)
+
+
+COMPRESSED_FP8, COMPRESSED_INT4 = ("float-quantized", "naive-quantized"), "pack-quantized"
+
+
+def _compressed_tensors(raw: dict[str, Any]) -> Quantisation:
+    if raw.get("format") not in (*COMPRESSED_FP8, COMPRESSED_INT4):
+        raise ValueError(
+            f"compressed-tensors of format {raw.get('format')!r} are not supported; supported: {SUPPORTED_METHODS}; "
+            f"{WHAT_TO_DO}"
         )
     _require("compressed-tensors", {"kv_cache_scheme": None}, {"kv_cache_scheme": None} | raw)
     for field in ("sparsity_config", "transform_config"):
         if raw.get(field) and raw[field].get("format") != "dense":
             raise ValueError(
-                f"compressed-tensors with {field}={raw[field]!r} are not supported; supported: {SUPPORTED_METHODS}"
+                f"compressed-tensors with {field}={raw[field]!r} are not supported; supported: {SUPPORTED_METHODS}; "
+                f"{WHAT_TO_DO}"
             )
     groups = raw.get("config_groups") or {}
     if not groups:
         raise ValueError(f"compressed-tensors without config_groups are not supported; supported: {SUPPORTED_METHODS}")
-    inputs = []
-    for name, group in groups.items():
-        where = f"compressed-tensors, {name}"
-        weights = group.get("weights") or {}
-        _require(f"{where}, weights", {"type": "float", "num_bits": 8, "symmetric": True}, weights)
-        if weights.get("strategy") not in ("channel", "tensor"):
-            raise ValueError(
-                f"{where}, weights: strategy={weights.get('strategy')!r} is not supported; supported: channel, tensor"
-            )
-        if group.get("input_activations"):
-            inputs.append(group["input_activations"])
-            _require(f"{where}, input_activations", {"type": "float", "num_bits": 8}, inputs[-1])
-        _require(where, {"output_activations": None}, {"output_activations": None} | group)
-    return QuantisationConfig("weight_scale", blocks=False, static_inputs=any(not one.get("dynamic") for one in inputs))
+    read = _compressed_int4 if raw["format"] == COMPRESSED_INT4 else _compressed_fp8
+    found = list(dict.fromkeys(read(f"compressed-tensors, {name}", group) for name, group in groups.items()))
+    first, fp8 = found[0], [each for each in found if isinstance(each, Fp8Quantisation)]
+    if len(found) == 1:
+        return first
+    if len({(each.suffix, each.blocks) for each in fp8}) == 1:
+        return replace(fp8[0], static_inputs=any(each.static_inputs for each in fp8))
+    titles = ", ".join(sorted(each.title for each in found))
+    raise ValueError(
+        f"compressed-tensors with config_groups that differ ({titles}) are not supported; supported: one format for all "
+        f"matrices; {WHAT_TO_DO}"
+    )
+
+
+def _compressed_fp8(where: str, group: dict[str, Any]) -> Quantisation:
+    weights = group.get("weights") or {}
+    _require(f"{where}, weights", {"type": "float", "num_bits": 8, "symmetric": True}, weights)
+    _allow(f"{where}, weights", "strategy", ("channel", "tensor", "block"), weights)
+    strategy = weights["strategy"]
+    if strategy == "block":
+        _require(f"{where}, weights", {"block_structure": [BLOCK, BLOCK]}, weights)
+    inputs = group.get("input_activations") or {}
+    if inputs:
+        _require(f"{where}, input_activations", {"type": "float", "num_bits": 8}, inputs)
+    _require(where, {"output_activations": None}, {"output_activations": None} | group)
+    per = "blocks of 128 x 128" if strategy == "block" else f"a scale per {strategy}"
+    static = bool(inputs) and not inputs.get("dynamic")
+    return Fp8Quantisation(f"FP8, {per}", "weight_scale", blocks=strategy == "block", static_inputs=static)
+
+
+def _compressed_int4(where: str, group: dict[str, Any]) -> Quantisation:
+    weights = {"symmetric": True, "actorder": None} | (group.get("weights") or {})
+    _require(f"{where}, weights", {"type": "int", "num_bits": 4}, weights)
+    _allow(f"{where}, weights", "strategy", ("group", "channel"), weights)
+    _allow(f"{where}, weights", "actorder", (None, False, "weight", "static", True, "group", "dynamic"), weights)
+    for field in ("input_activations", "output_activations"):
+        _require(where, {field: None}, {field: None} | group)
+    size = _group(f"{where}, weights", weights.get("group_size") if weights["strategy"] == "group" else -1)
+    act_order = weights["actorder"] in (True, "group", "dynamic")
+    symmetric = bool(weights["symmetric"])
+    return Int4Quantisation("compressed-tensors int4", PACK_QUANTIZED, size, symmetric, not symmetric, act_order)
+
+
+_METHODS = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors}
+
+
+def _group(where: str, size: Any) -> int | None:
+    """`group_size` of a config; None: all inputs are one group."""
+    if size == -1:
+        return None
+    if not isinstance(size, int) or size < LEAST_GROUP or size % LEAST_GROUP:
+        raise ValueError(
+            f"{where}: group_size={size!r} is not supported; supported: multiples of {LEAST_GROUP}, -1; {WHAT_TO_DO}"
+        )
+    return size
 
 
 def _require(where: str, wanted: dict[str, Any], found: dict[str, Any]) -> None:
     for field, value in wanted.items():
-        if found.get(field) != value:
-            raise ValueError(f"{where}: {field}={found.get(field)!r} is not supported; supported: {value!r}")
+        _allow(where, field, (value,), found)
+
+
+def _allow(where: str, field: str, allowed: tuple[Any, ...], found: dict[str, Any]) -> None:
+    if found.get(field) not in allowed:
+        supported = ", ".join(map(repr, allowed))
+        raise ValueError(
+            f"{where}: {field}={found.get(field)!r} is not supported; supported: {supported}; {WHAT_TO_DO}"
+        )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from smc.model.config import read_json
+from smc.model.json_file import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +22,8 @@ STORED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 """Supported unquantised storage types and their bytes per element."""
 STORED_FP8 = "F8_E4M3"
 """Supported quantised storage type. It has 1 byte per element and needs scales."""
+STORED_BYTES = STORED_DTYPES | {STORED_FP8: 1, "I32": 4, "I64": 8}
+"""Bytes per element of all supported types."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def read_headers(directory: str | Path) -> dict[str, StoredTensor]:
 
 
 def stored_bytes(tensors: dict[str, StoredTensor]) -> int:
-    return sum(math.prod(tensor.shape) * (STORED_DTYPES | {STORED_FP8: 1})[tensor.dtype] for tensor in tensors.values())
+    return sum(math.prod(tensor.shape) * STORED_BYTES[tensor.dtype] for tensor in tensors.values())
 
 
 def _weight_files(directory: Path) -> list[Path]:

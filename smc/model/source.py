@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smc.model.check import require_pair
-from smc.model.config import ModelConfig
+from smc.model.config import ModelConfig, default_dtype
 from smc.model.draft_vocab import DraftVocab
 from smc.model.fingerprint import fingerprint
 from smc.model.hub import HubModel
@@ -30,9 +30,13 @@ LOADS = ("files", "random", "grown")
 """Kinds of sources, as the option `--load` names them. `grown` is a padded model (`smc.model.padded`)."""
 
 
-def pair_dtypes(dtype: str, target: str | None, draft: str | None) -> dict[str, str]:
-    """Model role -> name of its type in `smc.model.linear.DTYPES`: `target` or `draft` if given, otherwise `dtype`."""
-    return {ModelRole.TARGET: target or dtype, ModelRole.DRAFT: draft or dtype}
+def pair_dtypes(
+    dtype: str | None, target: str | None, draft: str | None, device: str, directories: tuple[Path, Path]
+) -> dict[str, str]:
+    """Model role -> name of its type in `smc.model.linear.DTYPES`: `target` or `draft` if given, otherwise `dtype` if
+    given, otherwise `default_dtype`."""
+    of_target, of_draft = (dtype or default_dtype(each, device) for each in directories)
+    return {ModelRole.TARGET: target or of_target, ModelRole.DRAFT: draft or of_draft}
 
 
 def name_dtypes(dtypes: dict[str, str]) -> str:

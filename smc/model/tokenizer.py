@@ -20,7 +20,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from smc.api.limits import PromptTooLong
-from smc.model.config import read_json
+from smc.model.json_file import read_json
 
 _SUPPORTED_DECODERS = (
     "ByteLevel (Llama 3, Qwen), or Replace '▁' by ' ' with ByteFallback, Fuse and Strip (sentencepiece)"
@@ -127,9 +127,12 @@ class Tokenizer:
         limit: int | None = None,
         tools: Sequence[dict[str, Any]] = (),
         settings: Mapping[str, Any] = MappingProxyType({}),
+        begins_message: bool = True,
+        continues_last: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, ending where the assistant's next message starts. `settings`: further template
-        variables, by name.
+        variables, by name. Without `begins_message` it ends where the last message does; with `continues_last` it ends
+        inside of that, after its text.
 
         Raises ValueError if the template cannot be rendered, if there are more than `limit` tokens, or for a setting
         with the name of a built-in variable."""
@@ -137,8 +140,9 @@ class Tokenizer:
             raise ValueError(
                 "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
             )
+        begins = begins_message and not continues_last
         # `tools` and `documents` are defined as None by default, as in transformers.
-        fixed = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": True} | self._special
+        fixed = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": begins} | self._special
         if taken := sorted(fixed.keys() & settings.keys()):
             raise ValueError(f"chat_template_kwargs holds {taken[0]}, which the template is given anyway; leave it out")
         try:
@@ -147,6 +151,8 @@ class Tokenizer:
             Exception
         ) as error:  # the template is the model's code and the messages are the caller's, so any exception is possible
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
+        if continues_last:
+            text = _up_to_the_end_of(messages[-1].get("content") or "", text)
         return self.encode(text, add_special=False, limit=limit)
 
     def token(self, token_id: int) -> str | None:
@@ -172,6 +178,17 @@ class Tokenizer:
         }
         assert self._chat_template is not None
         return environment.from_string(self._chat_template)
+
+
+def _up_to_the_end_of(content: str, text: str) -> str:
+    """`text` without what a template writes after its last message; it may strip that message's `content`."""
+    at = text.rfind(content.strip())
+    if not content.strip() or at < 0:
+        raise ValueError(
+            "the chat template does not write the last message's content as it is, so that it cannot be continued"
+        )
+    is_whole = text[at:].startswith(content)
+    return text[: at + len(content if is_whole else content.strip())]
 
 
 def _max_bytes_per_token(tokenizer: tokenizers.Tokenizer, bytes_of: Sequence[bytes]) -> int | None:

@@ -7,15 +7,27 @@ Knows nothing about values. Does not import torch, so that directories can be ch
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from smc.model.config import ModelConfig, read_json, read_quantisation_config
+from smc.model.config import ModelConfig, read_quantisation
+from smc.model.json_file import read_json
 from smc.model.parallel import WHOLE, Axis, Shard, Split
-from smc.model.quantisation import QuantisationConfig
-from smc.model.safetensors_files import STORED_DTYPES, STORED_FP8, StoredTensor, abbreviate, read_headers
+from smc.model.quantisation import (
+    GROUP,
+    LEAST_GROUP,
+    Codes,
+    Expected,
+    Int4Format,
+    Int4Quantisation,
+    Quantisation,
+    local_group,
+)
+from smc.model.safetensors_files import StoredTensor, abbreviate, read_headers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +71,19 @@ class WeightSlice:
         scale = parameters[f"{self.parameter.removesuffix('weight')}scale"].detach()
         self.view(parameters)[rows] = weight_NK[:, self.part[1]]
         scale[self.start + rows.start : self.start + rows.stop] = scale_N
+
+    def write_int4(self, parameters: Mapping[str, Tensor], rows: slice, codes: Codes) -> None:
+        """Write int4 weights of some of the held rows; `codes` has the held columns."""
+        from smc.model.int4 import pack
+
+        base, word_NW = self.parameter.removesuffix("weight"), pack(codes.code_NK)
+        outputs = slice(self.start + rows.start, self.start + rows.stop)
+        parameters[self.parameter].detach()[outputs, : word_NW.shape[1]] = word_NW
+        for name, part_NG in (("scale", codes.scale_NG), ("zero", codes.zero_NG)):
+            if f"{base}{name}" in parameters:
+                parameters[f"{base}{name}"].detach()[: part_NG.shape[1], outputs] = part_NG.t().to(
+                    parameters[f"{base}{name}"].dtype
+                )
 
 
 def weight_slices(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, WeightSlice]:
@@ -141,38 +166,94 @@ def stored_shapes(slices: Mapping[str, WeightSlice]) -> dict[str, tuple[int, ...
     return shapes
 
 
+NOTHING_STORED: Mapping[str, StoredTensor] = MappingProxyType({})
+
+
+def int4_formats(
+    slices: Mapping[str, WeightSlice],
+    shard: Shard,
+    stored: Mapping[str, StoredTensor] = NOTHING_STORED,
+    quantisation: Quantisation | None = None,
+) -> dict[str, Int4Format]:
+    """How a rank holds the matrices that are held in int4, by parameter: those that are stored so, or, if no format
+    of int4 is given, the layers' matrices. Those of experts are not. Raises ValueError if groups cannot be split."""
+    published: defaultdict[str, list[str]] = defaultdict(list)
+    for name, where in slices.items():
+        if where.parameter.startswith("layers.") and len(where.axes) == 2 and ".experts." not in where.parameter:
+            published[where.parameter].append(name)
+    formats = {}
+    for parameter, names in published.items():
+        inputs = slices[names[0]].axes[1]
+        group, zeros, scale_dtype = GROUP, False, "BF16"
+        if isinstance(quantisation, Int4Quantisation):
+            files = [slices[name].stored_name(name) for name in names]
+            if not all(quantisation.holds(name, stored) for name in files):
+                continue
+            group, zeros = quantisation.group_size(inputs.size), not quantisation.symmetric
+            scale_dtype = quantisation.scale_dtype(files[0], stored)
+        held = local_group(group, inputs.size, inputs.local_size)
+        if held is None:
+            raise ValueError(
+                f"dtype=int4: {parameter} has {inputs.size} inputs in groups of {group}, of which each of {shard.degree} "
+                f"ranks holds {inputs.local_size}; ranks must hold whole groups, or whole parts of {LEAST_GROUP} inputs of "
+                "them. Take another degree, or dtype=bfloat16"
+            )
+        formats[parameter] = Int4Format(held, zeros, scale_dtype)
+    return formats
+
+
+def rank_bytes(config: ModelConfig, shard: Shard, int4: Mapping[str, Int4Format]) -> int:
+    """Bytes of a rank's weights in bfloat16, but for those that are held in int4. Padding counts."""
+    total = 0
+    for where in weight_slices(config, shard).values():
+        sizes = [axis.local_size for axis in where.axes]
+        total += (
+            int4[where.parameter].bytes(sizes[0], sizes[1])
+            if where.parameter in int4
+            else PLAIN_BYTES * math.prod(sizes)
+        )
+    return total
+
+
+PLAIN_BYTES = 2
+"""Of a weight in bfloat16."""
+QUANTISED_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+"""Of tensors that only quantised checkpoints have."""
+
+
 def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Compare the safetensors headers with the weights that the model needs. Reads no weights.
 
-    Returns the tensors to load, including the scales of FP8 weights. Raises ValueError that lists missing and unknown
+    Returns the tensors to load, including those that quantised weights are stored as. Raises ValueError that lists missing and unknown
     tensors and wrong shapes and types."""
-    wanted, quantisation = stored_shapes(weight_slices(config)), read_quantisation_config(directory)
+    wanted, quantisation = stored_shapes(weight_slices(config)), read_quantisation(directory)
     stored = {
         name: tensor for name, tensor in read_headers(directory).items() if not _is_ignored(name, config, quantisation)
     }
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = {name: (shape,) for name, shape in wanted.items()}
-    quantised: list[str] = []
-    if quantisation is not None:
-        quantised = [
-            name for name in wanted if name in stored and stored[name].dtype == STORED_FP8 and len(wanted[name]) == 2
-        ]
-        shapes |= {quantisation.scale_name(name): quantisation.scale_shapes(*wanted[name]) for name in quantised}
+    expected: dict[str, Expected] = {}
+    for name, shape in wanted.items():
+        is_matrix = quantisation is not None and len(shape) == 2
+        parts = quantisation.stored_as(name, shape, stored) if quantisation is not None and is_matrix else None
+        expected |= parts or {name: Expected((shape,))}
     problems = []
-    if missing := [name for name in shapes if name not in stored]:
+    if missing := [name for name in expected if name not in stored]:
         problems.append(f"{len(missing)} weights are missing: {abbreviate(missing)}")
         if missing == ["lm_head.weight"] and "tie_word_embeddings" not in read_json(Path(directory) / "config.json"):
             problems.append(
                 'config.json has no tie_word_embeddings; add "tie_word_embeddings": true if the head is the embedding'
             )
-    if unknown := [name for name in stored if name not in shapes]:
+    if unknown := [name for name in stored if name not in expected]:
         problems.append(f"{len(unknown)} weights are unknown to {config.family}: {abbreviate(unknown)}")
-    for name in (name for name in shapes if name in stored):
-        found, allowed = stored[name], shapes[name]
+        if quantisation is None and any(name.endswith(QUANTISED_SUFFIXES) for name in unknown):
+            problems.append(
+                "the weights are quantised, and config.json has no quantization_config; download config.json again"
+            )
+    for name in (name for name in expected if name in stored):
+        found, (allowed, types) = stored[name], expected[name]
         if found.shape not in allowed:
             problems.append(
                 f"{name} has shape {list(found.shape)}, expected {' or '.join(str(list(shape)) for shape in allowed)}"
             )
-        types = [*STORED_DTYPES, *([STORED_FP8] if name in quantised else [])]
         if found.dtype not in types:
             problems.append(f"{name} is stored as {found.dtype}; supported: {', '.join(types)}")
     if problems:
@@ -180,7 +261,7 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Store
     return stored
 
 
-def _is_ignored(name: str, config: ModelConfig, quantisation: QuantisationConfig | None) -> bool:
+def _is_ignored(name: str, config: ModelConfig, quantisation: Quantisation | None) -> bool:
     """Whether the tensor is not loaded: rotary frequencies (old Llama files store them), the head of a tied model, or a
     static activation scale."""
     tied = config.tied_embeddings and name.startswith("lm_head.")

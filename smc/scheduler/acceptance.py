@@ -1,12 +1,16 @@
 """Acceptance of drafted tokens: how often they are the target's own draws, as seen of a request, and what other trees
 would bring.
 
-A token is missing from a tree of N rows with probability about miss rate / N^gain. Knows nothing about latency.
+A token at depth d, after d that were right, is missing from a tree of N rows with probability about miss rate / N^gain;
+each depth has a miss rate of its own. Knows nothing about latency.
+
+Axes: G requests, L numbers of rows, D depths.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +21,9 @@ PRIOR_MISS_RATE = 0.03
 """Miss rate before anything has been seen, that of a good draft: a draft that is never asked cannot be measured."""
 PRIOR_WEIGHT = 4.0
 """Tokens of one row that the prior counts for."""
+UNTRIED = 0.1
+"""Share of a round by which a depth that it did not reach is forgotten: where little is drafted, the rates of deeper
+tokens must be known for long, and yet be doubted at last."""
 PRIOR_RECOVERY = 0.3
 """Share of the rounds in which a block missed a token, and rows ahead from an inner node go on, before anything has been
 seen."""
@@ -28,8 +35,9 @@ class Acceptance:
 
     memory: float
     """Weight that earlier rounds keep after every round."""
-    misses: float = 0.0
-    exposure: float = 0.0
+    misses_D: list[float] = field(default_factory=list)
+    """Of tokens at each depth that was tried, those that were missing."""
+    exposure_D: list[float] = field(default_factory=list)
     """Tokens that were tried, each divided by how much less often its tree of rows misses than one row."""
     broken: float = 0.0
     """Rounds in which a block missed a token (look-ahead)."""
@@ -39,8 +47,16 @@ class Acceptance:
     def count(self, tried: int, missed: bool, rows: int) -> None:
         """Count a round whose tree had so many rows and in which so many tokens were tried: only the last can have been
         missing."""
-        self.misses = self.memory * self.misses + missed
-        self.exposure = self.memory * self.exposure + tried / rows**WIDTH_GAIN
+        new, share = max(0, tried - len(self.misses_D)), rows**-WIDTH_GAIN
+        untried = max(0, len(self.misses_D) - tried)
+        kept_D = [self.memory] * tried + [self.memory**UNTRIED] * untried
+        self.misses_D = [kept * value for kept, value in zip(kept_D, self.misses_D + [0.0] * new)]
+        self.exposure_D = [
+            kept * value + share * (depth < tried)
+            for depth, (kept, value) in enumerate(zip(kept_D, self.exposure_D + [0.0] * new))
+        ]
+        if tried:
+            self.misses_D[tried - 1] += missed
 
     def count_broken(self, recovered: bool) -> None:
         """Count a look-ahead round in which the block missed a token, and whether rows ahead go on."""
@@ -48,14 +64,26 @@ class Acceptance:
 
     def fade(self, share: float) -> None:
         """Keep only this share of what was seen."""
-        self.misses *= share
-        self.exposure *= share
+        self.misses_D = [share * value for value in self.misses_D] if share else []
+        self.exposure_D = [share * value for value in self.exposure_D] if share else []
         self.broken *= share
         self.recovered *= share
 
-    def miss_rate(self, prior: float = PRIOR_MISS_RATE) -> float:
-        """Probability that a token is missing from one row; `prior`: its value where little has been seen."""
-        return (self.misses + prior * PRIOR_WEIGHT) / (self.exposure + PRIOR_WEIGHT)
+    def miss_rates(self, prior_D: Sequence[float] = (PRIOR_MISS_RATE,)) -> tuple[float, ...]:
+        """Probabilities that a token is missing from one row, by depth; below the last, as there. `prior`: likewise,
+        their values where little has been seen. Where a depth is better or worse than its prior, so are those below
+        it, until they have been seen."""
+        rates: list[float] = []
+        ratio = 1.0
+        for depth in range(max(len(self.misses_D), len(prior_D))):
+            misses, exposure = (
+                values_D[depth] if depth < len(values_D) else 0.0 for values_D in (self.misses_D, self.exposure_D)
+            )
+            prior = prior_D[min(depth, len(prior_D) - 1)]
+            rate = (misses + ratio * prior * PRIOR_WEIGHT) / (exposure + PRIOR_WEIGHT)
+            rates.append(rate)
+            ratio = rate / prior if prior else 1.0
+        return tuple(rates)
 
     def recovery(self, prior: float = PRIOR_RECOVERY) -> float:
         """Probability that rows ahead go on after a block that missed a token."""
@@ -63,16 +91,17 @@ class Acceptance:
 
 
 def tokens_a_round(
-    miss_rate_G: np.ndarray, rows_GL: np.ndarray, block: int, lookahead: bool, recovery_G: np.ndarray | float = 0.0
+    miss_rate_GD: np.ndarray, rows_GL: np.ndarray, block: int, lookahead: bool, recovery_G: np.ndarray | float = 0.0
 ) -> np.ndarray:
-    """Tokens that a round confirms on average [G, L], of requests with these miss rates, recoveries and trees of so many
-    rows."""
-    right_GL = 1 - np.minimum(miss_rate_G[:, None] / rows_GL**WIDTH_GAIN, 1.0)
-    reached_GL = sum(right_GL**k for k in range(block))
+    """Tokens that a round of `block` drafted tokens confirms on average [G, L], of requests with these miss rates by
+    depth, recoveries and trees of so many rows."""
+    right_GLD = 1 - np.minimum(miss_rate_GD[:, None, :block] / rows_GL[:, :, None] ** WIDTH_GAIN, 1.0)
+    all_right_GLD = np.cumprod(right_GLD, axis=2)
     if not lookahead:
-        return reached_GL + right_GL**block
+        return 1 + all_right_GLD.sum(2)
     # After a miss, rounds confirm one token each until the target's next token is among the drafted ones.
-    recovery_G1 = np.broadcast_to(recovery_G, miss_rate_G.shape)[:, None]
-    hits_GL = right_GL**block + (1 - right_GL ** (block - 1)) * recovery_G1
-    restarts_GL = (1 - hits_GL) / np.maximum(right_GL, 1e-9)
-    return (reached_GL + restarts_GL) / (1 + restarts_GL)
+    recovery_G1 = np.broadcast_to(recovery_G, len(miss_rate_GD))[:, None]
+    before_last_GL = all_right_GLD[:, :, -2] if block > 1 else 1.0
+    hits_GL = all_right_GLD[:, :, -1] + (1 - before_last_GL) * recovery_G1
+    restarts_GL = (1 - hits_GL) / np.maximum(right_GLD[:, :, 0], 1e-9)
+    return (1 + all_right_GLD[:, :, :-1].sum(2) + restarts_GL) / (1 + restarts_GL)

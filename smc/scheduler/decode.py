@@ -33,7 +33,7 @@ from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.acceptance import Acceptance
 from smc.scheduler.draft_exponents import DraftExponents
 from smc.scheduler.methods import Decoding, RoundFacts
-from smc.scheduler.round_plan import Population, RoundPlanner, remap_unconditional_rows
+from smc.scheduler.round_plan import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.stats import EngineStats
@@ -89,8 +89,8 @@ class InFlightStep:
     """Pages that were allocated for each request."""
     exponents: list[float]
     """Of coupled drafting, of each request."""
-    branches: int
-    """F."""
+    size: DraftSize
+    """What is drafted."""
     pending: Pending[RoundOutcome]
 
 
@@ -105,11 +105,11 @@ class RoundScheduler:
         executor: RoundExecutor,
         decoding: Decoding,
         width: int,
-        branches: Callable[[int, int], int] | None = None,
+        decide: DecideSize | None = None,
     ) -> None:
-        """`width`, `branches`: see `RoundPlanner`."""
+        """`width`, `decide`: see `RoundPlanner`."""
         self.config, self.slots, self.memory, self.executor, self.decoding = config, slots, memory, executor, decoding
-        self._planner = RoundPlanner(config, slots, decoding, width, branches)
+        self._planner = RoundPlanner(config, slots, decoding, width, decide)
         self._stats = EngineStats()
         self.acceptance = Acceptance(MEMORY)
         """Of exact decoding, by all requests."""
@@ -127,6 +127,9 @@ class RoundScheduler:
     def wants(self, group: SequenceGroup) -> bool:
         """Whether another round can bring anything, as far as is known before the last one has been read."""
         in_flight = len(group.in_flight)
+        if group.params.potential is not None and (in_flight or group.awaits_potential):
+            # The next round depends on what the potential says of this one.
+            return False
         if group.switches or (in_flight and group.next_rows is not None):
             # How far it is, or which of its slots will be left, is known when that round has been read.
             return False
@@ -148,7 +151,9 @@ class RoundScheduler:
         resized = [group.next_rows is not None for group, _ in given]
         exponents = [group.draft_exponent for group in population.groups]
         round_ = self.executor.round(plan)
-        step = InFlightStep(population, generations, resized, pages, exponents, plan.branches, round_)
+        step = InFlightStep(
+            population, generations, resized, pages, exponents, DraftSize(plan.branches, plan.steps), round_
+        )
         self.queued += time.perf_counter() - begin
         return step
 
@@ -188,13 +193,15 @@ class RoundScheduler:
             population = launched.take(current_G)
         slot_A, source_A = launched.slot_A[index_A], launched.slot_A[result.ancestor_A[index_A]]
         pages = [step.pages[g] for g in current_G]
-        self._count_work(population, step.branches)
+        self._count_work(population, step.size)
         confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
         self._remap_pages(outcome, population, source_A, index_A, pages)
         self._write_tokens(population, result, slot_A, source_A, index_A)
         commit_tokens(slots, population)
         more_G = slots.block_S[population.slot_A[population.first_G]] - confirmed_G
-        self._count(population, self._facts(population, result, index_A, current_G, more_G), result, current_G)
+        self._count(
+            population, self._facts(population, step.size, result, index_A, current_G, more_G), result, current_G
+        )
         if outcome.observed_2A is not None:
             self._observe_draws(population, outcome.observed_2A[:, index_A], [step.exponents[g] for g in current_G])
         self._drop_slots(population, [step.resized[g] for g in current_G], result, index_A)
@@ -228,7 +235,7 @@ class RoundScheduler:
         slots.copy(slot_A[moved_A], source_A[moved_A])
         before_A, count_A = slots.length_S[slot_A] - result.cut_A[index_A], result.count_A[index_A]
         self._write(slots.tokens_SL, slot_A, before_A, result.grown_AQ[index_A])
-        wants_logp = any(p.logprobs for p in population.params)
+        wants_logp = any(p.keeps_logprobs for p in population.params)
         if wants_logp:
             self._write(slots.logp_SL, slot_A, slots.block_S[slot_A] + 1, result.logp_AQ[index_A, :-1])
         slots.length_S[slot_A] = before_A + count_A
@@ -273,19 +280,17 @@ class RoundScheduler:
             self.slots.release_pages(dropped, self.memory.allocators)
             self.slots.release(dropped)
 
-    def _count_work(self, population: Population, branches: int) -> None:
+    def _count_work(self, population: Population, size: DraftSize) -> None:
         """Tokens that the models run in this round, for the particles that were open when it began."""
         slot_A, config, program = population.slot_A, self.config, self.decoding.program
-        open_A = ~self.slots.ended_S[slot_A]
+        open_A, steps = ~self.slots.ended_S[slot_A], size.steps or config.block
         if program is Program.PAIR:
-            target_A = (
-                self.slots.unscored(slot_A) + open_A if config.lookahead else open_A * self.decoding.stride(config)
-            )
+            target_A = self.slots.unscored(slot_A) + open_A if config.lookahead else open_A * (steps + 1)
             any_A = np.logical_or.reduceat(open_A, population.first_G)[population.group_A]
             drafting_A = np.zeros(len(slot_A), dtype=bool)
             for decoding, at in population.by_decoding():
                 drafting_A[at] = decoding.drafting(open_A[at], any_A[at])
-            work = {ModelRole.DRAFT: drafting_A * branches * config.block, ModelRole.TARGET: target_A}
+            work = {ModelRole.DRAFT: drafting_A * size.branches * steps, ModelRole.TARGET: target_A}
         else:
             work = {ModelRole(program.value): open_A * config.block}
         for role, tokens_A in work.items():
@@ -295,12 +300,13 @@ class RoundScheduler:
     def _facts(
         self,
         population: Population,
+        size: DraftSize,
         result: RoundResult[np.ndarray],
         index_A: np.ndarray,
         current_G: np.ndarray,
         confirmed_G: np.ndarray,
     ) -> list[RoundFacts]:
-        ahead, block = self.decoding.ahead(self.config), self.config.block
+        ahead, block = self.decoding.ahead(self.config), size.steps or self.config.block
         open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
         flags = (result.resampled_G, result.collapsed_G, result.hit_G)
         resampled_G, collapsed_G, hit_G = (values_G[current_G].astype(bool) for values_G in flags)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason, Output
@@ -25,6 +26,7 @@ from smc.executor.messages import Pending, Worker
 from smc.executor.plan import Program
 from smc.memory.kv_cache import KVCacheManager
 from smc.model.tokenizer import Tokenizer
+from smc.potentials import Potential, load_potentials
 from smc.scheduler.admission import DuplicateRequest, NoDraft, check_queue
 from smc.scheduler.capacity import check_fits
 from smc.scheduler.decode import MicroBatches, RoundScheduler
@@ -32,11 +34,13 @@ from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.methods import PROGRAMS, Decoding, decoding_of, program_of
 from smc.scheduler.page_forecast import PageForecast
+from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.preemption import Preemption
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.request_state import RequestState
 from smc.scheduler.results import ResultReporter
+from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.stats import EngineStats
@@ -44,6 +48,8 @@ from smc.scheduler.tree_controller import DraftFallback, TreeController
 from smc.scheduler.tree_policy import CostBasedTreePolicy, ParticlePolicy, ShrinkWhenShort, TreePolicy
 from smc.stops import TokenBytes
 from smc.types import ModelRole
+
+NO_POTENTIALS: Mapping[str, Potential] = MappingProxyType({})
 
 
 class Engine:
@@ -62,10 +68,12 @@ class Engine:
         policy: ParticlePolicy | None = None,
         trees: TreePolicy | None = None,
         constraints: Compiler | None = None,
+        potentials: Mapping[str, Potential] = NO_POTENTIALS,
     ) -> None:
         """`pages` are the capacities of both pools; `clock` gives seconds; `policy` and `trees` decide how many
         particles requests of SMC have, and rows those of exact decoding; `constraints` checks those of requests, where
-        that has not been done before."""
+        that has not been done before; `potentials` are those that requests may name, besides those of `config`. Raises
+        ValueError for one that cannot be imported."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self._constraints = constraints
         self.workers, self.executor = workers, executor
@@ -78,20 +86,31 @@ class Engine:
             config, self.slots, self.memory, self.forecast, workers, executor, TokenBytes.of(tokenizer)
         )
         trees = trees or CostBasedTreePolicy(config)
-        batches = {program: self._batches_of(program, trees) for program in PROGRAMS}
+        batches = {program: self._batches_of(program) for program in PROGRAMS}
         self.registry = RequestRegistry(self.slots, self.prefill, batches)
         self.fallback = DraftFallback(self.registry, self.prefill)
+        known = dict(load_potentials(config.potential_paths)) | dict(potentials)
+        self.potentials = PotentialCalls(known, config.potential_timeout, self.slots, tokenizer)
         self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock)
         self.preemption = Preemption(self.registry, self.prefill, self.results, policy or ShrinkWhenShort())
         self.trees = TreeController(trees, batches[Program.PAIR].rounds.acceptance, self.fallback)
         self._clock = clock
         self._numbers = itertools.count()
 
-    def _batches_of(self, program: Program, trees: TreePolicy) -> MicroBatches:
+    def _batches_of(self, program: Program) -> MicroBatches:
         config, is_pair = self.config, program is Program.PAIR
-        branches = (lambda rows, context: trees.branches(rows, context, self.latency)) if is_pair else None
+
+        def decide(groups: Sequence[SequenceGroup], rows: int, context: int) -> DraftSize:
+            return self.trees.draft_size(groups, rows, context, self.latency)
+
         rounds = RoundScheduler(
-            config, self.slots, self.memory, self.executor, PROGRAMS[program], config.width(self.context), branches
+            config,
+            self.slots,
+            self.memory,
+            self.executor,
+            PROGRAMS[program],
+            config.width(self.context),
+            decide if is_pair else None,
         )
         return MicroBatches(rounds, config.cohorts if is_pair else 1)
 
@@ -118,6 +137,8 @@ class Engine:
             )
         if request.params.constraint is not None and self._constraints is not None:
             self._constraints.check(request.params.constraint)
+        if request.params.potential is not None:
+            self.potentials.check(request.params.potential)
         request = self._with_negative_prompt(request)
         check_fits(request, self.config, self.memory.capacity, self.context, self.tokenizer.size)
         params, decoding = request.params, self._decoding_now(request)
@@ -189,6 +210,7 @@ class Engine:
         self.fallback.apply_switches()
         for group in self.prefill.finish(self._clock()):
             self.registry.run(group)
+        self.potentials.follow(self.registry.admitted)
         self.results.report_all()
 
     def run(self, requests: Iterable[Request]) -> Iterator[Output]:
@@ -282,6 +304,7 @@ class Engine:
         )
         stats.spec_alone_rounds = alone.spec_alone_rounds
         memory = self.memory
+        stats.collapses += self.potentials.take_collapses()
         stats.queued = len(self.registry.queue)
         stats.running = len(self.registry.admitted) + self.prefill.num_rescoring
         stats.slots_free = self.slots.num_free

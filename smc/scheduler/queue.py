@@ -17,8 +17,8 @@ from smc.scheduler.slots import Slots
 
 
 class RequestQueue:
-    """Requests that wait to be admitted, the next one first: those that resume from a checkpoint, then the others, each
-    in order of submission."""
+    """Requests that wait to be admitted, the next one first: those that resume from a checkpoint, then the others by
+    their priority, each in order of submission."""
 
     def __init__(self) -> None:
         self._groups: list[SequenceGroup] = []
@@ -74,8 +74,9 @@ class Deadlines:
         return group.submitted + group.params.time_budget, group.number, group
 
 
-def _order(group: SequenceGroup) -> tuple[bool, int]:
-    return group.checkpoint is None, group.number
+def _order(group: SequenceGroup) -> tuple[bool, int, int]:
+    is_new = group.checkpoint is None
+    return is_new, group.request.priority if is_new else 0, group.number
 
 
 class RequestRegistry:
@@ -100,7 +101,7 @@ class RequestRegistry:
 
     def complete(self, group: SequenceGroup) -> bool:
         """It runs, all its particles have ended, and all their tokens are scored."""
-        if not group.is_running:
+        if not group.is_running or group.awaits_potential:
             return False
         return bool(self._slots.ended_S[group.slots].all()) and not self._slots.unscored(group.slots).any()
 

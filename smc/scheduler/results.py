@@ -33,6 +33,9 @@ def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None)
         return 0, ()
     if reason in UNDRAWN:
         return 0, _tokens(group, slots, 0)[: group.streamed]
+    if group.params.answer == "best":
+        particle = _best(group, slots, reason)
+        return particle, _scored(group, slots, reason, particle)
     seed_G, round_G = np.array([group.seed], dtype=np.int64), np.array([group.rounds], dtype=np.int64)
     uniform = uniforms(seed_G, round_G, np.zeros(1, dtype=np.int64), Purpose.FINAL)[0, 0]
     particle = final_draw(torch.from_numpy(group.array(slots, "logw_S")), float(uniform))
@@ -103,6 +106,16 @@ def _particle(group: SequenceGroup, tokens: tuple[int, ...], reason: FinishReaso
     if reason is None:
         reason, _ = group.rules.why(tokens, group.params.max_tokens)
     return Particle(tokens, group.rules.text(tokens), reason, weight)
+
+
+def _best(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> int:
+    """The likeliest particle of those with weight, under the distribution that was asked for; the first of equals."""
+    logw_N, logphi_N = group.array(slots, "logw_S"), group.array(slots, "logphi_S")
+    sizes = [len(_scored(group, slots, reason, n)) for n in range(len(logw_N))]
+    logp_N = np.array([np.nansum(row_L[:size]) for row_L, size in zip(group.array(slots, "logp_SL"), sizes)])
+    score_N = (group.params.alpha or 1.0) * logp_N.astype(np.float64) + logphi_N
+    weighs_N = logw_N > -np.inf if (logw_N > -np.inf).any() else np.ones(len(logw_N), dtype=bool)
+    return int(np.where(weighs_N, score_N, -np.inf).argmax())
 
 
 def _scored(group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int) -> tuple[int, ...]:

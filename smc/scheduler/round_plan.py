@@ -11,6 +11,7 @@ pages of a row, T pages."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -186,6 +187,20 @@ COMMON_KINDS = frozenset({PopulationKind.INDEPENDENT, PopulationKind.DISTINCT, P
 """Rounds of more than one kind count as rounds of all of these, so that few kinds of rounds are captured."""
 
 
+class DraftSize(NamedTuple):
+    """What is drafted in a round."""
+
+    branches: int
+    """F, rows that every row of the batch is continued by."""
+    steps: int | None
+    """Tokens of each; None: all K of a block."""
+
+
+DecideSize = Callable[[Sequence[SequenceGroup], int, int], DraftSize]
+"""Decides what is drafted for these requests, which all have an adaptive tree, in a round of so many rows and tokens of
+context: up to the config's F and K, which other requests have."""
+
+
 class RoundPlanner:
     """Plans rounds of requests of one program."""
 
@@ -195,13 +210,12 @@ class RoundPlanner:
         slots: Slots,
         decoding: Decoding,
         width: int,
-        branches: Callable[[int, int], int] | None = None,
+        decide: DecideSize | None = None,
     ) -> None:
-        """`width`: positions of the models' block tables. `branches`: F of a round of so many rows and tokens of
-        context whose requests all have an adaptive tree, up to the config's, which others have."""
+        """`width`: positions of the models' block tables."""
         self.config, self.slots, self.decoding = config, slots, decoding
         self.shape, self.width = decoding.shape(config), width
-        self._branches = branches
+        self._decide = decide
 
     def plan(self, population: Population, pages: list[RoundPages]) -> RoundPlan[np.ndarray]:
         groups, slots, shape = population.groups, self.slots, self.shape
@@ -223,8 +237,8 @@ class RoundPlanner:
             for role in self.decoding.roles
         }
         begun = own[ModelRole.DRAFT] if ModelRole.DRAFT in own else own[ModelRole.TARGET]
-        decide = self._branches if all(g.adaptive for g in groups) else None
-        branches = decide(size, int(shared_G.sum())) if decide else shape.branches
+        decide = self._decide if all(g.adaptive for g in groups) else None
+        branches, steps = decide(groups, size, int(shared_G.sum())) if decide else DraftSize(shape.branches, None)
         # Pages of branches beyond these are freed with those of branches that are not taken.
         branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(
             total * branches, shape.branch
@@ -271,9 +285,19 @@ class RoundPlanner:
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
             target_unconditional=plan_unconditional_rows(ModelRole.TARGET, population, pages, *beside),
             biased=self._biased(population),
+            steps=steps,
             penalties=_penalties(population, size),
             constraints=_constraints(population, size),
+            weights_A=self._weights(population, size),
         )
+
+    def _weights(self, population: Population, size: int) -> np.ndarray | None:
+        """Weights of requests with a potential, which has changed them since the models knew them."""
+        has_potential_G = np.array([p.potential is not None for p in population.params])
+        if not has_potential_G.any():
+            return None
+        logw_A = self.slots.logw_S[population.slot_A]
+        return padded(np.where(has_potential_G[population.group_A], logw_A, np.nan), size, np.nan)
 
     def _biased(self, population: Population) -> int:
         """Tokens whose logits are changed, at most; 0 once all answers are longer than their `min_tokens`."""

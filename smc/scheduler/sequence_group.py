@@ -91,6 +91,8 @@ class SequenceGroup:
     """Tokens between the committed prefix and the longest particle."""
     log_z: float = 0.0
     """Running log of the estimate of the target's total mass on answers."""
+    weighed: bool = False
+    """Its potential is in the weights that its particles have now."""
     error: str | None = None
     """Why the request fails; the next report ends it."""
     text: TextStream = field(init=False)
@@ -126,6 +128,7 @@ class SequenceGroup:
         """Its particles are in slots, and it takes part in rounds."""
         self._enter(RequestState.RUNNING, {RequestState.PREFILL})
         self.checkpoint = None
+        self.weighed = False
         self.first_token_at = now if self.first_token_at is None else self.first_token_at
 
     def preempt(self, checkpoint: Checkpoint | None = None) -> None:
@@ -233,8 +236,14 @@ class SequenceGroup:
         assert self.state is RequestState.RUNNING, f"a round of a request that is {self.state.value}"
         self.in_flight.append(pages)
 
+    def end_potential(self) -> None:
+        """Its potential is in the weights of its particles."""
+        assert self.state is RequestState.RUNNING and not self.in_flight, "particles that a round changes"
+        self.weighed = True
+
     def end_round(self) -> None:
         self.in_flight.popleft()
+        self.weighed = False
         self.rounds += 1
         self.counters.rounds += 1
         self.counters.alone_rounds += self.alone
@@ -276,6 +285,12 @@ class SequenceGroup:
     @property
     def is_running(self) -> bool:
         return self.state is RequestState.RUNNING
+
+    @property
+    def awaits_potential(self) -> bool:
+        """Its potential is to be asked about its particles before anything else happens to them."""
+        unweighed = self.params.potential is not None and not self.weighed and not self.error
+        return unweighed and self.is_running and not self.in_flight
 
     @property
     def alone(self) -> bool:

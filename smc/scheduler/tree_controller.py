@@ -13,6 +13,7 @@ from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.methods import TARGET_ALONE, Decoding
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
+from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.tree_policy import OtherLoad, TreePolicy, TreeRequest
 
@@ -127,6 +128,12 @@ class TreeController:
                 self._left = EVERY + REST
                 self._change(group, wanted)
 
+    def draft_size(
+        self, groups: Sequence[SequenceGroup], batch_size: int, context: int, costs: LatencyModel | None
+    ) -> DraftSize:
+        """What is drafted in a round of these requests, of so many rows and tokens of context."""
+        return self._policy.draft_size(self._trees(groups), batch_size, context, costs)
+
     def forget(self) -> None:
         """Forget what requests so far have shown of acceptance."""
         self._acceptance.fade(0.0)
@@ -152,11 +159,11 @@ class TreeController:
             self._fallback.fall_back(group)
 
     def _trees(self, groups: Sequence[SequenceGroup]) -> list[TreeRequest]:
-        miss_rate, recovery = self._acceptance.miss_rate(), self._acceptance.recovery()
+        miss_rates, recovery = self._acceptance.miss_rates(), self._acceptance.recovery()
         return [
             TreeRequest(
                 most=group.most_rows,
-                miss_rate=group.acceptance.miss_rate(miss_rate),
+                miss_rates=group.acceptance.miss_rates(miss_rates),
                 context=group.context,
                 rows=group.tree_rows,
                 recovery=group.acceptance.recovery(recovery),

@@ -19,7 +19,7 @@ import numpy as np
 from smc.api.engine_config import EngineConfig
 from smc.scheduler.acceptance import tokens_a_round
 from smc.scheduler.latency_model import LatencyModel
-from smc.scheduler.round_plan import bucket
+from smc.scheduler.round_plan import DraftSize, bucket
 from smc.scheduler.sequence_group import SequenceGroup
 
 
@@ -45,8 +45,8 @@ class TreeRequest:
 
     most: int
     """Rows that the tree may have."""
-    miss_rate: float
-    """Probability that the target's draw is missing from one row: `smc.scheduler.acceptance`."""
+    miss_rates: tuple[float, ...]
+    """Probabilities, by depth, that the target's draw is missing from one row: `Acceptance.miss_rates`."""
     context: int
     """Tokens of the prompt and of the answer so far."""
     rows: int = 0
@@ -93,9 +93,10 @@ class TreePolicy(Protocol):
         only, of which a tree takes one for each row."""
         ...
 
-    def branches(self, batch_size: int, context: int, costs: LatencyModel | None) -> int:
-        """F of a round of so many rows, all of exact decoding, whose requests have so many tokens of context together:
-        at most the config's."""
+    def draft_size(
+        self, trees: Sequence[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
+    ) -> DraftSize:
+        """What is drafted in a round of these requests, of so many rows and tokens of context together."""
         ...
 
 
@@ -151,8 +152,14 @@ class CostBasedTreePolicy:
         drafts = any(tree.rows for tree in trees)
         return alone[: len(trees)] if drafts and SURE * speed_alone > speed else None
 
-    def branches(self, batch_size: int, context: int, costs: LatencyModel | None) -> int:
-        return self._config.branches if costs is None else self._forecast(costs).branches(batch_size, context)
+    def draft_size(
+        self, trees: Sequence[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
+    ) -> DraftSize:
+        if costs is None:
+            return DraftSize(self._config.branches, None)
+        forecast = self._forecast(costs)
+        steps = forecast.steps(trees, batch_size, context)
+        return DraftSize(forecast.branches(batch_size, context), None if steps == self._config.block else steps)
 
     def _forecast(self, costs: LatencyModel) -> ThroughputForecast:
         if self._known is None or self._known[0] is not costs:
@@ -172,24 +179,59 @@ class ThroughputForecast:
         """Tokens a second of all requests, with trees of so many rows."""
         config, rows_G, context_G = self._config, np.array(rows), np.array([tree.context for tree in trees])
         drafted_G = rows_G > 0
-        miss_rate_G, recovery_G = np.array([(tree.miss_rate, tree.recovery) for tree in trees])[drafted_G].T
-        shape = (rows_G[drafted_G][:, None], config.block, config.lookahead)
-        confirmed = tokens_a_round(miss_rate_G, *shape, recovery_G).sum()
+        drafted = [tree for tree, is_drafted in zip(trees, drafted_G) if is_drafted]
         alone = int((~drafted_G).sum()) + beside.target
-        tokens = float(confirmed) + alone * config.block + beside.pair * config.target_tokens
+        tokens = alone * config.block + beside.pair * config.target_tokens
         by_itself = self._by_itself(alone, int(context_G[~drafted_G].sum()) + beside.target_context)
         batch_size = self._padded(int(rows_G.sum()) + beside.pair_rows)
         context = int(context_G[drafted_G].sum()) + beside.pair_context
-        return tokens / (self._seconds(batch_size, context, by_itself, beside.pair > 0) if batch_size else by_itself)
+        if not batch_size:
+            return tokens / by_itself
+        return max(
+            (tokens + float(self._confirmed(drafted, rows_G[drafted_G][:, None], steps).sum()))
+            / self._seconds(batch_size, context, by_itself, steps, beside.pair > 0)
+            for steps in self._levels(beside)
+        )
+
+    def steps(self, trees: Sequence[TreeRequest], batch_size: int, context: int) -> int:
+        """Tokens that a round of the pair should draft of every row: those of the highest throughput."""
+        rows_G1 = np.array([[max(1, tree.rows)] for tree in trees])
+        levels = self._config.block_levels
+        if len(levels) == 1:
+            return levels[0]
+        return max(
+            levels,
+            key=lambda steps: (
+                float(self._confirmed(trees, rows_G1, steps).sum())
+                / self._seconds(batch_size, context, 0.0, steps, mixed=False)
+            ),
+        )
+
+    def _levels(self, beside: OtherLoad) -> tuple[int, ...]:
+        """Tokens that rounds may draft of every row: other methods than exact decoding need all of a block."""
+        return self._config.block_levels[:1] if beside.pair else self._config.block_levels
+
+    def _confirmed(self, trees: Sequence[TreeRequest], rows_GL: np.ndarray, steps: int) -> np.ndarray:
+        """Tokens of the requests that a round confirms [G, L], of trees of so many rows and depth."""
+        if not trees:
+            return np.zeros(rows_GL.shape)
+        rates = [(*tree.miss_rates, *tree.miss_rates[-1:] * steps)[:steps] for tree in trees]
+        recovery_G = np.array([tree.recovery for tree in trees])
+        return tokens_a_round(np.array(rates), rows_GL, steps, self._config.lookahead, recovery_G)
 
     def best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int) -> list[int]:
         """Rows of each tree, at least one, and together as many as there are slots. Rows go to the trees for which they
         bring most tokens, as long as the throughput of all grows."""
+        return max(
+            (self._best(trees, beside, slots, steps) for steps in self._levels(beside)), key=lambda best: best[0]
+        )[1]
+
+    def _best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int, steps: int) -> tuple[float, list[int]]:
+        """Tokens a second, and the rows of each tree, where rows have so many drafted tokens."""
         config, level_L = self._config, np.array(_levels(max(tree.most for tree in trees)))
         most_G1 = np.array([[tree.most] for tree in trees])
         rows_GL = np.minimum(level_L, most_G1)
-        miss_rate_G, recovery_G = np.array([(tree.miss_rate, tree.recovery) for tree in trees]).T
-        tokens_GL = tokens_a_round(miss_rate_G, rows_GL, config.block, config.lookahead, recovery_G)
+        tokens_GL = self._confirmed(trees, rows_GL, steps)
         added_GL, gain_GL = np.diff(rows_GL), np.diff(tokens_GL)
         # A tree grows level by level.
         worth_GL = np.minimum.accumulate(gain_GL / np.maximum(added_GL, 1), axis=1)
@@ -199,17 +241,21 @@ class ThroughputForecast:
         rows_M = rows_M[: max(1, np.searchsorted(rows_M, slots, side="right"))]
         tokens_M = tokens_GL[:, 0].sum() + np.concatenate(([0.0], np.cumsum(gain_GL.flat[order_M])))[: len(rows_M)]
         tokens_M += beside.pair * config.target_tokens + beside.target * config.block
-        speed_M = tokens_M / self._seconds_of_pair(rows_M + beside.pair_rows, trees, beside)
+        speed_M = tokens_M / self._seconds_of_pair(rows_M + beside.pair_rows, trees, beside, steps)
         taken_GL = np.zeros(added_GL.shape, dtype=bool)
         taken_GL.flat[order_M[: int(speed_M.argmax())]] = True
-        return (rows_GL[:, 0] + (added_GL * taken_GL).sum(1)).tolist()
+        return float(speed_M.max()), (rows_GL[:, 0] + (added_GL * taken_GL).sum(1)).tolist()
 
-    def _seconds_of_pair(self, rows_M: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad) -> np.ndarray:
+    def _seconds_of_pair(
+        self, rows_M: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad, steps: int
+    ) -> np.ndarray:
         """Seconds of a round in which all trees are drafted for, by rows of the pair."""
         by_itself = self._by_itself(beside.target, beside.target_context)
         context, mixed = sum(tree.context for tree in trees) + beside.pair_context, beside.pair > 0
         padded_M = [self._padded(rows) for rows in rows_M.tolist()]
-        seconds = {batch_size: self._seconds(batch_size, context, by_itself, mixed) for batch_size in set(padded_M)}
+        seconds = {
+            batch_size: self._seconds(batch_size, context, by_itself, steps, mixed) for batch_size in set(padded_M)
+        }
         return np.array([seconds[batch_size] for batch_size in padded_M])
 
     def _by_itself(self, sequences: int, context: int) -> float:
@@ -221,31 +267,33 @@ class ThroughputForecast:
         where the target is uncertain. On the shipped pair, whose target is not, rounds with F=1 confirm 0 to 2% fewer
         tokens than with F=4 (temperatures 1 to 2, N from 1 to 8; `benchmarks.exactness`)."""
         *levels, least = self._config.branch_levels
-        lean = self.seconds_of_round(batch_size, context, 0.0, least)
-        free = (n for n in levels if self.seconds_of_round(batch_size, context, 0.0, n) <= FREE * lean)
+
+        def seconds(branches: int) -> float:
+            return self.seconds_of_round(batch_size, context, 0.0, DraftSize(branches, None))
+
+        free = (n for n in levels if seconds(n) <= FREE * seconds(least))
         return next(free, least)
 
-    def _seconds(self, batch_size: int, context: int, by_itself: float, mixed: bool) -> float:
+    def _seconds(self, batch_size: int, context: int, by_itself: float, steps: int, mixed: bool) -> float:
         """Seconds from a round of the pair to the next. `mixed`: some rows are of other methods."""
-        return self.seconds_of_round(
-            batch_size, context, by_itself, self._config.branches if mixed else self.branches(batch_size, context)
-        )
+        branches = self._config.branches if mixed else self.branches(batch_size, context)
+        return self.seconds_of_round(batch_size, context, by_itself, DraftSize(branches, steps))
 
-    def seconds_of_round(self, batch_size: int, context: int, by_itself: float, branches: int) -> float:
-        """Seconds of a round of the pair with so many rows, tokens of context and branches, beside which the target
-        decodes other sequences for `by_itself` seconds."""
-        config, costs = self._config, self._costs
-        draft, target = self._models(batch_size, branches)
-        draft += config.block * costs.draft.read * context
+    def seconds_of_round(self, batch_size: int, context: int, by_itself: float, size: DraftSize) -> float:
+        """Seconds of a round of the pair with so many rows and tokens of context, which drafts so much, beside which
+        the target decodes other sequences for `by_itself` seconds."""
+        config, costs, steps = self._config, self._costs, size.steps or self._config.block
+        draft, target = self._models(batch_size, size.branches, steps)
+        draft += steps * costs.draft.read * context
         target += costs.target.read * context + by_itself
         # The target's own sequences run beside the draft's steps in look-ahead only.
         return (max(draft, target) if config.lookahead else draft + target) + costs.round_overhead
 
-    def _models_of(self, batch_size: int, branches: int) -> tuple[float, float]:
+    def _models_of(self, batch_size: int, branches: int, steps: int) -> tuple[float, float]:
         """Seconds of the draft and of the target in a round, without reading contexts."""
         config, draft, target = self._config, self._costs.draft.curve, self._costs.target.curve
-        steps = draft.at(batch_size) + (config.block - 1) * draft.at(batch_size * branches)
-        return steps, target.at(batch_size * config.target_tokens)
+        drafting = draft.at(batch_size) + (steps - 1) * draft.at(batch_size * branches)
+        return drafting, target.at(batch_size * config.target_tokens)
 
 
 def _levels(most: int) -> list[int]:

@@ -104,7 +104,7 @@ def test_what_has_been_answered_before_is_only_timed(smcserve, tmp_path, monkeyp
     assert again.code == 2 and "cannot be resumed: answers was ['float32 on" in again.err
     in_fp8 = solved.read_text().replace('"dtype": "float32"', '"dtype": "fp8"')
     solved.write_text(in_fp8)
-    assert "dtype was 'fp8' and is now 'float32', and FP8 solves other problems" in smcserve(*run).err
+    assert "dtype was 'fp8' and is now 'float32', and FP8 and int4 solve other problems" in smcserve(*run).err
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from smc import demo, probe
 from smc.api import draft_fit
 from smc.api.outputs import Statistics
-from smc.api.sampling_params import Method
+from smc.api.sampling_params import SamplingParams
 from smc.calibration.latency import ONCE
+from smc.model.linear import INT4
 from smc.model.loader import load_model, save_model
+from smc.model.parallel import Shard
+from tests.model.int4 import to_int4
 from tests.model.tiny import save_byte_level, save_tiny
 
 
@@ -105,13 +109,13 @@ def test_generate_says_that_the_draft_does_not_know_the_text(smcserve, brief, mi
 def test_words_about_an_answer():
     def exact(accepted: float, rounds: int, alone: int = 0) -> str | None:
         statistics = Statistics(8, rounds=rounds, alone_rounds=alone, accepted_per_round=1 + accepted)
-        return draft_fit.of_answer(Method.EXACT, statistics, 40)
+        return draft_fit.of_answer(SamplingParams(method="exact"), statistics, 40)
 
     assert "0.10 drafted tokens are accepted a round; --method target is as fast" in (exact(0.1, 10) or "")
     assert exact(0.3, 10) is None and exact(0.0, 3) is None and exact(0.0, 10, alone=8) is None
-    smc = [draft_fit.of_answer(Method.SMC, Statistics(8, rounds=5, log_z=log_z), 20) for log_z in (-20.0, -1.0)]
+    smc = [draft_fit.of_answer(SamplingParams(), Statistics(8, rounds=5, log_z=log_z), 20) for log_z in (-20.0, -1.0)]
     assert smc[0] is not None and "log Z is -1.00 a token" in smc[0] and smc[1] is None
-    assert draft_fit.of_answer(Method.TARGET, Statistics(1, rounds=20), 20) is None
+    assert draft_fit.of_answer(SamplingParams(method="target"), Statistics(1, rounds=20), 20) is None
 
 
 @pytest.mark.parametrize("option", [("--particles", 4), ("--temperature", 0.5), ("--threads", 1)])
@@ -119,3 +123,23 @@ def test_options_of_a_probe_have_no_effect_without_it(smcserve, option):
     ran = smcserve("check", *option)
     assert ran.code == 2 and "have no effect without --probe" in ran.err
     assert "allowed with --probe: above 0" in smcserve("check", "--probe", "--temperature", 0).err
+
+
+def test_quantisation_and_memory_of_ranks(smcserve, tmp_path):
+    """By rank: half of what is split and all of what is not; of int4, codes with their scales."""
+    shape = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 128, "vocab_size": 304}
+    for role in ("target", "draft"):
+        save_byte_level(save_tiny(tmp_path / role, head_dim=32, **shape))
+    to_int4(tmp_path / "target", "awq", 32, symmetric=False)
+    ran = smcserve("check", "--target", tmp_path / "target", "--draft", tmp_path / "draft", "--json")
+    target, draft = (json.loads(ran.out)[role] for role in ("target", "draft"))
+    assert (target["weights"], target["gpu_dtype"]) == ("AWQ int4, groups of 32, zero points", "int4")
+    assert (draft["weights"], draft["gpu_dtype"]) == ("float32", "bfloat16")
+    for role, dtype in (("target", INT4), ("draft", torch.bfloat16)):
+        for degree in (1, 2):
+            model = load_model(tmp_path / role, dtype=dtype, shard=Shard(0, degree), reduce=Tensor.clone)
+            held = sum(weight.nbytes for weight in model.parameters())
+            assert json.loads(ran.out)[role]["rank_bytes"][str(degree)] == held
+    assert target["rank_bytes"].keys() == {"1", "2"}
+    shown = smcserve("check", "--target", tmp_path / "target", "--draft", tmp_path / "draft").out
+    assert "a rank of 2" in shown and "no split" in shown and "AWQ int4" in shown

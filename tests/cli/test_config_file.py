@@ -45,7 +45,7 @@ def test_every_option_of_the_configuration_is_a_key():
     known = {
         field.name for kind in (GatewayConfig, WorkerGroupConfig, EngineConfig) for field in fields(kind)
     } - NOT_OPTIONS
-    assert known | {"no_prefix_cache", "no_page", "ray_address"} == keys_of(ServeOptions).keys()
+    assert known | {"no_prefix_cache", "no_page", "no_http", "ray_address"} == keys_of(ServeOptions).keys()
     assert keys_of(WorkerGroupOptions).keys() | {"overwrite", "seed", "concurrency"} == keys_of(BatchOptions).keys()
 
 
@@ -55,9 +55,15 @@ def test_the_effective_configuration_can_be_given_back(smcserve, file):
     again = smcserve("serve", "--print-config", "--config", file(ran.out))
     assert again.code == 0 and again.out == ran.out
     known = yaml.safe_load(ran.out)
-    assert (known["dtype"], known["cohorts"], known["prefill-chunk"]) == ("bfloat16", 2, 4096)
+    assert (known["dtype"], known["cohorts"], known["prefill-chunk"]) == (None, 2, 4096)
     assert (known["served-model-name"], known["no-prefix-cache"], known["http-port"]) == (["a", "b"], True, 0)
     assert known["no-page"] is True and printed(smcserve)["no-page"] is False
+    assert (printed(smcserve)["http-port"], printed(smcserve)["no-http"]) == (8000, False)
+    closed = smcserve("serve", "--print-config", "--no-http")
+    assert yaml.safe_load(closed.out)["http-port"] is None
+    assert smcserve("serve", "--print-config", "--config", file(closed.out)).out == closed.out
+    both = smcserve("serve", "--print-config", "--no-http", "--http-port", 8001)
+    assert both.code == 2 and "http_port=8001 is given with no_http; leave one out" in both.err
 
 
 def test_a_flag_overrides_the_file(smcserve, file):
@@ -102,7 +108,7 @@ def test_a_file_that_is_not_there(smcserve, tmp_path):
 @pytest.mark.parametrize("text", ["", "# nothing\n", "port: null\n"])
 def test_a_file_may_give_nothing(file, text):
     given = config_file.read(file(text), ServeOptions)
-    assert (worker_group_config(given), gateway_config(given)) == (WorkerGroupConfig(), GatewayConfig())
+    assert (worker_group_config(given), gateway_config(given)) == (WorkerGroupConfig(), GatewayConfig(http_port=8000))
 
 
 def test_batch_reads_one_of_its_own(smcserve, file, tmp_path):

@@ -41,10 +41,10 @@ def test_prompts_are_texts_prompts_and_messages(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(lines) + "\n\n")
     expected = tuple(tokenizer.chat([{"role": "user", "content": question}]))
-    assert _texts(demo.TARGET, file, is_demo=False) == (expected,) * 3
+    assert _texts(demo.TARGET, file, None, is_demo=False) == (expected,) * 3
     file.write_text('{"text": 1}\n')
     with pytest.raises(ValueError, match=r"prompts.txt:1 has neither"):
-        _texts(demo.TARGET, file, is_demo=False)
+        _texts(demo.TARGET, file, None, is_demo=False)
     file.write_text("\n")
     with pytest.raises(ValueError, match="holds no prompts"):
-        _texts(demo.TARGET, file, is_demo=False)
+        _texts(demo.TARGET, file, None, is_demo=False)

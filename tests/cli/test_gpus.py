@@ -25,7 +25,7 @@ def no_start(monkeypatch):
 def test_no_gpu_is_said_before_anything_starts(smcserve, no_start, tmp_path, command):
     lines = tmp_path / "in.jsonl"
     lines.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n')
-    given = (lines, tmp_path / "out.jsonl") if command == "batch" else ("--port", 0)
+    given = (lines, tmp_path / "out.jsonl") if command == "batch" else ("--port", 0, "--no-http")
     ran = smcserve(command, *given, "--device", "cuda", "--target-tp", 2)
     assert (ran.code, ran.err.count("\n")) == (2, 1)
     assert "this machine has no GPUs" in ran.err and NEEDED.format(3, 2, 1) in ran.err

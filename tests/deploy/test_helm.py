@@ -116,7 +116,7 @@ EVERYTHING = {
         "maxQueuePages": 100,
     },
     "gateway": {
-        "httpPort": 8000,
+        "httpPort": 8001,
         "config": {"write-timeout": 60, "served-model-name": ["a", "b"]},
         "terminationGracePeriod": 300,
         "preStopDelay": 0,
@@ -323,14 +323,14 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"router": {"enabled": True}}, "router.enabled=true with topology=cluster, which has one replica a release"),
         (POD | {"router": {"enabled": True}}, "router.controlKeySecret is empty"),
         (
-            ROUTED | {"gateway": {"httpPort": 8000}},
-            "the router has OpenAI's API on router.port=30000",
+            ROUTED | {"gateway": {"httpPort": 8001}},
+            "gateway.httpPort=8001 has no effect with router.enabled=true, whose own port has OpenAI's API,",
         ),
         ({"gateway": {"httpPort": 9400}}, "gateway.metricsPort=9400 is given as gateway.httpPort as well"),
-        ({"gateway": {"httpPort": 0}}, "/gateway/httpPort"),
+        ({"gateway": {"httpPort": -1}}, "/gateway/httpPort"),
         (
-            {"serve": {"enabled": False}, **BATCH, "gateway": {"httpPort": 8000}},
-            "gateway.httpPort=8000 has no effect with serve",
+            {"serve": {"enabled": False}, **BATCH, "gateway": {"httpPort": 8001}},
+            "gateway.httpPort=8001 has no effect with serve",
         ),
         (ROUTED | TLS, "smg speaks plain text to the replicas"),
         (POD | {"router": {"replicas": 3}}, "router.replicas=3 has no effect with router.enabled=false"),

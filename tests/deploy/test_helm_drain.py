@@ -65,7 +65,7 @@ def test_the_network_policy_covers_every_pod():
     }  # fmt: skip
     inside, operator, calls, metrics = policy["ingress"]
     assert selected(objects, inside["from"][0]["podSelector"]["matchLabels"]) == everything and "ports" not in inside
-    assert [port["port"] for rule in (operator, calls, metrics) for port in rule["ports"]] == [8265, 50051, 9400]
+    assert [port["port"] for rule in (operator, calls, metrics) for port in rule["ports"]] == [8265, 50051, 8000, 9400]
 
 
 def test_disruption_budgets_keep_one_pod_of_each_group_and_nothing_that_is_broken():

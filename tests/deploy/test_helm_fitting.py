@@ -129,8 +129,10 @@ def test_routes_lead_to_the_calls():
     (rule,) = of_kind(objects, "Ingress")["spec"]["rules"]
     assert rule["http"]["paths"][0]["backend"]["service"] == {
         "name": "demo-smcserve",
-        "port": {"name": calls[0]["name"]},
+        "port": {"name": calls[1]["name"]},
     }
+    (without,) = of_kind(render(EVERY_OBJECT, {"gateway": {"httpPort": 0}}), "Ingress")["spec"]["rules"]
+    assert without["http"]["paths"][0]["backend"]["service"]["port"] == {"name": calls[0]["name"]}
     assert of_kind(objects, "Ingress")["spec"]["tls"] == [{"secretName": "public", "hosts": ["llm.example"]}]
     (route,) = of_kind(objects, "GRPCRoute")["spec"]["rules"]
     assert route["backendRefs"] == [{"name": "demo-smcserve", "port": calls[0]["port"]}]

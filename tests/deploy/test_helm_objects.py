@@ -27,7 +27,7 @@ def test_a_batch_job_has_no_upgrade_strategy_and_does_not_wait_for_ever():
 def test_metrics_are_not_published_beside_calls(kind):
     services = all_of_kind(render({"service": {"type": kind}}), "Service")
     published = [each["spec"] for each in services.values() if each["spec"]["type"] != "ClusterIP"]
-    assert [[port["port"] for port in spec["ports"]] for spec in published] == [[50051]]
+    assert [[port["port"] for port in spec["ports"]] for spec in published] == [[50051, 8000]]
     (metrics,) = [each["spec"] for each in services.values() if each["spec"]["type"] == "ClusterIP"]
     assert [port["port"] for port in metrics["ports"]] == [9400]
 
@@ -45,19 +45,20 @@ def test_a_load_balancer_is_chosen_and_closed():
 )
 def test_a_proxy_is_told_what_the_port_speaks(layer, protocol):
     """`grpc` means plain text to some: with TLS it would be spoken to in vain."""
-    (port,) = all_of_kind(render(layer), "Service")["demo-smcserve"]["spec"]["ports"]
+    port, _ = all_of_kind(render(layer), "Service")["demo-smcserve"]["spec"]["ports"]
     assert port["appProtocol"] == protocol
 
 
 @pytest.mark.parametrize(("layer", "protocol"), [({}, "http"), (POD, "http"), (TLS, "https")])
-def test_openais_api_has_a_port_where_it_is_wanted(layer, protocol):
+def test_openais_api_has_a_port_unless_it_is_turned_off(layer, protocol):
     """Who may call may call either; what speaks HTTP before the service is led to it; probes stay with gRPC."""
-    wanted = {"gateway": {"httpPort": 8000}, "networkPolicy": {"enabled": True}}
+    wanted = {"networkPolicy": {"enabled": True}}
     outside = {
         "ingress": {"enabled": True, "hosts": ["a.example"]},
         "route": {"enabled": True, "parentRefs": [{"name": "edge"}]},
     }
-    objects, plain = render(layer, wanted, outside), render(layer)
+    objects, plain = render(layer, wanted, outside), render(layer, {"gateway": {"httpPort": 0}})
+    assert "http" not in [port["name"] for port in all_of_kind(plain, "Service")["demo-smcserve"]["spec"]["ports"]]
     assert all_of_kind(objects, "Service")["demo-smcserve"]["spec"]["ports"][1:] == [
         {"name": "http", "port": 8000, "targetPort": 8000, "appProtocol": protocol}
     ]
@@ -68,6 +69,7 @@ def test_openais_api_has_a_port_where_it_is_wanted(layer, protocol):
     )
     lines, plain_lines = (config_of(some, "serve").splitlines() for some in (objects, plain))
     assert [line for line in lines if line not in plain_lines] == ["http-port: 8000"]
+    assert [line for line in plain_lines if line not in lines] == ["no-http: true"]
     probes = ("startupProbe", "readinessProbe", "livenessProbe")
     assert {"name": "http", "containerPort": 8000} in gateway["ports"] and all(
         gateway[probe] == before[probe] for probe in probes

@@ -19,6 +19,8 @@ from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.model.draft_vocab import DraftVocab
+from smc.scheduler.round_plan import DraftSize
+from smc.scheduler.tree_policy import CostBasedTreePolicy
 from smc.stops import TokenBytes
 from tests.executor.test_same_answers import assert_same
 from tests.model.tiny import random_decoder, tiny_config
@@ -121,6 +123,24 @@ def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
     found = answers(local_engine(pair("llama"), config), asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
+
+
+def test_rounds_that_draft_fewer_tokens_are_those_of_the_reference(monkeypatch):
+    """One, two or three of a block of three, in turn."""
+    config, drafted = EngineConfig(form="lockstep", block=3), []
+
+    class InTurn(CostBasedTreePolicy):
+        def draft_size(self, *_given):
+            drafted.append((1, 2, None)[len(drafted) % 3])
+            return DraftSize(1, drafted[-1])
+
+    asked = [request([0, 1, 2], "0", method="exact", particles=3, seed=4, max_tokens=12, ignore_eos=True)]
+    expected = answers(local_engine(pair("llama"), config, trees=InTurn(config)), asked)
+    before, drafted[:] = tuple(drafted), []
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
+    found = answers(local_engine(pair("llama"), config, trees=InTurn(config)), asked)
+    assert_same(expected["0"], found["0"])
+    assert set(before) == set(drafted) == {1, 2, None}
 
 
 @pytest.mark.parametrize("config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda c: c.form)

@@ -28,6 +28,8 @@ from smc.kernels.launch import unspecialized
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
 from smc.scheduler.engine import Engine
+from smc.scheduler.round_plan import DraftSize
+from smc.scheduler.tree_policy import CostBasedTreePolicy
 from tests.executor.test_kernels import KERNELS
 from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.assorted import some_request
@@ -66,6 +68,18 @@ def firsts(calls: list[Call]) -> list[Call]:
     """Of the rounds of each kind the first, for which all that it needs is compiled."""
     of_kind = {args[0].key: number for number, (name, args) in reversed([*enumerate(calls)]) if name == "round"}
     return [call for number, call in enumerate(calls) if call[0] != "round" or of_kind[call[1][0].key] == number]
+
+
+class AnySize(CostBasedTreePolicy):
+    """Drafts as much as costs could decide."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._config, self._draw = config, random.Random(0)
+
+    def draft_size(self, *_given: object) -> DraftSize:
+        config, steps = self._config, self._draw.choice(self._config.block_levels)
+        return DraftSize(self._draw.choice(config.branch_levels), None if steps == config.block else steps)
 
 
 class Variants:
@@ -123,7 +137,8 @@ def _constants_of(kernel: Callable) -> dict[str, bool]:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", FORMS, ids=[config.form for config in FORMS])
 def test_nobody_waits_for_a_compiler(config, monkeypatch):
-    draw, reference = random.Random(config.form), local_engine(pair(torch.float32), config)
+    draw = random.Random(config.form)
+    reference = local_engine(pair(torch.float32), config, trees=AnySize(config))
     before = noted(reference)
     warm_up(reference, (), rare_requests(config, reference.context, VOCAB))
     before, after = [*before], noted(reference)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from loadtest.monitor import parse
+from services.cli.distill import logged_prompts
 from services.client import Message, ServiceError
 from services.launch import supervisor as launch
 from services.launch.config import WorkerGroupConfig
@@ -283,6 +284,27 @@ def test_a_served_request_moves_them(pair):
     assert shown["smc_ess_share_ratio_count"] == rounds[0] + rounds[2], "of distinct particles it says little"
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{service.gateway.metrics_port}/metrics", timeout=1)
+
+
+def test_texts_are_logged_where_that_is_asked_for(pair, caplog, tmp_path):
+    """And a draft can learn from the prompts, of which each counts once."""
+    caplog.set_level(logging.INFO, "smcserve.requests")
+    questions = ['Mia has 12 apples.\n"How many" now?', "2 + 3 = ?"]
+    with serving(pair, log_texts=True) as service, service.client() as client:
+        for question in (*questions, questions[0]):
+            answer = client.generate([Message("user", question)], method="exact", seed=1, max_tokens=8)
+        until(lambda: len(caplog.records) == 3)
+    assert json.loads(caplog.messages[-1])["answer"] == answer.text
+    log = tmp_path / "service.log"
+    log.write_text("Starting {\n" + "".join(f"2026-01-01 12:00:00 INFO {line}\n" for line in caplog.messages))
+    prompts = [tuple(pair.tokenizer.chat([{"role": "user", "content": question}])) for question in questions]
+    assert list(logged_prompts(pair.tokenizer, log)) == prompts
+    log.write_text('{"prompt_ids": [1, 99999]}\n')
+    with pytest.raises(ValueError, match=r"holds token 99999, but the target has .*; it is the log of another model"):
+        logged_prompts(pair.tokenizer, log)
+    log.write_text('{"request_id": "a", "prompt_tokens": 3}\n')
+    with pytest.raises(ValueError, match=r"holds no request with its prompt; allowed: .* log-texts: true"):
+        logged_prompts(pair.tokenizer, log)
 
 
 def test_the_log_has_one_line_a_request(service, caplog):

@@ -33,8 +33,12 @@ from smc.executor.sampling import Coupling, DrawKeys
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
+from smc.kernels.int4 import gate_up_int4, linear_int4, widened
 from smc.memory.kv_pool import KVPool
 from smc.model.decoder import RopeTable
+from smc.model.linear import INT4, Linear
+from smc.model.quantisation import Int4Format
+from smc.model.random_model import random_model
 from smc.philox import Purpose
 from tests.attention.packed import PAGES, Built, Case
 from tests.kernels.rounds import Round
@@ -138,6 +142,24 @@ def passes(family: str) -> None:
         forward(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
 
 
+def int4_passes() -> None:
+    """A pass of a model in int4, and its products with zero points."""
+    case = Case([33, 17], [[(33, 4), (37, 2)], [(17, 1)]], 4, (4, 2), tail=1, padding=0)
+    config = tiny_config("qwen2", hidden_size=256, head_dim=64, num_heads=4, num_kv_heads=2, intermediate_size=256)
+    model, built = random_model(config, dtype=INT4, device=CPU), Built(case)
+    pool, rope = KVPool(config, PAGES, torch.bfloat16, CPU), RopeTable(config, 256)
+    forward = TritonForward(SimpleNamespace(model=model, pool=pool, rope=rope, width=256))
+    where = Rows(
+        *built.tables(), built.start_R, built.count_R, *built.groups(), queries=case.queries, contexts=Contexts.SHORT
+    )
+    forward(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
+    matrix, x_TK = Linear(256, 256), torch.zeros(64, 256, dtype=torch.bfloat16)
+    matrix.to_int4(Int4Format(64, True, "F16"))
+    linear_int4(x_TK, matrix, pdl=True)
+    gate_up_int4(x_TK, matrix, pdl=True)
+    widened(matrix, slice(0, 256), torch.bfloat16)
+
+
 if __name__ == "__main__":
     names: set[str] = set()
     compile_only(names)
@@ -147,4 +169,5 @@ if __name__ == "__main__":
         draft_stages(head, dtype, is_cut)
     for family in ("mistral", "olmo2", "gemma3_text", "qwen3_moe"):
         passes(family)
+    int4_passes()
     print(json.dumps(sorted(names)))

@@ -38,4 +38,6 @@ def test_kernels_of_a_round_compile(tmp_path):
         "_square_sums",
         "_choose",
         "_experts",
+        "_int4",
+        "_widened",
     } <= set(json.loads(run.stdout))

@@ -9,6 +9,8 @@ from services.launch.worker_group import coordinator_spec
 from services.link.connect import Rendezvous
 from smc.api.engine_config import EngineConfig
 from smc.calibration.latency import BRIEF, THOROUGH, Effort
+from tests.model.int4 import to_int4
+from tests.model.tiny import save_tiny
 
 
 @pytest.mark.parametrize("field", ["start_timeout", "link_timeout", "heartbeat"])
@@ -24,10 +26,20 @@ def test_each_model_has_its_own_type():
     assert WorkerGroupConfig(dtype="fp8", draft_dtype="float16").dtypes == {"target": "fp8", "draft": "float16"}
 
 
+def test_a_model_that_is_stored_in_int4_stays_so_on_a_gpu(tmp_path):
+    """Unless a type is given, or its groups are not of consecutive inputs."""
+    for directory, layout, act_order in (("draft", "awq", False), ("ordered", "gptq", True)):
+        to_int4(save_tiny(tmp_path / directory, hidden_size=64), layout, 32, act_order=act_order)
+    of_draft = {"draft": tmp_path / "draft", "target": tmp_path / "ordered"}
+    assert WorkerGroupConfig(device="cuda", **of_draft).dtypes == {"target": "bfloat16", "draft": "int4"}
+    assert WorkerGroupConfig(device="cuda", dtype="fp8", **of_draft).dtypes == {"target": "fp8", "draft": "fp8"}
+    assert WorkerGroupConfig(**of_draft).dtypes == {"target": "float32", "draft": "float32"}
+
+
 @pytest.mark.parametrize("field", ["dtype", "target_dtype", "draft_dtype"])
 def test_types_that_there_are_not(field):
-    with pytest.raises(ValueError, match=f"{field}='int4'; allowed: float32, bfloat16, float16, fp8"):
-        WorkerGroupConfig(**{field: "int4"})
+    with pytest.raises(ValueError, match=f"{field}='int8'; allowed: float32, bfloat16, float16, fp8, int4"):
+        WorkerGroupConfig(**{field: "int8"})
 
 
 @pytest.mark.parametrize("field", ["target_resource", "draft_resource"])

@@ -252,9 +252,9 @@ def test_a_long_prompt_is_matched_in_time():
     cache = PrefixCache(PageAllocator(100_000))
     text_T = np.random.default_rng(0).integers(0, 128_000, 100_000)
     pages_T = cached(cache, text_T)
-    start = time.perf_counter()
+    start = time.process_time()
     assert cache.match(text_T) == (100_000, pages_T[-1])
-    assert time.perf_counter() - start < 0.050
+    assert time.process_time() - start < 0.050
     assert cache.evict(500) == 512
     assert cache.match(text_T)[0] == 100_000 - 512
     cache.clear()

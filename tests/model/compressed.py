@@ -36,7 +36,12 @@ COMPRESSED_TENSORS = {
     },
 }
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-KINDS = ("channel", "tensor", "static", "blocks")
+PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+"""As AutoFP8 writes it."""
+KINDS = ("channel", "tensor", "static", "blocks", "fp8 tensor", "compressed blocks")
+
+
+OF_FP8 = {"blocks": BLOCKS, "fp8 tensor": PER_TENSOR}
 
 
 def by_blocks(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,10 +56,12 @@ def by_blocks(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 def config_of(kind: str, **changes) -> dict:
     """A `quantization_config`; changes are those of the weights' group."""
-    if kind == "blocks":
-        return BLOCKS
+    if kind in OF_FP8:
+        return OF_FP8[kind]
     group = COMPRESSED_TENSORS["config_groups"]["group_0"]
     weights = group["weights"] | {"strategy": "channel" if kind == "channel" else "tensor"}
+    if kind == "compressed blocks":
+        weights |= {"strategy": "block", "block_structure": [128, 128]}
     inputs = {"input_activations": ACTIVATIONS | {"dynamic": False, "strategy": "tensor"}} if kind == "static" else {}
     return COMPRESSED_TENSORS | {"config_groups": {"group_0": group | inputs | {"weights": weights} | changes}}
 
@@ -68,11 +75,11 @@ def compress(directory: Path, kind: str, scale_dtype: torch.dtype = torch.float3
         stored[name] = values[name] = weight
         if "_proj.weight" not in name:
             continue
-        if kind == "blocks":
+        if kind.endswith("blocks"):
             stored[name], scale = by_blocks(weight)
             scale = scale.to(scale_dtype)
             whole = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight), : weight.shape[1]]
-            stored[f"{name}_scale_inv"] = scale
+            stored[f"{name}_scale_inv" if kind == "blocks" else f"{name}_scale"] = scale
         else:
             scale = (weight.abs().amax(1, keepdim=True) if kind == "channel" else weight.abs().max()[None]) / FP8_MAX
             # Not below the exact one, or the largest would be beyond the last number.
@@ -80,7 +87,7 @@ def compress(directory: Path, kind: str, scale_dtype: torch.dtype = torch.float3
             stored[name] = (weight / scale).to(FP8)
             stored[f"{name}_scale"] = scale.to(scale_dtype)
         values[name] = stored[name].float() * whole
-        if kind == "static":
+        if kind in ("static", "fp8 tensor"):
             stored[name.replace("weight", "input_scale")] = torch.ones(1)
     save_file(stored, file, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())

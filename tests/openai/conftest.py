@@ -7,6 +7,7 @@ import pytest
 
 from smc import demo
 from smc.local_engine import ModelPair
+from smc.model.tokenizer import Tokenizer
 from tests.gateway.harness import Service, serving
 
 
@@ -26,6 +27,25 @@ def shared(pair) -> Iterator[Service]:
 def service(shared) -> Iterator[Service]:
     yield shared
     shared.wait_until_free()
+
+
+@pytest.fixture(scope="session")
+def tool_service(pair) -> Iterator[Service]:
+    """Of a model whose chat template reads tools, with calls as Hermes has them, their results and what a system
+    says."""
+    read = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+    read += "{% for m in messages if m.role in ('system', 'tool') %}{{ m.content }}{% endfor %}"
+    read += "{% for m in messages if m.tool_calls %}{{ m.tool_calls }}{% endfor %}"
+    known = (
+        "{% set messages = messages | rejectattr('role', 'in', ['system', 'tool']) | selectattr('content') | list %}"
+    )
+    tokenizer = pair.tokenizer
+    template = read + known + (tokenizer.chat_template or "")
+    changed = Tokenizer(tokenizer._tokenizer, tokenizer.eos_ids, tokenizer._special, template)
+    with serving(
+        ModelPair(pair.target, pair.draft, changed, pair.max_context), http_port=0, served_model_names=("demo",)
+    ) as service:
+        yield service
 
 
 @pytest.fixture(scope="session")

@@ -60,8 +60,8 @@ def test_ids_are_those_that_an_answer_is_made_of(service, client):
         ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens=False; allowed: true"),
         (
             "/tokenize",
-            {"messages": QUESTION, "add_generation_prompt": False},
-            "add_generation_prompt=False; allowed: t",
+            {"messages": QUESTION, "continue_final_message": True},
+            "the last message is of role 'user'; allowed: 'assistant'",
         ),
         ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs=1; allowed: true, false"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model='other'; allowed: 'demo', 'gpt-4o'"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -19,6 +19,8 @@ from smc.api.outputs import Answer
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import ModelPair, local_engine
+from smc.potentials import Potential
+from smc.scheduler.engine import NO_POTENTIALS
 from tests.scheduler.harness import assert_empty
 from tests.scheduler.pairs import tiny_pair, total_variation
 
@@ -35,9 +37,15 @@ power."""
 together = pytest.mark.xdist_group("bank")
 
 
-def population(config: EngineConfig, count: int, pair: ModelPair | None = None, **params: object) -> list[Answer]:
+def population(
+    config: EngineConfig,
+    count: int,
+    pair: ModelPair | None = None,
+    potentials: Mapping[str, Potential] = NO_POTENTIALS,
+    **params: object,
+) -> list[Answer]:
     """Answers of `count` requests that differ in their seed only, with all their particles."""
-    engine = local_engine(pair or tiny_pair(), config)
+    engine = local_engine(pair or tiny_pair(), config, potentials=potentials)
     law = {"max_tokens": LENGTH, "return_particles": True} | params
     requests = (Request(str(seed), PROMPT, SamplingParams(seed=seed, **law)) for seed in range(count))
     found = [output.answer for output in engine.run(requests) if output.answer]

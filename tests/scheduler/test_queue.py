@@ -119,6 +119,30 @@ def test_the_order_of_turns():
     assert turns == [2, 4, 0, 3, 5] and queue.pages == 0 == len(queue)
 
 
+def test_lower_priorities_are_admitted_first():
+    """Those of one priority in order of submission; who was preempted goes before all."""
+    engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
+    running = request(request_id="first", particles=4, seed=1, max_tokens=6, ignore_eos=True)
+    engine.submit(running)
+    engine.step()
+    for name, priority in {"a": 0, "b": 5, "c": -3, "d": 0, "e": -3, "f": 5}.items():
+        engine.submit(replace(running, request_id=name, priority=priority))
+    ended = [output.answer.request_id for _ in range(200) for output in engine.step() if output.answer]
+    assert ended == ["first", "c", "e", "a", "d", "b", "f"]
+    assert_empty(engine)
+    queue, rules = RequestQueue(), StopRules(running.params, tiny_pair().tokenizer)
+    groups = [
+        SequenceGroup(replace(running, priority=p), seed=1, rules=rules, submitted=0.0, number=n, expected={})
+        for n, p in enumerate((7, -1, 3))
+    ]
+    groups[0].checkpoint = Checkpoint({})
+    for group in groups:
+        queue.push(group)
+    assert [group.number for group in queue.groups] == [0, 1, 2]
+    queue.remove(groups[1])
+    assert queue.first is groups[0]
+
+
 def test_deadlines_are_those_of_budgets():
     """Requests of different budgets, and of none, end when their own is used up; one that is answered before is no
     longer looked for."""

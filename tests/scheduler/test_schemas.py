@@ -98,7 +98,7 @@ def test_finished_answers_are_valid(config: EngineConfig):
     assert {reason for _, reason in counts} <= {FinishReason.EOS, FinishReason.LENGTH}
 
 
-MORE = 60
+MORE = 20
 """Schemas of the slow test. 1,000, of both forms and every method, were all valid once: 8,000 answers."""
 
 

@@ -16,6 +16,7 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import LatencyModel
+from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.tree_policy import OtherLoad, TreeRequest
 from tests.scheduler.harness import TokenLedger, answers, assert_empty, check_kv, request, running
@@ -63,8 +64,8 @@ def plain_of(requests: list[Request]) -> list[Request]:
 class AnyRows:
     """A policy that knows nothing."""
 
-    def __init__(self, rng: random.Random, most_branches: int) -> None:
-        self.rng, self.most_branches = rng, most_branches
+    def __init__(self, rng: random.Random, config: EngineConfig) -> None:
+        self.rng, self.config = rng, config
 
     def begin(
         self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
@@ -83,8 +84,12 @@ class AnyRows:
             for tree in trees
         ]
 
-    def branches(self, places: int, context: int, costs: LatencyModel | None) -> int:
-        return self.rng.randint(1, self.most_branches)
+    def draft_size(
+        self, trees: Sequence[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
+    ) -> DraftSize:
+        config = self.config
+        steps = None if config.lookahead else self.rng.choice((None, *range(1, config.block)))
+        return DraftSize(self.rng.randint(1, config.branches), steps)
 
 
 class Turns:
@@ -124,7 +129,7 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     monkeypatch.setattr("smc.scheduler.tree_controller.EVERY", 1)
     monkeypatch.setattr("smc.scheduler.tree_controller.REST", 0)
     engine = small_engine(
-        config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)), trees=AnyRows(rng, config.branches)
+        config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)), trees=AnyRows(rng, config)
     )
     turns = Turns(rng, {} if ahead else {side: TokenLedger(engine, side) for side in ("draft", "target")})
     lives = live(engine, requests, rng, submit=0.9, cancel=0.04, interrupt=0.05, after_step=turns)

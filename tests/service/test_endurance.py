@@ -70,6 +70,7 @@ def test_sigterm_under_load(tmp_path):
         "serve",
         "--port",
         "0",
+        "--no-http",
         "--block",
         "5",
     ]

@@ -12,6 +12,10 @@ from services.client import Client
 pytestmark = pytest.mark.xdist_group("ray")
 
 
+def is_ray(command: list[str]) -> bool:
+    return any(part.startswith("ray::") or "/ray/" in part for part in command)
+
+
 def test_processes_of_ray_are_in_other_sessions(group):
     with Client(group.address) as client:
         assert client.generate("1 + 1 =", seed=1, max_tokens=2).tokens
@@ -20,6 +24,6 @@ def test_processes_of_ray_are_in_other_sessions(group):
     names = {child.pid: child.name() for child in children if child.status() != psutil.STATUS_ZOMBIE}
     assert {"gcs_server", "raylet"} <= set(names.values()) and set(group.pids().values()) <= set(names)
     # Not the helpers of other tests in this process.
-    of_ray = {child.pid for child in children if child.pid in names and any("ray" in part for part in child.cmdline())}
+    of_ray = {child.pid for child in children if child.pid in names and is_ray(child.cmdline())}
     assert set(group.pids().values()) <= of_ray
     assert not [names[pid] for pid in of_ray if os.getsid(pid) == ours[0] or os.getpgid(pid) == ours[1]]

@@ -45,7 +45,7 @@ class Replica:
 
     def start(self) -> None:
         smcserve = Path(sys.executable).parent / "smcserve"
-        command = [smcserve, "serve", "--port", str(self.port), "--metrics-port", str(self.metrics_port)]
+        command = [smcserve, "serve", "--port", str(self.port), "--metrics-port", str(self.metrics_port), "--no-http"]
         with self._log.open("a") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
 

@@ -1,8 +1,15 @@
 {{/* Gateway container: ports, probes, certificates and tokens. */}}
 
+{{/* Of OpenAI's API; empty: none, as where the router has it. */}}
+{{- define "smcserve.httpPort" -}}
+{{- if not .Values.router.enabled -}}
+{{- with .Values.gateway.httpPort -}}{{ int . }}{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "smcserve.gatewayPorts" -}}
 - {name: grpc, containerPort: {{ .Values.gateway.port }}}
-{{- with .Values.gateway.httpPort }}
+{{- with include "smcserve.httpPort" . }}
 - {name: http, containerPort: {{ . }}}
 {{- end }}
 - {name: smc-metrics, containerPort: {{ .Values.gateway.metricsPort }}}

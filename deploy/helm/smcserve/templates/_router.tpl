@@ -46,9 +46,7 @@ app.kubernetes.io/component: router
 {{- if ne $v.topology "pod" -}}
 {{- fail "router.enabled=true with topology=cluster, which has one replica a release; use topology=pod, which has as many as wanted" -}}
 {{- end -}}
-{{- if $v.gateway.httpPort -}}
-{{- fail (printf "gateway.httpPort=%v with router.enabled=true; the router has OpenAI's API on router.port=%v: leave one out" $v.gateway.httpPort $v.router.port) -}}
-{{- end -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "gateway.httpPort") "where" "router.enabled=true, whose own port has OpenAI's API,") -}}
 {{- if not $v.router.controlKeySecret -}}
 {{- fail "router.controlKeySecret is empty; give a Secret with `key`, or every client that reaches the router could send its callers elsewhere" -}}
 {{- end -}}

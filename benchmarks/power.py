@@ -1,0 +1,219 @@
+"""The table of power and potentials: the shares of held-out problems that the demo pair solves at a high temperature by
+p^alpha of whole answers, beside what else sharpens: a lower temperature, and the likeliest or the commonest of N
+answers; and by a potential that checks arithmetic.
+
+    python -m benchmarks.power --temperature 2 --problems 128 --processes 8
+
+N answers and N particles run about as many positions through the target. Every problem has a seed of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Answer
+from smc.api.request import Request
+from smc.api.sampling_params import POPULATIONS, SamplingParams
+from smc.demo import MAX_ANSWER
+from smc.demo.checkers import arithmetic
+from smc.demo.problems import Problem, derived_seed, generate, grade
+from smc.loading import loaded_models, pair_directories, use_threads
+from smc.local_engine import ModelPair, fitted_engine
+
+ALPHAS, PARTICLES, BLOCK = (1.5, 2.0, 4.0), (8, 32), 5
+ROWS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class PowerRow:
+    """One way of answering."""
+
+    name: str
+    solved: float
+    """Share of problems."""
+    error: float
+    """Its standard error."""
+    positions: float
+    """Positions run through the target for an answer, the prompt's left out."""
+    passes: float
+    """Passes of the target for it, one after another."""
+    best_solved: float | None
+    """Where the likeliest particle is the answer; None: there are no particles."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What is compared."""
+
+    temperature: float
+    seed: int
+    particles: tuple[int, ...]
+    alphas: tuple[float, ...]
+    populations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """How one problem was answered in one way."""
+
+    share: float
+    """Of the answers that are right; of particles by weight."""
+    positions: float
+    passes: float
+    best: float | None = None
+
+
+class PowerProblems:
+    """Answers some problems in every way, at one temperature."""
+
+    def __init__(self, pair: ModelPair, problems: dict[int, Problem], ways: Ways) -> None:
+        """`problems`: by number."""
+        self._pair, self._problems, self._ways = pair, problems, ways
+        self._temperature, self._seed = ways.temperature, ways.seed
+        self.found: dict[str, list[Solved]] = defaultdict(list)
+        """By the name of the way."""
+
+    def measure(self) -> None:
+        temperature, most = self._temperature, max(self._ways.particles)
+        samples = self._ask(most, method="target", temperature=temperature, logprobs=True)
+        for index, found in samples.items():
+            positions = sum(len(answer.tokens) for answer in found) / most
+            self._add("one answer", index, found, positions, positions)
+            for n in self._ways.particles:
+                # Disjoint sets of n answers, as many as there are.
+                sets = [found[at : at + n] for at in range(0, most, n)]
+                passes = sum(max(len(answer.tokens) for answer in one) for one in sets) / len(sets)
+                for name, choose in (("likeliest", _likeliest), ("commonest", _commonest)):
+                    self._add(f"{name} of {n}", index, [choose(one) for one in sets], n * positions, passes)
+        for alpha in self._ways.alphas:
+            low = self._ask(4, method="target", temperature=temperature / alpha)
+            for index, found in low.items():
+                positions = sum(len(answer.tokens) for answer in found) / len(found)
+                self._add(f"temperature {temperature / alpha:.3g}", index, found, positions, positions)
+        for alpha in (1.0, *self._ways.alphas):
+            for population in self._ways.populations:
+                for n in self._ways.particles:
+                    self._particles(f"alpha {alpha:g}, {population}, N = {n}", n, population, alpha)
+        for population in self._ways.populations:
+            for n in self._ways.particles:
+                self._particles(f"checker, {population}, N = {n}", n, population, 1.0, potential="arithmetic")
+
+    def _particles(self, name: str, n: int, population: str, alpha: float, **more: Any) -> None:
+        given = {"temperature": self._temperature, "alpha": alpha, "population": population, "particles": n}
+        # The draft is no surer of wide texts than the target: it proposes more sharply than they are weighed.
+        given |= {"draft_temperature": min(1.0, self._temperature / alpha), "answer": "best", "return_particles": True}
+        for index, (answer,) in self._ask(1, **given, **more).items():
+            share = sum(one.weight * grade(self._problems[index], one.text) for one in answer.particles or ())
+            best, statistics = grade(self._problems[index], answer.text), answer.statistics
+            self.found[name].append(Solved(share, statistics.target_tokens, statistics.rounds, best))
+
+    def _add(self, name: str, index: int, answers: Sequence[Answer], positions: float, passes: float) -> None:
+        share = sum(grade(self._problems[index], answer.text) for answer in answers) / len(answers)
+        self.found[name].append(Solved(share, positions, passes))
+
+    def _ask(self, count: int, **sampling: Any) -> dict[int, list[Answer]]:
+        """So many answers to each problem."""
+        requests = [
+            Request(
+                f"{index} {sample}",
+                tuple(self._pair.tokenizer.chat([{"role": "user", "content": problem.question}])),
+                SamplingParams(seed=derived_seed(self._seed + sample, index), max_tokens=MAX_ANSWER, **sampling),
+            )
+            for index, problem in self._problems.items()
+            for sample in range(count)
+        ]
+        engine = fitted_engine(
+            self._pair,
+            EngineConfig(form="lockstep", block=BLOCK),
+            requests,
+            max(1, ROWS_AT_ONCE // requests[0].params.rows),
+            potentials={"arithmetic": arithmetic},
+        )
+        found: dict[int, list[Answer]] = defaultdict(list)
+        for output in engine.run(requests):
+            if output.answer is not None:
+                if output.answer.error:
+                    raise RuntimeError(output.answer.error)
+                found[int(output.request_id.split()[0])].append(output.answer)
+        return found
+
+
+def _likeliest(answers: Sequence[Answer]) -> Answer:
+    return max(answers, key=lambda answer: sum(answer.logprobs or ()))
+
+
+def _commonest(answers: Sequence[Answer]) -> Answer:
+    """One whose result most have; the first of equals."""
+    results = [answer.text.rpartition("####")[2].strip() for answer in answers]
+    return answers[results.index(Counter(results).most_common(1)[0][0])]
+
+
+def measure_part(part: int, parts: int, count: int, ways: Ways) -> dict[str, list[Solved]]:
+    """Every so-manieth of `count` problems."""
+    directories = pair_directories(None, None)
+    pair = loaded_models("files", directories, "cpu", None, None, None, None, None).pair("cpu", "cpu")
+    use_threads(None, directories)
+    problems = dict(enumerate(generate(ways.seed, count, "test")))
+    table = PowerProblems(pair, {i: problem for i, problem in problems.items() if i % parts == part}, ways)
+    table.measure()
+    return dict(table.found)
+
+
+def rows_of(found: dict[str, list[Solved]]) -> list[PowerRow]:
+    rows = []
+    for name, of in found.items():
+        count, solved = len(of), sum(one.share for one in of) / len(of)
+        error = (sum((one.share - solved) ** 2 for one in of) / count**2) ** 0.5
+        bests = [one.best for one in of if one.best is not None]
+        positions, passes = (sum(getattr(one, field) for one in of) / count for field in ("positions", "passes"))
+        rows.append(PowerRow(name, solved, error, positions, passes, sum(bests) / count if bests else None))
+    return rows
+
+
+def text_of(rows: Sequence[PowerRow]) -> str:
+    """A table in Markdown."""
+    lines = ["| | solved, % | likeliest particle, % | positions | passes |", "| :--- | ---: | ---: | ---: | ---: |"]
+    for row in rows:
+        best = "" if row.best_solved is None else f"{100 * row.best_solved:.0f}"
+        solved = f"{100 * row.solved:.0f} ± {100 * row.error:.0f}"
+        lines.append(f"| {row.name} | {solved} | {best} | {row.positions:.0f} | {row.passes:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--temperature", type=float, default=2.0)
+    parser.add_argument("--problems", type=int, default=32)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--particles", type=int, nargs="+", default=PARTICLES)
+    parser.add_argument("--alphas", type=float, nargs="+", default=ALPHAS)
+    parser.add_argument("--populations", nargs="+", default=POPULATIONS, choices=POPULATIONS)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    parts = given.processes
+    found: dict[str, list[Solved]] = defaultdict(list)
+    compared = (tuple(given.particles), tuple(given.alphas), tuple(given.populations))
+    ways = Ways(given.temperature, given.seed, *compared)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(parts, context) as pool:
+        measured = [pool.submit(measure_part, part, parts, given.problems, ways) for part in range(parts)]
+        for one in measured:
+            for name, solved in one.result().items():
+                found[name] += solved
+    rows = rows_of(found)
+    print(f"temperature {given.temperature:g}, {given.problems} problems\n\n{text_of(rows)}")
+    if given.json:
+        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What of vLLM's API this one has: the table in docs/openai.md, which `python -m services.openai.compatibility` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pydantic import BaseModel
+
+from services.openai import openapi, tokenization
+from services.openai.requests import CHAT, COMPLETIONS, NAMES, ChatBody, CompletionBody, Neutral
+from services.openai.server import DIALECTS, HEALTH, LOAD, METRICS, MODELS, PING, VERSION
+
+BEGIN, END = "<!--begin-vllm-->", "<!--end-vllm-->"
+_BOTH = """model frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed stop stream
+stream_options temperature top_p user use_beam_search top_k min_p repetition_penalty length_penalty stop_token_ids
+include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+truncate_prompt_tokens prompt_logprobs allowed_token_ids echo add_special_tokens structured_outputs priority request_id
+logits_processors return_tokens_as_token_ids return_token_ids cache_salt kv_transfer_params vllm_xargs"""
+_CHAT = """messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort include_reasoning
+parallel_tool_calls bad_words add_generation_prompt continue_final_message documents chat_template chat_template_kwargs
+mm_processor_kwargs"""
+_COMPLETIONS = "prompt suffix prompt_embeds"
+_ENDPOINTS = """/health /ping /version /load /metrics /v1/models /v1/completions /v1/chat/completions /v1/responses
+/v1/messages /v1/messages/count_tokens /tokenize /detokenize /openapi.json /docs /v1/embeddings /pooling /classify
+/score /rerank /v1/audio/transcriptions /v1/audio/translations /invocations"""
+FIELDS = {path: (own + " " + _BOTH).split() for path, own in ((CHAT, _CHAT), (COMPLETIONS, _COMPLETIONS))}
+"""Of vLLM's `ChatCompletionRequest` and `CompletionRequest`, as its source has them at commit d5dba2d."""
+ENDPOINTS = tuple(_ENDPOINTS.split())
+"""Of vLLM's server."""
+OWN = {*DIALECTS, HEALTH, PING, VERSION, LOAD, METRICS, MODELS}
+OWN |= {tokenization.TOKENIZE, tokenization.DETOKENIZE, openapi.OPENAPI, openapi.DOCS}
+"""Endpoints that there are here."""
+
+
+def table() -> str:
+    """In Markdown."""
+    rows = ["| of vLLM's | here | with a neutral value only | not here |", "| :--- | --: | :--- | :--- |"]
+    rows.append(_row("endpoints", ENDPOINTS, OWN, set()))
+    chat, completions = (NAMES[True], _neutral(ChatBody)), (NAMES[False], _neutral(CompletionBody))
+    same = [
+        name
+        for name in FIELDS[CHAT]
+        if name in FIELDS[COMPLETIONS] and [name in one for one in chat] == [name in one for one in completions]
+    ]
+    rows.append(_row("fields of both", same, *chat))
+    for title, path, fields in (("of chats", CHAT, chat), ("of completions", COMPLETIONS, completions)):
+        rows.append(_row(title, [name for name in FIELDS[path] if name not in same], *fields))
+    return "\n".join(rows)
+
+
+def _row(title: str, listed: Sequence[str], own: Iterable[str], neutral: set[str]) -> str:
+    known = set(own)
+    here = [name for name in listed if name in known and name not in neutral]
+    only, missing = [name for name in listed if name in neutral], [name for name in listed if name not in known]
+    cells = (f"{len(here)} of {len(listed)}", *(", ".join(f"`{name}`" for name in names) for names in (only, missing)))
+    return f"| {title} | " + " | ".join(cells) + " |"
+
+
+def _neutral(model: type[BaseModel]) -> set[str]:
+    fields = model.model_fields.items()
+    return {name for name, field in fields if any(isinstance(one, Neutral) for one in field.metadata)}
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,396 @@
+"""Anthropic's Messages API (`/v1/messages`): its body as a chat, and answers as its content blocks and events. Knows
+nothing about decoding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import pydantic_core
+from pydantic import BeforeValidator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from services.openai.dialects import ApiCall, Served
+from services.openai.messages import Part, PartBegins, PartEvent, PartGrows, PartKind, PartReader
+from services.openai.reasoning import Reasoning
+from services.openai.requests import (
+    KIND,
+    BadRequest,
+    CompletionRequest,
+    Refusal,
+    Strict,
+    given_fields,
+    kind_of_item,
+    neutral,
+    refusal,
+    renamed,
+    validated,
+)
+from services.openai.responses import OPENAI_FINISH, ResponseHeader, smc_block, written
+from smc.api.outputs import Answer, FinishReason, Output
+from smc.api.request import Request
+from smc.api.sampling_params import SETTINGS
+from smc.model.tokenizer import Tokenizer
+
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+"""By status, where Anthropic's differ from OpenAI's."""
+KNOWN_ERRORS = ("invalid_request_error", "authentication_error", "rate_limit_error", "timeout_error")
+"""Types that both have; others are `api_error`."""
+THINKING = "enable_thinking"
+"""The variable that templates read."""
+
+
+def _blocks(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "a string, or a list of blocks")
+    return value
+
+
+class Block(Strict):
+    cache_control: dict[str, Any] | None = None
+    """Without effect: every prompt's blocks are cached."""
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+    citations: Annotated[Any, neutral(None, [])] = None
+
+
+TextBlocks = Annotated[
+    list[TextBlock], Field(fail_fast=True), BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
+]
+
+
+class ThinkingBlock(Block):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+    toolset_name: None = None
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: TextBlocks = Field(default_factory=list)
+    is_error: bool = False
+    """What went wrong is for the content to say."""
+
+
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag(f"{KIND}text")]
+    | Annotated[ThinkingBlock, Tag(f"{KIND}thinking")]
+    | Annotated[ToolUseBlock, Tag(f"{KIND}tool_use")]
+    | Annotated[ToolResultBlock, Tag(f"{KIND}tool_result")],
+    kind_of_item("text"),
+]
+
+
+class InputMessage(Strict):
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        list[ContentBlock],
+        Field(fail_fast=True),
+        BeforeValidator(_blocks, json_schema_input_type=str | list[ContentBlock]),
+    ]
+    """A string, or a list of blocks."""
+
+
+class CustomTool(Strict):
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Strict):
+    type: Literal["adaptive", "disabled"]
+    """There is no budget of its own for thinking."""
+    display: Annotated[Any, neutral(None, "summarized", why="the thinking itself is returned")] = None
+
+
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class Metadata(Strict):
+    user_id: str | None = None
+
+
+class MessagesBody(Strict):
+    """But for the settings of `smc.api.sampling_params`, which have the same names."""
+
+    model: str | None = None
+    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
+    """Where the last is the assistant's, the answer continues it."""
+    system: TextBlocks = Field(default_factory=list)
+    stop_sequences: list[str] = Field(default_factory=list)
+    stream: bool = False
+    tools: Annotated[list[CustomTool], Field(fail_fast=True)] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+    cache_control: dict[str, Any] | None = None
+    service_tier: Annotated[Any, neutral("auto", "standard_only")] = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    request_id: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+
+
+FIELD_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""Fields of a chat that are called otherwise here."""
+OTHERWISE = {"stop", "logprobs", "top_logprobs"}
+"""Settings that other fields stand for, or that messages have no form of."""
+NAMES = frozenset(MessagesBody.model_fields) | SETTINGS.keys() - OTHERWISE
+
+
+class MessagesDialect:
+    prompt = "messages"
+
+    def read(self, document: Any, served: Served) -> ApiCall:
+        given = given_fields(document)
+        settings = {name: given.pop(name) for name in list(given) if name in SETTINGS and name not in OTHERWISE}
+        body = validated(MessagesBody, given, MESSAGES, NAMES, served.unknown)
+        chat = _chat(body, served.tokenizer)
+        names = FIELD_NAMES | ({"constraint": "output_config.format"} if "response_format" in chat else {})
+        try:
+            completion = served.understood(settings | chat, True)
+        except BadRequest as error:
+            raise renamed(error, names) from error
+        return ApiCall(completion, _writer, names)
+
+    def refusal(self, error: Exception) -> Refusal:
+        refused = refusal(error)
+        of_openai = refused.body["error"]
+        kind = ERROR_TYPES.get(refused.http_status)
+        if kind is None:
+            kind = of_openai["type"] if of_openai["type"] in KNOWN_ERRORS else "api_error"
+            kind = "invalid_request_error" if 400 <= refused.http_status < 500 and kind == "api_error" else kind
+        body = {"type": "error", "error": {"type": kind, "message": of_openai["message"]}, "request_id": None}
+        return Refusal(refused.http_status, body, refused.headers)
+
+
+def _writer(
+    heading: ResponseHeader,
+    completion: CompletionRequest,
+    requests: Sequence[Request],
+    tokenizer: Tokenizer,
+    reasoning: Reasoning | None,
+) -> MessagesWriter:
+    (request,) = requests
+    return MessagesWriter(heading, completion, request, reasoning)
+
+
+def _chat(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The same as a chat's body, but for the settings. Raises BadRequest."""
+    fields = ("model", "stream", "request_id", "cache_salt", "priority", "timeout")
+    chat: dict[str, Any] = {name: value for name in fields if (value := getattr(body, name)) is not None}
+    chat["messages"] = [one for index, message in enumerate(body.messages) for one in _messages(index, message)]
+    if body.system:
+        chat["messages"].insert(0, {"role": "system", "content": _joined(body.system)})
+    if body.messages[-1].role == "assistant":
+        chat["continue_final_message"] = True
+    if body.stop_sequences:
+        chat["stop"] = body.stop_sequences
+    if body.tools:
+        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.tools]
+    if body.tool_choice is not None:
+        chat |= _tool_choice(body.tool_choice)
+    chat["chat_template_kwargs"] = _template_settings(body, tokenizer)
+    if body.output_config is not None:
+        if (form := body.output_config.format) is not None:
+            chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
+        if body.output_config.effort is not None:
+            chat["reasoning_effort"] = body.output_config.effort
+    return chat
+
+
+def _function(tool: CustomTool) -> dict[str, Any]:
+    described = {} if tool.description is None else {"description": tool.description}
+    return {"name": tool.name, **described, "parameters": tool.input_schema}
+
+
+def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
+    if (choice.type == "tool") != (choice.name is not None):
+        raise BadRequest(
+            f"tool_choice of type {choice.type!r} {'without' if choice.name is None else 'with'} name; allowed: name "
+            "with type 'tool', and only there",
+            "tool_choice",
+        )
+    named = {"type": "function", "function": {"name": choice.name}}
+    kinds: dict[str, Any] = {"any": "required", "tool": named}
+    return {
+        "tool_choice": kinds.get(choice.type, choice.type),
+        "parallel_tool_calls": not choice.disable_parallel_tool_use,
+    }
+
+
+def _template_settings(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
+    if body.thinking is None:
+        return body.chat_template_kwargs
+    thinks = body.thinking.type == "adaptive"
+    if THINKING in (tokenizer.chat_template or ""):
+        return {THINKING: thinks} | body.chat_template_kwargs
+    if thinks:
+        raise BadRequest(
+            "thinking.type='adaptive', but the model's chat template cannot be told to think; leave it out",
+            "thinking.type",
+        )
+    return body.chat_template_kwargs
+
+
+def _messages(index: int, message: InputMessage) -> Iterator[dict[str, Any]]:
+    """As a chat has them: results of tools are messages of their own."""
+    for number, block in enumerate(message.content):
+        by = "user" if isinstance(block, ToolResultBlock) else "assistant"
+        if not isinstance(block, TextBlock) and message.role != by:
+            raise BadRequest(
+                f"messages[{index}].content[{number}] is of type {block.type!r}; allowed: with role {by!r}", "messages"
+            )
+        if isinstance(block, ToolResultBlock):
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
+    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
+    calls = [
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json.dumps(block.input)}}
+        for block in message.content
+        if isinstance(block, ToolUseBlock)
+    ]
+    if not texts and not calls and message.content and message.role == "user":
+        return
+    yield {
+        "role": message.role,
+        "content": None if calls and not texts else _joined(texts),
+        "reasoning_content": "\n".join(thoughts) or None,
+        "tool_calls": calls or None,
+    }
+
+
+def _joined(blocks: Sequence[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks)
+
+
+class MessagesWriter:
+    """See `AnswerWriter`."""
+
+    def __init__(
+        self, heading: ResponseHeader, completion: CompletionRequest, request: Request, reasoning: Reasoning | None
+    ) -> None:
+        self._heading, self._request = heading, request
+        self._reader = PartReader(completion.tool_format, reasoning)
+        self._begun = False
+
+    def update(self, index: int, output: Output) -> bytes:
+        data = b""
+        if not self._begun:
+            self._begun = True
+            counts = {"input_tokens": len(self._request.prompt), "output_tokens": 0}
+            message = self._message() | {"content": [], "usage": counts}
+            data += _event("message_start", message=message)
+        if output.text:
+            data += b"".join(map(self._part, self._reader.push(output.text)))
+        if output.answer is not None:
+            data += b"".join(map(self._part, self._reader.finish()))
+            counts, answer = _usage(output.answer), output.answer
+            delta = self._stop(answer)
+            data += _event("message_delta", delta=delta, usage=counts, smc=smc_block(self._request.params, answer))
+            data += _event("message_stop")
+        return data
+
+    def finish(self, answers: Sequence[Answer]) -> bytes:
+        return b""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        for _ in (*self._reader.push(answer.text), *self._reader.finish()):
+            pass
+        content = [self._block(index, part) for index, part in enumerate(self._reader.parts)]
+        message = self._message() | {"content": content, **self._stop(answer), "usage": _usage(answer)}
+        return written(message | {"smc": smc_block(self._request.params, answer)}).encode()
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        return _event("error", **{name: value for name, value in body.items() if name != "type"})
+
+    def _message(self) -> dict[str, Any]:
+        head = {"id": f"msg_{self._heading.id}", "type": "message", "role": "assistant", "model": self._heading.model}
+        return head | {"stop_reason": None, "stop_sequence": None}
+
+    def _stop(self, answer: Answer) -> dict[str, Any]:
+        if answer.finish_reason is FinishReason.STOP_STRING:
+            return {"stop_reason": "stop_sequence", "stop_sequence": answer.matched}
+        if OPENAI_FINISH[answer.finish_reason] == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self._reader.has_calls else "end_turn", "stop_sequence": None}
+
+    def _part(self, event: PartEvent) -> bytes:
+        if isinstance(event, PartBegins):
+            block = self._block(event.index, Part(event.part.kind, event.part.name))
+            return _event("content_block_start", index=event.index, content_block=block)
+        if isinstance(event, PartGrows):
+            kind, name = DELTAS[self._reader.parts[event.index].kind]
+            return _event("content_block_delta", index=event.index, delta={"type": kind, name: event.text})
+        return _event("content_block_stop", index=event.index)
+
+    def _block(self, index: int, part: Part) -> dict[str, Any]:
+        if part.kind is PartKind.REASONING:
+            return {"type": "thinking", "thinking": part.text, "signature": ""}
+        if part.kind is PartKind.TEXT:
+            return {"type": "text", "text": part.text}
+        # An answer that was cut may end inside of them.
+        given = pydantic_core.from_json(part.text, allow_partial=True) if part.text else {}
+        return {"type": "tool_use", "id": f"toolu_{self._heading.id}_{index}", "name": part.name, "input": given}
+
+
+DELTAS = {
+    PartKind.TEXT: ("text_delta", "text"),
+    PartKind.REASONING: ("thinking_delta", "thinking"),
+    PartKind.CALL: ("input_json_delta", "partial_json"),
+}
+"""Type of a part's deltas, and their field."""
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    """Anthropic counts cached tokens apart."""
+    return {
+        "input_tokens": answer.prompt_tokens - answer.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": answer.cached_tokens,
+        "output_tokens": len(answer.tokens),
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {written({'type': kind, **fields})}\n\n".encode()

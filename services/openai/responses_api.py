@@ -1,0 +1,480 @@
+"""OpenAI's Responses API (`/v1/responses`): its body as a chat, and answers as its output items and events. Responses
+are not stored. Knows nothing about decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from services.openai.dialects import ApiCall, Served
+from services.openai.messages import Part, PartBegins, PartEnds, PartEvent, PartGrows, PartKind, PartReader
+from services.openai.reasoning import Reasoning
+from services.openai.requests import (
+    KIND,
+    BadRequest,
+    CompletionRequest,
+    Refusal,
+    Strict,
+    given_fields,
+    kind_of_item,
+    neutral,
+    refusal,
+    renamed,
+    validated,
+)
+from services.openai.responses import OPENAI_FINISH, ResponseHeader, chat_logprobs, smc_block, usage, written
+from smc.api.outputs import Answer, Output
+from smc.api.request import Request
+from smc.api.sampling_params import SETTINGS
+from smc.model.tokenizer import Tokenizer
+
+RESPONSES = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` may ask for."""
+NOT_STORED = "responses are not stored here"
+
+
+def _without_nulls(value: Any) -> Any:
+    """Clients send items back as they were printed, with every field that was not there."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _items(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("input", "a string, or a list of items")
+    return _without_nulls(value)
+
+
+def _text_parts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"type": "input_text", "text": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "a string, or a list of parts with text")
+    return value
+
+
+class TextPart(Strict):
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
+
+
+TextParts = Annotated[
+    list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])
+]
+
+
+class Item(Strict):
+    id: str = ""
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextParts
+    phase: str = ""
+
+
+class FunctionCallItem(Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class FunctionOutputItem(Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: TextParts
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    summary: list[TextPart] = Field(default_factory=list)
+    content: list[TextPart] = Field(default_factory=list)
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag(f"{KIND}message")]
+    | Annotated[FunctionCallItem, Tag(f"{KIND}function_call")]
+    | Annotated[FunctionOutputItem, Tag(f"{KIND}function_call_output")]
+    | Annotated[ReasoningItem, Tag(f"{KIND}reasoning")],
+    kind_of_item("message"),
+]
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+    """An answer is constrained in any case."""
+
+
+class TextSettings(Strict):
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, neutral(None, "medium")] = None
+
+
+class ReasoningSettings(Strict):
+    effort: str | None = None
+    summary: Annotated[Any, neutral(None, "auto", why="the reasoning itself is returned")] = None
+    generate_summary: Annotated[Any, neutral(None)] = None
+
+
+class StreamSettings(Strict):
+    include_obfuscation: Annotated[Any, neutral(False)] = False
+
+
+class ResponsesBody(Strict):
+    """But for the settings of `smc.api.sampling_params`, which have the same names."""
+
+    model: str | None = None
+    input: Annotated[
+        list[InputItem],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
+    ]
+    """A string, or a list of items."""
+    instructions: str | None = None
+    stream: bool = False
+    stream_options: StreamSettings | None = None
+    max_output_tokens: Any = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none", "required"] | NamedFunction = "auto"
+    parallel_tool_calls: bool = True
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    request_id: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+
+    # Describes the caller, and does not concern decoding.
+    user: str | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    store: Annotated[Any, neutral(False, why=NOT_STORED)] = False
+    previous_response_id: Annotated[Any, neutral(None, why=NOT_STORED)] = None
+    conversation: Annotated[Any, neutral(None, why=NOT_STORED)] = None
+    background: Annotated[Any, neutral(False, why=NOT_STORED)] = False
+    truncation: Annotated[Any, neutral("disabled")] = "disabled"
+    service_tier: Annotated[Any, neutral("auto", "default")] = None
+    max_tool_calls: Annotated[Any, neutral(None, why="the caller runs the tools")] = None
+
+
+FIELD_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of a chat that are called otherwise here."""
+OTHERWISE = {"max_tokens", "logprobs"}
+"""Settings that other fields stand for."""
+NAMES = frozenset(ResponsesBody.model_fields) | SETTINGS.keys() - OTHERWISE
+
+
+class ResponsesDialect:
+    prompt = "input"
+
+    def read(self, document: Any, served: Served) -> ApiCall:
+        given = given_fields(document)
+        settings = {name: given.pop(name) for name in list(given) if name in SETTINGS and name not in OTHERWISE}
+        body = validated(ResponsesBody, given, RESPONSES, NAMES, served.unknown)
+        chat = _chat(body, settings)
+        names = FIELD_NAMES | ({"constraint": "text.format"} if "response_format" in chat else {})
+        try:
+            completion = served.understood(settings | chat, True)
+        except BadRequest as error:
+            raise renamed(error, names) from error
+
+        def make_writer(
+            heading: ResponseHeader,
+            completion: CompletionRequest,
+            requests: Sequence[Request],
+            tokenizer: Tokenizer,
+            reasoning: Reasoning | None,
+        ) -> ResponsesWriter:
+            (request,) = requests
+            return ResponsesWriter(heading, body, completion, request, tokenizer, reasoning)
+
+        return ApiCall(completion, make_writer, names)
+
+    def refusal(self, error: Exception) -> Refusal:
+        return refusal(error)
+
+
+def _chat(body: ResponsesBody, settings: dict[str, Any]) -> dict[str, Any]:
+    """The same as a chat's body, but for the settings."""
+    fields = ("model", "stream", "chat_template_kwargs", "request_id", "cache_salt", "priority", "timeout")
+    chat: dict[str, Any] = {name: value for name in fields if (value := getattr(body, name)) is not None}
+    chat["messages"] = list(_messages(body))
+    if body.max_output_tokens is not None:
+        chat["max_tokens"] = body.max_output_tokens
+    if body.tools:
+        chat["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in body.tools
+        ]
+    chat["tool_choice"] = (
+        {"type": "function", "function": {"name": body.tool_choice.name}}
+        if isinstance(body.tool_choice, NamedFunction)
+        else body.tool_choice
+    )
+    chat["parallel_tool_calls"] = body.parallel_tool_calls
+    if body.text is not None and body.text.format is not None:
+        chat["response_format"] = _response_format(body.text.format)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if LOGPROBS in body.include or settings.get("top_logprobs"):
+        chat["logprobs"] = True
+    return chat
+
+
+def _response_format(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    schema = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
+    """Reasoning, text and calls of the assistant that follow each other are one message."""
+    if body.instructions:
+        yield {"role": "system", "content": body.instructions}
+    message: dict[str, Any] = {}
+    for item in body.input:
+        by_model = isinstance(item, (FunctionCallItem, ReasoningItem)) or (
+            isinstance(item, MessageItem) and item.role == "assistant"
+        )
+        # A message has one text and, before it, one reasoning.
+        is_next = isinstance(item, MessageItem) and (message.get("content") is not None or "tool_calls" in message)
+        if message and (not by_model or is_next or (isinstance(item, ReasoningItem) and message.keys() > {"role"})):
+            yield message if "tool_calls" in message else {"content": ""} | message
+            message = {}
+        if isinstance(item, FunctionOutputItem):
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)}
+        elif isinstance(item, FunctionCallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        elif isinstance(item, ReasoningItem):
+            message["reasoning_content"] = _joined(item.content or item.summary)
+        elif not by_model:
+            yield {"role": item.role, "content": _joined(item.content)}
+        else:
+            message["content"] = _joined(item.content)
+        if by_model:
+            message["role"] = "assistant"
+    if message:
+        yield message if "tool_calls" in message else {"content": ""} | message
+
+
+def _joined(parts: Sequence[TextPart]) -> str:
+    return "\n".join(part.text for part in parts)
+
+
+class ResponsesWriter:
+    """See `AnswerWriter`."""
+
+    def __init__(
+        self,
+        heading: ResponseHeader,
+        body: ResponsesBody,
+        completion: CompletionRequest,
+        request: Request,
+        tokenizer: Tokenizer,
+        reasoning: Reasoning | None,
+    ) -> None:
+        self._heading, self._request, self._tokenizer, self._reasoning = heading, request, tokenizer, reasoning
+        self._reader = PartReader(completion.tool_format, reasoning)
+        self._items: list[dict[str, Any]] = []
+        self._sequence = 0
+        self._base = self._described(body)
+
+    def _described(self, body: ResponsesBody) -> dict[str, Any]:
+        """What a response says about its request."""
+        params = self._request.params
+        form = None if body.text is None else body.text.format
+        choice = body.tool_choice
+        return {
+            "id": f"resp_{self._heading.id}",
+            "object": "response",
+            "created_at": self._heading.created,
+            "model": self._heading.model,
+            "background": False,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "system_fingerprint": self._heading.fingerprint,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools],
+            "top_logprobs": params.top_logprobs,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "user": body.user,
+        }
+
+    def update(self, index: int, output: Output) -> bytes:
+        data = b""
+        if not self._sequence:
+            for kind in ("created", "in_progress"):
+                data += self._event(f"response.{kind}", response=self._response("in_progress"))
+        if output.text:
+            data += b"".join(map(self._part, self._reader.push(output.text)))
+        if output.answer is not None:
+            answer = output.answer
+            logprobs = self._logprobs(answer)
+            data += b"".join(self._part(event, logprobs) for event in self._reader.finish())
+            response = self._ended(answer)
+            data += self._event(f"response.{response['status']}", response=response)
+        return data
+
+    def finish(self, answers: Sequence[Answer]) -> bytes:
+        return b""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        (answer,) = answers
+        logprobs = self._logprobs(answer)
+        for event in (*self._reader.push(answer.text), *self._reader.finish()):
+            self._part(event, logprobs)
+        return written(self._ended(answer)).encode()
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        error = body["error"]
+        failed = self._response("failed") | {"error": {"code": "server_error", "message": error["message"]}}
+        fields = {name: error[name] for name in ("code", "message", "param")}
+        return self._event("error", **fields) + self._event("response.failed", response=failed)
+
+    def _logprobs(self, answer: Answer) -> list[dict[str, Any]]:
+        return [] if answer.logprobs is None else chat_logprobs(answer, self._tokenizer)["content"]
+
+    def _response(self, status: str) -> dict[str, Any]:
+        ended = {"error": None, "incomplete_details": None, "usage": None}
+        return self._base | {"status": status, "output": list(self._items)} | ended
+
+    def _ended(self, answer: Answer) -> dict[str, Any]:
+        is_cut = OPENAI_FINISH[answer.finish_reason] == "length"
+        response = self._response("incomplete" if is_cut else "completed")
+        if is_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+            if response["output"]:
+                response["output"][-1]["status"] = "incomplete"
+        counts = usage([answer], 1)
+        return response | {
+            "usage": {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens(answer)},
+                "total_tokens": counts["total_tokens"],
+            },
+            "smc": smc_block(self._request.params, answer),
+        }
+
+    def _reasoning_tokens(self, answer: Answer) -> int:
+        if self._reasoning is None or self._reader.parts[0].kind is not PartKind.REASONING:
+            return 0
+        end = self._reasoning.end
+        return answer.tokens.index(end) + 1 if end in answer.tokens else len(answer.tokens)
+
+    def _part(self, event: PartEvent, logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
+        """Brings the output up to date. Returns the events of it."""
+        index = event.index
+        if isinstance(event, PartBegins):
+            item = self._begun(index, event.part)
+            self._items.append(item)
+            data = self._event("response.output_item.added", output_index=index, item=item)
+            if event.part.kind is not PartKind.CALL:
+                where = {"output_index": index, "item_id": item["id"], "content_index": 0}
+                data += self._event("response.content_part.added", **where, part=_content(event.part, ()))
+            return data
+        item = self._items[index]
+        where = {"output_index": index, "item_id": item["id"]}
+        if isinstance(event, PartGrows):
+            kind, more = EVENTS[self._reader.parts[index].kind]
+            return self._event(f"response.{kind}.delta", **where, **more, delta=event.text)
+        return self._end(event, item, where, logprobs if index == len(self._reader.parts) - 1 else ())
+
+    def _end(
+        self, event: PartEnds, item: dict[str, Any], where: dict[str, Any], logprobs: Sequence[dict[str, Any]]
+    ) -> bytes:
+        kind, more = EVENTS[event.part.kind]
+        done: dict[str, Any] = {"status": "completed"}
+        if event.part.kind is PartKind.CALL:
+            done["arguments"] = event.part.text
+            data = self._event(f"response.{kind}.done", **where, name=event.part.name, arguments=event.part.text)
+        else:
+            content = _content(event.part, logprobs)
+            done["content"] = [content]
+            more = more | ({"logprobs": list(logprobs)} if "logprobs" in more else {})
+            data = self._event(f"response.{kind}.done", **where, **more, text=event.part.text)
+            data += self._event("response.content_part.done", **where, content_index=0, part=content)
+        self._items[event.index] = item = item | done
+        return data + self._event("response.output_item.done", output_index=event.index, item=item)
+
+    def _begun(self, index: int, part: Part) -> dict[str, Any]:
+        name = f"{self._heading.id}_{index}"
+        if part.kind is PartKind.CALL:
+            call = {"id": f"fc_{name}", "type": "function_call", "call_id": f"call_{name}"}
+            return call | {"name": part.name, "arguments": "", "status": "in_progress"}
+        if part.kind is PartKind.REASONING:
+            return {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+        message = {"id": f"msg_{name}", "type": "message", "role": "assistant"}
+        return message | {"content": [], "status": "in_progress"}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return f"event: {kind}\ndata: {written(event)}\n\n".encode()
+
+
+EVENTS: dict[PartKind, tuple[str, dict[str, Any]]] = {
+    PartKind.TEXT: ("output_text", {"content_index": 0, "logprobs": []}),
+    PartKind.REASONING: ("reasoning_text", {"content_index": 0}),
+    PartKind.CALL: ("function_call_arguments", {}),
+}
+"""Name and further fields of a part's events."""
+
+
+def _content(part: Part, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if part.kind is PartKind.REASONING:
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": list(logprobs)}

@@ -1,0 +1,228 @@
+"""Matrix products with int4 weights (`smc.model.int4`): of few tokens by one kernel, of many by widening the weights for
+the library.
+
+Of few tokens, each word of eight codes is read once and widened in registers to x's type, in which codes less their
+zero point are exact. A program has some outputs and takes one group of inputs a step; the tensor cores' sum over a
+group is multiplied by the group's scale and added to the rest in float32. Splits of K are as in `smc.kernels.linear`.
+Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
+
+Axes: T tokens, K inputs, N outputs, I inner features, S splits of K, W words, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from smc.kernels.launch import launch_options, one_variant
+from smc.kernels.linear import SHARED_ROOM, ProductTiling, choose_splits, rows_of_tile, store_tile
+from smc.kernels.norm import gated as gated_product
+from smc.model import quantisation
+from smc.model.linear import Linear
+
+MOST_TOKENS = 64
+"""Of `linear_int4` and `gate_up_int4`."""
+SYMMETRIC_ZERO = tl.constexpr(quantisation.SYMMETRIC_ZERO)
+_PROGRAMS = 192
+"""Fewest programs that keep enough loads in flight: a step of one reads 4 KiB."""
+_WIDE_OUTPUTS = 24 * 1024
+"""From here on a gated product has enough programs with 128 rows each."""
+_WIDENED = 1 << 26
+"""Weights that are widened at a time."""
+
+
+def choose_int4(tokens: int, outputs: int, inputs: int, group: int, gated: bool = False) -> ProductTiling:
+    """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs. Not yet
+    timed on a GPU."""
+    block_n = 128 if gated and outputs >= _WIDE_OUTPUTS and tokens <= 32 else 64
+    splits = 1 if gated else choose_splits(triton.cdiv(outputs, block_n), inputs // group, _PROGRAMS)
+    # In flight: words, x, scales and zero points. One step's widened weights lie beside them.
+    stage_bytes = group * (block_n // 2 + 2 * token_block(tokens)) + 4 * block_n
+    stages = min(6, (SHARED_ROOM - 2 * group * block_n) // stage_bytes)
+    return ProductTiling(block_n, group, splits, 4, stages=max(2, stages))
+
+
+def token_block(tokens: int) -> int:
+    """Tokens of a program, padded."""
+    return max(16, triton.next_power_of_2(tokens))
+
+
+def linear_int4(
+    x_TK: Tensor,
+    matrix: Linear,
+    splits: int | None = None,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
+    **tunables: int,
+) -> Tensor:
+    """x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default: that of
+    x). `splits` and `tunables` (fields of `ProductTiling`, without `block_k`) override `choose_int4`. Raises ValueError
+    for more than `MOST_TOKENS` tokens, and for splits that do not divide the groups."""
+    tokens, outputs, groups = len(x_TK), matrix.out_features, matrix.in_features // matrix.group
+    tiling = replace(choose_int4(tokens, outputs, matrix.in_features, matrix.group), **tunables)
+    splits = splits or tiling.splits
+    if groups % splits:
+        raise ValueError(f"splits must divide the {groups} groups of K={matrix.in_features}; got {splits}")
+    shape = (tokens, outputs) if splits == 1 else (splits, tokens, outputs)
+    out = x_TK.new_empty(shape, dtype=(dtype or x_TK.dtype) if splits == 1 else torch.float32)
+    _launch(x_TK, matrix, out, outputs, splits, tiling, GATED=False, GELU=False, PDL=pdl)
+    return out
+
+
+def gate_up_int4(
+    x_TK: Tensor,
+    matrix: Linear,
+    gelu: bool = False,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
+    **tunables: int,
+) -> Tensor:
+    """silu(x G^T) * (x U^T) [T, I], or with `gelu` that instead of silu, in `dtype` as above; `matrix` holds G, then U.
+
+    A program computes matching rows of both."""
+    inner = matrix.out_features // 2
+    out_TI = x_TK.new_empty((len(x_TK), inner), dtype=dtype or x_TK.dtype)
+    tiling = replace(choose_int4(len(x_TK), inner, matrix.in_features, matrix.group, gated=True), **tunables)
+    _launch(x_TK, matrix, out_TI, inner, 1, tiling, GATED=True, GELU=gelu, PDL=pdl)
+    return out_TI
+
+
+def multiply_widened(x_TK: Tensor, matrix: Linear, out_TN: Tensor | None = None) -> Tensor:
+    """x W^T (+ bias) [T, N] of many tokens: the weights are widened to x's type, some rows at a time, for the library's
+    product."""
+    if out_TN is None:
+        out_TN = x_TK.new_empty(len(x_TK), matrix.out_features)
+    step = max(1, _WIDENED // matrix.in_features)
+    for begin in range(0, matrix.out_features, step):
+        rows = slice(begin, min(matrix.out_features, begin + step))
+        torch.mm(x_TK, widened(matrix, rows, x_TK.dtype).t(), out=out_TN[:, rows])
+    return out_TN if matrix.bias is None else out_TN.add_(matrix.bias)
+
+
+def widened(matrix: Linear, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Some of the weight's rows [N, K] as numbers of a type: `Linear.values` in one launch."""
+    outputs, group, groups = rows.stop - rows.start, matrix.group, matrix.in_features // matrix.group
+    out_NK = matrix.weight.new_empty((outputs, matrix.in_features), dtype=dtype)
+    zero = matrix.scale if matrix.zero is None else matrix.zero
+    _widened[(triton.cdiv(outputs, 64), groups)](
+        matrix.weight, matrix.scale, zero, out_NK, rows.start, outputs, matrix.in_features, matrix.out_features,
+        BLOCK_N=64, GROUP=group, HAS_ZEROS=matrix.zero is not None, num_warps=4,
+    )  # fmt: skip
+    return out_NK
+
+
+def _launch(
+    x_TK: Tensor, matrix: Linear, out: Tensor, outputs: int, splits: int, tiling: ProductTiling, **flags: bool
+) -> None:
+    tokens, inputs = x_TK.shape
+    if tokens > MOST_TOKENS or inputs != matrix.in_features or x_TK.stride(1) != 1:
+        raise ValueError(
+            f"needs x [T, {matrix.in_features}] of at most {MOST_TOKENS} tokens whose numbers stand side by side; got "
+            f"{x_TK.shape=}, {x_TK.stride()=}"
+        )
+    rows = tiling.block_n // 2 if flags["GATED"] else tiling.block_n
+    scale, zero, bias = matrix.scale, matrix.zero, matrix.bias
+    _int4[(1, triton.cdiv(outputs, rows), splits)](
+        x_TK, matrix.weight, scale, scale if zero is None else zero, scale if bias is None else bias, out,
+        tokens, outputs, inputs, x_TK.stride(0),
+        STEPS=inputs // matrix.group // splits, STAGES=tiling.stages, BLOCK_T=token_block(tokens),
+        BLOCK_N=tiling.block_n, GROUP=matrix.group, HAS_ZEROS=zero is not None, HAS_BIAS=bias is not None, **flags,
+        num_warps=tiling.warps, **launch_options(flags["PDL"]),
+    )  # fmt: skip
+
+
+@triton.jit
+def widen(word_NW, zero_N, kind: tl.constexpr):
+    """Codes less their zero point [N, 8 W] of words [N, W], as numbers of type `kind`, in which both are exact.
+
+    The bits of a code are put below those of a power of two, of whose mantissa they are the last: a conversion from
+    integers takes four times as long."""
+    low_NW, high_NW = word_NW & 15, (word_NW >> 4) & 15
+    even = tl.interleave(
+        tl.interleave(low_NW, (word_NW >> 16) & 15), tl.interleave((word_NW >> 8) & 15, (word_NW >> 24) & 15)
+    )
+    odd = tl.interleave(
+        tl.interleave(high_NW, (word_NW >> 20) & 15), tl.interleave((word_NW >> 12) & 15, (word_NW >> 28) & 15)
+    )
+    code_NK = tl.interleave(even, odd)
+    if kind == tl.bfloat16:
+        number_NK = (code_NK | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return number_NK - (zero_N + 128).to(tl.bfloat16)[:, None]
+    elif kind == tl.float16:
+        number_NK = (code_NK | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+        return number_NK - (zero_N + 1024).to(tl.float16)[:, None]
+    else:
+        return (code_NK - zero_N[:, None]).to(kind)
+
+
+@one_variant("x", "weight", "scale", "zero", "bias", "out", "outputs", "inputs", "stride_x")
+def _int4(
+    x, weight, scale, zero, bias, out, tokens, outputs, inputs, stride_x,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs over one part of K."""
+    tile, split = tl.program_id(1), tl.program_id(2)
+    WORDS: tl.constexpr = GROUP // 8
+    t, k, w = tl.arange(0, BLOCK_T), tl.arange(0, GROUP), tl.arange(0, WORDS)
+    n, first = rows_of_tile(tile, outputs, BLOCK_N, GATED), split * STEPS
+    rows = outputs * 2 if GATED else outputs
+    weight_at = weight + n[:, None].to(tl.int64) * (inputs // 8) + (first * WORDS + w)[None, :]
+    x_at = x + t[:, None] * stride_x + (first * GROUP + k)[None, :]
+    if PDL:
+        gdc_wait()
+    # The compiler has words and x fetched some steps ahead, but not numbers of two bytes: scales and zero points are
+    # fetched one step ahead here. Two steps ahead, it would fetch nothing so.
+    scale_N = tl.load(scale + first * rows + n)
+    if HAS_ZEROS:
+        zero_N = tl.load(zero + first * rows + n)
+    sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        word_NW = tl.load(weight_at, eviction_policy="evict_first")
+        x_TK = tl.load(x_at, mask=(t < tokens)[:, None], other=0.0, eviction_policy="evict_last")
+        next_at = (first + tl.minimum(step + 1, STEPS - 1)) * rows + n
+        next_scale_N = tl.load(scale + next_at)
+        if HAS_ZEROS:
+            weight_NK = widen(word_NW, zero_N.to(tl.int32), x.dtype.element_ty)
+            zero_N = tl.load(zero + next_at)
+        else:
+            weight_NK = widen(word_NW, tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32), x.dtype.element_ty)
+        part_NT = tl.dot(weight_NK, tl.trans(x_TK), input_precision="ieee")
+        sum_NT += part_NT * scale_N.to(tl.float32)[:, None]
+        scale_N = next_scale_N
+        weight_at += WORDS
+        x_at += GROUP
+    if PDL:
+        gdc_launch_dependents()
+    HALF: tl.constexpr = BLOCK_N // 2
+    if GATED:
+        gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
+        store_tile(gated_product(gate_NT, up_NT, GELU), bias, out, 0, tokens, outputs, HALF, BLOCK_T, False)
+    else:
+        store_tile(sum_NT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
+
+
+@one_variant("weight", "scale", "zero", "out", "inputs", "all_outputs")
+def _widened(
+    weight, scale, zero, out, start, outputs, inputs, all_outputs,
+    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """One group of some rows, from row `start` on."""
+    WORDS: tl.constexpr = GROUP // 8
+    n, group = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
+    inside_N, k, w = n < outputs, tl.arange(0, GROUP), tl.arange(0, WORDS)
+    row_N = (start + tl.minimum(n, outputs - 1)).to(tl.int64)
+    word_NW = tl.load(weight + row_N[:, None] * (inputs // 8) + (group * WORDS + w)[None, :])
+    group_at = group * all_outputs + row_N
+    if HAS_ZEROS:
+        zero_N = tl.load(zero + group_at).to(tl.int32)
+    else:
+        zero_N = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)
+    value_NK = widen(word_NW, zero_N, tl.float32) * tl.load(scale + group_at).to(tl.float32)[:, None]
+    out_at = out + n[:, None].to(tl.int64) * inputs + (group * GROUP + k)[None, :]
+    tl.store(out_at, value_NK.to(out.dtype.element_ty), mask=inside_N[:, None])

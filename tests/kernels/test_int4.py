@@ -1,0 +1,131 @@
+"""Products with int4 weights against those of the widened matrix.
+
+Axes: T tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from smc.kernels.int4 import MOST_TOKENS, choose_int4, gate_up_int4, linear_int4, multiply_widened, token_block, widened
+from smc.kernels.linear import reduce
+from smc.model.linear import Linear
+from smc.model.quantisation import Int4Format
+from tests.kernels.test_linear import KIND
+from tests.pairwise import few
+
+
+def matrix_of(device, outputs: int, inputs: int, group: int, zeros: bool, bias: bool = False) -> Linear:
+    """Random codes, of which some rows have all values; scales of very different sizes; any zero points."""
+    generator = torch.Generator().manual_seed(1)
+    matrix = Linear(inputs, outputs, bias).requires_grad_(False)
+    matrix.to_int4(Int4Format(group, zeros, "F16"))
+    matrix.weight.random_(-(1 << 31), 1 << 31, generator=generator)
+    size_N = torch.logspace(-2, 1, outputs)
+    matrix.scale.copy_((0.5 + torch.rand(matrix.scale.shape, generator=generator)) * size_N / inputs**0.5)
+    if matrix.zero is not None:
+        matrix.zero.random_(0, 16, generator=generator)
+    if bias:
+        matrix.bias = torch.nn.Parameter(torch.randn(outputs, generator=generator).to(KIND), requires_grad=False)
+    return matrix.to(device)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Every output, of whatever size, within 1e-2 of the largest of its own."""
+    error_N, size_N = (found.float() - expected).norm(dim=0), expected.norm(dim=0)
+    assert (error_N <= 1e-2 * size_N).all(), (error_N / size_N).max()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "group", "zeros", "splits", "outputs"),
+    few(product([1, 8, 33, 64], [128, 64, 32], [False, True], [None, 1, 2, 4], [64, 200])),
+)
+def test_linear(device, tokens, group, zeros, splits, outputs):
+    matrix = matrix_of(device, outputs, 512, group, zeros, bias=True)
+    x_TK = torch.randn(tokens, 512, device=device).to(KIND)
+    values_NK = matrix.values(slice(0, outputs), torch.float32)
+    expected_TN = F.linear(x_TK.float(), values_NK, matrix.bias.float())
+    out = linear_int4(x_TK, matrix, splits, torch.float32)
+    if out.dim() == 3:
+        assert out.dtype == torch.float32 and out.shape[0] == (
+            splits or choose_int4(tokens, outputs, 512, group).splits
+        )
+        near(reduce(out, KIND), expected_TN)
+        torch.testing.assert_close(out.sum(0), expected_TN, atol=1e-3, rtol=1e-3)
+    else:
+        torch.testing.assert_close(out, expected_TN, atol=1e-3, rtol=1e-3)
+        near(linear_int4(x_TK, matrix, splits), expected_TN)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "zeros", "gelu"), few(product([1, 40, 64], [64, 72], [False, True], [False, True]))
+)
+def test_gate_up(device, tokens, inner, zeros, gelu):
+    matrix = matrix_of(device, 2 * inner, 256, 64, zeros)
+    x_TK = torch.randn(tokens, 256, device=device).to(KIND)
+    gate, up = (x_TK.float() @ matrix.values(slice(0, 2 * inner), torch.float32).T).chunk(2, -1)
+    expected_TI = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+    found_TI = gate_up_int4(x_TK, matrix, gelu, torch.float32)
+    torch.testing.assert_close(found_TI, expected_TI, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, KIND])
+def test_weights_are_widened(device, zeros, dtype):
+    """Bit for bit, some rows of them, and their products with many tokens."""
+    matrix = matrix_of(device, 200, 384, 128, zeros, bias=True)
+    for rows in (slice(0, 200), slice(70, 135)):
+        assert torch.equal(widened(matrix, rows, dtype), matrix.values(rows, dtype))
+    matrix.bias = torch.nn.Parameter(matrix.bias.to(dtype), requires_grad=False)
+    x_TK = torch.randn(70, 384, device=device).to(dtype)
+    expected_TN = F.linear(x_TK.float(), matrix.values(slice(0, 200), torch.float32), matrix.bias.float())
+    near(multiply_widened(x_TK, matrix), expected_TN)
+    out_TN = x_TK.new_empty(70, 200)
+    assert multiply_widened(x_TK, matrix, out_TN) is out_TN
+    near(out_TN, expected_TN)
+
+
+def test_widening_in_pieces(device, monkeypatch):
+    monkeypatch.setattr("smc.kernels.int4._WIDENED", 64 * 128)
+    matrix, x_TK = matrix_of(device, 200, 128, 64, True), torch.randn(5, 128, device=device)
+    expected_TN = x_TK @ matrix.values(slice(0, 200), torch.float32).T
+    torch.testing.assert_close(multiply_widened(x_TK, matrix), expected_TN, atol=1e-4, rtol=1e-4)
+
+
+def test_every_code_and_zero_point_is_exact(device):
+    """By the unit matrix."""
+    matrix = Linear(32, 256).requires_grad_(False).to(device)
+    matrix.to_int4(Int4Format(32, True, "F32"))
+    matrix.scale.fill_(1.0)
+    matrix.zero.copy_((torch.arange(256, device=device) // 16)[None])
+    code_N = torch.arange(256, device=device) % 16
+    word_N = sum(code_N.long() << (4 * i) for i in range(8))
+    matrix.weight.copy_(torch.where(word_N >= 1 << 31, word_N - (1 << 32), word_N).int()[:, None])
+    expected_N = (code_N - torch.arange(256, device=device) // 16).float()
+    found_TN = linear_int4(torch.eye(32, device=device).to(KIND), matrix, 1, torch.float32)
+    assert torch.equal(found_TN, expected_N.expand(32, -1))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(3072, 2048), (6144, 4096), (4096, 14336), (10240, 8192), (8192, 28672), (40, 96)]
+)
+def test_choice_divides_the_groups_and_fits(outputs, inputs):
+    for tokens, gated, group in product((1, 8, 40, 64), (False, True), (128, 64, 32)):
+        if inputs % group:
+            continue
+        tiling = choose_int4(tokens, outputs, inputs, group, gated)
+        assert (inputs // group) % tiling.splits == 0 and not (gated and tiling.splits > 1)
+        in_flight = group * (tiling.block_n // 2 + 2 * token_block(tokens))
+        assert tiling.stages * in_flight + 2 * group * tiling.block_n <= 113 * 1024
+
+
+def test_what_does_not_fit_is_refused(device):
+    matrix = matrix_of(device, 64, 384, 128, False)
+    with pytest.raises(ValueError, match="splits must divide the 3 groups of K=384; got 2"):
+        linear_int4(torch.randn(2, 384, device=device), matrix, splits=2)
+    with pytest.raises(ValueError, match=f"at most {MOST_TOKENS} tokens"):
+        linear_int4(torch.randn(65, 384, device=device), matrix)

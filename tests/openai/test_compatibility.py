@@ -1,0 +1,29 @@
+"""The table of what there is of vLLM's API is that of the code, and the code's list that of the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.openai import compatibility
+from services.openai.requests import CHAT, NAMES
+from tests.openai.asking import ask, chat, post
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "openai.md"
+
+
+def test_the_page_has_the_table_of_the_code():
+    _, begin, rest = PAGE.read_text().partition(compatibility.BEGIN)
+    written, end, _ = rest.partition(compatibility.END)
+    assert begin and end
+    assert written.strip() == compatibility.table(), "run python -m services.openai.compatibility, and paste"
+
+
+def test_endpoints_are_those_of_the_server(service):
+    assert set(ask(service, "GET", "/openapi.json").json["paths"]) >= compatibility.OWN
+    for path in set(compatibility.ENDPOINTS) - compatibility.OWN:
+        assert post(service, b"{}", path).status == 404
+
+
+def test_fields_that_are_not_here_are_refused(service):
+    for name in set(compatibility.FIELDS[CHAT]) - NAMES[True]:
+        assert post(service, chat(**{name: 1})).error["param"] == name

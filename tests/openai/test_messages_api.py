@@ -1,0 +1,194 @@
+"""`/v1/messages` by Anthropic's own client: the same answers as of a chat, as content blocks and events."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import anthropic
+import jsonschema
+import pytest
+
+from services.openai.dialects import Served
+from services.openai.messages_api import MessagesDialect
+from tests.gateway.harness import serving
+from tests.openai.asking import LONG, QUESTIONS, post, user
+
+ADD = {
+    "x-guidance": {"whitespace_pattern": ""},
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOLS = [{"name": "add", "description": "Adds.", "input_schema": ADD}]
+ASKS = {"model": "demo", "max_tokens": 12, "extra_body": {"seed": 3, "method": "exact"}}
+
+
+def client_of(service, **how) -> anthropic.Anthropic:
+    url = service.url.removesuffix("/v1")
+    return anthropic.Anthropic(base_url=url, **{"api_key": "none", "max_retries": 0} | how)
+
+
+@pytest.fixture
+def messages(service) -> Iterator[anthropic.resources.Messages]:
+    with client_of(service) as client:
+        yield client.messages
+
+
+@pytest.fixture
+def tools(tool_service) -> Iterator[anthropic.resources.Messages]:
+    with client_of(tool_service) as client:
+        yield client.messages
+    tool_service.wait_until_free()
+
+
+def test_an_answer_is_that_of_the_chat(tools, tool_service):
+    said = [{"role": "system", "content": "Be brief."}, *user(QUESTIONS[0])]
+    body = {"messages": said, "max_tokens": 12, **ASKS["extra_body"]}
+    chat = post(tool_service, json.dumps(body).encode()).json
+    answer = tools.create(messages=user(QUESTIONS[0]), system="Be brief.", **ASKS)
+    (block,) = answer.content
+    assert block.text == chat["choices"][0]["message"]["content"]
+    usage = answer.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
+    assert usage.output_tokens == chat["usage"]["completion_tokens"] == 12
+    assert (answer.stop_reason, answer.stop_sequence, answer.model) == ("max_tokens", None, "demo")
+    assert answer.smc["method"] == "exact"
+    blocks = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    counted = tools.count_tokens(model="demo", system=blocks, messages=user(QUESTIONS[0]))
+    assert counted.input_tokens == chat["usage"]["prompt_tokens"]
+
+
+def test_events_come_in_the_order_of_the_official_api(messages):
+    whole = messages.create(messages=user(QUESTIONS[1]), **ASKS)
+    events = list(messages.create(messages=user(QUESTIONS[1]), stream=True, **ASKS))
+    kinds = [event.type for event in events]
+    deltas = kinds.count("content_block_delta")
+    assert deltas > 1
+    assert kinds == [
+        *("message_start", "content_block_start"),
+        *["content_block_delta"] * deltas,
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    assert events[0].message.usage.input_tokens > 0 and events[-2].usage.output_tokens == 12
+    with messages.stream(messages=user(QUESTIONS[1]), **ASKS) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == final.content[0].text == whole.content[0].text
+    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+
+
+def test_stop_sequences_and_turns(messages):
+    whole = messages.create(messages=user(QUESTIONS[2]), **ASKS).content[0].text
+    word = whole.split()[2]
+    cut = messages.create(messages=user(QUESTIONS[2]), stop_sequences=["#never#", word], **ASKS)
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", word)
+    assert cut.content[0].text == whole[: whole.index(word)]
+    ended = messages.create(messages=user(QUESTIONS[2]), **ASKS | {"max_tokens": 300})
+    assert ended.stop_reason == "end_turn"
+    more = [*user(QUESTIONS[2]), {"role": "assistant", "content": ended.content}, *user("Why?")]
+    assert messages.create(messages=more, **ASKS).usage.input_tokens > 0
+
+
+def test_the_last_message_is_continued(messages):
+    """What the model wrote itself, and then half of it given: greedy, the rest is the same."""
+    greedy = ASKS | {"extra_body": {"temperature": 0}}
+    whole = messages.create(messages=user(QUESTIONS[3]), **greedy).content[0].text
+    head = whole[: whole.index(" ", len(whole) // 2)]
+    given = [*user(QUESTIONS[3]), {"role": "assistant", "content": head}]
+    rest = messages.create(messages=given, **greedy).content[0].text
+    assert (head + rest).startswith(whole)
+
+
+def test_tools_are_used_and_their_results_read(tools):
+    asks = ASKS | {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "add"}, "max_tokens": 100}
+    answer = tools.create(messages=user("x"), **asks)
+    (block,) = answer.content
+    assert (answer.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "add")
+    jsonschema.validate(block.input, ADD)
+    with tools.stream(messages=user("x"), **asks) as stream:
+        final = stream.get_final_message()
+    assert [one.input for one in final.content] == [block.input]
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": "23"}
+    given = [*user("x"), {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    counts = [tools.count_tokens(model="demo", messages=part, tools=TOOLS).input_tokens for part in (given[:1], given)]
+    assert counts[0] < counts[1]
+    after = tools.create(messages=given, **ASKS | {"tools": TOOLS, "tool_choice": {"type": "none"}})
+    assert after.content[0].type == "text"
+
+
+def test_a_schema_constrains_the_answer(messages):
+    schema = {"type": "array", "items": {"enum": [1, 22]}, "minItems": 2, "maxItems": 2}
+    schema["x-guidance"] = {"whitespace_pattern": ""}
+    form = {"type": "json_schema", "schema": schema}
+    answer = messages.create(messages=user("x"), output_config={"format": form}, **ASKS)
+    jsonschema.validate(json.loads(answer.content[0].text), schema)
+
+
+def test_blocks_become_messages(pair):
+    content = [
+        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "text", "text": "so"},
+        {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}},
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "1"}], "is_error": True},
+        {"type": "text", "text": "and?"},
+    ]
+    given = [*user("x"), {"role": "assistant", "content": content}, {"role": "user", "content": results}]
+    call = MessagesDialect().read({"messages": given}, Served(("demo",), pair.tokenizer))
+    first, second, tool, last = call.completion.prompts[0].messages
+    assert first == {"role": "user", "content": "x"}
+    assert (second["reasoning_content"], second["content"]) == ("hm", "so")
+    assert second["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert tool == {"role": "tool", "tool_call_id": "c", "content": "1"}
+    assert last == {"role": "user", "content": "and?"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"messages": None}, "messages is missing"),
+        ({"max_tokens": 0}, "max_tokens=0; allowed"),
+        ({"stop": ["a"]}, "stop is not a field of /v1/messages here; allowed: .*stop_sequences"),
+        ({"stop_sequences": ["x" * 1001]}, "^stop_sequences"),
+        ({"messages": [{"role": "system", "content": "x"}]}, r"messages\[0\].role='system'; allowed: 'user' or 'ass"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type='image'; allowed: text, thinking, to"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.type='enabled'; allowed: 'adaptive' or"),
+        ({"thinking": {"type": "adaptive"}}, "template cannot be told to think"),
+        ({"tools": TOOLS}, "the model's chat template ignores it"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "'tool' without name"),
+        ({"output_config": {"effort": "high"}}, "output_config.effort='high', but the model's chat template does not"),
+        ({"messages": [{"role": "user", "content": "word " * 100_000}]}, "allowed: at most"),
+    ],
+)
+def test_what_is_wrong_is_named(service, fields, says):
+    body = {"messages": user("x"), "max_tokens": 3} | fields
+    said = post(service, json.dumps(body).encode(), "/v1/messages")
+    assert said.status == 400 and said.json["type"] == "error", said.data
+    error = said.json["error"]
+    assert error["type"] == "invalid_request_error" and re.search(says, error["message"]), error
+
+
+def test_errors_are_those_of_the_client(pair, tmp_path, service, messages):
+    with pytest.raises(anthropic.NotFoundError, match=r"not_found_error.*allowed: 'demo', 'gpt-4o'"):
+        messages.create(**ASKS | {"model": "other"}, messages=user("x"))
+    slow, events = {"model": "demo", "extra_body": LONG | {"request_id": "slow"}}, []
+    slow["max_tokens"] = slow["extra_body"].pop("max_tokens")
+    with pytest.raises(anthropic.APIStatusError, match="the request was aborted"):
+        for event in messages.create(messages=user("x"), stream=True, **slow):
+            if not events:
+                with service.client(token="none") as other:  # a caller ends its own requests
+                    assert other.abort("slow")
+            events.append(event)
+    assert events[0].type == "message_start"
+    (tmp_path / "tokens").write_text("secret\n")
+    with serving(pair, http_port=0, auth_token_file=tmp_path / "tokens") as guarded:
+        with client_of(guarded) as client, pytest.raises(anthropic.AuthenticationError, match="x-api-key: TOKEN"):
+            client.messages.count_tokens(model="demo", messages=user("x"))
+        for how in ({"api_key": "secret"}, {"api_key": None, "auth_token": "secret"}):
+            with client_of(guarded, **how) as client:
+                name = client.models.list().data[0].id
+                assert client.messages.count_tokens(model=name, messages=user("x")).input_tokens > 0

@@ -1,0 +1,87 @@
+"""`/openapi.json` and `/docs` describe what there is, and what is accepted."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+
+import jsonschema
+import pytest
+
+from services.openai import messages_api, responses_api
+from services.openai.requests import NAMES
+from tests.openai.asking import ask, post, user
+
+
+@pytest.fixture(scope="module")
+def described(shared):
+    said = ask(shared, "GET", "/openapi.json")
+    assert said.status == 200
+    return said.json
+
+
+def schema_of(described, path):
+    (reference,) = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"].values()
+    return described["components"]["schemas"][reference.rpartition("/")[2]]
+
+
+def test_it_names_every_path(described):
+    paths = {"/health", "/v1/models", "/v1/models/{name}", "/v1/chat/completions", "/v1/completions", "/v1/responses"}
+    paths |= {"/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/openapi.json", "/docs", "/metrics"}
+    assert paths <= described["paths"].keys() and described["openapi"] == "3.1.0"
+    assert set(described["paths"]["/ping"]) == {"get", "post"}
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("/v1/chat/completions", NAMES[True]),
+        ("/v1/completions", NAMES[False]),
+        ("/v1/responses", responses_api.NAMES),
+        ("/v1/messages", messages_api.NAMES),
+    ],
+)
+def test_it_names_every_field_and_no_other(described, path, names):
+    schema = schema_of(described, path)
+    assert set(schema["properties"]) == names and schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": user("x"), "max_tokens": 2, "stop": "a", "logprobs": True}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 2, "logprobs": 2, "stop": ["a"], "method": "exact"}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 2, "temperature": 0.5}),
+        ("/v1/messages", {"messages": user("x"), "max_tokens": 2, "stop_sequences": ["a"]}),
+    ],
+)
+def test_its_schemas_hold(service, described, path, body):
+    """What is served validates, a wrong type and an unknown field do not."""
+    whole = {"$ref": f"#/components/schemas/{_name(described, path)}", "components": described["components"]}
+    checks = jsonschema.Draft202012Validator(whole)
+    assert post(service, json.dumps(body).encode(), path).status == 200
+    checks.validate(body | {"service_tier": "auto"})
+    for wrong in ({"stream": 3}, {"none_such": 1}, {"service_tier": "flex"}):
+        assert (
+            not checks.is_valid(body | wrong) and post(service, json.dumps(body | wrong).encode(), path).status == 400
+        )
+
+
+def _name(described, path) -> str:
+    (reference,) = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"].values()
+    return reference.rpartition("/")[2]
+
+
+def test_every_reference_leads_somewhere(described):
+    found = re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(described))
+    assert found and set(found) <= described["components"]["schemas"].keys()
+
+
+def test_the_page_is_whole_and_loads_nothing(service):
+    with urllib.request.urlopen(service.url.removesuffix("/v1") + "/docs", timeout=60) as reply:
+        text = reply.read().decode()
+        assert "default-src 'none'" in reply.headers["content-security-policy"]
+        assert reply.headers.get_content_type() == "text/html"
+    assert "POST <code>/v1/responses</code>" in text and "<code>continue_final_message</code>" in text
+    assert not re.search(r"<script|src=|https?://", text)

@@ -1,0 +1,253 @@
+"""Potentials: answers follow p^alpha times phi, whatever happens to a request meanwhile; what a potential does wrong ends
+its request alone."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import FinishReason
+from smc.api.sampling_params import POPULATIONS, SamplingParams
+from smc.executor.graph_runner import StageRunner
+from smc.local_engine import local_engine
+from smc.potentials import Prefixes, load_potential, must_end_with, must_match, must_not_match
+from smc.scheduler import potential_calls
+from tests.scheduler.bank import CONFIGS, EOS, LENGTH, PROMPT, population, together
+from tests.scheduler.harness import CASES, answers, config_id, request
+from tests.scheduler.lives import assert_same, live, pair, small_engine
+from tests.scheduler.pairs import LETTERS, exact_law, mean_and_error, next_log_probs, tiny_pair, total_variation
+
+pytestmark = together
+LOCKSTEP, _, LOOKAHEAD, _ = CONFIGS
+ALPHA, COUNT = 1.3, 110
+
+
+def log_phi(text: str, ended: bool) -> float:
+    """Of an unfinished answer something else than of the same text as an answer; never two answers `cc`."""
+    if "cc" in text:
+        return -math.inf
+    return -1.2 * text.count("a") + 0.5 * text.count("b") - (2.0 if ended else 0.0)
+
+
+def potential(prefixes: Prefixes) -> list[float]:
+    assert len(set(zip(prefixes.tokens, prefixes.ended))) == len(prefixes.texts), "each is asked for once"
+    assert prefixes.prompt.startswith("abc"[: len(prefixes.prompt)]) or set(prefixes.prompt) <= set("abc")
+    return [log_phi(text, ended) for text, ended in zip(prefixes.texts, prefixes.ended)]
+
+
+def law(alpha: float) -> dict[tuple[int, ...], float]:
+    """Mass p^alpha phi of every answer."""
+    masses = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, alpha=alpha)
+    return {tokens: mass * math.exp(log_phi(text_of(tokens), True)) for tokens, mass in masses.items()}
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(LETTERS[token] for token in tokens if token != EOS)
+
+
+@pytest.mark.parametrize("config", [LOCKSTEP, LOOKAHEAD], ids=config_id)
+@pytest.mark.parametrize("kind", POPULATIONS)
+def test_answers_follow_the_power_times_the_potential(config: EngineConfig, kind: str):
+    """By enumeration, with a potential that is 0 for some: E[Z-hat] is the mass of all answers, within 4.5 standard
+    errors, and weights estimate the mass of each."""
+    given = {"particles": 8, "population": kind, "alpha": ALPHA, "potential": "phi"}
+    found = population(config, COUNT, potentials={"phi": potential}, **given)
+    z = [math.exp(answer.statistics.log_z) for answer in found]
+    mass: Counter = Counter()
+    for answer, weight in zip(found, z):
+        for particle in answer.particles:
+            assert "cc" not in particle.text or not particle.weight or answer.statistics.collapses
+            mass[particle.tokens] += particle.weight * weight
+    expected, plain = law(ALPHA), exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, alpha=ALPHA)
+    (mean, error), total = mean_and_error(z), sum(expected.values())
+    assert abs(mean - total) < 4.5 * error
+    assert abs(sum(plain.values()) - total) > 6 * error, "the test cannot tell the potential"
+    near, far = (
+        total_variation(normal(of), {tokens: m / sum(mass.values()) for tokens, m in mass.items()}, 1)
+        for of in (expected, plain)
+    )
+    assert near < (0.25 if kind == "distinct" else 0.35) < far
+
+
+def normal(masses: dict) -> dict:
+    return {tokens: mass / sum(masses.values()) for tokens, mass in masses.items()}
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_a_potential_that_says_nothing_changes_nothing(config: EngineConfig, monkeypatch):
+    """And rounds that run ahead of what is read wait for it."""
+    asked = [
+        request(PROMPT, f"{kind} {seed}", seed=seed, particles=4, max_tokens=12, population=kind, logprobs=True)
+        for kind in POPULATIONS
+        for seed in range(4)
+    ]
+    expected = answers(local_engine(tiny_pair(), config), asked)
+    weighed = [replace(one, params=replace(one.params, potential="same")) for one in asked]
+    same = {"same": lambda prefixes: [0.0] * len(prefixes.texts)}
+    for ahead in (False, True):
+        monkeypatch.setattr(StageRunner, "records", ahead)
+        found = answers(local_engine(tiny_pair(), config, potentials=same), weighed)
+        for name, answer in found.items():
+            assert_same(answer, expected[name])
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_potentials_stay_with_their_particles(config: EngineConfig, monkeypatch):
+    """Requests that are preempted, made smaller and larger, and cancelled, in little memory; what was not touched
+    answers as it does alone."""
+    asked = [
+        request((0, 1, 1, 2), f"{kind} {seed}", seed=seed, particles=5, min_particles=2, max_tokens=24,
+                population=kind, potential="phi", answer=("draw", "best")[seed % 2])
+        for kind in POPULATIONS for seed in range(4)
+    ]  # fmt: skip
+    engine = small_engine(replace(config, pages=260), monkeypatch, ahead=True, potentials={"phi": potential})
+    lives = live(engine, asked, random.Random(1), submit=1.0, interrupt=0.4, resize=0.1, cancel=0.01)
+    assert lives.events["interrupted"] > 2
+    plenty = replace(config, pages=20_000, max_slots=512, prefix_cache=False)
+    alone = answers(local_engine(pair(), plenty, potentials={"phi": potential}), asked)
+    untouched = [one.request_id for one in asked if lives.untouched(one.request_id)]
+    assert untouched
+    for name in untouched:
+        assert_same(lives.final[name], alone[name])
+    engine.check_books()
+
+
+def fails(prefixes: Prefixes) -> list[float]:
+    raise KeyError("no such checker")
+
+
+WRONG = {
+    "fails": (fails, "potential 'fails' failed (KeyError: 'no such checker')"),
+    "too few": (lambda prefixes: [], "potential 'too-few' returned 0 numbers for"),
+    "no number": (lambda prefixes: ["much"], "potential 'no-number' returned ['much']; allowed:"),
+    "nan": (
+        lambda prefixes: [math.nan] * len(prefixes.texts),
+        "potential 'nan' returned nan; allowed: numbers, or -inf",
+    ),
+}
+
+
+def test_an_error_ends_its_request_alone():
+    potentials = {name.replace(" ", "-"): function for name, (function, _) in WRONG.items()}
+    asked = [request(PROMPT, name, seed=1, max_tokens=9, potential=name.replace(" ", "-")) for name in WRONG]
+    beside = request(PROMPT, "beside", seed=1, max_tokens=9)
+    found = answers(local_engine(tiny_pair(), CASES[0], potentials=potentials), [*asked, beside])
+    for name, (_, words) in WRONG.items():
+        assert found[name].finish_reason is FinishReason.ERROR
+        assert words in found[name].error
+    assert found["beside"].tokens == answers(local_engine(tiny_pair(), CASES[0]), [beside])["beside"].tokens
+
+
+def test_a_slow_potential_keeps_nobody_waiting(monkeypatch):
+    """It ends its request once its time is over, and others go on meanwhile; when many calls hang, more fail at
+    once."""
+    monkeypatch.setattr(potential_calls, "MOST_ABANDONED", 2)
+    end = threading.Event()
+
+    def hangs(prefixes: Prefixes) -> list[float]:
+        end.wait(60)
+        return [0.0] * len(prefixes.texts)
+
+    config = replace(CASES[1], potential_timeout=2.5)
+    engine = local_engine(tiny_pair(), config, potentials={"hangs": hangs, "phi": potential})
+    slow = [request(PROMPT, f"slow {i}", seed=i, max_tokens=9, potential="hangs") for i in range(2)]
+    beside = [request(PROMPT, str(i), seed=i, max_tokens=9, potential="phi" if i else None) for i in range(2)]
+    ended = [output.answer for output in engine.run([*slow, *beside]) if output.answer]
+    assert {answer.request_id for answer in ended[:2]} == {"0", "1"}, "the others are answered first"
+    assert all(
+        answer.error == "potential 'hangs' took more than 2.5 s, which is all that it has" for answer in ended[2:]
+    )
+    (more,) = answers(engine, [request(PROMPT, "more", max_tokens=9, potential="hangs")]).values()
+    assert more.error == "potential 'hangs' does not answer: 2 calls of it have not ended"
+    end.set()
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("kind", POPULATIONS)
+def test_a_population_without_weight_is_said(config: EngineConfig, kind: str):
+    engine = local_engine(tiny_pair(), config, potentials={"never": must_match("never")})
+    asked = request(PROMPT, seed=1, max_tokens=9, particles=3, population=kind, potential="never")
+    (found,) = answers(engine, [asked]).values()
+    assert found.statistics.log_z == -math.inf and found.statistics.collapses
+    assert engine.take_stats().collapses == found.statistics.collapses
+    assert found.tokens and not found.error
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+def test_the_best_answer_is_the_likeliest_particle(config: EngineConfig):
+    engine = local_engine(tiny_pair(), config, potentials={"phi": potential})
+    asked = [
+        request(PROMPT, f"{kind} {seed}", seed=seed, particles=5, max_tokens=6, population=kind, alpha=2.0,
+                potential="phi" if seed % 2 else None, answer="best", return_particles=True)
+        for kind in POPULATIONS for seed in range(6)
+    ]  # fmt: skip
+    found, better = answers(engine, asked), 0
+    for one in asked:
+
+        def score(tokens: tuple[int, ...], one=one) -> float:
+            logp = sum(next_log_probs(tiny_pair().target, (*PROMPT, *tokens[:t]))[x] for t, x in enumerate(tokens))
+            return 2.0 * float(logp) + (log_phi(text_of(tokens), True) if one.params.potential else 0.0)
+
+        answer = found[one.request_id]
+        scores = [score(particle.tokens) for particle in answer.particles if particle.weight]
+        assert score(answer.tokens) == pytest.approx(max(scores), abs=1e-4)
+        better += max(scores) - min(scores) > 0.1
+        assert answer.logprobs is None
+    assert better > 6
+
+
+def test_potentials_that_ship():
+    def of(potential, *texts: str, ended: bool = True) -> list[bool]:
+        prefixes = Prefixes("", texts, tuple((i,) for i in range(len(texts))), (ended,) * len(texts))
+        return [value == 0 for value in potential(prefixes)]
+
+    assert of(must_match("b+"), "abba", "a") == [True, False]
+    assert of(must_match("b+"), "abba", "a", ended=False) == [True, True]
+    assert of(must_not_match("b+"), "abba", "a") == [False, True]
+    assert of(must_not_match("b+"), "abba", "a", ended=False) == [False, True]
+    assert of(must_not_match("b$"), "ab", ended=False) == [True]
+    assert of(must_not_match("b$"), "ab", "aba") == [False, True]
+    assert of(must_end_with(1022), "17 + 5 = 1,022", "1022 or 23", "none", "1022.0") == [True, False, False, True]
+    assert of(must_end_with(22), "23", ended=False) == [True]
+    with pytest.raises(ValueError, match="regular expression '\\('"):
+        must_match("(")
+
+
+def test_what_is_refused():
+    engine = local_engine(tiny_pair(), CASES[0], potentials={"phi": potential})
+    with pytest.raises(ValueError, match="potential='other'; allowed: phi"):
+        engine.submit(request(PROMPT, potential="other"))
+    with pytest.raises(ValueError, match="potential='phi'; allowed: none, as the configuration names no potentials"):
+        local_engine(tiny_pair(), CASES[0]).submit(request(PROMPT, potential="phi"))
+    for method in ("exact", "target", "draft"):
+        with pytest.raises(
+            ValueError, match=f"potential='phi' has no effect with method='{method}'; give method='smc'"
+        ):
+            SamplingParams(method=method, potential="phi")
+    with pytest.raises(ValueError, match="answer='best' has no effect with method='exact'"):
+        SamplingParams(method="exact", answer="best")
+    with pytest.raises(ValueError, match="potential='a b'; allowed: the name of a potential"):
+        SamplingParams(potential="a b")
+    for path, words in {
+        "smc.no_such:thing": "cannot be imported",
+        "smc.potentials:nothing": "cannot be imported",
+        "smc.potentials:Potential.__doc__": "cannot be imported",
+        "smc.scheduler.potential_calls:GRACE": "allowed: a callable",
+        "smc.potentials": "allowed: module:function",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            load_potential(path)
+    with pytest.raises(ValueError, match="potentials has 'x': 'module'; allowed: a name, and module:function"):
+        EngineConfig(potentials={"x": "module"})
+    with pytest.raises(ValueError, match="potential_timeout=0; allowed: above 0"):
+        EngineConfig(potential_timeout=0)
+    assert (
+        local_engine(tiny_pair(), EngineConfig(potentials={"x": f"{__name__}:potential"})).potentials.check("x") is None
+    )
