@@ -36,6 +36,31 @@ def read_tokens(path: Path, name: str = "auth_token_file") -> tuple[str, ...]:
     return tuple(tokens)
 
 
+class TokenFile:
+    """The tokens of a file as it is now. A file that cannot be used changes nothing: the former tokens stay, and the
+    log says once why. Use it in one thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError as `read_tokens` does."""
+        self._path, self._seen = path, _stamp(path)
+        self._tokens = read_tokens(path)
+
+    def knows(self, token: str) -> bool:
+        """Whether `token` is one of them; reads the file if it has changed since the last call."""
+        if (stamp := _stamp(self._path)) != self._seen:
+            self._seen = stamp
+            self._read()
+        return is_known(token, self._tokens)
+
+    def _read(self) -> None:
+        try:
+            self._tokens = read_tokens(self._path)
+        except ValueError as error:
+            logger.error("tokens have changed and cannot be used; the former ones stay: %s", error)
+        else:
+            logger.info("tokens have changed; there are %d", len(self._tokens))
+
+
 def bearer_token(authorization: str) -> str:
     """The token in a header of that name; empty if there is none, which is no valid token. Tokens are ASCII."""
     scheme, _, token = authorization.partition(" ")
@@ -159,16 +184,18 @@ class _Files(Generic[Configuration]):
         logger.info("certificates have changed; new connections have the new ones")
         return configuration
 
-    def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
+    def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(_stamp(path) for path in (self._cert, self._key, self._client_ca) if path is not None)
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Differs once the file is written or replaced; None: there is none. The size tells two writes within one tick of
+    the file system's clock apart."""
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_ino
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _read(name: str, path: Path) -> bytes:

@@ -32,7 +32,7 @@ from services.prompts import Prompt
 from services.protobuf.generation import check_counts
 from services.security import caller_of
 from smc.api.limits import MAX_TOP_LOGPROBS
-from smc.api.outputs import Answer, FinishReason, Output
+from smc.api.outputs import Alternatives, Answer, FinishReason, Output
 from smc.api.request import Request
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams, with_defaults
 
@@ -125,19 +125,19 @@ FINISHES = {
 
 
 def chunks(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
-    """Of a stream: new tokens, and after the last ones how the answer ended. Log-probabilities are known with the
+    """Of a stream: new tokens, and after the last ones how the answer ended. The likeliest tokens are known with the
     answer, so an answer with them comes in one piece."""
-    answer = output.answer
-    tokens = output.tokens
-    if request.params.logprobs:
+    answer, tokens, scored = output.answer, output.tokens, _output_logprobs(output.tokens, output.logprobs)
+    if request.params.top_logprobs:
         tokens = answer.tokens if answer else ()
+        scored = _answer_logprobs(answer) if answer else None
     if tokens:
         chunk = pb.GenerateStreamChunk(
             token_ids=tokens,
             prompt_tokens=len(request.prompt),
             completion_tokens=len(tokens),
             cached_tokens=answer.cached_tokens if answer else 0,
-            output_logprobs=_output_logprobs(tokens, answer),
+            output_logprobs=scored,
             index=index,
         )
         yield pb.GenerateResponse(chunk=chunk)
@@ -158,7 +158,7 @@ def _complete(answer: Answer, index: int) -> pb.GenerateResponse:
         prompt_tokens=answer.prompt_tokens,
         completion_tokens=len(answer.tokens),
         cached_tokens=answer.cached_tokens,
-        output_logprobs=_output_logprobs(answer.tokens, answer),
+        output_logprobs=_answer_logprobs(answer),
         index=index,
     )
     if isinstance(answer.matched, str):
@@ -168,17 +168,23 @@ def _complete(answer: Answer, index: int) -> pb.GenerateResponse:
     return pb.GenerateResponse(complete=complete)
 
 
-def _output_logprobs(tokens: Sequence[int], answer: Answer | None) -> pb.OutputLogProbs | None:
+def _answer_logprobs(answer: Answer) -> pb.OutputLogProbs | None:
+    return _output_logprobs(answer.tokens, answer.logprobs or (), answer.top_logprobs)
+
+
+def _output_logprobs(
+    tokens: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[Alternatives] | None = None
+) -> pb.OutputLogProbs | None:
     """Log-probabilities of the drawn and of the likeliest tokens; if the latter are not asked for, each drawn token
     stands in their place."""
-    if answer is None or not answer.logprobs:
+    if not logprobs:
         return None
-    top_logprobs = answer.top_logprobs or [((token, logprob),) for token, logprob in zip(tokens, answer.logprobs)]
+    top_logprobs = top_logprobs or [((token, logprob),) for token, logprob in zip(tokens, logprobs)]
     known = [
         pb.TopLogProbs(token_ids=[token for token, _ in top], values=[logprob for _, logprob in top])
         for top in top_logprobs
     ]
-    return pb.OutputLogProbs(token_ids=tokens, token_logprobs=answer.logprobs, top_logprobs=known)
+    return pb.OutputLogProbs(token_ids=tokens, token_logprobs=logprobs, top_logprobs=known)
 
 
 FILES = (

@@ -1,12 +1,13 @@
 """Potentials: callables that weigh what particles have written, and those that ship.
 
-A request with a potential phi is answered from p(x) phi(x), normalised: p is the target's distribution of answers. phi
-is asked of what the particles of a request hold after each of their rounds, and of their whole answers; between two
-questions a particle's weight changes by the factor phi(new) / phi(old). What phi says of an unfinished answer decides
-how well particles are chosen, and nothing about the distribution of answers.
+A request with a potential phi is answered from p(x) phi(x), normalised, where p is the target's distribution of answers.
+After each round of the request, the engine asks the potential about the answers of all particles, finished or not, and
+multiplies the weight of each particle by phi(new) / phi(old). Only the values of finished answers define the
+distribution. The values of unfinished answers cancel: they decide which particles survive, and so how many particles a
+good estimate needs.
 
-A potential takes `Prefixes` and returns log phi of each: -inf for what cannot become an answer. It is called in a
-thread of its own, by several requests at once."""
+A potential takes `Prefixes` and returns log phi of each: -inf for what cannot become an answer. Every call has a thread
+of its own, and calls of several requests overlap."""
 
 from __future__ import annotations
 

@@ -241,15 +241,13 @@ def _texts(directory: Path, file: Path | None, log: Path | None, is_demo: bool) 
 
 def logged_prompts(tokenizer: Tokenizer, log: Path) -> tuple[tuple[int, ...], ...]:
     """Token ids of the prompts of a service's log, each once. A line of the log may have a time and other things before
-    its JSON. Other lines are left out. Raises ValueError if there are none, or if they are of another tokenizer."""
+    its JSON, or be wrapped as the `log` of another object. Other lines are left out. Raises ValueError if there are none,
+    or if they are of another tokenizer."""
     found: dict[tuple[int, ...], None] = {}
     with log.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            try:
-                ids = json.loads(line[line.index("{") :]).get("prompt_ids")
-            except ValueError:
-                continue
-            if isinstance(ids, list) and ids and all(isinstance(each, int) for each in ids):
+            ids = _object_of(line).get("prompt_ids")
+            if isinstance(ids, list) and ids and all(isinstance(each, int) and each >= 0 for each in ids):
                 found[tuple(ids)] = None
     if not found:
         raise ValueError(
@@ -261,6 +259,20 @@ def logged_prompts(tokenizer: Tokenizer, log: Path) -> tuple[tuple[int, ...], ..
             f"{log} holds token {most}, but the target has {tokenizer.size}; it is the log of another model"
         )
     return tuple(found)
+
+
+def _object_of(line: str) -> dict[str, Any]:
+    """The JSON object that a line of a log ends with; empty if there is none."""
+    at = line.find("{")
+    while at >= 0:
+        try:
+            found = json.loads(line[at:])
+        except (ValueError, RecursionError):
+            at = line.find("{", at + 1)
+            continue
+        wrapped = found.get("log")
+        return _object_of(wrapped) if isinstance(wrapped, str) else found
+    return {}
 
 
 def _encoded(tokenizer: Tokenizer, line: str, where: str) -> tuple[int, ...]:

@@ -68,7 +68,8 @@ class CompletionStream:
             if self.completion is None:
                 raise ServiceError(grpc.StatusCode.INTERNAL, "the stream ended before the answer did") from None
             raise
-        chunk = Chunk(response.text, tuple(response.token_ids))
+        logprobs = tuple(response.logprobs) if self._request.logprobs else None
+        chunk = Chunk(response.text, tuple(response.token_ids), logprobs)
         self._texts.append(chunk.text)
         self._tokens += chunk.tokens
         if response.HasField("finish"):

@@ -38,6 +38,8 @@ class Chunk:
 
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    """One per token under the target's distribution, if requested."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Completion:
     statistics: Statistics | None
     """None for plain decoding."""
     logprobs: tuple[float, ...] | None
-    """One per token under the target's distribution, if requested; NaN for a token that was not scored."""
+    """One per token under the target's distribution, if requested: those of all chunks."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None
     """For every token the likeliest tokens at its position and their log-probabilities, likeliest first, if
     requested."""

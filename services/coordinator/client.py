@@ -92,6 +92,7 @@ class _PendingUpdates:
         self._error: Exception | None = None
         self._some = asyncio.Event()
         self._tokens: list[int] = []
+        self._logprobs: list[float] = []
         self._texts: list[str] = []
         self._submitted = time.monotonic()
         self.ended = False
@@ -100,7 +101,12 @@ class _PendingUpdates:
     def add(self, output: Output) -> None:
         old = self._update
         if old is not None:
-            output = replace(output, tokens=old.tokens + output.tokens, text=old.text + output.text)
+            output = replace(
+                output,
+                tokens=old.tokens + output.tokens,
+                text=old.text + output.text,
+                logprobs=old.logprobs + output.logprobs,
+            )
         self._update = output
         self._some.set()
 
@@ -118,6 +124,7 @@ class _PendingUpdates:
             assert self._error is not None
             raise self._error
         self._tokens += output.tokens
+        self._logprobs += output.logprobs
         self._texts.append(output.text)
         if output.answer is not None:
             self.ended = True
@@ -136,6 +143,7 @@ class _PendingUpdates:
             request_id=self.request.request_id,
             tokens=tuple(self._tokens),
             text="".join(self._texts),
+            logprobs=tuple(self._logprobs) or answer.logprobs,
             seconds=seconds,
         )
 

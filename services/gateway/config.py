@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.security import check_tls, is_loopback, read_tokens
+from services.security import TokenFile, check_tls, is_loopback
 from smc.api.sampling_params import Method
 
 DEFAULT_PORT = 50051
@@ -41,7 +41,8 @@ class GatewayConfig:
     tls_client_ca: Path | None = None
     """Only clients with a certificate of these authorities may connect (mutual TLS), PEM."""
     auth_token_file: Path | None = None
-    """Bearer tokens that callers must send one of, one a line; read once, at the start. None: no token is needed."""
+    """Bearer tokens that callers must send one of, one a line; read again when it changes. None: no token is
+    needed."""
     max_message_bytes: int | None = None
     """Largest request; None: what has room for a prompt that fills the context (`message_bytes`)."""
     max_concurrent_streams: int = 1024
@@ -110,9 +111,9 @@ class GatewayConfig:
             return self.max_message_bytes
         return min(MESSAGE_BYTES + TOKEN_BYTES * context, MOST_BYTES)
 
-    def tokens(self) -> tuple[str, ...]:
-        """Read from `auth_token_file`; empty if there is none."""
-        return read_tokens(self.auth_token_file) if self.auth_token_file else ()
+    def token_file(self) -> TokenFile | None:
+        """Of `auth_token_file`, read anew; None: no token is needed."""
+        return TokenFile(self.auth_token_file) if self.auth_token_file else None
 
     def _check_numbers(self) -> None:
         if not self.host:
@@ -156,7 +157,7 @@ class GatewayConfig:
         if self.tls_cert is not None and self.tls_key is not None:
             check_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
         if self.auth_token_file is not None:
-            self.tokens()
+            self.token_file()
             if not self.tls and not is_loopback(self.host):
                 raise ValueError(
                     f"auth_token_file over plain text on host={self.host!r}: the tokens could be read in transit; "

@@ -100,7 +100,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
 
 def _responses(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
-    response = pb.GenerateResponse(request_id=output.request_id, text=output.text, token_ids=output.tokens)
+    response = pb.GenerateResponse(
+        request_id=output.request_id, text=output.text, token_ids=output.tokens, logprobs=output.logprobs
+    )
     if output.answer is not None:
         response.finish.CopyFrom(to_finish(output.answer, statistics=not request.params.method.plain))
     yield response

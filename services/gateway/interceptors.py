@@ -8,7 +8,7 @@ the call is known.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from services.errors import SlowSender, Status, Unauthenticated, status_of
 from services.gateway.limits import CallLimit, ReceiveLimit
 from services.metrics import Metrics
-from services.security import is_known, token_of
+from services.security import TokenFile, token_of
 from smc.scheduler.admission import QueueFull
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Passes calls with a known token, and health checks; every other call ends with UNAUTHENTICATED, whatever its
     method."""
 
-    def __init__(self, tokens: Sequence[str], metrics: Metrics) -> None:
-        self._tokens, self._metrics = tokens, metrics
+    def __init__(self, token_file: TokenFile, metrics: Metrics) -> None:
+        self._token_file, self._metrics = token_file, metrics
         # A stream to a stream fits every method: the refusal is sent without waiting for a message.
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
@@ -45,7 +45,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         return self._refusal
 
     def _is_let_in(self, details: grpc.HandlerCallDetails) -> bool:
-        return is_known(token_of(details.invocation_metadata), self._tokens)
+        return self._token_file.knows(token_of(details.invocation_metadata))
 
     async def _refuse(self, _: Any, context: grpc.aio.ServicerContext) -> None:
         status = status_of(Unauthenticated("a valid token is needed; send the metadata `authorization: Bearer TOKEN`"))

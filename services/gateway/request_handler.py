@@ -27,7 +27,7 @@ from services.gateway.limits import CallLimit, ReceiveLimit
 from services.gateway.tracing import Trace, Tracing
 from services.metrics import REJECTIONS, Metrics
 from services.prompts import PromptEncoder
-from services.security import caller_of
+from services.security import TokenFile, caller_of
 from smc.api.constraint import Constraint
 from smc.api.outputs import Answer, FinishReason, Output, Times
 from smc.api.request import Request
@@ -290,6 +290,7 @@ class ApiServer(Protocol):
 
     handler: RequestHandler
     metrics: Metrics
+    token_file: TokenFile | None
     call_limit: CallLimit
     receive_limit: ReceiveLimit
 

@@ -54,6 +54,7 @@ class Gateway:
         self._tracing = Tracing.from_environment()
         self._calls = Calls(metrics, self._tracing)
         self.handler = RequestHandler(pair, backend, self._calls, status, config)
+        self.token_file = config.token_file()
         self.call_limit = CallLimit(config.max_calls)
         self.receive_limit = ReceiveLimit(config.message_bytes(pair.context), config.write_timeout)
         self._services: dict[str, Callable[[grpc.aio.Server], None]] = {}
@@ -84,10 +85,10 @@ class Gateway:
 
         Raises OSError if a port cannot be had.
         """
-        config, tokens = self._config, self._config.tokens()
+        config, token_file = self._config, self.token_file
         limited = {f"/{name}/Generate" for name in self._services}
         receiving = ReceivingInterceptor(limited, self.call_limit, self.receive_limit, self.metrics)
-        interceptors = [*([TokenInterceptor(tokens, self.metrics)] if tokens else []), receiving]
+        interceptors = [*([TokenInterceptor(token_file, self.metrics)] if token_file else []), receiving]
         self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._pair.context))
         for register in self._services.values():
             register(self._server)

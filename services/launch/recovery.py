@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import secrets
 import time
 from collections import OrderedDict
@@ -107,6 +106,7 @@ class _ReplayCursor:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
+        self._logprobs: list[float] = []
         self._pieces: list[str] = []
         self.begin()
 
@@ -127,19 +127,24 @@ class _ReplayCursor:
         self._come += len(output.tokens)
         self._text_come += len(output.text)
         tokens, text = output.tokens[len(known) :], output.text[len(known_text) :]
+        logprobs = output.logprobs[len(known) :]
         self._tokens.extend(tokens)
+        self._logprobs.extend(logprobs)
         self._pieces.append(text)
         if output.answer is None and not tokens and not text:
             return None
-        return replace(output, tokens=tokens, text=text, answer=output.answer and self._whole(output.answer))
+        answer = output.answer and self._whole(output.answer)
+        return replace(output, tokens=tokens, text=text, answer=answer, logprobs=logprobs)
 
     def _whole(self, answer: Answer) -> Answer:
-        """With all that was given out, where time was up before it had come again."""
+        """With the log-probabilities that were given out, and with all else that was, where time was up before it had
+        come again."""
+        if answer.logprobs is not None or self._logprobs:
+            answer = replace(answer, logprobs=tuple(self._logprobs))
         missing = len(self._tokens) - len(answer.tokens)
         if missing <= 0:
             return answer
         reason = FinishReason.TIME_BUDGET if answer.finish_reason is FinishReason.QUEUE_TIME else answer.finish_reason
-        logprobs = None if answer.logprobs is None else (*answer.logprobs, *[math.nan] * missing)
         top_logprobs = None if answer.top_logprobs is None else (*answer.top_logprobs, *[()] * missing)
         tokens, text = tuple(self._tokens), "".join(self._pieces)
         particles = None if answer.particles is None else (Particle(tokens, text, reason, 1.0),)
@@ -148,7 +153,6 @@ class _ReplayCursor:
             tokens=tokens,
             text=text,
             finish_reason=reason,
-            logprobs=logprobs,
             top_logprobs=top_logprobs,
             particles=particles,
         )

@@ -304,12 +304,14 @@ def _joined(blocks: Sequence[TextBlock]) -> str:
 
 
 class MessagesWriter:
-    """See `AnswerWriter`."""
+    """See `AnswerWriter`. A call whose arguments are no JSON is a text of a whole message. In a stream it is a call, as
+    the model wrote it: it has begun before that is known."""
 
     def __init__(
         self, heading: ResponseHeader, completion: CompletionRequest, request: Request, reasoning: Reasoning | None
     ) -> None:
         self._heading, self._request = heading, request
+        self._tool_format = completion.tool_format
         self._reader = PartReader(completion.tool_format, reasoning)
         self._begun = False
 
@@ -325,7 +327,7 @@ class MessagesWriter:
         if output.answer is not None:
             data += b"".join(map(self._part, self._reader.finish()))
             counts, answer = _usage(output.answer), output.answer
-            delta = self._stop(answer)
+            delta = self._stop(answer, self._reader.has_calls)
             data += _event("message_delta", delta=delta, usage=counts, smc=smc_block(self._request.params, answer))
             data += _event("message_stop")
         return data
@@ -337,8 +339,10 @@ class MessagesWriter:
         (answer,) = answers
         for _ in (*self._reader.push(answer.text), *self._reader.finish()):
             pass
-        content = [self._block(index, part) for index, part in enumerate(self._reader.parts)]
-        message = self._message() | {"content": content, **self._stop(answer), "usage": _usage(answer)}
+        last = len(self._reader.parts) - 1 if answer.finish_reason not in OF_MODEL else None
+        content = [self._block(index, part, index == last) for index, part in enumerate(self._reader.parts)]
+        stop = self._stop(answer, any(block["type"] == "tool_use" for block in content))
+        message = self._message() | {"content": content, **stop, "usage": _usage(answer)}
         return written(message | {"smc": smc_block(self._request.params, answer)}).encode()
 
     def error(self, body: dict[str, Any]) -> bytes:
@@ -348,12 +352,12 @@ class MessagesWriter:
         head = {"id": f"msg_{self._heading.id}", "type": "message", "role": "assistant", "model": self._heading.model}
         return head | {"stop_reason": None, "stop_sequence": None}
 
-    def _stop(self, answer: Answer) -> dict[str, Any]:
+    def _stop(self, answer: Answer, has_calls: bool) -> dict[str, Any]:
         if answer.finish_reason is FinishReason.STOP_STRING:
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.matched}
         if OPENAI_FINISH[answer.finish_reason] == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        return {"stop_reason": "tool_use" if self._reader.has_calls else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
     def _part(self, event: PartEvent) -> bytes:
         if isinstance(event, PartBegins):
@@ -364,16 +368,30 @@ class MessagesWriter:
             return _event("content_block_delta", index=event.index, delta={"type": kind, name: event.text})
         return _event("content_block_stop", index=event.index)
 
-    def _block(self, index: int, part: Part) -> dict[str, Any]:
+    def _block(self, index: int, part: Part, is_cut: bool = False) -> dict[str, Any]:
         if part.kind is PartKind.REASONING:
             return {"type": "thinking", "thinking": part.text, "signature": ""}
         if part.kind is PartKind.TEXT:
             return {"type": "text", "text": part.text}
-        # An answer that was cut may end inside of them.
-        given = pydantic_core.from_json(part.text, allow_partial=True) if part.text else {}
+        given = _arguments(part.text, is_cut)
+        if given is None:
+            assert self._tool_format is not None, "only then are there calls"
+            return {"type": "text", "text": self._tool_format.written(part.name, part.text)}
         return {"type": "tool_use", "id": f"toolu_{self._heading.id}_{index}", "name": part.name, "input": given}
 
 
+def _arguments(text: str, is_cut: bool) -> Any:
+    """Of a call; as far as they go if the answer `is_cut` inside. None: they are no JSON that can be written again."""
+    try:
+        given = pydantic_core.from_json(text, allow_partial=is_cut, allow_inf_nan=False) if text else {}
+        written(given)
+    except ValueError:
+        return None
+    return given
+
+
+OF_MODEL = (FinishReason.EOS, FinishReason.STOP_TOKEN)
+"""How an answer ends that the model ended itself."""
 DELTAS = {
     PartKind.TEXT: ("text_delta", "text"),
     PartKind.REASONING: ("thinking_delta", "thinking"),

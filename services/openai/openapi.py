@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "integer": {"type": "integer"},
     "number": {"type": "number"},
     "choice": {"type": "string"},
+    "text": {"type": "string"},
     "texts": {"type": "array", "items": {"type": "string"}},
     "integers": {"type": "array", "items": {"type": "integer"}},
     "biases": {"type": "object", "additionalProperties": {"type": "number"}},

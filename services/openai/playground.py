@@ -122,12 +122,13 @@ def settings_document(defaults: Mapping[str, Any] = MappingProxyType({})) -> lis
 
 
 def _kind(hint: Any, known: Setting) -> str:
-    """`choice`, `biases`, `flag`, `integer`, `number`, `texts` or `integers`."""
+    """`choice`, `biases`, `flag`, `integer`, `number`, `text`, `texts` or `integers`."""
     if isinstance(known.check, OneOf):
         return "choice"
     if isinstance(known.check, Biases):
         return "biases"
-    kinds = {bool: "flag", int: "integer", float: "number", tuple[str, ...]: "texts", tuple[int, ...]: "integers"}
+    kinds = {bool: "flag", int: "integer", float: "number", str: "text"}
+    kinds |= {tuple[str, ...]: "texts", tuple[int, ...]: "integers"}
     return next(kinds[one] for one in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if one in kinds)
 
 

@@ -44,15 +44,35 @@ from smc.scheduler.admission import DuplicateRequest
 
 
 def parse(data: bytes) -> Any:
-    """Raises ValueError: no JSON, a field given twice, a number that JSON does not know, or deeper than can be read."""
+    """Raises ValueError: no JSON, a field given twice, a number that JSON does not know, or nested too deeply."""
     try:
-        return json.loads(data, object_pairs_hook=_once, parse_constant=_no_constant)
+        document = json.loads(data, object_pairs_hook=_once, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise ValueError(f"this is not JSON: {error.msg} at character {error.pos + 1}") from error
     except RecursionError as error:
-        raise ValueError("this is nested too deeply to be read") from error
+        raise ValueError(TOO_DEEP) from error
     except ValueError as error:  # not UTF-8, a number of thousands of digits, or what is refused below
         raise ValueError(f"this cannot be read as JSON: {error}") from error
+    # Brackets are a bound that costs nothing; some may stand in strings.
+    if data.count(b"[") + data.count(b"{") > MAX_NESTING and _is_deeper(document, MAX_NESTING):
+        raise ValueError(TOO_DEEP)
+    return document
+
+
+MAX_NESTING = 200
+"""Levels of a body: every function that reads or writes one may call itself for each, and libraries end at 255."""
+TOO_DEEP = f"this is nested too deeply to be read; allowed: at most {MAX_NESTING} levels"
+
+
+def _is_deeper(document: Any, most: int) -> bool:
+    """Whether lists and objects stand in each other in more than `most` levels."""
+    level = [document]
+    for _ in range(most):
+        parts = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [part for each in parts for part in each if isinstance(part, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def kind_of(value: Any) -> str:

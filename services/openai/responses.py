@@ -15,7 +15,7 @@ from services.openai.messages import MessageReader, message_of
 from services.openai.reasoning import Reasoning
 from services.openai.requests import BadRequest, CompletionRequest
 from services.openai.tool_calls import Delta, ToolFormat, call
-from smc.api.outputs import Answer, FinishReason, Output, Particle
+from smc.api.outputs import Alternatives, Answer, FinishReason, Output, Particle
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ def choice(
 ) -> dict[str, Any]:
     """One answer. `echo`: text that stands before it; `tool_format`: of calls that may be in it, whose ids begin with
     `call_id`; `reasoning`: that it is expected to begin with."""
-    ending = _ending(answer, params, chat, tokenizer)
+    ending = _ending(answer, params, _answer_logprobs(answer, chat, tokenizer))
     if tool_format is not None or reasoning is not None:
         message = message_of(answer.text, tool_format, reasoning, f"{call_id}_{index}")
         return {"index": index, "message": message} | ending | _finish(ending, "tool_calls" in message)
@@ -123,6 +123,8 @@ class ChunkWriter:
         """By answer, where there is more than content."""
         self._calls: dict[int, int] = {}
         """Number of the last call that has begun, by answer."""
+        self._offsets: dict[int, TextOffsets] = {}
+        """By answer of a completion with log-probabilities."""
         head = json.dumps(self._fields)[:-1]
         tail = ', "usage": null}' if completion.include_usage else "}"
         # What comes with every few tokens is put together from parts: nothing but the text differs.
@@ -137,38 +139,54 @@ class ChunkWriter:
             return self._event({"index": index, **delta, "logprobs": None, "finish_reason": None})
         return self.text(index, echo) if echo else b""
 
-    def text(self, index: int, text: str) -> bytes:
+    def logprobs(self, index: int, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+        """Of the next tokens of an answer."""
+        if self._chat:
+            return {"content": chat_logprobs(tokens, values, None, self._tokenizer), "refusal": None}
+        offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer))
+        return _completion_logprobs(tokens, values, None, self._tokenizer, offsets)
+
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        """`logprobs` are in the first event of those that the text makes."""
         if any(self._reads):
             reader = self._readers.setdefault(index, MessageReader(*self._reads))
-            return self._deltas(index, reader.push(text))
-        return self._text(index, text)
+            return self._deltas(index, reader.push(text), logprobs)
+        return self._text(index, text, logprobs)
 
-    def _deltas(self, index: int, deltas: Sequence[Delta]) -> bytes:
+    def _deltas(self, index: int, deltas: Sequence[Delta], logprobs: dict[str, Any] | None = None) -> bytes:
         data = b""
         for delta in deltas:
-            if delta.content:
-                data += self._text(index, delta.content)
-                continue
-            if delta.reasoning:
-                choice = {"index": index, "delta": {"reasoning_content": delta.reasoning}}
-                data += self._event(choice | {"logprobs": None, "finish_reason": None})
-                continue
-            number = self._calls.get(index, -1) + (delta.name is not None)
-            self._calls[index] = number
-            more: dict[str, Any] = {"function": {"arguments": delta.arguments}}
-            if delta.name is not None:
-                more = call(f"{self._call_id}_{index}", number, delta.name)
-            choice = {"index": index, "delta": {"tool_calls": [{"index": number, **more}]}}
-            data += self._event(choice | {"logprobs": None, "finish_reason": None})
-        return data
+            data += self._delta(index, delta, logprobs)
+            logprobs = None
+        return data if logprobs is None else self._text(index, "", logprobs)
 
-    def _text(self, index: int, text: str) -> bytes:
+    def _delta(self, index: int, delta: Delta, logprobs: dict[str, Any] | None) -> bytes:
+        if delta.content:
+            return self._text(index, delta.content, logprobs)
+        if delta.reasoning:
+            return self._piece(index, {"delta": {"reasoning_content": delta.reasoning}}, logprobs)
+        number = self._calls.get(index, -1) + (delta.name is not None)
+        self._calls[index] = number
+        more: dict[str, Any] = {"function": {"arguments": delta.arguments}}
+        if delta.name is not None:
+            more = call(f"{self._call_id}_{index}", number, delta.name)
+        return self._piece(index, {"delta": {"tool_calls": [{"index": number, **more}]}}, logprobs)
+
+    def _text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        if logprobs is not None:
+            return self._piece(index, {"delta": {"content": text}} if self._chat else {"text": text}, logprobs)
         return f"{self._before}{index}{self._between}{json.dumps(text)}{self._after}".encode()
 
-    def end(self, index: int, answer: Answer, params: SamplingParams) -> bytes:
-        """Log-probabilities are known with the last token: all of them come here."""
+    def _piece(self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None) -> bytes:
+        return self._event({"index": index, **content, "logprobs": logprobs, "finish_reason": None})
+
+    def end(self, index: int, answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | None) -> bytes:
+        """`logprobs`: of tokens that no event has had. The likeliest tokens are known with the answer: with them, all
+        log-probabilities come here."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        ending = _ending(answer, params, self._chat, self._tokenizer)
+        if params.top_logprobs:
+            logprobs = _answer_logprobs(answer, self._chat, self._tokenizer)
+        ending = _ending(answer, params, logprobs)
         data, reader = b"", self._readers.get(index)
         if reader is not None:
             data = self._deltas(index, reader.finish())
@@ -230,10 +248,14 @@ class CompletionWriter:
         if index not in self._begun:
             self._begun.add(index)
             data += self._chunks.begin(index, self._echoes[index])
-        if output.text:
-            data += self._chunks.text(index, output.text)
-        if output.answer is not None:
-            data += self._chunks.end(index, output.answer, self._requests[index].params)
+        params, answer, logprobs = self._requests[index].params, output.answer, None
+        if output.logprobs and not params.top_logprobs:
+            logprobs = self._chunks.logprobs(index, output.tokens, output.logprobs)
+        if output.text or (logprobs is not None and answer is None):
+            data += self._chunks.text(index, output.text, logprobs)
+            logprobs = None
+        if answer is not None:
+            data += self._chunks.end(index, answer, params, logprobs)
         return data
 
     def finish(self, answers: Sequence[Answer]) -> bytes:
@@ -286,10 +308,7 @@ def _event(document: dict[str, Any]) -> bytes:
     return f"data: {written(document)}\n\n".encode()
 
 
-def _ending(answer: Answer, params: SamplingParams, chat: bool, tokenizer: Tokenizer) -> dict[str, Any]:
-    logprobs = None
-    if answer.logprobs is not None:
-        logprobs = (chat_logprobs if chat else _completion_logprobs)(answer, tokenizer)
+def _ending(answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "logprobs": logprobs,
         "finish_reason": OPENAI_FINISH[answer.finish_reason],
@@ -321,23 +340,67 @@ def _particle(particle: Particle) -> dict[str, Any]:
     return fields | {"weight": particle.weight}
 
 
-def _completion_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    assert answer.logprobs is not None
-    offsets, offset = [], 0
-    for token in answer.tokens:
-        offsets.append(offset)
-        offset += len(decoder.decode(tokenizer.bytes_of(token)))
+class TextOffsets:
+    """Where the tokens of a completion begin in its text, in characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def push(self, tokens: Sequence[int]) -> list[int]:
+        """Of the next tokens."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._utf8.decode(self._tokenizer.bytes_of(token)))
+        return offsets
+
+
+def _answer_logprobs(answer: Answer, chat: bool, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Of a whole answer; None: they were not requested."""
+    if answer.logprobs is None:
+        return None
+    scored = (answer.tokens, answer.logprobs, answer.top_logprobs)
+    if chat:
+        return {"content": chat_logprobs(*scored, tokenizer), "refusal": None}
+    return _completion_logprobs(*scored, tokenizer, TextOffsets(tokenizer))
+
+
+def _completion_logprobs(
+    tokens: Sequence[int],
+    values: Sequence[float],
+    top_logprobs: Sequence[Alternatives] | None,
+    tokenizer: Tokenizer,
+    offsets: TextOffsets,
+) -> dict[str, Any]:
+    likeliest = None
+    if top_logprobs is not None:
+        likeliest = [_named(*each, tokenizer) for each in zip(tokens, values, top_logprobs)]
     return {
-        "tokens": [tokenizer.decode([token]) for token in answer.tokens],
-        "token_logprobs": [_finite(value) for value in answer.logprobs],
-        "top_logprobs": None if answer.top_logprobs is None else _completion_top_logprobs(answer, tokenizer),
-        "text_offset": offsets,
+        "tokens": [tokenizer.decode([token]) for token in tokens],
+        "token_logprobs": [_finite(value) for value in values],
+        "top_logprobs": likeliest,
+        "text_offset": offsets.push(tokens),
     }
 
 
-def chat_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
-    assert answer.logprobs is not None
+def _named(token: int, value: float, likeliest: Alternatives, tokenizer: Tokenizer) -> dict[str, Any]:
+    """By their text, likeliest first, the answer's own token among them in any case. Of tokens of the same text the
+    likeliest counts."""
+    named: dict[str, Any] = {}
+    for one, logprob in (*likeliest, (token, value)):
+        named.setdefault(tokenizer.decode([one]), _finite(logprob))
+    return named
+
+
+def chat_logprobs(
+    tokens: Sequence[int],
+    values: Sequence[float],
+    top_logprobs: Sequence[Alternatives] | None,
+    tokenizer: Tokenizer,
+) -> list[dict[str, Any]]:
+    """One entry a token."""
     # The same tokens are likely again and again.
     text = cache(lambda token: (tokenizer.decode([token]), list(tokenizer.bytes_of(token))))
 
@@ -345,25 +408,10 @@ def chat_logprobs(answer: Answer, tokenizer: Tokenizer) -> dict[str, Any]:
         name, data = text(token)
         return {"token": name, "logprob": _finite(value), "bytes": data}
 
-    top_logprobs = answer.top_logprobs or [()] * len(answer.tokens)
-    each = zip(answer.tokens, answer.logprobs, top_logprobs)
-    content = [
+    each = zip(tokens, values, top_logprobs or [()] * len(tokens))
+    return [
         entry(token, value) | {"top_logprobs": [entry(*top) for top in likeliest]} for token, value, likeliest in each
     ]
-    return {"content": content, "refusal": None}
-
-
-def _completion_top_logprobs(answer: Answer, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """By their text, likeliest first, the answer's own token among them in any case. Of tokens of the same text the
-    likeliest counts."""
-    assert answer.logprobs is not None and answer.top_logprobs is not None
-    found = []
-    for token, value, top_logprobs in zip(answer.tokens, answer.logprobs, answer.top_logprobs):
-        named: dict[str, Any] = {}
-        for one, logprob in (*top_logprobs, (token, value)):
-            named.setdefault(tokenizer.decode([one]), _finite(logprob))
-        found.append(named)
-    return found
 
 
 def _finite(value: Any) -> Any:

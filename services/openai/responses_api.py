@@ -318,6 +318,10 @@ class ResponsesWriter:
         self._heading, self._request, self._tokenizer, self._reasoning = heading, request, tokenizer, reasoning
         self._reader = PartReader(completion.tool_format, reasoning)
         self._items: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []
+        """Of tokens that no event has had."""
+        self._part_logprobs: list[dict[str, Any]] = []
+        """Of the text that is open, as its events have had them."""
         self._sequence = 0
         self._base = self._described(body)
 
@@ -357,12 +361,15 @@ class ResponsesWriter:
         if not self._sequence:
             for kind in ("created", "in_progress"):
                 data += self._event(f"response.{kind}", response=self._response("in_progress"))
+        answer = output.answer
+        if not self._request.params.top_logprobs:
+            self._logprobs += chat_logprobs(output.tokens, output.logprobs, None, self._tokenizer)
         if output.text:
             data += b"".join(map(self._part, self._reader.push(output.text)))
-        if output.answer is not None:
-            answer = output.answer
-            logprobs = self._logprobs(answer)
-            data += b"".join(self._part(event, logprobs) for event in self._reader.finish())
+        if answer is not None:
+            if self._request.params.top_logprobs:  # they are known with the answer
+                self._logprobs = self._answer_logprobs(answer)
+            data += b"".join(map(self._part, self._reader.finish()))
             response = self._ended(answer)
             data += self._event(f"response.{response['status']}", response=response)
         return data
@@ -372,9 +379,9 @@ class ResponsesWriter:
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
-        logprobs = self._logprobs(answer)
+        self._logprobs = self._answer_logprobs(answer)
         for event in (*self._reader.push(answer.text), *self._reader.finish()):
-            self._part(event, logprobs)
+            self._part(event)
         return written(self._ended(answer)).encode()
 
     def error(self, body: dict[str, Any]) -> bytes:
@@ -383,8 +390,8 @@ class ResponsesWriter:
         fields = {name: error[name] for name in ("code", "message", "param")}
         return self._event("error", **fields) + self._event("response.failed", response=failed)
 
-    def _logprobs(self, answer: Answer) -> list[dict[str, Any]]:
-        return [] if answer.logprobs is None else chat_logprobs(answer, self._tokenizer)["content"]
+    def _answer_logprobs(self, answer: Answer) -> list[dict[str, Any]]:
+        return chat_logprobs(answer.tokens, answer.logprobs or (), answer.top_logprobs, self._tokenizer)
 
     def _response(self, status: str) -> dict[str, Any]:
         ended = {"error": None, "incomplete_details": None, "usage": None}
@@ -415,7 +422,7 @@ class ResponsesWriter:
         end = self._reasoning.end
         return answer.tokens.index(end) + 1 if end in answer.tokens else len(answer.tokens)
 
-    def _part(self, event: PartEvent, logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
+    def _part(self, event: PartEvent) -> bytes:
         """Brings the output up to date. Returns the events of it."""
         index = event.index
         if isinstance(event, PartBegins):
@@ -429,23 +436,31 @@ class ResponsesWriter:
         item = self._items[index]
         where = {"output_index": index, "item_id": item["id"]}
         if isinstance(event, PartGrows):
-            kind, more = EVENTS[self._reader.parts[index].kind]
-            return self._event(f"response.{kind}.delta", **where, **more, delta=event.text)
-        return self._end(event, item, where, logprobs if index == len(self._reader.parts) - 1 else ())
+            return self._grow(self._reader.parts[index], where, event.text)
+        return self._end(event, item, where)
 
-    def _end(
-        self, event: PartEnds, item: dict[str, Any], where: dict[str, Any], logprobs: Sequence[dict[str, Any]]
-    ) -> bytes:
+    def _grow(self, part: Part, where: dict[str, Any], text: str) -> bytes:
+        kind, more = EVENTS[part.kind]
+        if part.kind is PartKind.TEXT:
+            more = more | {"logprobs": self._logprobs}
+            self._part_logprobs, self._logprobs = self._part_logprobs + self._logprobs, []
+        return self._event(f"response.{kind}.delta", **where, **more, delta=text)
+
+    def _end(self, event: PartEnds, item: dict[str, Any], where: dict[str, Any]) -> bytes:
         kind, more = EVENTS[event.part.kind]
         done: dict[str, Any] = {"status": "completed"}
+        data = b""
+        if event.part.kind is PartKind.TEXT and self._logprobs:
+            data = self._grow(event.part, where, "")  # such as that of the token that ended the answer
         if event.part.kind is PartKind.CALL:
             done["arguments"] = event.part.text
-            data = self._event(f"response.{kind}.done", **where, name=event.part.name, arguments=event.part.text)
+            data += self._event(f"response.{kind}.done", **where, name=event.part.name, arguments=event.part.text)
         else:
-            content = _content(event.part, logprobs)
+            content = _content(event.part, self._part_logprobs)
             done["content"] = [content]
-            more = more | ({"logprobs": list(logprobs)} if "logprobs" in more else {})
-            data = self._event(f"response.{kind}.done", **where, **more, text=event.part.text)
+            if event.part.kind is PartKind.TEXT:
+                more, self._part_logprobs = more | {"logprobs": self._part_logprobs}, []
+            data += self._event(f"response.{kind}.done", **where, **more, text=event.part.text)
             data += self._event("response.content_part.done", **where, content_index=0, part=content)
         self._items[event.index] = item = item | done
         return data + self._event("response.output_item.done", output_index=event.index, item=item)

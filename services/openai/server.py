@@ -41,7 +41,7 @@ from services.openai.requests import (
 from services.openai.responses import ResponseHeader, model, models
 from services.openai.responses_api import RESPONSES, ResponsesDialect
 from services.openai.tokenization import DETOKENIZE, TOKENIZE, detokenize, tokenize
-from services.security import bearer_token, caller_with, is_known, server_context
+from services.security import bearer_token, caller_with, server_context
 from smc.api.limits import DEFAULT_MAX_TOKENS, PromptTooLong
 from smc.api.outputs import Answer
 from smc.api.request import Request
@@ -231,14 +231,22 @@ async def answered(
     answers = [ended[index] for index in range(len(requests))]
     if not completion.stream:
         return await reply.send_whole(await _beside(partial(writer.whole, answers), answers))
-    await reply.send(writer.finish(answers))
+    await reply.send(await _beside(partial(writer.finish, answers)))
     return await reply.end()
 
 
-async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None]) -> bytes:
-    """What is written of these. With the likeliest tokens it is a lot: not while others wait for this loop."""
+async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None] = ()) -> bytes:
+    """What is written of these. With the likeliest tokens it is a lot: not while others wait for this loop. Raises
+    NotWritten."""
     is_long = any(answer is not None and answer.top_logprobs for answer in answers)
-    return await asyncio.to_thread(write) if is_long else write()
+    try:
+        return await asyncio.to_thread(write) if is_long else write()
+    except Exception as error:
+        raise NotWritten("an answer cannot be written") from error
+
+
+class NotWritten(RuntimeError):
+    """Whatever was wrong with an answer, it was not the caller."""
 
 
 HEALTH, PING, METRICS, MODELS, VERSION, LOAD = "/health", "/ping", "/metrics", "/v1/models", "/version", "/load"
@@ -275,7 +283,7 @@ class OpenAiServer:
         self._config, self._calls = server.handler.config, server.handler.calls
         self._call_limit, self._receive_limit = server.call_limit, server.receive_limit
         config, pair = server.handler.config, server.handler.pair
-        self._tokens = config.tokens()
+        self._token_file = server.token_file
         self._limit = config.message_bytes(pair.context)
         self._names = config.served_model_names or (pair.target.name,)
         unknown = UnknownFields() if config.unknown_fields == "ignore" else None
@@ -368,7 +376,8 @@ class OpenAiServer:
             if request.method == "OPTIONS" and self._config.allow_origins:
                 # A browser asks before it sends what a page wants; it sends no token with that.
                 return await self._written(web.Response(status=204), request)
-            if self._tokens and request.path not in self._public and not is_known(_token(request), self._tokens):
+            tokens = None if request.path in self._public else self._token_file
+            if tokens is not None and not tokens.knows(_token(request)):
                 self._metrics.request_rejected("UNAUTHENTICATED", "unauthenticated")
                 raise Unauthenticated(
                     "a valid token is needed; send the header `authorization: Bearer TOKEN`, or `x-api-key: TOKEN`"

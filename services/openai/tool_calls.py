@@ -43,6 +43,13 @@ class ToolFormat(StrEnum):
     def arguments(self) -> str:
         return "parameters" if self is ToolFormat.LLAMA else "arguments"
 
+    def written(self, name: str, arguments: str) -> str:
+        """A call as the model writes it."""
+        call = f'{{"name": {json.dumps(name)}, "{self.arguments}": {arguments}}}'
+        if self is ToolFormat.HERMES:
+            return f"{HERMES_MARK}\n{call}\n{HERMES_END}"
+        return f"{MISTRAL_MARK} [{call}]" if self is ToolFormat.MISTRAL else call
+
     def grammar(self, tools: Sequence[dict[str, Any]], parallel: bool, tokenizer: Tokenizer) -> str:
         """Of answers that are calls of these functions, each with `name` and `parameters`, at least one and without
         `parallel` no other."""
@@ -92,7 +99,8 @@ class ToolCallReader:
     def __init__(self, format: ToolFormat) -> None:
         self._format = format
         self._state = self._content if format is ToolFormat.HERMES else self._beginning
-        self._kept = self._blank = ""
+        self._kept = self._before = ""
+        """Not read yet; and what has been read of a call before its head, which is text if none follows."""
         self._depth, self._in_string, self._escaped = 0, False, False
         self.calls = 0
         """That have begun."""
@@ -106,8 +114,7 @@ class ToolCallReader:
         """What is left, at the end."""
         kept, self._kept = self._kept, ""
         is_text = self._state in (self._content, self._beginning, self._head)
-        if self._state == self._head and self._format is ToolFormat.HERMES:
-            kept = self._blank + HERMES_MARK + kept
+        kept = self._before + kept if self._state == self._head else kept
         blank = self.calls and not kept.strip()
         return [Delta(content=kept)] if kept and is_text and not blank else []
 
@@ -121,7 +128,7 @@ class ToolCallReader:
     def _content(self) -> Iterator[Delta]:
         text, mark, self._kept = *self._kept.partition(HERMES_MARK)[:2], self._kept.partition(HERMES_MARK)[2]
         if mark:
-            self._state, self._blank = self._head, text[len(text.rstrip()) :]
+            self._state, self._before = self._head, text[len(text.rstrip()) :] + mark
         else:
             # What may become the mark is kept, and blanks that may stand before it.
             sizes = (n for n in range(len(HERMES_MARK) - 1, 0, -1) if text.endswith(HERMES_MARK[:n]))
@@ -136,7 +143,9 @@ class ToolCallReader:
     def _beginning(self) -> Iterator[Delta]:
         """The whole answer is calls, or text."""
         if _BEGINS[self._format].match(self._kept):
-            self._kept = self._kept.lstrip().removeprefix("[") if self._format is ToolFormat.MISTRAL else self._kept
+            if self._format is ToolFormat.MISTRAL:
+                at = self._kept.index("[") + 1
+                self._before, self._kept = self._kept[:at], self._kept[at:]
             self._state = self._head
         elif not _BLANK.fullmatch(self._kept):
             self._state = self._text
@@ -149,12 +158,13 @@ class ToolCallReader:
 
     def _head(self) -> Iterator[Delta]:
         found = _HEAD.match(self._kept)
-        if found is not None:
-            self._kept = self._kept[found.end() :]
+        name = None if found is None else _name(found[1])
+        if found is not None and name is not None:
+            self._before, self._kept = "", self._kept[found.end() :]
             self.calls += 1
             self._depth, self._in_string, self._escaped = 0, False, False
             self._state = self._arguments
-            yield Delta(name=json.loads(found[1]))
+            yield Delta(name=name)
 
     def _arguments(self) -> Iterator[Delta]:
         """Up to the brace that closes them."""
@@ -185,6 +195,16 @@ class ToolCallReader:
             if found is not None:
                 self._kept, self._state = self._kept[found.end() :], self._head
         yield from ()
+
+
+def _name(written: str) -> str | None:
+    """What a string of JSON holds; None: this is none, or holds half of a surrogate pair."""
+    try:
+        name: str = json.loads(written)
+        name.encode()
+    except ValueError:
+        return None
+    return name
 
 
 def call(call_id: str, index: int, name: str) -> dict[str, Any]:

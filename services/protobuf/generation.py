@@ -1,14 +1,14 @@
 """Converts sampling settings, requests and answers between protobuf messages and the library's types. Imports no model
 code, so that clients start quickly.
 
-Nothing is sent twice: an update carries what is new, so the answer in the last update holds only that update's tokens
-and text until `services.coordinator.client` joins them. `Answer.seconds` is not sent, because clocks differ."""
+Nothing is sent twice: an update carries what is new, so the answer in the last update holds only that update's tokens,
+log-probabilities and text until `services.coordinator.client` joins them. `Answer.seconds` is not sent, because clocks differ."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -264,10 +264,12 @@ def _from_particle(message: pb.Particle) -> Particle:
 
 def to_update(output: Output) -> coordinator_pb2.Update:
     """An update of one request for the stream between coordinator and gateway."""
-    update = coordinator_pb2.Update(request_id=output.request_id, text=output.text, token_ids=output.tokens)
+    update = coordinator_pb2.Update(
+        request_id=output.request_id, text=output.text, token_ids=output.tokens, logprobs=output.logprobs
+    )
     answer = output.answer
     if answer is not None:
-        update.finish.CopyFrom(to_finish(answer))
+        update.finish.CopyFrom(to_finish(replace(answer, logprobs=None)))
         if answer.finish_reason is FinishReason.ERROR:
             update.error = answer.error or ""
         elif answer.finish_reason is FinishReason.CANCELLED:
@@ -276,8 +278,9 @@ def to_update(output: Output) -> coordinator_pb2.Update:
 
 
 def from_update(update: coordinator_pb2.Update) -> Output:
-    """The contents of an update. An answer in it holds the tokens and text of this update, not of those before."""
-    tokens, answer = tuple(update.token_ids), None
+    """The contents of an update. An answer in it holds the tokens, log-probabilities and text of this update, not of
+    those before."""
+    tokens, logprobs, answer = tuple(update.token_ids), tuple(update.logprobs), None
     if update.HasField("finish"):
         ending = update.WhichOneof("ending")
         answer = from_finish(
@@ -288,4 +291,5 @@ def from_update(update: coordinator_pb2.Update) -> Output:
             reason={"error": FinishReason.ERROR, "cancelled": FinishReason.CANCELLED}.get(ending),
             error=update.error if ending == "error" else None,
         )
-    return Output(update.request_id, tokens, update.text, answer)
+        answer = replace(answer, logprobs=logprobs or None)
+    return Output(update.request_id, tokens, update.text, answer, logprobs)

@@ -105,8 +105,7 @@ class Answer:
     seconds: float
     """From submission to this answer."""
     logprobs: tuple[float, ...] | None = None
-    """Log-probability of every token under the target's distribution, if requested; NaN for a token that was streamed
-    but not scored before the time budget ended."""
+    """Log-probability of every token under the target's distribution, if requested."""
     top_logprobs: tuple[Alternatives, ...] | None = None
     """For every token, if requested: the likeliest tokens at its position under the target's distribution, likeliest
     first, with their log-probabilities. A truncated distribution may have fewer than were requested; an answer that was
@@ -128,3 +127,5 @@ class Output:
     tokens: tuple[int, ...] = ()
     text: str = ""
     answer: Answer | None = None
+    logprobs: tuple[float, ...] = ()
+    """One for each of these tokens, if requested. Those of all outputs together are the answer's."""

@@ -415,7 +415,8 @@ def observe_draws(
 def resume(
     state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
 ) -> ResumedSequences:
-    """`steps`: tokens of a whole row. Pages follow the choice; what else becomes of the slots is returned: others read them yet."""
+    """`steps`: tokens of a whole row. Pages follow the choice; what else becomes of the slots is returned: others read
+    them yet."""
     slot_A, row_A = plan.slot_A, choice.row_A
     ancestor_A, taken_A, cut_A = choice.ancestor_A, choice.count_A, choice.cut_A
     source_A = slot_A[ancestor_A]

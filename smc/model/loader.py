@@ -97,8 +97,8 @@ class PublishedWeights:
         return self.quantisation.values(self, name, rows, columns)
 
     def fp8_rows(self, name: str, rows: slice, inputs: int) -> tuple[Tensor, Tensor]:
-        """Whole rows of `inputs` columns in FP8 [N, K] and their scales [N]. Rows stored in FP8 are kept, except that weights with a scale
-        per block are quantised again with a scale per row."""
+        """Whole rows of `inputs` columns in FP8 [N, K] and their scales [N]. Rows stored in FP8 are kept, except that
+        weights with a scale per block are quantised again with a scale per row."""
         part, quantisation = (rows, slice(0, inputs)), self.quantisation
         is_fp8 = name in self.tensors and self.tensors[name].dtype == STORED_FP8
         if is_fp8 and isinstance(quantisation, Fp8Quantisation) and not quantisation.blocks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -27,6 +28,8 @@ _SUPPORTED_DECODERS = (
 )
 _MAX_NFC_RATIO = 4
 """Maximum number of characters that Unicode normal form C combines into one."""
+_PRIVATE_USE, _BLANKS, _MARK_SIZE = range(0xE000, 0xF900), "\u2000\u2001\u2002\u2003\u2004\u2005", 16
+"""What marks the end of a message: as many characters of either kind."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -141,6 +144,10 @@ class Tokenizer:
                 "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
             )
         begins = begins_message and not continues_last
+        content, mark = "", ""
+        if continues_last:
+            content, (last, mark) = messages[-1].get("content") or "", _marked(messages[-1])
+            messages = (*messages[:-1], last)
         # `tools` and `documents` are defined as None by default, as in transformers.
         fixed = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": begins} | self._special
         if taken := sorted(fixed.keys() & settings.keys()):
@@ -152,7 +159,7 @@ class Tokenizer:
         ) as error:  # the template is the model's code and the messages are the caller's, so any exception is possible
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
         if continues_last:
-            text = _up_to_the_end_of(messages[-1].get("content") or "", text)
+            text = _up_to_the_mark(mark, content, text)
         return self.encode(text, add_special=False, limit=limit)
 
     def token(self, token_id: int) -> str | None:
@@ -180,15 +187,26 @@ class Tokenizer:
         return environment.from_string(self._chat_template)
 
 
-def _up_to_the_end_of(content: str, text: str) -> str:
-    """`text` without what a template writes after its last message; it may strip that message's `content`."""
-    at = text.rfind(content.strip())
-    if not content.strip() or at < 0:
+def _marked(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """`message` with a mark after its content, and that mark: letters that no text holds, since they are drawn here,
+    and blanks, which a template that strips contents does not write."""
+    letters = "".join(chr(_PRIVATE_USE[0] + secrets.randbelow(len(_PRIVATE_USE))) for _ in range(_MARK_SIZE))
+    mark = letters + "".join(secrets.choice(_BLANKS) for _ in range(_MARK_SIZE))
+    return message | {"content": (message.get("content") or "") + mark}, mark
+
+
+def _up_to_the_mark(mark: str, content: str, text: str) -> str:
+    """`text` without what a template writes after the `content` of its last message. Raises ValueError if it does not
+    write that as it is; it may strip it."""
+    before, found, after = text.rpartition(mark[:_MARK_SIZE])
+    if not after.startswith(mark[_MARK_SIZE:]):
+        before = before.rstrip()
+    if not found or not content.strip() or not before.rstrip().endswith(content.strip()):
         raise ValueError(
-            "the chat template does not write the last message's content as it is, so that it cannot be continued"
+            "the chat template does not write the last message's content as it is, so that it cannot be continued; "
+            "end with a message of the user"
         )
-    is_whole = text[at:].startswith(content)
-    return text[: at + len(content if is_whole else content.strip())]
+    return before
 
 
 def _max_bytes_per_token(tokenizer: tokenizers.Tokenizer, bytes_of: Sequence[bytes]) -> int | None:

@@ -224,8 +224,8 @@ QUANTISED_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale", ".weight_sc
 def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Compare the safetensors headers with the weights that the model needs. Reads no weights.
 
-    Returns the tensors to load, including those that quantised weights are stored as. Raises ValueError that lists missing and unknown
-    tensors and wrong shapes and types."""
+    Returns the tensors to load, including those that quantised weights are stored as. Raises ValueError that lists
+    missing and unknown tensors and wrong shapes and types."""
     wanted, quantisation = stored_shapes(weight_slices(config)), read_quantisation(directory)
     stored = {
         name: tensor for name, tensor in read_headers(directory).items() if not _is_ignored(name, config, quantisation)

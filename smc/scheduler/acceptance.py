@@ -22,8 +22,8 @@ PRIOR_MISS_RATE = 0.03
 PRIOR_WEIGHT = 4.0
 """Tokens of one row that the prior counts for."""
 UNTRIED = 0.1
-"""Share of a round by which a depth that it did not reach is forgotten: where little is drafted, the rates of deeper
-tokens must be known for long, and yet be doubted at last."""
+"""Share of a round by which a depth that the round did not reach is forgotten. Where little is drafted, deep tokens are
+rarely tried: the engine remembers their miss rates for many rounds, and forgets them in the end."""
 PRIOR_RECOVERY = 0.3
 """Share of the rounds in which a block missed a token, and rows ahead from an inner node go on, before anything has been
 seen."""

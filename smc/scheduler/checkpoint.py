@@ -16,7 +16,7 @@ from smc.algorithm.selection import select
 from smc.api.limits import SCHEME_NAMES
 from smc.scheduler.slots import Slots
 
-SAVED = ("tokens_SL", "logp_SL", "logq_SL", "length_S", "block_S", "logw_S", "logphi_S", "ended_S")
+SAVED = ("tokens_SL", "logp_SL", "logq_SL", "length_S", "block_S", "logw_S", "logphi_S", "weighed_S", "ended_S")
 """Arrays of `Slots` that a checkpoint copies."""
 SHRINK_ROUND = 1 << 30
 """Choices between rounds number their random numbers from here on, so that they use none of a round's."""

@@ -239,6 +239,7 @@ class RoundScheduler:
         if wants_logp:
             self._write(slots.logp_SL, slot_A, slots.block_S[slot_A] + 1, result.logp_AQ[index_A, :-1])
         slots.length_S[slot_A] = before_A + count_A
+        slots.weighed_S[slot_A] = np.minimum(slots.weighed_S[slot_A], before_A)
         last_A = slots.length_S[slot_A] - 1
         if ahead:
             self._write(slots.logq_SL, slot_A, before_A, result.logq_AQ[index_A])

@@ -90,7 +90,7 @@ class Engine:
         self.registry = RequestRegistry(self.slots, self.prefill, batches)
         self.fallback = DraftFallback(self.registry, self.prefill)
         known = dict(load_potentials(config.potential_paths)) | dict(potentials)
-        self.potentials = PotentialCalls(known, config.potential_timeout, self.slots, tokenizer)
+        self.potentials = PotentialCalls(known, config.potential_timeout, self.slots)
         self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock)
         self.preemption = Preemption(self.registry, self.prefill, self.results, policy or ShrinkWhenShort())
         self.trees = TreeController(trees, batches[Program.PAIR].rounds.acceptance, self.fallback)

@@ -3,32 +3,31 @@ its particles in one call, in a thread of its own, and their weights change by w
 on meanwhile; the request itself waits, as its next round depends on the weights.
 
 An error of a potential, or one that takes too long, ends its request alone. A thread cannot be stopped: one that takes
-too long runs on, and once there are many, requests with that potential fail at once.
+too long runs on, and once there are many, requests with that potential fail at once. What depends on the size of a
+prompt or of answers is done in the thread of the call.
 
-Axes: N slots of a request."""
+Axes: N slots of a request, L answer positions."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from smc.model.tokenizer import Tokenizer
 from smc.potentials import Potential, Prefixes, log_values
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 
 GRACE = 0.001
-"""Seconds that a step waits for potentials that it has just asked: most are that fast, and then no request waits for
-one step more."""
+"""Seconds that a step waits for the calls that it has made itself. Most calls end within this time, and their requests
+take part in the next round."""
 IDLE = 0.01
 """Seconds that a step waits where nothing else runs."""
-MOST_ABANDONED = 16
+MOST_OVERDUE = 16
 """Calls of one potential that took too long and still run."""
 
 
@@ -40,21 +39,47 @@ class PotentialCall:
     group: SequenceGroup
     generation: int
     slots_N: np.ndarray
-    text_N: list[int]
-    """Which of the texts each slot holds."""
+    tokens_NL: np.ndarray
+    length_N: np.ndarray
+    ended_N: np.ndarray
     began: float
-    values: Future[list[float]] = field(default_factory=Future)
+    logphi_N: Future[np.ndarray] = field(default_factory=Future)
+
+    @property
+    def is_current(self) -> bool:
+        """Its request still waits for it."""
+        return self.group.awaits_potential and self.generation == self.group.generation
+
+    def run(self, potential: Potential) -> None:
+        """Ask the potential, in a thread of the call's own."""
+        try:
+            self.logphi_N.set_result(self._ask(potential))
+        except ValueError as error:
+            self.logphi_N.set_exception(error)
+        except BaseException as error:  # its own, whatever it is
+            self.logphi_N.set_exception(
+                RuntimeError(f"potential {self.name!r} failed ({type(error).__name__}: {error})")
+            )
+
+    def _ask(self, potential: Potential) -> np.ndarray:
+        """log phi of each slot. Raises ValueError for what is no log phi, and whatever the potential raises."""
+        rows = zip(self.tokens_NL.tolist(), self.length_N.tolist(), self.ended_N.tolist())
+        held = [(tuple(tokens[:length]), ended) for tokens, length, ended in rows]
+        index = {one: i for i, one in enumerate(dict.fromkeys(held))}
+        tokens, ended = zip(*index)
+        texts = tuple(map(self.group.rules.text, tokens))
+        found = potential(Prefixes(self.group.prompt_text, texts, tokens, ended))
+        return np.array(log_values(self.name, found, len(texts)))[[index[one] for one in held]]
 
 
 class PotentialCalls:
     """Asks the potentials of an engine's requests."""
 
-    def __init__(self, potentials: Mapping[str, Potential], limit: float, slots: Slots, tokenizer: Tokenizer) -> None:
+    def __init__(self, potentials: Mapping[str, Potential], limit: float, slots: Slots) -> None:
         """`limit`: seconds that a call may take."""
-        self._potentials, self._limit, self._slots, self._tokenizer = potentials, limit, slots, tokenizer
+        self._potentials, self._limit, self._slots = potentials, limit, slots
         self._calls: list[PotentialCall] = []
-        self._abandoned: Counter[str] = Counter()
-        self._guard = threading.Lock()
+        """All that have not ended, those of requests that no longer wait for them included."""
         self._collapses = 0
 
     def check(self, name: str) -> None:
@@ -72,84 +97,64 @@ class PotentialCalls:
         """Once a step: ask about requests whose particles have changed, and weigh those about which there is an answer.
         Waits where no request could go on otherwise."""
         groups = list(admitted)
-        for group in groups:
-            if group.awaits_potential and not any(self._is_current(call, group) for call in self._calls):
-                self._ask(group)
-        if not self._calls:
-            return
-        waiting, values = [call.group for call in self._calls], [call.values for call in self._calls]
-        answered, _ = wait(values, GRACE, ALL_COMPLETED)
-        if not answered and all(group in waiting for group in groups):
-            wait(values, IDLE, FIRST_COMPLETED)
+        waiting = {call.group: call.logphi_N for call in self._calls if call.is_current}
+        unasked = [group for group in groups if group.awaits_potential and group not in waiting]
+        new = {call.group: call.logphi_N for group in unasked if (call := self._ask(group)) is not None}
+        wait(new.values(), GRACE, ALL_COMPLETED)
+        waiting |= new
+        if waiting and all(group in waiting for group in groups):
+            wait(waiting.values(), IDLE, FIRST_COMPLETED)
         for call in list(self._calls):
             self._finish(call)
 
-    def _is_current(self, call: PotentialCall, group: SequenceGroup) -> bool:
-        return call.group is group and call.generation == group.generation
-
-    def _ask(self, group: SequenceGroup) -> None:
+    def _ask(self, group: SequenceGroup) -> PotentialCall | None:
+        """The call that was made, if one is needed and allowed."""
         name, slots = group.params.potential, self._slots
         assert name is not None, "of requests with a potential"
-        if self._abandoned[name] >= MOST_ABANDONED:
-            group.error = f"potential {name!r} does not answer: {MOST_ABANDONED} calls of it have not ended"
-            return
+        if self._num_overdue(name) >= MOST_OVERDUE:
+            group.error = f"potential {name!r} does not answer: {MOST_OVERDUE} calls of it have not ended"
+            return None
         slots_N = group.slots[slots.logw_S[group.slots] > -np.inf]
         if not len(slots_N):
             group.end_potential()
-            return
-        held = [(tuple(slots.tokens_SL[s, : slots.length_S[s]].tolist()), bool(slots.ended_S[s])) for s in slots_N]
-        different = list(dict.fromkeys(held))
-        texts = tuple(group.rules.text(tokens) for tokens, _ in different)
-        prompt = b"".join(map(self._tokenizer.bytes_of, group.request.prompt)).decode("utf-8", errors="replace")
-        prefixes = Prefixes(prompt, texts, tuple(t for t, _ in different), tuple(ended for _, ended in different))
-        index = {one: i for i, one in enumerate(different)}
-        call = PotentialCall(name, group, group.generation, slots_N, [index[one] for one in held], time.monotonic())
+            return None
+        length_N = slots.length_S[slots_N]
+        tokens_NL, ended_N = slots.tokens_SL[slots_N, : length_N.max()], slots.ended_S[slots_N]
+        call = PotentialCall(
+            name, group, group.generation, slots_N, tokens_NL, length_N, ended_N, began=time.monotonic()
+        )
         self._calls.append(call)
-        threading.Thread(target=self._call, args=(call, prefixes), name=f"potential {name}", daemon=True).start()
+        threading.Thread(target=call.run, args=(self._potentials[name],), name=f"potential {name}", daemon=True).start()
+        return call
 
-    def _call(self, call: PotentialCall, prefixes: Prefixes) -> None:
-        """In a thread of its own."""
-        try:
-            found = self._potentials[call.name](prefixes)
-            values = log_values(call.name, found, len(prefixes.texts))
-        except ValueError as error:
-            outcome: list[float] | Exception = error
-        except BaseException as error:  # its own, whatever it is
-            outcome = RuntimeError(f"potential {call.name!r} failed ({type(error).__name__}: {error})")
-        else:
-            outcome = values
-        with self._guard:
-            if call.values.cancelled():
-                self._abandoned[call.name] -= 1
-            elif isinstance(outcome, Exception):
-                call.values.set_exception(outcome)
-            else:
-                call.values.set_result(outcome)
+    def _num_overdue(self, name: str) -> int:
+        """Calls of a potential that have not ended in the time that they had."""
+        return sum(call.name == name and not call.logphi_N.done() and self._is_late(call) for call in self._calls)
+
+    def _is_late(self, call: PotentialCall) -> bool:
+        return time.monotonic() - call.began > self._limit
 
     def _finish(self, call: PotentialCall) -> None:
-        group, took = call.group, time.monotonic() - call.began
-        is_over = not group.is_running or call.generation != group.generation
-        with self._guard:
-            if not call.values.done() and (is_over or took > self._limit):
-                call.values.cancel()
-                self._abandoned[call.name] += 1
-        if not call.values.done():
+        """Weigh what an ended call was asked about; end the request of a call that takes too long."""
+        group, is_current = call.group, call.is_current
+        if not call.logphi_N.done():
+            if is_current and self._is_late(call):
+                group.error = f"potential {call.name!r} took more than {self._limit:g} s, which is all that it has"
             return
         self._calls.remove(call)
-        if is_over:
+        if not is_current:
             return
-        if call.values.cancelled():
-            group.error = f"potential {call.name!r} took more than {self._limit:g} s, which is all that it has"
-        elif error := call.values.exception():
+        if error := call.logphi_N.exception():
             group.error = str(error)
         else:
-            self._weigh(call, np.array(call.values.result())[call.text_N])
+            self._weigh(call, call.logphi_N.result())
 
     def _weigh(self, call: PotentialCall, logphi_N: np.ndarray) -> None:
         """Weights change by the factor phi(new) / phi(old). Where all would be zero they stay as they are, and Z-hat
         is 0."""
         group, slots, at = call.group, self._slots, call.slots_N
         logw_N = slots.logw_S[at] + logphi_N - slots.logphi_S[at]
+        slots.weighed_S[at] = call.length_N
         group.end_potential()
         if (logw_N == -np.inf).all():
             group.log_z = -np.inf

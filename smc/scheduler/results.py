@@ -27,7 +27,7 @@ UNDRAWN = (FinishReason.ERROR, FinishReason.CANCELLED)
 
 
 def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> tuple[int, tuple[int, ...]]:
-    """The drawn particle and its tokens. If `reason` ends it early: those that have been scored, and whatever has been
+    """The drawn particle and its tokens. If `reason` ends it early: those that have been weighed, and whatever has been
     streamed."""
     if not group.has_particles:
         return 0, ()
@@ -48,7 +48,10 @@ def make_answer(
     """The answer of a particle and its tokens. How long it took is not known yet."""
     logp, matched, log_z = None, None, group.log_z
     if group.params.logprobs:
-        logp = tuple(group.array(slots, "logp_SL")[particle, : len(tokens)].tolist()) if tokens else ()
+        # What has been streamed stays: particles are scored in different rows, whose last bits may differ.
+        logp = tuple(group.logprobs)
+        if tokens:
+            logp += tuple(group.array(slots, "logp_SL")[particle, group.streamed : len(tokens)].tolist())
     if group.has_particles:
         log_z += group.decoding.log_z(group.array(slots, "logw_S"), group.count)
     particles = _particles(group, slots, reason, tokens) if group.params.return_particles else None
@@ -119,11 +122,15 @@ def _best(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> in
 
 
 def _scored(group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int) -> tuple[int, ...]:
-    """A particle's tokens. If `reason` ends it early: those that have been scored, and whatever has been streamed."""
+    """A particle's tokens. If `reason` ends it early: those that the target has scored and the potential, if there is
+    one, has been asked about, and whatever has been streamed."""
     tokens = _tokens(group, slots, particle)
     if reason is None:
         return tokens
-    return tokens[: max(int(group.array(slots, "block_S")[particle]) + 1, group.streamed)]
+    size = int(group.array(slots, "block_S")[particle]) + 1
+    if group.params.potential is not None:
+        size = min(size, int(group.array(slots, "weighed_S")[particle]))
+    return tokens[: max(size, group.streamed)]
 
 
 def _tokens(group: SequenceGroup, slots: Slots, particle: int) -> tuple[int, ...]:
@@ -208,15 +215,24 @@ class ResultReporter:
             self.finish(group, FinishReason.ERROR)
         elif self._registry.complete(group):
             self.finish(group, None)
-        elif group.is_running and group.committed > group.streamed:
+        elif group.is_running and group.committed > group.streamed and not group.awaits_potential:
             new = tuple(self._slots.tokens_SL[group.slots[0], group.streamed : group.committed].tolist())
+            logp = self._committed_logprobs(group)
             group.streamed = group.committed
-            self._ready.append((group.number, Output(group.id, new, group.text.push(new))))
+            group.logprobs += logp
+            self._ready.append((group.number, Output(group.id, new, group.text.push(new), logprobs=logp)))
+
+    def _committed_logprobs(self, group: SequenceGroup) -> tuple[float, ...]:
+        """Of tokens that are about to be streamed, if requested. What is committed has been scored."""
+        if not group.params.logprobs:
+            return ()
+        # A row without a particle has no scores of its own.
+        scored = next(iter(group.living(self._slots)), group.slots[0])
+        return tuple(self._slots.logp_SL[scored, group.streamed : group.committed].tolist())
 
     def _answer(self, group: SequenceGroup, answer: Answer) -> None:
         now = self._clock()
         answer = replace(answer, seconds=now - group.submitted, times=group.times(now))
-        self._ready.append(
-            (group.number, Output(group.id, answer.tokens[group.streamed :], group.text.finish(answer.text), answer))
-        )
+        new, logp = answer.tokens[group.streamed :], (answer.logprobs or ())[group.streamed :]
+        self._ready.append((group.number, Output(group.id, new, group.text.finish(answer.text), answer, logp)))
         self._registry.release(group)

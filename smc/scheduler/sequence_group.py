@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -87,6 +88,8 @@ class SequenceGroup:
     """Answer tokens on which all particles agree."""
     streamed: int = 0
     """Answer tokens that have been reported to the caller."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities that have been reported, if requested: one for each of these tokens."""
     lag: int = 0
     """Tokens between the committed prefix and the longest particle."""
     log_z: float = 0.0
@@ -358,6 +361,11 @@ class SequenceGroup:
     @property
     def prompt_size(self) -> int:
         return len(self.request.prompt)
+
+    @cached_property
+    def prompt_text(self) -> str:
+        """For its potential; made when first asked for, in the thread of a call."""
+        return self.rules.tokenizer.decode(self.request.prompt)
 
     @property
     def negative_size(self) -> int:

@@ -39,6 +39,8 @@ class Slots:
         self.logw_S = np.zeros(count, dtype=np.float64)
         self.logphi_S = np.zeros(count, dtype=np.float64)
         """Log of the potential that is in the weight; 0 where there is none."""
+        self.weighed_S = np.zeros(count, dtype=np.int32)
+        """Tokens of the answer that the potential has been asked about."""
         self.ended_S = np.zeros(count, dtype=bool)
         """The last token is terminal: EOS, a stop, or the length cap."""
         self.head_S = {role: np.zeros(count, dtype=np.int32) for role in ModelRole}
@@ -77,7 +79,7 @@ class Slots:
     def _claim(self, count: int) -> np.ndarray:
         assert count <= len(self._free), "more slots claimed than free"
         slots = np.array([self._free.pop() for _ in range(count)], dtype=np.int32)
-        for array in (self.length_S, self.block_S, self.logw_S, self.logphi_S, self.ended_S):
+        for array in (self.length_S, self.block_S, self.logw_S, self.logphi_S, self.weighed_S, self.ended_S):
             array[slots] = 0
         self.logp_SL[slots] = np.nan
         return slots
@@ -150,5 +152,5 @@ class Slots:
         width = int(self.length_S[src_X].max(initial=0))
         for array in (self.tokens_SL, self.logp_SL, self.logq_SL):
             array[dst_X, :width] = array[src_X, :width]
-        for of_slots in (self.length_S, self.block_S, self.logphi_S, self.ended_S):
+        for of_slots in (self.length_S, self.block_S, self.logphi_S, self.weighed_S, self.ended_S):
             of_slots[dst_X] = of_slots[src_X]

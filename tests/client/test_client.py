@@ -36,12 +36,14 @@ def test_a_stream_ends_in_a_completion(service):
 def test_generate_is_the_stream_at_once(service):
     with service.client() as client:
         whole = client.generate(QUESTION, seed=3, particles=4, logprobs=True)
-        with client.stream(QUESTION, seed=3, particles=4) as stream:
-            for _ in stream:
-                pass
+        with client.stream(QUESTION, seed=3, particles=4, logprobs=True) as stream:
+            chunks = list(stream)
         plain = client.generate(QUESTION, method="target", temperature=0, request_id="mine")
     assert (whole.text, whole.tokens) == (stream.completion.text, stream.completion.tokens)
     assert len(whole.logprobs) == len(whole.tokens) and max(whole.logprobs) <= 0
+    assert all(len(chunk.logprobs) == len(chunk.tokens) for chunk in chunks)
+    assert sum((chunk.logprobs for chunk in chunks), ()) == stream.completion.logprobs
+    assert stream.completion.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
     assert plain.statistics is None and plain.request_id == "mine"
 
 

@@ -31,10 +31,11 @@ class FakeLoop:
     """Answers what is asked with even numbers, refuses multiples of three, and lets the others wait."""
 
     def __init__(self, server: CoordinatorServer) -> None:
-        self._server, self.aborted, self.salts = server, set(), set()
+        self._server, self.aborted, self.salts, self.priorities = server, set(), set(), set()
 
     def submit(self, request: Request) -> None:
         self.salts.add(request.cache_salt)
+        self.priorities.add(request.priority)
         number = int(request.request_id)
         if number % 3 == 0:
             self._server.deliver(EngineStep([], {request.request_id: QueueFull("later")}, STATS))
@@ -123,7 +124,7 @@ def test_when_the_gateway_goes_only_what_still_runs_is_aborted():
         client = CoordinatorClient(server.address, "secret", lambda step: None, lambda: None)
 
         async def ask(i: int) -> None:
-            async for _ in client.generate(Request(f"r{i}", (1,), SamplingParams(), f"salt {i}")):
+            async for _ in client.generate(Request(f"r{i}", (1,), SamplingParams(), f"salt {i}", priority=i - 15)):
                 pass
 
         calls = [asyncio.create_task(ask(i)) for i in range(1, 31)]
@@ -137,6 +138,7 @@ def test_when_the_gateway_goes_only_what_still_runs_is_aborted():
                 await asyncio.sleep(0.01)
             assert loop.aborted == unfinished
             assert loop.salts == {f"salt {i}" for i in range(1, 31)}
+            assert loop.priorities == set(range(-14, 16))
 
     asyncio.run(work())
     server.close()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.metadata
-import itertools
 import os
 import re
 import subprocess
@@ -187,49 +186,6 @@ def test_dependencies_are_installed_by_their_hashes(tmp_path):
         text=True,
     )
     assert said.stdout == "smc_second\n" and not (tmp_path / "venv/bin/pip").exists()
-
-
-@pytest.mark.parametrize(
-    ("kind", "pins", "said"),
-    [
-        ("cpu", "BASE=python:3.12.13-slim-bookworm\n", "BASE='python:3.12.13-slim-bookworm'"),
-        ("cpu", f"BASE=python@sha256:{'0' * 64}\n", "allowed: an image with its digest, NAME:TAG@sha256:.."),
-        ("cuda", f"BASE=a:1@sha256:{'0' * 64}\n", "JIT_CACHE_SHA256=''"),
-        ("cpu", f"BASE=a:1@sha256:{'0' * 64}\nTORCH_SHA256=latest\n", "TORCH_SHA256='latest'"),
-        ("arm", "", "kind arm; allowed: cpu, cuda, router"),
-    ],
-)
-def test_a_release_is_not_built_from_what_may_change(kind, pins, said, tmp_path):
-    (tmp_path / "pins").write_text(pins)
-    ran = subprocess.run(
-        ["bash", DOCKER / "release.sh", kind, "a:1", tmp_path / "pins", "--print"], capture_output=True, text=True
-    )
-    assert ran.returncode == 2 and said in ran.stderr
-
-
-def test_a_release_says_which_commit_it_is(tmp_path):
-    """In a checkout of its own: a release is built from a commit, and from nothing beside it."""
-    checkout = tmp_path / "checkout"
-    (checkout / "deploy/docker").mkdir(parents=True)
-    (checkout / "deploy/docker/release.sh").write_text((DOCKER / "release.sh").read_text())
-    pins = tmp_path / "pins"
-    base = f"nvidia/cuda:13.0.0-base-ubuntu24.04@sha256:{'1' * 64}"
-    pins.write_text(f"BASE={base}\nJIT_CACHE_SHA256={'2' * 64}\n")
-    git = ["git", "-C", checkout, "-c", "user.name=a", "-c", "user.email=a@example.com"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-qm", "one"], check=True)
-    release = ["bash", checkout / "deploy/docker/release.sh", "cuda", "registry.example/smcserve:1", pins, "--print"]
-    command = subprocess.run(release, capture_output=True, text=True, check=True).stdout.splitlines()
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    arguments = [text for option, text in itertools.pairwise(command) if option == "--build-arg"]
-    assert {f"BASE={base}", f"JIT_CACHE_SHA256={'2' * 64}", f"REVISION={commit}"} <= set(arguments)
-    named = {argument.split("=")[0] for argument in arguments} - {"SOURCE_DATE_EPOCH"}
-    declared = {text.split("=")[0] for _, text in instructions(DOCKER / "Dockerfile.cuda", "ARG")}
-    assert named <= declared, "a build argument that the Dockerfile does not know would have no effect"
-    (checkout / "more").touch()
-    dirty = subprocess.run(release, capture_output=True, text=True)
-    assert dirty.returncode == 2 and "a release is built from a commit" in dirty.stderr
 
 
 NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\nGCC version: 12.3.0\n"

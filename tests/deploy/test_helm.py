@@ -197,6 +197,21 @@ VARIANTS = {
         },
         {"ingress": {"enabled": True, "hosts": ["llm.example"]}},
     ],
+    "closed, and scaled without KEDA": [
+        ROUTED | {"hpa": {"enabled": True}},
+        DOWNLOADED,
+        {
+            "networkPolicy": {
+                "enabled": True,
+                "egress": {
+                    "enabled": True,
+                    "models": [{"cidr": "203.0.113.0/24", "except": ["203.0.113.9/32"], "ports": [443, 8443]}],
+                    "api": [{"cidr": "10.0.0.1/32", "ports": [6443]}],
+                    "rules": [{"to": [{"namespaceSelector": {}}], "ports": [{"port": 4317, "protocol": "TCP"}]}],
+                },
+            }
+        },
+    ],
     "no GPU to spare": [POD | {"pod": {"strategy": {"type": "Recreate"}}}],
     "OpenShift": [
         {"podTemplate": {"securityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}},
@@ -215,7 +230,13 @@ def rendered(variant: str) -> list[dict]:
 
 def test_lint():
     """Of profiles, and of what has every object of the chart in it."""
-    for variant in (*PROFILES, "everything", "everything in one pod", "replicas behind a router"):
+    for variant in (
+        *PROFILES,
+        "everything",
+        "everything in one pod",
+        "replicas behind a router",
+        "closed, and scaled without KEDA",
+    ):
         report = helm_python.lint(CHART, values(*VARIANTS[variant]), strict=True)
         assert not report["errors"], report
         assert {message["error"] for message in report["messages"]} <= {"icon is recommended"}

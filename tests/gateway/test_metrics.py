@@ -299,6 +299,10 @@ def test_texts_are_logged_where_that_is_asked_for(pair, caplog, tmp_path):
     log.write_text("Starting {\n" + "".join(f"2026-01-01 12:00:00 INFO {line}\n" for line in caplog.messages))
     prompts = [tuple(pair.tokenizer.chat([{"role": "user", "content": question}])) for question in questions]
     assert list(logged_prompts(pair.tokenizer, log)) == prompts
+    # As containers' runtimes wrap lines, and behind other braces.
+    wrapped = [json.dumps({"log": f"{{x}} INFO {line}\n", "stream": "stderr"}) for line in caplog.messages]
+    log.write_text("\n".join(wrapped))
+    assert list(logged_prompts(pair.tokenizer, log)) == prompts
     log.write_text('{"prompt_ids": [1, 99999]}\n')
     with pytest.raises(ValueError, match=r"holds token 99999, but the target has .*; it is the log of another model"):
         logged_prompts(pair.tokenizer, log)

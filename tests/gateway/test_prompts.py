@@ -18,7 +18,7 @@ class Listening:
     has_chat_template = True
     thread = None
 
-    def chat(self, messages: list[dict[str, str]], **_: object) -> list[int]:
+    def chat(self, messages: list[dict[str, str]], *_: object) -> list[int]:
         self.thread = threading.current_thread()
         return [len(messages)]
 

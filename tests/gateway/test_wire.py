@@ -120,7 +120,8 @@ def test_every_sampling_field_has_its_line_in_the_messages():
     """And the messages have no other."""
     assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == set(SAMPLING)
     beside = [
-        set(kind.DESCRIPTOR.fields_by_name) - {"request_id", "sampling", "cache_salt", "waited"} for kind in CARRIERS
+        set(kind.DESCRIPTOR.fields_by_name) - {"request_id", "sampling", "cache_salt", "priority", "waited"}
+        for kind in CARRIERS
     ]
     assert [names - {"text", "token_ids", "chat", "prompt", "negative_prompt"} for names in beside] == [
         set(REPORTS)
@@ -227,10 +228,9 @@ particles = st.builds(
 def outputs(draw) -> Output:
     """News of one request that came in one piece, so that it is all there is; with or without its end."""
     ids, words = draw(tokens), draw(text)
-    answer = None
+    answer, logprob = None, st.one_of(st.just(math.nan), st.floats(max_value=0, width=32))
     if draw(st.booleans()):
         reason = draw(st.sampled_from(FinishReason))
-        logprob = st.one_of(st.just(math.nan), st.floats(max_value=0, width=32))
         answer = Answer(
             request_id="id",
             tokens=ids,
@@ -241,13 +241,15 @@ def outputs(draw) -> Output:
             prompt_tokens=draw(int32),
             statistics=draw(statistics),
             seconds=1.0,
-            logprobs=tuple(draw(logprob) for _ in ids) if ids and draw(st.booleans()) else None,
             top_logprobs=tuple(tuple((token, draw(logprob)) for token in ids[:at]) for at, _ in enumerate(ids)) or None,
             error=draw(text) if reason is FinishReason.ERROR else None,
             cached_tokens=draw(int32),
             particles=tuple(draw(st.lists(particles, min_size=1, max_size=3))) if draw(st.booleans()) else None,
         )
-    return Output("id", ids, words, answer)
+    logprobs = tuple(draw(logprob) for _ in ids) if draw(st.booleans()) else ()
+    if answer is not None:
+        answer = replace(answer, logprobs=logprobs or None)
+    return Output("id", ids, words, answer, logprobs)
 
 
 def same(found: Output, expected: Output) -> bool:
@@ -335,10 +337,15 @@ ENDED = Answer("id", (1, 2, 3), "abc", FinishReason.EOS, 3, 5, 7, Statistics(4),
 
 def test_an_answer_is_whole_again_where_it_is_followed():
     """Whatever the pieces it came in, under the caller's own id, with a time that was measured here."""
-    found = follow([Output("id", (1,), "a"), Output("id", (2,), "b"), Output("id", (3,), "c", ENDED)])
+    pieces = [Output("id", (1,), "a", logprobs=(-1.0,)), Output("id", (2,), "b", logprobs=(-2.0,))]
+    found = follow([*pieces, Output("id", (3,), "c", replace(ENDED, logprobs=(-3.0,)), (-3.0,))])
     assert "".join(output.text for output in found) == "abc" and {output.request_id for output in found} == {"mine"}
     answer = found[-1].answer
-    assert replace(answer, seconds=1.0) == replace(ENDED, request_id="mine") and 0 <= answer.seconds < 1
+    assert sum((output.logprobs for output in found), ()) == (-1.0, -2.0, -3.0)
+    assert (
+        replace(answer, seconds=1.0) == replace(ENDED, request_id="mine", logprobs=(-1.0, -2.0, -3.0))
+        and 0 <= answer.seconds < 1
+    )
 
 
 def test_early_ends_are_exceptions_where_they_are_followed():

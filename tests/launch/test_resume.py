@@ -21,7 +21,12 @@ def text_of(tokens: tuple[int, ...]) -> str:
     return "".join(f"{token}," for token in tokens)
 
 
-ANSWER = Answer("r", TOKENS, text_of(TOKENS), FinishReason.LENGTH, None, 1, 3, Statistics(1), 0.1)
+def logprobs_of(tokens: tuple[int, ...], life: int = 0) -> tuple[float, ...]:
+    """The last bits depend on what else is in the batch."""
+    return tuple(-token - life * 2**-20 for token in tokens)
+
+
+ANSWER = Answer("r", TOKENS, text_of(TOKENS), FinishReason.LENGTH, None, 1, 3, Statistics(1), 0.1, logprobs_of(TOKENS))
 
 
 class Shaky:
@@ -39,8 +44,8 @@ class Shaky:
             piece = self.tokens[begin : begin + size] if life == 0 else TOKENS[begin : begin + size]
             if life < len(self.losses) and begin >= self.losses[life]:
                 raise Unavailable("lost")
-            yield Output("r", piece, text_of(piece))
-        yield Output("r", (), "", ANSWER)
+            yield Output("r", piece, text_of(piece), logprobs=logprobs_of(piece, life))
+        yield Output("r", (), "", replace(ANSWER, logprobs=logprobs_of(TOKENS, life)))
 
     async def is_back(self) -> None:
         await asyncio.sleep(0.01)
@@ -62,7 +67,9 @@ def test_the_stream_goes_on_where_it_broke_off(method, losses):
     assert sum((output.tokens for output in found), ()) == TOKENS and "".join(
         output.text for output in found
     ) == text_of(TOKENS)
-    assert found[-1].answer == ANSWER and all(output.tokens for output in found[:-1])
+    logprobs = sum((output.logprobs for output in found), ())
+    assert logprobs == pytest.approx(ANSWER.logprobs, abs=1e-5)
+    assert found[-1].answer == replace(ANSWER, logprobs=logprobs) and all(output.tokens for output in found[:-1])
     assert len(set(shaky.seeds)) == 1 and shaky.seeds[0] is not None
     assert shaky.waits == sorted(shaky.waits) and shaky.waits[0] >= 5.0, "time budgets run from arrival"
 
@@ -82,7 +89,8 @@ def test_what_was_given_out_is_in_the_answer_even_if_time_is_up_before_it_has_co
     found = follow(OutOfTime([7]), method="exact", time_budget=5.0)
     given = sum((output.tokens for output in found), ())
     answer = found[-1].answer
-    assert given == TOKENS[:7] == answer.tokens and answer.text == text_of(given) and len(answer.logprobs) == 7
+    assert given == TOKENS[:7] == answer.tokens and answer.text == text_of(given)
+    assert answer.logprobs == logprobs_of(given)
     assert answer.finish_reason is FinishReason.TIME_BUDGET and answer.top_logprobs == ((),) * 7
 
 

@@ -124,7 +124,9 @@ WRONG = [
         "messages[0].content[0].type",
         "allowed: 'text'",
     ),
-    (nested(500), "messages", "at least 1"),
+    (nested(199), "messages", "at least 1"),
+    (nested(200), None, "nested too deeply to be read; allowed: at most 200 levels"),
+    (nested(900), None, "nested too deeply"),
     (
         chat(
             tools=[{"type": "function", "function": {"name": "f", "parameters": {"a": [[[]]]}}}], tool_choice="required"

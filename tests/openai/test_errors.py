@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from services.openai.requests import CHAT, HTTP
+from services.openai.messages_api import MESSAGES
+from services.openai.requests import CHAT, HTTP, refusal
+from services.openai.server import DIALECTS
 from services.pb import generation_pb2 as pb
 from smc.api.engine_config import EngineConfig
 from tests.gateway.harness import serving, until
@@ -124,6 +126,30 @@ def test_a_body_that_breaks_off(service):
         assert b" 400 " in connection.recv(1000)
 
 
+@pytest.mark.parametrize("levels", [150, 300, 700, 990, 1500, 2500])
+@pytest.mark.parametrize("field", ["input", "messages", "prompt", "metadata", "tools", "chat_template_kwargs"])
+def test_nesting(service, caplog, levels, field):
+    """Every API refuses what is nested too deeply."""
+    deep = "[" * levels + "]" * levels
+    values = {
+        "metadata": f'{{"a": {deep}}}',
+        "chat_template_kwargs": f'{{"a": {deep}}}',
+        "tools": f'[{{"type": "function", "name": "f", "input_schema": {{"a": {deep}}}, "parameters": {{"a": {deep}}}}}]',
+    }
+    for path, body in (
+        (CHAT, '"messages": [{"role": "user", "content": "x"}]'),
+        (MESSAGES, '"messages": [{"role": "user", "content": "x"}]'),
+        ("/v1/responses", '"input": "x"'),
+        ("/v1/completions", '"prompt": "x"'),
+        ("/tokenize", '"prompt": "x"'),
+    ):
+        fields = f'"{field}": {values.get(field, deep)}' + ("" if f'"{field}"' in body else f", {body}")
+        said = post(service, f'{{"max_tokens": 1, {fields}}}'.encode(), path)
+        assert said.status == 400 or levels < 200, (path, said.data)
+        assert said.status < 500 and (levels < 200 or "nested too deeply" in said.json["error"]["message"])
+    assert "Traceback" not in caplog.text and not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
 def test_other_kinds_of_bodies(service):
     is_error(post(service, chat(), **{"content-type": "text/plain"}), 415, "invalid", "allowed: application/json")
     is_error(post(service, chat(), **{"content-encoding": "gzip"}), 415, "invalid", "content-encoding='gzip'")
@@ -214,6 +240,33 @@ def test_a_model_that_is_not_served(service):
         "model='gpt-9'; allowed: 'demo', 'gpt-4o'",
         param="model",
     )
+
+
+class Unwritable:
+    """A dialect whose answers nobody can write: see `AnswerWriter`."""
+
+    prompt = "messages"
+
+    def read(self, document, served):
+        return replace(DIALECTS[MESSAGES].read(document, served), make_writer=lambda *_: self)
+
+    def refusal(self, error, request_id=None):
+        return refusal(error)
+
+    def update(self, *_):
+        raise ValueError("temperature=3 is what it says")
+
+    finish = whole = update
+
+    def error(self, body):
+        return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_be_written_is_no_fault_of_the_caller(service, monkeypatch, stream):
+    monkeypatch.setitem(DIALECTS, CHAT, Unwritable())
+    said = post(service, chat(max_tokens=2, stream=stream))
+    assert said.status == 500 and said.error["code"] == "internal" and "temperature" not in said.error["message"]
 
 
 def test_a_port_that_is_taken(pair, service):

@@ -119,6 +119,38 @@ def test_tools_are_used_and_their_results_read(tools):
     assert after.content[0].type == "text"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["{foo}", '{"a": 1,}', "{'a': 1}", '{"a": "x\ny"}', '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": 1]'],
+)
+def test_a_call_that_is_no_json_is_text(tools, tool_service, arguments):
+    """The answer is paid for, and not the caller's fault."""
+    text = f'so\n<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    asks = ASKS | {"tools": TOOLS, "max_tokens": 100, "extra_body": {"constraint": {"choice": [text]}}}
+    answer = tools.create(messages=user("x"), **asks)
+    assert [(block.type, block.text) for block in answer.content] == [("text", "so"), ("text", text[3:])]
+    assert answer.stop_reason == "end_turn"
+    body = {"messages": user("x"), "tools": TOOLS, "max_tokens": 100, **asks["extra_body"], "stream": True}
+    streamed = post(tool_service, json.dumps(body).encode(), "/v1/messages").data.decode()
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line.startswith("data: ")]
+    given = "".join(
+        event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta"
+    )
+    assert (given, events[-1]["type"]) == (arguments, "message_stop")
+
+
+def test_a_call_that_is_cut_has_what_there_is(tools):
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": tr'
+    asks = ASKS | {"tools": TOOLS, "extra_body": {"constraint": {"choice": [text + "ue}}\n</tool_call>"]}}}
+    stop = {"stop_sequences": [": tr"], "max_tokens": 100}
+    whole = tools.create(messages=user("x"), **asks | {"max_tokens": 100})
+    for more, reason in ((stop, "stop_sequence"), ({"max_tokens": whole.usage.output_tokens - 20}, "max_tokens")):
+        answer = tools.create(messages=user("x"), **asks | more)
+        (block,) = answer.content
+        assert (block.type, answer.stop_reason) == ("tool_use", reason)
+        assert block.input.items() <= whole.content[0].input.items() and block.input != whole.content[0].input
+
+
 def test_a_schema_constrains_the_answer(messages):
     schema = {"type": "array", "items": {"enum": [1, 22]}, "minItems": 2, "maxItems": 2}
     schema["x-guidance"] = {"whitespace_pattern": ""}

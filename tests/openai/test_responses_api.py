@@ -96,6 +96,18 @@ def test_log_probabilities(service, client):
     assert [one.logprob for one in done[0].logprobs] == [one.logprob for one in part.logprobs]
 
 
+def test_log_probabilities_of_a_stream_come_with_their_tokens(service, client):
+    asks = {"input": QUESTIONS[2], "include": ["message.output_text.logprobs"], **SETTINGS, "max_output_tokens": 300}
+    (part,) = client.responses.create(**asks).output[0].content
+    events = list(client.responses.create(stream=True, **asks))
+    deltas = [e.logprobs for e in events if e.type == "response.output_text.delta"]
+    (done,) = [e.logprobs for e in events if e.type == "response.output_text.done"]
+    assert len([one for one in deltas if one]) > 4
+    assert [(one.token, one.logprob) for delta in deltas for one in delta] == [(one.token, one.logprob) for one in done]
+    assert [one.token for one in done] == [one.token for one in part.logprobs]
+    assert [one.logprob for one in done] == pytest.approx([one.logprob for one in part.logprobs], abs=1e-4)
+
+
 def test_a_schema_constrains_the_text(service, client):
     schema = {"type": "array", "items": {"enum": [1, 22]}, "minItems": 2, "maxItems": 2}
     schema["x-guidance"] = {"whitespace_pattern": ""}

@@ -38,6 +38,39 @@ def test_a_prompt_may_end_elsewhere(pair):
     assert tokenizer.decode(ids(stripping, messages=[*user("x"), padded], continue_final_message=True)).endswith("has")
 
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    return Tokenizer(tokenizer._tokenizer, tokenizer.eos_ids, tokenizer._special, template)
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, CHATML.replace("m.content", "m.content | trim")], ids=["kept", "stripped"]
+)
+@pytest.mark.parametrize("content", ["s", "<", "e", "end", "|", "im_start", "assistant", "The answer is", "{", " a \n"])
+def test_a_continued_message_ends_where_it_does_whatever_its_words(pair, template, content):
+    """Also if the template writes the same text elsewhere."""
+    tokenizer = with_template(pair.tokenizer, template)
+    begun = tokenizer.decode(ids(tokenizer, messages=user(content)))
+    inside = ids(
+        tokenizer, messages=[*user(content), {"role": "assistant", "content": content}], continue_final_message=True
+    )
+    assert tokenizer.decode(inside) == begun + (content.strip() if "trim" in template else content)
+
+
+@pytest.mark.parametrize(
+    "written", ["m.content | upper", "m.content[:3]", "m.content[3:]", "m.content | tojson | upper", "'yes'"]
+)
+def test_a_message_that_the_template_changes_is_not_continued(pair, written):
+    tokenizer = with_template(pair.tokenizer, CHATML.replace("m.content", written))
+    with pytest.raises(ValueError, match="does not write the last message's content as it is"):
+        ids(tokenizer, messages=[*user("x"), HALF], continue_final_message=True)
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

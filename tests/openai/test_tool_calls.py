@@ -70,6 +70,16 @@ def test_calls_are_read_however_the_text_is_cut(form: ToolFormat):
         assert message_of(text, form, None, "x") == {"role": "assistant", "content": text}
 
 
+@pytest.mark.parametrize("name", ['"f\ng"', '"\\x"', '"\\u12"', '"\\ud800"', '"a\\uDC00\\ud800"', '"\t"', '"\\U00e9"'])
+@pytest.mark.parametrize("form", ToolFormat)
+def test_a_call_whose_name_is_no_text_is_text(form: ToolFormat, name: str):
+    text = form.written("f", '{"a": 1}').removeprefix("[TOOL_CALLS]").replace('"f"', name)
+    assert message_of(text, form, None, "x") == {"role": "assistant", "content": text}
+    for known in ('"é\\n\\"\\/"', '"\\ud83d\\ude00"', '"\\u00e9"'):
+        (call,) = message_of(text.replace(name, known), form, None, "x")["tool_calls"]
+        assert call["function"] == {"name": json.loads(known), "arguments": '{"a": 1}'}
+
+
 @pytest.fixture(scope="module")
 def pair() -> ModelPair:
     return ModelPair.load(demo.TARGET, demo.DRAFT)
@@ -142,6 +152,7 @@ def test_calls_over_http_whole_and_streamed(pair):
         "tool_choice": {"type": "function", "function": {"name": "add"}},
         "max_tokens": 200,
         "seed": 4,
+        "logprobs": True,
         "extra_body": {"method": "exact"},
     }
     with (
@@ -152,12 +163,17 @@ def test_calls_over_http_whole_and_streamed(pair):
         (call,) = choice.message.tool_calls
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
         jsonschema.validate(json.loads(call.function.arguments), ADD["parameters"])
-        name, arguments, reasons = "", "", []
+        name, arguments, reasons, scored = "", "", [], []
         for chunk in client.chat.completions.create(**settings, stream=True):
             for delta in chunk.choices[0].delta.tool_calls or ():
                 name += delta.function.name or ""
                 arguments += delta.function.arguments or ""
             reasons.append(chunk.choices[0].finish_reason)
+            scored.append(
+                [token.token for token in chunk.choices[0].logprobs.content] if chunk.choices[0].logprobs else []
+            )
         assert (name, arguments) == (call.function.name, call.function.arguments) and reasons[-1] == "tool_calls"
+        assert [token for piece in scored for token in piece] == [one.token for one in choice.logprobs.content]
+        assert sum(map(bool, scored)) > 4, "they come with their tokens, of calls, too"
         auto = client.chat.completions.create(**settings | {"tool_choice": "auto", "max_tokens": 5}).choices[0]
         assert auto.message.tool_calls is None and auto.message.content

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 from smc.api.engine_config import EngineConfig
@@ -149,7 +150,19 @@ def live(
         lives.events["pipelined"] += any(group.in_flight for group in running(engine))
         after_step(engine)
     assert sorted(lives.final) == sorted(request.request_id for request in requests)
+    for request in requests:
+        assert_streamed(request, lives.streamed[request.request_id])
     return lives
+
+
+def assert_streamed(request: Request, outputs: Sequence[Output]) -> None:
+    """Tokens came once each, with their log-probabilities if requested; together they are the answer's."""
+    found = outputs[-1].answer
+    assert found is not None
+    assert sum((output.tokens for output in outputs), ()) == found.tokens
+    assert sum((output.logprobs for output in outputs), ()) == (found.logprobs or ())
+    assert all(len(output.logprobs) == len(output.tokens) * request.params.logprobs for output in outputs)
+    assert not np.isnan(found.logprobs or ()).any()
 
 
 def _resize(engine: Engine, rng: random.Random, lives: Lives) -> None:

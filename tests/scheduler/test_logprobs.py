@@ -3,12 +3,15 @@ tokens alone."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from smc.api.engine_config import EngineConfig
+from smc.api.outputs import Output
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from tests.pairwise import few
@@ -47,6 +50,36 @@ def test_equal_to_recomputation(config, params):
         a = answer(tiny_pair(), config, seed=seed, max_tokens=15, ignore_eos=seed > 0, logprobs=True, **params)
         expected = recomputed(a.tokens, params.get("temperature", 1.0), params.get("top_k", 0))
         assert a.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+STREAMS = [
+    *LAWS,
+    {"particles": 6, "population": "distinct"},
+    {"particles": 4, "answer": "best"},
+    {"particles": 3, "stop": ("ab", "cca"), "min_tokens": 4},
+    {"particles": 2, "top_logprobs": 2},
+    {"method": "exact", "particles": 4},
+    {"method": "exact", "particles": 2, "temperature": 0.0, "stop": ("aa",)},
+    {"method": "exact", "particles": 3, "verification": "rejection"},
+]
+
+
+@pytest.mark.parametrize("config", FORMS, ids=config_id)
+def test_they_are_streamed_with_their_tokens(config):
+    engine = local_engine(tiny_pair(), replace(config, max_slots=64))
+    asked = {"max_tokens": 24, "ignore_eos": True, "logprobs": True}
+    requests = [request(request_id=str(i), seed=i, **asked | law) for i, law in enumerate(STREAMS)]
+    pieces: dict[str, list[Output]] = {}
+    for output in engine.run([*requests, request(request_id="quiet", seed=1, max_tokens=24)]):
+        pieces.setdefault(output.request_id, []).append(output)
+    assert not any(output.logprobs for output in pieces.pop("quiet"))
+    for outputs in pieces.values():
+        found = outputs[-1].answer
+        assert all(len(output.logprobs) == len(output.tokens) for output in outputs)
+        assert sum((output.logprobs for output in outputs), ()) == found.logprobs
+        assert not any(math.isnan(value) for value in found.logprobs)
+    early = [output.logprobs for outputs in pieces.values() for output in outputs[:-1]]
+    assert len(early) > 2 * len(STREAMS)
 
 
 def test_an_answer_that_is_cut_off_ends_where_the_target_has_come():

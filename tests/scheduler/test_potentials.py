@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -19,8 +20,9 @@ from smc.executor.graph_runner import StageRunner
 from smc.local_engine import local_engine
 from smc.potentials import Prefixes, load_potential, must_end_with, must_match, must_not_match
 from smc.scheduler import potential_calls
+from smc.scheduler.potential_calls import PotentialCalls
 from tests.scheduler.bank import CONFIGS, EOS, LENGTH, PROMPT, population, together
-from tests.scheduler.harness import CASES, answers, config_id, request
+from tests.scheduler.harness import CASES, answers, assert_empty, config_id, request
 from tests.scheduler.lives import assert_same, live, pair, small_engine
 from tests.scheduler.pairs import LETTERS, exact_law, mean_and_error, next_log_probs, tiny_pair, total_variation
 
@@ -148,7 +150,7 @@ def test_an_error_ends_its_request_alone():
 def test_a_slow_potential_keeps_nobody_waiting(monkeypatch):
     """It ends its request once its time is over, and others go on meanwhile; when many calls hang, more fail at
     once."""
-    monkeypatch.setattr(potential_calls, "MOST_ABANDONED", 2)
+    monkeypatch.setattr(potential_calls, "MOST_OVERDUE", 2)
     end = threading.Event()
 
     def hangs(prefixes: Prefixes) -> list[float]:
@@ -167,6 +169,149 @@ def test_a_slow_potential_keeps_nobody_waiting(monkeypatch):
     (more,) = answers(engine, [request(PROMPT, "more", max_tokens=9, potential="hangs")]).values()
     assert more.error == "potential 'hangs' does not answer: 2 calls of it have not ended"
     end.set()
+
+
+def test_calls_of_aborted_requests_are_within_their_time(monkeypatch):
+    """They do not count as calls that do not answer until their time is over."""
+    monkeypatch.setattr(potential_calls, "MOST_OVERDUE", 2)
+    end, begun = threading.Event(), []
+
+    def slow(prefixes: Prefixes) -> list[float]:
+        begun.append(prefixes)
+        end.wait(120)
+        return [0.0] * len(prefixes.texts)
+
+    engine = local_engine(tiny_pair(), replace(CASES[1], potential_timeout=300), potentials={"slow": slow})
+    for i in range(2):
+        engine.submit(request(PROMPT, f"aborted {i}", seed=i, max_tokens=9, potential="slow"))
+    engine.submit(request(PROMPT, "preempted", seed=3, max_tokens=9, potential="slow"))
+    while len(begun) < 3:
+        assert not engine.step()
+    engine.registry.preempt(engine.registry.groups["preempted"])
+    for i in range(2):
+        assert engine.abort(f"aborted {i}")
+    for _ in range(3):
+        engine.step()
+    engine.submit(request(PROMPT, "more", seed=1, max_tokens=9, potential="slow"))
+    for _ in range(3):
+        assert not engine.step()
+    end.set()
+    found = {output.answer.request_id: output.answer for output in engine.run([]) if output.answer}
+    assert set(found) == {"preempted", "more"} and not any(answer.error for answer in found.values())
+
+
+def test_a_step_waits_for_no_call_of_an_earlier_one(monkeypatch):
+    """While other requests run."""
+    real_wait, end = potential_calls.wait, threading.Event()
+    waits: list[list[Future]] = []
+
+    def counted_wait(futures, timeout, return_when):
+        waits.append(list(futures))
+        return real_wait(waits[-1], timeout, return_when)
+
+    monkeypatch.setattr(potential_calls, "wait", counted_wait)
+
+    def hangs(prefixes: Prefixes) -> list[float]:
+        end.wait(120)
+        return [0.0] * len(prefixes.texts)
+
+    config = replace(CASES[1], potential_timeout=300)
+    engine = local_engine(tiny_pair(), config, potentials={"hangs": hangs, "phi": potential})
+    engine.submit(request(PROMPT, "slow", seed=1, max_tokens=9, potential="hangs"))
+    beside = [request(PROMPT, str(i), seed=i, max_tokens=24, potential="phi" if i else None) for i in range(2)]
+    for one in beside:
+        engine.submit(one)
+    answered = 0
+    while answered < 2:
+        answered += sum(output.answer is not None for output in engine.step())
+        if len(engine.registry.groups) == 3:
+            (slow,) = [call for call in engine.potentials._calls if call.name == "hangs"] or [None]
+            assert slow is None or sum(slow.logphi_N in futures for futures in waits) <= 1
+    assert slow is not None and not slow.logphi_N.done(), "the test has seen no slow call"
+    end.set()
+    list(engine.run([]))
+
+
+def test_the_engine_decodes_no_text_for_a_potential(monkeypatch):
+    """Texts are made in the threads of calls, and that of the prompt once."""
+    here, prompt = threading.current_thread(), (0, 1, 1, 2) * 10
+    pair_, decoded, inside = tiny_pair(), Counter(), [False]
+    real_bytes, real_follow = pair_.tokenizer.bytes_of, PotentialCalls.follow
+
+    def bytes_of(token: int) -> bytes:
+        is_here = threading.current_thread() is here
+        decoded["here" if is_here and inside[0] else "elsewhere"] += is_here <= inside[0]
+        return real_bytes(token)
+
+    def follow(calls: PotentialCalls, admitted) -> None:
+        inside[0] = True
+        real_follow(calls, admitted)
+        inside[0] = False
+
+    monkeypatch.setattr(pair_.tokenizer, "bytes_of", bytes_of)
+    monkeypatch.setattr(PotentialCalls, "follow", follow)
+    asked: list[Prefixes] = []
+
+    def keeps(prefixes: Prefixes) -> list[float]:
+        asked.append(prefixes)
+        return [0.0] * len(prefixes.texts)
+
+    engine = local_engine(pair_, CASES[1], potentials={"keeps": keeps})
+    answers(engine, [request(prompt, seed=1, particles=2, max_tokens=14, ignore_eos=True, potential="keeps")])
+    assert len(asked) > 3 and {prefixes.prompt for prefixes in asked} == {text_of(prompt)}
+    of_answers = sum(map(len, (tokens for prefixes in asked for tokens in prefixes.tokens)))
+    assert not decoded["here"] and len(prompt) < decoded["elsewhere"] < 2 * len(prompt) + 2 * of_answers
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("kind", POPULATIONS)
+@pytest.mark.parametrize("answered", [0, 3])
+@pytest.mark.parametrize("preempted", [False, True])
+def test_an_answer_cut_by_its_time_budget_has_what_was_weighed(
+    config: EngineConfig, kind: str, answered: int, preempted: bool
+):
+    """Tokens of which the potential has said nothing yet are in no answer, particle or streamed text."""
+    end, clock, asked = threading.Event(), Clock(), []
+
+    def slow(prefixes: Prefixes) -> list[float]:
+        asked.append(prefixes)
+        if len(asked) > answered:
+            end.wait(120)
+        return [0.0 if i % 2 else -1.0 for i in range(len(prefixes.texts))]
+
+    config = replace(config, potential_timeout=300)
+    for seed in range(4):
+        asked.clear()
+        end.clear()
+        engine = local_engine(tiny_pair(), config, clock=clock, potentials={"slow": slow})
+        engine.submit(
+            request(PROMPT, seed=seed, particles=4, max_tokens=40, ignore_eos=True, population=kind, potential="slow",
+                    time_budget=5.0, answer=("draw", "best")[seed % 2], return_particles=True)
+        )  # fmt: skip
+        outputs = []
+        while len(asked) <= answered:
+            outputs += engine.step()
+        if preempted:
+            engine.registry.preempt(engine.registry.groups["r"])
+        clock.now += 6
+        outputs += engine.step()
+        end.set()
+        answer = outputs[-1].answer
+        assert answer.finish_reason is FinishReason.TIME_BUDGET
+        weighed = {tokens[:size] for of in asked[:answered] for tokens in of.tokens for size in range(len(tokens) + 1)}
+        assert answer.tokens in weighed | {()}
+        assert bool(answer.tokens) == (answered > 0)
+        assert {particle.tokens for particle in answer.particles} <= weighed
+        assert tuple(token for output in outputs for token in output.tokens) == answer.tokens
+        assert math.isfinite(answer.statistics.log_z)
+        assert_empty(engine)
 
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)

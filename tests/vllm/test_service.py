@@ -108,8 +108,13 @@ def test_log_probabilities(service, pair, prompt, count):
     """Of the likeliest tokens; of none besides, the drawn one stands for them."""
     expected = local_answer(pair, prompt, method="target", logprobs=True, top_logprobs=count, **STREAMED)
     with engine(service) as stub:
-        chunk, end = stub.Generate(asked(prompt, stream=True, logprobs=count, **STREAMED))
-    for found in (chunk.chunk.output_logprobs, end.complete.output_logprobs):
+        *chunks, end = stub.Generate(asked(prompt, stream=True, logprobs=count, **STREAMED))
+    scored = pb.OutputLogProbs()
+    for response in chunks:
+        assert list(response.chunk.output_logprobs.token_ids) == list(response.chunk.token_ids)
+        scored.MergeFrom(response.chunk.output_logprobs)
+    assert len(chunks) == 1 if count else len(chunks) > 2
+    for found in (scored, end.complete.output_logprobs):
         assert tuple(found.token_ids) == expected.tokens
         assert found.token_logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         tops = expected.top_logprobs or [((token, logp),) for token, logp in zip(expected.tokens, expected.logprobs)]

@@ -418,6 +418,7 @@ function takeEvent(event, data, answer, card) {
   }
   if (reasoning) answer.reasoning += reasoning;
   for (const call of calls ?? []) takeCall(answer, call);
+  takeTokens(answer, choice.logprobs?.content ?? []);
   if (reasoning || calls) showAnswer(card, answer);
   if (choice.smc) takeEnding(choice, data, answer);
   if (content || reasoning || calls) {
@@ -432,19 +433,21 @@ function takeCall(answer, part) {
   answer.calls[part.index].function.arguments += part.function.arguments ?? "";
 }
 
+function takeTokens(answer, entries) {
+  if (!entries.length) return;
+  answer.tokens ??= [];
+  for (const { bytes, logprob, top_logprobs: top } of entries) {
+    answer.tokens.push({ bytes, logprob, top: top.map((other) => [other.token, other.logprob]) });
+  }
+}
+
 function takeEnding(choice, data, answer) {
   const { token_ids: ids, particles, statistics, times, ...facts } = choice.smc;
   facts.seed = /"seed": ?(-?\d+)/.exec(data)?.[1] ?? String(facts.seed); // All of its 64 bits.
   answer.facts = { ...facts, ...prefixed("times", times), ...statistics };
   answer.statistics = statistics;
   answer.particles = particles;
-  const entries = choice.logprobs?.content ?? [];
-  answer.tokens = entries.map((one, index) => ({
-    bytes: one.bytes,
-    logprob: one.logprob,
-    id: ids?.[index],
-    top: one.top_logprobs.map((other) => [other.token, other.logprob]),
-  }));
+  answer.tokens?.forEach((token, index) => { token.id = ids?.[index]; });
 }
 
 function prefixed(name, values) {

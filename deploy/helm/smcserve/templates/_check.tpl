@@ -23,6 +23,8 @@
 {{- if and $v.keda.enabled (gt (int $v.keda.fallbackReplicas) (int $v.keda.maxReplicas)) -}}
 {{- fail (printf "keda.fallbackReplicas=%v; allowed: at most keda.maxReplicas=%v" $v.keda.fallbackReplicas $v.keda.maxReplicas) -}}
 {{- end -}}
+{{- include "smcserve.checkHpa" . -}}
+{{- include "smcserve.checkEgress" . -}}
 {{- if and $v.monitoring.serviceMonitor $v.monitoring.podMonitor -}}
 {{- fail "monitoring.serviceMonitor and monitoring.podMonitor are both true; choose one, or everything is measured twice" -}}
 {{- end -}}
@@ -62,6 +64,49 @@
 {{- include "smcserve.checkRouter" . -}}
 {{- include "smcserve.checkSecurity" . -}}
 {{- include "smcserve.checkUnused" . -}}
+{{- end -}}
+
+{{- define "smcserve.checkHpa" -}}
+{{- $v := .Values -}}
+{{- with $v.hpa -}}
+{{- if .enabled -}}
+{{- if $v.keda.enabled -}}
+{{- fail "hpa.enabled and keda.enabled are both true; choose one: KEDA makes a HorizontalPodAutoscaler of its own, and two would set the same replicas" -}}
+{{- end -}}
+{{- if ne $v.topology "pod" -}}
+{{- fail "hpa.enabled=true with topology=cluster; a RayCluster cannot be scaled from outside: use topology=pod, or install more releases" -}}
+{{- end -}}
+{{- if lt (int .maxReplicas) (int .minReplicas) -}}
+{{- fail (printf "hpa.maxReplicas=%v; allowed: at least hpa.minReplicas=%v" .maxReplicas .minReplicas) -}}
+{{- end -}}
+{{- if .metrics -}}
+{{- include "smcserve.unused" (dict "root" $ "paths" (list "hpa.queueTime" "hpa.slotShare") "where" "hpa.metrics, which replaces both metrics") -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Fails if pods could not reach what they need, which would show only as timeouts. */}}
+{{- define "smcserve.checkEgress" -}}
+{{- $egress := .Values.networkPolicy.egress -}}
+{{- $downloads := include "smcserve.downloads" (dict "root" .) -}}
+{{- if not .Values.networkPolicy.enabled -}}
+{{- else if $egress.enabled -}}
+{{- if and $downloads (not $egress.models) -}}
+{{- fail "networkPolicy.egress.models is empty; models are downloaded: name the addresses of their hub, server or object store, or of a proxy: [{cidr: 203.0.113.0/24, ports: [443]}]" -}}
+{{- end -}}
+{{- if and .Values.router.enabled (not $egress.api) -}}
+{{- fail "networkPolicy.egress.api is empty; the router finds replicas through Kubernetes' API: name its addresses, as `kubectl get endpoints kubernetes` has them: [{cidr: 10.0.0.1/32, ports: [6443]}]" -}}
+{{- end -}}
+{{- if not $downloads -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "networkPolicy.egress.models") "where" "models that are not downloaded") -}}
+{{- end -}}
+{{- if not .Values.router.enabled -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "networkPolicy.egress.api") "where" "router.enabled=false") -}}
+{{- end -}}
+{{- else -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "networkPolicy.egress") "where" "networkPolicy.egress.enabled=false") -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Fails if files of the chart are missing: some tools drop links and files. */}}
@@ -178,7 +223,10 @@
 {{- if $v.keda.enabled -}}
 {{- include "smcserve.unused" (dict "root" . "paths" (list "pod.replicas") "where" "keda.enabled=true: use keda.minReplicas") -}}
 {{- end -}}
-{{- range $part := list "batch" "keda" "networkPolicy" "ingress" "route" "router" -}}
+{{- if $v.hpa.enabled -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "pod.replicas") "where" "hpa.enabled=true: use hpa.minReplicas") -}}
+{{- end -}}
+{{- range $part := list "batch" "keda" "hpa" "networkPolicy" "ingress" "route" "router" -}}
 {{- if not (index $v $part "enabled") -}}
 {{- include "smcserve.unused" (dict "root" $ "paths" (list $part) "where" (printf "%s.enabled=false" $part)) -}}
 {{- end -}}
@@ -187,7 +235,7 @@
 {{- include "smcserve.unused" (dict "root" . "paths" (list "monitoring.runbookUrl") "where" "monitoring.rules=false") -}}
 {{- end -}}
 {{- if not $v.serve.enabled -}}
-{{- $unused = list "tls" "auth" "service" "keda" "podDisruptionBudget" "monitoring.serviceMonitor" "monitoring.podMonitor" -}}
+{{- $unused = list "tls" "auth" "service" "keda" "hpa" "podDisruptionBudget" "monitoring.serviceMonitor" "monitoring.podMonitor" -}}
 {{- $unused = concat $unused (list "gateway.port" "gateway.httpPort" "gateway.metricsPort" "gateway.resources" "gateway.config" "test" "ingress" "route" "router") -}}
 {{- $unused = concat $unused (list "engine.maxQueue" "engine.maxQueuePages") -}}
 {{- include "smcserve.unused" (dict "root" . "paths" $unused "where" "serve.enabled=false") -}}
