@@ -36,8 +36,9 @@ endef
 test: install    ## Run the tests that are not slow
 	$(call tests,"not slow")
 
-test-all: install ## Run the slow tests as well, in one run: those that need a cluster, one by one, leave a core to the others
-	$(call tests,"slow or not slow")
+# Three at a time: those that need a cluster run one by one and mostly wait, and leave both cores to the others.
+test-all: install ## Run the slow tests as well, in one run
+	$(call tests,"slow or not slow" -n 3)
 
 lint: install    ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
