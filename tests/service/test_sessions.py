@@ -13,7 +13,8 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 def is_ray(command: list[str]) -> bool:
-    return any(part.startswith("ray::") or "/ray/" in part for part in command)
+    """A worker, or a program of Ray's; not one that merely has Ray on its path of modules."""
+    return any(part.startswith("ray::") or (part.startswith("/") and "/ray/" in part) for part in command)
 
 
 def test_processes_of_ray_are_in_other_sessions(group):
