@@ -5,21 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from services.openai.reasoning import Reasoning
 from services.openai.requests import (
     CHAT,
     COMPLETIONS,
+    BadRequest,
     CompletionRequest,
     Refusal,
+    Strict,
     UnknownFields,
+    given_fields,
     refusal,
     renamed,
     understood,
+    validated,
 )
 from services.openai.responses import AnswerWriter, CompletionWriter, ResponseHeader
 from smc.api.request import Request
+from smc.api.sampling_params import SETTINGS
 from smc.model.tokenizer import Tokenizer
 
 MakeWriter = Callable[[ResponseHeader, CompletionRequest, Sequence[Request], Tokenizer, Reasoning | None], AnswerWriter]
@@ -70,6 +75,49 @@ class Dialect(Protocol):
 
     def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
         """What a caller is sent instead of an answer. `request_id`: if the call has one yet."""
+
+
+B = TypeVar("B", bound=Strict)
+
+
+@dataclass(frozen=True)
+class ChatForm(Generic[B]):
+    """How bodies of an API that has other words for chats become chats."""
+
+    endpoint: str
+    body: type[B]
+    """Its fields, but for the settings of `smc.api.sampling_params`, which have the same names."""
+    replaced: frozenset[str]
+    """Settings that other fields stand for, or that it has no form of."""
+    field_names: Mapping[str, str]
+    """Fields of a chat that are called otherwise; with `response_format`, so is what its constraint is named by."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All fields that a body may have."""
+        return frozenset(self.body.model_fields) | SETTINGS.keys() - self.replaced
+
+    def read(
+        self, document: Any, served: Served, chat_of: Callable[[B, dict[str, Any]], dict[str, Any]]
+    ) -> tuple[B, CompletionRequest, Mapping[str, str]]:
+        """A body, the chat that it asks for, and the names of this chat's fields. `chat_of`: the chat's fields, but for
+        the settings, from the body and these. Raises BadRequest."""
+        given = given_fields(document)
+        settings = {name: given.pop(name) for name in list(given) if name in SETTINGS and name not in self.replaced}
+        body = validated(self.body, given, self.endpoint, self.names, served.unknown)
+        shared = {name: value for name in SHARED if (value := getattr(body, name)) is not None}
+        chat = shared | chat_of(body, settings)
+        names = dict(self.field_names)
+        if "response_format" in chat:
+            names["constraint"] = names["response_format"]
+        try:
+            return body, served.understood(settings | chat, True), names
+        except BadRequest as error:
+            raise renamed(error, names) from error
+
+
+SHARED = ("model", "stream", "request_id", "cache_salt", "priority", "timeout")
+"""Fields that have the same name and meaning in all of these bodies and in chats."""
 
 
 @dataclass(frozen=True)

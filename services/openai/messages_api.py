@@ -11,7 +11,7 @@ import pydantic_core
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from services.openai.dialects import ApiCall, Served
+from services.openai.dialects import ApiCall, ChatForm, Served
 from services.openai.messages import Part, PartBegins, PartEvent, PartGrows, PartKind, PartReader
 from services.openai.reasoning import Reasoning
 from services.openai.requests import (
@@ -20,17 +20,13 @@ from services.openai.requests import (
     CompletionRequest,
     Refusal,
     Strict,
-    given_fields,
     kind_of_item,
     neutral,
     refusal,
-    renamed,
-    validated,
 )
-from services.openai.responses import OPENAI_FINISH, ResponseHeader, smc_block, written
+from services.openai.responses import OPENAI_FINISH, ResponseHeader, named_event, smc_block, written
 from smc.api.outputs import Answer, FinishReason, Output
 from smc.api.request import Request
-from smc.api.sampling_params import SETTINGS
 from smc.model.tokenizer import Tokenizer
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
@@ -172,24 +168,15 @@ FIELD_NAMES = {
     "reasoning_effort": "output_config.effort",
 }
 """Fields of a chat that are called otherwise here."""
-OTHERWISE = {"stop", "logprobs", "top_logprobs"}
-"""Settings that other fields stand for, or that messages have no form of."""
-NAMES = frozenset(MessagesBody.model_fields) | SETTINGS.keys() - OTHERWISE
+FORM = ChatForm(MESSAGES, MessagesBody, frozenset({"stop", "logprobs", "top_logprobs"}), FIELD_NAMES)
+NAMES = FORM.names
 
 
 class MessagesDialect:
     prompt = "messages"
 
     def read(self, document: Any, served: Served) -> ApiCall:
-        given = given_fields(document)
-        settings = {name: given.pop(name) for name in list(given) if name in SETTINGS and name not in OTHERWISE}
-        body = validated(MessagesBody, given, MESSAGES, NAMES, served.unknown)
-        chat = _chat(body, served.tokenizer)
-        names = FIELD_NAMES | ({"constraint": "output_config.format"} if "response_format" in chat else {})
-        try:
-            completion = served.understood(settings | chat, True)
-        except BadRequest as error:
-            raise renamed(error, names) from error
+        _, completion, names = FORM.read(document, served, lambda body, _: _chat(body, served.tokenizer))
         return ApiCall(completion, _writer, names)
 
     def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
@@ -215,10 +202,10 @@ def _writer(
 
 
 def _chat(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The same as a chat's body, but for the settings. Raises BadRequest."""
-    fields = ("model", "stream", "request_id", "cache_salt", "priority", "timeout")
-    chat: dict[str, Any] = {name: value for name in fields if (value := getattr(body, name)) is not None}
-    chat["messages"] = [one for index, message in enumerate(body.messages) for one in _messages(index, message)]
+    """Fields of a chat that this API has otherwise. Raises BadRequest."""
+    chat: dict[str, Any] = {
+        "messages": [one for index, message in enumerate(body.messages) for one in _messages(index, message)]
+    }
     if body.system:
         chat["messages"].insert(0, {"role": "system", "content": _joined(body.system)})
     if body.messages[-1].role == "assistant":
@@ -411,4 +398,4 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return f"event: {kind}\ndata: {written({'type': kind, **fields})}\n\n".encode()
+    return named_event({"type": kind, **fields})

@@ -36,12 +36,10 @@ class BodyOf:
 BODIES = {
     CHAT: BodyOf("OpenAI's chats", ChatBody),
     COMPLETIONS: BodyOf("OpenAI's completions", CompletionBody),
-    responses_api.RESPONSES: BodyOf(
-        "OpenAI's responses", responses_api.ResponsesBody, frozenset(responses_api.OTHERWISE)
-    ),
-    messages_api.MESSAGES: BodyOf("Anthropic's messages", messages_api.MessagesBody, frozenset(messages_api.OTHERWISE)),
+    responses_api.RESPONSES: BodyOf("OpenAI's responses", responses_api.ResponsesBody, responses_api.FORM.replaced),
+    messages_api.MESSAGES: BodyOf("Anthropic's messages", messages_api.MessagesBody, messages_api.FORM.replaced),
     messages_api.COUNT_TOKENS: BodyOf(
-        "Tokens of Anthropic's messages", messages_api.MessagesBody, frozenset(messages_api.OTHERWISE)
+        "Tokens of Anthropic's messages", messages_api.MessagesBody, messages_api.FORM.replaced
     ),
 }
 KINDS: dict[str, dict[str, Any]] = {

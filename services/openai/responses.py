@@ -304,6 +304,11 @@ def written(document: Any, depth: int = 5) -> str:
     return f"{{{', '.join(f'{json.dumps(name)}: {written(value, depth - 1)}' for name, value in document.items())}}}"
 
 
+def named_event(fields: dict[str, Any]) -> bytes:
+    """A server-sent event that is named as the `type` of its data."""
+    return f"event: {fields['type']}\ndata: {written(fields)}\n\n".encode()
+
+
 def _event(document: dict[str, Any]) -> bytes:
     return f"data: {written(document)}\n\n".encode()
 

@@ -9,26 +9,29 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from services.openai.dialects import ApiCall, Served
+from services.openai.dialects import ApiCall, ChatForm, Served
 from services.openai.messages import Part, PartBegins, PartEnds, PartEvent, PartGrows, PartKind, PartReader
 from services.openai.reasoning import Reasoning
 from services.openai.requests import (
     KIND,
-    BadRequest,
     CompletionRequest,
     Refusal,
     Strict,
-    given_fields,
     kind_of_item,
     neutral,
     refusal,
-    renamed,
-    validated,
 )
-from services.openai.responses import OPENAI_FINISH, ResponseHeader, chat_logprobs, smc_block, usage, written
+from services.openai.responses import (
+    OPENAI_FINISH,
+    ResponseHeader,
+    chat_logprobs,
+    named_event,
+    smc_block,
+    usage,
+    written,
+)
 from smc.api.outputs import Answer, Output
 from smc.api.request import Request
-from smc.api.sampling_params import SETTINGS
 from smc.model.tokenizer import Tokenizer
 
 RESPONSES = "/v1/responses"
@@ -199,24 +202,15 @@ FIELD_NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 """Fields of a chat that are called otherwise here."""
-OTHERWISE = {"max_tokens", "logprobs"}
-"""Settings that other fields stand for."""
-NAMES = frozenset(ResponsesBody.model_fields) | SETTINGS.keys() - OTHERWISE
+FORM = ChatForm(RESPONSES, ResponsesBody, frozenset({"max_tokens", "logprobs"}), FIELD_NAMES)
+NAMES = FORM.names
 
 
 class ResponsesDialect:
     prompt = "input"
 
     def read(self, document: Any, served: Served) -> ApiCall:
-        given = given_fields(document)
-        settings = {name: given.pop(name) for name in list(given) if name in SETTINGS and name not in OTHERWISE}
-        body = validated(ResponsesBody, given, RESPONSES, NAMES, served.unknown)
-        chat = _chat(body, settings)
-        names = FIELD_NAMES | ({"constraint": "text.format"} if "response_format" in chat else {})
-        try:
-            completion = served.understood(settings | chat, True)
-        except BadRequest as error:
-            raise renamed(error, names) from error
+        body, completion, names = FORM.read(document, served, _chat)
 
         def make_writer(
             heading: ResponseHeader,
@@ -235,10 +229,8 @@ class ResponsesDialect:
 
 
 def _chat(body: ResponsesBody, settings: dict[str, Any]) -> dict[str, Any]:
-    """The same as a chat's body, but for the settings."""
-    fields = ("model", "stream", "chat_template_kwargs", "request_id", "cache_salt", "priority", "timeout")
-    chat: dict[str, Any] = {name: value for name in fields if (value := getattr(body, name)) is not None}
-    chat["messages"] = list(_messages(body))
+    """Fields of a chat that this API has otherwise."""
+    chat: dict[str, Any] = {"messages": list(_messages(body)), "chat_template_kwargs": body.chat_template_kwargs}
     if body.max_output_tokens is not None:
         chat["max_tokens"] = body.max_output_tokens
     if body.tools:
@@ -475,7 +467,7 @@ class ResponsesWriter:
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        return f"event: {kind}\ndata: {written(event)}\n\n".encode()
+        return named_event(event)
 
 
 def _status(answer: Answer) -> str:
