@@ -418,7 +418,7 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
         settings |= GPU_PREFILL
     engine = EngineConfig(**settings | _fields_of(EngineConfig, given))
     if engine.potentials:
-        options.load_own(engine.potential_paths)
+        options.load_own(engine.potentials)
     return WorkerGroupConfig(
         **_fields_of(WorkerGroupConfig, given) | {"target": target, "draft": draft, "engine": engine}
     )
@@ -445,7 +445,7 @@ def effective(group: WorkerGroupConfig, gateway: GatewayConfig, given: Mapping[s
     values["no_http"] = gateway.http_port is None
     for part in (engine, group, gateway):
         values |= {one.name: getattr(part, one.name) for one in fields(part)}
-    values["potentials"] = dict(engine.potential_paths)
+    values["potentials"] = dict(engine.potentials)
     return {name: values[name] if name in values else given.get(name) for name in options.keys_of(ServeOptions)}
 
 

@@ -21,9 +21,8 @@ MAX_PREFILL_SHARE = 100.0
 """Largest factor by which prompts may lengthen rounds."""
 DISTRIBUTION_BYTES = 1 << 30
 """Memory of a model's device for the token distributions of draft chains, where `max_chains` is not set."""
-
-
 MAX_POTENTIAL_TIMEOUT = 3600.0
+"""Seconds."""
 
 
 def _pairs(potentials: Mapping[str, str] | tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
@@ -89,8 +88,9 @@ class EngineConfig:
     defensive_share: float = 0.05
     """Share of the untruncated distribution in the proposal of a truncated request (smc/distributions.py)."""
 
-    potentials: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
-    """Callables that requests may name as their `potential`, as module:function by name; kept as pairs."""
+    potentials: tuple[tuple[str, str], ...] = ()
+    """Callables that requests may name as their `potential`: name and module:function of each. A mapping is taken,
+    too."""
     potential_timeout: float = 10.0
     """Seconds that a potential may take each time that it is asked about a request."""
 
@@ -132,11 +132,6 @@ class EngineConfig:
             raise ValueError(f"prefill_share={self.prefill_share!r}; allowed: above 0, at most {MAX_PREFILL_SHARE}")
         if not 0 < self.defensive_share < 1:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
-
-    @property
-    def potential_paths(self) -> tuple[tuple[str, str], ...]:
-        """`potentials`, as pairs of name and module:function."""
-        return _pairs(self.potentials)
 
     def pool_pages(self, context: int, room: int | None = None) -> int:
         """`pages`, or the default for this context; `room`: pages that a GPU has memory for. Raises ValueError if that

@@ -89,7 +89,7 @@ class Engine:
         batches = {program: self._batches_of(program) for program in PROGRAMS}
         self.registry = RequestRegistry(self.slots, self.prefill, batches)
         self.fallback = DraftFallback(self.registry, self.prefill)
-        known = dict(load_potentials(config.potential_paths)) | dict(potentials)
+        known = dict(load_potentials(config.potentials)) | dict(potentials)
         self.potentials = PotentialCalls(known, config.potential_timeout, self.slots)
         self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock)
         self.preemption = Preemption(self.registry, self.prefill, self.results, policy or ShrinkWhenShort())

@@ -96,6 +96,8 @@ class PotentialCalls:
     def follow(self, admitted: Iterable[SequenceGroup]) -> None:
         """Once a step: ask about requests whose particles have changed, and weigh those about which there is an answer.
         Waits where no request could go on otherwise."""
+        if not self._potentials:
+            return
         groups = list(admitted)
         waiting = {call.group: call.logphi_N for call in self._calls if call.is_current}
         unasked = [group for group in groups if group.awaits_potential and group not in waiting]

@@ -293,9 +293,10 @@ class RoundPlanner:
 
     def _weights(self, population: Population, size: int) -> np.ndarray | None:
         """Weights of requests with a potential, which has changed them since the models knew them."""
-        has_potential_G = np.array([p.potential is not None for p in population.params])
-        if not has_potential_G.any():
+        params = population.params
+        if not any(p.potential for p in params):
             return None
+        has_potential_G = np.array([p.potential is not None for p in params])
         logw_A = self.slots.logw_S[population.slot_A]
         return padded(np.where(has_potential_G[population.group_A], logw_A, np.nan), size, np.nan)
 

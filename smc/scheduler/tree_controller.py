@@ -4,7 +4,7 @@ switches, `TreeController` asks the tree policy how many rows each request shoul
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from smc.executor.plan import Program
@@ -119,10 +119,10 @@ class TreeController:
             return
         self._left = min(FIRST, EVERY) if groups != self._known else EVERY
         self._known, since, self._since = groups, self._since, 0
-        trees = self._trees(groups)
+        trees = list(self._trees(groups))
         if not any(tree.rows for tree in trees):
             self._acceptance.fade(FADE**since)
-        rows = self._policy.change(trees, self._trees(_adaptive(waiting)), _load(running), costs)
+        rows = self._policy.change(trees, list(self._trees(_adaptive(waiting))), _load(running), costs)
         for group, tree, wanted in zip(groups, trees, rows or ()):
             if wanted != tree.rows:
                 self._left = EVERY + REST
@@ -158,18 +158,16 @@ class TreeController:
         else:
             self._fallback.fall_back(group)
 
-    def _trees(self, groups: Sequence[SequenceGroup]) -> list[TreeRequest]:
+    def _trees(self, groups: Sequence[SequenceGroup]) -> Iterator[TreeRequest]:
         miss_rates, recovery = self._acceptance.miss_rates(), self._acceptance.recovery()
-        return [
-            TreeRequest(
+        for group in groups:
+            yield TreeRequest(
                 most=group.most_rows,
                 miss_rates=group.acceptance.miss_rates(miss_rates),
                 context=group.context,
                 rows=group.tree_rows,
                 recovery=group.acceptance.recovery(recovery),
             )
-            for group in groups
-        ]
 
 
 def _adaptive(groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:

@@ -9,7 +9,7 @@ Axes: G requests, L numbers of rows, M rows added one after another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -94,9 +94,10 @@ class TreePolicy(Protocol):
         ...
 
     def draft_size(
-        self, trees: Sequence[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
+        self, trees: Iterable[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
     ) -> DraftSize:
-        """What is drafted in a round of these requests, of so many rows and tokens of context together."""
+        """What is drafted in a round of these requests, of so many rows and tokens of context together. Asked in every
+        round: `trees` cost something only where they are looked at."""
         ...
 
 
@@ -153,7 +154,7 @@ class CostBasedTreePolicy:
         return alone[: len(trees)] if drafts and SURE * speed_alone > speed else None
 
     def draft_size(
-        self, trees: Sequence[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
+        self, trees: Iterable[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
     ) -> DraftSize:
         if costs is None:
             return DraftSize(self._config.branches, None)
@@ -190,15 +191,16 @@ class ThroughputForecast:
         return max(
             (tokens + float(self._confirmed(drafted, rows_G[drafted_G][:, None], steps).sum()))
             / self._seconds(batch_size, context, by_itself, steps, beside.pair > 0)
-            for steps in self._levels(beside)
+            for steps in self._depths(beside)
         )
 
-    def steps(self, trees: Sequence[TreeRequest], batch_size: int, context: int) -> int:
+    def steps(self, trees: Iterable[TreeRequest], batch_size: int, context: int) -> int:
         """Tokens that a round of the pair should draft of every row: those of the highest throughput."""
-        rows_G1 = np.array([[max(1, tree.rows)] for tree in trees])
         levels = self._config.block_levels
         if len(levels) == 1:
             return levels[0]
+        trees = list(trees)
+        rows_G1 = np.array([[max(1, tree.rows)] for tree in trees])
         return max(
             levels,
             key=lambda steps: (
@@ -207,7 +209,7 @@ class ThroughputForecast:
             ),
         )
 
-    def _levels(self, beside: OtherLoad) -> tuple[int, ...]:
+    def _depths(self, beside: OtherLoad) -> tuple[int, ...]:
         """Tokens that rounds may draft of every row: other methods than exact decoding need all of a block."""
         return self._config.block_levels[:1] if beside.pair else self._config.block_levels
 
@@ -223,7 +225,7 @@ class ThroughputForecast:
         """Rows of each tree, at least one, and together as many as there are slots. Rows go to the trees for which they
         bring most tokens, as long as the throughput of all grows."""
         return max(
-            (self._best(trees, beside, slots, steps) for steps in self._levels(beside)), key=lambda best: best[0]
+            (self._best(trees, beside, slots, steps) for steps in self._depths(beside)), key=lambda best: best[0]
         )[1]
 
     def _best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int, steps: int) -> tuple[float, list[int]]:
@@ -267,12 +269,14 @@ class ThroughputForecast:
         where the target is uncertain. On the shipped pair, whose target is not, rounds with F=1 confirm 0 to 2% fewer
         tokens than with F=4 (temperatures 1 to 2, N from 1 to 8; `benchmarks.exactness`)."""
         *levels, least = self._config.branch_levels
+        if not levels:
+            return least
 
         def seconds(branches: int) -> float:
             return self.seconds_of_round(batch_size, context, 0.0, DraftSize(branches, None))
 
-        free = (n for n in levels if seconds(n) <= FREE * seconds(least))
-        return next(free, least)
+        most = FREE * seconds(least)
+        return next((n for n in levels if seconds(n) <= most), least)
 
     def _seconds(self, batch_size: int, context: int, by_itself: float, steps: int, mixed: bool) -> float:
         """Seconds from a round of the pair to the next. `mixed`: some rows are of other methods."""
