@@ -20,8 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.launch import launch_options, one_variant
-from smc.kernels.linear import SHARED_ROOM, ProductTiling, choose_splits, rows_of_tile, store_tile
-from smc.kernels.norm import gated as gated_product
+from smc.kernels.linear import SHARED_ROOM, ProductTiling, choose_splits, rows_of_tile, store_sums
 from smc.model import quantisation
 from smc.model.linear import Linear
 
@@ -199,12 +198,7 @@ def _int4(
         x_at += GROUP
     if PDL:
         gdc_launch_dependents()
-    HALF: tl.constexpr = BLOCK_N // 2
-    if GATED:
-        gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
-        store_tile(gated_product(gate_NT, up_NT, GELU), bias, out, 0, tokens, outputs, HALF, BLOCK_T, False)
-    else:
-        store_tile(sum_NT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
+    store_sums(sum_NT, bias, out, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS, GATED, GELU)
 
 
 @one_variant("weight", "scale", "zero", "out", "inputs", "all_outputs")

@@ -22,7 +22,7 @@ from smc.executor.forward import StaticForward
 from smc.executor.plan import Contexts
 from smc.executor.triton_forward import TritonForward
 from smc.memory.kv_pool import KVPool
-from smc.model.decoder import RopeTable
+from smc.model.decoder import Decoder, RopeTable
 from tests.attention.packed import DEVICE, PAGES, Built, Case
 from tests.attention.test_forward import FEW, WIDTH, rows_of
 from tests.executor.test_kernels import OneOfOne
@@ -31,21 +31,24 @@ from tests.model.tiny import in_fp8, random_decoder, tiny_config
 CASE = Case([33, 17], [[(33, 4), (37, 2)], [(17, 1)]], 4, FEW, tail=1, padding=0)
 
 
-def outputs(kernels: bool, family: str, reduce: object = None) -> tuple[Tensor, Tensor]:
+SHAPE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "max_context": 1024, "tied_embeddings": True}
+SHAPE |= dict(zip(("num_heads", "num_kv_heads"), CASE.heads))
+
+
+def fp8_model(family: str) -> Decoder:
+    # Rounding to FP8 makes much of little, and the interpreter cuts bfloat16 off where it should round.
+    return in_fp8(random_decoder(tiny_config(family, **SHAPE)), torch.float32).to(DEVICE)
+
+
+def outputs(kernels: bool, model: Decoder, reduce: object = None) -> tuple[Tensor, Tensor]:
     """Hidden states of tokens that exist, and logits."""
     built = Built(CASE)
-    heads = dict(zip(("num_heads", "num_kv_heads"), CASE.heads))
-    config = tiny_config(
-        family, hidden_size=64, head_dim=16, intermediate_size=64, max_context=1024, tied_embeddings=True, **heads
-    )
-    # Rounding to FP8 makes much of little, and the interpreter cuts bfloat16 off where it should round.
-    model = in_fp8(random_decoder(config), torch.float32).to(DEVICE)
     for layer in model.layers:
         layer.reduce = reduce
     worker = SimpleNamespace(
         model=model,
-        pool=KVPool(config, PAGES, torch.float32, DEVICE),
-        rope=RopeTable(config, WIDTH, DEVICE),
+        pool=KVPool(model.config, PAGES, torch.float32, DEVICE),
+        rope=RopeTable(model.config, WIDTH, DEVICE),
         width=WIDTH,
     )
     made = TritonForward(worker) if kernels else StaticForward(model, worker.pool, worker.rope)
@@ -61,8 +64,8 @@ def outputs(kernels: bool, family: str, reduce: object = None) -> tuple[Tensor, 
 def test_kernels_do_what_the_reference_does(family, ranks, rows, monkeypatch):
     """By the library's products, or for so few rows by our own."""
     monkeypatch.setattr(triton_forward, "FEW_FP8_ROWS", rows)
-    expected = outputs(False, family)
-    found = outputs(True, family, OneOfOne(DEVICE) if ranks else None)
+    expected = outputs(False, fp8_model(family))
+    found = outputs(True, fp8_model(family), OneOfOne(DEVICE) if ranks else None)
     for one, other in zip(found, expected):
         assert one.isfinite().all()
         # Where tensor cores sum, some numbers are rounded to the next one.
@@ -72,6 +75,6 @@ def test_kernels_do_what_the_reference_does(family, ranks, rows, monkeypatch):
 @pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "olmo2"])
 def test_kernels_of_other_families(family):
     """Norms of outputs and GELU, experts, and rows that are not normalised before a product."""
-    for one, other in zip(outputs(True, family, OneOfOne(DEVICE)), outputs(False, family)):
+    for one, other in zip(outputs(True, fp8_model(family), OneOfOne(DEVICE)), outputs(False, fp8_model(family))):
         assert one.isfinite().all()
         assert (one - other).norm() < (1e-5 if DEVICE == "cpu" else 0.2) * other.norm()

@@ -7,54 +7,25 @@ Axes: T tokens, E hidden size.
 from __future__ import annotations
 
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import Tensor
 
 from tests.pairwise import few
 
 pytest.importorskip("triton")
 
 from smc.executor import triton_forward
-from smc.executor.forward import StaticForward
 from smc.executor.ops import TorchOps
-from smc.executor.plan import Contexts
-from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
-from smc.memory.kv_pool import KVPool
-from smc.model.decoder import Decoder, RopeTable
 from smc.stops import TokenBytes
-from tests.attention.packed import DEVICE, PAGES, Built
-from tests.attention.test_forward import WIDTH, rows_of
-from tests.executor.test_fp8 import CASE
+from tests.attention.packed import DEVICE
+from tests.executor.test_fp8 import SHAPE, outputs
 from tests.executor.test_kernels import OneOfOne
 from tests.executor.test_prompts import VOCAB, assert_close, batch
 from tests.model.int4 import exact_int4, to_int4
 from tests.model.tiny import save_tiny
 from tests.scheduler.pairs import letter_tokenizer
-
-
-def outputs(kernels: bool, model: Decoder, reduce: object = None) -> tuple[Tensor, Tensor]:
-    """Hidden states of tokens that exist, and logits."""
-    built, config = Built(CASE), model.config
-    for layer in model.layers:
-        layer.reduce = reduce
-    reader = SimpleNamespace(
-        model=model,
-        pool=KVPool(config, PAGES, torch.float32, DEVICE),
-        rope=RopeTable(config, WIDTH, DEVICE),
-        width=WIDTH,
-    )
-    made = TritonForward(reader) if kernels else StaticForward(model, reader.pool, reader.rope)
-    rows = rows_of(built, Contexts.SHARED)
-    tokens_T = torch.randint(
-        0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)
-    ).to(DEVICE)
-    hidden_TE = made(tokens_T, rows)[built.exists_T.to(DEVICE)]
-    return hidden_TE, made.logits(hidden_TE)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +35,7 @@ def outputs(kernels: bool, model: Decoder, reduce: object = None) -> tuple[Tenso
 def test_kernels_do_what_the_reference_does(family, ranks, rows, layout, tmp_path, monkeypatch):
     """By our own products of few rows, or by the library's of widened weights; with either activation."""
     monkeypatch.setattr(triton_forward, "FEW_INT4_ROWS", rows)
-    heads = dict(zip(("num_heads", "num_kv_heads"), CASE.heads))
-    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "max_context": 1024, **heads}
-    save_tiny(tmp_path, family=family, tied_embeddings=True, **shape)
+    save_tiny(tmp_path, family=family, **SHAPE)
     to_int4(tmp_path, layout, 32, symmetric=layout == "gptq")
     model = exact_int4(tmp_path).to(DEVICE)
     for layer in model.layers:

@@ -15,6 +15,14 @@ from tests.gateway.harness import Service
 QUESTIONS = [problem.question for problem in generate(1, 16, "test")]
 LONG = {"particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}
 """Of our own fields: an answer that takes seconds."""
+ADD = {
+    "x-guidance": {"whitespace_pattern": ""},
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+"""Schema of a tool's arguments."""
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,8 @@ import pytest
 from services.openai.dialects import Served
 from services.openai.messages_api import MessagesDialect
 from tests.gateway.harness import serving
-from tests.openai.asking import LONG, QUESTIONS, post, user
+from tests.openai.asking import ADD, LONG, QUESTIONS, post, user
 
-ADD = {
-    "x-guidance": {"whitespace_pattern": ""},
-    "type": "object",
-    "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
 TOOLS = [{"name": "add", "description": "Adds.", "input_schema": ADD}]
 ASKS = {"model": "demo", "max_tokens": 12, "extra_body": {"seed": 3, "method": "exact"}}
 

@@ -15,16 +15,9 @@ from services.openai.reasoning import Reasoning
 from services.openai.requests import BadRequest
 from services.openai.responses_api import ResponsesDialect
 from services.openai.tool_calls import ToolFormat
-from tests.openai.asking import LONG, QUESTIONS, post
+from tests.openai.asking import ADD, LONG, QUESTIONS, post
 
 SETTINGS = {"model": "demo", "max_output_tokens": 12, "extra_body": {"seed": 3, "method": "exact"}}
-ADD = {
-    "x-guidance": {"whitespace_pattern": ""},
-    "type": "object",
-    "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
 TOOLS = [{"type": "function", "name": "add", "description": "Adds.", "parameters": ADD, "strict": True}]
 
 
