@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -59,6 +60,14 @@ PRESETS = {
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 12_288, tied=False),
     "qwen3-32b": _qwen3(5120, 64, 64, 25_600, tied=False),
+    "qwen3-30b-a3b": replace(
+        _qwen3(2048, 48, 32, 768, tied=False),
+        family="qwen3_moe",
+        num_kv_heads=4,
+        num_experts=128,
+        experts_per_token=8,
+        normalised_experts=True,
+    ),
 }
 """Shapes of Llama 3.1, Llama 3.2 and Qwen 3, from their published `config.json`."""
 
