@@ -171,7 +171,7 @@ def padding_plan(
         chain_C=wide[:0],
         distribution_C=wide[:0],
         scheme_G=whole,
-        target_pages_AQ=np.zeros((batch_size, shape.target), dtype=np.int32),
+        target_pages_AQ=np.zeros((batch_size, shape.scored(steps)), dtype=np.int32),
         begin_pages_AP=np.zeros((batch_size, shape.begin), dtype=np.int32),
         branch_pages_XB=np.zeros((batch_size * shape.branches, shape.branch), dtype=np.int32),
     )

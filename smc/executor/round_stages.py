@@ -325,7 +325,7 @@ class Scorer:
         if mask_TW is not None and plan.constraints is not None:
             by_answer_T = None
             if plan.constraints.has_answers:
-                by_answer_T = plan.constraints.by_answer_A[plan.index_of_rows(self.queries)]
+                by_answer_T = plan.constraints.by_answer_A[plan.index_of_rows(inputs.rows.queries)]
             logits_TV, distribution_T, log_mass_T = given_constraint(
                 logits_TV, mask_TW, self.sampling.vocab, distribution_T, by_answer_T
             )
@@ -352,7 +352,7 @@ class Scorer:
         self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
     ) -> TargetDraws:
         """What the target has drawn itself, and of chains what it keeps."""
-        index_C, q = plan.chain_C, self.queries
+        index_C, q = plan.chain_C, inputs.rows.queries
         token_C = (index_C[:, None] * q + torch.arange(q, device=index_C.device)).flatten()
         logp_TV = self._dist_TV[: len(token_C)]
         self.sampling.write_distribution(logits_TV[token_C], inputs.distribution_T.take(token_C), logp_TV)

@@ -329,7 +329,7 @@ class TritonOps(RoundOps):
         per_row = (slot_R, pages_AQ, held_R, held_R, run_R, group_R)
         return VerifyInputs(
             blocks=Blocks(*known, *next_3A),
-            rows=Rows(state.table_SL, *per_row, *bounds, logq_SQ.shape[1], plan.contexts),
+            rows=Rows(state.table_SL, *per_row, *bounds, pages_AQ.shape[1], plan.contexts),
             distribution_T=DistributionSpec(temperature_T, out.top_k_T, top_p_T, min_p_T, alpha_T, distribution.active),
             label_T=out.label_T,
             keys=DrawKeys(seed_T, zero_T, zero_T[:, None], position_T, Purpose.TARGET),

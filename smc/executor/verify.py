@@ -166,10 +166,12 @@ def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted
         root_A, slot_A = torch.where(lone_A, plan.index_of_rows(1), root_A), torch.where(lone_A, plan.slot_A, slot_A)
         count_A, ended_A = torch.where(lone_A, 1, count_A), torch.where(lone_A, state.ended_S[plan.slot_A], ended_A)
         alive_A = alive_A | lone_A
+    # There are pages for as many as have been drafted.
+    steps = plan.target_pages_AQ.shape[1] - 1
     return {
         "origin_A": root_A,
-        "tokens_AQ": torch.cat((state.pending_SQ[slot_A, :1], drafted.tokens_XK.long()), 1),
-        "logq_AQ": torch.cat((logq_SQ[slot_A, :1], drafted.logq_XK), 1),
+        "tokens_AQ": torch.cat((state.pending_SQ[slot_A, :1], drafted.tokens_XK[:, :steps].long()), 1),
+        "logq_AQ": torch.cat((logq_SQ[slot_A, :1], drafted.logq_XK[:, :steps]), 1),
         "count_A": count_A,
         "ended_A": ended_A,
         "alive_A": alive_A,

@@ -97,7 +97,8 @@ def lay_out(
     has_exact: bool,
 ) -> LayoutOutputs:
     """See `smc.executor.verify.lay_out`; `rows_WX`: `DraftedRows.all_WX`, None in look-ahead."""
-    batch_size, groups, q, room = len(plan.slot_A), len(plan.first_G), logq_SQ.shape[1], Room(logq_SQ.device)
+    (batch_size, q), groups, room = plan.target_pages_AQ.shape, len(plan.first_G), Room(logq_SQ.device)
+    block = q if rows_WX is None else (rows_WX.shape[0] - 5) // 2
     out = LayoutOutputs(
         numbers_7A=room.longs(7, batch_size),
         flags_3A=room.bools(3, batch_size),
@@ -111,10 +112,10 @@ def lay_out(
         keys_3T=room.longs(3, batch_size * q),
     )
     # In lockstep there is one row a batch index.
-    sizes, lookahead = Sizes(batch_size, groups, batch_size), rows_WX is None
+    sizes = Sizes(batch_size, groups, batch_size)
     _lay_out[(programs(batch_size, groups),)](
         plan, distribution, slots, slots.pending_SQ.stride(0), logq_SQ, logq_SQ.stride(0), rows_WX, out, sizes,
-        K=q - (not lookahead), Q=q, BLOCK_N=MAX_PARTICLES, BLOCK_Q=triton.next_power_of_2(q), EXACT=has_exact, num_warps=4,
+        K=block, Q=q, BLOCK_N=MAX_PARTICLES, BLOCK_Q=triton.next_power_of_2(q), EXACT=has_exact, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -120,9 +120,11 @@ def plan_unconditional_rows(
     shared_G: np.ndarray,
     slots: Slots,
     dummy: int,
+    width: int | None,
 ) -> UnconditionalRows[np.ndarray] | None:
     """Unconditional rows of the requests of a round that are guided at a model, for a batch of `size` rows; None: there
-    are none. `shared_G`: shared positions of the conditional rows; `dummy`: slot of padding."""
+    are none. `shared_G`: shared positions of the conditional rows; `dummy`: slot of padding; `width`: pages of a row that
+    the round uses; None: all."""
     groups, group_A, stream = population.groups, population.group_A, Stream(role, unconditional=True)
     guided_G = np.array([stream in given for given in pages])
     if not guided_G.any():
@@ -142,7 +144,9 @@ def plan_unconditional_rows(
         size_U=padded(size_H.astype(np.int32), most, 0),
         shared_U=padded((shared_G + shift_G)[guided_G].astype(np.int32), most, 0),
         pages_UW=padded(
-            np.concatenate([given[stream] for given in pages if stream in given]).reshape(count, -1), most, 0
+            np.concatenate([given[stream] for given in pages if stream in given]).reshape(count, -1)[:, :width],
+            most,
+            0,
         ),
     )
 
@@ -239,7 +243,10 @@ class RoundPlanner:
         begun = own[ModelRole.DRAFT] if ModelRole.DRAFT in own else own[ModelRole.TARGET]
         decide = self._decide if all(g.adaptive for g in groups) else None
         branches, steps = decide(groups, size, int(shared_G.sum())) if decide else DraftSize(shape.branches, None)
-        # Pages of branches beyond these are freed with those of branches that are not taken.
+        # The target runs no more than has been drafted. Pages that are left over, and those of branches beyond these,
+        # are freed with those of branches that are not taken.
+        target_pages_AQ = own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32)
+        target_pages_AQ = target_pages_AQ[:, : shape.scored(steps)]
         branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(
             total * branches, shape.branch
         )
@@ -253,7 +260,7 @@ class RoundPlanner:
         if len(chain_C):
             chains = min(bucket(len(chain_C)), self.slots.chains)
             chain_C, distribution_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, distribution_C))
-        beside = (size, shared_G, slots, self.config.max_slots)
+        beside = (size, shared_G, slots, self.config.max_slots, target_pages_AQ.shape[1] or None)
         return RoundPlan(
             program=self.decoding.program,
             contexts=Contexts.of(columns, total, len(groups)),
@@ -280,7 +287,7 @@ class RoundPlanner:
             chain_C=chain_C,
             distribution_C=distribution_C,
             scheme_G=padded(population.scheme_G, size, 0),
-            target_pages_AQ=padded(own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32), size, 0),
+            target_pages_AQ=padded(target_pages_AQ, size, 0),
             begin_pages_AP=padded(begun[:, : shape.begin], size, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
             target_unconditional=plan_unconditional_rows(ModelRole.TARGET, population, pages, *beside),

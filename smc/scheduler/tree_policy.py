@@ -297,7 +297,7 @@ class ThroughputForecast:
         """Seconds of the draft and of the target in a round, without reading contexts."""
         config, draft, target = self._config, self._costs.draft.curve, self._costs.target.curve
         drafting = draft.at(batch_size) + (steps - 1) * draft.at(batch_size * branches)
-        return drafting, target.at(batch_size * config.target_tokens)
+        return drafting, target.at(batch_size * (config.block if config.lookahead else steps + 1))
 
 
 def _levels(most: int) -> list[int]:

@@ -28,6 +28,7 @@ LAWS = [
     {"temperature": 1.5, "particles": 3},
     {"temperature": 0.0, "logprobs": True},
     {"top_p": 0.8, "particles": 1, "stop": ("bb",)},
+    {"guidance_scale": 1.5, "particles": 4},
 ]
 
 
@@ -35,7 +36,7 @@ def exact_of(requests: list[Request]) -> list[Request]:
     """Three of four, with the prompts and ends that they have."""
     found = []
     for i, one in enumerate(requests):
-        budget, law = one.params.time_budget, LAWS[i // 4 % 4]
+        budget, law = one.params.time_budget, LAWS[i // 4 % len(LAWS)]
         settings = {
             "seed": i,
             "max_tokens": one.params.max_tokens,
@@ -135,7 +136,7 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     lives = live(engine, requests, rng, submit=0.9, cancel=0.04, interrupt=0.05, after_step=turns)
     assert_empty(engine)
     assert not any(engine.memory.leaked().values()) and not engine.prefill.stops.used
-    assert min(turns.seen[name] for name in ("alone", "back", "resized")) > 5, turns.seen
+    assert min(turns.seen[name] for name in ("alone", "back", "resized")) >= 5, turns.seen
     phases = {"waiting", "preempted again", "prefill", "prefill again", "running flying" if ahead else "running"}
     assert phases <= set(turns.seen) and lives.events["preempted"] > 2 and lives.events["cached"], (
         turns.seen,
