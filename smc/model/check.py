@@ -126,11 +126,8 @@ def _report(directory: str | Path) -> ModelReport:
             "%s: static scales of activations are not used; activations stay bfloat16 or get one scale per row",
             directory,
         )
-    if isinstance(quantisation, Int4Quantisation):
-        if quantisation.act_order:
-            logger.warning("%s: int4 with act-order is converted to bfloat16 when it is loaded on a GPU", directory)
-        elif config.num_experts:
-            logger.warning("%s: experts in int4 are converted to bfloat16 when they are loaded", directory)
+    if isinstance(quantisation, Int4Quantisation) and quantisation.act_order:
+        logger.warning("%s: int4 with act-order is converted to bfloat16 when it is loaded on a GPU", directory)
     dtype = default_dtype(directory, "cuda")
     ranks = _ranks(config, stored, quantisation if dtype == "int4" else None)
     plain = ", ".join(sorted({STORED_NAMES.get(tensor.dtype, tensor.dtype) for tensor in stored.values()}))

@@ -165,7 +165,7 @@ def _mlp_slices(config: ModelConfig, inner: Axis, theirs: str, ours: str) -> dic
 def _expert_slices(config: ModelConfig, inner: Axis, theirs: str, ours: str) -> dict[str, WeightSlice]:
     names, hidden, experts = config.traits.experts, Axis.whole(config.hidden_size), Axis.whole(config.num_experts)
     assert names is not None
-    slices = {f"{theirs}{names.router}.weight": WeightSlice(f"{ours}experts.router.weight", 0, (experts, hidden))}
+    slices = {f"{theirs}{names.router}.weight": WeightSlice(f"{ours}{ROUTER}", 0, (experts, hidden))}
     for expert in range(config.num_experts):
         gate, up, down = (f"{theirs}{name.format(expert)}.weight" for name in (names.gate, names.up, names.down))
         begin = expert * 2 * inner.local_size
@@ -184,6 +184,7 @@ def stored_shapes(slices: Mapping[str, WeightSlice]) -> dict[str, tuple[int, ...
     return shapes
 
 
+ROUTER = "experts.router.weight"
 NOTHING_STORED: Mapping[str, StoredTensor] = MappingProxyType({})
 
 
@@ -194,10 +195,11 @@ def int4_formats(
     quantisation: Quantisation | None = None,
 ) -> dict[str, Int4Format]:
     """How a rank holds the matrices that are held in int4, by parameter: those that are stored so, or, if no format
-    of int4 is given, the layers' matrices. Those of experts are not. Raises ValueError if groups cannot be split."""
+    of int4 is given, the layers' matrices, experts' among them. Routers are not. Raises ValueError if groups cannot be
+    split."""
     published: defaultdict[str, list[str]] = defaultdict(list)
     for name, where in slices.items():
-        if where.parameter.startswith("layers.") and len(where.axes) == 2 and ".experts." not in where.parameter:
+        if where.parameter.startswith("layers.") and len(where.axes) == 2 and not where.parameter.endswith(ROUTER):
             published[where.parameter].append(name)
     formats = {}
     for parameter, names in published.items():

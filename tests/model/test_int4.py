@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,15 +16,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smc.local_engine import ModelPair, local_engine
+from smc.model.config import ModelConfig, read_quantisation
 from smc.model.decoder import Decoder
 from smc.model.int4 import dequantise, pack, quantise_int4, unpack
 from smc.model.linear import FP8, INT4, Linear
 from smc.model.loader import load_model, save_model, save_with_config
 from smc.model.padded import padded_model
 from smc.model.parallel import Shard
-from smc.model.quantisation import local_group
+from smc.model.quantisation import Quantisation, local_group
 from smc.model.random_model import random_model
-from smc.model.weight_map import WeightSlice, weight_slices
+from smc.model.weight_map import WeightSlice, check_weights, int4_formats, rank_bytes, weight_slices
 from tests.model.compressed import compress
 from tests.model.dense import dense_logits
 from tests.model.int4 import LAYOUTS, config_of, exact_int4, to_int4
@@ -153,6 +155,40 @@ def test_shards_are_the_whole(layout, group, degree, tmp_path):
             for held, start in slices[f"model.layers.0.{name}.weight"].axes[1].spans:
                 values_NK[:, start : start + len(held)] = 0
             assert not values_NK.any(), "padding is not zero"
+
+
+MOE = {"moe_intermediate_size": 192, "hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq", "pack-quantized", "rounded"])
+def test_experts(layout, tmp_path):
+    """Kept, the numbers that are stored, on any number of ranks: each holds its part of every expert."""
+    pytest.importorskip("transformers")
+    from tests.model.families import save_hf
+
+    save_hf("qwen3_moe", tmp_path, **MOE)
+    if layout != "rounded":
+        to_int4(tmp_path, layout, 64, symmetric=layout == "gptq")
+    plain, whole = load_model(tmp_path), load_model(tmp_path, dtype=INT4)
+    matrices = whole.layers[1].experts.gate_up, whole.layers[1].experts.down
+    assert all(matrix.weight.dtype == torch.int32 for matrix in matrices)
+    if layout != "rounded":
+        expected = plain.layers[1].experts.gate_up.weight, plain.layers[1].experts.down.weight
+        assert all(torch.equal(one.values(slice(None), torch.float32), two) for one, two in zip(matrices, expected))
+    config = ModelConfig.from_hf(tmp_path)
+    for degree in (2, 3):
+        for rank in range(degree):
+            shard = Shard(rank, degree)
+            model = load_model(tmp_path, dtype=INT4, shard=shard, reduce=Tensor.clone)
+            for name, where in weight_slices(config, shard).items():
+                for block in where.blocks():
+                    assert torch.equal(numbers_of(model, block), numbers(whole, name)[block.part]), name
+            held = int4_formats(weight_slices(config, shard), shard, *stored_and_kind(tmp_path))
+            assert rank_bytes(config, shard, held) == sum(weight.nbytes for weight in model.parameters())
+
+
+def stored_and_kind(directory: Path) -> tuple[dict, Quantisation | None]:
+    return check_weights(directory, ModelConfig.from_hf(directory)), read_quantisation(directory)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, INT4])
