@@ -139,6 +139,15 @@ def _size(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.2f} MiB"
 
 
+def _rank(model: ModelReport, degree: int) -> str:
+    """A rank's weights, query heads and key/value heads; of heads that ranks hold unequally, the fewest and the most."""
+    if degree == 1:
+        return _size(model.rank_bytes[degree])
+    counts = [sorted({*held}) for held in zip(*model.rank_heads[degree])]
+    heads = " / ".join(f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0]) for held in counts)
+    return f"{_size(model.rank_bytes[degree])}, heads {heads}"
+
+
 def _column(model: ModelReport | None) -> dict[str, str]:
     names = (
         *(
@@ -168,7 +177,7 @@ def _column(model: ModelReport | None) -> dict[str, str]:
         model.weights,
         _size(model.bytes),
         model.gpu_dtype,
-        *(_size(model.rank_bytes[degree]) if degree in model.rank_bytes else "no split" for degree in DEGREES),
+        *(_rank(model, degree) if degree in model.rank_bytes else "no split" for degree in DEGREES),
         ", ".join(map(str, model.eos_ids)) or "none",
         ", ".join(f"{name} {value:g}" for name, value in model.sampling.items()) or "library's",
     )

@@ -18,7 +18,7 @@ from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
 from smc.executor.forward import Reader, Rows, StaticForward
 from smc.executor.plan import Contexts
-from smc.kernels.experts import experts
+from smc.kernels.experts import experts, grouped
 from smc.kernels.int4 import MOST_TOKENS as FEW_INT4_ROWS
 from smc.kernels.int4 import gate_up_int4, linear_int4, multiply_widened
 from smc.kernels.kv_store import store_kv
@@ -248,7 +248,8 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: 
         parts_TE, residual = _prompt_sum(layer, layer.o, out_THD.flatten(1)), residual_of(layer, layer.attn_out_norm)
         hidden_TE = add_norm(x_TE, parts_TE, weight_of(layer.mlp_norm), eps, residual=residual)
         if layer.experts is not None:
-            part_TE = layer.experts(hidden_TE)
+            is_grouped = layer.experts.has_grouped_product(hidden_TE)
+            part_TE = grouped(hidden_TE, layer.experts) if is_grouped else layer.experts(hidden_TE)
             parts_TE = part_TE if layer.reduce is None else layer.reduce(part_TE)
         else:
             inner_TI = silu_mul(_prompt_product(layer.gate_up, hidden_TE), gelu=layer.gelu)

@@ -1,9 +1,10 @@
 """Experts of few tokens: which each token takes, and the two products of all experts, each expert's weights read once.
 
 A program has some outputs of one expert. It multiplies them with all tokens of its block, and stores the results of
-those tokens that chose the expert; nothing is sorted. A token's choices are partial sums of one another [C, T, E] in
-float32, which the kernel that reads them adds in their order (`smc.kernels.norm`): the same bits every time. Weights
-in a narrower type than the activations' are widened in registers. Nothing reads the host. `pdl`: `smc.kernels.launch`.
+those tokens that chose the expert; nothing is sorted, and experts that no token chose are not read. A token's choices
+are partial sums of one another [C, T, E] in float32, which the kernel that reads them adds in their order
+(`smc.kernels.norm`): the same bits every time. Weights in a narrower type than the activations', int4 among them
+(`smc.kernels.int4`), are widened in registers. Nothing reads the host. `pdl`: `smc.kernels.launch`.
 
 Axes: T tokens, E features, X experts, C chosen experts of a token, I inner features, N outputs, K inputs.
 """
@@ -16,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from smc.kernels.int4 import choose_int4, sums_of_groups, token_block, widened
 from smc.kernels.launch import launch_options, one_variant
+from smc.kernels.linear import rows_of_tile
 from smc.model.experts import Choice, Experts
 from smc.model.linear import Linear
 
@@ -49,11 +52,32 @@ def choose(logits_TX: Tensor, chosen: int, normalised: bool, pdl: bool = False) 
     return choice
 
 
+def grouped(x_TE: Tensor, module: Experts) -> Tensor:
+    """What `module` returns for a prompt: `Experts.grouped`, with int4 weights widened in one launch."""
+    return module.grouped(x_TE, module.choose(x_TE), _all_widened)
+
+
+def _all_widened(matrix: Linear, dtype: torch.dtype) -> Tensor:
+    rows = slice(0, matrix.out_features)
+    return widened(matrix, rows, dtype) if matrix.group else matrix.values(rows, dtype)
+
+
 def _product(x: Tensor, module: Experts, matrix: Linear, choice: Choice, out: Tensor, pdl: bool, UP: bool) -> None:
     expert_TC, weight_TC = choice
     tokens, chosen = expert_TC.shape
     outputs, inputs = (module.inner if UP else matrix.out_features // module.count), matrix.in_features
     wide = x.element_size() == 4
+    if matrix.group:
+        tiling, zero = choose_int4(min(tokens, MOST_TOKENS), outputs, inputs, matrix.group, gated=True), matrix.zero
+        block_t = token_block(min(tokens, MOST_TOKENS))
+        rows = tiling.block_n // 2 if UP else tiling.block_n
+        _experts_int4[(module.count, triton.cdiv(outputs, rows), triton.cdiv(tokens, block_t))](
+            x, matrix.weight, matrix.scale, matrix.scale if zero is None else zero, expert_TC, weight_TC, out,
+            tokens, outputs, inputs, matrix.out_features, STEPS=inputs // matrix.group,
+            C=chosen, UP=UP, HAS_ZEROS=zero is not None, BLOCK_T=block_t, BLOCK_N=tiling.block_n, GROUP=matrix.group,
+            STAGES=2 if wide else tiling.stages, PDL=pdl, num_warps=tiling.warps, **launch_options(pdl),
+        )  # fmt: skip
+        return
     block_t = max(16, min(MOST_TOKENS, triton.next_power_of_2(tokens)))
     block_n, block_k = (32 if wide else 64), min(32 if wide else 128, max(16, triton.next_power_of_2(inputs)))
     scale = matrix.weight if matrix.scale is None else matrix.scale
@@ -100,12 +124,9 @@ def _experts(
     t * C + c of x, weighed, to `out` [C, T, outputs]."""
     own, tile, t = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     n, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    column_T, hit_T = tl.zeros([BLOCK_T], tl.int32), tl.zeros([BLOCK_T], tl.int32)
     if PDL:
         gdc_wait()
-    for c in tl.static_range(C):
-        is_own_T = tl.load(expert + t * C + c, mask=t < tokens, other=-1) == own
-        column_T, hit_T = tl.where(is_own_T, c, column_T), tl.where(is_own_T, 1, hit_T)
+    column_T, hit_T = _chosen_by(own, expert, t, tokens, C, BLOCK_T)
     if tl.max(hit_T, 0) == 0:
         return
     # Rows past the end are the last one; their results are not stored.
@@ -129,11 +150,60 @@ def _experts(
         sum_NT *= tl.load(scales + row)[:, None]
         if UP:
             up_NT *= tl.load(scales + row + outputs)[:, None]
-    stored = (n < outputs)[:, None] & (hit_T > 0)[None, :]
+    if UP:
+        sum_NT = sum_NT * tl.sigmoid(sum_NT) * up_NT
+    _store(sum_NT, weight, out, t, n, column_T, hit_T, tokens, outputs, C, UP)
+
+
+@one_variant("x", "weights", "scales", "zeros", "out", "outputs", "inputs", "all_outputs")
+def _experts_int4(
+    x, weights, scales, zeros, expert, weight, out, tokens, outputs, inputs, all_outputs, STEPS,
+    C: tl.constexpr, UP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_experts`, of weights in int4. UP: a tile has rows of gate and as many of up."""
+    own, tile, t = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    HALF: tl.constexpr = BLOCK_N // 2
+    k, w = tl.arange(0, GROUP), tl.arange(0, GROUP // 8)
+    if PDL:
+        gdc_wait()
+    column_T, hit_T = _chosen_by(own, expert, t, tokens, C, BLOCK_T)
+    if tl.max(hit_T, 0) == 0:
+        return
+    row_N = own.to(tl.int64) * (outputs * 2 if UP else outputs) + rows_of_tile(tile, outputs, BLOCK_N, UP)
+    at_T = t.to(tl.int64) if UP else t.to(tl.int64) * C + column_T
+    sum_NT = sums_of_groups(
+        weights + row_N[:, None] * (inputs // 8) + w[None, :], x + at_T[:, None] * inputs + k[None, :], hit_T > 0,
+        scales + row_N, zeros + row_N, all_outputs, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP, HAS_ZEROS,
+    )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    if UP:
+        gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
+        n = tile * HALF + tl.arange(0, HALF)
+        _store(gate_NT * tl.sigmoid(gate_NT) * up_NT, weight, out, t, n, column_T, hit_T, tokens, outputs, C, UP)
+    else:
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        _store(sum_NT, weight, out, t, n, column_T, hit_T, tokens, outputs, C, UP)
+
+
+@triton.jit
+def _chosen_by(own, expert, t, tokens, C: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Which of its choices an expert is for each token, and 1 if it is one."""
+    column_T, hit_T = tl.zeros([BLOCK_T], tl.int32), tl.zeros([BLOCK_T], tl.int32)
+    for c in tl.static_range(C):
+        is_own_T = tl.load(expert + t * C + c, mask=t < tokens, other=-1) == own
+        column_T, hit_T = tl.where(is_own_T, c, column_T), tl.where(is_own_T, 1, hit_T)
+    return column_T, hit_T
+
+
+@triton.jit
+def _store(sum_NT, weight, out, t, n, column_T, hit_T, tokens, outputs, C: tl.constexpr, UP: tl.constexpr):
+    """Outputs of one expert, of those tokens that chose it."""
     if UP:
         out_at = (t.to(tl.int64) * C + column_T) * outputs
-        result_NT = sum_NT * tl.sigmoid(sum_NT) * up_NT
     else:
         out_at = (column_T.to(tl.int64) * tokens + t) * outputs
-        result_NT = sum_NT * tl.load(weight + t * C + column_T, mask=hit_T > 0, other=0.0)[None, :]
-    tl.store(out + out_at[None, :] + n[:, None], result_NT.to(out.dtype.element_ty), mask=stored)
+        sum_NT = sum_NT * tl.load(weight + t * C + column_T, mask=hit_T > 0, other=0.0)[None, :]
+    stored = (n < outputs)[:, None] & (hit_T > 0)[None, :]
+    tl.store(out + out_at[None, :] + n[:, None], sum_NT.to(out.dtype.element_ty), mask=stored)

@@ -159,6 +159,38 @@ def widen(word_NW, zero_N, kind: tl.constexpr):
         return (code_NK - zero_N[:, None]).to(kind)
 
 
+@triton.jit
+def sums_of_groups(
+    weight_at, x_at, has_x_T, scale_at, zero_at, rows,
+    STEPS, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Products [N, T] over so many groups from the given addresses on, of words [N, W], x [T, K], scales [N] and zero
+    points [N]; scales of the next group are `rows` further on."""
+    kind: tl.constexpr = x_at.dtype.element_ty
+    # The compiler has words and x fetched some steps ahead, but not numbers of two bytes: scales and zero points are
+    # fetched one step ahead here. Two steps ahead, it would fetch nothing so.
+    scale_N = tl.load(scale_at)
+    if HAS_ZEROS:
+        zero_N = tl.load(zero_at)
+    sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        word_NW = tl.load(weight_at, eviction_policy="evict_first")
+        x_TK = tl.load(x_at, mask=has_x_T[:, None], other=0.0, eviction_policy="evict_last")
+        ahead = tl.minimum(step + 1, STEPS - 1) * rows
+        next_scale_N = tl.load(scale_at + ahead)
+        if HAS_ZEROS:
+            weight_NK = widen(word_NW, zero_N.to(tl.int32), kind)
+            zero_N = tl.load(zero_at + ahead)
+        else:
+            weight_NK = widen(word_NW, tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32), kind)
+        part_NT = tl.dot(weight_NK, tl.trans(x_TK), input_precision="ieee")
+        sum_NT += part_NT * scale_N.to(tl.float32)[:, None]
+        scale_N = next_scale_N
+        weight_at += GROUP // 8
+        x_at += GROUP
+    return sum_NT
+
+
 @one_variant("x", "weight", "scale", "zero", "bias", "out", "outputs", "inputs", "stride_x")
 def _int4(
     x, weight, scale, zero, bias, out, tokens, outputs, inputs, stride_x,
@@ -175,27 +207,10 @@ def _int4(
     x_at = x + t[:, None] * stride_x + (first * GROUP + k)[None, :]
     if PDL:
         gdc_wait()
-    # The compiler has words and x fetched some steps ahead, but not numbers of two bytes: scales and zero points are
-    # fetched one step ahead here. Two steps ahead, it would fetch nothing so.
-    scale_N = tl.load(scale + first * rows + n)
-    if HAS_ZEROS:
-        zero_N = tl.load(zero + first * rows + n)
-    sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        word_NW = tl.load(weight_at, eviction_policy="evict_first")
-        x_TK = tl.load(x_at, mask=(t < tokens)[:, None], other=0.0, eviction_policy="evict_last")
-        next_at = (first + tl.minimum(step + 1, STEPS - 1)) * rows + n
-        next_scale_N = tl.load(scale + next_at)
-        if HAS_ZEROS:
-            weight_NK = widen(word_NW, zero_N.to(tl.int32), x.dtype.element_ty)
-            zero_N = tl.load(zero + next_at)
-        else:
-            weight_NK = widen(word_NW, tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32), x.dtype.element_ty)
-        part_NT = tl.dot(weight_NK, tl.trans(x_TK), input_precision="ieee")
-        sum_NT += part_NT * scale_N.to(tl.float32)[:, None]
-        scale_N = next_scale_N
-        weight_at += WORDS
-        x_at += GROUP
+    group_at = first * rows + n
+    sum_NT = sums_of_groups(
+        weight_at, x_at, t < tokens, scale + group_at, zero + group_at, rows, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP, HAS_ZEROS
+    )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     store_sums(sum_NT, bias, out, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS, GATED, GELU)

@@ -8,15 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from smc.model.config import ModelConfig, default_dtype, read_quantisation
 from smc.model.generation_config import sampling_defaults
-from smc.model.parallel import Shard
+from smc.model.parallel import Shard, held_sizes, local_config
 from smc.model.quantisation import Int4Quantisation, Quantisation
 from smc.model.safetensors_files import StoredTensor, stored_bytes
 from smc.model.tokenizer import Tokenizer
-from smc.model.weight_map import check_weights, count_parameters, int4_formats, rank_bytes, weight_slices
+from smc.model.weight_map import (
+    PLAIN_BYTES,
+    check_weights,
+    count_parameters,
+    int4_formats,
+    rank_bytes,
+    weight_slices,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +46,10 @@ class ModelReport:
     rank_bytes: dict[int, int] = field(default_factory=dict)
     """Degree of tensor parallelism -> bytes of weights that each rank's GPU holds in that type. Degrees that the model
     cannot be split by are left out."""
+    rank_heads: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """Degree -> query heads and key/value heads of each rank. All have memory for as many as the first."""
+    rank_token_bytes: dict[int, int] = field(default_factory=dict)
+    """Degree -> bytes of each rank's keys and values of a token, in bfloat16."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Sampling settings of requests that leave them out, by name: those of generation_config.json."""
 
@@ -115,12 +126,10 @@ def _report(directory: str | Path) -> ModelReport:
             "%s: static scales of activations are not used; activations stay bfloat16 or get one scale per row",
             directory,
         )
-    if isinstance(quantisation, Int4Quantisation):
-        if quantisation.act_order:
-            logger.warning("%s: int4 with act-order is converted to bfloat16 when it is loaded on a GPU", directory)
-        elif config.num_experts:
-            logger.warning("%s: experts in int4 are converted to bfloat16 when they are loaded", directory)
+    if isinstance(quantisation, Int4Quantisation) and quantisation.act_order:
+        logger.warning("%s: int4 with act-order is converted to bfloat16 when it is loaded on a GPU", directory)
     dtype = default_dtype(directory, "cuda")
+    ranks = _ranks(config, stored, quantisation if dtype == "int4" else None)
     plain = ", ".join(sorted({STORED_NAMES.get(tensor.dtype, tensor.dtype) for tensor in stored.values()}))
     return ModelReport(
         config,
@@ -128,23 +137,34 @@ def _report(directory: str | Path) -> ModelReport:
         stored_bytes(stored),
         weights=quantisation.title if quantisation else plain,
         gpu_dtype=dtype,
-        rank_bytes=_rank_bytes(config, stored, quantisation if dtype == "int4" else None),
+        rank_bytes={degree: rank.bytes for degree, rank in ranks.items()},
+        rank_heads={degree: rank.heads for degree, rank in ranks.items()},
+        rank_token_bytes={degree: rank.token_bytes for degree, rank in ranks.items()},
     )
 
 
 STORED_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-DEGREES = (1, 2, 4, 8)
+DEGREES = (1, 2, 3, 4, 6, 8)
 
 
-def _rank_bytes(config: ModelConfig, stored: Mapping[str, StoredTensor], int4: Quantisation | None) -> dict[int, int]:
+class _Rank(NamedTuple):
+    bytes: int
+    heads: tuple[tuple[int, int], ...]
+    token_bytes: int
+
+
+def _ranks(config: ModelConfig, stored: Mapping[str, StoredTensor], int4: Quantisation | None) -> dict[int, _Rank]:
+    """By degree; those that the model cannot be split by are left out."""
     found = {}
     for degree in DEGREES:
         shard = Shard(0, degree)
         try:
             formats = int4_formats(weight_slices(config, shard), shard, stored, int4) if int4 else {}
-            found[degree] = rank_bytes(config, shard, formats)
+            heads = tuple((query, key) for query, key, _ in held_sizes(config, degree))
         except ValueError:  # cannot be split so
             continue
+        token_bytes = 2 * PLAIN_BYTES * config.num_layers * local_config(config, shard).num_kv_heads * config.head_dim
+        found[degree] = _Rank(rank_bytes(config, shard, formats), heads, token_bytes)
     return found
 
 

@@ -105,7 +105,7 @@ class ModelConfig:
     normalised_experts: bool = False
     """Whether the weights of a token's experts add up to 1."""
     whole_heads: tuple[int, int] | None = None
-    """Query and key/value heads of the whole model, in the configuration of a shard."""
+    """Query heads of the whole model and key/value heads of all ranks, in the configuration of a shard."""
 
     def __post_init__(self) -> None:
         for field in _SIZES:

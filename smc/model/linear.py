@@ -30,8 +30,7 @@ FP8_MAX = torch.finfo(FP8).max
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16, FP8, INT4), strict=True))
 """Types that a model can be loaded in, by name. With FP8, the matrices and the head are FP8; the embedding, norms,
-biases and activations are bfloat16. With int4, the layers' matrices but those of experts are int4, all else is
-bfloat16."""
+biases and activations are bfloat16. With int4, the layers' matrices are int4, all else is bfloat16."""
 PIECE = 1 << 24
 """Weights converted at a time, which bounds the memory of intermediate tensors."""
 DIVISOR = 16

@@ -118,34 +118,48 @@ class PublishedWeights:
 
 def _load(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
     """`name`: of the tensor in the files."""
-    view, (held, *columns) = where.view(parameters), where.part
-    if view.dtype == torch.int32:
-        _load_int4(published, name, where, parameters)
+    dtype = parameters[where.parameter].dtype
+    if dtype == FP8:
+        for band in where.bands():
+            _load_fp8(published, name, band, parameters)
         return
-    for piece in pieces(*view.shape):
-        rows = slice(where.first + held.start + piece.start, where.first + held.start + piece.stop)
-        if view.dtype == FP8:
-            weight_NK, scale_N = published.fp8_rows(name, rows, where.axes[1].size)
-            _require_finite(name, weight_NK.float(), FP8)
-            _require_finite(name, scale_N, FP8)
-            where.write_fp8(parameters, piece, weight_NK, scale_N)
+    for block in where.blocks():
+        if dtype == torch.int32:
+            _load_int4(published, name, block, parameters)
         else:
-            view[piece].copy_(published.values(name, (rows, *columns)))
-            _require_finite(name, view[piece], view.dtype)
+            _load_plain(published, name, block, parameters)
+
+
+def _load_plain(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
+    view, (_, *columns) = where.view(parameters), where.part
+    for piece in pieces(*view.shape):
+        view[piece].copy_(published.values(name, (_stored_rows(where, piece), *columns)))
+        _require_finite(name, view[piece], view.dtype)
+
+
+def _load_fp8(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
+    rows, columns = where.axes
+    for piece in pieces(len(rows.held), columns.size):
+        weight_NK, scale_N = published.fp8_rows(name, _stored_rows(where, piece), columns.size)
+        _require_finite(name, weight_NK.float(), FP8)
+        _require_finite(name, scale_N, FP8)
+        where.write_fp8(parameters, piece, weight_NK, scale_N)
 
 
 def _load_int4(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
     rows, columns = where.axes
-    if not len(columns.held):  # this rank holds only padding
-        return
     scale_GN = parameters[f"{where.parameter.removesuffix('weight')}scale"]
     part, group = slice(columns.held.start, columns.held.stop), columns.local_size // len(scale_GN)
     for piece in pieces(len(rows.held), columns.size):
-        first = where.first + rows.held.start
-        held = slice(first + piece.start, first + piece.stop)
-        codes = published.int4_rows(name, held, part, columns.size, group)
+        codes = published.int4_rows(name, _stored_rows(where, piece), part, columns.size, group)
         _require_finite(name, codes.scale_NG.to(scale_GN.dtype), scale_GN.dtype)
         where.write_int4(parameters, piece, codes)
+
+
+def _stored_rows(where: WeightSlice, piece: slice) -> slice:
+    """Rows of the stored tensor that a piece of the slice's rows is."""
+    first = where.first + where.axes[0].held.start
+    return slice(first + piece.start, first + piece.stop)
 
 
 def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
@@ -184,8 +198,6 @@ def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str,
 
 def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
     """Check the converted numbers, which also finds overflow to a narrower type. Raises ValueError."""
-    if not values.numel():  # this rank holds only padding of the tensor
-        return
     low, high = values.aminmax()  # propagates NaN; unlike isfinite, it allocates nothing
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"{name} holds NaN or inf as {str(dtype).removeprefix('torch.')}; every weight must be finite")

@@ -107,7 +107,7 @@ class AxisMap:
         return AxisMap(torch.arange(count), torch.arange(count))
 
     def restrict(self, axis: Axis) -> AxisMap:
-        """The pairs that one rank holds, with `large_X` in the rank's own numbering."""
+        """The pairs of one span, with `large_X` numbered from its first index."""
         is_held_X = (self.large_X >= axis.held.start) & (self.large_X < axis.held.stop)
         return AxisMap(self.small_X[is_held_X], self.large_X[is_held_X] - axis.held.start)
 
@@ -166,11 +166,12 @@ def padded_model(
     for weight in parameters.values():
         weight.zero_()
     for name, where in weight_slices(weights.config, shard).items():
-        view = where.view(parameters)
-        if view.dtype == FP8:
-            _fill_fp8(weights, name, where, parameters)
+        if parameters[where.parameter].dtype == FP8:
+            for band in where.bands():
+                _fill_fp8(weights, name, band, parameters)
         else:
-            weights.fill(name, view, where.axes)
+            for block in where.blocks():
+                weights.fill(name, block.view(parameters), block.axes)
     model.copy_head()
     return model
 
@@ -181,7 +182,7 @@ def _fill_fp8(weights: PaddedWeights, name: str, where: WeightSlice, parameters:
     for piece in pieces(len(rows.held), columns.size):
         held = rows.held[piece]
         whole = torch.zeros(len(held), columns.size, device=device)
-        weights.fill(name, whole, (Axis(rows.size, held, len(held)), Axis.whole(columns.size)))
+        weights.fill(name, whole, (Axis.part(rows.size, held), Axis.whole(columns.size)))
         where.write_fp8(parameters, piece, *quantise(whole))
 
 

@@ -1,17 +1,26 @@
 """Tensor parallelism: the part of a model that each rank holds, with heads and inner features split over ranks.
 
 Query, key, value, gate and up are split by rows, o and down by columns, so a layer needs two sums over the ranks: after
-o and after down. All other weights are replicated. Each rank has the same number of key/value heads, with their query
-heads, and of inner features; if they do not divide evenly, the last ranks are padded. Padding weights are zero and
-contribute zero: padded values are zero whatever the attention weights, and silu(0) * 0 is zero.
+o and after down. All other weights are replicated.
+
+Any number of ranks up to that of query heads can share a model. The query heads of each key/value head are cut into
+pieces, and pieces are given to the ranks in order, as evenly as they go. A rank holds a key/value head for each of its
+pieces, so heads that are cut are held several times, and so are their keys and values. The number of pieces is that
+with which a rank reads the least in a step: weights, and keys and values of as many tokens as there are hidden features.
+
+Every rank has the same shape, so that some have padding: query heads of a piece, pieces, inner features. Its weights
+are zero. Padding adds zero to both sums, because the columns of o and down that belong to it are zero.
 
 Knows nothing about files, parameters or communication between ranks.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from smc.model.config import ModelConfig
 
@@ -19,9 +28,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-INNER_BLOCK = 64
-"""Inner features are split in blocks of this size if it divides their number, because kernels read weights in such
-blocks."""
+INNER_BLOCKS = (64, 32, 16, 8)
+"""Inner features are split in blocks of the first of these sizes that leaves no rank without one, if the first divides
+their number, because kernels read weights in such blocks."""
 
 
 class Reduce(Protocol):
@@ -59,20 +68,82 @@ WHOLE = Shard()
 """A model on a single rank."""
 
 
+class Span(NamedTuple):
+    """Consecutive indices of an axis that a rank holds."""
+
+    held: range
+    """Indices of the whole tensor; not empty."""
+    start: int
+    """The first of them in the rank's own tensor."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of a published tensor, as one rank sees it."""
 
     size: int
     """Size of the axis in the whole tensor."""
-    held: range
-    """Indices of the whole tensor that the rank holds; may be empty."""
+    spans: tuple[Span, ...]
+    """What the rank holds; may be empty, and may hold an index several times. The rest of its tensor is padding."""
     local_size: int
-    """Size of the axis in the rank's own tensor: the held indices, then padding."""
+    """Size of the axis in the rank's own tensor."""
+    step: int
+    """All spans of all ranks begin and end at multiples of this, in both tensors."""
 
     @staticmethod
     def whole(size: int) -> Axis:
-        return Axis(size, range(size), size)
+        return Axis.part(size, range(size))
+
+    @staticmethod
+    def part(size: int, held: range) -> Axis:
+        """Some indices alone."""
+        return Axis(size, (Span(held, 0),), len(held), math.gcd(held.start, held.stop))
+
+    @property
+    def held(self) -> range:
+        """Indices of the whole tensor that an axis of one span holds."""
+        (span,) = self.spans
+        return span.held
+
+    @property
+    def start(self) -> int:
+        """Where an axis of one span begins in the rank's own tensor."""
+        (span,) = self.spans
+        return span.start
+
+    def split(self) -> Iterator[Axis]:
+        """An axis for each span."""
+        return (replace(self, spans=(span,)) for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How a model's heads are given to its ranks."""
+
+    pieces: int
+    """Pieces that the query heads of each key/value head are cut into: how often a key/value head is held."""
+    piece: int
+    """Query heads of a piece, padding included."""
+    slots: int
+    """Pieces of a rank, padding included: its key/value heads."""
+
+    @staticmethod
+    def of(config: ModelConfig, degree: int) -> Heads:
+        """Raises ValueError if there are more ranks than query heads."""
+        if degree > config.num_heads:
+            raise ValueError(
+                f"degree={degree} is more than the model's {config.num_heads} query heads; "
+                f"allowed: 1 to {config.num_heads}"
+            )
+        queries = config.num_heads // config.num_kv_heads
+        fewest = -(-degree // config.num_kv_heads)  # of pieces, with which each rank has one
+        found = (
+            Heads(pieces, -(-queries // pieces), -(-config.num_kv_heads * pieces // degree))
+            for pieces in range(fewest, queries + 1)
+        )
+        # In heads' rows of weights, or columns of o: for each query head two, for each key/value head two, and as much
+        # again for its keys and values.
+        return min(found, key=lambda heads: heads.slots * (2 * heads.piece + 4))
 
 
 @dataclass(frozen=True)
@@ -88,36 +159,82 @@ class Split:
 
     @staticmethod
     def of(config: ModelConfig, shard: Shard) -> Split:
-        """Split the model of `config`. Raises ValueError if there are more ranks than key/value heads."""
-        heads = config.num_kv_heads
-        if shard.degree > heads:
-            raise ValueError(
-                f"degree={shard.degree} is more than the model's {heads} key/value heads; allowed: 1 to {heads}"
-            )
-        queries = config.num_heads // heads
-        width = 1 if config.intermediate_size % INNER_BLOCK else INNER_BLOCK
+        """Split the model of `config`. Raises ValueError if there are more ranks than query heads."""
+        heads, dim = Heads.of(config, shard.degree), config.head_dim
+        queries = config.num_heads // config.num_kv_heads
+        query_ranks, key_ranks = [], []
+        for units in _shares(config.num_kv_heads * heads.pieces, shard.degree):
+            query, key = [], []
+            for slot, unit in enumerate(units):
+                head, piece = divmod(unit, heads.pieces)
+                held = _shares(queries, heads.pieces)[piece]
+                first = head * queries
+                query.append(Span(range(first + held.start, first + held.stop), slot * heads.piece))
+                key.append(Span(range(head, head + 1), slot))
+            query_ranks.append(query)
+            key_ranks.append(key)
         return Split(
-            query=_divide(heads, queries * config.head_dim, shard),
-            key=_divide(heads, config.head_dim, shard),
-            inner=_divide(config.intermediate_size // width, width, shard),
+            query=_axis(config.num_heads, query_ranks, heads.slots * heads.piece, dim, shard),
+            key=_axis(config.num_kv_heads, key_ranks, heads.slots, dim, shard),
+            inner=_inner(config.intermediate_size, shard),
         )
 
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """Shape of one rank's shard, padding included; the same for every rank. Raises ValueError if the model cannot be
     split."""
-    split = Split.of(config, shard)
+    split, copies = Split.of(config, shard), Heads.of(config, shard.degree).pieces
     return replace(
         config,
         num_heads=split.query.local_size // config.head_dim,
         num_kv_heads=split.key.local_size // config.head_dim,
         intermediate_size=split.inner.local_size,
-        whole_heads=None if shard.degree == 1 else (config.num_heads, config.num_kv_heads),
+        whole_heads=None if shard.degree == 1 else (config.num_heads, copies * config.num_kv_heads),
     )
 
 
-def _divide(blocks: int, block: int, shard: Shard) -> Axis:
-    """Assign whole blocks of `block` indices to the ranks in order. The last ranks may hold fewer blocks, or none."""
-    per_rank = -(-blocks // shard.degree)
-    first, end = (min(rank * per_rank, blocks) for rank in (shard.rank, shard.rank + 1))
-    return Axis(blocks * block, range(first * block, end * block), per_rank * block)
+def held_sizes(config: ModelConfig, degree: int) -> tuple[tuple[int, int, int], ...]:
+    """Query heads, key/value heads and inner features of each rank, without padding. Raises ValueError if the model
+    cannot be split."""
+    splits = [Split.of(config, Shard(rank, degree)) for rank in range(degree)]
+
+    def size(axis: Axis, unit: int) -> int:
+        return sum(len(span.held) for span in axis.spans) // unit
+
+    return tuple(
+        (size(split.query, config.head_dim), size(split.key, config.head_dim), size(split.inner, 1)) for split in splits
+    )
+
+
+def _inner(size: int, shard: Shard) -> Axis:
+    widths = () if size % INNER_BLOCKS[0] else INNER_BLOCKS
+    width = next((width for width in widths if size // width >= shard.degree), 1)
+    shares = _shares(size // width, shard.degree)
+    return _axis(size // width, [[Span(held, 0)] if held else [] for held in shares], len(shares[0]), width, shard)
+
+
+def _shares(count: int, parts: int) -> list[range]:
+    """`count` indices in so many parts whose sizes differ by one at most, the largest first."""
+    least, more = divmod(count, parts)
+    bounds = [part * least + min(part, more) for part in range(parts + 1)]
+    return [range(first, end) for first, end in pairwise(bounds)]
+
+
+def _axis(size: int, ranks: list[list[Span]], local_size: int, unit: int, shard: Shard) -> Axis:
+    """All numbers are in units of `unit` indices."""
+    merged = [_merged(spans) for spans in ranks]
+    bounds = [bound for spans in merged for held, start in spans for bound in (held.start, held.stop, start)]
+    step = unit * math.gcd(local_size, *bounds)
+    spans = (Span(range(held.start * unit, held.stop * unit), start * unit) for held, start in merged[shard.rank])
+    return Axis(size * unit, tuple(spans), local_size * unit, step)
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    """Spans that continue one another, in both tensors, become one."""
+    merged: list[Span] = []
+    for held, start in spans:
+        if merged and merged[-1].held.stop == held.start and merged[-1].start + len(merged[-1].held) == start:
+            first = merged.pop()
+            held, start = range(first.held.start, held.stop), first.start
+        merged.append(Span(held, start))
+    return merged

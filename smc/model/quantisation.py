@@ -356,10 +356,10 @@ class Int4Quantisation:
         return group_K
 
 
-def local_group(group: int, inputs: int, local_inputs: int) -> int | None:
-    """Inputs of a group where every rank holds `local_inputs` of `inputs`: as many as divide both the checkpoint's
-    groups and the ranks' bounds. None if these are fewer than kernels take."""
-    held = math.gcd(GROUP, group, inputs, local_inputs)
+def local_group(group: int, inputs: int, step: int) -> int | None:
+    """Inputs of a group where ranks cut the inputs at multiples of `step`: as many as divide both the checkpoint's
+    groups and the cuts. None if these are fewer than kernels take."""
+    held = math.gcd(GROUP, group, inputs, step)
     return held if held >= LEAST_GROUP else None
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from smc.model.parallel import WHOLE, Axis, Shard, Split
 from smc.model.quantisation import (
     GROUP,
     LEAST_GROUP,
+    PER_WORD,
     Codes,
     Expected,
     Int4Format,
@@ -53,37 +55,53 @@ class WeightSlice:
 
     @property
     def part(self) -> tuple[slice, ...]:
-        """Slices of the published tensor that this rank holds."""
+        """Slices of the published tensor that this rank holds, if they are one block."""
         return tuple(slice(axis.held.start, axis.held.stop) for axis in self.axes)
+
+    def bands(self) -> Iterator[WeightSlice]:
+        """A slice for each span of rows, with all columns."""
+        rows, *columns = self.axes
+        return (replace(self, axes=(band, *columns)) for band in rows.split())
+
+    def blocks(self) -> Iterator[WeightSlice]:
+        """A slice for each span of rows and of columns. `part` and `view` are theirs."""
+        return (replace(self, axes=axes) for axes in product(*(axis.split() for axis in self.axes)))
 
     def stored_name(self, published: str) -> str:
         """Name of the tensor in the files."""
         return self.stored or published
 
     def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The part of the parameter that holds this slice, without padding."""
-        rows, *columns = (len(axis.held) for axis in self.axes)
-        return parameters[self.parameter].detach()[(slice(self.start, self.start + rows), *map(slice, columns))]
+        """The part of the parameter that holds this block, without padding."""
+        rows, *columns = (slice(axis.start, axis.start + len(axis.held)) for axis in self.axes)
+        return parameters[self.parameter].detach()[(self._rows(rows), *columns)]
 
     def write_fp8(self, parameters: Mapping[str, Tensor], rows: slice, weight_NK: Tensor, scale_N: Tensor) -> None:
-        """Write FP8 weights and scales of some of the held rows. `weight_NK` has all columns of the published
+        """Write FP8 weights and scales of some of the rows of this band. `weight_NK` has all columns of the published
         tensor."""
-        scale = parameters[f"{self.parameter.removesuffix('weight')}scale"].detach()
-        self.view(parameters)[rows] = weight_NK[:, self.part[1]]
-        scale[self.start + rows.start : self.start + rows.stop] = scale_N
+        outputs = self._rows(slice(self.axes[0].start + rows.start, self.axes[0].start + rows.stop))
+        weight = parameters[self.parameter].detach()
+        for held, start in self.axes[1].spans:
+            weight[outputs, start : start + len(held)] = weight_NK[:, held.start : held.stop]
+        parameters[f"{self.parameter.removesuffix('weight')}scale"].detach()[outputs] = scale_N
 
     def write_int4(self, parameters: Mapping[str, Tensor], rows: slice, codes: Codes) -> None:
-        """Write int4 weights of some of the held rows; `codes` has the held columns."""
+        """Write int4 weights of some of the rows of this block; `codes` has its columns."""
         from smc.model.int4 import pack
 
-        base, word_NW = self.parameter.removesuffix("weight"), pack(codes.code_NK)
-        outputs = slice(self.start + rows.start, self.start + rows.stop)
-        parameters[self.parameter].detach()[outputs, : word_NW.shape[1]] = word_NW
+        base, word_NW, columns = self.parameter.removesuffix("weight"), pack(codes.code_NK), self.axes[1]
+        outputs = self._rows(slice(self.axes[0].start + rows.start, self.axes[0].start + rows.stop))
+        word = columns.start // PER_WORD
+        parameters[self.parameter].detach()[outputs, word : word + word_NW.shape[1]] = word_NW
         for name, part_NG in (("scale", codes.scale_NG), ("zero", codes.zero_NG)):
             if f"{base}{name}" in parameters:
-                parameters[f"{base}{name}"].detach()[: part_NG.shape[1], outputs] = part_NG.t().to(
-                    parameters[f"{base}{name}"].dtype
-                )
+                values_GN = parameters[f"{base}{name}"].detach()
+                group = columns.start * len(values_GN) // columns.local_size
+                values_GN[group : group + part_NG.shape[1], outputs] = part_NG.t().to(values_GN.dtype)
+
+    def _rows(self, rows: slice) -> slice:
+        """In the parameter."""
+        return slice(self.start + rows.start, self.start + rows.stop)
 
 
 def weight_slices(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, WeightSlice]:
@@ -147,7 +165,7 @@ def _mlp_slices(config: ModelConfig, inner: Axis, theirs: str, ours: str) -> dic
 def _expert_slices(config: ModelConfig, inner: Axis, theirs: str, ours: str) -> dict[str, WeightSlice]:
     names, hidden, experts = config.traits.experts, Axis.whole(config.hidden_size), Axis.whole(config.num_experts)
     assert names is not None
-    slices = {f"{theirs}{names.router}.weight": WeightSlice(f"{ours}experts.router.weight", 0, (experts, hidden))}
+    slices = {f"{theirs}{names.router}.weight": WeightSlice(f"{ours}{ROUTER}", 0, (experts, hidden))}
     for expert in range(config.num_experts):
         gate, up, down = (f"{theirs}{name.format(expert)}.weight" for name in (names.gate, names.up, names.down))
         begin = expert * 2 * inner.local_size
@@ -166,6 +184,7 @@ def stored_shapes(slices: Mapping[str, WeightSlice]) -> dict[str, tuple[int, ...
     return shapes
 
 
+ROUTER = "experts.router.weight"
 NOTHING_STORED: Mapping[str, StoredTensor] = MappingProxyType({})
 
 
@@ -176,10 +195,11 @@ def int4_formats(
     quantisation: Quantisation | None = None,
 ) -> dict[str, Int4Format]:
     """How a rank holds the matrices that are held in int4, by parameter: those that are stored so, or, if no format
-    of int4 is given, the layers' matrices. Those of experts are not. Raises ValueError if groups cannot be split."""
+    of int4 is given, the layers' matrices, experts' among them. Routers are not. Raises ValueError if groups cannot be
+    split."""
     published: defaultdict[str, list[str]] = defaultdict(list)
     for name, where in slices.items():
-        if where.parameter.startswith("layers.") and len(where.axes) == 2 and ".experts." not in where.parameter:
+        if where.parameter.startswith("layers.") and len(where.axes) == 2 and not where.parameter.endswith(ROUTER):
             published[where.parameter].append(name)
     formats = {}
     for parameter, names in published.items():
@@ -191,11 +211,11 @@ def int4_formats(
                 continue
             group, zeros = quantisation.group_size(inputs.size), not quantisation.symmetric
             scale_dtype = quantisation.scale_dtype(files[0], stored)
-        held = local_group(group, inputs.size, inputs.local_size)
+        held = local_group(group, inputs.size, inputs.step)
         if held is None:
             raise ValueError(
-                f"dtype=int4: {parameter} has {inputs.size} inputs in groups of {group}, of which each of {shard.degree} "
-                f"ranks holds {inputs.local_size}; ranks must hold whole groups, or whole parts of {LEAST_GROUP} inputs of "
+                f"dtype=int4: {parameter} has {inputs.size} inputs in groups of {group}, which {shard.degree} ranks cut at "
+                f"multiples of {inputs.step}; ranks must hold whole groups, or whole parts of {LEAST_GROUP} inputs of "
                 "them. Take another degree, or dtype=bfloat16"
             )
         formats[parameter] = Int4Format(held, zeros, scale_dtype)

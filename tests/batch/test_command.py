@@ -62,7 +62,7 @@ def test_another_run_is_at_it(smcserve, files):
         (("in.jsonl", "."), "it is not a regular file"),
         (("in.jsonl", "in.jsonl"), "in.jsonl is the input; give another output file"),
         (("in.jsonl", "out.jsonl", "-c", 0), "concurrency=0; allowed: >= 1"),
-        (("in.jsonl", "out.jsonl", "--target-tp", 3), "target_tp=3"),
+        (("in.jsonl", "out.jsonl", "--target-tp", 5), "target_tp=5"),
         (("in.jsonl",), "OUT.jsonl"),
         (("twice.jsonl", "out.jsonl"), "lines 1 and 2 have the same custom_id; every line needs one of its own"),
         (("in.jsonl", "notes.txt"), "notes.txt: line 1 is not an answer of this command"),

@@ -15,6 +15,7 @@ from smc.api import draft_fit
 from smc.api.outputs import Statistics
 from smc.api.sampling_params import SamplingParams
 from smc.calibration.latency import ONCE
+from smc.memory.kv_pool import KVPool
 from smc.model.linear import INT4
 from smc.model.loader import load_model, save_model
 from smc.model.parallel import Shard
@@ -136,10 +137,14 @@ def test_quantisation_and_memory_of_ranks(smcserve, tmp_path):
     assert (target["weights"], target["gpu_dtype"]) == ("AWQ int4, groups of 32, zero points", "int4")
     assert (draft["weights"], draft["gpu_dtype"]) == ("float32", "bfloat16")
     for role, dtype in (("target", INT4), ("draft", torch.bfloat16)):
-        for degree in (1, 2):
+        for degree in (1, 2, 3, 4):
             model = load_model(tmp_path / role, dtype=dtype, shard=Shard(0, degree), reduce=Tensor.clone)
             held = sum(weight.nbytes for weight in model.parameters())
-            assert json.loads(ran.out)[role]["rank_bytes"][str(degree)] == held
-    assert target["rank_bytes"].keys() == {"1", "2"}
+            report = json.loads(ran.out)[role]
+            assert report["rank_bytes"][str(degree)] == held
+            assert report["rank_token_bytes"][str(degree)] == KVPool.page_bytes(model.config, torch.bfloat16)
+    assert target["rank_bytes"].keys() == {"1", "2", "3", "4"}
+    assert target["rank_heads"]["3"] == [[2, 2], [1, 1], [1, 1]] and target["rank_heads"]["4"] == [[1, 1]] * 4
     shown = smcserve("check", "--target", tmp_path / "target", "--draft", tmp_path / "draft").out
-    assert "a rank of 2" in shown and "no split" in shown and "AWQ int4" in shown
+    assert "a rank of 6" in shown and "no split" in shown and "AWQ int4" in shown
+    assert "heads 1-2 / 1-2" in shown

@@ -33,9 +33,11 @@ from smc.executor.sampling import Coupling, DrawKeys
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
+from smc.kernels.experts import experts
 from smc.kernels.int4 import gate_up_int4, linear_int4, widened
 from smc.memory.kv_pool import KVPool
 from smc.model.decoder import RopeTable
+from smc.model.experts import Experts
 from smc.model.linear import INT4, Linear
 from smc.model.quantisation import Int4Format
 from smc.model.random_model import random_model
@@ -158,6 +160,12 @@ def int4_passes() -> None:
     linear_int4(x_TK, matrix, pdl=True)
     gate_up_int4(x_TK, matrix, pdl=True)
     widened(matrix, slice(0, 256), torch.bfloat16)
+    for chosen, zeros in ((2, True), (1, False)):
+        config = tiny_config("mixtral", hidden_size=256, intermediate_size=256, experts_per_token=chosen)
+        made = Experts(config).bfloat16()
+        made.gate_up.to_int4(Int4Format(64, zeros, "BF16"))
+        made.down.to_int4(Int4Format(64, zeros, "BF16"))
+        experts(made, x_TK, pdl=True)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from smc.kernels.experts import choose, experts
+from smc.kernels.experts import _all_widened, choose, experts
 from smc.model.experts import Experts
+from smc.model.quantisation import Int4Format
 from tests.attention.packed import DEVICE
+from tests.kernels.test_linear import KIND
 from tests.model.tiny import tiny_config
 
 
@@ -30,6 +32,54 @@ def test_experts(tokens, count, chosen, inner, normalised):
     made = module(normalised, num_experts=count, experts_per_token=chosen, intermediate_size=inner)
     x_TE = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     torch.testing.assert_close(experts(made, x_TE).sum(0), made(x_TE), atol=1e-4, rtol=1e-4)
+
+
+def in_int4(made: Experts, group: int, zeros: bool) -> Experts:
+    """Random codes and scales; any zero points."""
+    generator = torch.Generator().manual_seed(3)
+    for matrix in (made.gate_up, made.down):
+        matrix.to_int4(Int4Format(min(group, matrix.in_features), zeros, "F16"))
+        matrix.weight.copy_(torch.randint(-(1 << 31), 1 << 31, matrix.weight.shape, generator=generator))
+        matrix.scale.copy_((0.5 + torch.rand(matrix.scale.shape, generator=generator)) * 0.3 / matrix.in_features**0.5)
+        if matrix.zero is not None:
+            matrix.zero.copy_(torch.randint(16, matrix.zero.shape, generator=generator))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "chosen", "inner", "group", "zeros"),
+    [
+        (1, 1, 1, 32, 32, False),
+        (3, 5, 2, 96, 32, True),
+        (17, 8, 8, 64, 64, False),
+        (70, 4, 1, 128, 128, True),
+        (5, 6, 2, 160, 32, False),
+    ],
+)
+def test_experts_in_int4(tokens, count, chosen, inner, group, zeros):
+    """The same, and for a prompt the product of all experts at once is given the same numbers."""
+    made = module(num_experts=count, experts_per_token=chosen, intermediate_size=inner, hidden_size=128)
+    made = in_int4(made, group, zeros)
+    x_TE = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    expected_TE = made(x_TE)
+    assert expected_TE.std() > 0.05
+    torch.testing.assert_close(experts(made, x_TE).sum(0), expected_TE, atol=1e-4, rtol=1e-4)
+    for matrix in (made.gate_up, made.down):
+        assert torch.equal(_all_widened(matrix, KIND), matrix.values(slice(None), KIND))
+
+
+def test_only_chosen_experts_are_read():
+    """Codes and scales of the others are not: their scales are NaN."""
+    made = in_int4(module(num_experts=4, experts_per_token=2, intermediate_size=64, hidden_size=64), 32, True)
+    x_TE = torch.randn(6, 64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    made.router.weight[2:] = 0
+    made.router.weight[:2] = 100 * x_TE.sign().mean(0)
+    x_TE = x_TE.abs() * made.router.weight[0].sign()
+    expected_TE = experts(made, x_TE).sum(0)
+    assert made.choose(x_TE).expert_TC.unique().tolist() == [0, 1]
+    for matrix in (made.gate_up, made.down):
+        matrix.scale.view(len(matrix.scale), 4, -1)[:, 2:] = torch.nan
+    assert torch.equal(experts(made, x_TE).sum(0), expected_TE)
 
 
 def test_choice_of_extreme_logits():

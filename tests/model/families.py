@@ -63,11 +63,11 @@ HF_CONFIGS = {
 }
 
 
-def hf_model(name: str) -> transformers.PreTrainedModel:
+def hf_model(name: str, **changes: object) -> transformers.PreTrainedModel:
     """Random norms and biases as well: those that transformers starts with (ones and zeros) would hide a missing
     one."""
     kind, more = HF_CONFIGS[name]
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SHAPE | more)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SHAPE | more | changes)).eval()
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     ones = 0.0 if name.startswith("gemma") else 1.0
@@ -76,7 +76,7 @@ def hf_model(name: str) -> transformers.PreTrainedModel:
     return model
 
 
-def save_hf(name: str, directory: Path) -> transformers.PreTrainedModel:
-    model = hf_model(name)
+def save_hf(name: str, directory: Path, **changes: object) -> transformers.PreTrainedModel:
+    model = hf_model(name, **changes)
     model.save_pretrained(directory)
     return model

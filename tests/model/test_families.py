@@ -81,7 +81,7 @@ def test_ranks_compute_what_one_does(name, tmp_path):
     save_hf(name, tmp_path)
     tokens_T = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
     expected_TV = dense_logits(load_model(tmp_path), tokens_T)
-    for degree in (1, 2, 3):
+    for degree in (1, 2, 3, 4, 6):
         for found_TV in in_ranks(
             degree, lambda shard, reduce: dense_logits(load_rank(tmp_path, shard, reduce), tokens_T)
         ):
@@ -103,14 +103,17 @@ def quantised_logits(directory: Path, values: dict[str, Tensor]) -> tuple[Tensor
     tokens_T = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
     expected_TV = dense_logits(load_model(plain), tokens_T)
     assert torch.equal(dense_logits(load_model(directory), tokens_T), expected_TV)
-    for found_TV in in_ranks(2, lambda shard, reduce: dense_logits(load_rank(directory, shard, reduce), tokens_T)):
-        torch.testing.assert_close(found_TV, expected_TV, atol=1e-4, rtol=0)
+    for degree in (2, 4):
+        for found_TV in in_ranks(
+            degree, lambda shard, reduce: dense_logits(load_rank(directory, shard, reduce), tokens_T)
+        ):
+            torch.testing.assert_close(found_TV, expected_TV, atol=1e-4, rtol=0)
     return tokens_T, expected_TV
 
 
 @pytest.mark.parametrize(("name", "kind"), list(zip(FAMILIES, cycle(KINDS))))
 def test_fp8(name, kind, tmp_path):
-    """Each family in a published format of FP8, on one rank and on two, and kept in FP8."""
+    """Each family in a published format of FP8, on one rank, two and four, and kept in FP8."""
     save_hf(name, tmp_path)
     tokens_T, expected_TV = quantised_logits(tmp_path, compress(tmp_path, kind))
     kept_TV = dense_logits(load_model(tmp_path, dtype=FP8), tokens_T)
@@ -120,12 +123,17 @@ def test_fp8(name, kind, tmp_path):
 
 @pytest.mark.parametrize(("name", "layout"), list(zip(FAMILIES, cycle(("awq", "gptq", "pack-quantized")))))
 def test_int4(name, layout, tmp_path):
-    """Each family in a published layout: the numbers that are stored, which a plain directory has, on one rank and on
-    two; and packed, as near as activations in bfloat16 allow. Experts are widened when they are loaded."""
-    save_hf(name, tmp_path)
+    """Each family in a published layout: the numbers that are stored, which a plain directory has, on one rank,
+    two and four; and packed, as near as activations in bfloat16 allow."""
+    inner = {"qwen3_moe": {"moe_intermediate_size": 64}, "mixtral": {"intermediate_size": 64}}.get(name, {})
+    save_hf(name, tmp_path, **inner)
     tokens_T, expected_TV = quantised_logits(tmp_path, to_int4(tmp_path, layout, 32, symmetric=layout == "gptq"))
     packed = load_model(tmp_path, dtype=INT4)
     assert packed.layers[0].qkv.weight.dtype == torch.int32
+    if inner:
+        experts = packed.layers[0].experts
+        assert experts.gate_up.weight.dtype == experts.down.weight.dtype == torch.int32
+        assert experts.router.weight.dtype == torch.bfloat16
     half_TV = dense_logits(load_model(tmp_path, dtype=torch.bfloat16), tokens_T)
     bound = max(0.05, 2 * (half_TV - expected_TV).norm() / expected_TV.norm())
     assert (dense_logits(packed, tokens_T) - expected_TV).norm() < bound * expected_TV.norm()

@@ -15,15 +15,14 @@ from torch.nn import functional as F
 
 from smc import demo
 from smc.model.check import check_pair
-from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder
 from smc.model.linear import FP8, FP8_MAX, Linear, pieces, quantise
 from smc.model.loader import load_model, save_model
 from smc.model.padded import padded_model
-from smc.model.parallel import WHOLE, Shard
+from smc.model.parallel import Shard
 from smc.model.random_model import random_model
 from smc.model.tokenizer import Tokenizer
-from smc.model.weight_map import weight_slices
+from smc.model.weight_map import WeightSlice, weight_slices
 from tests.model.compressed import (
     ACTIVATIONS,
     BLOCKS,
@@ -45,15 +44,18 @@ WIDE = {"hidden_size": 160, "intermediate_size": 200}
 """More than one block, the last of them smaller."""
 
 
-def numbers(model: Decoder, shard: Shard = WHOLE, config: ModelConfig | None = None) -> dict[str, Tensor]:
+def numbers(model: Decoder) -> dict[str, Tensor]:
     """What the weights of an FP8 model stand for, by published names."""
-    parameters, found = dict(model.named_parameters()), {}
-    for name, place in weight_slices(config or model.config, shard).items():
-        found[name] = place.view(parameters).float()
-        if place.view(parameters).dtype == FP8:
-            rows = slice(place.start, place.start + len(found[name]))
-            found[name] = found[name] * parameters[place.parameter.replace("weight", "scale")][rows, None]
-    return found
+    return {name: numbers_of(model, where) for name, where in weight_slices(model.config).items()}
+
+
+def numbers_of(model: Decoder, block: WeightSlice) -> Tensor:
+    parameters = dict(model.named_parameters())
+    view = block.view(parameters)
+    if view.dtype != FP8:
+        return view.float()
+    first = block.start + block.axes[0].start
+    return view.float() * parameters[block.parameter.replace("weight", "scale")][first : first + len(view), None]
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e30])
@@ -126,7 +128,9 @@ def test_directories_in_fp8_are_read(family, kind, scale_dtype, tmp_path):
             assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize(("family", "degree", "kind"), few(product(["llama", "qwen2"], [2, 3], ["plain", *KINDS])))
+@pytest.mark.parametrize(
+    ("family", "degree", "kind"), few(product(["llama", "qwen2"], [2, 3, 4, 6], ["plain", *KINDS]))
+)
 def test_shards_are_the_whole(family, degree, kind, tmp_path):
     """Each rank's numbers and scales are those of the whole model, and its padding is zero."""
     shape = {**WIDE, "num_heads": 6, "num_kv_heads": 3, "intermediate_size": 197}
@@ -138,15 +142,16 @@ def test_shards_are_the_whole(family, degree, kind, tmp_path):
         shard = Shard(rank, degree)
         model = load_model(tmp_path, dtype=FP8, shard=shard, reduce=Tensor.clone)
         parameters = dict(model.named_parameters())
-        for name, found in numbers(model, shard, config).items():
-            assert torch.equal(found, whole[name][weight_slices(config, shard)[name].part]), name
-            weight_slices(config, shard)[name].view(parameters).zero_()
+        for name, where in weight_slices(config, shard).items():
+            for block in where.blocks():
+                assert torch.equal(numbers_of(model, block), whole[name][block.part]), name
+                block.view(parameters).zero_()
         assert not any(weight.float().any() for name, weight in parameters.items() if not name.endswith("scale")), (
             "padding is not zero"
         )
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [1, 2, 4])
 @pytest.mark.parametrize("changes", [{}, {"vocab_size": 300, "tied_embeddings": True}])
 def test_a_grown_model(degree, changes, monkeypatch):
     """Piece by piece: the large model, rounded; the tokens that the small one does not have stay as far below."""
@@ -158,11 +163,12 @@ def test_a_grown_model(degree, changes, monkeypatch):
     for rank in range(degree):
         shard = Shard(rank, degree)
         model = padded_model(small, shape, dtype=FP8, device="cpu", shard=shard, reduce=Tensor.clone)
-        found = numbers(model, shard, config)
+        slices = weight_slices(config, shard)
         for name, weight in numbers(large).items():
             matrix = weight.dim() == 2 and "embed" not in name
             expected = as_rows(weight) if matrix else weight.bfloat16().float()
-            assert torch.equal(found[name], expected[weight_slices(config, shard)[name].part]), name
+            for block in slices[name].blocks():
+                assert torch.equal(numbers_of(model, block), expected[block.part]), name
     ids_T = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
     whole = padded_model(small, shape, dtype=FP8, device="cpu")
     logits_TV = dense_logits(whole, ids_T)

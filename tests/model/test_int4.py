@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,15 +16,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smc.local_engine import ModelPair, local_engine
+from smc.model.config import ModelConfig, read_quantisation
 from smc.model.decoder import Decoder
 from smc.model.int4 import dequantise, pack, quantise_int4, unpack
 from smc.model.linear import FP8, INT4, Linear
 from smc.model.loader import load_model, save_model, save_with_config
 from smc.model.padded import padded_model
-from smc.model.parallel import WHOLE, Shard
-from smc.model.quantisation import local_group
+from smc.model.parallel import Shard
+from smc.model.quantisation import Quantisation, local_group
 from smc.model.random_model import random_model
-from smc.model.weight_map import weight_slices
+from smc.model.weight_map import WeightSlice, check_weights, int4_formats, rank_bytes, weight_slices
 from tests.model.compressed import compress
 from tests.model.dense import dense_logits
 from tests.model.int4 import LAYOUTS, config_of, exact_int4, to_int4
@@ -39,14 +41,18 @@ WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 8, "num_kv_he
 IDS_T = torch.randint(300, (50,), generator=torch.Generator().manual_seed(2))
 
 
-def numbers(model: Decoder, name: str, shard: Shard = WHOLE) -> Tensor:
+def numbers(model: Decoder, name: str) -> Tensor:
     """What the weight of a published name stands for."""
-    where = weight_slices(tiny_config("qwen2", **WIDE) if shard.degree > 1 else model.config, shard)[name]
-    matrix = model.get_submodule(where.parameter.rpartition(".")[0])
-    if len(where.axes) == 1 or not isinstance(matrix, Linear):
-        return where.view(dict(model.named_parameters())).float()
-    rows, columns = (len(axis.held) for axis in where.axes)
-    return matrix.values(slice(where.start, where.start + rows), torch.float32)[:, :columns]
+    return numbers_of(model, weight_slices(model.config)[name])
+
+
+def numbers_of(model: Decoder, block: WeightSlice) -> Tensor:
+    matrix = model.get_submodule(block.parameter.rpartition(".")[0])
+    if len(block.axes) == 1 or not isinstance(matrix, Linear):
+        return block.view(dict(model.named_parameters())).float()
+    rows, columns = (slice(axis.start, axis.start + len(axis.held)) for axis in block.axes)
+    rows = slice(block.start + rows.start, block.start + rows.stop)
+    return matrix.values(rows, torch.float32)[:, columns]
 
 
 def test_codes_are_packed_and_unpacked():
@@ -126,7 +132,9 @@ def test_phi_s_fused_matrices(tmp_path):
             assert torch.equal(getattr(packed.layers[layer], matrix).values(slice(None), torch.float32), expected)
 
 
-@pytest.mark.parametrize(("layout", "group", "degree"), few(product([*LAYOUTS, "rounded", "FP8"], [128, 64], [2, 3])))
+@pytest.mark.parametrize(
+    ("layout", "group", "degree"), few(product([*LAYOUTS, "rounded", "FP8"], [128, 64], [2, 3, 6]))
+)
 def test_shards_are_the_whole(layout, group, degree, tmp_path):
     """Each rank's numbers are those of the whole model, and its padding is zero; groups are cut where ranks are."""
     save_tiny(tmp_path, family="qwen2", **WIDE)
@@ -138,16 +146,49 @@ def test_shards_are_the_whole(layout, group, degree, tmp_path):
     for rank in range(degree):
         shard = Shard(rank, degree)
         model = load_model(tmp_path, dtype=INT4, shard=shard, reduce=Tensor.clone)
-        for name, where in weight_slices(config, shard).items():
-            assert torch.equal(numbers(model, name, shard), numbers(whole, name)[where.part]), name
-        for matrix in (model.layers[0].o, model.layers[0].down):
-            columns = slice(0, matrix.in_features)
-            held = len(weight_slices(config, shard)[f"model.layers.0.{_published(matrix, model)}.weight"].axes[1].held)
-            assert not matrix.values(slice(0, 256), torch.float32)[:, columns][:, held:].any(), "padding is not zero"
+        slices = weight_slices(config, shard)
+        for name, where in slices.items():
+            for block in where.blocks():
+                assert torch.equal(numbers_of(model, block), numbers(whole, name)[block.part]), name
+        for matrix, name in ((model.layers[0].o, "self_attn.o_proj"), (model.layers[0].down, "mlp.down_proj")):
+            values_NK = matrix.values(slice(0, 256), torch.float32)
+            for held, start in slices[f"model.layers.0.{name}.weight"].axes[1].spans:
+                values_NK[:, start : start + len(held)] = 0
+            assert not values_NK.any(), "padding is not zero"
 
 
-def _published(matrix: Linear, model: Decoder) -> str:
-    return "self_attn.o_proj" if matrix is model.layers[0].o else "mlp.down_proj"
+MOE = {"moe_intermediate_size": 192, "hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq", "pack-quantized", "rounded"])
+def test_experts(layout, tmp_path):
+    """Kept, the numbers that are stored, on any number of ranks: each holds its part of every expert."""
+    pytest.importorskip("transformers")
+    from tests.model.families import save_hf
+
+    save_hf("qwen3_moe", tmp_path, **MOE)
+    if layout != "rounded":
+        to_int4(tmp_path, layout, 64, symmetric=layout == "gptq")
+    plain, whole = load_model(tmp_path), load_model(tmp_path, dtype=INT4)
+    matrices = whole.layers[1].experts.gate_up, whole.layers[1].experts.down
+    assert all(matrix.weight.dtype == torch.int32 for matrix in matrices)
+    if layout != "rounded":
+        expected = plain.layers[1].experts.gate_up.weight, plain.layers[1].experts.down.weight
+        assert all(torch.equal(one.values(slice(None), torch.float32), two) for one, two in zip(matrices, expected))
+    config = ModelConfig.from_hf(tmp_path)
+    for degree in (2, 3):
+        for rank in range(degree):
+            shard = Shard(rank, degree)
+            model = load_model(tmp_path, dtype=INT4, shard=shard, reduce=Tensor.clone)
+            for name, where in weight_slices(config, shard).items():
+                for block in where.blocks():
+                    assert torch.equal(numbers_of(model, block), numbers(whole, name)[block.part]), name
+            held = int4_formats(weight_slices(config, shard), shard, *stored_and_kind(tmp_path))
+            assert rank_bytes(config, shard, held) == sum(weight.nbytes for weight in model.parameters())
+
+
+def stored_and_kind(directory: Path) -> tuple[dict, Quantisation | None]:
+    return check_weights(directory, ModelConfig.from_hf(directory)), read_quantisation(directory)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, INT4])
@@ -157,7 +198,7 @@ def test_ranks_compute_what_one_does(dtype, tmp_path):
     with torch.inference_mode():
         expected_TV = dense_logits(load_model(tmp_path), IDS_T)
         bound = 1e-4 if dtype == torch.float32 else 2e-2
-        for degree in (1, 2):
+        for degree in (1, 2, 3, 6):
             ranks = in_ranks(degree, lambda shard, reduce: _logits(tmp_path, dtype, shard, reduce))
             for found_TV in ranks:
                 assert (found_TV - expected_TV).norm() < bound * expected_TV.norm()
@@ -169,13 +210,13 @@ def _logits(directory, dtype, shard, reduce):
 
 
 def test_groups_that_ranks_would_cut_are_refused(tmp_path):
-    """Of 14 heads' inputs of 16 each of two ranks holds 112, which are no whole parts of a group."""
+    """Of 14 heads' inputs of 16 two ranks hold 112 each, which are no whole parts of a group."""
     save_tiny(tmp_path, **WIDE | {"hidden_size": 224, "head_dim": 16, "num_heads": 14, "num_kv_heads": 2})
     to_int4(tmp_path, "gptq", 32)
     load_model(tmp_path, shard=Shard(0, 2), reduce=Tensor.clone)
     load_model(tmp_path, dtype=INT4)
     with pytest.raises(
-        ValueError, match=r"layers\.0\.o\.weight has 224 inputs in groups of 32, of which each of 2 ranks holds 112"
+        ValueError, match=r"layers\.0\.o\.weight has 224 inputs in groups of 32, which 2 ranks cut at multiples of 112"
     ):
         load_model(tmp_path, dtype=INT4, shard=Shard(0, 2), reduce=Tensor.clone)
     assert local_group(128, 28672, 3584) == 128 and local_group(128, 11008, 2752) == 64

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import time
 from datetime import timedelta
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -16,19 +17,21 @@ from torch import Tensor
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
+from smc.memory.kv_pool import KVPool
+from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.loader import load_model, save_model
-from smc.model.parallel import Shard, Split, local_config
+from smc.model.parallel import Axis, Heads, Shard, Split, held_sizes, local_config
 from smc.model.weight_map import weight_slices
 from tests.model.dense import attend
 from tests.model.tiny import random_decoder, save_tiny, tiny_config
 
 SHAPES = {
     "three heads": {"num_heads": 6, "num_kv_heads": 3, "intermediate_size": 47, "tied_embeddings": True},
-    "one of three ranks holds padding only": {"num_heads": 8, "num_kv_heads": 4, "intermediate_size": 48},
-    "five heads": {"num_heads": 15, "num_kv_heads": 5, "intermediate_size": 49, "tied_embeddings": True},
+    "four heads of two": {"num_heads": 8, "num_kv_heads": 4, "intermediate_size": 48},
+    "two heads of seven": {"num_heads": 14, "num_kv_heads": 2, "intermediate_size": 49, "tied_embeddings": True},
     "eight heads": {"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 50},
-    "a rank without inner features": {"num_heads": 4, "num_kv_heads": 4, "intermediate_size": 1},
+    "ranks without inner features": {"num_heads": 6, "num_kv_heads": 1, "intermediate_size": 1},
 }
 CASES = {
     f"{family}, {shape}": {"family": family, **SHAPES[shape]}
@@ -36,8 +39,9 @@ CASES = {
     for shape in SHAPES
 }
 each_case = pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-RANKS = 3
-PATIENCE = timedelta(seconds=60)
+DEGREES = (1, 2, 3, 4, 6)
+RANKS = max(DEGREES)
+PATIENCE = timedelta(seconds=120)
 
 
 def outputs(model: Decoder) -> tuple[Tensor, Tensor]:
@@ -53,7 +57,7 @@ def run_rank(rank: int, directory: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS, timeout=PATIENCE
     )
-    groups = {degree: dist.new_group(range(degree), timeout=PATIENCE) for degree in range(1, RANKS + 1)}
+    groups = {degree: dist.new_group(range(degree), timeout=PATIENCE) for degree in DEGREES}
     results = {}
     for degree, group in groups.items():
         for case in CASES if rank < degree else ():
@@ -91,7 +95,7 @@ def test_ranks_compute_what_one_does(tmp_path):
     for case in CASES:
         _, logits_TV = outputs(load_model(tmp_path / case))
         assert logits_TV.std() > 0.1, "logits too flat to tell models apart"
-        for degree in range(1, RANKS + 1):
+        for degree in DEGREES:
             (first_TE, found_TV), *others = (results[case, degree] for results in ranks[:degree])
             where = f"{case}, degree {degree}"
             torch.testing.assert_close(
@@ -110,10 +114,11 @@ def test_a_whole_model_is_one_shard(tmp_path):
     assert all(torch.equal(found, expected) for found, expected in zip(outputs(alone), outputs(load_model(tmp_path))))
 
 
-@pytest.mark.parametrize("degree", [2, 3])
+@pytest.mark.parametrize("degree", DEGREES[1:])
 @each_case
 def test_shards_are_the_model(changes, degree, tmp_path):
-    """Each index of a split axis is held by one rank, every other one by all; what a rank holds beyond that is zero."""
+    """Each index of query heads and inner features is held by one rank, each of key/value heads equally often, every
+    other one by all; what a rank holds beyond that is zero."""
     published = load_file(save_tiny(tmp_path, **changes) / "model.safetensors")
     config = tiny_config(**changes)
     copies = {name: torch.zeros_like(weight) for name, weight in published.items()}
@@ -121,29 +126,89 @@ def test_shards_are_the_model(changes, degree, tmp_path):
         model = load_model(tmp_path, shard=Shard(rank, degree), reduce=Tensor.clone)
         assert model.config == local_config(config, Shard(rank, degree))
         parameters = dict(model.named_parameters())
-        for name, place in weight_slices(config, Shard(rank, degree)).items():
-            view = place.view(parameters)
-            assert torch.equal(view, published[name][place.part]), name
-            copies[name][place.part] += 1
-            view.zero_()
+        for name, where in weight_slices(config, Shard(rank, degree)).items():
+            for block in where.blocks():
+                view = block.view(parameters)
+                assert torch.equal(view, published[name][block.part]), name
+                copies[name][block.part] += 1
+                view.zero_()
         assert not any(weight.any() for weight in parameters.values()), "padding is not zero"
-    split = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    once = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    several = Heads.of(config, degree).pieces
     for name, count in copies.items():
-        assert (count == (1 if any(part in name for part in split) else degree)).all(), name
+        expected = (
+            1 if any(part in name for part in once) else several if "k_proj" in name or "v_proj" in name else degree
+        )
+        assert (count == expected).all(), name
 
 
-def test_axes_are_divided_in_whole_heads():
-    for kv_heads in range(1, 10):
-        config = tiny_config(num_heads=3 * kv_heads, num_kv_heads=kv_heads, intermediate_size=7)
-        for degree in range(1, kv_heads + 1):
-            splits = [Split.of(config, Shard(rank, degree)) for rank in range(degree)]
-            for axis, unit in (("query", 3 * config.head_dim), ("key", config.head_dim), ("inner", 1)):
-                ranks = [getattr(split, axis) for split in splits]
-                size, room = ranks[0].size, ranks[0].local_size
-                assert [index for rank in ranks for index in rank.held] == list(range(size))
-                assert all((rank.size, rank.local_size) == (size, room) and len(rank.held) <= room for rank in ranks)
-                assert room == math.ceil(size / unit / degree) * unit
-                assert all(index % unit == 0 for rank in ranks for index in (rank.held.start, rank.held.stop))
+def _queries_of(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
+    """Query head and key/value head of each of a rank's own query heads that is not padding, as its attention pairs
+    them."""
+    split, local = Split.of(config, shard), local_config(config, shard)
+
+    def heads(axis: Axis) -> dict[int, int]:
+        dim = config.head_dim
+        return {
+            span.start // dim + i: span.held.start // dim + i
+            for span in axis.spans
+            for i in range(len(span.held) // dim)
+        }
+
+    keys, per_key = heads(split.key), local.num_heads // local.num_kv_heads
+    return [(query, keys[own // per_key]) for own, query in heads(split.query).items()]
+
+
+def test_every_query_head_meets_its_key_head_on_one_rank():
+    for kv_heads, queries in product(range(1, 9), range(1, 9)):
+        config = tiny_config(num_heads=queries * kv_heads, num_kv_heads=kv_heads, intermediate_size=128)
+        for degree in range(1, min(config.num_heads, 9) + 1):
+            ranks = [_queries_of(config, Shard(rank, degree)) for rank in range(degree)]
+            assert sorted(chain.from_iterable(ranks)) == [(head, head // queries) for head in range(config.num_heads)]
+            assert all(ranks), "a rank has nothing to do"
+            local = local_config(config, Shard(0, degree))
+            assert all(local_config(config, Shard(rank, degree)) == local for rank in range(degree))
+            if kv_heads % degree == 0:
+                assert (local.num_heads, local.num_kv_heads) == (config.num_heads // degree, kv_heads // degree)
+            if degree <= kv_heads:
+                whole = -(-kv_heads // degree)
+                read = 2 * local.num_heads + 4 * local.num_kv_heads
+                assert read <= whole * (2 * queries + 4), "heads that are not cut would be read faster"
+
+
+def test_shares_that_are_known():
+    """Query heads, key/value heads and inner features of each rank."""
+
+    def held(heads: int, kv_heads: int, inner: int, degree: int) -> list[tuple[int, int, int]]:
+        config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
+        return list(held_sizes(config, degree))
+
+    assert held(8, 4, 192, 3) == [(4, 2, 64), (2, 1, 64), (2, 1, 64)]
+    assert held(12, 2, 192, 6) == [(2, 1, 32)] * 6
+    assert held(64, 8, 28672, 6) == [(12, 3, 4800)] * 4 + [(8, 2, 4736)] * 2
+    assert held(14, 2, 4864, 4) == [(4, 1, 1216), (3, 1, 1216)] * 2
+
+
+def test_cuts_are_multiples_of_the_step():
+    for heads, kv_heads, inner in ((14, 2, 448), (8, 4, 7), (12, 3, 192)):
+        config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
+        for degree in range(1, 8):
+            for axis in ("query", "key", "inner"):
+                ranks = [getattr(Split.of(config, Shard(rank, degree)), axis) for rank in range(degree)]
+                assert len({(rank.size, rank.local_size, rank.step) for rank in ranks}) == 1
+                cuts = [ranks[0].local_size]
+                for held, start in (span for rank in ranks for span in rank.spans):
+                    cuts += [held.start, held.stop, start]
+                assert math.gcd(*cuts) == ranks[0].step
+
+
+@pytest.mark.parametrize(("degree", "expected"), [(1, 2), (2, 1), (3, 2), (4, 1)])
+def test_a_key_head_that_is_repeated_takes_memory(degree, expected):
+    """Of 2 key/value heads with 2 query heads each: 3 ranks hold 2, 1 and 1, and all have room for 2."""
+    local = local_config(tiny_config(), Shard(0, degree))
+    assert local.num_kv_heads == expected
+    assert KVPool.page_bytes(local, torch.float32) == 2 * 2 * expected * 8 * 4
+    assert KVPool(local, 3, torch.float32, "cpu").keys.shape == (2, 4, expected, 8)
 
 
 def test_a_rank_reads_its_own_part_only(tmp_path):
@@ -184,11 +249,11 @@ def test_bad_shards(rank, degree, message):
 
 def test_more_ranks_than_heads(tmp_path):
     save_tiny(tmp_path)
-    message = "degree=3 is more than the model's 2 key/value heads; allowed: 1 to 2"
+    message = "degree=5 is more than the model's 4 query heads; allowed: 1 to 4"
     with pytest.raises(ValueError, match=message):
-        local_config(tiny_config(), Shard(0, 3))
+        local_config(tiny_config(), Shard(0, 5))
     with pytest.raises(ValueError, match=message):
-        load_model(tmp_path, shard=Shard(0, 3), reduce=Tensor.clone)
+        load_model(tmp_path, shard=Shard(0, 5), reduce=Tensor.clone)
 
 
 def test_a_shard_needs_a_sum(tmp_path):

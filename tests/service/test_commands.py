@@ -35,8 +35,8 @@ def test_bench_over_a_link(smcserve, tmp_path, monkeypatch, ray_cluster):
     ("arguments", "message"),
     [
         (
-            ("serve", "--target-tp", 3),
-            "target_tp=3: degree=3 is more than the model's 2 key/value heads; allowed: 1 to 2",
+            ("serve", "--target-tp", 5),
+            "target_tp=5: degree=5 is more than the model's 4 query heads; allowed: 1 to 4",
         ),
         (("serve", "--link", "carrier"), "link='carrier'; allowed: nccl, grpc"),
         (("serve", "--device", "tpu"), "device='tpu'; allowed: cpu, cuda"),
