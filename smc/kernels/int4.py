@@ -2,8 +2,9 @@
 the library.
 
 Of few tokens, each word of eight codes is read once and widened in registers to x's type, in which codes less their
-zero point are exact. A program has some outputs and takes one group of inputs a step; the tensor cores' sum over a
-group is multiplied by the group's scale and added to the rest in float32. Splits of K are as in `smc.kernels.linear`.
+zero point are exact. A program has some outputs and takes one group of inputs a step, in eight products if the group is
+large enough: each has the codes of one place in all words, which the tensor cores take from the registers in which they
+were widened. The sum over a group is multiplied by the group's scale and added to the rest in float32. Splits of K are as in `smc.kernels.linear`.
 Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
 
 Axes: T tokens, K inputs, N outputs, I inner features, S splits of K, W words, G groups.
@@ -27,6 +28,27 @@ from smc.model.linear import Linear
 MOST_TOKENS = 64
 """Of `linear_int4` and `gate_up_int4`."""
 SYMMETRIC_ZERO = tl.constexpr(quantisation.SYMMETRIC_ZERO)
+LEAST_DEPTH = tl.constexpr(16)
+"""Inputs of the smallest product of tensor cores. Groups of at least eight times as many are taken in eighths."""
+PACKS = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+def _packed_codes(kind: str, base: int) -> str:
+    """Instructions for two words ($8, $9), and a zero point twice in each of $10 and $11: eight registers with the codes of
+    one place in both words each, less the zero point. The bits of a code are put below those of a power of two, of whose
+    mantissa they are the last (`base`)."""
+    lines = [".reg .b32 low, high, code;", "prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]
+    for place in range(8):
+        half, shift = ("low", "high")[place // 4], 4 * (place % 4)
+        if shift:
+            lines.append(f"shr.u32 code, {half}, {shift};")
+        lines.append(f"lop3.b32 code, {'code' if shift else half}, 0x000F000F, 0x{base:04X}{base:04X}, 0xEA;")
+        lines.append(f"sub.rn.{kind} ${place}, code, $10;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+PACKED_BFLOAT16 = tl.constexpr(_packed_codes("bf16x2", 0x4300))
+PACKED_FLOAT16 = tl.constexpr(_packed_codes("f16x2", 0x6400))
 _PROGRAMS = 192
 """Fewest programs that keep enough loads in flight: a step of one reads 4 KiB."""
 _WIDE_OUTPUTS = 24 * 1024
@@ -148,7 +170,9 @@ def widen(word_NW, zero_N, kind: tl.constexpr):
     odd = tl.interleave(
         tl.interleave(high_NW, (word_NW >> 20) & 15), tl.interleave((word_NW >> 12) & 15, (word_NW >> 28) & 15)
     )
-    code_NK = tl.interleave(even, odd)
+    N: tl.constexpr = word_NW.shape[0]
+    W: tl.constexpr = word_NW.shape[1]
+    code_NK = tl.reshape(tl.permute(tl.reshape(tl.interleave(even, odd), (N, W, 8)), (0, 2, 1)), (N, 8 * W))
     if kind == tl.bfloat16:
         number_NK = (code_NK | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
         return number_NK - (zero_N + 128).to(tl.bfloat16)[:, None]
@@ -160,13 +184,47 @@ def widen(word_NW, zero_N, kind: tl.constexpr):
 
 
 @triton.jit
+def eighths(word_NW, zero_N, kind: tl.constexpr):
+    """Codes less their zero point of words [N, W], those of each place in a word [N, W], as numbers of type `kind`."""
+    # On a GPU two words at a time, of whose codes two share a register from here to the tensor cores.
+    if PACKS and kind == tl.bfloat16:
+        zero_NW = tl.broadcast_to(((zero_N | 0x4300) * 0x10001)[:, None], word_NW.shape)
+        return tl.inline_asm_elementwise(
+            PACKED_BFLOAT16, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [word_NW, zero_NW],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    elif PACKS and kind == tl.float16:
+        zero_NW = tl.broadcast_to(((zero_N | 0x6400) * 0x10001)[:, None], word_NW.shape)
+        return tl.inline_asm_elementwise(
+            PACKED_FLOAT16, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [word_NW, zero_NW],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        zero_N1 = zero_N[:, None]
+        return (
+            ((word_NW & 15) - zero_N1).to(kind),
+            (((word_NW >> 4) & 15) - zero_N1).to(kind),
+            (((word_NW >> 8) & 15) - zero_N1).to(kind),
+            (((word_NW >> 12) & 15) - zero_N1).to(kind),
+            (((word_NW >> 16) & 15) - zero_N1).to(kind),
+            (((word_NW >> 20) & 15) - zero_N1).to(kind),
+            (((word_NW >> 24) & 15) - zero_N1).to(kind),
+            (((word_NW >> 28) & 15) - zero_N1).to(kind),
+        )
+
+
+@triton.jit
 def sums_of_groups(
-    weight_at, x_at, has_x_T, scale_at, zero_at, rows,
+    weight_at, x_T, has_x_T, scale_at, zero_at, rows,
     STEPS, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Products [N, T] over so many groups from the given addresses on, of words [N, W], x [T, K], scales [N] and zero
-    points [N]; scales of the next group are `rows` further on."""
-    kind: tl.constexpr = x_at.dtype.element_ty
+    """Products [N, T] over so many groups from the given addresses on, of words [N, W], rows of x [T], scales [N] and
+    zero points [N]; scales of the next group are `rows` further on."""
+    kind: tl.constexpr = x_T.dtype.element_ty
+    WORDS: tl.constexpr = GROUP // 8
+    w, k = tl.arange(0, WORDS), tl.arange(0, GROUP)
     # The compiler has words and x fetched some steps ahead, but not numbers of two bytes: scales and zero points are
     # fetched one step ahead here. Two steps ahead, it would fetch nothing so.
     scale_N = tl.load(scale_at)
@@ -175,19 +233,27 @@ def sums_of_groups(
     sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         word_NW = tl.load(weight_at, eviction_policy="evict_first")
-        x_TK = tl.load(x_at, mask=has_x_T[:, None], other=0.0, eviction_policy="evict_last")
         ahead = tl.minimum(step + 1, STEPS - 1) * rows
         next_scale_N = tl.load(scale_at + ahead)
         if HAS_ZEROS:
-            weight_NK = widen(word_NW, zero_N.to(tl.int32), kind)
+            own_zero_N = zero_N.to(tl.int32)
             zero_N = tl.load(zero_at + ahead)
         else:
-            weight_NK = widen(word_NW, tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32), kind)
-        part_NT = tl.dot(weight_NK, tl.trans(x_TK), input_precision="ieee")
+            own_zero_N = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)
+        if WORDS >= LEAST_DEPTH:
+            part_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            weights = eighths(word_NW, own_zero_N, kind)
+            for j in tl.static_range(8):
+                x_at = x_T[:, None] + (step * GROUP + j * WORDS + w)[None, :]
+                x_TW = tl.load(x_at, mask=has_x_T[:, None], other=0.0, eviction_policy="evict_last")
+                part_NT = tl.dot(weights[j], tl.trans(x_TW), part_NT, input_precision="ieee")
+        else:
+            x_at = x_T[:, None] + (step * GROUP + k)[None, :]
+            x_TK = tl.load(x_at, mask=has_x_T[:, None], other=0.0, eviction_policy="evict_last")
+            part_NT = tl.dot(widen(word_NW, own_zero_N, kind), tl.trans(x_TK), input_precision="ieee")
         sum_NT += part_NT * scale_N.to(tl.float32)[:, None]
         scale_N = next_scale_N
-        weight_at += GROUP // 8
-        x_at += GROUP
+        weight_at += WORDS
     return sum_NT
 
 
@@ -200,16 +266,16 @@ def _int4(
     """One tile of outputs over one part of K."""
     tile, split = tl.program_id(1), tl.program_id(2)
     WORDS: tl.constexpr = GROUP // 8
-    t, k, w = tl.arange(0, BLOCK_T), tl.arange(0, GROUP), tl.arange(0, WORDS)
+    t, w = tl.arange(0, BLOCK_T), tl.arange(0, WORDS)
     n, first = rows_of_tile(tile, outputs, BLOCK_N, GATED), split * STEPS
     rows = outputs * 2 if GATED else outputs
     weight_at = weight + n[:, None].to(tl.int64) * (inputs // 8) + (first * WORDS + w)[None, :]
-    x_at = x + t[:, None] * stride_x + (first * GROUP + k)[None, :]
+    x_T = x + t * stride_x + first * GROUP
     if PDL:
         gdc_wait()
     group_at = first * rows + n
     sum_NT = sums_of_groups(
-        weight_at, x_at, t < tokens, scale + group_at, zero + group_at, rows, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP, HAS_ZEROS
+        weight_at, x_T, t < tokens, scale + group_at, zero + group_at, rows, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP, HAS_ZEROS
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()

@@ -1,10 +1,12 @@
 """Matrices in int4 as we hold them, W[n, k] = scale[g, n] (code[n, k] - zero[g, n]), g = k // group: packing, unpacking
 and rounding. Knows nothing about files or layers.
 
-Eight codes of 0 to 15 of consecutive inputs share an int32, the first in its lowest bits: words [N, K/8]. Scales and
-zero points [G, N] are transposed, so that a kernel reads those of many outputs side by side.
+Eight codes of 0 to 15 share an int32, the first in its lowest bits: words [N, K/8]. Those of consecutive words are of
+consecutive inputs: of a group of I inputs, word w holds those of inputs w, w + I/8, w + 2 I/8 and so on. A kernel takes
+the codes of one place in all words of a group, which stand beside each other in its registers as in its words. Scales
+and zero points [G, N] are transposed, so that a kernel reads those of many outputs side by side.
 
-Axes: N outputs, K inputs, W words, G groups.
+Axes: N outputs, K inputs, W words, G groups, I inputs of a group.
 """
 
 from __future__ import annotations
@@ -19,23 +21,24 @@ SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 LARGEST_CODE = 15
 
 
-def pack(code_NK: Tensor) -> Tensor:
+def pack(code_NK: Tensor, groups: int) -> Tensor:
     """Words int32 [N, K/8] of codes."""
-    shift_8 = 4 * torch.arange(PER_WORD, device=code_NK.device)
+    shift_81 = 4 * torch.arange(PER_WORD, device=code_NK.device)[:, None]
     # In int64, because the last code takes the sign's bit of an int32.
-    word_NW = (code_NK.long().unflatten(1, (-1, PER_WORD)) << shift_8).sum(-1)
-    return torch.where(word_NW >= 1 << 31, word_NW - (1 << 32), word_NW).int()
+    word_NGW = (code_NK.long().unflatten(1, (groups, PER_WORD, -1)) << shift_81).sum(2)
+    return torch.where(word_NGW >= 1 << 31, word_NGW - (1 << 32), word_NGW).flatten(1).int()
 
 
-def unpack(word_NW: Tensor) -> Tensor:
+def unpack(word_NW: Tensor, groups: int) -> Tensor:
     """Codes int32 [N, K] of words."""
-    shift_8 = 4 * torch.arange(PER_WORD, dtype=torch.int32, device=word_NW.device)
-    return ((word_NW[..., None] >> shift_8) & LARGEST_CODE).flatten(1)
+    shift_81 = 4 * torch.arange(PER_WORD, dtype=torch.int32, device=word_NW.device)[:, None]
+    word_NG1W = word_NW.unflatten(1, (groups, 1, -1))
+    return ((word_NG1W >> shift_81) & LARGEST_CODE).flatten(1)
 
 
 def dequantise(word_NW: Tensor, scale_GN: Tensor, zero_GN: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Weights [N, K] of a type."""
-    code_NGI = unpack(word_NW).unflatten(1, (len(scale_GN), -1))
+    code_NGI = unpack(word_NW, len(scale_GN)).unflatten(1, (len(scale_GN), -1))
     centred_NGI = code_NGI - (SYMMETRIC_ZERO if zero_GN is None else zero_GN.t().int()[..., None])
     return (centred_NGI.float() * scale_GN.t().float()[..., None]).flatten(1).to(dtype)
 

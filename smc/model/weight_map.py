@@ -89,7 +89,11 @@ class WeightSlice:
         """Write int4 weights of some of the rows of this block; `codes` has its columns."""
         from smc.model.int4 import pack
 
-        base, word_NW, columns = self.parameter.removesuffix("weight"), pack(codes.code_NK), self.axes[1]
+        base, word_NW, columns = (
+            self.parameter.removesuffix("weight"),
+            pack(codes.code_NK, codes.scale_NG.shape[1]),
+            self.axes[1],
+        )
         outputs = self._rows(slice(self.axes[0].start + rows.start, self.axes[0].start + rows.stop))
         word = columns.start // PER_WORD
         parameters[self.parameter].detach()[outputs, word : word + word_NW.shape[1]] = word_NW

@@ -155,11 +155,14 @@ def int4_passes() -> None:
         *built.tables(), built.start_R, built.count_R, *built.groups(), queries=case.queries, contexts=Contexts.SHORT
     )
     forward(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
-    matrix, x_TK = Linear(256, 256), torch.zeros(64, 256, dtype=torch.bfloat16)
-    matrix.to_int4(Int4Format(64, True, "F16"))
-    linear_int4(x_TK, matrix, pdl=True)
-    gate_up_int4(x_TK, matrix, pdl=True)
-    widened(matrix, slice(0, 256), torch.bfloat16)
+    x_TK = torch.zeros(64, 256, dtype=torch.bfloat16)
+    for group in (64, 128):
+        matrix = Linear(256, 256)
+        matrix.to_int4(Int4Format(group, True, "F16"))
+        linear_int4(x_TK, matrix, pdl=True)
+        linear_int4(x_TK.half(), matrix, pdl=True)
+        gate_up_int4(x_TK, matrix, pdl=True)
+        widened(matrix, slice(0, 256), torch.bfloat16)
     for chosen, zeros in ((2, True), (1, False)):
         config = tiny_config("mixtral", hidden_size=256, intermediate_size=256, experts_per_token=chosen)
         made = Experts(config).bfloat16()

@@ -57,8 +57,9 @@ def numbers_of(model: Decoder, block: WeightSlice) -> Tensor:
 
 def test_codes_are_packed_and_unpacked():
     code_NK = torch.randint(16, (5, 64), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    assert torch.equal(unpack(pack(code_NK)), code_NK)
-    assert pack(torch.tensor([[1, 2, 0, 0, 0, 0, 0, 15]])).item() == 0x21 - 0x10000000
+    assert all(torch.equal(unpack(pack(code_NK, groups), groups), code_NK) for groups in (1, 2))
+    assert pack(torch.tensor([[1, 2, 0, 0, 0, 0, 0, 15]]), 1).item() == 0x21 - 0x10000000
+    assert pack(torch.arange(16)[None], 1).tolist() == [[0xECA86420 - (1 << 32), 0xFDB97531 - (1 << 32)]]
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
@@ -67,7 +68,7 @@ def test_error_of_rounding(size):
     weight_NK[3] = 0.0
     weight_NK[4, 5] = 100 * size
     codes = quantise_int4(weight_NK, 64)
-    found_NK = dequantise(pack(codes.code_NK), codes.scale_NG.t(), None, torch.float32)
+    found_NK = dequantise(pack(codes.code_NK, codes.scale_NG.shape[1]), codes.scale_NG.t(), None, torch.float32)
     scale_NK = codes.scale_NG.repeat_interleave(64, 1)
     # Scales are stored in bfloat16, so the largest weight may lie up to 2^-9 of itself beyond the last code.
     assert ((found_NK - weight_NK).abs() <= 0.54 * scale_NK).all()
