@@ -4,8 +4,8 @@ the library.
 Of few tokens, each word of eight codes is read once and widened in registers to x's type, in which codes less their
 zero point are exact. A program has some outputs and takes one group of inputs a step, in eight products if the group is
 large enough: each has the codes of one place in all words, which the tensor cores take from the registers in which they
-were widened. The sum over a group is multiplied by the group's scale and added to the rest in float32. Splits of K are as in `smc.kernels.linear`.
-Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
+were widened. The sum over a group is multiplied by the group's scale and added to the rest in float32. Splits of K are
+as in `smc.kernels.linear`. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
 
 Axes: T tokens, K inputs, N outputs, I inner features, S splits of K, W words, G groups.
 """
@@ -49,22 +49,20 @@ def _packed_codes(kind: str, base: int) -> str:
 
 PACKED_BFLOAT16 = tl.constexpr(_packed_codes("bf16x2", 0x4300))
 PACKED_FLOAT16 = tl.constexpr(_packed_codes("f16x2", 0x6400))
-_PROGRAMS = 192
-"""Fewest programs that keep enough loads in flight: a step of one reads 4 KiB."""
-_WIDE_OUTPUTS = 24 * 1024
-"""From here on a gated product has enough programs with 128 rows each."""
+_PROGRAMS = 384
+"""Fewest programs of few tokens that keep enough loads in flight: a step of one reads 8 KiB."""
 _WIDENED = 1 << 26
 """Weights that are widened at a time."""
 
 
 def choose_int4(tokens: int, outputs: int, inputs: int, group: int, gated: bool = False) -> ProductTiling:
-    """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs. Not yet
-    timed on a GPU."""
-    block_n = 128 if gated and outputs >= _WIDE_OUTPUTS and tokens <= 32 else 64
-    splits = 1 if gated else choose_splits(triton.cdiv(outputs, block_n), inputs // group, _PROGRAMS)
+    """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs. Of those tried
+    on an H200 (`python -m benchmarks.int4 products`)."""
+    block_n, programs = 128, _PROGRAMS if tokens <= 32 else _PROGRAMS // 2
+    splits = 1 if gated else choose_splits(triton.cdiv(outputs, block_n), inputs // group, programs)
     # In flight: words, x, scales and zero points. One step's widened weights lie beside them.
     stage_bytes = group * (block_n // 2 + 2 * token_block(tokens)) + 4 * block_n
-    stages = min(6, (SHARED_ROOM - 2 * group * block_n) // stage_bytes)
+    stages = min(3, (SHARED_ROOM - 2 * group * block_n) // stage_bytes)
     return ProductTiling(block_n, group, splits, 4, stages=max(2, stages))
 
 

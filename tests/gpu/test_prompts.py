@@ -94,7 +94,7 @@ class Case:
     def reference(self) -> Tensor:
         """In float32, over a copy of the pool; a row after another, for want of memory."""
         pool = KVPool.__new__(KVPool)
-        pool.keys, pool.values = self.pool.keys.float(), self.pool.values.float()
+        pool.keys, pool.values, pool.windows = self.pool.keys.float(), self.pool.values.float(), self.pool.windows
         q_THD, k_TJD, v_TJD = (x.float() for x in (self.q_THD, self.k_TJD, self.v_TJD))
         ends, outs = np.cumsum(self.batch.counts_R).tolist(), []
         for r, end in enumerate(ends):
