@@ -8,12 +8,16 @@ Axes: L tokens of an answer, W words of 32 tokens each, R rows."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import llguidance
@@ -29,6 +33,10 @@ WHITESPACE = r"\x20|\x0A[\x20\x09]{0,40}"
 they may. A schema can say otherwise (`x-guidance`)."""
 MOST_KEPT = 256
 """Compiled constraints, those used last."""
+MOST_THREADS = 8
+"""That compute masks."""
+NEVER = sys.maxsize
+"""Tokens before what an answer does not have."""
 MOST_COMPILED = 2.0
 """Seconds that compiling may take. The library counts steps, not seconds, so this is seen afterwards."""
 
@@ -92,6 +100,27 @@ class Compiler:
         """Reads answers from their beginning. Raises ValueError."""
         return Follower(machine, None if machine.constraint is None else self._start(machine.constraint), self)
 
+    def write_masks(self, asked: Iterable[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> None:
+        """Write masks of several requests, int32 in a contiguous array. A mask is of all tokens where it is not asked
+        for, and where the answer is none that the constraint allows, so that nothing may depend on it; of no token in
+        the whole path where the library has reached a limit."""
+        masks_RW[:] = -1
+        ends = _MaskEnds(self)
+        walks = [follower.walk(paths, ends) for follower, paths in asked]
+        # One chain of every request at once, without the interpreter's lock.
+        address, size = masks_RW.ctypes.data, 4 * self.words
+        while walks:
+            found = [(walk, next(walk, None)) for walk in walks]
+            walks = [walk for walk, chain in found if chain is not None]
+            chains = [chain for _, chain in found if chain is not None]
+            single = [(chain.matcher, chain.row) for chain in chains if not chain.tokens]
+            longer = [(chain.matcher, chain.row, chain.tokens) for chain in chains if chain.tokens]
+            if single:
+                _executor().unsafe_compute_mask_ptr(single, address, size, len(masks_RW))
+            if longer:
+                _executor().unsafe_compute_mask_ptr_with_draft_token(longer, address, size, len(masks_RW))
+        ends.write(masks_RW)
+
     def _start(self, constraint: Constraint) -> llguidance.LLMatcher:
         """The constraint at its beginning; others have it, too."""
         if not len(self._bytes.data_B):
@@ -139,6 +168,81 @@ class Compiler:
         return self._tokenizer
 
 
+@dataclass(frozen=True)
+class MaskPath:
+    """Masks that are asked for along an answer, in consecutive rows."""
+
+    answer_L: np.ndarray
+    """int64."""
+    first: int
+    """Tokens of the answer before the first mask; before each later one there is one more."""
+    row: int
+    """Row of the first mask."""
+    count: int
+
+    @property
+    def last(self) -> int:
+        """Tokens before the last mask."""
+        return self.first + self.count - 1
+
+    def rows(self, first: int, last: int) -> range:
+        """Of the masks after so many tokens, as far as they are asked for."""
+        first, last = max(first, self.first), min(last, self.last)
+        return range(self.row + first - self.first, self.row + last + 1 - self.first)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Masks that the library computes at once: of where a matcher is, and after each of these tokens. It returns to
+    where it was."""
+
+    matcher: llguidance.LLMatcher
+    row: int
+    tokens: list[int]
+
+
+class _MaskEnds:
+    """What is written once the library's masks are there, all rows at once: whether answers may end, bad words, and
+    masks that are there already."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._vocab, self._eos_ids = compiler.vocab, compiler.eos_ids
+        self.computed: list[range] = []
+        """Rows of the library, which says by a token of its own whether the answer may end."""
+        self.open: list[range] = []
+        """Rows of answers that must not end."""
+        self.complete: list[range] = []
+        """Rows of answers that may only end."""
+        self.failed: list[range] = []
+        """Rows in which nothing is allowed."""
+        self.copies: list[tuple[range, range]] = []
+        """Rows, and those that they are equal to, which may be copies themselves of pairs before."""
+        self.bad_words: list[tuple[Follower, MaskPath, range]] = []
+        """Rows of a path from which bad words are taken."""
+
+    def write(self, masks_RW: np.ndarray) -> None:
+        words_RW = masks_RW.view(np.uint32)
+        computed, complete = _flat(self.computed), _flat(self.complete)
+        may_end = words_RW[computed, self._vocab // 32] >> (self._vocab % 32) & 1
+        words_RW[complete] = 0
+        for rows, is_allowed in ((computed, may_end), (_flat(self.open), 0), (complete, 1)):
+            for token in self._eos_ids.tolist() if len(rows) else ():
+                word, bit = token // 32, np.uint32(1 << token % 32)
+                of_rows = words_RW[rows, word]
+                words_RW[rows, word] = np.where(is_allowed, of_rows | bit, of_rows & ~bit)
+        for follower, path, rows in self.bad_words:
+            follower.take_out(path, rows, masks_RW)
+        for copy, source in self.copies:
+            masks_RW[copy.start : copy.stop] = masks_RW[source.start : source.stop]
+        for failed in self.failed:
+            masks_RW[failed.start : failed.stop] = 0
+
+
+def _flat(ranges: list[range]) -> np.ndarray:
+    """int64 rows of all of them."""
+    return np.fromiter(itertools.chain.from_iterable(ranges), np.int64)
+
+
 class Follower:
     """Reads answers to one request, and says which tokens may follow."""
 
@@ -146,93 +250,137 @@ class Follower:
         """`matcher`: of the constraint, at its beginning; others have it, too."""
         self._start, self._bad_words = matcher, machine.bad_words
         self._after = None if machine.constraint is None else machine.constraint.after
-        self._matcher = None if matcher is None else matcher.deep_copy()
-        self._vocab, self._words, self._eos_ids = compiler.vocab, compiler.words, compiler.eos_ids
-        self._text_L = np.zeros(0, dtype=np.int64)
-        """What it has read."""
+        self._compiler, self._eos_ids = compiler, frozenset(compiler.eos_ids.tolist())
+        self._reset()
+
+    def _reset(self) -> None:
+        self._matcher = None if self._start is None else self._start.deep_copy()
+        self._answer_L = np.zeros(0, dtype=np.int64)
+        """The last answer."""
+        self._begin = 0 if self._after is None else NEVER
+        """Its tokens before the text."""
+        self._end = NEVER
+        """Its tokens before the first that ends the text."""
+        self._held = 0
+        """Tokens of its text that the matcher has read."""
 
     def masks(self, answer_L: np.ndarray, first: int, masks_RW: np.ndarray) -> None:
-        """Write masks, int32 in a contiguous array: row r, of what may come after the answer's first `first + r` tokens.
-        One of all tokens where the answer is none that the constraint allows, so that nothing may depend on it; one of
-        no token where the library has reached a limit."""
-        masks_RW[:] = -1
-        if self._matcher is not None:
-            self._masks(self._matcher, answer_L, first, masks_RW)
-        for row, mask_W in enumerate(masks_RW):
-            self._take_out(answer_L[: first + row], mask_W)
+        """As `Compiler.write_masks`: row r, of what may come after the answer's first `first + r` tokens."""
+        self._compiler.write_masks([(self, [MaskPath(answer_L, first, 0, len(masks_RW))])], masks_RW)
 
-    def _masks(self, matcher: llguidance.LLMatcher, answer_L: np.ndarray, first: int, masks_RW: np.ndarray) -> None:
-        """Of the constraint."""
-        begin = self._begin(answer_L)
-        over = (answer_L[begin:, None] == self._eos_ids).any(-1).nonzero()[0]
-        end = begin + int(over[0]) if len(over) else len(answer_L)
-        for row, size in enumerate(range(first, first + len(masks_RW))):
-            if size < begin:  # reasons, and does not end so
-                _set(masks_RW[row], self._eos_ids, False)
-            elif size > end:  # is complete, and shorter than it was to be
-                masks_RW[row] = 0
-                _set(masks_RW[row], self._eos_ids, True)
-            elif not self._read(matcher, answer_L[begin:size]):
-                break
-            else:
-                # A grammar that is complete allows the end alone.
-                matcher.unsafe_compute_mask_ptr(masks_RW[row].ctypes.data, 4 * self._words)
-                may_end = bool(masks_RW[row, self._vocab // 32] >> (self._vocab % 32) & 1)
-                _set(masks_RW[row], self._eos_ids, may_end)
-        if matcher.is_error():
-            masks_RW[:] = 0
-            assert self._start is not None, "of a constraint"
-            self._matcher, self._text_L = self._start.deep_copy(), self._text_L[:0]
+    def walk(self, paths: Sequence[MaskPath], ends: _MaskEnds) -> Iterator[_Chain]:
+        """What the library has to compute, a chain after another; what else is to be written is noted. Answers go in an
+        order in which equal beginnings are neighbours: masks after these are computed once."""
+        before: MaskPath | None = None
+        for path in sorted(paths, key=lambda path: path.answer_L.tobytes()):
+            same = self._take(path.answer_L)
+            copied = self._copy(before, path, same, ends)
+            if self._bad_words:
+                ends.bad_words.append((self, path, path.rows(path.first + copied, path.last)))
+            before = path
+            if self._matcher is not None:
+                yield from self._walk(self._matcher, path, path.first + copied, ends)
+                if self._matcher.is_error():
+                    ends.failed.append(path.rows(path.first, path.last))
+                    self._reset()
+                    before = None
 
-    def _take_out(self, answer_L: np.ndarray, mask_W: np.ndarray) -> None:
-        """Tokens that would complete a bad word, unless nothing were left of what the constraint allows."""
-        bad = [
-            word[-1]
-            for word in self._bad_words
-            if len(word) - 1 <= len(answer_L) and tuple(answer_L[len(answer_L) - len(word) + 1 :].tolist()) == word[:-1]
-        ]
-        if bad:
-            before_W = mask_W.copy()
-            _set(mask_W, np.array(bad), False)
-            last_W = mask_W.copy()
-            last_W[-1] &= (1 << self._vocab % 32) - 1  # the library's own end is no token
-            if not last_W.any():
-                mask_W[:] = before_W
-
-    def _begin(self, answer_L: np.ndarray) -> int:
-        """Tokens of the answer before the text; more than there are where it has not begun."""
-        if self._after is None:
+    def _copy(self, before: MaskPath | None, path: MaskPath, same: int, ends: _MaskEnds) -> int:
+        """Masks of a path that are those of the path before, with which it has so many tokens in common."""
+        if before is None or before.first > path.first:
             return 0
-        (found,) = np.nonzero(answer_L == self._after)
-        return int(found[0]) + 1 if len(found) else len(answer_L) + 1
+        last = min(same, before.last, path.last)
+        if before.first < path.first:
+            # What follows an end depends on where a path begins, if its text is not allowed.
+            last = min(last, self._end)
+        rows = path.rows(path.first, last)
+        if rows:
+            ends.copies.append((rows, before.rows(path.first, last)))
+        return len(rows)
 
-    def _read(self, matcher: llguidance.LLMatcher, text_L: np.ndarray) -> bool:
-        """Read a text, from what it has in common with the last one; whether it is allowed so far."""
-        last_L = self._text_L
-        size = min(len(last_L), len(text_L))
-        (different,) = np.nonzero(last_L[:size] != text_L[:size])
-        same = int(different[0]) if len(different) else size
-        if same < len(last_L):
-            matcher.rollback(len(last_L) - same)
-        new = text_L[same:].tolist()
+    def _walk(self, matcher: llguidance.LLMatcher, path: MaskPath, first: int, ends: _MaskEnds) -> Iterator[_Chain]:
+        """The masks of a path after its first `first` tokens, and later ones."""
+        begin, end = self._begin, min(self._end, len(path.answer_L))
+        reasons = path.rows(first, begin - 1)
+        if reasons:
+            ends.open.append(reasons)
+        first, last = max(first, begin), min(path.last, end)
+        if first <= last:
+            if not self._read(matcher, first):
+                return
+            ends.computed.append(path.rows(first, last))
+            yield _Chain(matcher, ends.computed[-1].start, path.answer_L[first:last].tolist())
+        complete = path.rows(max(first, end + 1), path.last)
+        if complete and (path.first > end or self._read(matcher, end)):
+            ends.complete.append(complete)
+
+    def take_out(self, path: MaskPath, rows: range, masks_RW: np.ndarray) -> None:
+        """Tokens that would complete a bad word, unless nothing were left of what the constraint allows."""
+        longest = max(map(len, self._bad_words)) - 1
+        size = path.first + rows.start - path.row
+        begin = max(size - longest, 0)
+        tokens = path.answer_L[begin : size + len(rows)].tolist()
+        for row in rows:
+            before = tuple(tokens[: size - begin])
+            bad = [
+                word[-1]
+                for word in self._bad_words
+                if len(word) <= len(before) + 1 and before[len(before) + 1 - len(word) :] == word[:-1]
+            ]
+            if bad:
+                self._forbid(bad, masks_RW[row])
+            size += 1
+
+    def _forbid(self, tokens: list[int], mask_W: np.ndarray) -> None:
+        before_W = mask_W.copy()
+        bits_W = mask_W.view(np.uint32)
+        for token in tokens:
+            bits_W[token // 32] &= ~np.uint32(1 << token % 32)
+        last_W = mask_W.copy()
+        last_W[-1] &= (1 << self._compiler.vocab % 32) - 1  # the library's own end is no token
+        if not last_W.any():
+            mask_W[:] = before_W
+
+    def _take(self, answer_L: np.ndarray) -> int:
+        """Go on with an answer, and go back to what it has in common with the last one: how many tokens."""
+        last_L = self._answer_L
+        size = min(len(last_L), len(answer_L))
+        differs_L = last_L[:size] != answer_L[:size]
+        same = int(differs_L.argmax()) if size else 0
+        if size and not differs_L[same]:
+            same = size
+        self._answer_L = answer_L
+        new = answer_L[same:].tolist()
+        if self._after is not None and self._begin > same:
+            self._begin = same + new.index(self._after) + 1 if self._after in new else NEVER
+        if self._end >= same:
+            ended = (t for t, token in enumerate(new, same) if token in self._eos_ids and t >= self._begin)
+            self._end = next(ended, NEVER)
+        if self._matcher is not None and self._held > max(same - self._begin, 0):
+            self._go_back(self._matcher, max(same - self._begin, 0))
+        return same
+
+    def _read(self, matcher: llguidance.LLMatcher, size: int) -> bool:
+        """Have the matcher where the answer has so many tokens; whether the text is allowed so far."""
+        size -= self._begin
+        if size < self._held:
+            self._go_back(matcher, size)
+        new = self._answer_L[self._begin + self._held : self._begin + size].tolist()
         count = matcher.try_consume_tokens(new) if new else 0
-        self._text_L = text_L[: same + count].copy()
+        self._held += count
         return count == len(new)
+
+    def _go_back(self, matcher: llguidance.LLMatcher, held: int) -> None:
+        matcher.rollback(self._held - held)
+        self._held = held
 
     def ends(self, answer_L: np.ndarray) -> bool:
         """Whether an answer may end so. What ends it may be in it."""
-        answer_L = answer_L[~np.isin(answer_L, self._eos_ids)]
-        begin = self._begin(answer_L)
+        self._take(answer_L[~np.isin(answer_L, list(self._eos_ids))])
         if self._matcher is None:
             return True
-        return begin <= len(answer_L) and self._read(self._matcher, answer_L[begin:]) and self._matcher.is_accepting()
-
-
-def _set(mask_W: np.ndarray, ids: np.ndarray, allowed: bool) -> None:
-    bits_W = mask_W.view(np.uint32)
-    for token in ids.tolist():
-        bit = np.uint32(1 << token % 32)
-        bits_W[token // 32] = bits_W[token // 32] | bit if allowed else bits_W[token // 32] & ~bit
+        size = len(self._answer_L)
+        return self._begin <= size and self._read(self._matcher, size) and self._matcher.is_accepting()
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -248,6 +396,12 @@ def _grammar(constraint: Constraint) -> str:
     if constraint.kind == "regex":
         return llguidance.grammar_from("regex", constraint.text)
     return llguidance.grammar_from("grammar", constraint.text)
+
+
+@cache
+def _executor() -> llguidance.LLExecutor:
+    """Threads that compute masks; they sleep between rounds. Half of the cores are left to what runs beside them."""
+    return llguidance.LLExecutor(max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2)))
 
 
 class _Vocabulary:

@@ -16,13 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from smc.arrays import to_device
-from smc.constraints import Compiler, Follower
+from smc.constraints import Compiler, Follower, MaskPath
 from smc.distributions import Distributions, DistributionSpec
 from smc.executor.draft import TokenTree
 from smc.executor.graph_runner import Spans, StageRunner
@@ -36,8 +37,40 @@ from smc.types import ModelRole
 
 Fetched = Callable[[], list[np.ndarray]]
 """Waits for what is on its way to the host."""
-Rows = Iterator[tuple[int, int, np.ndarray, int, int]]
-"""Batch index, first row, tokens of the answer, how many of them come before the first mask, and masks."""
+Paths = Iterator[tuple[int, MaskPath]]
+"""Masks that are needed, each with a batch index of the request."""
+
+
+class HeldAnswers:
+    """Tokens of the answers so far, by constrained batch index, each put together when it is asked for."""
+
+    def __init__(self, index_C: np.ndarray, prompt_C: np.ndarray, arrays: list[np.ndarray], *, pending: bool) -> None:
+        """`arrays`: tokens [C, L] that models hold after the prompt, positions [C] that they hold, pending tokens
+        [C, Q], how many [C], and whether the particle is alive and goes on [C]; `pending`: with these tokens."""
+        self._tokens_CL, self._held_C, self._pending_CQ, self._pending_C, self._open_C = arrays
+        self._prompt_C, self._pending = prompt_C, pending
+        self._found: dict[int, np.ndarray] = {}
+        self._c = {index: c for c, index in enumerate(index_C.tolist())}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._c)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._c
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """int64."""
+        if index not in self._found:
+            c = self._c[index]
+            answer_L = self._tokens_CL[c, : self._held_C[c] - self._prompt_C[c]].astype(np.int64)
+            if self._pending:
+                answer_L = np.concatenate((answer_L, self._pending_CQ[c, : self._pending_C[c]]))
+            self._found[index] = answer_L
+        return self._found[index]
+
+    def is_open(self, index: int) -> bool:
+        """Whether anything may follow."""
+        return bool(self._open_C[self._c[index]])
 
 
 class TokenMasks:
@@ -66,16 +99,17 @@ class TokenMasks:
         began, took, self._nanoseconds = self._began, self._nanoseconds, 0
         return {mask_span(role): (began, began + took)} if took else {}
 
-    def particles(self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor]) -> Callable[[], dict[int, np.ndarray]]:
+    def particles(self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor]) -> Callable[[], HeldAnswers]:
         """Answers of particles with what is pending, by batch index; read before any of it runs."""
         return self._answers(plan, here, pending=True)
 
     def of_particles(
-        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], particles: Callable[[], dict[int, np.ndarray]]
+        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], particles: Callable[[], HeldAnswers]
     ) -> Tensor:
         """Masks [A, W] of what may follow each particle."""
-        rows = ((index, index, answer_L, len(answer_L), 1) for index, answer_L in particles().items())
-        return self._masks(plan, "particles", len(here.slot_A), rows)
+        held = particles()
+        paths = ((index, MaskPath(held[index], len(held[index]), index, 1)) for index in held if held.is_open(index))
+        return self._masks(plan, "particles", len(here.slot_A), paths)
 
     def of_rows(
         self,
@@ -83,23 +117,23 @@ class TokenMasks:
         here: RoundPlan[Tensor],
         tree: TokenTree,
         step: int,
-        particles: Callable[[], dict[int, np.ndarray]],
+        particles: Callable[[], HeldAnswers],
     ) -> Callable[[], Tensor]:
         """Masks [X, W] of what may follow rows of so many tokens, which continue `particles`."""
         assert tree.run_4X is not None, "rows that have been re-parented"
         fetched = self._fetch([tree.root_X, tree.cut_X, tree.run_4X[3], tree.tokens_XK[:, :step]])
 
         def masks() -> Tensor:
-            answers, (root_X, cut_X, runs_X, tokens_XK) = particles(), fetched()
+            held, (root_X, cut_X, runs_X, tokens_XK) = particles(), fetched()
 
-            def rows() -> Rows:
+            def paths() -> Paths:
                 for row, root in enumerate(root_X.tolist()):
-                    if runs_X[row] and root in answers:
-                        answer_L = answers[root]
+                    if runs_X[row] and root in held:
+                        answer_L = held[root]
                         answer_L = np.concatenate((answer_L[: len(answer_L) - cut_X[row]], tokens_XK[row]))
-                        yield root, row, answer_L, len(answer_L), 1
+                        yield root, MaskPath(answer_L, len(answer_L), row, 1)
 
-            return self._masks(plan, f"step {step}", len(root_X), rows())
+            return self._masks(plan, f"step {step}", len(root_X), paths())
 
         return masks
 
@@ -112,19 +146,20 @@ class TokenMasks:
             held, (origin_A, tokens_AQ, run_A) = answers(), fetched()
             width = tokens_AQ.shape[1]
 
-            def rows() -> Rows:
+            def paths() -> Paths:
                 for index in held:
-                    run, origin_L = int(run_A[index]), held[int(origin_A[index])]
-                    answer_L = np.concatenate((origin_L, tokens_AQ[index, :run]))
-                    yield index, index * width, answer_L, len(origin_L) + 1, run
+                    if run := int(run_A[index]):
+                        origin_L = held[int(origin_A[index])]
+                        answer_L = np.concatenate((origin_L, tokens_AQ[index, :run]))
+                        yield index, MaskPath(answer_L, len(origin_L) + 1, index * width, run)
 
-            return self._masks(plan, "blocks", tokens_AQ.size, rows())
+            return self._masks(plan, "blocks", tokens_AQ.size, paths())
 
         return masks
 
     def _answers(
         self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], *, pending: bool
-    ) -> Callable[[], dict[int, np.ndarray]]:
+    ) -> Callable[[], HeldAnswers]:
         """Tokens of the answers so far, by batch index, of what models hold, with or without what is pending."""
         constraints, state = plan.constraints, self._state
         assert constraints is not None, "a round with constrained requests"
@@ -135,25 +170,13 @@ class TokenMasks:
         slot_C = here.slot_A[to_device(index_C, state.device)]
         page_CL = state.table_SL[slot_C[:, None], to_device(position_CL, state.device)].long()
         held_C = state.held(slot_C)
+        is_open_C = state.alive_S[slot_C] & ~state.ended_S[slot_C]
         fetched = self._fetch(
-            [self._tokens.token_P[page_CL], held_C, state.pending_SQ[slot_C], state.pending_S[slot_C]]
+            [self._tokens.token_P[page_CL], held_C, state.pending_SQ[slot_C], state.pending_S[slot_C], is_open_C]
         )
-        found: dict[int, np.ndarray] = {}
+        return cache(lambda: HeldAnswers(index_C, prompt_C, fetched(), pending=pending))
 
-        def answers() -> dict[int, np.ndarray]:
-            if found:
-                return found
-            token_CL, held_C, pending_CQ, pending_C = fetched()
-            for c, (index, prompt) in enumerate(zip(index_C.tolist(), prompt_C.tolist())):
-                parts = [token_CL[c, : held_C[c] - prompt].astype(np.int64)]
-                if pending:
-                    parts.append(pending_CQ[c, : pending_C[c]])
-                found[index] = np.concatenate(parts)
-            return found
-
-        return answers
-
-    def _masks(self, plan: RoundPlan[np.ndarray], name: str, total: int, rows: Rows) -> Tensor:
+    def _masks(self, plan: RoundPlan[np.ndarray], name: str, total: int, paths: Paths) -> Tensor:
         """[total, W] on the device: always the same tensor for rounds of one key. All tokens where nothing is said."""
         words, device = self._compiler.words, self._state.device
         pinned = device.type == "cuda"
@@ -169,18 +192,17 @@ class TokenMasks:
         self._turn += 1
         began = time.monotonic_ns()
         host = hosts[self._turn % len(hosts)]
+        asked: dict[int, list[MaskPath]] = {}
+        for index, path in paths:
+            asked.setdefault(int(plan.group_A[index]), []).append(path)
+        followers = {group: self._follower(plan, group) for group in asked}
         masks_RW = host.numpy()
-        masks_RW[:] = -1
-        followers: dict[int, Follower | None] = {}
-        for index, first, answer_L, begin, count in rows:
-            group = int(plan.group_A[index])
-            if group not in followers:
-                followers[group] = self._follower(plan, group)
-            follower = followers[group]
-            if follower is None:
-                masks_RW[first : first + count] = 0
-            else:
-                follower.masks(answer_L, begin, masks_RW[first : first + count])
+        self._compiler.write_masks(
+            [(follower, asked[group]) for group, follower in followers.items() if follower is not None], masks_RW
+        )
+        for group, follower in followers.items():
+            for path in asked[group] if follower is None else ():
+                masks_RW[path.row : path.row + path.count] = 0
         self._began, self._nanoseconds = began, self._nanoseconds + time.monotonic_ns() - began
         return there.copy_(host, non_blocking=True)
 

@@ -1,0 +1,197 @@
+"""Masks of many rows at once are those of a plain walk: every answer read from its beginning, a mask after another."""
+
+from __future__ import annotations
+
+import random
+
+import llguidance
+import numpy as np
+import pytest
+
+from smc import constraints
+from smc.api.constraint import Constraint
+from smc.constraints import Compiler, Follower, MaskPath
+from smc.stops import StopMachine, TokenBytes
+
+TEXTS = [bytes([byte]) for byte in range(32, 127)] + [b'"a', b'":', b"ab", b"abc", b"12", b'", "', b"true", b"\n"]
+AFTER, EOS = len(TEXTS), (len(TEXTS) + 1, len(TEXTS) + 2)
+VOCAB = len(TEXTS) + 3
+IDS = {text: token for token, text in reversed(list(enumerate(TEXTS)))}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string"}, "b": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["a", "b"],
+}
+REQUESTS: dict[str, tuple[dict | None, tuple[tuple[int, ...], ...]]] = {
+    "schema": ({"json_schema": SCHEMA}, ()),
+    "reasons": ({"json_object": True, "after": AFTER}, ()),
+    "choices": ({"choice": ["abc", "abd", "a"]}, ()),
+    "expression": ({"regex": "a(ab|b)*c?"}, ((IDS[b"a"], IDS[b"b"]), (IDS[b"c"],))),
+    "after a token, without words": ({"regex": "(ab){1,3}", "after": AFTER}, ((IDS[b"b"],), (AFTER, IDS[b"ab"]))),
+    "words alone": (None, ((IDS[b"a"], IDS[b"b"]), (IDS[b"q"],), (EOS[0],))),
+}
+
+
+def compiler_of(vocab: int = VOCAB) -> Compiler:
+    texts = [*TEXTS, *[b""] * (vocab - len(TEXTS))]
+    offset_V = np.concatenate(([0], np.cumsum([len(text) for text in texts]))).astype(np.int32)
+    return Compiler(TokenBytes(np.frombuffer(b"".join(texts), np.uint8).copy(), offset_V, EOS))
+
+
+def machine_of(name: str) -> StopMachine:
+    constraint, bad_words = REQUESTS[name]
+    return StopMachine.of((), (), (), None if constraint is None else Constraint.of(constraint), bad_words)
+
+
+def plain(compiler: Compiler, machine: StopMachine, path: MaskPath) -> np.ndarray:
+    """Masks of one path, bool [count, V + 1]; columns of the library's own end are of no use."""
+    allowed_RV = np.ones((path.count, compiler.vocab), dtype=bool)
+    ends = list(EOS)
+    constraint = machine.constraint
+    for row in range(path.count):
+        answer = path.answer_L[: path.first + row].tolist()
+        if constraint is not None:
+            after = constraint.after
+            begin = 0 if after is None else answer.index(after) + 1 if after in answer else None
+            text = None if begin is None else answer[begin:]
+            end = next((t for t, token in enumerate(text or ()) if token in EOS), None)
+            if text is None:
+                allowed_RV[row, ends] = False
+            elif end is not None and path.first > begin + end:
+                allowed_RV[row] = False
+                allowed_RV[row, ends] = True
+            else:
+                matcher = compiler._start(constraint).deep_copy()
+                text = text if end is None else text[:end]
+                if any(not matcher.try_consume_tokens([token]) for token in text):
+                    continue_after = allowed_RV[row:]
+                    continue_after[:] = True
+                    for later in range(row, path.count):
+                        take_bad_words(machine, path.answer_L[: path.first + later].tolist(), allowed_RV[later])
+                    return allowed_RV
+                bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+                found_V = np.unpackbits(bits, bitorder="little")[: compiler.vocab + 1].astype(bool)
+                allowed_RV[row] = found_V[:-1]
+                allowed_RV[row, ends] = found_V[-1]
+                if end is not None:
+                    allowed_RV[row] = False
+                    allowed_RV[row, ends] = True
+        take_bad_words(machine, answer, allowed_RV[row])
+    return allowed_RV
+
+
+def take_bad_words(machine: StopMachine, answer: list[int], allowed_V: np.ndarray) -> None:
+    text = ",".join(map(str, ["", *answer]))
+    bad = [word[-1] for word in machine.bad_words if text.endswith("".join(f",{token}" for token in word[:-1]))]
+    left_V = allowed_V.copy()
+    left_V[bad] = False
+    if left_V.any():
+        allowed_V[:] = left_V
+
+
+def opened(masks_RW: np.ndarray, vocab: int) -> np.ndarray:
+    return np.unpackbits(masks_RW.view(np.uint8), axis=-1, bitorder="little")[:, :vocab].astype(bool)
+
+
+class Tree:
+    """Answers of a request that grow by random tokens, most of them allowed, and are resampled."""
+
+    def __init__(self, name: str, dice: random.Random, compiler: Compiler) -> None:
+        self.machine, self._dice, self._compiler = machine_of(name), dice, compiler
+        self.answers: list[list[int]] = [[] for _ in range(dice.randint(1, 4))]
+
+    def next(self, answer: list[int]) -> int:
+        path = MaskPath(np.array(answer, np.int64), len(answer), 0, 1)
+        allowed = np.flatnonzero(plain(self._compiler, self.machine, path)[0])
+        if self._dice.random() < 0.15 or not len(allowed):
+            return self._dice.randrange(VOCAB)
+        if AFTER in allowed and self._dice.random() < 0.3:
+            return AFTER
+        return int(self._dice.choice(allowed[-6:] if self._dice.random() < 0.3 else allowed))
+
+    def paths(self, kind: str, row: int) -> list[MaskPath]:
+        """Of blocks after random answers, whose tokens they often share, or of one mask each; rows from `row` on, one
+        block after another."""
+        dice, found = self._dice, []
+        blocks: list[tuple[list[int], list[int]]] = []
+        for _ in range(dice.randint(1, 8)):
+            if blocks and dice.random() < 0.7:
+                origin, tokens = dice.choice(blocks)
+                tokens = tokens[: dice.randint(0, len(tokens))]
+            else:
+                origin, tokens = dice.choice(self.answers), []
+                # Of an answer that was drafted after inner nodes the last tokens are cut.
+                origin = origin[: len(origin) - dice.choice([0, 0, 0, min(2, len(origin))])]
+            for _ in range(dice.randint(1, 6) - len(tokens)):
+                tokens = [*tokens, self.next(origin + tokens)]
+            blocks.append((origin, tokens))
+        for origin, tokens in blocks:
+            answer_L = np.array(origin + tokens, dtype=np.int64)
+            first, count = (len(origin) + 1, len(tokens)) if kind == "blocks" else (len(answer_L), 1)
+            found.append(MaskPath(answer_L, first, row, count))
+            row += 6
+        chosen = dice.choice(blocks)
+        self.answers = [dice.choice(self.answers), chosen[0] + chosen[1][: dice.randint(0, len(chosen[1]))]]
+        return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("vocab", [VOCAB, 127], ids=["words", "whole words"])
+def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, monkeypatch):
+    """Random trees of several requests at once, over rounds in which followers go on, and begin anew as after a
+    preemption; `whole words`: the library's own end fills the last word's bits."""
+    executor = llguidance.LLExecutor(threads)
+    monkeypatch.setattr(constraints, "_executor", lambda: executor)
+    compiler, dice = compiler_of(vocab), random.Random(f"{vocab} {threads}")
+    seen = {"copied": 0, "refused": 0}
+    for _ in range(12):
+        names = dice.choices(list(REQUESTS), k=dice.randint(1, 5))
+        trees = [Tree(name, dice, compiler) for name in names]
+        followers = [compiler.follower(tree.machine) for tree in trees]
+        for _ in range(5):
+            kind = dice.choice(["blocks", "rows"])
+            asked: list[tuple[Follower, list[MaskPath]]] = []
+            for g, (tree, follower) in enumerate(zip(trees, followers)):
+                asked.append((follower, tree.paths(kind, g * 48)))
+            masks_RW = np.full((48 * len(trees) + 1, compiler.words), 5, dtype=np.int32)
+            compiler.write_masks(asked, masks_RW)
+            found_RV, rest = opened(masks_RW, vocab), set(range(len(masks_RW)))
+            for tree, (_, paths) in zip(trees, asked):
+                for path in paths:
+                    expected_RV = plain(compiler, tree.machine, path)
+                    rows = path.rows(path.first, path.last)
+                    assert (found_RV[rows.start : rows.stop] == expected_RV).all()
+                    rest -= set(rows)
+                    seen["refused"] += int(expected_RV.all(-1).sum())
+                seen["copied"] += sum(p.count for p in paths) - len(
+                    {tuple(p.answer_L[: p.first + r].tolist()) for p in paths for r in range(p.count)}
+                )
+            assert (masks_RW[sorted(rest)] == -1).all()
+            if dice.random() < 0.3:
+                again = dice.randrange(len(trees))
+                followers[again] = compiler.follower(trees[again].machine)
+    assert min(seen.values()) > 100
+
+
+def test_a_request_at_a_limit_of_the_library_allows_nothing(monkeypatch):
+    """In every path that meets it, and in no other; the follower reads on from the beginning."""
+    limits = llguidance.LLParserLimits(verbose_errors=False, step_max_items=60)
+    compiler = compiler_of()
+    machine = StopMachine.of((), (), (), Constraint.of({"grammar": LIMITED}))
+    follower = compiler.follower(machine)
+    monkeypatch.setattr(constraints, "LIMITS", limits)
+    limited = compiler_of().follower(machine)
+    letters = [IDS[b"a"]] * 40
+    answers = [letters[:1], [*letters[:1], IDS[b"b"]], letters, [*letters[:-1], IDS[b"b"]]]
+    paths = [MaskPath(np.array(answer), 1, 50 * i, len(answer)) for i, answer in enumerate(answers)]
+    expected_RW, found_RW = (np.zeros((200, compiler.words), dtype=np.int32) for _ in range(2))
+    compiler.write_masks([(follower, paths)], expected_RW)
+    for _ in range(2):
+        limited._compiler.write_masks([(limited, paths)], found_RW)
+        for i, path in enumerate(paths):
+            rows = path.rows(path.first, path.last)
+            found, expected = found_RW[rows.start : rows.stop], expected_RW[rows.start : rows.stop]
+            assert (found == (expected if i < 2 else 0)).all()
+
+
+LIMITED = "start: item*\nitem: \"a\" | \"b\" | item item\n"
