@@ -39,7 +39,7 @@ def asked() -> list[dict]:
     lines = [
         chat(f"q{i}", problem.question, **KINDS[i % len(KINDS)]) for i, problem in enumerate(generate(5, 20, "test"))
     ]
-    lines[5] = chat("wrong", n=2)
+    lines[5] = chat("wrong", n=0)
     lines[9] = chat("too long", max_tokens=100_000)
     return lines
 
@@ -50,7 +50,7 @@ def expected(pair, asked) -> list[tuple]:
     requests, wanted = RequestReader(pair, 3), {}
     for number, document in enumerate(asked, 1):
         if document["custom_id"].startswith("q"):
-            wanted[document["custom_id"]] = requests.build(line(document, number))
+            wanted[document["custom_id"]] = requests.build(line(document, number))[0]
     engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), EngineConfig(**ENGINE, max_slots=16))
     answers = {output.answer.request_id: output.answer for output in engine.run(wanted.values()) if output.answer}
     found = {custom_id: answers[request.request_id] for custom_id, request in wanted.items()}

@@ -36,7 +36,7 @@ def test_all_done(smcserve, files):
 
 
 def test_all_done_but_one_failed(smcserve, files):
-    write_lines(files[0], [chat("a"), chat("b", n=2)])
+    write_lines(files[0], [chat("a"), chat("b", n=0)])
     finish(*files)
     ran = smcserve("batch", *files)
     assert ran.code == 1 and "2 of 2 lines done, 2 by earlier runs, 1 failed" in ran.err
@@ -63,7 +63,7 @@ def test_another_run_is_at_it(smcserve, files):
         (("in.jsonl", "in.jsonl"), "in.jsonl is the input; give another output file"),
         (("in.jsonl", "out.jsonl", "-c", 0), "concurrency=0; allowed: >= 1"),
         (("in.jsonl", "out.jsonl", "--target-tp", 3), "target_tp=3"),
-        (("in.jsonl",), "OUT.jsonl"),
+        (("in.jsonl",), "OUT"),
         (("twice.jsonl", "out.jsonl"), "lines 1 and 2 have the same custom_id; every line needs one of its own"),
         (("in.jsonl", "notes.txt"), "notes.txt: line 1 is not an answer of this command"),
     ],

@@ -19,7 +19,7 @@ def clock_stands_still(monkeypatch):
 @pytest.fixture
 def source(tmp_path):
     documents = [chat(f"q{i}", f"{i} + {i}?") for i in range(9)]
-    documents[2:2] = ["", "not json", chat("wrong", n=2), completion("mine", seed=3), chat("ünï", "ü")]
+    documents[2:2] = ["", "not json", chat("wrong", n=0), completion("mine", seed=3), chat("ünï", "ü")]
     return write_lines(tmp_path / "in.jsonl", documents)
 
 
@@ -80,7 +80,7 @@ def edited(text: str, old: str, new: str) -> str:
     [
         (lambda text: edited(text, '"q1"', '"q01"'), {}, "answer 2 is of custom_id='q1', but line 2 has 'q01'"),
         (lambda text: edited(text, "1 + 1?", "1 + 2?"), {}, "answer 2 does not belong to line 2 as it is now"),
-        (lambda text: edited(text, '"n": 2', '"n": 1'), {}, "answer 4 does not belong to line 5 as it is now"),
+        (lambda text: edited(text, '"n": 0', '"n": 1'), {}, "answer 4 does not belong to line 5 as it is now"),
         (lambda text: edited(text, "not json", "no json"), {}, "answer 3 does not belong to line 4 as it is now"),
         (lambda text: text.split("\n", 1)[1], {}, "answer 1 is of custom_id='q0', but line 1 has 'q1'"),
         (lambda text: text.rsplit("\n", 2)[0], {}, "has more lines than"),

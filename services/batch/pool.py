@@ -1,0 +1,201 @@
+"""Parts of the input on a pool of worker groups, by Ray Data: it gives each to an actor that has a worker group, which
+reads, decodes and writes it; starts such an actor again when it is lost, with the parts that were lost with it; and
+reads no further ahead than the rest can follow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from services.batch.output_file import written
+from services.batch.parts import DonePart, Part, earlier_records, write_part
+from services.batch.progress import Counts
+from services.batch.replica import Replica, ReplicaSpec
+from services.batch.runner import ServiceLost
+from services.batch.storage import Store
+from services.launch import cluster
+
+logger = logging.getLogger(__name__)
+
+PARTS_AT_A_TIME = 2
+"""Of a worker group: while the last lines of one part are decoded, the slots that they leave are not empty."""
+REPORT_SECONDS = 1.0
+"""Between two reports of a worker group."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What runs, and where it reads and writes. Picklable."""
+
+    spec: ReplicaSpec
+    groups: int
+    source: Store
+    sink: Store
+    form: str | None
+    """Format of the files that are written; None: records come back in their order, and nothing is written."""
+
+    def answer(self, parts: Sequence[Part], monitor: ray.actor.ActorHandle) -> Iterator[DonePart]:
+        """Each part when it is done. One whose worker group is lost for good does not come. Needs Ray to be connected;
+        the worker groups end with the iterator."""
+        _set_up(in_order=self.form is None)
+        compute = ray.data.ActorPoolStrategy(
+            size=self.groups,
+            max_tasks_in_flight_per_actor=PARTS_AT_A_TIME,
+            max_concurrent_calls_per_actor=PARTS_AT_A_TIME,
+            enable_true_multi_threading=True,
+        )
+        # Files of this host may be on no other: then the actors are here. Their ranks are where there is room.
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        host = here if self.source.is_local or self.sink.is_local else None
+        # No CPUs: ranks hold all of them where models run on CPUs. Ray Data makes reads part of the actors' work.
+        dataset = ray.data.read_datasource(
+            PartSource(self, parts), override_num_blocks=len(parts), num_cpus=0, label_selector=host
+        ).map(
+            ReplicaActor,
+            fn_constructor_kwargs={"pool": self, "monitor": monitor},
+            compute=compute,
+            num_cpus=0,
+            label_selector=host,
+        )
+        for row in dataset.iter_rows():
+            yield pickle.loads(row["done"])
+
+
+class PartSource(Datasource):
+    """Reads parts, each as one row."""
+
+    def __init__(self, pool: Pool, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self._pool, self._parts = pool, parts
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        return [ReadTask(partial(_read, self._pool, part), BlockMetadata(1, None, None, None)) for part in self._parts]
+
+
+@dataclass(frozen=True)
+class ReadPart:
+    """Of the input."""
+
+    part: Part
+    first: int = 0
+    data: bytes = b""
+    """See `Part.read`."""
+    earlier: tuple[dict[str, Any], ...] = ()
+    """Records of some of its lines."""
+    error: str | None = None
+    """Why it could not be read."""
+
+
+def _read(pool: Pool, part: Part) -> list[pa.Table]:
+    try:
+        first, data = part.read(pool.source)
+        read = ReadPart(part, first, data, tuple(earlier_records(part, pool.sink, pool.form or "jsonl")))
+    except Exception as error:
+        read = ReadPart(part, error=f"{part.name}: cannot be read: {error}")
+    return [pa.table({"part": pa.array([pickle.dumps(read)], pa.large_binary())})]
+
+
+class ReplicaActor:
+    """An actor of the pool: it has a worker group and answers parts with it."""
+
+    def __init__(self, pool: Pool, monitor: ray.actor.ActorHandle) -> None:
+        """Returns when the worker group is warm. Raises WorkerGroupError."""
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        cluster.release_left()
+        self._id, self._pool, self._monitor = ray.get_runtime_context().get_actor_id(), pool, monitor
+        self._parts: dict[Part, Counts] = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        began = time.monotonic()
+        monitor.start.remote(self._id)
+        try:
+            self._replica: Replica = Replica(pool.spec, pool.spec.group.serving_pair())
+            asyncio.run_coroutine_threadsafe(self._replica.start(), self._loop).result()
+        except Exception as error:
+            ray.get(monitor.fail.remote(self._id, str(error)))
+            raise
+        monitor.ready.remote(self._id, time.monotonic() - began)
+        self._reports = asyncio.run_coroutine_threadsafe(self._report(), self._loop)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Called by several threads."""
+        read: ReadPart = pickle.loads(row["part"])
+        try:
+            done = DonePart(read.part, error=read.error) if read.error else self._done(read)
+        except ServiceLost as error:
+            # Another start of this process may find another host, and Ray gives it these parts once more.
+            ray.get(self._monitor.fail.remote(self._id, str(error)))
+            os._exit(1)
+        except Exception as error:
+            logger.exception("a part has failed")
+            done = DonePart(read.part, error=f"{read.part.name}: {error}")
+        return {"done": pickle.dumps(done)}
+
+    def _done(self, read: ReadPart) -> DonePart:
+        part, lines, new, kept = read.part, [], Counts(), Counts()
+
+        def write(record: dict[str, Any], is_new: bool) -> None:
+            nonlocal new, kept
+            lines.append(written(record))
+            if is_new:
+                new += Counts.of(record)
+            else:
+                kept += Counts.of(record)
+            self._parts[part] = new
+
+        work = self._replica.answer(part.parse(read.first, read.data, read.earlier), write)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        done = DonePart(part, new, kept, b"".join(lines))
+        if self._pool.form is not None:
+            done = write_part(done, self._pool.sink, self._pool.form)
+        self._monitor.report.remote(dict(self._parts))
+        self._parts.pop(part, None)
+        return done
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            self._monitor.report.remote(dict(self._parts))
+
+
+def count_that_fit(spec: ReplicaSpec, is_own_cluster: bool) -> int:
+    """Worker groups that the cluster has room for now; at least one, which may have to wait for hosts."""
+    group = spec.group
+    if is_own_cluster and group.device == "cpu":  # it declares more CPUs than there are
+        return max(1, (os.cpu_count() or 1) // (group.target_tp + group.draft_tp))
+    gpus = group.device == "cuda"
+    sides = ((group.target_tp, gpus, group.target_resource), (group.draft_tp, gpus, group.draft_resource))
+    return max(1, cluster.count_that_fit(sides))
+
+
+def _set_up(in_order: bool) -> None:
+    """Of Ray Data, for this process."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.execution_options.preserve_order = in_order
+    # A part that is lost for good is done by another run over what is left; until then the others go on.
+    context.max_errored_blocks = -1
+    context.max_consecutive_actor_init_deaths = -1  # the caller counts them
+    # One row is a part, however large.
+    context.target_max_block_size = None
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
