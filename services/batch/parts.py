@@ -120,12 +120,16 @@ class PartsOutput:
         directory of another input, or one that another run writes."""
         self._source, self.sink, self._retries = source, sink, retry_failed
         self._sizes, self._unit = _sizes(source)
-        self.form = output_form or ("parquet" if self._unit == "row" else "jsonl")
-        self._lock: int | None = None
-        self._open(made_by | {"format": self.form}, overwrite)
-        self._found = self._survey()
-        self._redone: set[tuple[str, int]] = set()
         self._mean = self._mean_size()
+        self.form = output_form or ("parquet" if self._unit == "row" else "jsonl")
+        self._redone: set[tuple[str, int]] = set()
+        self._lock: int | None = None
+        try:
+            self._open(made_by | {"format": self.form}, overwrite)
+            self._found = self._survey()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         if self._lock is not None:

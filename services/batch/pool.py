@@ -1,6 +1,6 @@
 """Parts of the input on a pool of worker groups, by Ray Data: it gives each to an actor that has a worker group, which
 reads, decodes and writes it; starts such an actor again when it is lost, with the parts that were lost with it; and
-reads no further ahead than the rest can follow."""
+gives out no more than is asked for."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import pyarrow as pa
 import ray
 import ray.data
-from ray.data.block import BlockMetadata
-from ray.data.datasource import Datasource, ReadTask
 
 from services.batch.output_file import written
 from services.batch.parts import DonePart, Part, earlier_records, write_part
@@ -61,57 +57,17 @@ class Pool:
         # Files of this host may be on no other: then the actors are here. Their ranks are where there is room.
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         host = here if self.source.is_local or self.sink.is_local else None
-        # No CPUs: ranks hold all of them where models run on CPUs. Ray Data makes reads part of the actors' work.
-        dataset = ray.data.read_datasource(
-            PartSource(self, parts), override_num_blocks=len(parts), num_cpus=0, label_selector=host
-        ).map(
+        # Actors read and write, so that lines do not pass through the memory of other hosts.
+        dataset = ray.data.from_items([{"part": pickle.dumps(part)} for part in parts], override_num_blocks=len(parts))
+        dataset = dataset.map(
             ReplicaActor,
             fn_constructor_kwargs={"pool": self, "monitor": monitor},
             compute=compute,
-            num_cpus=0,
+            num_cpus=0,  # ranks hold all of them where models run on CPUs
             label_selector=host,
         )
         for row in dataset.iter_rows():
             yield pickle.loads(row["done"])
-
-
-class PartSource(Datasource):
-    """Reads parts, each as one row."""
-
-    def __init__(self, pool: Pool, parts: Sequence[Part]) -> None:
-        super().__init__()
-        self._pool, self._parts = pool, parts
-
-    def estimate_inmemory_data_size(self) -> int | None:
-        return None
-
-    def get_read_tasks(
-        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
-    ) -> list[ReadTask]:
-        return [ReadTask(partial(_read, self._pool, part), BlockMetadata(1, None, None, None)) for part in self._parts]
-
-
-@dataclass(frozen=True)
-class ReadPart:
-    """Of the input."""
-
-    part: Part
-    first: int = 0
-    data: bytes = b""
-    """See `Part.read`."""
-    earlier: tuple[dict[str, Any], ...] = ()
-    """Records of some of its lines."""
-    error: str | None = None
-    """Why it could not be read."""
-
-
-def _read(pool: Pool, part: Part) -> list[pa.Table]:
-    try:
-        first, data = part.read(pool.source)
-        read = ReadPart(part, first, data, tuple(earlier_records(part, pool.sink, pool.form or "jsonl")))
-    except Exception as error:
-        read = ReadPart(part, error=f"{part.name}: cannot be read: {error}")
-    return [pa.table({"part": pa.array([pickle.dumps(read)], pa.large_binary())})]
 
 
 class ReplicaActor:
@@ -138,20 +94,20 @@ class ReplicaActor:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Called by several threads."""
-        read: ReadPart = pickle.loads(row["part"])
+        part: Part = pickle.loads(row["part"])
         try:
-            done = DonePart(read.part, error=read.error) if read.error else self._done(read)
+            done = self._done(part)
         except ServiceLost as error:
             # Another start of this process may find another host, and Ray gives it these parts once more.
             ray.get(self._monitor.fail.remote(self._id, str(error)))
             os._exit(1)
         except Exception as error:
             logger.exception("a part has failed")
-            done = DonePart(read.part, error=f"{read.part.name}: {error}")
+            done = DonePart(part, error=f"{part.name}: {error}")
         return {"done": pickle.dumps(done)}
 
-    def _done(self, read: ReadPart) -> DonePart:
-        part, lines, new, kept = read.part, [], Counts(), Counts()
+    def _done(self, part: Part) -> DonePart:
+        pool, lines, new, kept = self._pool, [], Counts(), Counts()
 
         def write(record: dict[str, Any], is_new: bool) -> None:
             nonlocal new, kept
@@ -162,11 +118,12 @@ class ReplicaActor:
                 kept += Counts.of(record)
             self._parts[part] = new
 
-        work = self._replica.answer(part.parse(read.first, read.data, read.earlier), write)
-        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        earlier = earlier_records(part, pool.sink, pool.form or "jsonl")
+        inputs = part.parse(*part.read(pool.source), earlier)
+        asyncio.run_coroutine_threadsafe(self._replica.answer(inputs, write), self._loop).result()
         done = DonePart(part, new, kept, b"".join(lines))
-        if self._pool.form is not None:
-            done = write_part(done, self._pool.sink, self._pool.form)
+        if pool.form is not None:
+            done = write_part(done, pool.sink, pool.form)
         self._monitor.report.remote(dict(self._parts))
         self._parts.pop(part, None)
         return done

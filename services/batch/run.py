@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -287,13 +288,16 @@ class _Pass:
         threading.Thread(target=self._feed, args=(monitor, done, loop), daemon=True).start()
         with self._display.showing(self._progress):
             coming = asyncio.create_task(done.get())
+            looked = 0.0
             while not (coming.done() and coming.result() is None):
                 if coming.done():
                     self._take(coming.result())
                     coming = asyncio.create_task(done.get())
-                look: ray.ObjectRef = monitor.snapshot.remote(self._written)
-                self._written = []
-                self._show(await asyncio.to_thread(ray.get, look))
+                if time.monotonic() - looked >= LOOK_SECONDS:
+                    look: ray.ObjectRef = monitor.snapshot.remote(self._written)
+                    self._written = []
+                    self._show(await asyncio.to_thread(ray.get, look))
+                    looked = time.monotonic()
                 await asyncio.wait({coming}, timeout=LOOK_SECONDS)
         self._progress.expect(Counts(), self._output.survey.total)
         self._progress.is_estimate = self._output.is_estimate

@@ -3,12 +3,17 @@ it."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 
 import pytest
 
 from services.batch import runner
-from tests.batch.asking import answer_file, answer_of, chat, completion, write_lines
+from services.batch.lines import RequestReader
+from services.batch.output_file import rest, written
+from services.batch.runner import BatchRunner, Limit
+from tests.batch.asking import PRINT, answer_file, answer_of, chat, completion, write_lines
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +62,23 @@ def test_failed_lines_of_earlier_runs_count(pair, source, tmp_path):
     answer_file(pair, source, tmp_path / "out.jsonl")
     again = answer_file(pair, source, tmp_path / "out.jsonl")
     assert (again.total, again.done, again.failed) == (13, 13, 2)
+
+
+def test_failed_lines_are_done_again_and_answers_stay(pair, source, tmp_path):
+    """In their order, and then the lines that were not done."""
+    output, calls = tmp_path / "out.jsonl", []
+    answer_file(pair, source, output)
+    before = output.read_bytes().splitlines(keepends=True)
+    records = [json.loads(line) for line in before[:9]]
+    records[6] |= {"response": None, "error": {"code": "unavailable", "message": "lost"}}
+    requests, again = RequestReader(pair, 0), []
+    runner = BatchRunner(pair, requests, done_by(calls), PRINT, Limit(requests=4))
+    lines = rest(source, 2, earlier=records)
+    asyncio.run(runner.run(lines, lambda record, is_new: again.append((record, is_new))))
+    assert [written(record) for record, _ in again] == before[2:]
+    failed = [index for index, record in enumerate(records) if record["error"] is not None]
+    assert [is_new for _, is_new in again] == [index in failed or index >= 9 for index in range(2, 13)]
+    assert len(calls) == 5
 
 
 def test_lines_may_be_added_at_the_end(pair, source, tmp_path):
