@@ -506,20 +506,8 @@ class Metrics(RequestMetrics, EngineMetrics):
         return prom.generate_latest(self._page)
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
-        """Answer scrapes at `/metrics`. Returns the port (0: a free one is taken) and a function that stops it."""
-        try:
-            server, thread = prom.start_http_server(port, addr=host, registry=self._page)
-        except OSError as error:
-            raise OSError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror}; give another metrics port, or 0 for any"
-            ) from error
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return server.server_port, stop
+        """See the function."""
+        return serve(self._page, port, host)
 
     def set_health(self, draft: bool, target: bool, serving: bool) -> None:
         for group, healthy in zip(GROUPS, (draft, target), strict=True):
@@ -573,3 +561,51 @@ class Metrics(RequestMetrics, EngineMetrics):
             "smc_draft_restarts_total", "Times that the draft alone was started again after a loss."
         )
         self._build = prom.Info("smc_build", "What runs here.", registry=self.registry)
+
+
+class BatchMetrics(Families):
+    """Of a run of `smcserve batch`. Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = self._gauge("smc_batch_lines", "Lines of the input that are done.", result=("answered", "failed"))
+        self._left = self._gauge("smc_batch_lines_left", "Lines of the input that are to be done.")
+        self._tokens = self._counter("smc_batch_generation_tokens", "Tokens of this run's answers.")
+        self._seconds_left = self._gauge("smc_batch_left_seconds", "Time that the rest takes; NaN: not known yet.")
+        self._groups = self._gauge("smc_batch_worker_groups", "Worker groups.", state=("starting", "ready"))
+        self._decoded = 0
+
+    def set_progress(self, answered: int, failed: int, left: int, tokens: int, seconds_left: float | None) -> None:
+        """`tokens`: of this run so far; lines of a lost worker group may have been taken off again."""
+        self._lines.labels("answered").set(answered)
+        self._lines.labels("failed").set(failed)
+        self._left.set(left)
+        self._tokens.inc(max(tokens - self._decoded, 0))
+        self._decoded = max(tokens, self._decoded)
+        self._seconds_left.set(float("nan") if seconds_left is None else seconds_left)
+
+    def set_worker_groups(self, starting: int, ready: int) -> None:
+        self._groups.labels("starting").set(starting)
+        self._groups.labels("ready").set(ready)
+
+    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
+        """See the function."""
+        return serve(self.registry, port, host)
+
+
+def serve(registry: CollectorRegistry, port: int, host: str) -> tuple[int, Callable[[], None]]:
+    """Answer scrapes at `/metrics`. Returns the port (0: a free one is taken) and a function that stops it. Raises
+    OSError."""
+    try:
+        server, thread = prom.start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise OSError(
+            f"cannot serve metrics on {host}:{port}: {error.strerror}; give another metrics port, or 0 for any"
+        ) from error
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return server.server_port, stop

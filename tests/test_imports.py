@@ -49,7 +49,7 @@ SERVICES = {
     "openai": {"backend", "errors", "prompts", "security", HANDLER},
     "vllm": {"backend", "openai", "prompts", "protobuf", "security", HANDLER},
     "launch": {"pb", "link", "workers", "coordinator", "gateway", "metrics", "openai", "protobuf", "vllm", "backend"},
-    "batch": {"backend", "errors", "launch", "openai"},
+    "batch": {"backend", "errors", "launch", "metrics", "openai"},
     "cli": {"batch", "client", "connection_options", "gateway", "launch", "security"},
 }
 """What each package of the service may import of the others; a name with a dot is one module."""

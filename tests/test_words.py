@@ -18,7 +18,7 @@ FOLDERS = ("smc", "services", "benchmarks", "loadtest", "deploy")
 OTHER_FILES = ("proto", "deploy")
 TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 """From Python 3.12 on the text of an f-string is a token of its own."""
-OF_USERS = {"cohorts"}
+OF_USERS = {"cohorts", "gangs"}
 """Names that users write in a configuration: they stay."""
 STANDARD = re.compile(r"component: gang|\"gang\"|\bcohorts\b|Little's law")
 """In files that are not Python: a label that users select pods by, a key of the configuration, a name from the

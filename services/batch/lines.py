@@ -3,10 +3,9 @@ files. Knows nothing about files."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,31 @@ class Line:
     """One request line, right or wrong."""
 
     number: int
-    """In the file, from 1; blank lines count, though they hold nothing."""
+    """In the file, from 1; blank lines count, though they hold nothing. Of a part of a file: what `unit` counts."""
     digest: str
-    """Of its number and its text: two lines of the same digest are the same line."""
+    """Of its file, its number and its text: two lines of the same digest are the same line."""
     custom_id: str | None = None
     """None: it could not be read."""
     url: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     mistake: str | None = None
     """Why the line is not a request; None if it is one. The body is not checked here."""
+    file: str = ""
+    """The file that it is in, where there are several."""
+    unit: str = "line"
+    """What `number` counts: `line`, `byte` (before it) or `row`."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.file}, {self.unit} {self.number}" if self.file else f"{self.unit} {self.number}"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A record of an earlier run in the stead of its line, which is not decoded again."""
+
+    record: dict[str, Any]
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -57,23 +72,23 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, raw
 
 
-def parse_line(number: int, raw: bytes) -> Line:
+def parse_line(number: int, raw: bytes, file: str = "", unit: str = "line") -> Line:
     """Never raises: `Line.mistake` says why a line is not a request."""
-    digest = blake2b(b"%d:%b" % (number, raw.strip()), digest_size=12).hexdigest()
+    before = f"{file}:".encode("utf-8", "surrogateescape") if file else b""
+    digest = blake2b(before + b"%d:%b" % (number, raw.strip()), digest_size=12).hexdigest()
+    line = partial(Line, number, digest, file=file, unit=unit)
     try:
         document = parse(raw)
     except ValueError as error:
-        return Line(number, digest, mistake=str(error))
+        return line(mistake=str(error))
     if not isinstance(document, dict):
-        return Line(
-            number, digest, mistake=f"this is {kind_of(document)}; allowed: a JSON object with {', '.join(FIELDS)}"
-        )
+        return line(mistake=f"this is {kind_of(document)}; allowed: a JSON object with {', '.join(FIELDS)}")
     custom_id = document.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        return Line(number, digest, mistake=f"custom_id={custom_id!r}; allowed: a string that names this line")
+        return line(mistake=f"custom_id={custom_id!r}; allowed: a string that names this line")
     if mistake := _mistake(document):
-        return Line(number, digest, custom_id, mistake=mistake)
-    return Line(number, digest, custom_id, document["url"], document["body"])
+        return line(custom_id, mistake=mistake)
+    return line(custom_id, document["url"], document["body"])
 
 
 def _mistake(document: dict[str, Any]) -> str | None:
@@ -95,24 +110,30 @@ class RequestReader:
         """`seed`: see `BatchConfig.seed`."""
         self._pair, self._seed = pair, seed
 
-    def build(self, line: Line) -> Request:
-        """Raises ValueError naming the field, the value and what is allowed."""
+    def build(self, line: Line) -> tuple[Request, ...]:
+        """One for each answer. Raises ValueError naming the field, the value and what is allowed."""
         if line.mistake is not None:
             raise ValueError(line.mistake)
         completion = _understood(line, self._pair)
         _check_is_for_a_file(completion)
-        prompt = tuple(completion.prompts[0].encode(self._pair.tokenizer, self._pair.context - 1))
-        negative = completion.negative_tokens(self._pair.tokenizer, self._pair.context - 1)
-        longest = min(DEFAULT_MAX_TOKENS, max(1, self._pair.context - max(len(prompt), len(negative or ()))))
-        if completion.may_reason:
-            completion = completion.after_reasoning(Reasoning.of(self._pair.tokenizer, prompt))
-        params = completion.params(longest, self.seed_of(line))
-        if params.constraint is not None:
+        tokenizer, context, requests = self._pair.tokenizer, self._pair.context, []
+        negative = completion.negative_tokens(tokenizer, context - 1)
+        completion = replace(completion, settings=completion.settings | {"seed": self.seed_of(line)})
+        seeds, name = completion.seeds(), line.name if line.file else str(line.number)
+        for one in completion.prompts:
+            prompt = tuple(one.encode(tokenizer, context - 1))
+            longest = min(DEFAULT_MAX_TOKENS, max(1, context - max(len(prompt), len(negative or ()))))
+            if completion.may_reason:
+                completion = completion.after_reasoning(Reasoning.of(tokenizer, prompt))
+            for _ in range(completion.n):
+                params = completion.params(longest, next(seeds))
+                requests.append(Request(name, prompt, params, completion.cache_salt, negative_prompt=negative))
+        if (constraint := requests[0].params.constraint) is not None:
             from smc.constraints import Compiler  # imports torch
             from smc.stops import TokenBytes
 
-            Compiler.of(TokenBytes.of(self._pair.tokenizer)).check(params.constraint)
-        return Request(str(line.number), prompt, params, completion.cache_salt, negative_prompt=negative)
+            Compiler.of(TokenBytes.of(tokenizer)).check(constraint)
+        return tuple(requests)
 
     def seed_of(self, line: Line) -> int:
         """The seed of this line: its own, or else one that is the same whenever and wherever it is decoded."""
@@ -129,7 +150,6 @@ def _understood(line: Line, pair: ServingPair) -> CompletionRequest:
 def _check_is_for_a_file(completion: CompletionRequest) -> None:
     """Of what a service has, one value only is possible here. Raises BadRequest."""
     for name, value, fixed, why in (
-        ("n", completion.n * len(completion.prompts), 1, "one answer a line"),
         ("stream", completion.stream, False, "an answer is one line"),
         ("request_id", completion.request_id, None, "a line has a custom_id"),
         ("priority", completion.priority, 0, "lines are decoded in their order"),
@@ -145,16 +165,35 @@ def record_id(line: Line) -> str:
 
 
 def answered(
-    line: Line, request: Request, answer: Answer, pair: ServingPair, fingerprint: str, created: int
+    line: Line,
+    requests: Sequence[Request],
+    answers: Sequence[Answer],
+    pair: ServingPair,
+    fingerprint: str,
+    created: int,
 ) -> dict[str, Any]:
     """`created`: seconds since the epoch."""
-    chat = line.url == CHAT
+    chat, tokenizer = line.url == CHAT, pair.tokenizer
     heading = ResponseHeader(line.digest, created, pair.target.name, chat, fingerprint)
-    form = _understood(line, pair).tool_format if (line.body or {}).get("tools") else None
-    echo = _echo(line, request, pair)
-    reasoning = Reasoning.of(pair.tokenizer, request.prompt) if chat else None
-    one = choice(0, answer, request.params, chat, pair.tokenizer, echo, form, reasoning, line.digest)
-    body = response(heading, [one], [answer])
+    completion = _understood(line, pair)
+    form = completion.tool_format if line.body.get("tools") else None
+    reasoning = Reasoning.of(tokenizer, requests[0].prompt) if chat else None
+    echoes = [prompt.written(tokenizer) if completion.echo else "" for prompt in completion.prompts]
+    choices = [
+        choice(
+            index,
+            answer,
+            request.params,
+            chat,
+            tokenizer,
+            echoes[index // completion.n],
+            form,
+            reasoning,
+            line.digest,
+        )
+        for index, (request, answer) in enumerate(zip(requests, answers, strict=True))
+    ]
+    body = response(heading, choices, answers, len(completion.prompts))
     line_response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
     return {"id": record_id(line), "custom_id": line.custom_id, "response": line_response, "error": None}
 
@@ -165,16 +204,5 @@ def refused(line: Line, error: Exception) -> dict[str, Any]:
         "id": record_id(line),
         "custom_id": line.custom_id,
         "response": None,
-        "error": {"code": status.cause, "message": f"line {line.number}: {status.message}"},
+        "error": {"code": status.cause, "message": f"{line.name}: {status.message}"},
     }
-
-
-def _echo(line: Line, request: Request, pair: ServingPair) -> str:
-    if not line.body.get("echo"):
-        return ""
-    prompt = line.body["prompt"]
-    return prompt if isinstance(prompt, str) else pair.tokenizer.decode(request.prompt)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:24]

@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from services.batch.lines import Line, RequestReader, parse_line, read_lines, record_id
+from services.batch.lines import Kept, Line, RequestReader, parse_line, read_lines, record_id
 
 FIELDS = ("id", "custom_id", "response", "error")
 BEGINNING = b'{"id": "batch_req_'
@@ -46,6 +46,7 @@ class OutputFile:
         Raises ValueError for a line that is not one of ours; then the file is as it was.
         """
         end = 0
+        self._file.seek(0)
         for number, raw in enumerate(iter(self._file.readline, b""), 1):
             if not raw.endswith(b"\n") and raw[: len(BEGINNING)] == BEGINNING[: len(raw)]:
                 break
@@ -59,9 +60,11 @@ class OutputFile:
 
     def append(self, record: dict[str, Any]) -> None:
         """In the hands of the operating system when this returns, so that it outlives this process."""
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-        # A lone surrogate has no UTF-8 form; written as \\udXXX it is the JSON that it was read from.
-        self._file.write(text.encode("utf-8", "backslashreplace") + b"\n")
+        self.extend(written(record))
+
+    def extend(self, lines: bytes) -> None:
+        """Several records at once, as `written` writes them."""
+        self._file.write(lines)
         self._file.flush()
 
     def __enter__(self) -> OutputFile:
@@ -82,6 +85,13 @@ class OutputFile:
                     f"{self.path} is being written by another run; wait for it, or give another output file"
                 ) from error
             # Any other error: a file system without locks, which is no reason not to work there.
+
+
+def written(record: dict[str, Any]) -> bytes:
+    """As a line of the output."""
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    # A lone surrogate has no UTF-8 form; written as \\udXXX it is the JSON that it was read from.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
@@ -129,11 +139,17 @@ def survey(path: Path, output: OutputFile, requests: RequestReader, fingerprint:
     return Survey(total, done, failed)
 
 
-def rest(path: Path, done: int) -> Iterator[Line]:
-    """Lines of the input after the first `done`."""
+def rest(path: Path, done: int, earlier: Iterable[dict[str, Any]] = ()) -> Iterator[Line | Kept]:
+    """Lines of the input after the first `done`. `earlier`: records of the first lines, of which those with an answer
+    stay as they are."""
+    records = iter(earlier)
     for index, (number, raw) in enumerate(read_lines(path)):
+        record = next(records, None)
         if index >= done:
-            yield parse_line(number, raw)
+            if record is not None and record["error"] is None:
+                yield Kept(record)
+            else:
+                yield parse_line(number, raw)
 
 
 def _check(line: Line, record: dict[str, Any], name: str, requests: RequestReader, fingerprint: str) -> None:

@@ -1,159 +1,128 @@
-"""One run of `smcserve batch`: its settings, the worker group that it starts, its progress and its end."""
+"""One run of `smcserve batch`: its settings, the worker groups that it starts, and its end.
+
+A run has an output, one file or a directory of parts, which says what is to be done; and one worker group, in this
+process, or a pool of them, which answers that."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Any
 
 from services.batch.lines import RequestReader
 from services.batch.output_file import OutputFile, Survey, rest, survey
-from services.batch.runner import BatchRunner, Limit, RetryingDecoder, ServiceState
+from services.batch.progress import BatchProgress, Counts, Display
+from services.batch.replica import Replica, ReplicaSpec
+from services.batch.runner import ServiceLost
 from services.launch.config import WorkerGroupConfig
+from services.launch.errors import WorkerGroupError
 from services.launch.gpus import check_gpus
+
+if TYPE_CHECKING:
+    from services.batch.monitor import Snapshot
+    from services.batch.parts import DonePart, FileParts, Part, PartsOutput
+    from services.batch.pool import Pool
+
+FORMATS = ("jsonl", "parquet")
+PART_LINES = 1000
+RETRIED = ".retry"
+"""Added to the name of an output whose failed lines are decoded again: the file that replaces it."""
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """Raises ValueError naming the field, the value and what is allowed."""
 
-    input: Path
-    """Requests, one JSON object a line. Read twice: once to check it, once to send it."""
-    output: Path
-    """Answers, one JSON object a line, in the order of the input. An existing file is resumed."""
+    input: str
+    """Requests: a file, or a directory or address of files. A local file of JSON lines is read twice: once to check it,
+    once to send it."""
+    output: str
+    """Answers: a file in the order of the input; or a directory or address, with a file for each part of the input.
+    What is there is resumed."""
     overwrite: bool = False
     """Start from the beginning, whatever `output` holds."""
+    retry_failed: bool = False
+    """Decode lines again that have no answer in `output`."""
     seed: int = 0
     """A line without a seed of its own gets one made of this and its custom_id."""
     concurrency: int | None = None
-    """Requests in flight; default: as many as keep every slot of the engine full."""
+    """Requests in flight in each worker group; default: as many as keep every slot of the engine full."""
+    gangs: int | None = None
+    """Worker groups. Default: one for one output file, otherwise as many as the cluster has room for."""
+    part_lines: int = PART_LINES
+    """Most lines of a part: what a lost worker group, or a run that is killed, has to decode again."""
+    output_format: str | None = None
+    """`jsonl` or `parquet`, of the files in a directory. Default: that of the input."""
+    metrics_port: int | None = None
+    """Of metrics for Prometheus; 0: any free one; None: none."""
+    host: str = "127.0.0.1"
+    """Address of `metrics_port`."""
 
     def __post_init__(self) -> None:
-        if not self.input.is_file():
+        for name in ("concurrency", "gangs", "part_lines"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value}; allowed: >= 1")
+        if self.output_format not in (None, *FORMATS):
+            raise ValueError(f"output_format={self.output_format!r}; allowed: {', '.join(FORMATS)}")
+        if self.overwrite and self.retry_failed:
+            raise ValueError("--overwrite and --retry-failed are given; allowed: one of them")
+        if not _is_url(self.input) and not Path(self.input).exists():
             raise ValueError(f"{self.input} is not a file; give a file of requests, one JSON object a line")
-        if not self.output.absolute().parent.is_dir():
-            raise ValueError(f"cannot write {self.output}: its directory does not exist")
-        if self.output.exists():
-            if not self.output.is_file():
-                raise ValueError(
-                    f"cannot write {self.output}: it is not a regular file, so the run could not be resumed"
-                )
-            if self.output.samefile(self.input):
-                raise ValueError(f"{self.output} is the input; give another output file")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ValueError(f"concurrency={self.concurrency}; allowed: >= 1")
-
-
-LINE_SECONDS = 5.0
-
-
-@dataclass
-class BatchProgress:
-    """Counts of a run as it goes."""
-
-    before: Survey
-    """What earlier runs had done."""
-    written: int = 0
-    failed: int = 0
-    tokens: int = 0
-    """Of this run's answers, like the two above."""
-    began: float = field(default_factory=time.monotonic)
-    seconds: float = 0.0
-    """From `start` to the last line."""
-
-    def start(self) -> None:
-        """Now, rather than when this was made: speed is that of decoding, not of starting."""
-        self.began = time.monotonic()
-
-    def count(self, record: dict[str, Any]) -> None:
-        self.written += 1
-        if record["error"] is not None:
-            self.failed += 1
+        if self.has_parts:
+            self._check_directory()
         else:
-            self.tokens += record["response"]["body"]["usage"]["completion_tokens"]
-        self.seconds = time.monotonic() - self.began
+            self._check_file()
 
     @property
-    def done(self) -> int:
-        return self.before.done + self.written
+    def has_parts(self) -> bool:
+        """Whether `output` is a directory of parts."""
+        source, output = self.input, self.output
+        is_file = not _is_url(source) and Path(source).is_file() and not source.endswith(".parquet")
+        return not is_file or _is_url(output) or output.endswith("/")
 
-    @property
-    def all_failed(self) -> int:
-        """Of this run and those before."""
-        return self.before.failed + self.failed
-
-    @property
-    def speed(self) -> str:
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        return f"{self.tokens:,} tokens, {rate:,.0f} tok/s"
-
-    def summary(self) -> str:
-        parts = [f"{self.done:,} of {self.before.total:,} lines done"]
-        if self.before.done:
-            parts.append(f"{self.before.done:,} by earlier runs")
-        parts.append(f"{self.all_failed:,} failed")
-        if self.written:
-            parts.append(f"{self.speed} in {self.seconds:.1f} s")
-        return ", ".join(parts)
-
-
-class Display:
-    """Shows a progress on a console."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar: Progress | None = None
-        self._task: Any = None
-        self._shown = time.monotonic()
-
-    @contextmanager
-    def showing(self, progress: BatchProgress) -> Iterator[None]:
-        if not self._console.is_terminal:
-            self._shown = time.monotonic()
-            yield
-            return
-        columns = (
-            TextColumn("lines"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=self._console, transient=True) as self._bar:
-            self._task = self._bar.add_task("", total=progress.before.total, completed=progress.done)
-            yield
-
-    def say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
-    def update(self, progress: BatchProgress) -> None:
-        """A line has been written."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=progress.done, description=_words(progress))
-        elif time.monotonic() - self._shown >= LINE_SECONDS:
-            self._shown = time.monotonic()
-            self.say(
-                f"{progress.done:,} of {progress.before.total:,} lines, {_words(progress)}, "
-                f"about {_left(progress)} left"
+    def _check_file(self) -> None:
+        source, output = Path(self.input), Path(self.output)
+        if self.output_format is not None:
+            raise ValueError(
+                "output_format has no effect on one file; leave it out, or end the output with / for parts"
             )
+        if not output.absolute().parent.is_dir():
+            raise ValueError(f"cannot write {output}: its directory does not exist")
+        if output.exists():
+            if not output.is_file():
+                raise ValueError(
+                    f"cannot write {output}: it is not a regular file, so the run could not be resumed; end its name "
+                    "with / for a directory of parts"
+                )
+            if output.samefile(source):
+                raise ValueError(f"{output} is the input; give another output file")
+
+    def _check_directory(self) -> None:
+        if _is_url(self.output):
+            inside = self.output.startswith(self.input.rstrip("/") + "/")
+        else:
+            output = Path(self.output).absolute()
+            if output.exists() and not output.is_dir():
+                raise ValueError(
+                    f"cannot write {self.output}: it is a file; needed: a directory, for parts of the input"
+                )
+            source = Path(self.input).absolute()
+            inside = not _is_url(self.input) and (
+                output.is_relative_to(source) or (source.is_file() and output == source.parent)
+            )
+        if inside:
+            raise ValueError(f"{self.output} is where the input is; give another output directory")
 
 
-def _words(progress: BatchProgress) -> str:
-    return f"{progress.all_failed:,} failed, {progress.speed}"
-
-
-def _left(progress: BatchProgress) -> str:
-    minutes, seconds = divmod(round(progress.seconds / progress.written * (progress.before.total - progress.done)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+def _is_url(path: str) -> bool:
+    return "://" in path
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -178,60 +147,227 @@ class BatchRun:
         self._pair = group.serving_pair()
         self._fingerprint = self._pair.fingerprint()
         self._requests = RequestReader(self._pair, config.seed)
+        self._spec = ReplicaSpec(group, config.seed, config.concurrency)
+        if self._is_pooled and group.trace is not None:
+            raise ValueError("trace is of one worker group, in one file; leave it out")
 
     def run(self) -> BatchProgress:
         """Answer the lines that have no answer yet. No process is left running at the end, and the output holds the
-        first answers, complete.
+        first answers, complete, or complete parts.
 
         Raises ValueError for a mistake of the user; ConnectionError, WorkerGroupError or ServiceLost for a failure of
         the cluster; Stopped on a signal."""
-        with OutputFile(self._config.output, self._config.overwrite) as output:
-            progress = BatchProgress(survey(self._config.input, output, self._requests, self._fingerprint))
-            if progress.done < progress.before.total:
-                asyncio.run(self._answer_rest(output, progress))
+        with self._display.serving(self._config.metrics_port, self._config.host):
+            return self._fill_directory() if self._config.has_parts else self._fill_file()
+
+    @property
+    def _is_pooled(self) -> bool:
+        return self._config.has_parts or (self._config.gangs or 1) > 1
+
+    def _fill_file(self) -> BatchProgress:
+        path = Path(self._config.output)
+        with OutputFile(path, self._config.overwrite) as output:
+            found = self._survey(output)
+            if not (self._config.retry_failed and found.failed):
+                return self._append(output, found, None)
+            with OutputFile(path.with_name(path.name + RETRIED), overwrite=False) as again:
+                progress = self._append(again, self._survey(again), output)
+                again.path.replace(path)
+                return progress
+
+    def _survey(self, output: OutputFile) -> Survey:
+        return survey(Path(self._config.input), output, self._requests, self._fingerprint)
+
+    def _append(self, output: OutputFile, before: Survey, earlier: OutputFile | None) -> BatchProgress:
+        """The answers that it lacks. `earlier`: another output of the same input, whose answers are copied."""
+        progress, source = BatchProgress(before), Path(self._config.input)
+        if progress.done < progress.total:
+            self._begin(progress)
+            if self._is_pooled:
+                from services.batch.parts import FileParts
+
+                asyncio.run(self._pooled(FileParts(source, output, before, earlier), progress))
+            else:
+                asyncio.run(self._alone(output, progress, earlier))
         return progress
 
-    async def _answer_rest(self, output: OutputFile, progress: BatchProgress) -> None:
-        def write(record: dict[str, Any]) -> None:
+    def _fill_directory(self) -> BatchProgress:
+        try:
+            from services.batch.parts import PartsOutput
+            from services.batch.storage import Store
+        except ImportError as error:
+            raise ValueError(f"{error}; a directory of parts needs it: pip install 'smcserve[batch]'") from error
+        config = self._config
+        made_by = {"fingerprint": self._fingerprint, "seed": config.seed}
+        source, sink = Store.of(config.input), Store.of(config.output)
+        opened = PartsOutput(source, sink, config.output_format, made_by, config.overwrite, config.retry_failed)
+        with contextlib.closing(opened) as output:
+            progress = BatchProgress(output.survey, is_estimate=output.is_estimate)
+            if output.parts(1, config.part_lines):
+                self._begin(progress)
+                asyncio.run(self._pooled(output, progress))
+        return progress
+
+    def _begin(self, progress: BatchProgress) -> None:
+        check_gpus(self._group, self._ray_address, self._config.gangs or 1)
+        left = progress.total - progress.done
+        self._display.step(f"{left:,} of {progress.goal} to do; connecting to Ray")
+
+    async def _alone(self, output: OutputFile, progress: BatchProgress, earlier: OutputFile | None) -> None:
+        """By one worker group, with the engine's client in this process."""
+
+        def write(record: dict[str, Any], is_new: bool) -> None:
             output.append(record)
-            progress.count(record)
+            progress.count(record, is_new)
             self._display.update(progress)
 
-        check_gpus(self._group, self._ray_address)
-        self._display.say(
-            f"{progress.before.total - progress.done:,} of {progress.before.total:,} lines to do; starting the models"
-        )
         async with _connected(self._ray_address):
-            from services.launch.supervisor import Supervisor
-
-            serving = ServiceState(self._group.start_timeout)
-            supervisor = Supervisor(self._group, self._pair, on_health=serving.set_health)
-            decode = RetryingDecoder(supervisor, serving).decode
-            runner = BatchRunner(self._pair, self._requests, decode, write, self._fingerprint, self._limit())
+            replica = Replica(self._spec, self._pair)
+            self._display.step("starting the models")
+            self._display.worker_groups(starting=1, ready=0)
             try:
                 with _ended_by_signals():
-                    await supervisor.start()
+                    await replica.start()
+                    self._display.step("the models are ready")
+                    self._display.worker_groups(starting=0, ready=1)
                     progress.start()
+                    known = earlier.records() if earlier is not None else ()
                     with self._display.showing(progress):
-                        await runner.run(rest(self._config.input, progress.before.done))
+                        await replica.answer(rest(Path(self._config.input), progress.before.done, known), write)
             finally:
-                await supervisor.stop()
+                await replica.stop()
 
-    def _limit(self) -> Limit:
-        if self._config.concurrency is not None:
-            return Limit(requests=self._config.concurrency)
-        # Twice what can run, so that slots that a round frees are filled at once.
-        return Limit(rows=2 * self._group.engine.max_slots)
+    async def _pooled(self, output: FileParts | PartsOutput, progress: BatchProgress) -> None:
+        """By several worker groups, each in an actor. Passes are made over what is left, until nothing is, or a pass
+        has brought nothing."""
+        async with _connected(self._ray_address) as is_own:
+            from services.batch.pool import Pool, count_that_fit
+            from services.batch.storage import Store
+
+            groups = self._config.gangs or count_that_fit(self._spec, is_own)
+            with _ended_by_signals():
+                while parts := output.parts(groups, self._config.part_lines):
+                    source, count = Store.of(self._config.input), min(groups, len(parts))
+                    spec = replace(self._spec, group=replace(self._group, near_target=True))
+                    pool = Pool(spec, count, source, output.sink, output.form)
+                    some = "1 worker group" if count == 1 else f"{count} worker groups"
+                    self._display.step(f"starting the models of {some}, for {len(parts):,} parts of the input")
+                    await _Pass(pool, parts, output, progress, self._display).run()
+
+
+class _Pass:
+    """Of a pool over parts."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        parts: list[Part],
+        output: FileParts | PartsOutput,
+        progress: BatchProgress,
+        display: Display,
+    ) -> None:
+        self._pool, self._parts, self._output, self._progress = pool, parts, output, progress
+        self._display = display
+        self._num_started, self._num_done = 0, 0
+        self._ended = threading.Event()
+        """A part is missing, without which those after it cannot be taken."""
+        self._error = "every worker group was lost before it had done a part"
+        self._written: list[Part] = []
+        """Since the last look at the monitor."""
+
+    async def run(self) -> None:
+        """Raises WorkerGroupError when worker groups do not start, ServiceLost when no part has been done."""
+        import ray
+
+        from services.batch.monitor import start_monitor
+
+        monitor = start_monitor()
+        done: asyncio.Queue[DonePart | Exception | None] = asyncio.Queue(1)
+        # Ray Data's iterator blocks its thread, also while nothing is ready.
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._feed, args=(monitor, done, loop), daemon=True).start()
+        with self._display.showing(self._progress):
+            coming = asyncio.create_task(done.get())
+            looked = 0.0
+            while not (coming.done() and coming.result() is None):
+                if coming.done():
+                    self._take(coming.result())
+                    coming = asyncio.create_task(done.get())
+                if time.monotonic() - looked >= LOOK_SECONDS:
+                    look: ray.ObjectRef = monitor.snapshot.remote(self._written)
+                    self._written = []
+                    self._show(await asyncio.to_thread(ray.get, look))
+                    looked = time.monotonic()
+                await asyncio.wait({coming}, timeout=LOOK_SECONDS)
+        self._progress.expect(Counts(), self._output.survey.total)
+        self._progress.is_estimate = self._output.is_estimate
+        if not self._num_done:
+            raise ServiceLost(self._error)
+
+    def _take(self, item: DonePart | Exception | None) -> None:
+        if isinstance(item, Exception):
+            raise ServiceLost(f"the parts cannot be read, decoded or written: {_first_line(item)}") from item
+        assert item is not None
+        self._written.append(item.part)
+        if item.error is not None:
+            self._error = item.error
+            return
+        if not self._output.take(item):
+            self._ended.set()
+            return
+        self._num_done += 1
+        self._progress.add(item.new)
+        self._progress.add(item.kept, is_new=False)
+
+    def _feed(self, monitor: Any, done: asyncio.Queue, loop: asyncio.AbstractEventLoop) -> None:
+        """Parts that are done, an error if there is one, and at the end None. Runs in a thread."""
+
+        def put(item: DonePart | Exception | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the run has ended
+                asyncio.run_coroutine_threadsafe(done.put(item), loop).result()
+
+        try:
+            for part in self._pool.answer(self._parts, monitor):
+                if self._ended.is_set():
+                    break
+                put(part)
+        except Exception as error:
+            put(error)
+        put(None)
+
+    def _show(self, now: Snapshot) -> None:
+        for seconds in now.started[self._num_started :]:
+            if not self._num_started:
+                self._progress.start()
+            self._num_started += 1
+            ready = f"{now.ready} of {self._pool.groups}"
+            self._display.step(f"a worker group is ready after {seconds:.0f} s ({ready} are)")
+        group = self._pool.spec.group
+        allowed = group.max_failed_starts if self._num_started else 1
+        if not now.ready and len(now.failures) >= allowed * self._pool.groups:
+            raise WorkerGroupError(now.failures[-1])
+        self._display.worker_groups(starting=self._pool.groups - now.ready, ready=now.ready)
+        self._progress.expect(now.coming, self._output.survey.total)
+        self._progress.is_estimate = self._output.is_estimate
+        self._display.update(self._progress, quiet=not self._num_started)
+
+
+LOOK_SECONDS = 1.0
+"""Between two looks at how far worker groups are."""
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @asynccontextmanager
-async def _connected(ray_address: str | None) -> AsyncIterator[None]:
+async def _connected(ray_address: str | None) -> AsyncIterator[bool]:
+    """To a cluster; whether it was started here."""
     from services.launch import cluster
 
     cluster.import_meanwhile("services.launch.supervisor")
     try:
-        cluster.connect(ray_address)
-        yield
+        yield cluster.connect(ray_address)
     except SystemExit as error:  # how Ray answers a SIGTERM, until we do
         raise Stopped(signal.SIGTERM) from error
     finally:

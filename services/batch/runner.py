@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from services.backend import Backend, ServingPair, Unavailable
-from services.batch.lines import Line, RequestReader, answered, refused
+from services.batch.lines import Kept, Line, RequestReader, answered, refused
 from smc.api.outputs import Answer
 from smc.api.request import Request
 
@@ -97,8 +97,10 @@ class Limit:
     rows: int | None = None
     """Slots, one or two a particle; of one kind or the other."""
 
-    def cost(self, request: Request) -> int:
-        return 1 if self.rows is None else min(request.params.rows * request.params.slots_per_row, self.rows)
+    def cost(self, requests: Sequence[Request]) -> int:
+        """Of the answers of a line. A line that exceeds all of it runs alone."""
+        each = (1 if self.rows is None else one.params.rows * one.params.slots_per_row for one in requests)
+        return min(sum(each), self.room)
 
     @property
     def room(self) -> int:
@@ -108,31 +110,31 @@ class Limit:
 
 
 class BatchRunner:
-    """One run over some lines. Use it in one asyncio loop."""
+    """Answers lines within one limit, also those of several calls of `run` at a time. Use it in one asyncio loop."""
 
     def __init__(
         self,
         pair: ServingPair,
         requests: RequestReader,
         decode: Callable[[Request], Awaitable[Answer]],
-        write: Callable[[dict[str, Any]], None],
         fingerprint: str,
         limit: Limit,
     ) -> None:
-        """`write` takes a record for every line, in order, each as soon as it and all before it are known."""
         self._pair, self._requests, self._fingerprint = pair, requests, fingerprint
-        self._decode, self._write, self._limit = decode, write, limit
+        self._decode, self._limit = decode, limit
         self._free = limit.room
-        self._freed = asyncio.Event()
+        self._freed = asyncio.Condition()
 
-    async def run(self, lines: Iterable[Line]) -> None:
-        """Raises what `write` or the service as a whole raises; what is wrong with one line is a record of its own."""
-        window: asyncio.Queue[asyncio.Task | dict | None] = asyncio.Queue(WINDOW)
+    async def run(self, lines: Iterable[Line | Kept], write: Callable[[dict[str, Any], bool], None]) -> None:
+        """`write` takes a record for every line, in order, each as soon as it and all before it are known, and whether
+        it is new. Raises what `write` or the service as a whole raises; what is wrong with one line is a record of its
+        own."""
+        window: asyncio.Queue[asyncio.Task | dict | Kept | None] = asyncio.Queue(WINDOW)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._write_all(window))
+                tasks.create_task(_write_all(window, write))
                 for line in lines:
-                    await window.put(await self._begin(line, tasks))
+                    await window.put(line if isinstance(line, Kept) else await self._begin(line, tasks))
                 await window.put(None)
         except ExceptionGroup as group:  # all have the same cause: the service is lost, or the disk is full
             raise group.exceptions[0] from None
@@ -140,35 +142,51 @@ class BatchRunner:
     async def _begin(self, line: Line, tasks: asyncio.TaskGroup) -> asyncio.Task | dict[str, Any]:
         """Its record, or the task that will know it."""
         try:
-            request = self._requests.build(line)
+            requests = self._requests.build(line)
         except Exception as error:
             return _failed(line, error)
-        cost = self._limit.cost(request)
-        while self._free < cost:
-            self._freed.clear()
-            await self._freed.wait()
-        self._free -= cost
-        return tasks.create_task(self._answer(line, request, cost))
+        cost = self._limit.cost(requests)
+        async with self._freed:
+            await self._freed.wait_for(lambda: self._free >= cost)
+            self._free -= cost
+        return tasks.create_task(self._answer(line, requests, cost))
 
-    async def _answer(self, line: Line, request: Request, cost: int) -> dict[str, Any]:
+    async def _answer(self, line: Line, requests: Sequence[Request], cost: int) -> dict[str, Any]:
         try:
-            answer = await self._decode(request)
-            return answered(line, request, answer, self._pair, self._fingerprint, int(time.time()))
+            answers = await self._answers(requests)
+            return answered(line, requests, answers, self._pair, self._fingerprint, int(time.time()))
         except ServiceLost:
             raise
         except Exception as error:
             return _failed(line, error)
         finally:
             self._free += cost
-            self._freed.set()
+            async with self._freed:
+                self._freed.notify_all()
 
-    async def _write_all(self, window: asyncio.Queue) -> None:
-        while (item := await window.get()) is not None:
-            self._write(item if isinstance(item, dict) else await item)
+    async def _answers(self, requests: Sequence[Request]) -> list[Answer]:
+        """All of them, or the first error; the others are then cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                each = [tasks.create_task(self._decoded(request)) for request in requests]
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return [task.result() for task in each]
+
+    async def _decoded(self, request: Request) -> Answer:
+        return await self._decode(request)
+
+
+async def _write_all(window: asyncio.Queue, write: Callable[[dict[str, Any], bool], None]) -> None:
+    while (item := await window.get()) is not None:
+        if isinstance(item, Kept):
+            write(item.record, False)
+        else:
+            write(item if isinstance(item, dict) else await item, True)
 
 
 def _failed(line: Line, error: Exception) -> dict[str, Any]:
     record = refused(line, error)
     if record["error"]["code"] == "internal":
-        logger.error("line %d: unexpected error", line.number, exc_info=error)
+        logger.error("%s: unexpected error", line.name, exc_info=error)
     return record

@@ -1,8 +1,9 @@
-"""`smcserve batch`: a file of requests answered on a Ray cluster, resumable line by line."""
+"""`smcserve batch`: files of requests answered on a Ray cluster, resumable."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from services.cli import config_file, options
@@ -15,12 +16,13 @@ JOB_DIRECTORIES = "working_dir_files"
 
 @options.with_options(BatchOptions)
 def batch(arguments: BatchOptions) -> int:
-    """Answer a file of requests; the same command resumes where it was stopped. Exit code 1: some lines have no
-    answer."""
+    """Answer a file of requests, or a directory of them; the same command resumes where it was stopped. Exit code 1:
+    some lines have no answer."""
     import logging
     from dataclasses import fields
 
-    from services.batch.run import BatchConfig, BatchRun, Display, Stopped
+    from services.batch.progress import Display
+    from services.batch.run import BatchConfig, BatchRun, Stopped
     from services.batch.runner import ServiceLost
     from services.launch.errors import WorkerGroupError
 
@@ -28,10 +30,10 @@ def batch(arguments: BatchOptions) -> int:
     given: dict[str, Any] = {} if arguments.config is None else config_file.read(arguments.config, BatchOptions)
     given |= options.given(asdict(arguments))
     config = BatchConfig(**{one.name: given[one.name] for one in fields(BatchConfig) if one.name in given})
-    if JOB_DIRECTORIES in arguments.output.resolve().parts:
+    output = config.output if "://" in config.output else str(Path(config.output).resolve())
+    if JOB_DIRECTORIES in Path(output).parts:
         print_warning(
-            f"{arguments.output.resolve()} is in this job's own copy of its working directory, which Ray deletes; "
-            "give an absolute path"
+            f"{output} is in this job's own copy of its working directory, which Ray deletes; give an absolute path"
         )
     try:
         progress = BatchRun(config, worker_group_config(given), given.get("ray_address"), Display(err)).run()
@@ -41,5 +43,5 @@ def batch(arguments: BatchOptions) -> int:
     except (WorkerGroupError, ServiceLost, ConnectionError) as error:
         print_error(f"{error}; run the same command again to resume")
         return 1
-    err.print(f"{progress.summary()}; answers in {arguments.output.absolute()}", soft_wrap=True, markup=False)
+    err.print(f"{progress.summary()}; answers in {output}", soft_wrap=True, markup=False)
     return 1 if progress.all_failed else 0

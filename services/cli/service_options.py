@@ -357,11 +357,20 @@ class BatchOptions(WorkerGroupOptions):
     """Of `smcserve batch`."""
 
     input: Annotated[
-        Path, typer.Argument(help="Requests, JSON lines in the shape of OpenAI's batches.", metavar="IN.jsonl")
+        str,
+        typer.Argument(
+            help="Requests in the shape of OpenAI's batches: a JSONL file; or a directory, s3://.. or gs://.. of JSONL "
+            "or Parquet files.",
+            metavar="IN",
+        ),
     ]
     output: Annotated[
-        Path,
-        typer.Argument(help="Answers, in the order of the input; an existing file is resumed.", metavar="OUT.jsonl"),
+        str,
+        typer.Argument(
+            help="Answers: a file in the order of IN; or DIRECTORY/, s3://.. or gs://.., with a file for each part of "
+            "IN. What is there is resumed.",
+            metavar="OUT",
+        ),
     ]
     config: Annotated[
         Path | None,
@@ -374,10 +383,49 @@ class BatchOptions(WorkerGroupOptions):
     ] = None
     overwrite: Annotated[
         bool | None,
+        option(BATCH, "Start from the beginning, whatever OUT holds.", "--overwrite", show_default=False, metavar=""),
+    ] = None
+    retry_failed: Annotated[
+        bool | None,
         option(
-            BATCH, "Start from the beginning, whatever OUT.jsonl holds.", "--overwrite", show_default=False, metavar=""
+            BATCH,
+            "Decode lines again that have no answer in OUT; answers stay as they are.",
+            "--retry-failed",
+            show_default=False,
+            metavar="",
         ),
     ] = None
+    gangs: Annotated[
+        int | None,
+        option(
+            BATCH,
+            "Worker groups, each with both models. Default: 1 if OUT is a file, else as many as fit.",
+            metavar="COUNT",
+        ),
+    ] = None
+    part_lines: Annotated[
+        int | None,
+        option(
+            BATCH,
+            "Most lines of a part, the unit of resuming in a directory. Default: 1000.",
+            "--part-lines",
+            metavar="COUNT",
+        ),
+    ] = None
+    output_format: Annotated[
+        str | None,
+        option(
+            BATCH,
+            "Of the files in a directory. Default: that of IN.",
+            "--output-format",
+            metavar="jsonl|parquet",
+        ),
+    ] = None
+    metrics_port: Annotated[
+        int | None,
+        option(LISTEN, "Of the metrics for Prometheus; 0 = any free one. Default: none.", metavar="PORT"),
+    ] = None
+    host: Annotated[str | None, option(LISTEN, "Address of --metrics-port. Default: 127.0.0.1.", metavar="HOST")] = None
     seed: Annotated[
         int | None,
         option(
@@ -390,7 +438,7 @@ class BatchOptions(WorkerGroupOptions):
         int | None,
         option(
             BATCH,
-            "Requests in flight. Default: as many as fill the slots.",
+            "Requests in flight in a worker group. Default: as many as fill the slots.",
             "--concurrency",
             "-c",
             metavar="COUNT",

@@ -13,13 +13,15 @@ import secrets
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import PlacementGroupID
 from ray._private import services as ray_services
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from smc.types import ModelRole
 
@@ -153,7 +155,42 @@ def disconnect() -> None:
 def reserve(ranks: int, gpus: bool, resource: str | None) -> PlacementGroup:
     """Room for the ranks of one model, all on one host, which has the resource `resource` if one is given; it may not
     be there yet."""
-    return placement_group([_bundle(gpus, resource)] * ranks, strategy="STRICT_PACK")
+    name = f"{_owner()}{secrets.token_hex(8)}"
+    return placement_group([_bundle(gpus, resource)] * ranks, strategy="STRICT_PACK", name=name)
+
+
+def _owner() -> str:
+    """Begins the names of what this actor reserves, in whichever process it runs."""
+    return f"smcserve {ray.get_runtime_context().get_actor_id() or 'driver'} "
+
+
+def release_left() -> None:
+    """In an actor that Ray has restarted: what its earlier process reserved, which Ray frees only with the actor."""
+    for group_id, group in ray.util.placement_group_table().items():
+        if group["name"].startswith(_owner()) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
+
+
+def count_that_fit(bundles: Sequence[tuple[int, bool, str | None]]) -> int:
+    """How many times these reservations fit into what is free now: each is ranks of one host, whether they have GPUs,
+    and the resource of the host, as for `reserve`."""
+    free = [dict(host) for host in available_resources_per_node().values()]
+    count = 0
+    while all(_take(free, ranks, _bundle(gpus, resource)) for ranks, gpus, resource in bundles):
+        count += 1
+    return count
+
+
+def _take(free: list[dict[str, float]], ranks: int, bundle: dict[str, float]) -> bool:
+    """From the host with the least that is enough."""
+    needs = {name: amount * ranks for name, amount in bundle.items()}
+    hosts = [host for host in free if all(host.get(name, 0) >= amount for name, amount in needs.items())]
+    if not hosts:
+        return False
+    host = min(hosts, key=lambda one: (one.get("GPU", 0), one.get("CPU", 0)))
+    for name, amount in needs.items():
+        host[name] -= amount
+    return True
 
 
 def wait_for(group: PlacementGroup, ranks: int, gpus: bool, resource: str | None, timeout: float) -> None:
@@ -202,11 +239,9 @@ def local_pid(process: ray.ObjectRef) -> int | None:
     return pid if node == ray.get_runtime_context().get_node_id() else None
 
 
-def start_coordinator() -> ray.actor.ActorHandle:
-    """On the host of this process, where the gateway is."""
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )
+def start_coordinator(host: str | None) -> ray.actor.ActorHandle:
+    """On this host, as Ray calls it; None: that of this process, where the gateway is."""
+    here = NodeAffinitySchedulingStrategy(host or ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4}
     return _remote(CoordinatorActor, "coordinator").options(scheduling_strategy=here, **options).remote()
 

@@ -62,6 +62,9 @@ class WorkerGroupConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     threads: int = 1
     """CPU threads of torch in each rank."""
+    near_target: bool = False
+    """The coordinator runs on the host of the target's first rank, rather than on that of the process that starts
+    it."""
     start_timeout: float = 600.0
     """Seconds until every rank must have loaded its weights and run its first rounds: one, and on GPUs those of every
     kind."""

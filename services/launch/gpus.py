@@ -10,16 +10,17 @@ from services.launch.config import WorkerGroupConfig
 logger = logging.getLogger(__name__)
 
 
-def check_gpus(config: WorkerGroupConfig, ray_address: str | None) -> None:
-    """Raises ValueError if this machine is the whole cluster and has fewer GPUs than ranks. Imports torch for
-    `device=cuda` only."""
+def check_gpus(config: WorkerGroupConfig, ray_address: str | None, groups: int = 1) -> None:
+    """Raises ValueError if this machine is the whole cluster and has fewer GPUs than ranks of so many worker groups.
+    Imports torch for `device=cuda` only."""
     if config.device != "cuda" or ray_address or os.environ.get("RAY_ADDRESS"):
         return
     import torch
 
-    if (count := torch.cuda.device_count()) < config.target_tp + config.draft_tp:
+    if (count := torch.cuda.device_count()) < groups * (config.target_tp + config.draft_tp):
         why = "" if torch.version.cuda else " (this torch was built without CUDA)"
-        raise ValueError(f"this machine has {_counted(count)}{why}; {_needed(config)}")
+        times = "" if groups == 1 else f", for each of {groups} worker groups"
+        raise ValueError(f"this machine has {_counted(count)}{why}; {_needed(config)}{times}")
 
 
 def warn_of_few_gpus(config: WorkerGroupConfig) -> None:

@@ -261,8 +261,11 @@ class WorkerGroup:
         warn_of_few_gpus(config)
         for role in ModelRole:
             self._start_side(role, self._rendezvous)
+        beside = None
+        if config.near_target:
+            beside, _ = ray.get(self._processes[f"{ModelRole.TARGET}0"], timeout=config.start_timeout)
         with self._adding():
-            self.actors["coordinator"] = coordinator = cluster.start_coordinator()
+            self.actors["coordinator"] = coordinator = cluster.start_coordinator(beside)
             started: ray.ObjectRef = coordinator.start.remote(coordinator_spec(config, self._pair, self._rendezvous))
         logger.info("epoch %d: waiting until %s are ready", self.incarnation, ", ".join(self.actors))
         if not self._wait_for([started, *self._runs], self._runs, config.start_timeout):

@@ -16,6 +16,14 @@ from smc.api.outputs import Answer, FinishReason, Statistics
 from smc.api.request import Request
 
 PRINT = "smc_0"
+KINDS = [
+    {"particles": 8, "max_tokens": 50},
+    {"particles": 4, "max_tokens": 70, "ess_threshold": 1.0, "ignore_eos": True},
+    {"method": "target", "max_tokens": 60, "temperature": 0},
+    {"particles": 3, "max_tokens": 40, "stop": ["####"], "seed": 7},
+]
+ENGINE = {"block": 5, "branches": 2}
+OPTIONS = ("-k", 5, "-f", 2, "--max-slots", 16, "--seed", 3)
 
 
 def chat(custom_id: str, content: str = "1 + 1?", **body: Any) -> dict[str, Any]:
@@ -79,6 +87,20 @@ def answer_file(
     requests = RequestReader(pair, seed)
     with OutputFile(output, overwrite) as file:
         before = survey(source, file, requests, fingerprint)
-        runner = BatchRunner(pair, requests, decode, file.append, fingerprint, limit or Limit(requests=4))
-        asyncio.run(runner.run(rest(source, before.done)))
+        runner = BatchRunner(pair, requests, decode, fingerprint, limit or Limit(requests=4))
+        asyncio.run(runner.run(rest(source, before.done), lambda record, is_new: file.append(record)))
     return before
+
+
+def essence(record: dict) -> tuple:
+    if record["error"] is not None:
+        return record["custom_id"], record["error"]["code"]
+    body = record["response"]["body"]
+    text, count = body["choices"][0]["message"]["content"], body["usage"]["completion_tokens"]
+    return (
+        record["custom_id"],
+        text,
+        count,
+        body["choices"][0]["smc"]["finish_reason"],
+        body["choices"][0]["smc"]["seed"],
+    )

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from services.backend import ServingPair
+from services.batch.lines import RequestReader
 from services.launch.config import WorkerGroupConfig
+from smc import demo
+from smc.api.engine_config import EngineConfig
+from smc.demo.problems import generate
+from smc.local_engine import ModelPair, local_engine
+from tests.batch.asking import ENGINE, KINDS, chat, line
 from tests.batch.running import Cluster
 
 
@@ -25,3 +31,33 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def asked() -> list[dict]:
+    """20 lines, two of which have no answer."""
+    lines = [
+        chat(f"q{i}", problem.question, **KINDS[i % len(KINDS)]) for i, problem in enumerate(generate(5, 20, "test"))
+    ]
+    lines[5] = chat("wrong", n=0)
+    lines[9] = chat("too long", max_tokens=100_000)
+    return lines
+
+
+@pytest.fixture(scope="session")
+def expected(pair, asked) -> list[tuple]:
+    """What an engine in this process answers."""
+    requests, wanted = RequestReader(pair, 3), {}
+    for number, document in enumerate(asked, 1):
+        if document["custom_id"].startswith("q"):
+            wanted[document["custom_id"]] = requests.build(line(document, number))[0]
+    engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), EngineConfig(**ENGINE, max_slots=16))
+    answers = {output.answer.request_id: output.answer for output in engine.run(wanted.values()) if output.answer}
+    found = {custom_id: answers[request.request_id] for custom_id, request in wanted.items()}
+    return [_essence(each["custom_id"], found.get(each["custom_id"])) for each in asked]
+
+
+def _essence(custom_id: str, answer) -> tuple:
+    if answer is None:
+        return custom_id, "invalid"
+    return custom_id, answer.text, len(answer.tokens), answer.finish_reason.value, answer.seed

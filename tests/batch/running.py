@@ -17,13 +17,16 @@ from ray.util.state import list_actors, list_placement_groups
 from tests.ports import free_ports
 
 BIN = Path(sys.executable).parent
+OF_RAY = {"JobSupervisor", "ActorLocationTracker", "_AutoscalingCoordinatorActor", "_StatsActor"}
+"""Classes of actors that Ray and Ray Data keep for all jobs of a cluster."""
 PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port", "metrics-export-port")
 
 
 class Cluster:
     """`ray start --head --block` with a dashboard, on ports and in a directory of its own."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, **settings: str) -> None:
+        """`settings`: environment variables of all its processes."""
         self._log = logs / "ray.log"
         # Short: the names of Unix sockets in it may have 107 characters.
         self._directory = tempfile.mkdtemp(prefix="sb", dir="/tmp")
@@ -37,6 +40,7 @@ class Cluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "COLUMNS": "400",
             "OMP_NUM_THREADS": "1",
+            **settings,
         }
         self._head: subprocess.Popen | None = None
 
@@ -84,8 +88,12 @@ class Cluster:
 
     def ranks(self) -> dict[int, str]:
         """Pids of the processes that decode, and their classes."""
+        return self.actors("smcserve: ")
+
+    def actors(self, name: str) -> dict[int, str]:
+        """Pids and classes of those whose class begins with this."""
         actors = list_actors(self.dashboard, filters=[("state", "=", "ALIVE")], detail=True)
-        return {actor.pid: actor.class_name for actor in actors if actor.class_name.startswith("smcserve: ")}
+        return {actor.pid: actor.class_name for actor in actors if actor.class_name.startswith(name)}
 
     def until_empty(self) -> None:
         """No actor is alive or to be, and no placement group holds anything."""
@@ -94,7 +102,7 @@ class Cluster:
             actors = [
                 actor
                 for actor in list_actors(self.dashboard)
-                if actor.state != "DEAD" and actor.class_name != "JobSupervisor"
+                if actor.state != "DEAD" and actor.class_name not in OF_RAY
             ]
             return actors + [group for group in list_placement_groups(self.dashboard) if group.state != "REMOVED"]
 

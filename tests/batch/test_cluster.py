@@ -13,68 +13,10 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 from ray.util.state import list_placement_groups
 
-from services.batch.lines import RequestReader
-from smc import demo
-from smc.api.engine_config import EngineConfig
-from smc.demo.problems import generate
-from smc.local_engine import ModelPair, local_engine
-from tests.batch.asking import chat, line, read_records, write_lines
+from tests.batch.asking import OPTIONS, essence, read_records, write_lines
 from tests.batch.running import Cluster
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
-
-KINDS = [
-    {"particles": 8, "max_tokens": 50},
-    {"particles": 4, "max_tokens": 70, "ess_threshold": 1.0, "ignore_eos": True},
-    {"method": "target", "max_tokens": 60, "temperature": 0},
-    {"particles": 3, "max_tokens": 40, "stop": ["####"], "seed": 7},
-]
-ENGINE = {"block": 5, "branches": 2}
-OPTIONS = ("-k", 5, "-f", 2, "--max-slots", 16, "--seed", 3)
-
-
-@pytest.fixture(scope="module")
-def asked() -> list[dict]:
-    """20 lines, two of which have no answer."""
-    lines = [
-        chat(f"q{i}", problem.question, **KINDS[i % len(KINDS)]) for i, problem in enumerate(generate(5, 20, "test"))
-    ]
-    lines[5] = chat("wrong", n=2)
-    lines[9] = chat("too long", max_tokens=100_000)
-    return lines
-
-
-@pytest.fixture(scope="module")
-def expected(pair, asked) -> list[tuple]:
-    """What an engine in this process answers."""
-    requests, wanted = RequestReader(pair, 3), {}
-    for number, document in enumerate(asked, 1):
-        if document["custom_id"].startswith("q"):
-            wanted[document["custom_id"]] = requests.build(line(document, number))
-    engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), EngineConfig(**ENGINE, max_slots=16))
-    answers = {output.answer.request_id: output.answer for output in engine.run(wanted.values()) if output.answer}
-    found = {custom_id: answers[request.request_id] for custom_id, request in wanted.items()}
-    return [_essence(each["custom_id"], found.get(each["custom_id"])) for each in asked]
-
-
-def _essence(custom_id: str, answer) -> tuple:
-    if answer is None:
-        return custom_id, "invalid"
-    return custom_id, answer.text, len(answer.tokens), answer.finish_reason.value, answer.seed
-
-
-def essence(record: dict) -> tuple:
-    if record["error"] is not None:
-        return record["custom_id"], record["error"]["code"]
-    body = record["response"]["body"]
-    text, count = body["choices"][0]["message"]["content"], body["usage"]["completion_tokens"]
-    return (
-        record["custom_id"],
-        text,
-        count,
-        body["choices"][0]["smc"]["finish_reason"],
-        body["choices"][0]["smc"]["seed"],
-    )
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:

@@ -36,7 +36,7 @@ def test_all_done(smcserve, files):
 
 
 def test_all_done_but_one_failed(smcserve, files):
-    write_lines(files[0], [chat("a"), chat("b", n=2)])
+    write_lines(files[0], [chat("a"), chat("b", n=0)])
     finish(*files)
     ran = smcserve("batch", *files)
     assert ran.code == 1 and "2 of 2 lines done, 2 by earlier runs, 1 failed" in ran.err
@@ -63,7 +63,19 @@ def test_another_run_is_at_it(smcserve, files):
         (("in.jsonl", "in.jsonl"), "in.jsonl is the input; give another output file"),
         (("in.jsonl", "out.jsonl", "-c", 0), "concurrency=0; allowed: >= 1"),
         (("in.jsonl", "out.jsonl", "--target-tp", 5), "target_tp=5"),
-        (("in.jsonl",), "OUT.jsonl"),
+        (("in.jsonl", "out.jsonl", "--gangs", 0), "gangs=0; allowed: >= 1"),
+        (("in.jsonl", "out.jsonl", "--part-lines", 0), "part_lines=0; allowed: >= 1"),
+        (("in.jsonl", "out.jsonl", "--overwrite", "--retry-failed"), "allowed: one of them"),
+        (("in.jsonl", "out.jsonl", "--output-format", "parquet"), "output_format has no effect on one file"),
+        (("in.jsonl", "out/", "--output-format", "csv"), "output_format='csv'; allowed: jsonl, parquet"),
+        (("in.jsonl", "out.jsonl", "--gangs", 2, "--trace", "trace.json"), "trace is of one worker group"),
+        (("in.jsonl", "notes.txt/"), "cannot write notes.txt/: it is a file; needed: a directory"),
+        (("in.jsonl", "./"), "./ is where the input is; give another output directory"),
+        ((".", "out"), "out is where the input is; give another output directory"),
+        (("s3://in/a", "s3://in/a/b"), "s3://in/a/b is where the input is"),
+        (("ftp://in/a", "out/"), "ftp://in/a: "),
+        (("empty", "out/"), "empty holds no lines; needed: files whose names end with .jsonl or .parquet"),
+        (("in.jsonl",), "OUT"),
         (("twice.jsonl", "out.jsonl"), "lines 1 and 2 have the same custom_id; every line needs one of its own"),
         (("in.jsonl", "notes.txt"), "notes.txt: line 1 is not an answer of this command"),
     ],
@@ -72,9 +84,18 @@ def test_mistakes(smcserve, files, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "twice.jsonl", [chat("a"), chat("a", "other")])
     (tmp_path / "notes.txt").write_text("mine\n")
+    (tmp_path / "empty").mkdir()
     ran = smcserve("batch", *arguments)
     assert (ran.code, ran.out) == (2, "") and message in ran.err
     assert (tmp_path / "notes.txt").read_text() == "mine\n"
+
+
+def test_a_directory_that_is_done(smcserve, files, tmp_path):
+    files[0].write_text("")
+    ran = smcserve("batch", files[0], f"{tmp_path}/out/", "--metrics-port", 0)
+    assert ran.code == 0 and "0 of 0 lines done, 0 failed; answers in" in ran.err, ran.err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["_smcserve.json"]
+    assert "metrics on 127.0.0.1:" in ran.err
 
 
 def test_an_output_that_ray_will_delete_is_warned_of(smcserve, files, tmp_path):

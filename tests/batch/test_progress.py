@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
+import urllib.request
 
+import pytest
 from rich.console import Console
 
-from services.batch import run as progress
+from services.batch import progress
 from services.batch.output_file import Survey
-from services.batch.run import BatchProgress, Display
+from services.batch.progress import BatchProgress, Counts, Display
 
 ANSWER = {"error": None, "response": {"body": {"usage": {"completion_tokens": 50}}}}
 FAILED = {"error": {"code": "invalid"}}
@@ -27,8 +30,51 @@ def test_a_line_every_few_seconds_and_a_summary(monkeypatch):
             display.update(tally)
     said = console.file.getvalue().splitlines()
     assert len(said) == 2
-    assert said[0] == "240 of 1,000 lines, 1 failed, 2,000 tokens, 400 tok/s, about 1 min 35 s left"
+    assert said[0] == ("240 of 1,000 lines, 1 failed, 8.0 lines/s, 2,000 tokens, 400 tok/s, about 1 min 35 s left")
     assert (
-        tally.summary() == "301 of 1,000 lines done, 200 by earlier runs, 2 failed, 5,000 tokens, 396 tok/s in 12.6 s"
+        tally.summary() == "301 of 1,000 lines done, 200 by earlier runs, 2 failed, 8.0 lines/s, 5,000 tokens, "
+        "396 tok/s in 12.6 s"
     )
     assert tally.all_failed == 2
+
+
+def test_metrics():
+    """What a scraper finds while a run goes on."""
+    console = Console(file=io.StringIO(), force_terminal=False, width=400)
+    run, display = BatchProgress(Survey(total=10, done=2, failed=1)), Display(console)
+    with display.serving(0, "127.0.0.1"):
+        port = int(re.search(r"metrics on 127.0.0.1:(\d+)", console.file.getvalue())[1])
+        display.worker_groups(starting=1, ready=2)
+        run.start()
+        run.add(Counts(2, 1, 50))
+        run.expect(Counts(1, 0, 7))
+        display.update(run)
+        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+        with pytest.raises(OSError, match="give another metrics port"), Display(console).serving(port, "127.0.0.1"):
+            pass
+    for sample in (
+        'smc_batch_lines{result="answered"} 3.0',
+        'smc_batch_lines{result="failed"} 2.0',
+        "smc_batch_lines_left 5.0",
+        "smc_batch_generation_tokens_total 57.0",
+        'smc_batch_worker_groups{state="ready"} 2.0',
+        "smc_batch_left_seconds ",
+    ):
+        assert sample in page
+    assert console.file.getvalue().count("\n") == 1
+    run.expect(Counts())
+    display.update(run)  # a worker group was lost: nothing is counted back
+
+
+def test_what_is_copied_is_no_work(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    run = BatchProgress(Survey(total=10, done=2, failed=0), is_estimate=True)
+    run.start()
+    now[0] += 10
+    run.count(ANSWER, is_new=False)
+    assert (run.done, run.lines_a_second, run.seconds_left) == (3, 0.0, None)
+    run.count(ANSWER)
+    assert run.lines_a_second == 0.1 and run.seconds_left == 60 and run.goal == "about 10 lines"
+    run.expect(Counts(), total=3)
+    assert run.goal == "about 4 lines"

@@ -15,7 +15,7 @@ def requests(pair) -> RequestReader:
 
 
 def test_defaults(pair, requests):
-    request = requests.build(line(chat("a", "1 + 1?"), 5))
+    request = requests.build(line(chat("a", "1 + 1?"), 5))[0]
     assert request.request_id == "5"
     assert request.prompt == tuple(pair.tokenizer.chat([{"role": "user", "content": "1 + 1?"}]))
     params = request.params
@@ -29,8 +29,8 @@ def test_defaults(pair, requests):
 
 
 def test_prompts(pair, requests):
-    assert requests.build(line(completion("a", prompt="1 + 1 ="))).prompt == tuple(pair.tokenizer.encode("1 + 1 ="))
-    assert requests.build(line(completion("a", prompt=[3, 1, 2]))).prompt == (3, 1, 2)
+    assert requests.build(line(completion("a", prompt="1 + 1 =")))[0].prompt == tuple(pair.tokenizer.encode("1 + 1 ="))
+    assert requests.build(line(completion("a", prompt=[3, 1, 2])))[0].prompt == (3, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -65,21 +65,23 @@ def test_prompts(pair, requests):
     ],
 )
 def test_settings(requests, body, expected):
-    params = requests.build(line(chat("a", **body))).params
+    params = requests.build(line(chat("a", **body)))[0].params
     assert {name: getattr(params, name) for name in expected} == expected
 
 
 def test_a_salt(requests):
     assert (
-        requests.build(line(chat("a"))).cache_salt == requests.build(line(chat("a", cache_salt=None))).cache_salt == ""
+        requests.build(line(chat("a")))[0].cache_salt
+        == requests.build(line(chat("a", cache_salt=None)))[0].cache_salt
+        == ""
     )
-    assert requests.build(line(completion("a", cache_salt="customer 7"))).cache_salt == "customer 7"
+    assert requests.build(line(completion("a", cache_salt="customer 7")))[0].cache_salt == "customer 7"
 
 
 def test_a_completion_may_ask_for_log_probabilities_of_others_by_their_number(requests):
-    params = requests.build(line(completion("a", logprobs=3))).params
+    params = requests.build(line(completion("a", logprobs=3)))[0].params
     assert params.logprobs and params.top_logprobs == 3
-    assert requests.build(line(completion("a", logprobs=0))).params.logprobs
+    assert requests.build(line(completion("a", logprobs=0)))[0].params.logprobs
     with pytest.raises(ValueError, match="logprobs=21; allowed: true, false, 0"):
         requests.build(line(completion("a", logprobs=21)))
 
@@ -90,7 +92,8 @@ def test_a_completion_may_ask_for_log_probabilities_of_others_by_their_number(re
         ({"frequency_penalty": 3}, "frequency_penalty=3; allowed: -2..2"),
         ({"prompt": "Hi"}, "prompt is not a field of /v1/chat/completions"),
         ({"model": "gpt-4o"}, "model='gpt-4o'; allowed: 'target'"),
-        ({"n": 2}, "n=2; allowed: 1, one answer a line"),
+        ({"n": 0}, "n=0; allowed: greater than"),
+        ({"n": 1000}, "n=1000"),
         ({"n": True}, "n=True; allowed: an integer"),
         ({"frequency": 1}, "frequency is not a field of /v1/chat/completions here; allowed: .*temperature"),
         ({"stream": True}, "stream=True; allowed: False"),
@@ -144,7 +147,6 @@ def test_a_chat_is_refused_by_name(requests, body, message):
     [
         (None, "prompt is missing"),
         (5, "prompt holds other things; allowed: one string or list of token ids"),
-        (["a", "b"], "n=2; allowed: 1, one answer a line"),
         ([True], "prompt holds other things"),
         ([-1], "prompt contains token id -1; allowed: 0.."),
         ([10**6], "prompt contains token id 1000000; allowed: 0.."),
@@ -162,7 +164,7 @@ def test_a_line_that_is_no_request_says_what_it_said(requests):
 
 def test_a_long_prompt_leaves_room_for_a_shorter_answer(pair, requests):
     prompt = [1] * (pair.context - 10)
-    assert requests.build(line(completion("a", prompt=prompt))).params.max_tokens == 10
+    assert requests.build(line(completion("a", prompt=prompt)))[0].params.max_tokens == 10
 
 
 def test_seeds_come_from_the_name_of_the_line_and_the_seed_of_the_run(pair, requests):
@@ -171,7 +173,7 @@ def test_seeds_come_from_the_name_of_the_line_and_the_seed_of_the_run(pair, requ
     seeds = [requests.seed_of(line(chat(name))) for name in names]
     assert len(set(seeds)) == 1001 and all(0 <= seed < 2**63 for seed in seeds)
     assert requests.seed_of(line(chat("line 3", "other text"), 77)) == seeds[3]
-    assert requests.build(line(chat("line 3"))).params.seed == seeds[3]
+    assert requests.build(line(chat("line 3")))[0].params.seed == seeds[3]
     assert RequestReader(pair, 1).seed_of(line(chat("line 3"))) != seeds[3]
     assert requests.seed_of(line(chat("line 3", seed=0))) == 0
     assert requests.seed_of(line(chat("line 0"))) == 801005201466570759, (
@@ -183,13 +185,13 @@ def test_negative_prompts(pair, requests):
     """A string as it is, token ids, messages for the template; none at all is the engine's to fill in."""
 
     def read(**body) -> tuple[int, ...] | None:
-        return requests.build(line(chat("a", guidance_scale=1.5, **body))).negative_prompt
+        return requests.build(line(chat("a", guidance_scale=1.5, **body)))[0].negative_prompt
 
     told = [{"role": "user", "content": "2 + 2?"}]
     penalties = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2}
-    params = requests.build(line(chat("a", **penalties))).params
+    params = requests.build(line(chat("a", **penalties)))[0].params
     assert penalties == {name: getattr(params, name) for name in penalties}
-    assert read() is None and requests.build(line(chat("a", guidance_scale=1.5))).params.guidance_scale == 1.5
+    assert read() is None and requests.build(line(chat("a", guidance_scale=1.5)))[0].params.guidance_scale == 1.5
     assert read(negative_prompt="2 + 2?") == tuple(pair.tokenizer.encode("2 + 2?"))
     assert read(negative_prompt=[5, 3]) == (5, 3)
     assert read(negative_prompt=told) == tuple(pair.tokenizer.chat(told))
@@ -214,3 +216,15 @@ def test_negative_prompts(pair, requests):
 def test_negative_prompts_that_are_refused(requests, body, message):
     with pytest.raises(ValueError, match=message):
         requests.build(line(chat("a", **body)))
+
+
+def test_several_answers_to_a_line(requests):
+    """As the API has them: the first has the line's own seed, each prompt as many answers."""
+    alone = requests.build(line(completion("a", prompt="one", seed=5)))[0]
+    several = requests.build(line(completion("a", prompt=["one", "two"], seed=5, n=2)))
+    assert several[0] == alone and several[0].prompt == several[1].prompt != several[2].prompt
+    assert len({request.params.seed for request in several}) == 4
+    own = requests.build(line(chat("a", n=3)))
+    assert [request.params.seed for request in own] == [
+        request.params.seed for request in requests.build(line(chat("a", n=4)))[:3]
+    ]

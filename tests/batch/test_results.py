@@ -18,8 +18,8 @@ from tests.batch.asking import answer_of, chat, completion, line
 
 def record_of(pair, document, **changes):
     asked = line(document, 3)
-    request = RequestReader(pair, 0).build(asked)
-    record = answered(asked, request, replace(answer_of(request), **changes), pair, "smc_1", 1234)
+    requests = RequestReader(pair, 0).build(asked)
+    record = answered(asked, requests, [replace(answer_of(each), **changes) for each in requests], pair, "smc_1", 1234)
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     return record
 
@@ -56,6 +56,19 @@ def test_a_completion(pair):
     )
     exact = record_of(pair, completion("mine", method="exact"))["response"]["body"]["choices"][0]["smc"]
     assert exact["method"] == "exact" and {"accepted_per_round", "hits", "misses"} <= set(exact["statistics"])
+
+
+def test_several_answers(pair):
+    body = record_of(pair, completion("mine", prompt=["one", "two"], n=2, echo=True), text="!")["response"]["body"]
+    assert [(each["index"], each["text"]) for each in body["choices"]] == [
+        (0, "one!"),
+        (1, "one!"),
+        (2, "two!"),
+        (3, "two!"),
+    ]
+    assert len({each["smc"]["seed"] for each in body["choices"]}) == 4
+    each = [len(pair.tokenizer.encode(prompt)) for prompt in ("one", "two")]
+    assert body["usage"]["prompt_tokens"] == sum(each)
 
 
 @pytest.mark.parametrize(

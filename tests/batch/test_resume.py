@@ -3,12 +3,17 @@ it."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 
 import pytest
 
 from services.batch import runner
-from tests.batch.asking import answer_file, answer_of, chat, completion, write_lines
+from services.batch.lines import RequestReader
+from services.batch.output_file import rest, written
+from services.batch.runner import BatchRunner, Limit
+from tests.batch.asking import PRINT, answer_file, answer_of, chat, completion, write_lines
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +24,7 @@ def clock_stands_still(monkeypatch):
 @pytest.fixture
 def source(tmp_path):
     documents = [chat(f"q{i}", f"{i} + {i}?") for i in range(9)]
-    documents[2:2] = ["", "not json", chat("wrong", n=2), completion("mine", seed=3), chat("ünï", "ü")]
+    documents[2:2] = ["", "not json", chat("wrong", n=0), completion("mine", seed=3), chat("ünï", "ü")]
     return write_lines(tmp_path / "in.jsonl", documents)
 
 
@@ -59,6 +64,23 @@ def test_failed_lines_of_earlier_runs_count(pair, source, tmp_path):
     assert (again.total, again.done, again.failed) == (13, 13, 2)
 
 
+def test_failed_lines_are_done_again_and_answers_stay(pair, source, tmp_path):
+    """In their order, and then the lines that were not done."""
+    output, calls = tmp_path / "out.jsonl", []
+    answer_file(pair, source, output)
+    before = output.read_bytes().splitlines(keepends=True)
+    records = [json.loads(line) for line in before[:9]]
+    records[6] |= {"response": None, "error": {"code": "unavailable", "message": "lost"}}
+    requests, again = RequestReader(pair, 0), []
+    runner = BatchRunner(pair, requests, done_by(calls), PRINT, Limit(requests=4))
+    lines = rest(source, 2, earlier=records)
+    asyncio.run(runner.run(lines, lambda record, is_new: again.append((record, is_new))))
+    assert [written(record) for record, _ in again] == before[2:]
+    failed = [index for index, record in enumerate(records) if record["error"] is not None]
+    assert [is_new for _, is_new in again] == [index in failed or index >= 9 for index in range(2, 13)]
+    assert len(calls) == 5
+
+
 def test_lines_may_be_added_at_the_end(pair, source, tmp_path):
     answer_file(pair, source, tmp_path / "out.jsonl")
     before = (tmp_path / "out.jsonl").read_bytes()
@@ -80,7 +102,7 @@ def edited(text: str, old: str, new: str) -> str:
     [
         (lambda text: edited(text, '"q1"', '"q01"'), {}, "answer 2 is of custom_id='q1', but line 2 has 'q01'"),
         (lambda text: edited(text, "1 + 1?", "1 + 2?"), {}, "answer 2 does not belong to line 2 as it is now"),
-        (lambda text: edited(text, '"n": 2', '"n": 1'), {}, "answer 4 does not belong to line 5 as it is now"),
+        (lambda text: edited(text, '"n": 0', '"n": 1'), {}, "answer 4 does not belong to line 5 as it is now"),
         (lambda text: edited(text, "not json", "no json"), {}, "answer 3 does not belong to line 4 as it is now"),
         (lambda text: text.split("\n", 1)[1], {}, "answer 1 is of custom_id='q0', but line 1 has 'q1'"),
         (lambda text: text.rsplit("\n", 2)[0], {}, "has more lines than"),

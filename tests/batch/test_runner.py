@@ -17,7 +17,8 @@ from tests.batch.asking import PRINT, answer_of, chat, decode_at_once, line
 
 def run(pair, lines, decode, limit, write=None) -> list[dict]:
     records = []
-    asyncio.run(BatchRunner(pair, RequestReader(pair, 0), decode, write or records.append, PRINT, limit).run(lines))
+    runner, take = BatchRunner(pair, RequestReader(pair, 0), decode, PRINT, limit), write or records.append
+    asyncio.run(runner.run(lines, lambda record, is_new: take(record)))
     return records
 
 
@@ -106,12 +107,12 @@ def test_lines_that_fail_are_records_in_their_place(pair):
             raise error
         return answer_of(request)
 
-    lines = [line(chat(f"{i}") if i != 3 else chat("3", n=2), i) for i in range(1, 10)]
+    lines = [line(chat(f"{i}") if i != 3 else chat("3", n=0), i) for i in range(1, 10)]
     records = run(pair, lines, decode, Limit(requests=3))
     assert [record["custom_id"] for record in records] == [f"{i}" for i in range(1, 10)]
     codes = [record["error"] and record["error"]["code"] for record in records]
     assert codes == [None, "invalid", "invalid", "failed", "unavailable", "queue_full", "internal", None, None]
-    assert records[2]["error"]["message"].startswith("line 3: n=2; allowed: 1")
+    assert records[2]["error"]["message"].startswith("line 3: n=0; allowed")
 
 
 def test_the_loss_of_the_service_ends_the_run_and_no_line(pair):

@@ -1,0 +1,366 @@
+"""Parts of the input, the unit of resuming where the output is a directory: which lines they are, which are done
+according to the names of the files there, and which are to be done."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from services.batch.lines import Kept, Line, parse_line, record_id
+from services.batch.output_file import REMEDY, OutputFile, Survey
+from services.batch.progress import Counts
+from services.batch.storage import FORMATS, Store, records_of, to_parquet
+
+MANIFEST = "_smcserve.json"
+"""What the answers of a directory depend on besides the lines."""
+NAME = re.compile(r"(?P<file>.+)/(?P<start>\d{15})-(?P<end>\d{15})\.(?P<lines>\d+)-lines\.(?P<failed>\d+)-failed\.\w+")
+PARTS_EACH = 4
+"""Parts that every worker group gets at least, so that all of them end at about the same time."""
+SAMPLED = 8
+"""Files whose beginnings are read for the length of a line."""
+THREADS = 16
+"""Files that are looked at at a time."""
+
+
+NOTHING = Counts()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive lines of one file. Picklable."""
+
+    file: str
+    """Its name in the input's directory; empty: the input is the file."""
+    name: str
+    """Of the file for people, and of the directory of its parts; empty: lines are called by their number alone."""
+    unit: str
+    """What `start` and `end` count: `byte`, or `row` of a Parquet file."""
+    start: int
+    end: int
+    """The first one after it."""
+    first: int | None = None
+    """Number of its first line; None: lines are named by their offsets."""
+    earlier: str | None = None
+    """An output of this part: its answers stay, and lines without an answer are decoded again."""
+    earlier_range: tuple[int, int] | None = None
+    """Where in that output, in bytes; None: all of it."""
+
+    def read(self, source: Store) -> tuple[int, bytes]:
+        """Number of the first line, and the lines as JSON."""
+        if self.unit == "row":
+            return self.start + 1, source.rows(self.file, self.start, self.end)
+        offset, data = source.lines(self.file, self.start, self.end)
+        return offset if self.first is None else self.first, data
+
+    def parse(self, first: int, data: bytes, earlier: Iterable[dict[str, Any]] = ()) -> Iterator[Line | Kept]:
+        """What `read` gave, as lines. `earlier`: records of some of them."""
+        answers = {record["id"]: record for record in earlier if record["error"] is None}
+        unit = "line" if self.first is not None else self.unit
+        number = first
+        for raw in BytesIO(data):
+            if raw.strip():
+                line = parse_line(number, raw, self.name, unit)
+                known = answers.get(record_id(line))
+                yield line if known is None else Kept(known)
+            number += len(raw) if unit == "byte" else 1
+
+    def output_name(self, counts: Counts, form: str) -> str:
+        return (
+            f"{self.name}/{self.start:015d}-{self.end:015d}"
+            f".{counts.written}-lines.{counts.failed}-failed{FORMATS[form]}"
+        )
+
+
+@dataclass(frozen=True)
+class DonePart:
+    """What became of a part."""
+
+    part: Part
+    new: Counts = NOTHING
+    kept: Counts = NOTHING
+    """Of records of earlier runs among its lines."""
+    data: bytes = b""
+    """Its records, where they are to be written here."""
+    error: str | None = None
+    """Why it could not be read or written; then it is not done."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part that is in the output."""
+
+    start: int
+    end: int
+    counts: Counts
+    name: str
+
+
+class PartsOutput:
+    """A directory with a file for each part that is done. Opened for one run alone where the file system has locks."""
+
+    def __init__(
+        self,
+        source: Store,
+        sink: Store,
+        output_form: str | None,
+        made_by: dict[str, Any],
+        overwrite: bool,
+        retry_failed: bool,
+    ) -> None:
+        """`made_by`: what answers depend on besides the lines. Raises ValueError for an input without lines, for a
+        directory of another input, or one that another run writes."""
+        self._source, self.sink, self._retries = source, sink, retry_failed
+        self._sizes, self._unit = _sizes(source)
+        self._mean = self._mean_size()
+        self.form = output_form or ("parquet" if self._unit == "row" else "jsonl")
+        self._redone: set[tuple[str, int]] = set()
+        self._lock: int | None = None
+        try:
+            self._open(made_by | {"format": self.form}, overwrite)
+            self._found = self._survey()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def is_estimate(self) -> bool:
+        """Of the number of lines: those of JSONL files are not counted before they are decoded."""
+        return self._unit == "byte" and any(True for _ in self._missing())
+
+    @property
+    def survey(self) -> Survey:
+        """Without the parts that are to be done again."""
+        missing = sum(end - start for _, start, end in self._missing())
+        again = {part.earlier for part in self._again()}
+        found = [part for parts in self._found.values() for part in parts]
+        total = sum(part.counts.written for part in found) + math.ceil(missing / self._mean)
+        done = [part.counts for part in found if part.name not in again]
+        return Survey(total, sum(one.written for one in done), sum(one.failed for one in done))
+
+    def parts(self, groups: int, most_lines: int) -> list[Part]:
+        """To be done, in order, by so many worker groups."""
+        again = self._again()
+        missing = list(self._missing())
+        lines = sum(end - start for _, start, end in missing) / self._mean
+        step = math.ceil(max(1, min(most_lines, lines / (PARTS_EACH * groups))) * self._mean)
+        cut = [
+            Part(file, self._name(file), self._unit, begin, min(begin + step, end))
+            for file, start, end in missing
+            for begin in range(start, end, step)
+        ]
+        return again + cut
+
+    def take(self, done: DonePart) -> bool:
+        """Note that a part has been written."""
+        part, counts = done.part, done.new + done.kept
+        if part.earlier is not None:
+            self._redone.add((part.file, part.start))
+        there = [one for one in self._found.get(part.file, []) if one.start != part.start]
+        there.append(Found(part.start, part.end, counts, part.output_name(counts, self.form)))
+        self._found[part.file] = sorted(there, key=lambda one: one.start)
+        return True
+
+    def _again(self) -> list[Part]:
+        """Parts with failed lines, unless this run has tried them."""
+        if not self._retries:
+            return []
+        return [
+            Part(file, self._name(file), self._unit, one.start, one.end, earlier=one.name)
+            for file, parts in self._found.items()
+            for one in parts
+            if one.counts.failed and (file, one.start) not in self._redone
+        ]
+
+    def _missing(self) -> Iterator[tuple[str, int, int]]:
+        """File, start and end of every range that no part covers."""
+        for file, size in self._sizes.items():
+            begin = 0
+            for part in self._found.get(file, []):
+                if part.start > begin:
+                    yield file, begin, part.start
+                begin = part.end
+            if begin < size:
+                yield file, begin, size
+
+    def _name(self, file: str) -> str:
+        return file or self._source.root.rsplit("/", 1)[-1]
+
+    def _open(self, made_by: dict[str, Any], overwrite: bool) -> None:
+        content = json.dumps(made_by, indent=1).encode()
+        before = self.sink.read(MANIFEST)
+        if self.sink.is_local:
+            directory = Path(self.sink.root)
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(directory, os.O_RDONLY)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self.close()
+                raise ValueError(
+                    f"{self.sink.url} is being written by another run; wait for it, or give another output"
+                ) from error
+        if overwrite:
+            for name in self.sink.files():
+                if NAME.fullmatch(name):
+                    self.sink.delete(name)
+        elif before is not None and before != content:
+            raise ValueError(
+                f"{self.sink.url} was made with other models, another --seed, another format or other settings of the "
+                f"engine; {REMEDY}"
+            )
+        if overwrite or before is None:
+            self.sink.write(MANIFEST, content)
+
+    def _survey(self) -> dict[str, list[Found]]:
+        found: dict[str, list[Found]] = {}
+        files = {self._name(file): file for file in self._sizes}
+        for name in self.sink.files():
+            if (match := NAME.fullmatch(name)) is None:
+                continue
+            file, counts = match["file"], Counts(int(match["lines"]), int(match["failed"]))
+            if file not in files:
+                raise ValueError(f"{self.sink.url}: {name} is of no file of {self._source.url}; {REMEDY}")
+            found.setdefault(files[file], []).append(Found(int(match["start"]), int(match["end"]), counts, name))
+        return {file: self._checked(file, parts) for file, parts in found.items()}
+
+    def _checked(self, file: str, parts: list[Found]) -> list[Found]:
+        """In order. Of a part that was done again, and whose old output is there yet, the new output counts."""
+        parts.sort(key=lambda one: (one.start, one.end, one.counts.failed))
+        kept: list[Found] = []
+        for one in parts:
+            last = kept[-1] if kept else None
+            if last is not None and (one.start, one.end) == (last.start, last.end):
+                self.sink.delete(one.name)
+                continue
+            if last is not None and one.start < last.end:
+                raise ValueError(f"{self.sink.url}: {last.name} and {one.name} hold the same lines; delete one of them")
+            kept.append(one)
+        if kept and kept[-1].end > self._sizes[file]:
+            raise ValueError(f"{self.sink.url}: {kept[-1].name} is beyond the end of its input as it is now; {REMEDY}")
+        return kept
+
+    def _mean_size(self) -> float:
+        """Of a line, in what `Part.start` counts."""
+        if self._unit == "row":
+            return 1.0
+        files = [file for file, size in self._sizes.items() if size]
+        sampled = files[:: max(1, len(files) // SAMPLED)][:SAMPLED]
+        means = [self._source.mean_line(file, self._sizes[file]) for file in sampled]
+        return max(1.0, sum(means) / len(means)) if means else 1.0
+
+
+class FileParts:
+    """One output file, to which parts of one input file are appended in their order."""
+
+    form = None
+
+    def __init__(self, source: Path, output: OutputFile, before: Survey, earlier: OutputFile | None) -> None:
+        """`before`: of the output; `earlier`: another output of this input, of which answers are kept."""
+        self._source, self._output, self._survey, self._earlier = source, output, before, earlier
+        self.sink = Store.of(str(output.path.absolute().parent))
+        self._next: int | None = None
+
+    @property
+    def is_estimate(self) -> bool:
+        return False
+
+    @property
+    def survey(self) -> Survey:
+        return self._survey
+
+    def parts(self, groups: int, most_lines: int) -> list[Part]:
+        """To be done, in order, by so many worker groups."""
+        step = max(1, min(most_lines, math.ceil((self._survey.total - self._survey.done) / (PARTS_EACH * groups))))
+        parts = list(self._cut(step))
+        self._next = parts[0].start if parts else None
+        return parts
+
+    def take(self, done: DonePart) -> bool:
+        """Append a part; False: one before it is missing."""
+        if done.part.start != self._next:
+            return False
+        self._output.extend(done.data)
+        counts, before = done.new + done.kept, self._survey
+        self._survey = replace(before, done=before.done + counts.written, failed=before.failed + counts.failed)
+        self._next = done.part.end
+        return True
+
+    def _cut(self, step: int) -> Iterator[Part]:
+        """The lines that are not done, by so many."""
+        ends = _line_ends(self._earlier.path) if self._earlier else iter(())
+        offset = index = count = start = known_start = known_end = 0
+        first = 1
+        with self._source.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                offset += len(raw)
+                if not raw.strip():
+                    continue
+                known_end = next(ends, known_end)
+                index += 1
+                count += index > self._survey.done
+                if count == step or index == self._survey.done:
+                    if count:
+                        yield self._part(start, offset, first, known_start, known_end)
+                    start, first, known_start, count = offset, number + 1, known_end, 0
+        if count:
+            yield self._part(start, offset, first, known_start, known_end)
+
+    def _part(self, start: int, end: int, first: int, known_start: int, known_end: int) -> Part:
+        part = Part("", "", "byte", start, end, first)
+        if self._earlier is None or known_start == known_end:
+            return part
+        return replace(part, earlier=self._earlier.path.name, earlier_range=(known_start, known_end))
+
+
+def _line_ends(path: Path) -> Iterator[int]:
+    end = 0
+    with path.open("rb") as file:
+        for raw in file:
+            end += len(raw)
+            yield end
+
+
+def _sizes(source: Store) -> tuple[dict[str, int], str]:
+    """Of every file with lines: bytes, or rows; and which of them."""
+    files = source.files()
+    names = {form: [name for name in files if source.path(name).endswith(end)] for form, end in FORMATS.items()}
+    if all(names.values()):
+        raise ValueError(f"{source.url} holds both JSONL and Parquet files; allowed: one kind")
+    if not any(names.values()):
+        raise ValueError(f"{source.url} holds no lines; needed: files whose names end with .jsonl or .parquet")
+    if names["jsonl"]:
+        return {name: files[name] for name in names["jsonl"]}, "byte"
+    with ThreadPoolExecutor(THREADS) as threads:
+        return dict(zip(names["parquet"], threads.map(source.num_rows, names["parquet"]))), "row"
+
+
+def earlier_records(part: Part, sink: Store, form: str) -> list[dict[str, Any]]:
+    """Of a part that is done once more."""
+    if part.earlier is None:
+        return []
+    if part.earlier_range is not None:
+        return records_of(sink.lines(part.earlier, *part.earlier_range)[1], form)
+    return records_of(sink.read(part.earlier) or b"", form)
+
+
+def write_part(done: DonePart, sink: Store, form: str) -> DonePart:
+    """Write it, and delete what it replaces. Returns it without its records."""
+    name = done.part.output_name(done.new + done.kept, form)
+    sink.write(name, to_parquet(done.data) if form == "parquet" else done.data)
+    if done.part.earlier not in (None, name):
+        sink.delete(done.part.earlier or "")
+    return replace(done, data=b"")

@@ -1,0 +1,158 @@
+"""Parts of the input on a pool of worker groups, by Ray Data: it gives each to an actor that has a worker group, which
+reads, decodes and writes it; starts such an actor again when it is lost, with the parts that were lost with it; and
+gives out no more than is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.data
+
+from services.batch.output_file import written
+from services.batch.parts import DonePart, Part, earlier_records, write_part
+from services.batch.progress import Counts
+from services.batch.replica import Replica, ReplicaSpec
+from services.batch.runner import ServiceLost
+from services.batch.storage import Store
+from services.launch import cluster
+
+logger = logging.getLogger(__name__)
+
+PARTS_AT_A_TIME = 2
+"""Of a worker group: while the last lines of one part are decoded, the slots that they leave are not empty."""
+REPORT_SECONDS = 1.0
+"""Between two reports of a worker group."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What runs, and where it reads and writes. Picklable."""
+
+    spec: ReplicaSpec
+    groups: int
+    source: Store
+    sink: Store
+    form: str | None
+    """Format of the files that are written; None: records come back in their order, and nothing is written."""
+
+    def answer(self, parts: Sequence[Part], monitor: ray.actor.ActorHandle) -> Iterator[DonePart]:
+        """Each part when it is done. One whose worker group is lost for good does not come. Needs Ray to be connected;
+        the worker groups end with the iterator."""
+        _set_up(in_order=self.form is None)
+        compute = ray.data.ActorPoolStrategy(
+            size=self.groups,
+            max_tasks_in_flight_per_actor=PARTS_AT_A_TIME,
+            max_concurrent_calls_per_actor=PARTS_AT_A_TIME,
+            enable_true_multi_threading=True,
+        )
+        # Files of this host may be on no other: then the actors are here. Their ranks are where there is room.
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        host = here if self.source.is_local or self.sink.is_local else None
+        # Actors read and write, so that lines do not pass through the memory of other hosts.
+        dataset = ray.data.from_items([{"part": pickle.dumps(part)} for part in parts], override_num_blocks=len(parts))
+        dataset = dataset.map(
+            ReplicaActor,
+            fn_constructor_kwargs={"pool": self, "monitor": monitor},
+            compute=compute,
+            num_cpus=0,  # ranks hold all of them where models run on CPUs
+            label_selector=host,
+        )
+        for row in dataset.iter_rows():
+            yield pickle.loads(row["done"])
+
+
+class ReplicaActor:
+    """An actor of the pool: it has a worker group and answers parts with it."""
+
+    def __init__(self, pool: Pool, monitor: ray.actor.ActorHandle) -> None:
+        """Returns when the worker group is warm. Raises WorkerGroupError."""
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        cluster.release_left()
+        self._id, self._pool, self._monitor = ray.get_runtime_context().get_actor_id(), pool, monitor
+        self._parts: dict[Part, Counts] = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        began = time.monotonic()
+        monitor.start.remote(self._id)
+        try:
+            self._replica: Replica = Replica(pool.spec, pool.spec.group.serving_pair())
+            asyncio.run_coroutine_threadsafe(self._replica.start(), self._loop).result()
+        except Exception as error:
+            ray.get(monitor.fail.remote(self._id, str(error)))
+            raise
+        monitor.ready.remote(self._id, time.monotonic() - began)
+        self._reports = asyncio.run_coroutine_threadsafe(self._report(), self._loop)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Called by several threads."""
+        part: Part = pickle.loads(row["part"])
+        try:
+            done = self._done(part)
+        except ServiceLost as error:
+            # Another start of this process may find another host, and Ray gives it these parts once more.
+            ray.get(self._monitor.fail.remote(self._id, str(error)))
+            os._exit(1)
+        except Exception as error:
+            logger.exception("a part has failed")
+            done = DonePart(part, error=f"{part.name}: {error}")
+        return {"done": pickle.dumps(done)}
+
+    def _done(self, part: Part) -> DonePart:
+        pool, lines, new, kept = self._pool, [], Counts(), Counts()
+
+        def write(record: dict[str, Any], is_new: bool) -> None:
+            nonlocal new, kept
+            lines.append(written(record))
+            if is_new:
+                new += Counts.of(record)
+            else:
+                kept += Counts.of(record)
+            self._parts[part] = new
+
+        earlier = earlier_records(part, pool.sink, pool.form or "jsonl")
+        inputs = part.parse(*part.read(pool.source), earlier)
+        asyncio.run_coroutine_threadsafe(self._replica.answer(inputs, write), self._loop).result()
+        done = DonePart(part, new, kept, b"".join(lines))
+        if pool.form is not None:
+            done = write_part(done, pool.sink, pool.form)
+        self._monitor.report.remote(dict(self._parts))
+        self._parts.pop(part, None)
+        return done
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            self._monitor.report.remote(dict(self._parts))
+
+
+def count_that_fit(spec: ReplicaSpec, is_own_cluster: bool) -> int:
+    """Worker groups that the cluster has room for now; at least one, which may have to wait for hosts."""
+    group = spec.group
+    if is_own_cluster and group.device == "cpu":  # it declares more CPUs than there are
+        return max(1, (os.cpu_count() or 1) // (group.target_tp + group.draft_tp))
+    gpus = group.device == "cuda"
+    sides = ((group.target_tp, gpus, group.target_resource), (group.draft_tp, gpus, group.draft_resource))
+    return max(1, cluster.count_that_fit(sides))
+
+
+def _set_up(in_order: bool) -> None:
+    """Of Ray Data, for this process."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.execution_options.preserve_order = in_order
+    # A part that is lost for good is done by another run over what is left; until then the others go on.
+    context.max_errored_blocks = -1
+    context.max_consecutive_actor_init_deaths = -1  # the caller counts them
+    # One row is a part, however large.
+    context.target_max_block_size = None
+    logging.getLogger("ray.data").setLevel(logging.ERROR)

@@ -1,0 +1,209 @@
+"""Directories of JSONL and Parquet files on any of pyarrow's filesystems: local, s3://, gs://. Knows nothing about what
+the lines hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+
+FORMATS = {"jsonl": ".jsonl", "parquet": ".parquet"}
+"""And how the names of their files end."""
+URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+CHUNK = 1 << 20
+"""Bytes that are read at a time where the end of a line is looked for."""
+COLUMNS = ("custom_id", "method", "url", "body")
+JSON_COLUMNS = ("response", "error")
+"""Columns of an output in Parquet that hold JSON."""
+RECORD_SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "custom_id", *JSON_COLUMNS)])
+
+
+def is_url(path: str) -> bool:
+    return URL.match(path) is not None
+
+
+@dataclass(frozen=True)
+class Store:
+    """A file or a directory, and what is in it. Picklable."""
+
+    filesystem: pa.fs.FileSystem
+    root: str
+    """Its path there."""
+    url: str
+    """As the user wrote it."""
+
+    @staticmethod
+    def of(path: str) -> Store:
+        """Raises ValueError for an address that no filesystem is known for."""
+        if not is_url(path):
+            return Store(pa.fs.LocalFileSystem(), str(Path(path).absolute()), path)
+        try:
+            filesystem, root = pa.fs.FileSystem.from_uri(path)
+        except (ValueError, pa.ArrowException) as error:
+            raise ValueError(
+                f"{path}: {error}; allowed: a path, s3://BUCKET/.., gs://BUCKET/.., or another of pyarrow's addresses"
+            ) from error
+        return Store(filesystem, root.rstrip("/"), path)
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.filesystem, pa.fs.LocalFileSystem)
+
+    def path(self, name: str) -> str:
+        """Of a file in it; of the file itself if `name` is empty."""
+        return f"{self.root}/{name}" if name else self.root
+
+    def files(self) -> dict[str, int]:
+        """Names relative to it and sizes in bytes of all files in it, in order of names; it may not exist yet. Of a
+        file, itself, without a name. Hidden ones and those whose name begins with _ are left out."""
+        info = self.filesystem.get_file_info(self.root)
+        if info.type == pa.fs.FileType.File:
+            return {"": info.size}
+        selector = pa.fs.FileSelector(self.root, allow_not_found=True, recursive=True)
+        found = {
+            each.path[len(self.root) + 1 :]: each.size
+            for each in self.filesystem.get_file_info(selector)
+            if each.type == pa.fs.FileType.File
+        }
+        return {name: found[name] for name in sorted(found) if not any(map(_is_hidden, name.split("/")))}
+
+    def read(self, name: str) -> bytes | None:
+        """None: there is no such file."""
+        try:
+            with self.filesystem.open_input_stream(self.path(name)) as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Whole or not at all, whatever happens meanwhile; a file of this name is replaced."""
+        path = self.path(name)
+        if not self.is_local:  # there a file begins to exist when it is closed
+            with self.filesystem.open_output_stream(path) as file:
+                file.write(content)
+            return
+        local = Path(path)
+        local.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = local.with_name(f".{local.name}")
+        unfinished.write_bytes(content)
+        unfinished.replace(local)
+
+    def delete(self, name: str) -> None:
+        try:
+            self.filesystem.delete_file(self.path(name))
+        except FileNotFoundError:
+            return
+
+    def lines(self, name: str, start: int, end: int) -> tuple[int, bytes]:
+        """The lines whose first byte lies in this range of bytes, whole: the offset of the first, and their text."""
+        with self.filesystem.open_input_file(self.path(name)) as file:
+            before = max(start - 1, 0)
+            file.seek(before)
+            data = file.read(end - before)
+            while data and not data.endswith(b"\n") and (more := file.read(CHUNK)):
+                break_at = more.find(b"\n") + 1
+                data += more[:break_at] if break_at else more
+        if start == 0:
+            return 0, data
+        begin = data.find(b"\n") + 1
+        if not begin or before + begin >= end:
+            return end, b""
+        return before + begin, data[begin:]
+
+    def rows(self, name: str, start: int, end: int) -> bytes:
+        """These rows of a Parquet file as request lines in JSON."""
+        with pq.ParquetFile(self.filesystem.open_input_file(self.path(name))) as file:
+            _check_columns(file.schema_arrow.names, f"{self.url}: {name}")
+            return b"".join(map(_request_line, _rows(file, start, end)))
+
+    def num_rows(self, name: str) -> int:
+        """Of a Parquet file. Raises ValueError if it is none, or lacks columns."""
+        where = f"{self.url}: {name}" if name else self.url
+        try:
+            with pq.ParquetFile(self.filesystem.open_input_file(self.path(name))) as file:
+                _check_columns(file.schema_arrow.names, where)
+                return file.metadata.num_rows
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{where}: {error}") from error
+
+    def mean_line(self, name: str, size: int) -> float:
+        """Bytes a line, by the beginning of the file."""
+        with self.filesystem.open_input_stream(self.path(name)) as file:
+            data = file.read(CHUNK)
+        return len(data) / max(data.count(b"\n"), 1)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
+
+
+def _check_columns(names: list[str], where: str) -> None:
+    for name in ("custom_id", "body"):
+        if name not in names:
+            raise ValueError(f"{where}: there is no column {name}; needed: custom_id, body; allowed: method, url")
+
+
+def _rows(file: pq.ParquetFile, start: int, end: int) -> Iterator[dict[str, Any]]:
+    """Of the row groups, only those that hold some of them are read."""
+    begin, columns = 0, [name for name in COLUMNS if name in file.schema_arrow.names]
+    for index in range(file.num_row_groups):
+        count = file.metadata.row_group(index).num_rows
+        first, last = max(start - begin, 0), min(end - begin, count)
+        if first < last:
+            yield from file.read_row_group(index, columns=columns).slice(first, last - first).to_pylist()
+        begin += count
+
+
+def _request_line(row: dict[str, Any]) -> bytes:
+    body = row["body"]
+    if isinstance(body, str):
+        try:
+            body = json.loads(body)
+        except ValueError:
+            body = row["body"]  # is refused as what it is
+    else:
+        body = _without_nulls(body)
+    url = row.get("url") or ("/v1/completions" if isinstance(body, dict) and "prompt" in body else CHAT)
+    document = {"custom_id": row["custom_id"], "method": row.get("method") or "POST", "url": url, "body": body}
+    return json.dumps(document, default=str).encode() + b"\n"
+
+
+CHAT = "/v1/chat/completions"
+"""Of a row without a URL, unless it has a prompt."""
+
+
+def _without_nulls(value: Any) -> Any:
+    """A column of structures has every field in every row."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    return value
+
+
+def to_parquet(lines: bytes) -> bytes:
+    """Records in JSON lines, as a Parquet file: `response` and `error` are JSON, or null."""
+    rows = [json.loads(line) for line in lines.splitlines()]
+    for row in rows:
+        for name in JSON_COLUMNS:
+            row[name] = None if row[name] is None else json.dumps(row[name])
+        if row["custom_id"] is not None:
+            row["custom_id"] = row["custom_id"].encode("utf-8", "replace").decode()
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows, RECORD_SCHEMA), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def records_of(content: bytes, form: str) -> list[dict[str, Any]]:
+    """Of an output file."""
+    if form == "jsonl":
+        return [json.loads(line) for line in content.splitlines()]
+    rows = pq.read_table(pa.BufferReader(content)).to_pylist()
+    return [row | {name: row[name] and json.loads(row[name]) for name in JSON_COLUMNS} for row in rows]

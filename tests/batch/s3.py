@@ -1,0 +1,34 @@
+"""A stand-in for S3, moto's server, on this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from moto.server import ThreadedMotoServer
+from pyarrow.fs import S3FileSystem
+
+SETTINGS = {
+    "AWS_ACCESS_KEY_ID": "anything",
+    "AWS_SECRET_ACCESS_KEY": "anything",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+BUCKET = "questions"
+
+
+@contextmanager
+def s3_server() -> Iterator[dict[str, str]]:
+    """With a bucket; gives the environment of processes that are to use it."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        options = {"access_key": "anything", "secret_key": "anything", "region": "us-east-1", "scheme": "http"}
+        S3FileSystem(**options, endpoint_override=f"{host}:{port}", allow_bucket_creation=True).create_dir(BUCKET)
+        yield SETTINGS | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}
+    finally:
+        server.stop()

@@ -1,0 +1,303 @@
+"""Directories of files, here and in a stand-in for S3: every line in one part exactly, and what is done known by the
+names of outputs alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from services.batch.lines import Kept, RequestReader, parse_line
+from services.batch.output_file import OutputFile, Survey, survey, written
+from services.batch.parts import DonePart, FileParts, Part, PartsOutput, earlier_records, write_part
+from services.batch.progress import Counts
+from services.batch.storage import Store, records_of, to_parquet
+from tests.batch.asking import PRINT, answer_file, chat, completion, read_records, write_lines
+from tests.batch.s3 import BUCKET, s3_server
+
+MADE_BY = {"fingerprint": PRINT, "seed": 0}
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    with s3_server() as settings, pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(params=["local", "s3"])
+def stores(request, tmp_path) -> tuple[Store, Store]:
+    """An input and an output."""
+    if request.param == "local":
+        return Store.of(f"{tmp_path}/in"), Store.of(f"{tmp_path}/out/")
+    request.getfixturevalue("s3")
+    return Store.of(f"s3://{BUCKET}/{tmp_path.name}/in/"), Store.of(f"s3://{BUCKET}/{tmp_path.name}/out")
+
+
+def opened(stores, overwrite=False, retry_failed=False, form=None, **made_by) -> PartsOutput:
+    return PartsOutput(*stores, form, MADE_BY | made_by, overwrite, retry_failed)
+
+
+def lines_of(part: Part, source: Store) -> list:
+    return list(part.parse(*part.read(source)))
+
+
+def do(part: Part, stores, form="jsonl", failed: tuple[str, ...] = ()) -> DonePart:
+    """What a worker group makes of a part, with records that hold no answers."""
+    known = earlier_records(part, stores[1], form)
+    new = kept = Counts()
+    data = b""
+    for line in part.parse(*part.read(stores[0]), known):
+        if isinstance(line, Kept):
+            kept, record = kept + Counts.of(line.record), line.record
+        else:
+            is_failed = line.custom_id in failed
+            body = None if is_failed else {"body": {"usage": {"completion_tokens": 3}}}
+            error = {"code": "failed", "message": line.name} if is_failed else None
+            record = {"id": f"batch_req_{line.digest}", "custom_id": line.custom_id, "response": body, "error": error}
+            new += Counts.of(record)
+        data += written(record)
+    return write_part(DonePart(part, new, kept, data), stores[1], form)
+
+
+def fill(output: PartsOutput, stores, count: int | None = None, failed: tuple[str, ...] = ()) -> None:
+    for part in output.parts(2, 3)[:count]:
+        assert output.take(do(part, stores, output.form, failed))
+
+
+def ids_in(sink: Store, form="jsonl") -> list[str]:
+    names = [name for name in sink.files() if name.endswith(form)]
+    return [record["custom_id"] for name in names for record in records_of(sink.read(name), form)]
+
+
+def put_lines(store: Store, name: str, documents) -> None:
+    store.write(name, b"".join(json.dumps(each).encode() + b"\n" for each in documents))
+
+
+@pytest.mark.parametrize("step", [1, 7, 100, 10_000])
+def test_every_line_is_in_one_part_wherever_files_are_cut(tmp_path, step):
+    rng = random.Random(step)
+    text = "\n".join("x" * rng.randrange(30) for _ in range(40)) + rng.choice(["", "\n"])
+    (tmp_path / "a").write_text(text)
+    store, found = Store.of(str(tmp_path)), []
+    for start in range(0, len(text), step):
+        offset, data = store.lines("a", start, min(start + step, len(text)))
+        assert text[offset : offset + len(data)] == data.decode()
+        found.append(data.decode())
+    assert "".join(found) == text
+
+
+def test_a_run_over_a_directory(stores):
+    """Stopped in the middle, resumed, and complete: every line once, in the order of its file."""
+    put_lines(stores[0], "a.jsonl", [chat(f"a{i}") for i in range(9)])
+    put_lines(stores[0], "deep/b.jsonl", [chat(f"b{i}") for i in range(5)])
+    stores[0].write("_success", b"")
+    output = opened(stores)
+    assert output.is_estimate and abs(output.survey.total - 14) <= 1
+    fill(output, stores, count=2)
+    output.close()
+    again = opened(stores)
+    done = again.survey.done
+    assert 0 < done < 14 and len(ids_in(stores[1])) == done
+    fill(again, stores)
+    assert again.survey == Survey(14, 14, 0) and not again.parts(2, 3) and not again.is_estimate
+    assert ids_in(stores[1]) == [f"a{i}" for i in range(9)] + [f"b{i}" for i in range(5)]
+    again.close()
+
+
+def test_lines_are_named_by_file_and_offset(stores):
+    put_lines(stores[0], "a.jsonl", [chat(f"a{i}") for i in range(3)])
+    with_parts = [line for part in opened(stores).parts(9, 1) for line in lines_of(part, stores[0])]
+    size = len(json.dumps(chat("a0"))) + 1
+    assert [line.name for line in with_parts] == [f"a.jsonl, byte {i * size}" for i in range(3)]
+    whole = parse_line(size, json.dumps(chat("a1")).encode(), "a.jsonl", "byte")
+    assert with_parts[1].digest == whole.digest, "wherever the file is cut"
+
+
+def test_files_may_be_added_and_lines_at_the_end(stores):
+    put_lines(stores[0], "a.jsonl", [chat("a0"), chat("a1")])
+    first = opened(stores)
+    fill(first, stores)
+    first.close()
+    put_lines(stores[0], "a.jsonl", [chat("a0"), chat("a1"), chat("a2")])
+    put_lines(stores[0], "b.jsonl", [chat("b0")])
+    second = opened(stores)
+    assert second.survey.done == 2
+    fill(second, stores)
+    assert ids_in(stores[1]) == ["a0", "a1", "a2", "b0"]
+    second.close()
+
+
+def test_failed_lines_are_done_again_and_answers_stay(stores):
+    put_lines(stores[0], "a.jsonl", [chat(f"a{i}") for i in range(9)])
+    output = opened(stores)
+    fill(output, stores, failed=("a1", "a2", "a7"))
+    assert output.survey == Survey(9, 9, 3)
+    output.close()
+    before = {name: stores[1].read(name) for name in stores[1].files()}
+    plain = opened(stores)
+    assert not plain.parts(2, 3)
+    plain.close()
+    again = opened(stores, retry_failed=True)
+    parts = again.parts(2, 3)
+    assert again.survey.total == 9 and again.survey.done == 9 - sum(len(lines_of(part, stores[0])) for part in parts)
+    done = [do(part, stores, failed=("a7",)) for part in parts]
+    assert sum((each.new for each in done), start=Counts()).written == 3
+    assert list(map(again.take, done)) == [True] * len(done)
+    assert again.survey == Survey(9, 9, 1) and not again.parts(2, 3), "one that failed again is not tried for ever"
+    assert ids_in(stores[1]) == [f"a{i}" for i in range(9)]
+    kept = {name: content for name, content in before.items() if ".0-failed" in name}
+    assert kept and all(stores[1].read(name) == content for name, content in kept.items())
+    again.close()
+
+
+def test_a_run_that_is_killed_between_a_part_and_the_end_of_what_it_replaces(stores):
+    put_lines(stores[0], "a.jsonl", [chat("a0"), chat("a1")])
+    output = opened(stores)
+    (part,) = output.parts(1, 9)[:1]
+    stores[1].write(part.output_name(Counts(2, 1), "jsonl"), b"old")
+    stores[1].write(part.output_name(Counts(2, 0), "jsonl"), b"new")
+    output.close()
+    opened(stores).close()
+    assert list(map(stores[1].read, stores[1].files())) == [b"new"]
+
+
+@pytest.mark.parametrize(
+    ("change", "made_by", "message"),
+    [
+        ({}, {"seed": 1}, "was made with other models, another --seed"),
+        ({"a.jsonl": b"{}\n"}, {}, "is beyond the end of its input as it is now"),
+        ({"a.jsonl": None}, {}, "is of no file of"),
+    ],
+)
+def test_an_output_of_another_input_is_refused(stores, change, made_by, message):
+    for name in ("a.jsonl", "b.jsonl"):
+        put_lines(stores[0], name, [chat("a0"), chat("a1")])
+    first = opened(stores)
+    fill(first, stores)
+    first.close()
+    for name, content in change.items():
+        stores[0].delete(name) if content is None else stores[0].write(name, content)
+    with pytest.raises(ValueError, match=message) as caught:
+        opened(stores, **made_by)
+    assert "--overwrite to start from the beginning" in str(caught.value)
+    fresh = opened(stores, overwrite=True, **made_by)
+    assert fresh.survey.done == 0
+    fresh.close()
+
+
+def test_two_runs_cannot_write_one_directory(tmp_path):
+    stores = Store.of(f"{tmp_path}/in"), Store.of(f"{tmp_path}/out")
+    put_lines(stores[0], "a.jsonl", [chat("a0")])
+    first = opened(stores)
+    with pytest.raises(ValueError, match="is being written by another run"):
+        opened(stores)
+    first.close()
+    opened(stores).close()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "holds no lines; needed: files whose names end with .jsonl or .parquet"),
+        ({"notes.txt": b""}, "holds no lines"),
+        ({"a.jsonl": b"", "b.parquet": b""}, "holds both JSONL and Parquet files"),
+        ({"b.parquet": b"not one"}, "b.parquet: "),
+        ({"b.parquet": to_parquet(b"")}, "there is no column body; needed: custom_id, body"),
+    ],
+)
+def test_inputs_without_lines_are_refused(stores, files, message):
+    for name, content in files.items():
+        stores[0].write(name, content)
+    with pytest.raises(ValueError, match=message):
+        opened(stores)
+
+
+def test_addresses_that_pyarrow_does_not_know():
+    with pytest.raises(ValueError, match=r"ftp://x: .*; allowed: a path, s3://BUCKET"):
+        Store.of("ftp://x")
+
+
+def test_parquet(stores):
+    """Rows in, rows out; bodies are JSON or structures."""
+    bodies = [{"messages": [{"role": "user", "content": "1?"}], "stop": "a"}, {"messages": [], "n": 2}, {"prompt": "x"}]
+    table = pa.table({"custom_id": ["r0", "r1", "r2"], "body": [json.dumps(each) for each in bodies]})
+    structs = pa.table({"custom_id": ["s0", "s1"], "body": [{"prompt": "x", "n": 1}, {"prompt": "y"}]})
+    for name, rows in (("a.parquet", table), ("b.parquet", structs)):
+        sink = pa.BufferOutputStream()
+        pq.write_table(rows, sink, row_group_size=2)
+        stores[0].write(name, sink.getvalue().to_pybytes())
+    output = opened(stores)
+    assert output.form == "parquet" and output.survey == Survey(5, 0, 0) and not output.is_estimate
+    lines = [line for part in output.parts(9, 1) for line in lines_of(part, stores[0])]
+    assert [line.body for line in lines[:3]] == bodies and lines[3].body == {"prompt": "x", "n": 1}
+    assert lines[4].body == {"prompt": "y"} and {line.mistake for line in lines} == {None}
+    assert [line.url.rsplit("/", 1)[1] for line in lines] == ["completions"] * 5
+    assert lines[1].name == "a.parquet, row 2" and lines[2].url == completion("r2")["url"]
+    fill(output, stores, failed=("r1",))
+    assert ids_in(stores[1], "parquet") == ["r0", "r1", "r2", "s0", "s1"] and output.survey == Survey(5, 5, 1)
+    output.close()
+    again = opened(stores, retry_failed=True)
+    fill(again, stores)
+    assert again.survey == Survey(5, 5, 0) and len(ids_in(stores[1], "parquet")) == 5
+    again.close()
+
+
+def test_parts_appended_to_one_file_make_the_file_of_one_worker_group(pair, tmp_path):
+    """From any line on, whatever the size of parts; and nothing after a part that is missing."""
+    documents = [chat(f"q{i}") for i in range(9)]
+    documents[2:2] = ["", "not json", chat("wrong", n=0), ""]
+    source = write_lines(tmp_path / "in.jsonl", documents)
+    answer_file(pair, source, tmp_path / "whole.jsonl")
+    whole = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
+    store = Store.of(str(source))
+    numbers = [record["id"] for record in read_records(tmp_path / "whole.jsonl")]
+    for done in range(len(whole) + 1):
+        path = tmp_path / f"out{done}.jsonl"
+        path.write_bytes(b"".join(whole[:done]))
+        with OutputFile(path, overwrite=False) as output:
+            before = Survey(len(whole), sum(1 for _ in output.records()), 0)
+            parts = FileParts(source, output, before, None)
+            cut = parts.parts(1, 1 + done % 3)
+            found = [line for part in cut for line in lines_of(part, store)]
+            assert [f"batch_req_{line.digest}" for line in found] == numbers[done:]
+            at = done
+            for part in cut:
+                count = len(lines_of(part, store))
+                one = DonePart(part, Counts(count), data=b"".join(whole[at : at + count]))
+                at += count
+                assert len(cut) < 2 or part is not cut[0] or not parts.take(DonePart(cut[-1]))
+                assert parts.take(one)
+            assert parts.survey.done == len(whole) and not parts.parts(1, 1)
+        assert path.read_bytes() == b"".join(whole)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_failed_lines_of_one_file(pair, tmp_path, groups):
+    """Parts carry the answers that there are, which stay."""
+    source = write_lines(tmp_path / "in.jsonl", [chat("a"), chat("b", n=0), "", chat("c"), chat("d")])
+    path = tmp_path / "out.jsonl"
+    answer_file(pair, source, path)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+    with OutputFile(path, overwrite=False) as output, OutputFile(tmp_path / "out.retry", overwrite=False) as again:
+        parts = FileParts(source, again, Survey(4, 0, 0), output)
+        kinds = [
+            type(line).__name__
+            for part in parts.parts(groups, 2)
+            for line in part.parse(*part.read(Store.of(str(source))), earlier_records(part, parts.sink, "jsonl"))
+        ]
+    assert kinds == ["Kept", "Line", "Kept", "Line"]
+
+
+def test_a_survey_of_a_file_may_be_made_twice(pair, tmp_path):
+    """The second reads what the first has found to be whole."""
+    source = write_lines(tmp_path / "in.jsonl", [chat("a"), chat("b")])
+    answer_file(pair, source, tmp_path / "out.jsonl")
+    with OutputFile(tmp_path / "out.jsonl", overwrite=False) as output:
+        assert survey(source, output, RequestReader(pair, 0), PRINT) == Survey(2, 2, 0)
+        assert len(list(output.records())) == 2
