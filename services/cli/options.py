@@ -230,7 +230,8 @@ DraftVocab = Annotated[
     int | None,
     option(
         MODELS,
-        "Draft only the N tokens that are most frequent in --draft-vocab-text. Default: all tokens.",
+        "Draft only the N tokens that are most frequent in --draft-vocab-text, or in what `distill` trained the draft on. "
+        "Default: all tokens.",
         "--draft-vocab",
         metavar="N",
     ),

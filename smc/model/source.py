@@ -127,13 +127,14 @@ class SourcePair:
     """Reduced vocabulary of the draft; None if its head covers the full vocabulary."""
 
     def with_draft_vocab(self, size: int | None, text: Path | None) -> SourcePair:
-        """Add the reduced vocabulary `DraftVocab.of(size, text)`; unchanged if `size` is None. Raises ValueError as
-        `DraftVocab.of` does, and for a text without a size."""
+        """Add the reduced vocabulary `DraftVocab.of`; unchanged if `size` is None. Raises ValueError as that does, and
+        for a text without a size."""
         if size is None:
             if text is not None:
                 raise ValueError(f"draft_vocab_text={str(text)!r} has no effect without draft_vocab; leave it out")
             return self
-        return replace(self, draft_vocab=DraftVocab.of(size, text, self.target.tokenizer()))
+        draft = self.draft.directory if self.draft.kind == "files" else None
+        return replace(self, draft_vocab=DraftVocab.of(size, text, self.target.tokenizer(), draft))
 
     @staticmethod
     def of(load: str, target: Path, draft: Path, small: tuple[Path, Path] | None = None) -> SourcePair:
