@@ -97,7 +97,10 @@ class LoadedModels:
         if (role, device) not in self._loaded:
             from smc.model.linear import DTYPES
 
-            self._loaded[role, device] = self.sources.of_role(role).load(dtype=DTYPES[self.dtypes[role]], device=device)
+            target = self._loaded.get((ModelRole.TARGET, device))
+            self._loaded[role, device] = self.sources.of_role(role).load(
+                dtype=DTYPES[self.dtypes[role]], device=device, beside=target
+            )
         return self._loaded[role, device]
 
     def draft_head(self, device: str) -> DraftHead | None:

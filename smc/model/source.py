@@ -77,9 +77,15 @@ class ModelSource:
         return self.hub.download() if self.hub and not self.location.is_dir() else self.location
 
     def load(
-        self, *, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE, reduce: Reduce | None = None
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard = WHOLE,
+        reduce: Reduce | None = None,
+        beside: Decoder | None = None,
     ) -> Decoder:
-        """Load the model, or one rank's shard of it, onto a device."""
+        """Load the model, or one rank's shard of it, onto a device. `beside`: as of `load_model`; of files only."""
         from smc.model.loader import load_model
 
         where: dict[str, Any] = {"dtype": dtype, "device": device, "shard": shard, "reduce": reduce}
@@ -91,7 +97,7 @@ class ModelSource:
             from smc.model.padded import padded_model
 
             return padded_model(load_model(self._small), preset(str(self.location)), **where)
-        return load_model(self.directory, **where)
+        return load_model(self.directory, **where, beside=beside)
 
     @property
     def tokenizer_files(self) -> Path | None:
