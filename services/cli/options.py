@@ -216,7 +216,14 @@ TargetDtype = Annotated[
         metavar="TYPE",
     ),
 ]
-DraftDtype = Annotated[str | None, option(MODELS, "Type of the draft alone.", metavar="TYPE")]
+DraftDtype = Annotated[
+    str | None,
+    option(
+        MODELS,
+        "Type of the draft alone; auto: its own, fp8 or int4, by what a step takes on a GPU.",
+        metavar="TYPE",
+    ),
+]
 GenerationConfig = Annotated[
     str | None,
     option(

@@ -34,7 +34,7 @@ def pair_dtypes(
     dtype: str | None, target: str | None, draft: str | None, device: str, directories: tuple[Path, Path]
 ) -> dict[str, str]:
     """Model role -> name of its type in `smc.model.linear.DTYPES`: `target` or `draft` if given, otherwise `dtype` if
-    given, otherwise `default_dtype`."""
+    given, otherwise `default_dtype`. A draft's `auto` stays, until it is loaded (`smc.draft_dtype`)."""
     of_target, of_draft = (dtype or default_dtype(each, device) for each in directories)
     return {ModelRole.TARGET: target or of_target, ModelRole.DRAFT: draft or of_draft}
 
