@@ -27,6 +27,7 @@ from services.link.base import failure_text
 from services.link.connect import Rendezvous
 from services.workers.process import load_rank, run_rank
 from smc.api.engine_config import EngineConfig
+from smc.api.limits import AUTO_DTYPE
 from smc.model.config import ModelConfig
 from smc.model.decoder import empty_decoder
 from smc.model.linear import DTYPES
@@ -181,7 +182,9 @@ class ProcessBackend:
     """A `BenchBackend` whose ranks are processes, each with a GPU of its own."""
 
     def __init__(self, config: WorkerGroupConfig, gpus: int | None = None) -> None:
-        """`gpus` there are; None on CPUs."""
+        """`gpus` there are; None on CPUs. Raises ValueError for a draft whose type is not known here."""
+        if config.draft_dtype == AUTO_DTYPE:
+            raise ValueError("draft_dtype='auto' has no effect on what is measured over links; give a type")
         self._config, self._gpus = config, gpus
         self.tokenizer = config.serving_pair().tokenizer
         self._processes: tuple[dict[str, list[int]], RankProcesses] | None = None

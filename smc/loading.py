@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smc import demo
-from smc.api.limits import DTYPE_NAMES
+from smc.api.limits import AUTO_DTYPE, DTYPE_NAMES
 from smc.types import ModelRole
 
 if TYPE_CHECKING:
@@ -70,8 +70,9 @@ def loaded_models(
     if device not in DEVICES:
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
     for option, value in (("dtype", dtype), ("target-dtype", target_dtype), ("draft-dtype", draft_dtype)):
-        if value not in (None, *DTYPE_NAMES):
-            raise ValueError(f"--{option} {value}; allowed: {', '.join(DTYPE_NAMES)}")
+        allowed = (*DTYPE_NAMES, AUTO_DTYPE) if option == "draft-dtype" else DTYPE_NAMES
+        if value not in (None, *allowed):
+            raise ValueError(f"--{option} {value}; allowed: {', '.join(allowed)}")
     from smc.model.source import SourcePair, pair_dtypes
 
     sources = SourcePair.of(load, *directories, small=DEMO).with_draft_vocab(draft_vocab, draft_vocab_text)
@@ -87,17 +88,23 @@ class LoadedModels:
     """The models of a pair. Each is loaded on first use, once per device."""
 
     def __init__(self, sources: SourcePair, dtypes: dict[str, str]) -> None:
-        """`dtypes`: model role -> name in `smc.model.linear.DTYPES`."""
-        self.sources, self.dtypes = sources, dtypes
+        """`dtypes`: model role -> name in `smc.model.linear.DTYPES`; a draft's may be `auto`, until it is loaded."""
+        self.sources, self.dtypes = sources, {**dtypes}
         self.tokenizer = sources.target.tokenizer()
         self._loaded: dict[tuple[str, str], Decoder] = {}
         self._heads: dict[str, DraftHead] = {}
 
     def model(self, role: ModelRole, device: str) -> Decoder:
         if (role, device) not in self._loaded:
+            from smc.draft_dtype import draft_dtype
             from smc.model.linear import DTYPES
 
-            self._loaded[role, device] = self.sources.of_role(role).load(dtype=DTYPES[self.dtypes[role]], device=device)
+            if role == ModelRole.DRAFT:
+                self.dtypes[role] = draft_dtype(self.sources.draft, device, self.dtypes[role])
+            target = self._loaded.get((ModelRole.TARGET, device))
+            self._loaded[role, device] = self.sources.of_role(role).load(
+                dtype=DTYPES[self.dtypes[role]], device=device, beside=target
+            )
         return self._loaded[role, device]
 
     def draft_head(self, device: str) -> DraftHead | None:

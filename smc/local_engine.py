@@ -59,9 +59,10 @@ class ModelPair:
         """`draft_dtype`: of the draft, if it has one of its own. Raises ValueError, before reading weights, if the two
         directories cannot serve as a pair."""
         report = require_pair(target_dir, draft_dir)
+        target = load_model(target_dir, dtype=dtype, device=device)
         return ModelPair(
-            target=load_model(target_dir, dtype=dtype, device=device),
-            draft=load_model(draft_dir, dtype=draft_dtype or dtype, device=device),
+            target=target,
+            draft=load_model(draft_dir, dtype=draft_dtype or dtype, device=device, beside=target),
             tokenizer=Tokenizer.load(target_dir),
             max_context=report.max_context,
         )

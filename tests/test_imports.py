@@ -23,7 +23,7 @@ LIBRARY = [
     ("smc.calibration",),
     ("smc.local_engine",),
     ("smc.demo",),
-    ("smc.probe",),
+    ("smc.probe", "smc.draft_dtype"),
     ("smc.loading",),
     ("smc.distill",),
 ]

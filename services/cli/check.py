@@ -133,6 +133,12 @@ def _print(report: PairReport, directories: tuple[Path, Path]) -> None:
     if not report.problems:
         what = f": {report.vocab_size:,} shared token ids, contexts up to {report.max_context:,} tokens"
         out.print(Text.assemble(("ok", "bold green"), what), soft_wrap=True)
+        if report.shared_bytes:
+            out.print(
+                f"shared: {_size(report.shared_bytes)} of the draft's embedding and head are the target's; a process with "
+                "both models on one device holds them once",
+                soft_wrap=True,
+            )
 
 
 def _size(size: int) -> str:

@@ -216,7 +216,14 @@ TargetDtype = Annotated[
         metavar="TYPE",
     ),
 ]
-DraftDtype = Annotated[str | None, option(MODELS, "Type of the draft alone.", metavar="TYPE")]
+DraftDtype = Annotated[
+    str | None,
+    option(
+        MODELS,
+        "Type of the draft alone; auto: its own, fp8 or int4, by what a step takes on a GPU.",
+        metavar="TYPE",
+    ),
+]
 GenerationConfig = Annotated[
     str | None,
     option(
@@ -230,7 +237,8 @@ DraftVocab = Annotated[
     int | None,
     option(
         MODELS,
-        "Draft only the N tokens that are most frequent in --draft-vocab-text. Default: all tokens.",
+        "Draft only the N tokens that are most frequent in --draft-vocab-text, or in what `distill` trained the draft on. "
+        "Default: all tokens.",
         "--draft-vocab",
         metavar="N",
     ),

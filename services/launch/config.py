@@ -10,7 +10,7 @@ from services.backend import Model, ServingPair
 from services.link.base import LINKS, is_renewable
 from smc import demo
 from smc.api.engine_config import EngineConfig
-from smc.api.limits import DTYPE_NAMES
+from smc.api.limits import AUTO_DTYPE, DTYPE_NAMES
 from smc.model.generation_config import GENERATION_CONFIGS, sampling_defaults
 from smc.model.parallel import Shard, local_config
 from smc.model.source import LOADS, SourcePair, name_dtypes, pair_dtypes
@@ -52,6 +52,7 @@ class WorkerGroupConfig:
     target_dtype: str | None = None
     """Of the target, if it has one of its own."""
     draft_dtype: str | None = None
+    """Of the draft, likewise; `auto`: its own, fp8 or int4, by measured costs (`smc.draft_dtype`)."""
     draft_vocab: int | None = None
     """Tokens that the draft proposes by likelihood (`smc.model.draft_vocab`). Default: all."""
     draft_vocab_text: Path | None = None
@@ -80,7 +81,8 @@ class WorkerGroupConfig:
     """Where the coordinator writes a Chrome trace of all rounds when it stops."""
 
     def __post_init__(self) -> None:
-        types = dict.fromkeys(("dtype", "target_dtype", "draft_dtype"), (None, *DTYPE_NAMES))
+        types: dict[str, tuple[str | None, ...]] = dict.fromkeys(("dtype", "target_dtype"), (None, *DTYPE_NAMES))
+        types["draft_dtype"] = (None, *DTYPE_NAMES, AUTO_DTYPE)
         names = {"load": LOADS, "link": LINKS, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
         for name, allowed in {**names, **types}.items():
             if getattr(self, name) not in allowed:

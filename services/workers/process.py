@@ -18,7 +18,9 @@ from services.link.connect import Rendezvous, leader_ends, peer_end
 from services.workers.rank import Rank, follow, lead
 from services.workers.tensor_parallel import TensorParallel
 from smc.api.engine_config import EngineConfig
+from smc.api.limits import AUTO_DTYPE
 from smc.constraints import Compiler
+from smc.draft_dtype import draft_dtype
 from smc.executor.graph_runner import StageRunner
 from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
@@ -155,6 +157,7 @@ class RankSpec:
     draft_vocab: DraftVocab | None
     """Of a draft: what it proposes, if not every token by its own likelihood."""
     dtype: str
+    """Name of the type; of a draft also `auto`."""
     device: str
     """`cpu` or `cuda`: the one GPU that this process sees."""
     between: str
@@ -190,8 +193,18 @@ def load_rank(spec: RankSpec) -> Loaded:
     if shard.degree > 1:
         name = spec.rendezvous.name(f"{spec.role}/ranks")
         group = TensorParallel(spec.rendezvous.store(), name, shard.rank, shard.degree, device, spec.timeout)
-    model = spec.source.load(dtype=DTYPES[spec.dtype], device=device, shard=shard, reduce=group)
+    model = spec.source.load(dtype=DTYPES[_dtype(spec)], device=device, shard=shard, reduce=group)
     return Loaded(model, group, spec.draft_vocab.head(model) if spec.draft_vocab else None)
+
+
+def _dtype(spec: RankSpec) -> str:
+    """The first rank chooses for all ranks of the model, which must have the same."""
+    if spec.dtype != AUTO_DTYPE:
+        return spec.dtype
+    store, name = spec.rendezvous.store(), spec.rendezvous.name(f"{spec.role}/dtype")
+    if spec.shard.rank == 0:
+        store.set(name, draft_dtype(spec.source, spec.device, spec.dtype, spec.shard))
+    return store.get(name).decode()
 
 
 def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:

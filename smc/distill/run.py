@@ -31,6 +31,7 @@ from smc.distill.talk import TalkSettings, TalkWriter
 from smc.distill.trainer import Trainer, TrainingSettings
 from smc.local_engine import ModelPair
 from smc.memory.kv_pool import KVPool
+from smc.model.draft_vocab import save_counts
 from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer
 
@@ -207,6 +208,8 @@ class Distillation:
         self.state = _State()
         self._first = config.held_out if ranks.is_first else 0
         """Conversations before this one are held out."""
+        self._counted, self._count_V = 0, np.zeros(self.tokenizer.size, dtype=np.int64)
+        """Conversations whose answers' tokens have been counted, and the counts."""
         self.writer = self._make_writer()
         self._saved = time.monotonic()
         self._round_seconds, self._round_end = 0.0, 0.0
@@ -448,6 +451,9 @@ class Distillation:
     def _save_draft(self) -> None:
         config, writing = self.config, self.state.writing
         save_student(self.student, config.target, config.out)
+        self._count_V += self.store.answer_counts(self._counted, self.tokenizer.size)
+        self._counted = len(self.store)
+        save_counts(config.out, self._count_V)
         record = {
             "target": config.target.name,
             "draft": self.student.origin,

@@ -103,6 +103,14 @@ class ConversationStore:
             found_N[n] = self._tail[row] if file == self._full else self._of_file(file)[row]
         return found_N
 
+    def answer_counts(self, first: int, vocab: int) -> np.ndarray:
+        """Occurrences of each token in the answers of the rows from `first` on, int64 [V]."""
+        count_V = np.zeros(vocab, dtype=np.int64)
+        for begin in range(first, len(self), ROWS_PER_FILE):
+            rows_N = self.rows(range(begin, min(begin + ROWS_PER_FILE, len(self))))
+            count_V += np.bincount(rows_N["tokens"][rows_N["is_answer"]], minlength=vocab)
+        return count_V
+
     def _file(self, number: int) -> Path:
         return self._directory / f"{number:06d}.npy"
 

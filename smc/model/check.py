@@ -1,9 +1,10 @@
-"""Checks that two model directories can serve as target and draft. Reads configs, tokenizers and safetensors headers,
-but no weights."""
+"""Checks that two model directories can serve as target and draft. Reads configs, tokenizers and safetensors headers, and
+of weights only samples of embeddings and heads."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from smc.model.config import ModelConfig, default_dtype, read_quantisation
+from smc.model.fingerprint import tensor_fingerprint
 from smc.model.generation_config import sampling_defaults
 from smc.model.parallel import Shard, held_sizes, local_config
 from smc.model.quantisation import Int4Quantisation, Quantisation
-from smc.model.safetensors_files import StoredTensor, stored_bytes
+from smc.model.safetensors_files import StoredTensor, read_headers, stored_bytes
 from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import (
     PLAIN_BYTES,
@@ -68,6 +70,9 @@ class PairReport:
     """The shorter maximum context of the two, in tokens. 0 if either directory is invalid."""
     problems: tuple[str, ...]
     """One message for each problem; empty if the pair can be served."""
+    shared_bytes: int = 0
+    """Bytes in bfloat16 of the draft's embedding, and of a head of its own, that are the target's: a process that holds
+    both models on one device has them once."""
 
 
 def check_pair(target_dir: str | Path, draft_dir: str | Path) -> PairReport:
@@ -84,7 +89,23 @@ def check_pair(target_dir: str | Path, draft_dir: str | Path) -> PairReport:
         vocab_size=min((config.vocab_size for config in both), default=0),
         max_context=min((config.max_context for config in both), default=0),
         problems=tuple(problems),
+        shared_bytes=_shared_bytes(target_dir, draft_dir, *both) if both else 0,
     )
+
+
+SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def _shared_bytes(target_dir: str | Path, draft_dir: str | Path, target: ModelConfig, draft: ModelConfig) -> int:
+    """By samples of the files."""
+    found = 0
+    theirs, own = read_headers(target_dir), read_headers(draft_dir)
+    for name in SHARED:
+        is_used = name == SHARED[0] or not (target.tied_embeddings or draft.tied_embeddings)
+        tensors = [stored[name] for stored in (theirs, own) if is_used and name in stored]
+        if len(tensors) == 2 and len({tensor_fingerprint(tensor, name) for tensor in tensors}) == 1:
+            found += PLAIN_BYTES * math.prod(tensors[0].shape)
+    return found
 
 
 def require_pair(target_dir: str | Path, draft_dir: str | Path) -> PairReport:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -87,15 +88,20 @@ class Decoder(nn.Module):
             self.lm_head.quantise_from(self.embed.weight)
 
 
+NOTHING_SHARED: Mapping[str, nn.Parameter] = MappingProxyType({})
+
+
 def empty_decoder(
     config: ModelConfig,
     reduce: Reduce | None,
     dtype: torch.dtype,
     device: torch.device | str,
     int4: Mapping[str, Int4Format] | None = None,
+    shared: Mapping[str, nn.Parameter] = NOTHING_SHARED,
 ) -> Decoder:
     """A frozen decoder in eval mode with uninitialised weights. `dtype` is one of `smc.model.linear.DTYPES`. `int4`:
-    how the weights that are held in int4 are, by their parameter's name; only with that type.
+    how the weights that are held in int4 are, by their parameter's name; only with that type. `shared`: another model's
+    weights that are used, likewise.
 
     In FP8 a tied head gets a matrix of its own, with half the embedding's bytes: a step reads all of the head but only
     a few rows of the embedding. Raises ValueError if the device does not support the type."""
@@ -111,9 +117,15 @@ def empty_decoder(
         cast("Linear", model.get_submodule(name.removesuffix(".weight"))).to_int4(held)
     if tied:
         model.lm_head.register_parameter("weight", None)  # otherwise `_apply` would create two matrices
+    for name in shared:
+        owner, _, own = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(own, None)
     # `to_empty` on `meta` tensors makes torch import its symbolic-shape library, which takes as long as importing
     # torch.
     model._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
+    for name, weight in shared.items():
+        owner, _, own = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(own, weight)
     if tied:
         model.lm_head.weight = model.embed.weight
     return model.requires_grad_(False).eval()

@@ -1,4 +1,5 @@
-"""A reduced draft vocabulary: the draft's head computes logits only for the most frequent tokens of a text.
+"""A reduced draft vocabulary: the draft's head computes logits only for the most frequent tokens of a text, or of those
+that the draft was trained on, which `smcserve distill` counts.
 
 The draft reads all of its head at every step, although most tokens are never proposed. The reduced vocabulary changes
 the proposals but not the correctness of answers: exact decoding returns the target's tokens, and SMC weights every
@@ -6,13 +7,15 @@ token by the distribution it was drawn from (`smc.executor.sampling`). Knows not
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from smc.model.json_file import read_json
 from smc.model.presets import NoText
 from smc.model.tokenizer import Tokenizer
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 LEAST_SHARE, MOST_SHARE = 1e-3, 0.05
 """Range of the total proposal probability of all tokens outside the reduced vocabulary."""
+COUNTS_FILE = "token_counts.json"
+"""In the directory of a draft: how often tokens occur in what it was trained on."""
 PIECE = 1 << 20
 """Characters of the text encoded at a time."""
 
@@ -39,9 +44,10 @@ class DraftVocab:
     `MOST_SHARE`."""
 
     @staticmethod
-    def of(size: int, text: Path | None, tokenizer: Tokenizer) -> DraftVocab:
-        """The `size` most frequent tokens of a text; among equally frequent tokens, those with the lowest ids. Special
-        and end-of-text tokens are always included. A model with random weights has no text and gets the first tokens.
+    def of(size: int, text: Path | None, tokenizer: Tokenizer, draft: Path | None = None) -> DraftVocab:
+        """The `size` most frequent tokens of a text, or without one as the draft's directory counts them; among equally
+        frequent tokens, those with the lowest ids. Special and end-of-text tokens are always included. A model with
+        random weights has no text and gets the first tokens.
 
         Raises ValueError if the size is out of range, or if the text is missing, unreadable, empty or has no effect.
         """
@@ -58,11 +64,15 @@ class DraftVocab:
                     f"draft_vocab_text={str(text)!r} has no effect on random weights, which have no text; leave it out"
                 )
             return DraftVocab(np.arange(size), tokenizer.size, LEAST_SHARE)
-        if text is None:
+        if text is not None:
+            count_V = _count(text, tokenizer)
+        elif draft is not None and (draft / COUNTS_FILE).is_file():
+            count_V = load_counts(draft, tokenizer.size)
+        else:
             raise ValueError(
-                f"draft_vocab={size} needs draft_vocab_text, a text whose most frequent tokens the draft proposes"
+                f"draft_vocab={size} needs draft_vocab_text, a text whose most frequent tokens the draft proposes, or a "
+                f"draft of `smcserve distill`, whose directory has {COUNTS_FILE}"
             )
-        count_V = _count(text, tokenizer)
         rank_V = count_V.copy()
         rank_V[always] = count_V.sum() + 1
         ids_M = np.sort(np.argsort(-rank_V, kind="stable")[:size])
@@ -100,6 +110,33 @@ class DraftHead:
 
     vocab: DraftVocab
     matrix: Linear
+
+
+def save_counts(directory: Path, count_V: np.ndarray) -> None:
+    """Write how often tokens occur, the most frequent first."""
+    order = [int(token) for token in np.argsort(-count_V, kind="stable") if count_V[token]]
+    content = {"tokens": order, "counts": count_V[order].tolist()}
+    temporary = directory / f"{COUNTS_FILE}.tmp"
+    temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    temporary.replace(directory / COUNTS_FILE)
+
+
+def load_counts(directory: Path, vocab: int) -> np.ndarray:
+    """Occurrences of each token, int64 [V]. Raises ValueError for a file that does not hold them."""
+    path, count_V = directory / COUNTS_FILE, np.zeros(vocab, dtype=np.int64)
+    content = read_json(path)
+    tokens: Any = content.get("tokens")
+    counts: Any = content.get("counts")
+    is_valid = all(
+        isinstance(values, list) and values and all(type(value) is int and value >= 0 for value in values)
+        for values in (tokens, counts)
+    )
+    if not is_valid or len(tokens) != len(counts) or max(tokens) >= vocab or not sum(counts):
+        raise ValueError(
+            f"{path} does not hold tokens below {vocab} and their counts; delete it, and give draft_vocab_text"
+        )
+    count_V[tokens] = counts
+    return count_V
 
 
 def _count(text: Path, tokenizer: Tokenizer) -> np.ndarray:

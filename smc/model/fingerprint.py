@@ -1,15 +1,33 @@
-"""Fingerprint of model weights from samples of the files. Replicas compare fingerprints, and metrics report them to
-show a rollout."""
+"""Fingerprints of model weights from samples of the files. Replicas compare those of whole models, and metrics report
+them to show a rollout; those of tensors say what two models share."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
+
+from smc.model.safetensors_files import StoredTensor
 
 HEAD_BYTES = 1 << 20
 """Bytes hashed from the start of each file, where safetensors files have their header."""
 SAMPLES, SAMPLE_BYTES = 64, 16 << 10
 """Number and size of the samples of each file, at equal distances."""
+
+
+def tensor_fingerprint(tensor: StoredTensor, name: str) -> str:
+    """Of a tensor in a file: a hash of its type, shape and samples. Raises ValueError if it cannot be read."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tensor.shape}".encode())
+    try:
+        with tensor.file.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            begin, end = json.loads(file.read(header))[name]["data_offsets"]
+            for piece in range(SAMPLES + 1):
+                file.seek(8 + header + begin + max(0, end - begin - SAMPLE_BYTES) * piece // SAMPLES)
+                digest.update(file.read(min(SAMPLE_BYTES, end - begin)))
+    except OSError as error:
+        raise ValueError(f"{tensor.file}: {name} cannot be read: {error}") from error
+    return digest.hexdigest()
 
 
 def fingerprint(directory: Path) -> str:

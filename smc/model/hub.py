@@ -12,6 +12,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from smc.model.draft_vocab import COUNTS_FILE
 from smc.model.json_file import read_json
 from smc.model.safetensors_files import INDEX_FILE, SINGLE_FILE
 
@@ -19,7 +20,7 @@ NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.
 SMALL_FILES = (
     *("config.json", "generation_config.json", INDEX_FILE),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", COUNTS_FILE),
 )
 """What is read of a model besides its weights, if it is there."""
 

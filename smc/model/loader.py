@@ -7,6 +7,7 @@ number of ranks."""
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from smc.model.config import ModelConfig, read_quantisation
 from smc.model.decoder import Decoder, empty_decoder
@@ -28,6 +29,8 @@ from smc.model.quantisation import GROUP, Codes, Fp8Quantisation, Int4Quantisati
 from smc.model.safetensors_files import SINGLE_FILE, STORED_FP8, StoredTensor, TensorReader
 from smc.model.weight_map import WeightSlice, check_weights, int4_formats, weight_slices
 
+logger = logging.getLogger(__name__)
+
 
 def load_model(
     directory: str | Path,
@@ -36,8 +39,12 @@ def load_model(
     device: torch.device | str = "cpu",
     shard: Shard = WHOLE,
     reduce: Reduce | None = None,
+    beside: Decoder | None = None,
 ) -> Decoder:
     """Read a Hugging Face directory, or one rank's shard of it, into a frozen `Decoder` in eval mode.
+
+    `beside`: another model. Where it has the same embedding or head, bit by bit and on the same device, its matrices are
+    used and not loaded again.
 
     With a dtype of int4, matrices that are stored in int4 are kept, and those of a directory that has none are rounded
     (`smc.model.int4`); with other types, numbers are converted.
@@ -51,17 +58,66 @@ def load_model(
     stored = check_weights(directory, config)
     quantisation = read_quantisation(directory)
     int4 = int4_formats(slices, shard, stored, quantisation) if dtype == INT4 else None
-    model = empty_decoder(local_config(config, shard), reduce, dtype, device, int4)
-    parameters = dict(model.named_parameters())
-    if shard.degree > 1:
-        for weight in parameters.values():
-            weight.zero_()  # parts that no slice covers are padding
     with TensorReader(stored) as files:
         published = PublishedWeights(files, quantisation, torch.device(device))
+        shared = _shared(published, slices, beside, dtype) if beside is not None else {}
+        model = empty_decoder(local_config(config, shard), reduce, dtype, device, int4, shared)
+        parameters = {name: weight for name, weight in model.named_parameters() if name not in shared}
+        if shard.degree > 1:
+            for weight in parameters.values():
+                weight.zero_()  # parts that no slice covers are padding
         for name in sorted(slices, key=lambda name: published.file(slices[name].stored_name(name))):
-            _load(published, slices[name].stored_name(name), slices[name], parameters)
-    model.copy_head()
+            if slices[name].parameter in parameters:
+                _load(published, slices[name].stored_name(name), slices[name], parameters)
+    if HEAD not in shared:
+        model.copy_head()
     return model
+
+
+EMBEDDING, HEAD = "embed.weight", "lm_head.weight"
+
+
+def _shared(
+    published: PublishedWeights, slices: Mapping[str, WeightSlice], other: Decoder, dtype: torch.dtype
+) -> dict[str, nn.Parameter]:
+    """Parameters of another model that are those of the directory."""
+    theirs, plain = (
+        dict(other.named_parameters(remove_duplicate=False)),
+        torch.bfloat16 if dtype in (FP8, INT4) else dtype,
+    )
+    stored = {where.parameter: name for name, where in slices.items() if where.parameter in (EMBEDDING, HEAD)}
+
+    def equal(parameter: str, wanted: torch.dtype) -> bool:
+        name, weight = stored[parameter], theirs[parameter]
+        if weight.shape != slices[name].shape or weight.dtype != wanted or weight.device != published.device:
+            return False
+        return all(
+            _is_part(published, name, rows, weight, theirs.get("lm_head.scale")) for rows in pieces(*weight.shape)
+        )
+
+    found = [EMBEDDING] if equal(EMBEDDING, plain) else []
+    if HEAD in stored:
+        found += [HEAD] if equal(HEAD, FP8 if dtype == FP8 else plain) else []
+    elif found and dtype == FP8 and other.config.tied_embeddings and other.lm_head.is_fp8:
+        found.append(HEAD)  # both are quantised from the same embedding
+    if HEAD in found and dtype == FP8:
+        found.append("lm_head.scale")
+    if found:
+        size = sum(theirs[name].nbytes for name in found)
+        logger.info("%s of the other model is used, which saves %.0f MiB", " and ".join(found), size / (1 << 20))
+    return {name: theirs[name] for name in found}
+
+
+def _is_part(published: PublishedWeights, name: str, rows: slice, weight: Tensor, scale_N: Tensor | None) -> bool:
+    """Whether some rows of a tensor of the files are those of a weight."""
+    if weight.dtype == FP8:
+        weight_NK, row_scale_N = published.fp8_rows(name, rows, weight.shape[1])
+        assert scale_N is not None
+        # FP8 numbers are compared as bytes, for which torch has a kernel.
+        return torch.equal(weight_NK.view(torch.uint8), weight[rows].view(torch.uint8)) and torch.equal(
+            row_scale_N, scale_N[rows]
+        )
+    return torch.equal(published.values(name, (rows, slice(0, weight.shape[1]))).to(weight.dtype), weight[rows])
 
 
 @dataclass(frozen=True)

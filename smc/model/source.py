@@ -34,7 +34,7 @@ def pair_dtypes(
     dtype: str | None, target: str | None, draft: str | None, device: str, directories: tuple[Path, Path]
 ) -> dict[str, str]:
     """Model role -> name of its type in `smc.model.linear.DTYPES`: `target` or `draft` if given, otherwise `dtype` if
-    given, otherwise `default_dtype`."""
+    given, otherwise `default_dtype`. A draft's `auto` stays, until it is loaded (`smc.draft_dtype`)."""
     of_target, of_draft = (dtype or default_dtype(each, device) for each in directories)
     return {ModelRole.TARGET: target or of_target, ModelRole.DRAFT: draft or of_draft}
 
@@ -77,9 +77,15 @@ class ModelSource:
         return self.hub.download() if self.hub and not self.location.is_dir() else self.location
 
     def load(
-        self, *, dtype: torch.dtype, device: torch.device | str, shard: Shard = WHOLE, reduce: Reduce | None = None
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard = WHOLE,
+        reduce: Reduce | None = None,
+        beside: Decoder | None = None,
     ) -> Decoder:
-        """Load the model, or one rank's shard of it, onto a device."""
+        """Load the model, or one rank's shard of it, onto a device. `beside`: as of `load_model`; of files only."""
         from smc.model.loader import load_model
 
         where: dict[str, Any] = {"dtype": dtype, "device": device, "shard": shard, "reduce": reduce}
@@ -91,7 +97,7 @@ class ModelSource:
             from smc.model.padded import padded_model
 
             return padded_model(load_model(self._small), preset(str(self.location)), **where)
-        return load_model(self.directory, **where)
+        return load_model(self.directory, **where, beside=beside)
 
     @property
     def tokenizer_files(self) -> Path | None:
@@ -127,13 +133,14 @@ class SourcePair:
     """Reduced vocabulary of the draft; None if its head covers the full vocabulary."""
 
     def with_draft_vocab(self, size: int | None, text: Path | None) -> SourcePair:
-        """Add the reduced vocabulary `DraftVocab.of(size, text)`; unchanged if `size` is None. Raises ValueError as
-        `DraftVocab.of` does, and for a text without a size."""
+        """Add the reduced vocabulary `DraftVocab.of`; unchanged if `size` is None. Raises ValueError as that does, and
+        for a text without a size."""
         if size is None:
             if text is not None:
                 raise ValueError(f"draft_vocab_text={str(text)!r} has no effect without draft_vocab; leave it out")
             return self
-        return replace(self, draft_vocab=DraftVocab.of(size, text, self.target.tokenizer()))
+        draft = self.draft.directory if self.draft.kind == "files" else None
+        return replace(self, draft_vocab=DraftVocab.of(size, text, self.target.tokenizer(), draft))
 
     @staticmethod
     def of(load: str, target: Path, draft: Path, small: tuple[Path, Path] | None = None) -> SourcePair:

@@ -24,7 +24,9 @@ from smc.distill.student import StudentSpec, candidate_layers, cut, make_student
 from smc.distill.talk import TalkSettings
 from smc.distill.trainer import Trainer, TrainingSettings
 from smc.model.decoder import Decoder
+from smc.model.draft_vocab import load_counts
 from smc.model.loader import load_model, save_model
+from smc.model.tokenizer import Tokenizer
 from tests.model.dense import dense_logits
 from tests.model.families import save_hf
 from tests.model.tiny import random_decoder, save_byte_level, save_tiny, tiny_config
@@ -173,6 +175,14 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
     card = (whole.out / "README.md").read_text()
     assert "total variation" in card and "| temperature | rows |" in card and "layers" in card
     assert smcserve("check", "--target", whole.target, "--draft", whole.out).code == 0
+    size = Tokenizer.load(whole.out).size
+    counts_V, expected_V = load_counts(whole.out, size), np.zeros(size, dtype=np.int64)
+    store = ConversationStore(whole.work / "data" / "0", whole.talk.width)
+    for row in store.rows(range(len(store))):
+        np.add.at(expected_V, row["tokens"][row["is_answer"]], 1)
+    assert np.array_equal(counts_V, expected_V) and np.array_equal(load_counts(killed.out, size), expected_V)
+    drafted = ("--raw", "--draft-vocab", 40, "--method", "exact", "--max-tokens", 8, "--seed", 1)
+    assert smcserve("generate", "--target", whole.target, "--draft", whole.out, *drafted, "fox").code == 0
 
 
 def _steps(folder: Path) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from services.launch.config import WorkerGroupConfig
 from smc import demo
-from smc.model.draft_vocab import LEAST_SHARE, MOST_SHARE, DraftVocab
+from smc.model.draft_vocab import COUNTS_FILE, LEAST_SHARE, MOST_SHARE, DraftVocab, load_counts, save_counts
 from smc.model.presets import NoText
 from smc.model.tokenizer import Tokenizer
 from tests.model.tiny import in_fp8, random_decoder, tiny_config
@@ -74,6 +74,39 @@ def test_texts_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has no effect on random weights"):
         DraftVocab.of(4, latin, NoText(8))
     assert DraftVocab.of(4, None, NoText(8)).ids_M.tolist() == [0, 1, 2, 3]
+
+
+def test_without_a_text_the_draft_s_own_counts_are_taken(text, tmp_path):
+    """The same tokens as of a text with these counts; a text that is given comes first."""
+    counts_V = np.array([0, 2, 0, 2, 1, 6, 0, 0])
+    save_counts(tmp_path, counts_V)
+    assert np.array_equal(load_counts(tmp_path, 8), counts_V)
+    for size in (2, 3, 4, 6):
+        found, expected = (
+            DraftVocab.of(size, *which)
+            for which in ((None, letter_tokenizer(8), tmp_path), (text, letter_tokenizer(8)))
+        )
+        assert np.array_equal(found.ids_M, expected.ids_M) and found.share == expected.share
+    save_counts(tmp_path, counts_V[::-1])
+    assert DraftVocab.of(2, text, letter_tokenizer(8), tmp_path).ids_M.tolist() == [5, 7]
+    with pytest.raises(ValueError, match=r"draft_vocab=4 needs draft_vocab_text, .* or a draft of `smcserve distill`"):
+        DraftVocab.of(4, None, letter_tokenizer(8), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        '{"tokens": [8], "counts": [1]}',
+        '{"tokens": [1], "counts": [1, 2]}',
+        '{"tokens": [1], "counts": [0]}',
+    ],
+)
+def test_counts_that_cannot_be_are_refused(content, tmp_path):
+    (tmp_path / COUNTS_FILE).write_text(content)
+    with pytest.raises(ValueError, match=COUNTS_FILE):
+        DraftVocab.of(4, None, letter_tokenizer(8), tmp_path)
 
 
 def test_a_service_reads_it_before_anything_starts(tmp_path):

@@ -1,0 +1,123 @@
+"""The type that a draft is loaded in with `--draft-dtype auto`: its own, FP8 or int4, by what a draft step takes in each.
+
+On a GPU a step is measured with random weights of the draft's shape, once: the costs are kept in files
+(`smc.calibration.latency_cache`). A narrower type makes steps cheaper and proposals a little worse; it changes no answer
+of exact decoding. It is chosen if a step gains more than the narrower type is expected to lose (`LOSS`)."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+
+import torch
+
+from smc.api.engine_config import EngineConfig
+from smc.api.limits import AUTO_DTYPE
+from smc.calibration.latency import Effort, measure_latency
+from smc.calibration.latency_cache import LatencyCache, cache_directory
+from smc.local_engine import ModelPair, local_engine
+from smc.memory.kv_cache import pool_for
+from smc.model.config import ModelConfig, default_dtype
+from smc.model.linear import DTYPES, require_fp8
+from smc.model.parallel import WHOLE, Shard, local_config
+from smc.model.presets import NoText
+from smc.model.random_model import random_model
+from smc.model.source import ModelSource
+from smc.model.weight_map import int4_formats, weight_slices
+from smc.scheduler.latency_model import LatencyModel
+
+logger = logging.getLogger(__name__)
+
+LOSS = {"fp8": 0.05, "int4": 0.15}
+"""Share of a step that rounding to a type must gain at least, because fewer drafted tokens are accepted."""
+ROWS = 8
+"""Rows of the step that decides."""
+EFFORT = Effort(seconds=5.0, factor=8, repeats=3, untimed=3, crowd=1, context=64)
+BLOCK, PAGES_PER_ROW, MOST_CONTEXT = 5, 512, 4096
+
+
+def draft_dtype(source: ModelSource, device: torch.device | str, dtype: str, shard: Shard = WHOLE) -> str:
+    """`dtype`, or what `auto` chooses for a draft, or one rank's shard of it, on a device. Logs the choice."""
+    if dtype != AUTO_DTYPE:
+        return dtype
+    device = torch.device(device)
+    own = default_dtype(source.directory, device.type) if source.kind == "files" else default_dtype("", device.type)
+    if device.type == "cpu":
+        logger.info("draft-dtype auto: %s, because a CPU converts all types to it", own)
+        return own
+    seconds = step_seconds(source.config, device, own, shard, may_be_int4=source.kind != "grown")
+    chosen = choose(own, seconds)
+    shown = ", ".join(f"{1e3 * each:.3f} ms in {name}" for name, each in seconds.items()) or "unknown (no memory)"
+    logger.info(
+        "draft-dtype auto: %s; a step of %d rows takes %s; a narrower type must gain %s",
+        chosen,
+        ROWS,
+        shown,
+        ", ".join(f"{share:.0%} ({name})" for name, share in LOSS.items()),
+    )
+    return chosen
+
+
+def choose(own: str, seconds: Mapping[str, float]) -> str:
+    """The type with the cheapest step, where rounding to another than the checkpoint's own counts as `LOSS` says."""
+    costs = {name: each / (1 - (0.0 if name == own else LOSS[name])) for name, each in seconds.items()}
+    return min(costs, key=costs.__getitem__, default=own)
+
+
+def step_seconds(
+    config: ModelConfig, device: torch.device, own: str, shard: Shard = WHOLE, *, may_be_int4: bool = True
+) -> dict[str, float]:
+    """Seconds of a draft step in each type that the device and the shape have, the checkpoint's own first. Empty if
+    there is no memory for measuring."""
+    found = {}
+    for dtype in dict.fromkeys((own, *LOSS)):
+        if dtype != own and not (dtype == "fp8" or may_be_int4):
+            continue
+        try:
+            if dtype == "fp8":
+                require_fp8(device)
+            elif dtype == "int4" and own != "int4":
+                int4_formats(weight_slices(config, shard), shard)
+        except ValueError:  # that it does not have
+            continue
+        try:
+            latency = _latency(local_config(config, shard), device, dtype)
+        except torch.OutOfMemoryError:
+            return {}
+        if latency is None:
+            return {}
+        found[dtype] = latency.draft.curve.at(ROWS)
+    return found
+
+
+def _latency(config: ModelConfig, device: torch.device, dtype: str) -> LatencyModel | None:
+    """Of a pair of which both models are the draft; the sum over ranks is not timed, which all types need alike."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    key = {
+        "version": version("smcserve"),
+        "torch": torch.__version__,
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "draft": asdict(config),
+        "dtype": dtype,
+        "step": [ROWS, BLOCK],
+    }
+    return LatencyCache(cache_directory()).get(key, lambda: _measured(config, device, dtype))
+
+
+def _measured(config: ModelConfig, device: torch.device, dtype: str) -> LatencyModel | None:
+    try:
+        model = random_model(config, dtype=DTYPES[dtype], device=device)
+        pair = ModelPair(model, model, NoText(config.vocab_size), min(config.max_context, MOST_CONTEXT))
+        settings = EngineConfig(
+            form="lockstep", block=BLOCK, max_slots=ROWS, pages=pool_for(ROWS * PAGES_PER_ROW), drafting="always"
+        )
+        return measure_latency(local_engine(pair, settings), EFFORT)
+    finally:
+        pair = model = None  # type: ignore[assignment]
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
