@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import secrets
@@ -27,12 +28,18 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # seconds otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# A busy machine is no failure: time is bounded by each test's timeout.
-settings.register_profile("patient", deadline=None)
+# A busy machine is no failure: time is bounded by each test's timeout. Every run draws other examples.
+settings.register_profile("patient", deadline=None, max_examples=40)
 settings.load_profile("patient")
 
 # One thread per process: the suite runs one process per core, and the models are too small to gain from more.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: collections need not look through its millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True)

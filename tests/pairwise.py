@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
+import pytest
+
 
 def few(cases: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple[Any, ...]]:
     """Of these cases so few that all pairs of values that are in any (or all values, `together` 1) are in them: always
@@ -21,6 +23,14 @@ def few(cases: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple[Any, 
         found.append(case)
         wanted -= groups
     return found
+
+
+def one_of(chosen: Any, *others: Any) -> list[Any]:
+    """A case for `make test`; others, which hold to the same rule by the same code, are left to the whole run."""
+    return [
+        chosen,
+        *(pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.slow) for one in others),
+    ]
 
 
 def _groups(case: tuple[Any, ...], size: int) -> set[tuple]:

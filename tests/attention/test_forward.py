@@ -111,8 +111,16 @@ def test_families_and_lengths_about_the_bound_of_short_rows(family, held):
     assert_same(run(forward(True, built, family), built, rows), run(forward(False, built, family), built, rows))
 
 
-@pytest.mark.parametrize("contexts", [Contexts.SHORT, Contexts.SHARED])
-@pytest.mark.parametrize("family", [family for family in OF_FAMILY if family not in ("llama", "qwen2", "qwen3")])
+@pytest.mark.parametrize(
+    ("family", "contexts"),
+    few(
+        product(
+            [family for family in OF_FAMILY if family not in ("llama", "qwen2", "qwen3")],
+            [Contexts.SHORT, Contexts.SHARED],
+        ),
+        together=1,
+    ),
+)
 def test_kernels_of_every_family(family, contexts):
     """Rows longer than the windows, and prefixes that some windows begin behind."""
     built = Built(CASES["blocks"])

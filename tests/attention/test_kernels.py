@@ -75,7 +75,13 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("name", "short"),
-    [*((name, False) for name in CASES), *((name, True) for name, case in CASES.items() if case.tuning == SMALL)],
+    [
+        *((name, False) for name in CASES),
+        *(
+            pytest.param(name, True, marks=pytest.mark.slow if i % 2 else ())
+            for i, name in enumerate(name for name, case in CASES.items() if case.tuning == SMALL)
+        ),
+    ],
 )
 def test_attention_is_that_of_each_query_alone(name, short):
     """How the long ones are cut (`tuning`) is nothing to those of short rows."""

@@ -219,7 +219,18 @@ VARIANTS = {
     ],
     "FP8": [{"device": "cuda", "target": {"dtype": "fp8"}, "draft": {"dtype": "fp8"}}],
 }
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+MOST = (
+    *PROFILES,
+    "everything",
+    "everything in one pod",
+    "replicas behind a router",
+    "closed, and scaled without KEDA",
+)
+"""Profiles, and variants that have every object of the chart in them: others are left to the whole run."""
+every_variant = pytest.mark.parametrize(
+    "variant",
+    [pytest.param(variant, marks=() if variant in MOST else pytest.mark.slow) for variant in VARIANTS],
+)
 
 
 @functools.cache
@@ -230,13 +241,7 @@ def rendered(variant: str) -> list[dict]:
 
 def test_lint():
     """Of profiles, and of what has every object of the chart in it."""
-    for variant in (
-        *PROFILES,
-        "everything",
-        "everything in one pod",
-        "replicas behind a router",
-        "closed, and scaled without KEDA",
-    ):
+    for variant in MOST:
         report = helm_python.lint(CHART, values(*VARIANTS[variant]), strict=True)
         assert not report["errors"], report
         assert {message["error"] for message in report["messages"]} <= {"icon is recommended"}

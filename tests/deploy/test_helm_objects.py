@@ -49,7 +49,7 @@ def test_a_proxy_is_told_what_the_port_speaks(layer, protocol):
     assert port["appProtocol"] == protocol
 
 
-@pytest.mark.parametrize(("layer", "protocol"), [({}, "http"), (POD, "http"), (TLS, "https")])
+@pytest.mark.parametrize(("layer", "protocol"), [(POD, "http"), (TLS, "https")])
 def test_openais_api_has_a_port_unless_it_is_turned_off(layer, protocol):
     """Who may call may call either; what speaks HTTP before the service is led to it; probes stay with gRPC."""
     wanted = {"networkPolicy": {"enabled": True}}

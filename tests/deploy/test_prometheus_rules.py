@@ -27,8 +27,11 @@ def test_promtool_accepts_rules_and_configuration():
 
 @pytest.mark.parametrize(
     "case",
-    # Days of error budgets take as long as all others together.
-    [pytest.param(path, marks=pytest.mark.slow if path.stem == "objectives" else ()) for path in CASES],
+    # Of hours and days: these take several times as long as the others together.
+    [
+        pytest.param(path, marks=pytest.mark.slow if path.stem in ("objectives", "life", "particles") else ())
+        for path in CASES
+    ],
     ids=lambda path: path.stem,
 )
 def test_alerts_fire_when_they_should(case):

@@ -9,11 +9,19 @@ import pytest
 from smc.api.outputs import FinishReason
 from smc.local_engine import local_engine
 from tests.executor.test_same_answers import assert_same, mixed
-from tests.scheduler.harness import CASES, PaddingOps, answers, assert_empty, config_id, request
+from tests.scheduler.harness import (
+    LOCKSTEP_FIRST,
+    LOOKAHEAD_FIRST,
+    PaddingOps,
+    answers,
+    assert_empty,
+    config_id,
+    request,
+)
 from tests.scheduler.pairs import tiny_pair
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_random_cancels_free_everything_and_disturb_nobody(config, monkeypatch):
     rng = random.Random(11)
     asked = list(mixed(40, random.Random(3)))
@@ -36,7 +44,7 @@ def test_random_cancels_free_everything_and_disturb_nobody(config, monkeypatch):
             assert_same(answer, expected[request_id])
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_a_time_budget_ends_with_a_weighed_answer(config):
     now = [0.0]
     engine = local_engine(tiny_pair(), config, clock=lambda: now[0])

@@ -65,7 +65,7 @@ def nodes_of(made: DraftRound, ops: RoundOps) -> tuple[InnerNodes, RoundChoice]:
 @pytest.mark.parametrize("kinds", [frozenset({PopulationKind.BEST}), frozenset(PopulationKind)], ids=["best", "all"])
 def test_nodes_are_the_torch_ones(kinds):
     seen = 0
-    for seed in range(12):
+    for seed in range(6):
         kept = []
         for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, kinds, True, device, largest=64 if seed == 0 else 6)
@@ -101,7 +101,7 @@ def test_nodes_are_the_torch_ones(kinds):
             )
         if len(kept) == 2:
             assert_equal(tuple(kept[1]), tuple(kept[0]))
-    assert seen > 100
+    assert seen > 50
 
 
 def outcomes_of(made: DraftRound) -> np.ndarray:
@@ -120,7 +120,7 @@ def outcomes_of(made: DraftRound) -> np.ndarray:
 @pytest.mark.parametrize("kinds", [frozenset({PopulationKind.BEST}), frozenset(PopulationKind)], ids=["best", "all"])
 def test_outcomes_are_limited_as_by_the_torch_form(kinds):
     left_out = 0
-    for seed in range(16):
+    for seed in range(8):
         kept, has_rest = [], seed % 2 == 0
         for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, kinds, True, device, largest=64 if seed == 0 else 6)
@@ -132,7 +132,7 @@ def test_outcomes_are_limited_as_by_the_torch_form(kinds):
             kept.append(ops.limit_outcomes(made.plan, tree, candidates, has_rest))
             left_out += int((kept[-1].share_RC != shares_XC).sum())
         assert_equal(kept[1], kept[0])
-    assert left_out > 200
+    assert left_out > 100
 
 
 def test_an_outcome_gets_no_more_rows_than_the_group_may_have():

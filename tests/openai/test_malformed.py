@@ -215,7 +215,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=50, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 @given(
     path=st.sampled_from((CHAT, COMPLETIONS)),
     sound=st.booleans(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import anthropic
 import jsonschema
 import pytest
 
@@ -15,11 +15,16 @@ from services.openai.messages_api import MessagesDialect
 from tests.gateway.harness import serving
 from tests.openai.asking import ADD, LONG, QUESTIONS, post, user
 
+if TYPE_CHECKING:  # it takes longer to import than all tests here, in every process that collects tests
+    import anthropic
+
 TOOLS = [{"name": "add", "description": "Adds.", "input_schema": ADD}]
 ASKS = {"model": "demo", "max_tokens": 12, "extra_body": {"seed": 3, "method": "exact"}}
 
 
 def client_of(service, **how) -> anthropic.Anthropic:
+    import anthropic
+
     url = service.url.removesuffix("/v1")
     return anthropic.Anthropic(base_url=url, **{"api_key": "none", "max_retries": 0} | how)
 
@@ -198,6 +203,8 @@ def test_what_is_wrong_is_named(service, fields, says):
 
 
 def test_errors_are_those_of_the_client(pair, tmp_path, service, messages):
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match=r"not_found_error.*allowed: 'demo', 'gpt-4o'"):
         messages.create(**ASKS | {"model": "other"}, messages=user("x"))
     slow, events = {"model": "demo", "extra_body": LONG | {"request_id": "slow"}}, []

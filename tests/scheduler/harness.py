@@ -22,6 +22,7 @@ from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.sequence_group import SequenceGroup
+from tests.pairwise import one_of
 
 FORMS = [
     EngineConfig(form="lockstep", block=3),
@@ -30,6 +31,8 @@ FORMS = [
 ]
 CASES = [FORMS[0], FORMS[2]]
 """For tests of both forms."""
+LOCKSTEP_FIRST, LOOKAHEAD_FIRST = one_of(*CASES), one_of(*CASES[::-1])
+"""For tests of what does not depend on the form: `make test` tries one."""
 
 
 def wide(config: EngineConfig) -> EngineConfig:

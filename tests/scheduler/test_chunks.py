@@ -11,6 +11,7 @@ from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
 from smc.scheduler.prefill import IN_FLIGHT, LEAST, PrefillBudget
 from smc.types import ModelRole
+from tests.pairwise import one_of
 from tests.scheduler.harness import answers, assert_empty, request
 from tests.scheduler.lives import assert_same, pair
 
@@ -129,7 +130,7 @@ def test_no_more_than_two_chunks_are_on_their_way(share):
         chunks.spend({side: [(1, Slow(0.1))] for side in ModelRole}, beside=False)
 
 
-@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+@pytest.mark.parametrize("form", one_of("lockstep", "lookahead"))
 def test_answers_do_not_depend_on_the_share(form):
     asked = [
         request([i % 3, 1, 2] * (5 + 100 * (i % 2)), str(i), particles=2, seed=i, max_tokens=12, ignore_eos=True)

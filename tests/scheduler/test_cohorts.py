@@ -12,6 +12,8 @@ from smc.api.outputs import FinishReason
 from smc.local_engine import local_engine
 from tests.scheduler.harness import (
     CASES,
+    LOCKSTEP_FIRST,
+    LOOKAHEAD_FIRST,
     PaddingOps,
     answers,
     assert_empty,
@@ -24,7 +26,7 @@ from tests.scheduler.pairs import tiny_pair
 from tests.scheduler.test_kv_follows import mixed_requests
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_answers_do_not_depend_on_cohorts(config):
     requests = mixed_requests(13, random.Random(3))
     together, apart = (answers(local_engine(tiny_pair(), replace(config, cohorts=n)), requests) for n in (1, 3))
@@ -39,7 +41,7 @@ def ahead(monkeypatch) -> None:
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_answers_do_not_depend_on_what_is_asked_for_ahead(config, monkeypatch):
     requests = mixed_requests(13, random.Random(4))
     expected = answers(local_engine(tiny_pair(), config), requests)
@@ -64,7 +66,7 @@ def test_two_cohorts_are_in_flight_together(config, ahead):
     assert [(group.launched, group.rounds) for group in running(engine)] == [(2, 1), (2, 1)]
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_cancel_in_flight(config, ahead):
     """A request that is cancelled while a round of it is on its way gives its slots to another at once; neither
     disturbs a third."""

@@ -16,11 +16,11 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason
-from smc.api.sampling_params import POPULATIONS, SamplingParams
+from smc.api.sampling_params import SamplingParams
 from smc.executor.graph_runner import StageRunner
 from smc.local_engine import local_engine
 from tests.scheduler.bank import CONFIGS
-from tests.scheduler.harness import CASES, answers, config_id, request
+from tests.scheduler.harness import CASES, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, config_id, request
 from tests.scheduler.lives import assert_same, live, small_engine, with_endless_memory
 from tests.scheduler.pairs import LETTERS, law_of, next_log_probs, target_logits_after, tiny_pair, total_variation
 
@@ -96,7 +96,7 @@ def test_answers_are_allowed_and_exact_ones_those_of_the_target(config: EngineCo
     assert all(alone[one.request_id].tokens == found[one.request_id].tokens for one in beside)
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_rounds_as_on_gpus(config: EngineConfig, monkeypatch):
     """A round is launched before the last has been read, and exact decoding masks the first step of the draft alone:
     answers are the same."""
@@ -145,8 +145,9 @@ def law_given(by_answer: bool, alpha: float = 1.0) -> dict[tuple[int, ...], floa
     ("config", "population", "law", "alpha"),
     [
         (LOOKAHEAD, "distinct", "token", 1.0),
-        *((config, population, "answer", 1.0) for config in (LOCKSTEP, LOOKAHEAD) for population in POPULATIONS),
-        (LOCKSTEP, "independent", "answer", 2.0),
+        (LOCKSTEP, "distinct", "answer", 1.0),
+        (LOOKAHEAD, "independent", "answer", 1.0),
+        pytest.param(LOCKSTEP, "independent", "answer", 2.0, marks=pytest.mark.slow),
     ],
 )
 def test_weighted_answers_have_the_law_that_was_asked_for(config, population, law, alpha):
@@ -177,7 +178,7 @@ def normal(law: dict) -> dict:
     return {answer: mass / total for answer, mass in law.items()}
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_truncation_that_leaves_nothing_allowed(config):
     """Top-k of one, which is not allowed: what is answered is allowed nevertheless, by either law."""
     requests = [
@@ -190,7 +191,7 @@ def test_truncation_that_leaves_nothing_allowed(config):
         assert all(t in allowed("(aac|bbc|cca){1,3}", answer.tokens[:i]) for i, t in enumerate(answer.tokens))
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_other_settings_beside_a_constraint(config: EngineConfig):
     """Random requests against a slow reference that draws by the formula, one token after another: biases, penalties,
     temperature, truncation, stop strings and least lengths. Exact answers are those of the target."""
@@ -235,7 +236,7 @@ def test_other_settings_beside_a_constraint(config: EngineConfig):
                 assert token == max(may, key=lambda other: logits_V[other])
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_constraints_survive_preemption(config: EngineConfig, monkeypatch):
     """What a row holds is read again when it resumes: many requests in little memory answer as each does alone."""
     law = {"max_tokens": 30, "particles": 4, "constraint": {"regex": "(ab*c|cba?){8,}"}}
@@ -252,7 +253,7 @@ def test_constraints_survive_preemption(config: EngineConfig, monkeypatch):
         assert_same(lives.final[one.request_id], expected[one.request_id])
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_a_constraint_begins_after_reasoning(config: EngineConfig):
     """Token 2 ends the reasoning, which EOS must not do."""
     constraint = {"regex": "(ab){2,4}", "after": 2}
@@ -274,7 +275,7 @@ def test_a_constraint_begins_after_reasoning(config: EngineConfig):
     assert ended > 8
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_bad_words_are_not_written(config: EngineConfig):
     """By the formula, one token after another; beside a constraint that leaves nothing else they stand."""
     words, bad = ("ab", "c", "bba"), ((0, 1), (2,), (1, 1, 0))

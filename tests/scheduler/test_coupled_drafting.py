@@ -12,6 +12,7 @@ from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
+from tests.pairwise import one_of
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
 
@@ -28,8 +29,13 @@ def shipped() -> ModelPair:
     return ModelPair.load(demo.TARGET, demo.DRAFT)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("form", "temperature"),
+    [
+        *(("lockstep", 0.0), ("four branches", 1.0)),
+        *one_of(("one branch", 0.0), ("lockstep", 1.0)),
+    ],
+)
 def test_a_draft_that_is_the_target_is_always_right(form, temperature):
     """Every round confirms all that it can: K tokens and one more in lockstep, K tokens in look-ahead. With noise, the
     exponent begins above 1, and some rounds miss."""
@@ -59,22 +65,21 @@ def test_a_draft_that_is_the_target_is_always_right(form, temperature):
             assert statistics.misses <= slack and statistics.rounds <= math.ceil(least) + config.lookahead + slack
 
 
-@pytest.mark.parametrize(
-    "form", ["lockstep", *(pytest.param(form, marks=pytest.mark.slow) for form in ("one branch", "four branches"))]
-)
+@pytest.mark.parametrize("form", one_of("lockstep", "four branches"))
 def test_more_rows_confirm_no_fewer_tokens(form, shipped):
     """At temperature 0, where no noise tells which token the target will draw, in the mean of several prompts."""
     pair, config = shipped, FORMS[form]
     prompts = [pair.tokenizer.encode(problem.question) for problem in generate(3, 4, "test")]
+    requests = [
+        request(prompt, f"{i} {n}", method="exact", particles=n, temperature=0.0, max_tokens=18)
+        for i, prompt in enumerate(prompts)
+        for n in (1, 2, 8)
+    ]
+    found = answers(local_engine(pair, config), requests)
     means = []
     for n in (1, 2, 8):
-        engine = local_engine(pair, config)
-        requests = [
-            request(prompt, f"{i}", method="exact", particles=n, temperature=0.0, max_tokens=18)
-            for i, prompt in enumerate(prompts)
-        ]
-        found = answers(engine, requests).values()
-        means.append(sum(len(one.tokens) - 1 for one in found) / sum(one.statistics.rounds for one in found))
+        of_n = [found[f"{i} {n}"] for i in range(len(prompts))]
+        means.append(sum(len(one.tokens) - 1 for one in of_n) / sum(one.statistics.rounds for one in of_n))
     assert means == sorted(means) and means[-1] > means[0] + 0.1
 
 

@@ -10,11 +10,12 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
+from tests.pairwise import one_of
 from tests.scheduler.harness import answers
 
 
 @pytest.mark.parametrize(
-    "config", [EngineConfig(form="lockstep", block=8), EngineConfig(block=5, branches=4)], ids=lambda c: c.form
+    "config", one_of(EngineConfig(form="lockstep", block=8), EngineConfig(block=5, branches=4)), ids=lambda c: c.form
 )
 def test_nearly_greedy(config):
     """At temperature 0.05 no answer ends by an error."""

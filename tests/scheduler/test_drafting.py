@@ -19,6 +19,7 @@ from smc.scheduler.decode import MEMORY
 from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.tree_controller import FADE
 from smc.scheduler.tree_policy import MARGIN, SURE, CostBasedTreePolicy, OtherLoad, ThroughputForecast, TreeRequest
+from tests.pairwise import one_of
 from tests.scheduler.harness import answers, assert_empty, running
 from tests.scheduler.lives import pair
 from tests.scheduler.pairs import tiny_pair
@@ -195,7 +196,7 @@ def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
     """By its own forecast, over random requests; and however estimates waver by a few per cent, it settles."""
     rng = random.Random(0)
     forecast = ThroughputForecast(config, MADE)
-    for _ in range(30):
+    for _ in range(15):
         hazards = [
             rng.choice((EASY, HARD, HOPELESS)) * rng.uniform(0.5, 2) for _ in range(rng.choice((1, 3, 10, 50, 200)))
         ]
@@ -361,7 +362,7 @@ def test_a_hazard_is_found_whatever_the_rows_were():
     assert acceptance.recovery() == pytest.approx(0.6, rel=0.1)
 
 
-@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+@pytest.mark.parametrize("form", one_of("lookahead", "lockstep"))
 def test_an_engine_follows_its_costs(form):
     """One request has a tree. Among many the target decodes alone, and when these are gone the draft is back; answers
     stay the same."""
@@ -386,7 +387,7 @@ def test_an_engine_follows_its_costs(form):
     assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
 
 
-@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+@pytest.mark.parametrize("form", one_of("lockstep", "lookahead"))
 def test_a_draft_that_is_of_no_use_is_soon_left_out(form):
     """Its first rounds show it: the second question comes after three steps."""
     engine = local_engine(tiny_pair(9, scale=1.5), EngineConfig(form=form, block=4, max_slots=64))

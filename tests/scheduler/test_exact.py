@@ -16,14 +16,17 @@ from smc.api.outputs import FinishReason
 from smc.api.sampling_params import POPULATIONS, Method, SamplingParams
 from smc.local_engine import local_engine
 from tests.model.tiny import in_fp8
-from tests.scheduler.harness import CASES, answers, config_id, request
+from tests.pairwise import one_of
+from tests.scheduler.harness import CASES, LOOKAHEAD_FIRST, answers, config_id, request
 from tests.scheduler.pairs import tiny_pair
 
 CONFIGS = [
     *CASES,
-    EngineConfig(form="lockstep", block=1),
-    EngineConfig(block=1, branches=3),
-    EngineConfig(block=5, branches=2),
+    *one_of(
+        EngineConfig(form="lockstep", block=1),
+        EngineConfig(block=1, branches=3),
+        EngineConfig(block=5, branches=2),
+    ),
 ]
 
 
@@ -162,7 +165,7 @@ def test_schemes_and_thresholds_mean_independent_particles():
     assert SamplingParams().population == "distinct"
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_a_draft_that_makes_nan_costs_only_speed(config):
     """Wherever one of its tokens has been, and for whole answers."""
     broken = copy.deepcopy(tiny_pair().draft)

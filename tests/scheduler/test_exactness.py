@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smc.api.engine_config import EngineConfig
+from tests.pairwise import one_of
 from tests.scheduler.bank import (
     ALWAYS,
     CONFIGS,
@@ -25,14 +26,14 @@ from tests.scheduler.harness import config_id
 from tests.scheduler.pairs import exact_law, far_from, mean_and_error, tiny_pair, truncated_law
 
 pytestmark = together
-SLOW = [(CONFIGS[2], NEVER)]
 
 
 @pytest.mark.parametrize(
     ("config", "law"),
     [
-        *((config, law) for config in CONFIGS[::3] for law in (ALWAYS, DISTINCT)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *((config, ALWAYS) for config in CONFIGS[::3]),
+        (CONFIGS[0], DISTINCT),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((CONFIGS[3], DISTINCT), (CONFIGS[2], NEVER))),
     ],
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
@@ -48,7 +49,6 @@ def test_evidence_is_unbiased(config, law):
     ("config", "law"),
     [
         (CONFIGS[0], DISTINCT),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((CONFIGS[2], DISTINCT), (CONFIGS[0], INDEPENDENT))),
         (CONFIGS[2], INDEPENDENT),
     ],
 )
@@ -64,7 +64,7 @@ def test_evidence_is_the_mass_of_the_powered_law(config, law):
     assert distance(found, {tokens: of / mass for tokens, of in powered.items()}) < 0.2
 
 
-@pytest.mark.parametrize("config", [CONFIGS[0], pytest.param(CONFIGS[3], marks=pytest.mark.slow)], ids=config_id)
+@pytest.mark.parametrize("config", one_of(CONFIGS[0], CONFIGS[3]), ids=config_id)
 def test_answers_approach_the_exact_law_as_particles_are_added(config):
     """Both forms approach the same law. The draft alone is 0.45 away."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
@@ -77,8 +77,8 @@ def test_answers_approach_the_exact_law_as_particles_are_added(config):
 
 @pytest.mark.parametrize(
     ("config", "temperature", "particles"),
-    [pytest.param(CONFIGS[0], 0.7, 16, marks=pytest.mark.slow), (CONFIGS[3], 0.7, 4), (CONFIGS[0], 2.0, 8)],
-    ids=["lockstep, narrow", "look-ahead, narrow", "lockstep, wide"],
+    one_of((CONFIGS[3], 0.7, 4), (CONFIGS[0], 2.0, 8)),
+    ids=["look-ahead, narrow", "lockstep, wide"],
 )
 def test_distinct_particles_are_nearer_than_independent_ones(config, temperature, particles):
     """Where laws are narrow, much nearer to the exact law; where they are wide, not farther."""
@@ -109,7 +109,7 @@ def test_plain_decoding_samples_the_models_own_law(side):
     assert far_from(own, found) < 4.5 < 9 < far_from(other, found)
 
 
-@pytest.mark.parametrize("config", [pytest.param(CONFIGS[0], marks=pytest.mark.slow), CONFIGS[3]], ids=config_id)
+@pytest.mark.parametrize("config", one_of(CONFIGS[3], CONFIGS[0]), ids=config_id)
 def test_temperature_and_truncation_belong_to_the_target_law(config):
     """Top-k 2 at temperature 0.7, drafted at 1.5 by the target itself: tokens outside the truncated law are drawn, and
     weeded out."""
@@ -122,7 +122,7 @@ def test_temperature_and_truncation_belong_to_the_target_law(config):
     assert distance(found, law) < 0.13
 
 
-@pytest.mark.parametrize("config", [pytest.param(CONFIGS[0], marks=pytest.mark.slow), CONFIGS[3]], ids=config_id)
+@pytest.mark.parametrize("config", one_of(CONFIGS[3], CONFIGS[0]), ids=config_id)
 def test_a_draft_equal_to_the_target_never_resamples(config):
     found = population(config, 120, equal_models(), particles=4, **INDEPENDENT)
     assert all(a.statistics.resamples == 0 for a in found)

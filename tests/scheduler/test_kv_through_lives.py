@@ -13,14 +13,14 @@ from tests.scheduler.lives import live, random_requests, small_engine
 
 SMALL = {"max_slots": 60, "pages": 440, "prefill_chunk": 24}
 CONFIG = EngineConfig(block=3, branches=2, **SMALL)
-OTHERS = [(EngineConfig(form="lockstep", block=3, **SMALL), False), (EngineConfig(block=1, **SMALL), True)]
+LOCKSTEP = EngineConfig(form="lockstep", block=3, **SMALL)
 EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "ahead"),
-    [(CONFIG, True), *OTHERS],
+    [(CONFIG, True), (LOCKSTEP, False)],
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from smc import demo, local_engine
 from smc.api.engine_config import EngineConfig
-from smc.calibration.latency import ONCE
+from smc.calibration.latency import ONCE, Effort, measure_latency
 from smc.calibration.latency_cache import cache_directory, cost_key
 from smc.local_engine import ModelPair, stored_latency
+from smc.scheduler.engine import Engine
+from smc.scheduler.latency_model import LatencyModel
 from smc.types import ModelRole
 
 CONFIG = EngineConfig(block=3, branches=1, max_slots=2)
@@ -24,11 +27,24 @@ def shipped() -> ModelPair:
     return ModelPair.load(*MODELS)
 
 
+@pytest.fixture(scope="module")
+def measurement() -> Callable[..., LatencyModel]:
+    """A measurement as commands make it, made once for each configuration."""
+    found: dict[EngineConfig, LatencyModel] = {}
+
+    def measure(engine: Engine, effort: Effort) -> LatencyModel:
+        if engine.config not in found:
+            found[engine.config] = measure_latency(engine, effort)
+        return found[engine.config]
+
+    return measure
+
+
 @pytest.fixture
-def measured(monkeypatch, tmp_path) -> list:
-    """Every measurement that is made."""
-    made, measure = [], local_engine.measure_latency
-    monkeypatch.setattr(local_engine, "measure_latency", lambda *given: made.append(measure(*given)) or made[-1])
+def measured(monkeypatch, tmp_path, measurement) -> list:
+    """Every measurement that is asked for."""
+    made: list = []
+    monkeypatch.setattr(local_engine, "measure_latency", lambda *given: made.append(measurement(*given)) or made[-1])
     monkeypatch.setattr(local_engine, "ONCE", replace(ONCE, crowd=1, context=40))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return made

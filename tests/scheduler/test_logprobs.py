@@ -14,7 +14,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Output
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
-from tests.pairwise import few
+from tests.pairwise import few, one_of
 from tests.scheduler.harness import CASES, FORMS, answer, answers, config_id, request
 from tests.scheduler.pairs import next_log_probs, tiny_pair
 
@@ -46,7 +46,7 @@ LAWS = [
     ids=lambda value: str(value) if isinstance(value, dict) else config_id(value),
 )
 def test_equal_to_recomputation(config, params):
-    for seed in range(3):
+    for seed in range(2):
         a = answer(tiny_pair(), config, seed=seed, max_tokens=15, ignore_eos=seed > 0, logprobs=True, **params)
         expected = recomputed(a.tokens, params.get("temperature", 1.0), params.get("top_k", 0))
         assert a.logprobs == pytest.approx(expected, abs=1e-4)
@@ -64,7 +64,7 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", one_of(FORMS[2], *FORMS[:2]), ids=config_id)
 def test_they_are_streamed_with_their_tokens(config):
     engine = local_engine(tiny_pair(), replace(config, max_slots=64))
     asked = {"max_tokens": 24, "ignore_eos": True, "logprobs": True}

@@ -12,7 +12,7 @@ import torch
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
-from tests.scheduler.harness import FORMS, answers, config_id, request, wide
+from tests.scheduler.harness import FORMS, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, config_id, request, wide
 from tests.scheduler.lives import assert_same, live, small_engine, with_endless_memory
 from tests.scheduler.pairs import mean_and_error, target_logits_after, tiny_pair
 
@@ -44,7 +44,7 @@ def law_of(answer: tuple[int, ...], law: dict[str, float], logits_V: torch.Tenso
     return torch.log_softmax(logits_V / law.get("temperature", 1.0), -1)
 
 
-@pytest.mark.parametrize("config", ENDS, ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_every_method_weighs_by_the_formula(config: EngineConfig):
     """Over the answer that is reported, whose particle was resampled or re-rooted in most rounds."""
     more = {"max_tokens": 14, "ignore_eos": True, "logprobs": True}
@@ -65,7 +65,7 @@ def test_every_method_weighs_by_the_formula(config: EngineConfig):
         assert answer.logprobs == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize("config", ENDS, ids=config_id)
+@pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_evidence_of_particles_has_mean_one(config: EngineConfig):
     """E[Z-hat] = 1 with both models penalised, at 4.5 standard deviations in four cases: one false alarm in 30,000
     choices of seeds. A proposal that is not what log q says shows here."""
@@ -77,7 +77,7 @@ def test_evidence_of_particles_has_mean_one(config: EngineConfig):
         assert abs(mean - 1) < 4.5 * error
 
 
-@pytest.mark.parametrize("config", ENDS, ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_penalties_survive_preemption(config: EngineConfig, monkeypatch):
     """The tokens of a row are known again when it resumes: many requests in little memory answer as each does alone."""
     law = {"max_tokens": 24, "ignore_eos": True, "particles": 4, **LAWS[0]}
@@ -108,7 +108,7 @@ def test_values_that_are_refused(given: dict, message: str):
         SamplingParams(**given)
 
 
-@pytest.mark.parametrize("config", ENDS, ids=config_id)
+@pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_exact_answers_are_those_of_the_target(config: EngineConfig):
     """In rounds with requests that are not penalised, whose answers stay what they are alone."""
     more = {"max_tokens": 14, "ignore_eos": True}

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -21,8 +22,9 @@ from smc.local_engine import local_engine
 from smc.potentials import Prefixes, load_potential, must_end_with, must_match, must_not_match
 from smc.scheduler import potential_calls
 from smc.scheduler.potential_calls import PotentialCalls
+from tests.pairwise import few
 from tests.scheduler.bank import CONFIGS, EOS, LENGTH, PROMPT, population, together
-from tests.scheduler.harness import CASES, answers, assert_empty, config_id, request
+from tests.scheduler.harness import CASES, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request
 from tests.scheduler.lives import assert_same, live, pair, small_engine
 from tests.scheduler.pairs import LETTERS, exact_law, mean_and_error, next_log_probs, tiny_pair, total_variation
 
@@ -54,8 +56,14 @@ def text_of(tokens: Sequence[int]) -> str:
     return "".join(LETTERS[token] for token in tokens if token != EOS)
 
 
-@pytest.mark.parametrize("config", [LOCKSTEP, LOOKAHEAD], ids=config_id)
-@pytest.mark.parametrize("kind", POPULATIONS)
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (LOCKSTEP, "distinct"),
+        (LOOKAHEAD, "independent"),
+    ],
+    ids=["lockstep-distinct", "lookahead-independent"],
+)
 def test_answers_follow_the_power_times_the_potential(config: EngineConfig, kind: str):
     """By enumeration, with a potential that is 0 for some: E[Z-hat] is the mass of all answers, within 4.5 standard
     errors, and weights estimate the mass of each."""
@@ -82,7 +90,7 @@ def normal(masses: dict) -> dict:
     return {tokens: mass / sum(masses.values()) for tokens, mass in masses.items()}
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_a_potential_that_says_nothing_changes_nothing(config: EngineConfig, monkeypatch):
     """And rounds that run ahead of what is read wait for it."""
     asked = [
@@ -100,7 +108,7 @@ def test_a_potential_that_says_nothing_changes_nothing(config: EngineConfig, mon
             assert_same(answer, expected[name])
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_potentials_stay_with_their_particles(config: EngineConfig, monkeypatch):
     """Requests that are preempted, made smaller and larger, and cancelled, in little memory; what was not touched
     answers as it does alone."""
@@ -270,10 +278,11 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
-@pytest.mark.parametrize("kind", POPULATIONS)
-@pytest.mark.parametrize("answered", [0, 3])
-@pytest.mark.parametrize("preempted", [False, True])
+@pytest.mark.parametrize(
+    ("config", "kind", "answered", "preempted"),
+    few(product(CASES, POPULATIONS, (0, 3), (False, True))),
+    ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
+)
 def test_an_answer_cut_by_its_time_budget_has_what_was_weighed(
     config: EngineConfig, kind: str, answered: int, preempted: bool
 ):
@@ -314,8 +323,7 @@ def test_an_answer_cut_by_its_time_budget_has_what_was_weighed(
         assert_empty(engine)
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
-@pytest.mark.parametrize("kind", POPULATIONS)
+@pytest.mark.parametrize(("config", "kind"), list(zip(CASES, POPULATIONS)), ids=["lockstep", "lookahead"])
 def test_a_population_without_weight_is_said(config: EngineConfig, kind: str):
     engine = local_engine(tiny_pair(), config, potentials={"never": must_match("never")})
     asked = request(PROMPT, seed=1, max_tokens=9, particles=3, population=kind, potential="never")

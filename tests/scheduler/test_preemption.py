@@ -15,7 +15,8 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.plan import Program
 from smc.scheduler.engine import Engine
-from tests.scheduler.harness import CASES, FORMS, answers, assert_empty, config_id, request, running
+from tests.pairwise import one_of
+from tests.scheduler.harness import CASES, FORMS, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request, running
 from tests.scheduler.lives import assert_same, live, small_engine, with_endless_memory
 
 PAGES = 300
@@ -45,7 +46,7 @@ def starved_engine(config: EngineConfig, monkeypatch, *, ahead: bool = False, pa
     return small_engine(replace(config, pages=pages, prefill_chunk=16), monkeypatch, ahead=ahead, **options)
 
 
-@pytest.mark.parametrize(("config", "ahead"), [(CASES[0], False), (CASES[1], True)], ids=["lockstep", "ahead"])
+@pytest.mark.parametrize(("config", "ahead"), one_of((CASES[1], True), (CASES[0], False)), ids=["ahead", "lockstep"])
 def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
     """Tokens, logprobs, log Z, reason, and what was streamed. Memory is short, and in every third step somebody is
     interrupted anyway."""
@@ -63,7 +64,7 @@ def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
         assert "".join(o.text for o in outputs) == expected[r.request_id].text
 
 
-@pytest.mark.parametrize("config", [pytest.param(FORMS[0], marks=pytest.mark.slow), FORMS[2]], ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 @pytest.mark.parametrize("end", ["cancelled", "time_budget"])
 def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, monkeypatch):
     """Cancelled, or out of time: at least what its user has seen already."""

@@ -8,11 +8,12 @@ from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
+from tests.pairwise import one_of
 from tests.scheduler.harness import PaddingOps, answers, assert_empty, request
 from tests.scheduler.lives import assert_same, pair
 
 
-@pytest.mark.parametrize(("form", "ahead"), [("lockstep", False), ("lookahead", True)])
+@pytest.mark.parametrize(("form", "ahead"), one_of(("lookahead", True), ("lockstep", False)))
 def test_running_requests_get_a_round_in_every_step(form, ahead, monkeypatch):
     """A prompt of 80 tokens, 4 a step: whoever runs is given a round in each of the twenty steps that it takes, in any
     method."""
@@ -104,7 +105,7 @@ def together(
     return [found[one.request_id] for one in asked], run
 
 
-@pytest.mark.parametrize("chunk", [5, 16, 512])
+@pytest.mark.parametrize("chunk", one_of(16, 5))
 def test_equal_prompts_of_one_moment_are_computed_once(chunk):
     """The second waits for the first's pages; of its own it runs what follows the last whole block. Its answer is as it
     is alone."""
@@ -118,7 +119,7 @@ def test_equal_prompts_of_one_moment_are_computed_once(chunk):
         assert_same(one, other)
 
 
-@pytest.mark.parametrize("chunk", [7, 512])
+@pytest.mark.parametrize("chunk", one_of(7, 512))
 def test_what_prompts_begin_with_in_common_is_computed_once(chunk):
     """As soon as it has been asked for: nobody waits for the rest of an earlier prompt. Methods share what is run on
     the same side."""

@@ -11,6 +11,7 @@ from smc.api.engine_config import EngineConfig
 from smc.calibration.warm_up import REPEATS, warm_up_plans
 from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
 from smc.local_engine import local_engine
+from tests.pairwise import one_of
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
 
@@ -22,7 +23,7 @@ def layout(plan: RoundPlan) -> list[tuple]:
     return [(name, array.dtype, array.shape) for name, array in plan.arrays().items()]
 
 
-@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+@pytest.mark.parametrize("config", one_of(*FORMS), ids=["look-ahead", "lockstep"])
 def test_usual_requests_meet_no_new_kind_of_round(config):
     engine, asked = local_engine(tiny_pair(max_context=512), config), []
     run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
@@ -48,7 +49,7 @@ def test_usual_requests_meet_no_new_kind_of_round(config):
     assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
 
 
-@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+@pytest.mark.parametrize("config", one_of(*FORMS[::-1]), ids=["lockstep", "look-ahead"])
 def test_nor_do_they_behind_long_prompts(config):
     engine, asked = local_engine(tiny_pair(max_context=SHORT_SINGLE + 60), config), []
     run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
@@ -90,7 +91,7 @@ def test_long_contexts_are_rehearsed_where_there_can_be_some():
     assert {context: {plan.contexts for plan in warm_up_plans(config, context)} for context in expected} == expected
 
 
-@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+@pytest.mark.parametrize("config", one_of(*FORMS), ids=["look-ahead", "lockstep"])
 def test_rounds_of_nobody_change_nothing(config):
     asked = [request([1, 2], str(i), particles=n, seed=i, max_tokens=20) for i, n in enumerate((3, 8))]
     expected = answers(local_engine(tiny_pair(), config), asked)

@@ -25,6 +25,7 @@ from smc.scheduler.capacity import sized_for
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
 from smc.types import ModelRole
+from tests.pairwise import one_of
 from tests.scheduler.harness import (
     Padding,
     PaddingOps,
@@ -47,14 +48,13 @@ FORMS = [
     EngineConfig(form="lockstep", block=3, max_slots=2048, pages=40_000),
     EngineConfig(block=3, branches=2, max_slots=2048, pages=40_000),
 ]
-AHEAD = [pytest.param(FORMS[0], marks=pytest.mark.slow), FORMS[1]]
+AHEAD = one_of(FORMS[1], FORMS[0])
 NARROW = {"top_k": 2, "temperature": 0.7, "draft_temperature": 3.0}
 LAWS = [
     (FORMS[0], 4, LENGTH, {"top_k": 2, "temperature": 0.7}),
     (replace(FORMS[0], block=4), 4, LENGTH, {"draft_temperature": 2.0}),
     (replace(FORMS[1], block=4, branches=3), 3, 7, NARROW),
     pytest.param(replace(FORMS[1], block=1), 1, LENGTH, {}, marks=pytest.mark.slow),
-    pytest.param(FORMS[1], 4, LENGTH, {}, marks=pytest.mark.slow),
 ]
 """Engine, particles, tokens and law. In look-ahead the first blocks are hardly ever rejected: seven tokens of a narrow law
 are."""
@@ -101,7 +101,7 @@ def test_a_draft_with_a_head_of_its_own_changes_no_law():
     assert far_from(law, [one.tokens for one in answers(local_engine(pair, config), asked).values()]) < LIMIT
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", AHEAD, ids=config_id)
 def test_a_draft_that_is_the_target_is_always_kept(config):
     equal = replace(tiny_pair(), draft=tiny_pair().target)
     engine = local_engine(equal, config)
@@ -166,7 +166,9 @@ def test_logprobs_are_of_the_targets_law():
     assert found["r"].logprobs == pytest.approx(wanted, abs=1e-4)
 
 
-@pytest.mark.parametrize(("config", "ahead"), list(zip(FORMS, (False, True))), ids=["lockstep", "lookahead, ahead"])
+@pytest.mark.parametrize(
+    ("config", "ahead"), one_of((FORMS[1], True), (FORMS[0], False)), ids=["lookahead, ahead", "lockstep"]
+)
 def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     """Through lives with stop strings, preemptions, cancelled neighbours and cached prompts; every page is free
     afterwards. Where laws are narrow, several chains are the same: each goes on from pages of its own."""
@@ -292,7 +294,7 @@ def chains_of(engine: Engine) -> int:
     return engine.slots.chains - engine.slots.num_free_chains
 
 
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize("config", one_of(*FORMS), ids=config_id)
 def test_chains_wait_for_room_and_answer_the_same(config):
     """Beside each other never more than there are laws for; what the draft left alone rejoins as far as there are."""
     asked = [request([i % 3], str(i), seed=i, particles=1 + i % 4, max_tokens=12, **REJECTION) for i in range(12)]

@@ -86,18 +86,14 @@ def resized(form: str, change: Callable[[Engine, SequenceGroup], None], ahead: b
         ("lockstep", up, True),
         *(
             pytest.param(form, change, ahead, marks=pytest.mark.slow)
-            for form, change, ahead in (
-                ("lookahead", saved, True),
-                ("lookahead", down, False),
-                ("lockstep", saved, False),
-            )
+            for form, change, ahead in (("lookahead", saved, True), ("lookahead", down, False))
         ),
     ],
 )
 def test_evidence_is_unbiased(form, change, ahead, monkeypatch):
     """E[Z-hat] = 1, and weighted by it the answer that is drawn has the target's law: here the mass of answers that end
-    early, and by their second token. Four cases of three means at 4.5 standard errors: one false alarm in about
-    12,000 choices of seeds."""
+    early, and by their second token. Three cases of three means at 4.5 standard errors: one false alarm in about
+    16,000 choices of seeds."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
     found = resized(form, change, ahead, monkeypatch)
     left = {a.statistics.particles_left for a in found}

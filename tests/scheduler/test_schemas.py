@@ -18,7 +18,7 @@ from smc.api.outputs import FinishReason
 from smc.local_engine import ModelPair, local_engine
 from smc.model.tokenizer import Tokenizer
 from tests.model.tiny import random_decoder, tiny_config
-from tests.scheduler.harness import CASES, answers, config_id, request
+from tests.scheduler.harness import CASES, LOOKAHEAD_FIRST, answers, config_id, request
 from tests.scheduler.pairs import peaked
 from tests.scheduler.schemas import some_schema
 
@@ -90,7 +90,7 @@ def check(config: EngineConfig, numbers: range) -> Counter:
     return counts
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_finished_answers_are_valid(config: EngineConfig):
     counts = check(config, range(12))
     for name in METHODS:
@@ -98,12 +98,12 @@ def test_finished_answers_are_valid(config: EngineConfig):
     assert {reason for _, reason in counts} <= {FinishReason.EOS, FinishReason.LENGTH}
 
 
-MORE = 20
+MORE = 14
 """Schemas of the slow test. 1,000, of both forms and every method, were all valid once: 8,000 answers."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", CASES[:1], ids=config_id)
 def test_more_schemas(config: EngineConfig):
     counts = check(config, range(12, 12 + MORE))
     for name in METHODS:

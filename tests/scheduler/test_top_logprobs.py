@@ -18,7 +18,7 @@ from smc.executor import worker as tops
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.request_state import RequestState
-from tests.scheduler.harness import FORMS, answers, assert_empty, config_id, request
+from tests.scheduler.harness import FORMS, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request
 from tests.scheduler.lives import assert_same, guided, live, random_requests, small_engine, with_endless_memory
 from tests.scheduler.pairs import next_log_probs, tiny_pair
 
@@ -82,7 +82,7 @@ def assert_right(one: Request, answer) -> None:
         assert token not in dict(found) or dict(found)[token] == pytest.approx(logprob, abs=1e-5)
 
 
-@pytest.mark.parametrize("config", [pytest.param(FORMS[0], marks=pytest.mark.slow), FORMS[2]], ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_every_method_reports_the_targets_law(config, monkeypatch):
     """In one engine at once, with a prefix cache, in chunks that cut prompts and answers; beside who does not ask, and
     is not disturbed."""

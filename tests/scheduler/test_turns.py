@@ -19,10 +19,11 @@ from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.tree_policy import OtherLoad, TreeRequest
+from tests.pairwise import one_of
 from tests.scheduler.harness import TokenLedger, answers, assert_empty, check_kv, request, running
 from tests.scheduler.lives import live, pair, random_requests, small_engine, with_endless_memory
 
-CASES = [("lookahead", True), pytest.param("lockstep", False, marks=pytest.mark.slow)]
+CASES = one_of(("lookahead", True), ("lockstep", False))
 LAWS = [
     {"logprobs": True, "stop": ("ab", "ca")},
     {"temperature": 1.5, "particles": 3},
