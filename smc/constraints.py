@@ -100,13 +100,13 @@ class Compiler:
         """Reads answers from their beginning. Raises ValueError."""
         return Follower(machine, None if machine.constraint is None else self._start(machine.constraint), self)
 
-    def write_masks(self, asked: Iterable[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> None:
-        """Write masks of several requests, int32 in a contiguous array. A mask is of all tokens where it is not asked
-        for, and where the answer is none that the constraint allows, so that nothing may depend on it; of no token in
+    def write_masks(self, needed: Iterable[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> None:
+        """Write masks of several requests, int32 in a contiguous array. A mask is of all tokens where none is
+        needed, and where the answer is none that the constraint allows, so that nothing may depend on it; of no token in
         the whole path where the library has reached a limit."""
         masks_RW[:] = -1
         ends = _MaskEnds(self)
-        walks = [follower.walk(paths, ends) for follower, paths in asked]
+        walks = [follower.walk(paths, ends) for follower, paths in needed]
         # One chain of every request at once, without the interpreter's lock.
         address, size = masks_RW.ctypes.data, 4 * self.words
         while walks:

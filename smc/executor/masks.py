@@ -42,7 +42,7 @@ Paths = Iterator[tuple[int, MaskPath]]
 
 
 class HeldAnswers:
-    """Tokens of the answers so far, by constrained batch index, each put together when it is asked for."""
+    """Tokens of the answers so far, by constrained batch index, each put together when it is needed."""
 
     def __init__(self, index_C: np.ndarray, prompt_C: np.ndarray, arrays: list[np.ndarray], *, pending: bool) -> None:
         """`arrays`: tokens [C, L] that models hold after the prompt, positions [C] that they hold, pending tokens
@@ -192,16 +192,16 @@ class TokenMasks:
         self._turn += 1
         began = time.monotonic_ns()
         host = hosts[self._turn % len(hosts)]
-        asked: dict[int, list[MaskPath]] = {}
+        needed: dict[int, list[MaskPath]] = {}
         for index, path in paths:
-            asked.setdefault(int(plan.group_A[index]), []).append(path)
-        followers = {group: self._follower(plan, group) for group in asked}
+            needed.setdefault(int(plan.group_A[index]), []).append(path)
+        followers = {group: self._follower(plan, group) for group in needed}
         masks_RW = host.numpy()
         self._compiler.write_masks(
-            [(follower, asked[group]) for group, follower in followers.items() if follower is not None], masks_RW
+            [(follower, needed[group]) for group, follower in followers.items() if follower is not None], masks_RW
         )
         for group, follower in followers.items():
-            for path in asked[group] if follower is None else ():
+            for path in needed[group] if follower is None else ():
                 masks_RW[path.row : path.row + path.count] = 0
         self._began, self._nanoseconds = began, self._nanoseconds + time.monotonic_ns() - began
         return there.copy_(host, non_blocking=True)

@@ -3,7 +3,7 @@ the library.
 
 Of few tokens, each word of eight codes is read once and widened in registers to x's type, in which codes less their
 zero point are exact. A program has some outputs and takes one group of inputs a step, in eight products if the group is
-large enough: each has the codes of one place in all words, which the tensor cores take from the registers in which they
+large enough: each has the same code of all words, which the tensor cores take from the registers in which they
 were widened. The sum over a group is multiplied by the group's scale and added to the rest in float32. Splits of K are
 as in `smc.kernels.linear`. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
 
@@ -35,15 +35,15 @@ PACKS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 def _packed_codes(kind: str, base: int) -> str:
     """Instructions for two words ($8, $9), and a zero point twice in each of $10 and $11: eight registers with the codes of
-    one place in both words each, less the zero point. The bits of a code are put below those of a power of two, of whose
+    the same code of both words each, less the zero point. The bits of a code are put below those of a power of two, of whose
     mantissa they are the last (`base`)."""
     lines = [".reg .b32 low, high, code;", "prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]
-    for place in range(8):
-        half, shift = ("low", "high")[place // 4], 4 * (place % 4)
+    for code in range(8):
+        half, shift = ("low", "high")[code // 4], 4 * (code % 4)
         if shift:
             lines.append(f"shr.u32 code, {half}, {shift};")
         lines.append(f"lop3.b32 code, {'code' if shift else half}, 0x000F000F, 0x{base:04X}{base:04X}, 0xEA;")
-        lines.append(f"sub.rn.{kind} ${place}, code, $10;")
+        lines.append(f"sub.rn.{kind} ${code}, code, $10;")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -183,7 +183,7 @@ def widen(word_NW, zero_N, kind: tl.constexpr):
 
 @triton.jit
 def eighths(word_NW, zero_N, kind: tl.constexpr):
-    """Codes less their zero point of words [N, W], those of each place in a word [N, W], as numbers of type `kind`."""
+    """Codes less their zero point of words [N, W], the same one of all words [N, W] in turn, as numbers of type `kind`."""
     # On a GPU two words at a time, of whose codes two share a register from here to the tensor cores.
     if PACKS and kind == tl.bfloat16:
         zero_NW = tl.broadcast_to(((zero_N | 0x4300) * 0x10001)[:, None], word_NW.shape)

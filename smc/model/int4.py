@@ -3,7 +3,7 @@ and rounding. Knows nothing about files or layers.
 
 Eight codes of 0 to 15 share an int32, the first in its lowest bits: words [N, K/8]. Those of consecutive words are of
 consecutive inputs: of a group of I inputs, word w holds those of inputs w, w + I/8, w + 2 I/8 and so on. A kernel takes
-the codes of one place in all words of a group, which stand beside each other in its registers as in its words. Scales
+the same code of all words of a group at a time. Scales
 and zero points [G, N] are transposed, so that a kernel reads those of many outputs side by side.
 
 Axes: N outputs, K inputs, W words, G groups, I inputs of a group.

@@ -194,4 +194,4 @@ def test_a_request_at_a_limit_of_the_library_allows_nothing(monkeypatch):
             assert (found == (expected if i < 2 else 0)).all()
 
 
-LIMITED = "start: item*\nitem: \"a\" | \"b\" | item item\n"
+LIMITED = 'start: item*\nitem: "a" | "b" | item item\n'
