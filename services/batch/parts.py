@@ -25,6 +25,8 @@ MANIFEST = "_smcserve.json"
 NAME = re.compile(r"(?P<file>.+)/(?P<start>\d{15})-(?P<end>\d{15})\.(?P<lines>\d+)-lines\.(?P<failed>\d+)-failed\.\w+")
 PARTS_EACH = 4
 """Parts that every worker group gets at least, so that all of them end at about the same time."""
+PART_LINES, MANY_PARTS = 1000, 10_000
+"""Lines of a part, unless the parts would be so many that Ray Data takes minutes to begin; then parts are larger."""
 SAMPLED = 8
 """Files whose beginnings are read for the length of a line."""
 THREADS = 16
@@ -151,12 +153,12 @@ class PartsOutput:
         done = [part.counts for part in found if part.name not in again]
         return Survey(total, sum(one.written for one in done), sum(one.failed for one in done))
 
-    def parts(self, groups: int, most_lines: int) -> list[Part]:
+    def parts(self, groups: int, most_lines: int | None) -> list[Part]:
         """To be done, in order, by so many worker groups."""
         again = self._again()
         missing = list(self._missing())
         lines = sum(end - start for _, start, end in missing) / self._mean
-        step = math.ceil(max(1, min(most_lines, lines / (PARTS_EACH * groups))) * self._mean)
+        step = math.ceil(_part_lines(lines, groups, most_lines) * self._mean)
         cut = [
             Part(file, self._name(file), self._unit, begin, min(begin + step, end))
             for file, start, end in missing
@@ -282,10 +284,9 @@ class FileParts:
     def survey(self) -> Survey:
         return self._survey
 
-    def parts(self, groups: int, most_lines: int) -> list[Part]:
+    def parts(self, groups: int, most_lines: int | None) -> list[Part]:
         """To be done, in order, by so many worker groups."""
-        step = max(1, min(most_lines, math.ceil((self._survey.total - self._survey.done) / (PARTS_EACH * groups))))
-        parts = list(self._cut(step))
+        parts = list(self._cut(math.ceil(_part_lines(self._survey.total - self._survey.done, groups, most_lines))))
         self._next = parts[0].start if parts else None
         return parts
 
@@ -324,6 +325,11 @@ class FileParts:
         if self._earlier is None or known_start == known_end:
             return part
         return replace(part, earlier=self._earlier.path.name, earlier_range=(known_start, known_end))
+
+
+def _part_lines(lines: float, groups: int, most: int | None) -> float:
+    """Of each part of so many lines. `most`: what the user allows."""
+    return max(1, min(most or max(PART_LINES, lines / MANY_PARTS), lines / (PARTS_EACH * groups)))
 
 
 def _line_ends(path: Path) -> Iterator[int]:

@@ -58,15 +58,16 @@ class Pool:
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         host = here if self.source.is_local or self.sink.is_local else None
         # Actors read and write, so that lines do not pass through the memory of other hosts.
-        dataset = ray.data.from_items([{"part": pickle.dumps(part)} for part in parts], override_num_blocks=len(parts))
-        dataset = dataset.map(
-            ReplicaActor,
+        inputs = ray.data.from_items([{"part": pickle.dumps(part)} for part in parts], override_num_blocks=len(parts))
+        actor: Any = ReplicaActor  # Ray Data makes one, and calls it with rows.
+        outputs = inputs.map(
+            actor,
             fn_constructor_kwargs={"pool": self, "monitor": monitor},
             compute=compute,
             num_cpus=0,  # ranks hold all of them where models run on CPUs
             label_selector=host,
         )
-        for row in dataset.iter_rows():
+        for row in outputs.iter_rows():
             yield pickle.loads(row["done"])
 
 

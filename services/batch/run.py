@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from services.batch.pool import Pool
 
 FORMATS = ("jsonl", "parquet")
-PART_LINES = 1000
 RETRIED = ".retry"
 """Added to the name of an output whose failed lines are decoded again: the file that replaces it."""
 
@@ -56,8 +55,9 @@ class BatchConfig:
     """Requests in flight in each worker group; default: as many as keep every slot of the engine full."""
     gangs: int | None = None
     """Worker groups. Default: one for one output file, otherwise as many as the cluster has room for."""
-    part_lines: int = PART_LINES
-    """Most lines of a part: what a lost worker group, or a run that is killed, has to decode again."""
+    part_lines: int | None = None
+    """Most lines of a part: a lost worker group has two parts to decode again. Default: 1000, or as many as make 10,000
+    parts."""
     output_format: str | None = None
     """`jsonl` or `parquet`, of the files in a directory. Default: that of the input."""
     metrics_port: int | None = None

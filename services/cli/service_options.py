@@ -407,7 +407,7 @@ class BatchOptions(WorkerGroupOptions):
         int | None,
         option(
             BATCH,
-            "Most lines of a part, the unit of resuming in a directory. Default: 1000.",
+            "Most lines of a part, the unit of resuming in a directory. Default: 1000, beyond 10,000 parts more.",
             "--part-lines",
             metavar="COUNT",
         ),

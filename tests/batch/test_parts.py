@@ -13,7 +13,7 @@ import pytest
 
 from services.batch.lines import Kept, RequestReader, parse_line
 from services.batch.output_file import OutputFile, Survey, survey, written
-from services.batch.parts import DonePart, FileParts, Part, PartsOutput, earlier_records, write_part
+from services.batch.parts import DonePart, FileParts, Part, PartsOutput, _part_lines, earlier_records, write_part
 from services.batch.progress import Counts
 from services.batch.storage import Store, records_of, to_parquet
 from tests.batch.asking import PRINT, answer_file, chat, completion, read_records, write_lines
@@ -301,3 +301,21 @@ def test_a_survey_of_a_file_may_be_made_twice(pair, tmp_path):
     with OutputFile(tmp_path / "out.jsonl", overwrite=False) as output:
         assert survey(source, output, RequestReader(pair, 0), PRINT) == Survey(2, 2, 0)
         assert len(list(output.records())) == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "groups", "most", "each"),
+    [
+        (100, 1, None, 25),
+        (100, 8, None, 100 / 32),
+        (100, 1, 3, 3),
+        (3, 8, None, 1),
+        (0, 1, None, 1),
+        (1_000_000, 8, None, 1000),
+        (100_000_000, 8, None, 10_000),
+        (100_000_000, 8, 2000, 2000),
+        (100_000_000, 8, 10**9, 100_000_000 / 32),
+    ],
+)
+def test_the_size_of_parts(lines, groups, most, each):
+    assert _part_lines(lines, groups, most) == each

@@ -17,7 +17,7 @@ from tests.batch.asking import OPTIONS, essence, read_records, write_lines
 from tests.batch.running import Cluster
 from tests.batch.s3 import BUCKET, s3_server
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TWO = (*OPTIONS, "--gangs", 2, "--part-lines", 2)
 
@@ -40,7 +40,7 @@ def until_some_parts(cluster: Cluster, sink: Store, count: int, process: subproc
         assert process is None or process.poll() is None, process.communicate()
         return len(sink.files()) >= count
 
-    cluster.until(are_there, 240, "no progress")
+    cluster.until(are_there, 500, "no progress")
 
 
 def test_a_job_over_s3_that_is_killed_and_loses_a_worker_group(cluster: Cluster, asked, expected, tmp_path):
@@ -65,7 +65,7 @@ def test_a_job_over_s3_that_is_killed_and_loses_a_worker_group(cluster: Cluster,
     until_some_parts(cluster, sink, len(before) + 1)
     os.kill(next(iter(cluster.actors("MapWorker"))), signal.SIGKILL)
     jobs = JobSubmissionClient(cluster.dashboard)
-    cluster.until(lambda: jobs.get_job_status("again").is_terminal(), 280, "the job did not end")
+    cluster.until(lambda: jobs.get_job_status("again").is_terminal(), 600, "the job did not end")
     log = jobs.get_job_logs("again")
     assert jobs.get_job_status("again") == "FAILED", "two lines have no answer"
     assert "20 of 20 lines done" in log and "2 failed" in log and "a worker group is ready after" in log, log
@@ -80,7 +80,7 @@ def test_a_job_over_s3_that_is_killed_and_loses_a_worker_group(cluster: Cluster,
 def test_two_worker_groups_append_to_one_file_in_order(cluster: Cluster, asked, expected, tmp_path):
     source, output = write_lines(tmp_path / "in.jsonl", asked), tmp_path / "out.jsonl"
     process = cluster.start_batch(source, output, *TWO)
-    _, said = process.communicate(timeout=280)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 1 and "20 of 20 lines done, 2 failed" in said, said
     assert list(map(essence, read_records(output))) == expected
     cluster.until_empty()
@@ -89,7 +89,7 @@ def test_two_worker_groups_append_to_one_file_in_order(cluster: Cluster, asked, 
     failed = json.loads(lines[2]) | {"response": None, "error": {"code": "unavailable", "message": "lost"}}
     output.write_bytes(b"".join([*lines[:2], json.dumps(failed).encode() + b"\n", *lines[3:]]))
     process = cluster.start_batch(source, output, *OPTIONS, "--retry-failed")
-    _, said = process.communicate(timeout=280)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 1 and "20 of 20 lines done, 2 failed" in said, said
     again = output.read_bytes().splitlines(keepends=True)
     assert list(map(essence, read_records(output))) == expected and [*again[:2], *again[3:5]] == [
@@ -103,6 +103,6 @@ def test_models_that_do_not_start_end_the_run(cluster: Cluster, asked, tmp_path)
     source = write_lines(tmp_path / "in.jsonl", asked)
     options = ("--gangs", 2, "--device", "cuda", "--start-timeout", 1)
     process = cluster.start_batch(source, f"{tmp_path}/out/", *options)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 1 and "no host of the cluster has room for 1 x {'CPU': 1, 'GPU': 1}" in said, said
     cluster.until_empty()
