@@ -107,7 +107,7 @@ def test_the_same_run_twice_asks_and_is_answered_the_same(loadtest, pair, tmp_pa
 
 
 def test_a_trace_is_followed(loadtest, pair, tmp_path):
-    trace, path, picture = tmp_path / "trace.jsonl", tmp_path / "run.json", tmp_path / "run.png"
+    trace, path = tmp_path / "trace.jsonl", tmp_path / "run.json"
     lines = [{"time": 0.1 * i, "prompt": "1 + 1 =", "max_tokens": i + 1} for i in range(5)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     with watched(pair) as (_, where):
@@ -121,15 +121,12 @@ def test_a_trace_is_followed(loadtest, pair, tmp_path):
             "--ignore-eos",
             "--json",
             path,
-            "--picture",
-            picture,
         )
     written = json.loads(path.read_text())
     assert ran.code == 0 and written["output_lens"] == [1, 2, 3, 4, 5] and written["request_rate"] is None
     assert [request["planned_at"] for request in written["smcserve"]["requests"]] == pytest.approx(
         [0.0, 0.1, 0.2, 0.3, 0.4]
     )
-    assert picture.stat().st_size > 10_000
 
 
 def test_a_token_over_tls(loadtest, pair, certificates, tmp_path):
@@ -211,13 +208,14 @@ class Broken:
 
 @pytest.mark.parametrize("search", [(), ("--find-capacity", "--goodput", "ttft:20000")])
 def test_a_broken_service_is_exit_code_1_at_any_rate(loadtest, pair, search, tmp_path):
-    files = ("--json", tmp_path / "run.json", "--picture", tmp_path / "run.png")
+    files = ("--json", tmp_path / "run.json", *(() if search else ("--picture", tmp_path / "run.png")))
     with serving(pair, ENGINE, wrap=Broken) as service:
         ran = loadtest(
             "--address", service.address, "--rate", 20, "--duration", 0.3, "--warm-up", 0, *QUICK, *search, *files
         )
     assert ran.code == 1 and re.search(r"errors: failed: \d+ INTERNAL", ran.out)
-    assert json.loads((tmp_path / "run.json").read_text()) and (tmp_path / "run.png").stat().st_size > 1000
+    assert json.loads((tmp_path / "run.json").read_text())
+    assert search or (tmp_path / "run.png").stat().st_size > 1000
 
 
 def test_metrics_are_read_without_buckets():

@@ -183,13 +183,17 @@ def test_what_cannot_be_had_says_what_to_do(hub, tmp_path):
     hub.gated.add("demo/target")
     assert f"is gated: accept its terms on {hub.url}/demo/target" in refused(hub, tmp_path, "demo/target")
     assert run(hub, tmp_path, "check", *PAIR, HF_TOKEN=TOKEN).returncode == 0
-    elsewhere = tmp_path / "elsewhere"
-    assert "HF_HUB_OFFLINE is set" in refused(hub, elsewhere, "demo/draft", HF_HUB_OFFLINE="1")
-    assert "does not answer" in refused(hub, elsewhere, "demo/draft", HF_ENDPOINT="http://127.0.0.1:9")
+
+
+@pytest.mark.slow
+def test_a_hub_without_answer_or_files_says_what_to_do(hub, tmp_path):
+    """Each is a process of its own."""
+    assert "HF_HUB_OFFLINE is set" in refused(hub, tmp_path, "demo/draft", HF_HUB_OFFLINE="1")
+    assert "does not answer" in refused(hub, tmp_path, "demo/draft", HF_ENDPOINT="http://127.0.0.1:9")
     del hub.repositories["demo/draft"]["model.safetensors"]
-    assert "has no weights in safetensors format" in refused(hub, elsewhere, "demo/draft")
+    assert "has no weights in safetensors format" in refused(hub, tmp_path, "demo/draft")
     del hub.repositories["demo/draft"]["config.json"]
-    assert "has no config.json" in refused(hub, tmp_path / "third", "demo/draft")
+    assert "has no config.json" in refused(hub, tmp_path / "other", "demo/draft")
 
 
 def test_a_disk_without_room(hub, tmp_path, monkeypatch):

@@ -70,7 +70,8 @@ def test_eight_at_once_and_alone_are_the_engines_own(service, client, pair):
         expected = local[str(index)]
         assert (text, seed) == (expected.text, index)
         assert reason == ("length" if expected.finish_reason == "length" else "stop")
-        if statistics is not None:
+        # How often the draft of an exact request is right depends on the requests before it: exponents are shared.
+        if statistics is not None and ASKED[index][1].get("method") != "exact":
             assert statistics["rounds"] == expected.statistics.rounds
             assert statistics["log_z"] == pytest.approx(expected.statistics.log_z, abs=1e-3)
     with service.client() as grpc_client:
@@ -93,7 +94,7 @@ def test_exact_is_the_targets_answer(service, client):
 def test_the_likeliest_tokens(service, client, pair):
     """As a whole and in a stream, of which openai-python's own reader makes one answer; over gRPC and in process the
     same."""
-    settings = {"seed": 5, "max_tokens": 120, "temperature": 0.8, "logprobs": True, "top_logprobs": 4}
+    settings = {"seed": 5, "max_tokens": 48, "temperature": 0.8, "logprobs": True, "top_logprobs": 4}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[1]), **settings)
     choice = create(client, QUESTIONS[1], {}, **settings).choices[0]
     with client.chat.completions.stream(model="demo", messages=user(QUESTIONS[1]), **settings) as stream:
@@ -236,7 +237,7 @@ def test_a_stream_with_usage(service, client):
 @pytest.mark.parametrize("more", [{}, {"stop": "####"}, {"extra_body": {"method": "target"}}], ids=str)
 def test_a_stream_has_logprobs_with_their_tokens(service, client, more):
     """The whole answer's, each once; text that is kept back, of a stop string, does not keep them back."""
-    asked = {"messages": user(QUESTIONS[2]), "model": "demo", "seed": 2, "logprobs": True, "max_tokens": 60} | more
+    asked = {"messages": user(QUESTIONS[2]), "model": "demo", "seed": 2, "logprobs": True, "max_tokens": 30} | more
     scored = [c.choices[0].logprobs for c in client.chat.completions.create(**asked, stream=True)]
     whole = client.chat.completions.create(**asked).choices[0].logprobs.content
     pieces = [one.content for one in scored if one is not None]

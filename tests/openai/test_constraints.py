@@ -8,6 +8,7 @@ import re
 import pytest
 
 from services.client import Client
+from smc.api.outputs import Answer
 from tests.gateway.harness import Service, local_answer
 from tests.openai.asking import QUESTIONS, chat, is_error, post, user
 
@@ -26,6 +27,11 @@ def schema_format(**more: object) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, **more}}
 
 
+@pytest.fixture(scope="module")
+def expected(pair) -> Answer:
+    return local_answer(pair, pair.tokenizer.chat(user(QUESTIONS[0])), constraint={"json_schema": SCHEMA}, **EXACT)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -36,9 +42,8 @@ def schema_format(**more: object) -> dict:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_every_field_asks_for_the_same(service: Service, pair, fields):
+def test_every_field_asks_for_the_same(service: Service, expected: Answer, fields):
     found = post(service, chat(QUESTIONS[0], **EXACT, **fields)).json["choices"][0]
-    expected = local_answer(pair, pair.tokenizer.chat(user(QUESTIONS[0])), constraint={"json_schema": SCHEMA}, **EXACT)
     assert found["message"]["content"] == expected.text
     assert found["finish_reason"] == "stop"
     assert json.loads(expected.text)["a"] in (1, 22)

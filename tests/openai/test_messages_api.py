@@ -11,9 +11,10 @@ import jsonschema
 import pytest
 
 from services.openai.dialects import Served
-from services.openai.messages_api import MessagesDialect
+from services.openai.messages_api import MessagesDialect, _arguments
 from tests.gateway.harness import serving
 from tests.openai.asking import ADD, LONG, QUESTIONS, post, user
+from tests.pairwise import one_of
 
 if TYPE_CHECKING:  # it takes longer to import than all tests here, in every process that collects tests
     import anthropic
@@ -117,14 +118,29 @@ def test_tools_are_used_and_their_results_read(tools):
     assert after.content[0].type == "text"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    ["{foo}", '{"a": 1,}', "{'a': 1}", '{"a": "x\ny"}', '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": 1]'],
-)
+NO_JSON = [
+    "{foo}",
+    '{"a": 1,}',
+    "{'a': 1}",
+    '{"a": "x\ny"}',
+    '{"a": NaN}',
+    '{"a": 1e999}',
+    '{"a": "\\ud800"}',
+    '{"a": 1]',
+]
+
+
+@pytest.mark.parametrize("arguments", NO_JSON)
+def test_arguments_that_are_no_json(arguments):
+    assert _arguments(arguments, False) is None
+
+
+@pytest.mark.parametrize("arguments", one_of(NO_JSON[-1], *NO_JSON[3:5]))
 def test_a_call_that_is_no_json_is_text(tools, tool_service, arguments):
     """The answer is paid for, and not the caller's fault."""
     text = f'so\n<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
-    asks = ASKS | {"tools": TOOLS, "max_tokens": 100, "extra_body": {"constraint": {"choice": [text]}}}
+    forced = {"constraint": {"choice": [text]}, "method": "target"}
+    asks = ASKS | {"tools": TOOLS, "max_tokens": 100, "extra_body": forced}
     answer = tools.create(messages=user("x"), **asks)
     assert [(block.type, block.text) for block in answer.content] == [("text", "so"), ("text", text[3:])]
     assert answer.stop_reason == "end_turn"
@@ -139,7 +155,8 @@ def test_a_call_that_is_no_json_is_text(tools, tool_service, arguments):
 
 def test_a_call_that_is_cut_has_what_there_is(tools):
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": tr'
-    asks = ASKS | {"tools": TOOLS, "extra_body": {"constraint": {"choice": [text + "ue}}\n</tool_call>"]}}}
+    forced = {"constraint": {"choice": [text + "ue}}\n</tool_call>"]}, "method": "target"}
+    asks = ASKS | {"tools": TOOLS, "extra_body": forced}
     stop = {"stop_sequences": [": tr"], "max_tokens": 100}
     whole = tools.create(messages=user("x"), **asks | {"max_tokens": 100})
     for more, reason in ((stop, "stop_sequence"), ({"max_tokens": whole.usage.output_tokens - 20}, "max_tokens")):

@@ -53,7 +53,7 @@ def allowed(expression: str, answer: tuple[int, ...], longest: int = 10) -> list
     return [t for t in range(3) if text + LETTERS[t] in begun] + [EOS] * (text in whole)
 
 
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_answers_are_allowed_and_exact_ones_those_of_the_target(config: EngineConfig):
     """By every method, beside requests without a constraint, whose answers stay what they are alone."""
     more, seeds = {"max_tokens": 9, "logprobs": True}, 2

@@ -421,7 +421,7 @@ def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     assert alone[0] and sum(alone) > 25 and not all(alone)
 
 
-@pytest.mark.parametrize("tokens", [120, 9])
+@pytest.mark.parametrize("tokens", one_of(9, 120))
 def test_it_is_tried_again_after_as_many_steps_whoever_comes_and_goes(tokens):
     """Where others come in every step, it is asked in every step."""
 

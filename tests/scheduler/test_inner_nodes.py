@@ -16,7 +16,7 @@ from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
 
 BESIDE = [{}, {"population": "independent"}, {"method": "exact", "verification": "rejection"}]
-TOKENS, SEEDS, SIZES = 32, range(8), (1, 4)
+TOKENS, SEEDS, SIZES = 32, range(5), (1, 4)
 CONFIGS = [
     EngineConfig(block=block, branches=branches, max_slots=80, drafting="always")
     for block, branches in ((2, 8), (4, 1), (4, 4))

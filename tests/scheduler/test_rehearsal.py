@@ -70,7 +70,7 @@ def test_nor_do_they_behind_long_prompts(config):
     assert {plan.contexts for plan in asked} == {Contexts.SINGLE, Contexts.SHARED}
 
 
-@pytest.mark.parametrize("context", [SHORT - 14, SHORT_SINGLE - 14])
+@pytest.mark.parametrize("context", one_of(SHORT - 14, SHORT_SINGLE - 14))
 def test_nor_do_they_where_no_context_is_quite_long(context):
     """A round may be given more positions than there can be."""
     config = EngineConfig(block=8, max_slots=8)
