@@ -16,9 +16,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import llguidance
 import numpy as np
@@ -168,8 +168,7 @@ class Compiler:
         return self._tokenizer
 
 
-@dataclass(frozen=True)
-class MaskPath:
+class MaskPath(NamedTuple):
     """Masks that are asked for along an answer, in consecutive rows."""
 
     answer_L: np.ndarray
@@ -180,19 +179,8 @@ class MaskPath:
     """Row of the first mask."""
     count: int
 
-    @property
-    def last(self) -> int:
-        """Tokens before the last mask."""
-        return self.first + self.count - 1
 
-    def rows(self, first: int, last: int) -> range:
-        """Of the masks after so many tokens, as far as they are asked for."""
-        first, last = max(first, self.first), min(last, self.last)
-        return range(self.row + first - self.first, self.row + last + 1 - self.first)
-
-
-@dataclass(frozen=True)
-class _Chain:
+class _Chain(NamedTuple):
     """Masks that the library computes at once: of where a matcher is, and after each of these tokens. It returns to
     where it was."""
 
@@ -215,8 +203,8 @@ class _MaskEnds:
         """Rows of answers that may only end."""
         self.failed: list[range] = []
         """Rows in which nothing is allowed."""
-        self.copies: list[tuple[range, range]] = []
-        """Rows, and those that they are equal to, which may be copies themselves of pairs before."""
+        self.copies: list[tuple[int, int, int]] = []
+        """First row, of how many, and first of those that they are equal to, which may have been copied before."""
         self.bad_words: list[tuple[Follower, MaskPath, range]] = []
         """Rows of a path from which bad words are taken."""
 
@@ -232,10 +220,14 @@ class _MaskEnds:
                 words_RW[rows, word] = np.where(is_allowed, of_rows | bit, of_rows & ~bit)
         for follower, path, rows in self.bad_words:
             follower.take_out(path, rows, masks_RW)
-        for copy, source in self.copies:
-            masks_RW[copy.start : copy.stop] = masks_RW[source.start : source.stop]
+        for row, count, source in self.copies:
+            masks_RW[row : row + count] = masks_RW[source : source + count]
         for failed in self.failed:
             masks_RW[failed.start : failed.stop] = 0
+
+
+def _order(path: MaskPath) -> bytes:
+    return path.answer_L.tobytes()
 
 
 def _flat(ranges: list[range]) -> np.ndarray:
@@ -272,47 +264,50 @@ class Follower:
         """What the library has to compute, a chain after another; what else is to be written is noted. Answers go in an
         order in which equal beginnings are neighbours: masks after these are computed once."""
         before: MaskPath | None = None
-        for path in sorted(paths, key=lambda path: path.answer_L.tobytes()):
+        for path in sorted(paths, key=_order) if len(paths) > 1 else paths:
             same = self._take(path.answer_L)
-            copied = self._copy(before, path, same, ends)
+            copied = 0 if before is None else self._copied(before, path, same)
+            if before is not None and copied:
+                ends.copies.append((path.row, copied, before.row + path.first - before.first))
             if self._bad_words:
-                ends.bad_words.append((self, path, path.rows(path.first + copied, path.last)))
+                ends.bad_words.append((self, path, range(path.row + copied, path.row + path.count)))
             before = path
             if self._matcher is not None:
-                yield from self._walk(self._matcher, path, path.first + copied, ends)
+                if copied < path.count:
+                    yield from self._compute(self._matcher, path, copied, ends)
                 if self._matcher.is_error():
-                    ends.failed.append(path.rows(path.first, path.last))
+                    ends.failed.append(range(path.row, path.row + path.count))
                     self._reset()
                     before = None
 
-    def _copy(self, before: MaskPath | None, path: MaskPath, same: int, ends: _MaskEnds) -> int:
+    def _copied(self, before: MaskPath, path: MaskPath, same: int) -> int:
         """Masks of a path that are those of the path before, with which it has so many tokens in common."""
-        if before is None or before.first > path.first:
+        first = path.first
+        if before.first > first:
             return 0
-        last = min(same, before.last, path.last)
-        if before.first < path.first:
+        last = min(same, before.first + before.count - 1, first + path.count - 1)
+        if before.first < first:
             # What follows an end depends on where a path begins, if its text is not allowed.
             last = min(last, self._end)
-        rows = path.rows(path.first, last)
-        if rows:
-            ends.copies.append((rows, before.rows(path.first, last)))
-        return len(rows)
+        return max(last - first + 1, 0)
 
-    def _walk(self, matcher: llguidance.LLMatcher, path: MaskPath, first: int, ends: _MaskEnds) -> Iterator[_Chain]:
-        """The masks of a path after its first `first` tokens, and later ones."""
-        begin, end = self._begin, min(self._end, len(path.answer_L))
-        reasons = path.rows(first, begin - 1)
-        if reasons:
-            ends.open.append(reasons)
-        first, last = max(first, begin), min(path.last, end)
-        if first <= last:
-            if not self._read(matcher, first):
+    def _compute(self, matcher: llguidance.LLMatcher, path: MaskPath, copied: int, ends: _MaskEnds) -> Iterator[_Chain]:
+        """The other masks of a path."""
+        answer_L, first, row, count = path
+        begin, end, shift = self._begin, min(self._end, len(answer_L)), row - first
+        after, last = first + copied, first + count - 1
+        if after < begin:
+            ends.open.append(range(after + shift, min(begin, last + 1) + shift))
+            after = begin
+        until = min(last, end)
+        if after <= until:
+            if not self._read(matcher, after):
                 return
-            ends.computed.append(path.rows(first, last))
-            yield _Chain(matcher, ends.computed[-1].start, path.answer_L[first:last].tolist())
-        complete = path.rows(max(first, end + 1), path.last)
-        if complete and (path.first > end or self._read(matcher, end)):
-            ends.complete.append(complete)
+            ends.computed.append(range(after + shift, until + 1 + shift))
+            yield _Chain(matcher, after + shift, answer_L[after:until].tolist())
+            after = until + 1
+        if after <= last and (first > end or self._read(matcher, end)):
+            ends.complete.append(range(after + shift, last + 1 + shift))
 
     def take_out(self, path: MaskPath, rows: range, masks_RW: np.ndarray) -> None:
         """Tokens that would complete a bad word, unless nothing were left of what the constraint allows."""

@@ -159,7 +159,7 @@ def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, 
             for tree, (_, paths) in zip(trees, asked):
                 for path in paths:
                     expected_RV = plain(compiler, tree.machine, path)
-                    rows = path.rows(path.first, path.last)
+                    rows = range(path.row, path.row + path.count)
                     assert (found_RV[rows.start : rows.stop] == expected_RV).all()
                     rest -= set(rows)
                     seen["refused"] += int(expected_RV.all(-1).sum())
@@ -189,7 +189,7 @@ def test_a_request_at_a_limit_of_the_library_allows_nothing(monkeypatch):
     for _ in range(2):
         limited._compiler.write_masks([(limited, paths)], found_RW)
         for i, path in enumerate(paths):
-            rows = path.rows(path.first, path.last)
+            rows = range(path.row, path.row + path.count)
             found, expected = found_RW[rows.start : rows.stop], expected_RW[rows.start : rows.stop]
             assert (found == (expected if i < 2 else 0)).all()
 
