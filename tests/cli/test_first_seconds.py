@@ -19,7 +19,7 @@ MISTAKES = [
     "generate hi --target nowhere",
     "generate hi --device tpu",
     "serve --target nowhere --draft nowhere",
-    "serve --target-tp 3",
+    "serve --target-tp 5",
     "serve --max-queue 0",
     "batch nowhere.jsonl out.jsonl",
     "eval --only nothing",
