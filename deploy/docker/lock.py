@@ -25,7 +25,8 @@ OLDEST_PYTHON = PROJECT["project"]["requires-python"].removeprefix(">=")
 def inputs() -> dict[str, list[str]]:
     """Direct requirements of each lock file. PyTorch for CPUs is not on PyPI, so the cpu lock contains its dependencies
     but not PyTorch itself."""
-    serving = PROJECT["project"]["dependencies"]
+    extras = PROJECT["project"]["optional-dependencies"]
+    serving = PROJECT["project"]["dependencies"] + extras["batch"]
     torch = [
         need
         for need in importlib.metadata.requires("torch") or ()
@@ -35,7 +36,7 @@ def inputs() -> dict[str, list[str]]:
         "build": PROJECT["build-system"]["requires"],
         "cpu": [need for need in serving if not need.startswith("torch")] + torch,
         "router": ["smg"],
-        "cuda": serving + PROJECT["project"]["optional-dependencies"]["gpu"],
+        "cuda": serving + extras["gpu"],
     }
 
 
