@@ -16,11 +16,11 @@ from ray.util.state import list_placement_groups
 from tests.batch.asking import OPTIONS, essence, read_records, write_lines
 from tests.batch.running import Cluster
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:
-    _, said = process.communicate(timeout=90)
+    _, said = process.communicate(timeout=300)
     return process.returncode, said
 
 
@@ -46,7 +46,7 @@ def test_disturbed_runs_make_the_file_of_an_undisturbed_one(cluster: Cluster, as
         "--working-dir", ".", "--no-wait", "--submission-id", "first", "--", *command, directory=tmp_path
     )
     assert submitted.returncode == 0, submitted.stderr + submitted.stdout
-    cluster.until(lambda: lines_in(output) >= 3, 60, "no progress")
+    cluster.until(lambda: lines_in(output) >= 3, 300, "no progress")
     assert jobs.stop_job("first")  # what `ray job stop` does
     cluster.until_empty()
     cluster.until(lambda: jobs.get_job_status("first").is_terminal(), 10, "the job did not stop")
@@ -57,7 +57,7 @@ def test_disturbed_runs_make_the_file_of_an_undisturbed_one(cluster: Cluster, as
     def begin() -> subprocess.Popen:
         done = lines_in(output)
         process = cluster.start_batch(source, output, *OPTIONS)
-        cluster.until(lambda: lines_in(output) > done or process.poll() is not None, 60, "no progress")
+        cluster.until(lambda: lines_in(output) > done or process.poll() is not None, 300, "no progress")
         assert process.poll() is None, process.communicate()
         return process
 
