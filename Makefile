@@ -26,19 +26,19 @@ proto: install   ## Generate services/pb from proto/
 demo: install    ## Answer three questions with the shipped model pair
 	$(BIN)/smcserve demo
 
-# Tests run real processes against limits of time, and two run at once. What fails is run once more, alone: what fails twice is a failure.
+# Tests run real processes against limits of time. What fails is run once more, alone: what fails twice is a failure. Three run at once:
+# those that need a cluster run one by one and mostly wait, and leave both cores to the others.
 # Bytecode of the checkout is written, too: most of these processes import half of it.
 define tests
-	export PYTHONDONTWRITEBYTECODE=; $(BIN)/python -m pytest -m $(1) || \
+	export PYTHONDONTWRITEBYTECODE=; $(BIN)/python -m pytest -n 3 -m $(1) || \
 		{ [ $$? -eq 1 ] && echo "Once more, one at a time:" && $(BIN)/python -m pytest -m $(1) -n 0 --last-failed --last-failed-no-failures none; }
 endef
 
 test: install    ## Run the tests that are not slow
 	$(call tests,"not slow")
 
-# Three at a time: those that need a cluster run one by one and mostly wait, and leave both cores to the others.
 test-all: install ## Run the slow tests as well, in one run
-	$(call tests,"slow or not slow" -n 3)
+	$(call tests,"slow or not slow")
 
 lint: install    ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
