@@ -177,7 +177,8 @@ class MaskPath(NamedTuple):
     """Tokens of the answer before the first mask; before each later one there is one more."""
     row: int
     """Row of the first mask."""
-    count: int
+    masks: int
+    """How many."""
 
 
 class _Chain(NamedTuple):
@@ -213,11 +214,11 @@ class _MaskEnds:
         computed, complete = _flat(self.computed), _flat(self.complete)
         may_end = words_RW[computed, self._vocab // 32] >> (self._vocab % 32) & 1
         words_RW[complete] = 0
-        for rows, is_allowed in ((computed, may_end), (_flat(self.open), 0), (complete, 1)):
-            for token in self._eos_ids.tolist() if len(rows) else ():
+        for row_R, is_allowed in ((computed, may_end), (_flat(self.open), 0), (complete, 1)):
+            for token in self._eos_ids.tolist() if len(row_R) else ():
                 word, bit = token // 32, np.uint32(1 << token % 32)
-                of_rows = words_RW[rows, word]
-                words_RW[rows, word] = np.where(is_allowed, of_rows | bit, of_rows & ~bit)
+                held_R = words_RW[row_R, word]
+                words_RW[row_R, word] = np.where(is_allowed, held_R | bit, held_R & ~bit)
         for follower, path, rows in self.bad_words:
             follower.take_out(path, rows, masks_RW)
         for row, count, source in self.copies:
@@ -270,13 +271,13 @@ class Follower:
             if before is not None and copied:
                 ends.copies.append((path.row, copied, before.row + path.first - before.first))
             if self._bad_words:
-                ends.bad_words.append((self, path, range(path.row + copied, path.row + path.count)))
+                ends.bad_words.append((self, path, range(path.row + copied, path.row + path.masks)))
             before = path
             if self._matcher is not None:
-                if copied < path.count:
+                if copied < path.masks:
                     yield from self._compute(self._matcher, path, copied, ends)
                 if self._matcher.is_error():
-                    ends.failed.append(range(path.row, path.row + path.count))
+                    ends.failed.append(range(path.row, path.row + path.masks))
                     self._reset()
                     before = None
 
@@ -285,7 +286,7 @@ class Follower:
         first = path.first
         if before.first > first:
             return 0
-        last = min(same, before.first + before.count - 1, first + path.count - 1)
+        last = min(same, before.first + before.masks - 1, first + path.masks - 1)
         if before.first < first:
             # What follows an end depends on where a path begins, if its text is not allowed.
             last = min(last, self._end)

@@ -202,7 +202,7 @@ class TokenMasks:
         )
         for group, follower in followers.items():
             for path in needed[group] if follower is None else ():
-                masks_RW[path.row : path.row + path.count] = 0
+                masks_RW[path.row : path.row + path.masks] = 0
         self._began, self._nanoseconds = began, self._nanoseconds + time.monotonic_ns() - began
         return there.copy_(host, non_blocking=True)
 

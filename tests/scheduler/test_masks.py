@@ -45,10 +45,10 @@ def machine_of(name: str) -> StopMachine:
 
 def plain(compiler: Compiler, machine: StopMachine, path: MaskPath) -> np.ndarray:
     """Masks of one path, bool [count, V + 1]; columns of the library's own end are of no use."""
-    allowed_RV = np.ones((path.count, compiler.vocab), dtype=bool)
+    allowed_RV = np.ones((path.masks, compiler.vocab), dtype=bool)
     ends = list(EOS)
     constraint = machine.constraint
-    for row in range(path.count):
+    for row in range(path.masks):
         answer = path.answer_L[: path.first + row].tolist()
         if constraint is not None:
             after = constraint.after
@@ -66,7 +66,7 @@ def plain(compiler: Compiler, machine: StopMachine, path: MaskPath) -> np.ndarra
                 if any(not matcher.try_consume_tokens([token]) for token in text):
                     continue_after = allowed_RV[row:]
                     continue_after[:] = True
-                    for later in range(row, path.count):
+                    for later in range(row, path.masks):
                         take_bad_words(machine, path.answer_L[: path.first + later].tolist(), allowed_RV[later])
                     return allowed_RV
                 bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -159,12 +159,12 @@ def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, 
             for tree, (_, paths) in zip(trees, asked):
                 for path in paths:
                     expected_RV = plain(compiler, tree.machine, path)
-                    rows = range(path.row, path.row + path.count)
+                    rows = range(path.row, path.row + path.masks)
                     assert (found_RV[rows.start : rows.stop] == expected_RV).all()
                     rest -= set(rows)
                     seen["refused"] += int(expected_RV.all(-1).sum())
-                seen["copied"] += sum(p.count for p in paths) - len(
-                    {tuple(p.answer_L[: p.first + r].tolist()) for p in paths for r in range(p.count)}
+                seen["copied"] += sum(p.masks for p in paths) - len(
+                    {tuple(p.answer_L[: p.first + r].tolist()) for p in paths for r in range(p.masks)}
                 )
             assert (masks_RW[sorted(rest)] == -1).all()
             if dice.random() < 0.3:
@@ -189,7 +189,7 @@ def test_a_request_at_a_limit_of_the_library_allows_nothing(monkeypatch):
     for _ in range(2):
         limited._compiler.write_masks([(limited, paths)], found_RW)
         for i, path in enumerate(paths):
-            rows = range(path.row, path.row + path.count)
+            rows = range(path.row, path.row + path.masks)
             found, expected = found_RW[rows.start : rows.stop], expected_RW[rows.start : rows.stop]
             assert (found == (expected if i < 2 else 0)).all()
 
