@@ -33,7 +33,7 @@ WHITESPACE = r"\x20|\x0A[\x20\x09]{0,40}"
 they may. A schema can say otherwise (`x-guidance`)."""
 MOST_KEPT = 256
 """Compiled constraints, those used last."""
-MOST_THREADS = 8
+MOST_THREADS = 4
 """That compute masks."""
 NEVER = sys.maxsize
 """Tokens before what an answer does not have."""
