@@ -169,7 +169,7 @@ class Compiler:
 
 
 class MaskPath(NamedTuple):
-    """Masks that are asked for along an answer, in consecutive rows."""
+    """Masks that are needed along an answer, in consecutive rows."""
 
     answer_L: np.ndarray
     """int64."""

@@ -17,7 +17,7 @@ import torch
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import AUTO_DTYPE
 from smc.calibration.latency import Effort, measure_latency
-from smc.calibration.latency_cache import LatencyCache, cache_directory
+from smc.calibration.latency_cache import LatencyCache, cache_directory, device_name
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
 from smc.model.config import ModelConfig, default_dtype
@@ -95,11 +95,10 @@ def step_seconds(
 
 def _latency(config: ModelConfig, device: torch.device, dtype: str) -> LatencyModel | None:
     """Of a pair of which both models are the draft; the sum over ranks is not timed, which all types need alike."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     key = {
         "version": version("smcserve"),
         "torch": torch.__version__,
-        "device": name,
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "draft": asdict(config),
         "dtype": dtype,

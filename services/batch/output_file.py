@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,15 @@ from services.batch.lines import Kept, Line, RequestReader, parse_line, read_lin
 FIELDS = ("id", "custom_id", "response", "error")
 BEGINNING = b'{"id": "batch_req_'
 """Start of every line written here, by which an incomplete last line is recognised."""
+FORMATS = {"jsonl": ".jsonl", "parquet": ".parquet"}
+"""Of the files of a directory, and how their names end."""
+URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 REMEDY = "give another output file, or --overwrite to start from the beginning"
+
+
+def is_url(path: str) -> bool:
+    """Whether it is an address such as s3://BUCKET/.., not a path."""
+    return URL.match(path) is not None
 
 
 class OutputFile:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from services.batch.lines import Kept, Line, parse_line, record_id
-from services.batch.output_file import REMEDY, OutputFile, Survey
+from services.batch.output_file import FORMATS, REMEDY, OutputFile, Survey
 from services.batch.progress import Counts
-from services.batch.storage import FORMATS, Store, records_of, to_parquet
+from services.batch.storage import Store, records_of, to_parquet
 
 MANIFEST = "_smcserve.json"
 """What the answers of a directory depend on besides the lines."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.batch.lines import RequestReader
-from services.batch.output_file import OutputFile, Survey, rest, survey
+from services.batch.output_file import FORMATS, OutputFile, Survey, is_url, rest, survey
 from services.batch.progress import BatchProgress, Counts, Display
 from services.batch.replica import Replica, ReplicaSpec
 from services.batch.runner import ServiceLost
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from services.batch.parts import DonePart, FileParts, Part, PartsOutput
     from services.batch.pool import Pool
 
-FORMATS = ("jsonl", "parquet")
 RETRIED = ".retry"
 """Added to the name of an output whose failed lines are decoded again: the file that replaces it."""
 
@@ -73,7 +72,7 @@ class BatchConfig:
             raise ValueError(f"output_format={self.output_format!r}; allowed: {', '.join(FORMATS)}")
         if self.overwrite and self.retry_failed:
             raise ValueError("--overwrite and --retry-failed are given; allowed: one of them")
-        if not _is_url(self.input) and not Path(self.input).exists():
+        if not is_url(self.input) and not Path(self.input).exists():
             raise ValueError(f"{self.input} is not a file; give a file of requests, one JSON object a line")
         if self.has_parts:
             self._check_directory()
@@ -84,8 +83,8 @@ class BatchConfig:
     def has_parts(self) -> bool:
         """Whether `output` is a directory of parts."""
         source, output = self.input, self.output
-        is_file = not _is_url(source) and Path(source).is_file() and not source.endswith(".parquet")
-        return not is_file or _is_url(output) or output.endswith("/")
+        is_file = not is_url(source) and Path(source).is_file() and not source.endswith(".parquet")
+        return not is_file or is_url(output) or output.endswith("/")
 
     def _check_file(self) -> None:
         source, output = Path(self.input), Path(self.output)
@@ -105,7 +104,7 @@ class BatchConfig:
                 raise ValueError(f"{output} is the input; give another output file")
 
     def _check_directory(self) -> None:
-        if _is_url(self.output):
+        if is_url(self.output):
             inside = self.output.startswith(self.input.rstrip("/") + "/")
         else:
             output = Path(self.output).absolute()
@@ -114,15 +113,11 @@ class BatchConfig:
                     f"cannot write {self.output}: it is a file; needed: a directory, for parts of the input"
                 )
             source = Path(self.input).absolute()
-            inside = not _is_url(self.input) and (
+            inside = not is_url(self.input) and (
                 output.is_relative_to(source) or (source.is_file() and output == source.parent)
             )
         if inside:
             raise ValueError(f"{self.output} is where the input is; give another output directory")
-
-
-def _is_url(path: str) -> bool:
-    return "://" in path
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

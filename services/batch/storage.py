@@ -4,7 +4,6 @@ the lines hold."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +13,14 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-FORMATS = {"jsonl": ".jsonl", "parquet": ".parquet"}
-"""And how the names of their files end."""
-URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+from services.batch.output_file import is_url
+
 CHUNK = 1 << 20
 """Bytes that are read at a time where the end of a line is looked for."""
 COLUMNS = ("custom_id", "method", "url", "body")
 JSON_COLUMNS = ("response", "error")
 """Columns of an output in Parquet that hold JSON."""
 RECORD_SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "custom_id", *JSON_COLUMNS)])
-
-
-def is_url(path: str) -> bool:
-    return URL.match(path) is not None
 
 
 @dataclass(frozen=True)

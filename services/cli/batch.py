@@ -21,6 +21,7 @@ def batch(arguments: BatchOptions) -> int:
     import logging
     from dataclasses import fields
 
+    from services.batch.output_file import is_url
     from services.batch.progress import Display
     from services.batch.run import BatchConfig, BatchRun, Stopped
     from services.batch.runner import ServiceLost
@@ -30,7 +31,7 @@ def batch(arguments: BatchOptions) -> int:
     given: dict[str, Any] = {} if arguments.config is None else config_file.read(arguments.config, BatchOptions)
     given |= options.given(asdict(arguments))
     config = BatchConfig(**{one.name: given[one.name] for one in fields(BatchConfig) if one.name in given})
-    output = config.output if "://" in config.output else str(Path(config.output).resolve())
+    output = config.output if is_url(config.output) else str(Path(config.output).resolve())
     if JOB_DIRECTORIES in Path(output).parts:
         print_warning(
             f"{output} is in this job's own copy of its working directory, which Ray deletes; give an absolute path"

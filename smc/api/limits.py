@@ -10,9 +10,9 @@ MAX_PARTICLES = 64
 SCHEME_NAMES = ("systematic", "stratified", "residual", "multinomial", "ssp")
 """Resampling schemes. Kernels know a scheme by its index here."""
 DTYPE_NAMES = ("float32", "bfloat16", "float16", "fp8", "int4")
+"""Numeric types of models: `smc.model.linear.DTYPES`."""
 AUTO_DTYPE = "auto"
 """Of a draft: the type is chosen by measured costs (`smc.draft_dtype`)."""
-"""Numeric types of models: `smc.model.linear.DTYPES`."""
 DEFAULT_MAX_TOKENS = 256
 """Longest answer if the request sets no `max_tokens` and the context allows it."""
 MAX_STOP_IDS = 1024

@@ -82,16 +82,18 @@ def cost_key(
         "version": version("smcserve"),
         "torch": torch.__version__,
         "machine": [platform.node(), platform.processor() or platform.machine(), os.cpu_count()],
-        "devices": [
-            torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else weight.device.type
-            for weight in weights
-        ],
+        "devices": [device_name(weight.device) for weight in weights],
         "threads": torch.get_num_threads(),
         "models": [_files(directory) for directory in directories],
         "dtypes": [sorted({str(tensor.dtype) for tensor in models[role].state_dict().values()}) for role in ModelRole],
         "draft_columns": draft_columns,
         "engine": [config.form, config.block, config.branches, config.max_slots],
     }
+
+
+def device_name(device: torch.device) -> str:
+    """Of a GPU its model; of others their kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _files(directory: Path) -> list[object]:

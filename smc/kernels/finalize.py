@@ -19,7 +19,7 @@ from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.surviving_prefix import PREFIX_POSITION
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_indices, programs
-from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, SlotTensors
+from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, SlotTensors, row_tokens
 from smc.kernels.select import SelectTensors, _uniform
 from smc.kernels.stops import DONE, StopTensors, after, after_all
 from smc.kernels.verify import VerifyTensors
@@ -86,7 +86,7 @@ def finalize(
     lookahead: bool,
 ) -> FinalizeOutputs:
     """See `smc.executor.finalize.finalize`."""
-    (batch_size, q), groups, (numbers, rows) = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape
+    (batch_size, q), groups, rows = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape[1]
     room = Room(plan.slot_A.device)
     out = FinalizeOutputs(
         choice_9A=room.longs(9, batch_size),
@@ -103,7 +103,7 @@ def finalize(
     )
     _finalize[(programs(batch_size, groups),)](
         plan, slots, tables, blocks, verified, rows_WX, candidates, matched, own, trees, out, Sizes(batch_size, groups, rows),
-        F=rows // batch_size, K=(numbers - 5) // 2, Q=q, C=candidates.token_XC.shape[1], BLOCK_N=MAX_PARTICLES,
+        F=rows // batch_size, K=row_tokens(rows_WX), Q=q, C=candidates.token_XC.shape[1], BLOCK_N=MAX_PARTICLES,
         BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=lookahead, num_warps=4,
     )  # fmt: skip
     return out

@@ -33,22 +33,21 @@ LEAST_DEPTH = tl.constexpr(16)
 PACKS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
-def _packed_codes(kind: str, base: int) -> str:
-    """Instructions for two words ($8, $9), and a zero point twice in each of $10 and $11: eight registers with the codes of
-    the same code of both words each, less the zero point. The bits of a code are put below those of a power of two, of whose
-    mantissa they are the last (`base`)."""
+def _packed_codes() -> str:
+    """Instructions for two words ($8, $9), and a zero point twice in each of $10 and $11, as bfloat16 plus 128: eight
+    registers with the same code of both words each, less the zero point. The bits of a code become the last of the
+    mantissa of 128 (0x4300)."""
     lines = [".reg .b32 low, high, code;", "prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]
     for code in range(8):
         half, shift = ("low", "high")[code // 4], 4 * (code % 4)
         if shift:
             lines.append(f"shr.u32 code, {half}, {shift};")
-        lines.append(f"lop3.b32 code, {'code' if shift else half}, 0x000F000F, 0x{base:04X}{base:04X}, 0xEA;")
-        lines.append(f"sub.rn.{kind} ${code}, code, $10;")
+        lines.append(f"lop3.b32 code, {'code' if shift else half}, 0x000F000F, 0x43004300, 0xEA;")
+        lines.append(f"sub.rn.bf16x2 ${code}, code, $10;")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-PACKED_BFLOAT16 = tl.constexpr(_packed_codes("bf16x2", 0x4300))
-PACKED_FLOAT16 = tl.constexpr(_packed_codes("f16x2", 0x6400))
+PACKED_CODES = tl.constexpr(_packed_codes())
 _PROGRAMS = 384
 """Fewest programs of few tokens that keep enough loads in flight: a step of one reads 8 KiB."""
 _WIDENED = 1 << 26
@@ -188,15 +187,8 @@ def eighths(word_NW, zero_N, kind: tl.constexpr):
     if PACKS and kind == tl.bfloat16:
         zero_NW = tl.broadcast_to(((zero_N | 0x4300) * 0x10001)[:, None], word_NW.shape)
         return tl.inline_asm_elementwise(
-            PACKED_BFLOAT16, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [word_NW, zero_NW],
+            PACKED_CODES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [word_NW, zero_NW],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    elif PACKS and kind == tl.float16:
-        zero_NW = tl.broadcast_to(((zero_N | 0x6400) * 0x10001)[:, None], word_NW.shape)
-        return tl.inline_asm_elementwise(
-            PACKED_FLOAT16, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [word_NW, zero_NW],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
         )  # fmt: skip
     else:

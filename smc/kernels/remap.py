@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.kernels.launch import one_variant
-from smc.kernels.round_tensors import PlanTensors, Room, Sizes, SlotTensors
+from smc.kernels.round_tensors import PlanTensors, Room, Sizes, SlotTensors, row_tokens
 
 CHUNK = 1024
 """Positions that are copied at a time."""
@@ -36,8 +36,8 @@ def follow(
     plan: PlanTensors, slots: SlotTensors, rows_WX: Tensor, choice_9A: Tensor, logq_SQ: Tensor, lookahead: bool
 ) -> NextSequences:
     """See `smc.executor.remap.follow`; block tables follow the choice in the same launch."""
-    (batch_size, q), (numbers, rows), room = plan.target_pages_AQ.shape, rows_WX.shape, Room(plan.slot_A.device)
-    block = (numbers - 5) // 2
+    (batch_size, q), rows, room = plan.target_pages_AQ.shape, rows_WX.shape[1], Room(plan.slot_A.device)
+    block = row_tokens(rows_WX)
     width = block if lookahead else 1
     end_A, pending_A = room.longs(2, batch_size)
     out = NextSequences(end_A, room.longs(batch_size, width), pending_A)

@@ -29,6 +29,11 @@ class PlanTensors(NamedTuple):
     branch_pages_XB: Tensor
 
 
+def row_tokens(rows_WX: Tensor) -> int:
+    """K: tokens of drafted rows, `smc.executor.messages.DraftedRows.all_WX`."""
+    return (len(rows_WX) - 5) // 2
+
+
 class DistributionTensors(NamedTuple):
     """Parameters of the token distribution of each batch index, of `smc.distributions.DistributionSpec`."""
 

@@ -25,7 +25,7 @@ from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.kernels.launch import one_variant, own_indices, programs
-from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, fields_of
+from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, fields_of, row_tokens
 from smc.kernels.verify import VerifyTensors
 from smc.philox import Purpose
 
@@ -119,8 +119,8 @@ def score_candidates(
     lookahead: bool,
 ) -> CandidateTensors:
     """See `smc.executor.select.score_candidates`. `matched`: of groups that are decoded exactly."""
-    (batch_size, q), groups, (numbers, rows) = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape
-    block, room, shares = (numbers - 5) // 2, Room(plan.slot_A.device), scores.share_AC
+    (batch_size, q), groups, rows = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape[1]
+    block, room, shares = row_tokens(rows_WX), Room(plan.slot_A.device), scores.share_AC
     width = 1 if shares is None else shares.shape[1]
     out = CandidateTensors(
         root_X=room.longs(rows),

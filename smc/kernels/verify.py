@@ -22,7 +22,15 @@ from torch import Tensor
 from smc.algorithm.expansion import PopulationKind
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_indices, programs
-from smc.kernels.round_tensors import BlockTensors, DistributionTensors, PlanTensors, Room, Sizes, SlotTensors
+from smc.kernels.round_tensors import (
+    BlockTensors,
+    DistributionTensors,
+    PlanTensors,
+    Room,
+    Sizes,
+    SlotTensors,
+    row_tokens,
+)
 from smc.kernels.sampling import exponentials
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 
@@ -98,7 +106,7 @@ def lay_out(
 ) -> LayoutOutputs:
     """See `smc.executor.verify.lay_out`; `rows_WX`: `DraftedRows.all_WX`, None in look-ahead."""
     (batch_size, q), groups, room = plan.target_pages_AQ.shape, len(plan.first_G), Room(logq_SQ.device)
-    block = q if rows_WX is None else (rows_WX.shape[0] - 5) // 2
+    block = q if rows_WX is None else row_tokens(rows_WX)
     out = LayoutOutputs(
         numbers_7A=room.longs(7, batch_size),
         flags_3A=room.bools(3, batch_size),
