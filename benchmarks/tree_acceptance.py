@@ -28,7 +28,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.distill.talk import ChatFormat
-from smc.distill.trees import Continuation, OwnText, TreeDraft, draw_next
+from smc.distill.trees import DrawnContinuation, OwnText, TreeDraft, draw_next
 from smc.local_engine import ModelPair, local_engine
 
 USER_TOKENS, ANSWER_TOKENS = 64, 112
@@ -101,7 +101,7 @@ def main() -> None:
             given.json.write_text(json.dumps(record))
 
 
-def as_record(text: OwnText, drawn: Sequence[Continuation], held: Sequence[int]) -> dict:
+def as_record(text: OwnText, drawn: Sequence[DrawnContinuation], held: Sequence[int]) -> dict:
     """One text of the file of --json."""
     return {
         "tokens": text.tokens,
@@ -111,9 +111,9 @@ def as_record(text: OwnText, drawn: Sequence[Continuation], held: Sequence[int])
     }
 
 
-def from_record(record: dict) -> tuple[OwnText, list[Continuation], list[int]]:
+def from_record(record: dict) -> tuple[OwnText, list[DrawnContinuation], list[int]]:
     """Inverse of `as_record`."""
-    drawn = [Continuation(context, tuple(tokens), seed) for context, tokens, seed in record["drawn"]]
+    drawn = [DrawnContinuation(context, tuple(tokens), seed) for context, tokens, seed in record["drawn"]]
     return OwnText(tuple(record["tokens"]), record["answer_from"]), drawn, record["held"]
 
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from services.openai.dialects import ApiCall, ChatForm, Served
-from services.openai.messages import Part, PartBegins, PartEvent, PartGrows, PartKind, PartReader
+from services.openai.messages import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader
 from services.openai.reasoning import Reasoning
 from services.openai.requests import (
     KIND,
@@ -348,14 +348,14 @@ class MessagesWriter:
 
     def _part(self, event: PartEvent) -> bytes:
         if isinstance(event, PartBegins):
-            block = self._block(event.index, Part(event.part.kind, event.part.name))
+            block = self._block(event.index, MessagePart(event.part.kind, event.part.name))
             return _event("content_block_start", index=event.index, content_block=block)
         if isinstance(event, PartGrows):
             kind, name = DELTAS[self._reader.parts[event.index].kind]
             return _event("content_block_delta", index=event.index, delta={"type": kind, name: event.text})
         return _event("content_block_stop", index=event.index)
 
-    def _block(self, index: int, part: Part, is_cut: bool = False) -> dict[str, Any]:
+    def _block(self, index: int, part: MessagePart, is_cut: bool = False) -> dict[str, Any]:
         if part.kind is PartKind.REASONING:
             return {"type": "thinking", "thinking": part.text, "signature": ""}
         if part.kind is PartKind.TEXT:

@@ -162,7 +162,7 @@ def _run_rank(config: DistillConfig, rank: int, meeting: Path, report: Report = 
 
 
 @dataclass
-class _State:
+class _RunState:
     """What changes in a run, besides weights."""
 
     round: int = 0
@@ -205,7 +205,7 @@ class Distillation:
         self.tokenizer = Tokenizer.load(config.target)
         self.vocab = min(self.tokenizer.size, self.target.config.vocab_size)
         self.store = ConversationStore(config.work / "data" / f"{ranks.rank}", config.talk.width)
-        self.state = _State()
+        self.state = _RunState()
         self._first = config.held_out if ranks.is_first else 0
         """Conversations before this one are held out."""
         self._counted, self._count_V = 0, np.zeros(self.tokenizer.size, dtype=np.int64)
@@ -434,7 +434,7 @@ class Distillation:
         state = checkpoint["state"]
         state["available"] = state["available"][self.ranks.rank]
         state["history"] = [Measurement.from_dict(each) for each in state["history"]]
-        self.state = _State(**state)
+        self.state = _RunState(**state)
         self._say(f"resumes at step {self.state.step}, after {self.state.seconds:.0f} s")
         return checkpoint
 

@@ -38,7 +38,7 @@ class OwnText:
 
 
 @dataclass(frozen=True)
-class Continuation:
+class DrawnContinuation:
     """What the target draws next after a context."""
 
     context: int
@@ -121,7 +121,7 @@ def draw_next(
     temperature: float,
     seed: int,
     vocab: int,
-) -> list[list[Continuation]]:
+) -> list[list[DrawnContinuation]]:
     """The next `block` tokens of the target after contexts of each text, with seeds from `seed` on: the draws of plain
     decoding."""
     device, flat = target.embed.weight.device, [each for of_text in contexts for each in of_text]
@@ -138,7 +138,10 @@ def draw_next(
             rows.step(own_C, drawn[-1])
     tokens_CD = torch.stack(drawn, 1).tolist()
     found = iter(
-        [Continuation(context, tuple(tokens), seed + c) for c, (context, tokens) in enumerate(zip(flat, tokens_CD))]
+        [
+            DrawnContinuation(context, tuple(tokens), seed + c)
+            for c, (context, tokens) in enumerate(zip(flat, tokens_CD))
+        ]
     )
     return [[next(found) for _ in of_text] for of_text in contexts]
 
@@ -152,7 +155,7 @@ class TreeDraft:
 
     @torch.no_grad()
     def held(
-        self, texts: Sequence[OwnText], continuations: Sequence[Sequence[Continuation]], temperature: float
+        self, texts: Sequence[OwnText], continuations: Sequence[Sequence[DrawnContinuation]], temperature: float
     ) -> list[list[int]]:
         """How many tokens of each text's continuations their context's tree holds."""
         flat = [each for of_text in continuations for each in of_text]

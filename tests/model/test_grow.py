@@ -242,6 +242,13 @@ def test_bfloat16_stays_close():
     assert of_growing < 1.5 * of_bfloat16
 
 
+def test_a_published_shape_with_fewer_layers():
+    assert preset("llama-8b/4") == replace(preset("llama-8b"), num_layers=4)
+    for name, said in {"llama-9b/4": "is no known shape", "llama-8b/0": "layers='0'", "llama-8b/": "layers=''"}.items():
+        with pytest.raises(ValueError, match=said):
+            preset(name)
+
+
 def test_published_shapes_hold_the_shipped_pair():
     """Whatever the shape: families and head sizes of all of them."""
     for place in (demo.TARGET, demo.DRAFT):
