@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from smc.demo import WEIGHTS, corpus, dense
 from smc.demo import tokenizer as demo_tokenizer
 from smc.demo.problems import Problem, generate
-from smc.demo.trainer import Recipe, StopCondition, DemoTrainer
+from smc.demo.trainer import DemoTrainer, Recipe, StopCondition
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.loader import save_model
