@@ -149,6 +149,7 @@ def _distill(config: DistillConfig) -> None:
     distill(config, lambda line: None)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
     """Killed by signal 9 in its second round. The draft is one that commands take."""
     save_tiny(tmp_path / "target", rope_scaling=None)
