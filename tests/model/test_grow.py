@@ -260,6 +260,8 @@ def test_published_shapes_hold_the_shipped_pair():
                 and config.rope_theta == small.rope_theta
                 and 0 < config.rms_eps < small.rms_eps
             )
+    cut = SourcePair.of("grown", Path("llama-8b"), Path("llama-8b/8"), small=(demo.TARGET, demo.DRAFT)).draft
+    assert (cut.name, cut.config.num_layers, cut.config.hidden_size) == ("llama-8b/8", 8, 4096)
     pair = SourcePair.of("grown", Path("llama-8b"), Path("llama-1b"), small=(demo.TARGET, demo.DRAFT))
     assert pair.target.parameters == 8_030_261_248 and pair.target.name == "llama-8b" and pair.max_context == 131_072
 
