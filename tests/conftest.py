@@ -8,7 +8,6 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
     import tests.interpreter  # noqa: F401
 
 pytest_plugins = ["tests.ungrouped"]
-
-ROOT = Path(__file__).parent
 
 # Before Ray is imported: every cluster of the tests, and whoever talks to one from here, has the same token.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -37,21 +34,6 @@ settings.load_profile("patient")
 
 # One thread per process: the suite runs one process per core, and the models are too small to gain from more.
 torch.set_num_threads(1)
-
-
-SHARED_SERVICES = {"gateway", "openai"}
-"""Folders whose files share services."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file run in one process, so that what they share is made once; so do those of files that share a
-    service."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            folder = item.path.parent
-            group = folder if folder.name in SHARED_SERVICES else item.path
-            item.add_marker(pytest.mark.xdist_group(group.relative_to(ROOT).as_posix()))
 
 
 def pytest_collection_finish() -> None:
