@@ -198,8 +198,8 @@ async def requests_of(completion: CompletionRequest, request_id: str, handler: R
         completion = completion.after_reasoning(_reasoning(completion, tokens, handler))
         most = handler.longest(completion.params(LONGEST, None), len(tokens), len(negative or ()))
         longest = most if completion.chat else min(DEFAULT_MAX_TOKENS, most)
-        for _ in range(completion.n):
-            params = completion.params(longest, next(seeds))
+        for number in range(completion.n):
+            params = completion.params(longest, next(seeds), first=not number)
             salt, priority = completion.cache_salt, completion.priority
             requests.append(Request(request_id, tokens, params, salt, negative_prompt=negative, priority=priority))
     return requests
@@ -241,7 +241,7 @@ async def answered(
 async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None] = ()) -> bytes:
     """What is written of these. With the likeliest tokens it is a lot: not while others wait for this loop. Raises
     NotWritten."""
-    is_long = any(answer is not None and answer.top_logprobs for answer in answers)
+    is_long = any(answer is not None and (answer.top_logprobs or answer.prompt_logprobs) for answer in answers)
     try:
         return await asyncio.to_thread(write) if is_long else write()
     except Exception as error:
