@@ -23,6 +23,21 @@ def test_a_batch_job_has_no_upgrade_strategy_and_does_not_wait_for_ever():
     assert 0 < job["preRunningDeadlineSeconds"] < job["activeDeadlineSeconds"]
 
 
+def test_a_batch_in_an_object_store_needs_no_volume():
+    """Every pod of its cluster may read and write there, none of the service's; a file beside it is in the volume."""
+    stored = {"enabled": True, "input": "s3://a/in/", "output": "s3://a/out/", "credentialsSecret": "storage"}
+    mixed = {"output": "/data/out/", "volume": {"persistentVolumeClaim": {"claimName": "data"}}}
+    for layer, has_volume in (({}, False), (mixed, True)):
+        pods = templates(render({"batch": stored | layer}))
+        for name in ("head", "draft", "target"):
+            (own, *_), (jobs, *_) = (containers(pods[prefix + name]["spec"]) for prefix in ("", "batch-"))
+            assert jobs["envFrom"] == [{"secretRef": {"name": "storage"}}] and "envFrom" not in own
+        head = pods["batch-head"]["spec"]
+        assert ("data" in [volume["name"] for volume in head["volumes"]]) == has_volume
+        (mounts,) = [each["volumeMounts"] for each in containers(head) if each["name"] == "ray-head"]
+        assert ("/data" in [mount["mountPath"] for mount in mounts]) == has_volume
+
+
 @pytest.mark.parametrize("kind", ["LoadBalancer", "NodePort"])
 def test_metrics_are_not_published_beside_calls(kind):
     services = all_of_kind(render({"service": {"type": kind}}), "Service")
