@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -422,9 +422,11 @@ class OpenAiServer:
         return self._calls.closed is not None or self._connections.is_old(request.protocol)
 
     async def _health(self, request: web.Request) -> web.Response:
-        if self._calls.closed is not None:
-            raise Unavailable(self._calls.closed)
-        return web.json_response({"status": "serving"})
+        if self._calls.closed is None:
+            return web.json_response({"status": "serving"})
+        refused, starting = refusal(Unavailable(self._calls.closed)), self._calls.starting
+        state = {"status": "not serving"} if starting is None else {"status": "starting", **asdict(starting)}
+        return web.json_response(state | refused.body, status=refused.http_status, headers=refused.headers)
 
     async def _allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
         """Let pages of allowed origins read the response."""

@@ -193,8 +193,24 @@ def load_rank(spec: RankSpec) -> Loaded:
     if shard.degree > 1:
         name = spec.rendezvous.name(f"{spec.role}/ranks")
         group = TensorParallel(spec.rendezvous.store(), name, shard.rank, shard.degree, device, spec.timeout)
-    model = spec.source.load(dtype=DTYPES[_dtype(spec)], device=device, shard=shard, reduce=group)
+    report = _load_reporter(spec)
+    model = spec.source.load(dtype=DTYPES[_dtype(spec)], device=device, shard=shard, reduce=group, progress=report)
+    report(1.0)
     return Loaded(model, group, spec.draft_vocab.head(model) if spec.draft_vocab else None)
+
+
+def _load_reporter(spec: RankSpec) -> Callable[[float], None]:
+    """Tells the supervisor how much of its weights has been loaded."""
+    store, name, last = spec.rendezvous.store(), spec.rendezvous.loaded(spec.role, spec.shard.rank), -1
+
+    def report(share: float) -> None:
+        nonlocal last
+        percent = int(100 * share)
+        if percent > last:
+            last = percent
+            store.set(name, str(percent))
+
+    return report
 
 
 def _dtype(spec: RankSpec) -> str:

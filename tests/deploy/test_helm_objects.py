@@ -85,10 +85,13 @@ def test_openais_api_has_a_port_unless_it_is_turned_off(layer, protocol):
     lines, plain_lines = (config_of(some, "serve").splitlines() for some in (objects, plain))
     assert [line for line in lines if line not in plain_lines] == ["http-port: 8000"]
     assert [line for line in plain_lines if line not in lines] == ["no-http: true"]
-    probes = ("startupProbe", "readinessProbe", "livenessProbe")
+    probes = ("readinessProbe", "livenessProbe")
     assert {"name": "http", "containerPort": 8000} in gateway["ports"] and all(
         gateway[probe] == before[probe] for probe in probes
     )
+    # Over HTTP in plain text the startup probe says how far the start is.
+    says = gateway["startupProbe"].get("exec", {}).get("command", [])[-1:] == ["8000"]
+    assert says == (layer == POD) and (says or gateway["startupProbe"] == before["startupProbe"])
     (rule,) = of_kind(objects, "Ingress")["spec"]["rules"]
     assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "demo-smcserve", "port": {"name": "http"}}
     assert of_kind(objects, "GRPCRoute")["spec"]["rules"][0]["backendRefs"] == [

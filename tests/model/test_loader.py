@@ -74,7 +74,9 @@ def test_storage_type_is_chosen_by_the_caller(tmp_path):
 
 def test_loads_shards(tmp_path):
     save_tiny(tmp_path)
-    whole = load_model(tmp_path).state_dict()
+    shares: list[float] = []
+    whole = load_model(tmp_path, progress=shares.append).state_dict()
+    assert shares == sorted(shares) and shares[-1] == 1 and len(shares) > 10
     shard(tmp_path)
     assert all(torch.equal(weight, whole[name]) for name, weight in load_model(tmp_path).state_dict().items())
 
