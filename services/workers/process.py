@@ -228,7 +228,12 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     loaded = loaded or load_rank(spec)
     model, group = loaded.model, loaded.group
     device, leads = torch.device(spec.device), spec.shard.rank == 0
-    sizes = {"width": spec.width, "pages": agree_on_pages(spec, model), "vocab_size": spec.vocab_size}
+    sizes = {
+        "width": spec.width,
+        "context": spec.context,
+        "pages": agree_on_pages(spec, model),
+        "vocab_size": spec.vocab_size,
+    }
     worker = ModelWorker(
         spec.role, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), draft_head=loaded.draft_head, **sizes
     )

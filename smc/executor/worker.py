@@ -127,15 +127,16 @@ class ModelWorker:
         vocab_size: int,
         token_bytes: TokenBytes,
         draft_head: DraftHead | None = None,
+        context: int | None = None,
     ) -> None:
-        """`token_bytes`: of the vocabulary's tokens, in which stop strings are looked for; `draft_head`: what a draft
-        proposes with, if not with all of its head."""
+        """`context`: tokens of the longest sequence, if not `width`; `token_bytes`: of the vocabulary's tokens, in which
+        stop strings are looked for; `draft_head`: what a draft proposes with, if not with all of its head."""
         weight = model.embed.weight
         self.name, self.model, self.device = name, model, weight.device
         self.width, self.pages = width, pages
         self.vocab_size, self.token_bytes, self.draft_head = vocab_size, token_bytes, draft_head
         self.pool = KVPool(model.config, pages, weight.dtype, self.device)
-        self.rope = RopeTable(model.config, width, self.device)
+        self.rope = RopeTable(model.config, width, self.device, context)
         config = model.config
         self.attention = PromptAttention(
             (config.num_heads, config.num_kv_heads),

@@ -77,6 +77,8 @@ def load_model(
             progress(done / size)
     if HEAD not in shared:
         model.copy_head()
+    if config.rotated < config.head_dim:
+        model.pair_rotated()
     return model
 
 
