@@ -30,6 +30,22 @@ class Unavailable(RuntimeError):
     """The service cannot decode now: it is starting, draining, or has lost a worker. Trying again later may work."""
 
 
+@dataclass(frozen=True)
+class StartProgress:
+    """How far the start of a worker group is."""
+
+    step: str
+    """`reserve`: it waits for CPUs or GPUs; `load`: weights are loaded; `prepare`: memory, kernels and links are made
+    ready."""
+    percent: Mapping[str, int] = field(default_factory=dict)
+    """Of the weights of each model, by its role, once they are loaded."""
+
+    def __str__(self) -> str:
+        if self.step == "load":
+            return ", ".join(f"{percent}% of the {role}" for role, percent in self.percent.items()) + " loaded"
+        return {"reserve": "waiting for CPUs or GPUs", "prepare": "both models are loaded, getting ready"}[self.step]
+
+
 class Unimplemented(RuntimeError):
     """A method of an API that this service does not support; the message says why, or names the alternative."""
 

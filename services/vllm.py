@@ -39,7 +39,7 @@ from smc.api.sampling_params import SETTINGS, Method, SamplingParams, with_defau
 MAX_ANSWERS = 128
 """n of one call."""
 UNSET = {
-    pb.SamplingParams: ("prompt_logprobs", "truncate_prompt_tokens"),
+    pb.SamplingParams: ("truncate_prompt_tokens",),
     pb.GenerateRequest: ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs"),
 }
 """Fields of what this service does not have, by message."""
@@ -125,10 +125,11 @@ FINISHES = {
 
 
 def chunks(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
-    """Of a stream: new tokens, and after the last ones how the answer ended. The likeliest tokens are known with the
-    answer, so an answer with them comes in one piece."""
-    answer, tokens, scored = output.answer, output.tokens, _output_logprobs(output.tokens, output.logprobs)
-    if request.params.top_logprobs:
+    """Of a stream: new tokens, and after the last ones how the answer ended. The likeliest tokens, and log-probabilities
+    of the prompt, are known with the answer, so an answer with them comes in one piece."""
+    params, answer = request.params, output.answer
+    tokens, scored = output.tokens, _output_logprobs(output.tokens, output.logprobs)
+    if params.top_logprobs or params.prompt_logprobs is not None:
         tokens = answer.tokens if answer else ()
         scored = _answer_logprobs(answer) if answer else None
     if tokens:
@@ -138,20 +139,21 @@ def chunks(request: Request, index: int, output: Output) -> Iterator[pb.Generate
             completion_tokens=len(tokens),
             cached_tokens=answer.cached_tokens if answer else 0,
             output_logprobs=scored,
+            input_logprobs=_input_logprobs(request, answer) if answer else None,
             index=index,
         )
         yield pb.GenerateResponse(chunk=chunk)
     if answer is not None:
-        yield _complete(answer, index)
+        yield _complete(request, answer, index)
 
 
 def whole(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
     """Of a call that wants answers only."""
     if output.answer is not None:
-        yield _complete(output.answer, index)
+        yield _complete(request, output.answer, index)
 
 
-def _complete(answer: Answer, index: int) -> pb.GenerateResponse:
+def _complete(request: Request, answer: Answer, index: int) -> pb.GenerateResponse:
     complete = pb.GenerateComplete(
         output_ids=answer.tokens,
         finish_reason=FINISHES[answer.finish_reason],
@@ -159,6 +161,7 @@ def _complete(answer: Answer, index: int) -> pb.GenerateResponse:
         completion_tokens=len(answer.tokens),
         cached_tokens=answer.cached_tokens,
         output_logprobs=_answer_logprobs(answer),
+        input_logprobs=_input_logprobs(request, answer),
         index=index,
     )
     if isinstance(answer.matched, str):
@@ -172,6 +175,19 @@ def _answer_logprobs(answer: Answer) -> pb.OutputLogProbs | None:
     return _output_logprobs(answer.tokens, answer.logprobs or (), answer.top_logprobs)
 
 
+def _input_logprobs(request: Request, answer: Answer) -> pb.InputLogProbs | None:
+    """Of the prompt's tokens, of which the first has none; as `_output_logprobs`."""
+    if answer.prompt_logprobs is None:
+        return None
+    prompt, scores = request.prompt, answer.prompt_logprobs
+    likeliest = [score.likeliest or ((token, score.logprob),) for token, score in zip(prompt[1:], scores)]
+    return pb.InputLogProbs(
+        token_ids=prompt,
+        token_logprobs=[pb.InputTokenLogProb(), *(pb.InputTokenLogProb(value=score.logprob) for score in scores)],
+        top_logprobs=[pb.TopLogProbs(), *map(_top, likeliest)],
+    )
+
+
 def _output_logprobs(
     tokens: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[Alternatives] | None = None
 ) -> pb.OutputLogProbs | None:
@@ -180,11 +196,11 @@ def _output_logprobs(
     if not logprobs:
         return None
     top_logprobs = top_logprobs or [((token, logprob),) for token, logprob in zip(tokens, logprobs)]
-    known = [
-        pb.TopLogProbs(token_ids=[token for token, _ in top], values=[logprob for _, logprob in top])
-        for top in top_logprobs
-    ]
-    return pb.OutputLogProbs(token_ids=tokens, token_logprobs=logprobs, top_logprobs=known)
+    return pb.OutputLogProbs(token_ids=tokens, token_logprobs=logprobs, top_logprobs=map(_top, top_logprobs))
+
+
+def _top(likeliest: Alternatives) -> pb.TopLogProbs:
+    return pb.TopLogProbs(token_ids=[token for token, _ in likeliest], values=[logprob for _, logprob in likeliest])
 
 
 FILES = (

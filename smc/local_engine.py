@@ -78,6 +78,7 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
             role,
             getattr(pair, role),
             width=config.width(context),
+            context=context,
             pages=pages,
             vocab_size=pair.tokenizer.size,
             token_bytes=TokenBytes.of(pair.tokenizer),

@@ -23,7 +23,7 @@ from services.openai.requests import (
     parse,
     understood,
 )
-from services.openai.responses import ResponseHeader, choice, response
+from services.openai.responses import ResponseHeader, ScoredPrompt, check_scored, choice, response
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.outputs import Answer
 from smc.api.request import Request
@@ -125,14 +125,15 @@ class RequestReader:
             longest = min(DEFAULT_MAX_TOKENS, max(1, context - max(len(prompt), len(negative or ()))))
             if completion.may_reason:
                 completion = completion.after_reasoning(Reasoning.of(tokenizer, prompt))
-            for _ in range(completion.n):
-                params = completion.params(longest, next(seeds))
+            for number in range(completion.n):
+                params = completion.params(longest, next(seeds), first=not number)
                 requests.append(Request(name, prompt, params, completion.cache_salt, negative_prompt=negative))
         if (constraint := requests[0].params.constraint) is not None:
             from smc.constraints import Compiler  # imports torch
             from smc.stops import TokenBytes
 
             Compiler.of(TokenBytes.of(tokenizer)).check(constraint)
+        check_scored(completion, requests)
         return tuple(requests)
 
     def seed_of(self, line: Line) -> int:
@@ -179,6 +180,7 @@ def answered(
     form = completion.tool_format if line.body.get("tools") else None
     reasoning = Reasoning.of(tokenizer, requests[0].prompt) if chat else None
     echoes = [prompt.written(tokenizer) if completion.echo else "" for prompt in completion.prompts]
+    scored = ScoredPrompt.of(completion, requests, answers, tokenizer)
     choices = [
         choice(
             index,
@@ -190,10 +192,11 @@ def answered(
             form,
             reasoning,
             line.digest,
+            scored[index],
         )
         for index, (request, answer) in enumerate(zip(requests, answers, strict=True))
     ]
-    body = response(heading, choices, answers, len(completion.prompts))
+    body = response(heading, choices, answers, len(completion.prompts), scored[0])
     line_response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
     return {"id": record_id(line), "custom_id": line.custom_id, "response": line_response, "error": None}
 

@@ -62,6 +62,16 @@ TopLogProbs = Annotated[
         metavar="K",
     ),
 ]
+PromptLogProbs = Annotated[
+    int | None,
+    options.option(
+        options.OUTPUT,
+        "Of every token of the prompt, and of the K likeliest there, with --json.",
+        "--prompt-logprobs",
+        show_default=False,
+        metavar="K",
+    ),
+]
 
 
 def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
@@ -106,6 +116,7 @@ def generate(
     raw: options.Raw = False,
     logprobs: LogProbs = False,
     top_logprobs: TopLogProbs = 0,
+    prompt_logprobs: PromptLogProbs = None,
     as_json: options.JsonFlag = False,
 ) -> int:
     """Answer a prompt; text appears as soon as it can no longer change."""
@@ -114,6 +125,8 @@ def generate(
     text = read_prompt(prompt)
     if logprobs and not as_json:
         raise ValueError("--logprobs has no effect without --json; leave it out")
+    if prompt_logprobs is not None and not as_json:
+        raise ValueError("--prompt-logprobs has no effect without --json; leave it out")
     if timeout is not None and timeout <= 0:
         raise ValueError(f"--timeout {timeout:g}; allowed: above 0 seconds")
     with (
@@ -126,6 +139,7 @@ def generate(
             negative_prompt=negative_prompt if raw or negative_prompt is None else [Message("user", negative_prompt)],
             logprobs=logprobs,
             top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
             **sampling,
         ) as stream,
     ):
@@ -208,6 +222,8 @@ def _follow(stream: CompletionStream, as_json: bool) -> Completion:
             answer["logprobs"] = completion.logprobs
         if completion.top_logprobs is not None:
             answer["top_logprobs"] = completion.top_logprobs
+        if completion.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = [token._asdict() for token in completion.prompt_logprobs]
         print(json.dumps(finite(answer), ensure_ascii=False))
     else:
         print()

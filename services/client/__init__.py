@@ -24,7 +24,7 @@ from services.client.types import (
     ServiceError,
     Usage,
 )
-from smc.api.outputs import Particle, Statistics, Times
+from smc.api.outputs import Particle, PromptToken, Statistics, Times
 
 __all__ = [
     "Chunk",
@@ -36,6 +36,7 @@ __all__ = [
     "ModelInfo",
     "Particle",
     "Prompt",
+    "PromptToken",
     "ServerInfo",
     "ServiceError",
     "Statistics",

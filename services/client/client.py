@@ -25,7 +25,14 @@ from services.client.types import (
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
 from services.protobuf import RETRY_TRAILER
-from services.protobuf.generation import FINISH_REASONS, REPORTS, name_of, sampling_message
+from services.protobuf.generation import (
+    FINISH_REASONS,
+    REPORTS,
+    name_of,
+    sampling_message,
+    to_alternatives,
+    to_prompt_tokens,
+)
 from services.security import is_loopback
 from smc.api.outputs import FinishReason, Particle, Statistics, Times
 
@@ -92,9 +99,8 @@ class CompletionStream:
             usage=_data(Usage, finish.usage),
             statistics=_data(Statistics, finish.statistics) if finish.HasField("statistics") else None,
             logprobs=tuple(finish.logprobs) if request.logprobs else None,
-            top_logprobs=tuple(tuple(zip(top.token_ids, top.logprobs)) for top in finish.top_logprobs)
-            if request.top_logprobs
-            else None,
+            top_logprobs=tuple(map(to_alternatives, finish.top_logprobs)) if request.top_logprobs else None,
+            prompt_logprobs=to_prompt_tokens(finish.prompt_logprobs) if finish.HasField("prompt_logprobs") else None,
             particles=tuple(map(_particle, finish.particles)) if request.return_particles else None,
             seconds=time.monotonic() - self._started,
             times=_data(Times, finish.times),

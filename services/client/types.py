@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from smc.api.outputs import Particle, Statistics, Times
+from smc.api.outputs import Particle, PromptToken, Statistics, Times
 
 
 class ServiceError(RuntimeError):
@@ -71,6 +71,9 @@ class Completion:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None
     """For every token the likeliest tokens at its position and their log-probabilities, likeliest first, if
     requested."""
+    prompt_logprobs: tuple[PromptToken, ...] | None
+    """For every token of the prompt but the first, if requested: log-probability, rank and likeliest tokens; None where
+    there was no time for them."""
     particles: tuple[Particle, ...] | None
     """The particles that the answer was drawn from, if requested; of a method without particles the answer itself."""
     seconds: float

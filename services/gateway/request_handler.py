@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import grpc
 import numpy as np
 
-from services.backend import Backend, RequestAborted, ServingPair, Unavailable
+from services.backend import Backend, RequestAborted, ServingPair, StartProgress, Unavailable
 from services.errors import SlowReader, Status, status_of
 from services.gateway.config import GatewayConfig
 from services.gateway.limits import CallLimit, ReceiveLimit
@@ -89,6 +89,8 @@ class Calls:
         self.metrics, self._tracing = metrics, tracing
         self.closed: str | None = "the service is starting; try again later"
         """Why calls are refused; None: they are accepted."""
+        self.starting: StartProgress | None = None
+        """How far the start is that calls are refused for."""
         self._calls: dict[Key, _RunningCall] = {}
         self._tasks: set[asyncio.Task] = set()
         self._idle = asyncio.Event()

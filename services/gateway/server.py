@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from services.backend import Backend, ServingPair
+from services.backend import Backend, ServingPair, StartProgress
 from services.gateway.config import GatewayConfig
 from services.gateway.health import Health, Watchdog
 from services.gateway.interceptors import ReceivingInterceptor, TokenInterceptor
@@ -119,9 +119,15 @@ class Gateway:
         Once draining, nothing is ready any more."""
         if self._ending:
             return
-        serving = target
+        serving, self._calls.starting = target, None
         self._calls.closed = None if serving else "the service is not ready: its workers are starting; try again later"
         self._set_health(draft, target, serving)
+
+    def set_progress(self, progress: StartProgress) -> None:
+        """How far the start of the workers is, without which nothing is served."""
+        if not self._ending:
+            self._calls.starting = progress
+            self._calls.closed = f"the service is starting: {progress}; try again later"
 
     async def drain(self, timeout: float | None = None) -> None:
         """Refuse new calls, let calls in flight finish for `timeout` seconds (default: the configured), end the rest,

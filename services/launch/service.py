@@ -44,7 +44,13 @@ class Service:
         self.metrics = Metrics()
         self._ready = (False, False)
         """Draft, target."""
-        self.supervisor = Supervisor(group, pair, on_health=self._health, on_step=self._step)
+        self.supervisor = Supervisor(
+            group,
+            pair,
+            on_health=self._health,
+            on_step=self._step,
+            on_start=lambda progress: self.gateway.set_progress(progress),
+        )
         self.gateway = Gateway(gateway, pair, self.supervisor, self.metrics, self._status, FRONT_ENDS)
 
     async def start(self) -> Ready:

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 
-from services.backend import ServingPair, Unavailable
+from services.backend import ServingPair, StartProgress, Unavailable
 from services.coordinator.client import CoordinatorClient
 from services.launch.config import WorkerGroupConfig
 from services.launch.errors import WorkerGroupError
@@ -33,6 +33,8 @@ CHECK_SECONDS = 0.5
 """A death is noticed at once; this is how long a wait for one lasts before it is begun again."""
 SILENCE_SECONDS = 5.0
 """Beyond the link's timeout: the coordinator, which sees more, may say first what is wrong."""
+LOOK_SECONDS, LOG_SECONDS = 0.5, 10.0
+"""Between two looks at how far a start is, and between two lines about it."""
 BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Before the next attempt to start a worker group, or a draft, by attempts that have failed in a row."""
 
@@ -47,11 +49,13 @@ class Supervisor:
         *,
         on_health: Callable[[bool, bool], None] = lambda draft, target: None,
         on_step: Callable[[EngineStep], None] = lambda step: None,
+        on_start: Callable[[StartProgress], None] | None = None,
     ) -> None:
         """`on_health` is called with whether there is a draft and a target whenever that changes; with a target, the
-        service decodes. `on_step` is called with every engine step."""
+        service decodes. `on_step` is called with every engine step, `on_start` with how far the start of a worker group
+        is."""
         self._config, self.pair = config, pair
-        self._on_health, self._on_step = on_health, on_step
+        self._on_health, self._on_step, self._on_start = on_health, on_step, on_start
         self._group: WorkerGroup | None = None
         self._client: CoordinatorClient | None = None
         self._watch: asyncio.Task | None = None
@@ -134,7 +138,11 @@ class Supervisor:
     async def _start_group(self) -> None:
         self.incarnation += 1
         self._group = WorkerGroup(self._config, self.pair, self.incarnation)
-        await asyncio.to_thread(self._group.start)
+        looking = asyncio.create_task(self._follow_start(self._group))
+        try:
+            await asyncio.to_thread(self._group.start)
+        finally:
+            looking.cancel()
         client = CoordinatorClient(self._group.address, self._group.secret, self._step, self._lost)
         try:
             await client.attached(self._config.link_timeout)
@@ -146,6 +154,19 @@ class Supervisor:
         self._changed.set()
         logger.info("serving: epoch %d", self.incarnation)
         self._on_health(True, True)
+
+    async def _follow_start(self, group: WorkerGroup) -> None:
+        """Say how far it is, for as long as it starts."""
+        last, logged = None, 0.0
+        while self._on_start is not None:
+            progress = await asyncio.to_thread(group.progress)
+            if progress != last:
+                self._on_start(progress)
+                if time.monotonic() - logged > LOG_SECONDS:
+                    logger.info("starting: %s", progress)
+                    logged = time.monotonic()
+                last = progress
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _keep_alive(self) -> None:
         failed = 0

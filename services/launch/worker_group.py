@@ -16,7 +16,7 @@ import ray
 import torch.distributed as dist
 from ray.util.placement_group import PlacementGroup
 
-from services.backend import ServingPair
+from services.backend import ServingPair, StartProgress
 from services.coordinator.process import EngineStuck
 from services.coordinator.remote_engine import CoordinatorSpec
 from services.launch import cluster
@@ -131,6 +131,19 @@ class WorkerGroup:
         except Exception as error:
             self.kill()
             raise WorkerGroupError(f"the worker group did not start: {_first_line(_cause(error))}") from error
+
+    def progress(self) -> StartProgress:
+        """How far the start is."""
+        with self._guard:
+            store, rendezvous, begun = self._store, self._rendezvous, set(self.actors)
+        degrees = {role: self._config.degree(role) for role in ModelRole}
+        if store is None or rendezvous is None or len(begun - {"coordinator"}) < sum(degrees.values()):
+            return StartProgress("reserve")
+        percent = {
+            role.value: min(_percent(store, rendezvous.loaded(role, rank)) for rank in range(degree))
+            for role, degree in degrees.items()
+        }
+        return StartProgress("load" if min(percent.values()) < 100 else "prepare", percent)
 
     def check(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for a process to end. Raises WorkerGroupError, naming it, if one has, or if one
@@ -311,6 +324,11 @@ class WorkerGroup:
         except ray.exceptions.RayError as error:
             return WorkerGroupError(f"{name} died: {_first_line(error)}", draft=draft)
         return WorkerGroupError(f"{name} ended", draft=draft)
+
+
+def _percent(store: dist.TCPStore, name: str) -> int:
+    """0: nothing has been said yet."""
+    return int(store.get(name)) if store.check([name]) else 0
 
 
 def _is_draft(name: str) -> bool:

@@ -131,6 +131,7 @@ def prompt_outcome(result: PromptResult[np.ndarray]) -> pb.PromptOutcome:
     arrays = {"drawn": (result.drawn_RD, "<i4"), "drawn_logp": (result.drawn_logp_RD, "<f4")}
     arrays |= {"weights": (result.logw_RD, "<f8"), "log_z": (result.log_z_R, "<f4")}
     arrays |= {"top": (result.top_YK, "<i4"), "top_logp": (result.top_logp_YK, "<f4")}
+    arrays |= {"given_logp": (result.given_logp_Y, "<f4"), "given_rank": (result.given_rank_Y, "<i4")}
     return pb.PromptOutcome(
         top_logprobs=result.top_YK.shape[1], **{name: _bytes(array, kind) for name, (array, kind) in arrays.items()}
     )
@@ -143,7 +144,8 @@ def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult[np.ndarray]:
     drawn_RD, drawn_logp_RD, logw_RD = (_rows(*column, rows) for column in columns)
     shape = (-1, outcome.top_logprobs) if outcome.top_logprobs else (0, 0)
     top_YK, top_logp_YK = _array(outcome.top, "<i4").reshape(shape), _array(outcome.top_logp, "<f4").reshape(shape)
-    return PromptResult(drawn_RD, drawn_logp_RD, logw_RD, log_z_R, top_YK, top_logp_YK)
+    given = (_array(outcome.given_logp, "<f4"), _array(outcome.given_rank, "<i4"))
+    return PromptResult(drawn_RD, drawn_logp_RD, logw_RD, log_z_R, top_YK, top_logp_YK, *given)
 
 
 def join_command(group: SequenceHandoff) -> pb.JoinCommand:
@@ -333,8 +335,10 @@ def _top_logprobs_message(spec: TopLogprobsSpec) -> pb.TopLogprobsSpec:
     if spec.unconditional_R is not None and spec.scale_R is not None:
         guidance = {"unconditional": _bytes(spec.unconditional_R, "<i4"), "scale": _bytes(spec.scale_R, "<f4")}
     machines = {row: machine for row, machine in enumerate(spec.machines) if machine is not None}
+    given = {} if spec.given_Y is None else {"given": _bytes(spec.given_Y, "<i4")}
     return pb.TopLogprobsSpec(
         **guidance,
+        **given,
         distribution=_distribution_message(spec.distribution),
         count=spec.count,
         scored=_bytes(spec.scored_R, "<i4"),
@@ -358,6 +362,7 @@ def _to_top_logprobs(spec: pb.TopLogprobsSpec) -> TopLogprobsSpec:
         scored_R=_array(spec.scored, "<i4"),
         least_R=least_R,
         machines=tuple(machines.get(row) for row in range(len(least_R))),
+        given_Y=_array(spec.given, "<i4").astype(np.int64) if spec.given else None,
         **guidance,
     )
 

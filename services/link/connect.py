@@ -116,6 +116,10 @@ class Rendezvous:
     def name(self, what: str) -> str:
         return f"{self.incarnation}/{what}"
 
+    def loaded(self, role: ModelRole, rank: int) -> str:
+        """Where a rank says how many percent of its weights it has loaded."""
+        return self.name(f"{role}/loaded/{rank}")
+
     def report_failure(self, store: dist.TCPStore, role: ModelRole, error: Exception) -> None:
         """Record why a rank of `side` ends before it closes its links, on which messages in transit may be lost. A
         broken link is not recorded as a cause."""

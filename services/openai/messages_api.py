@@ -168,7 +168,8 @@ FIELD_NAMES = {
     "reasoning_effort": "output_config.effort",
 }
 """Fields of a chat that are called otherwise here."""
-FORM = ChatForm(MESSAGES, MessagesBody, frozenset({"stop", "logprobs", "top_logprobs"}), FIELD_NAMES)
+WITHOUT = frozenset({"stop", "logprobs", "top_logprobs", "prompt_logprobs"})
+FORM = ChatForm(MESSAGES, MessagesBody, WITHOUT, FIELD_NAMES)
 NAMES = FORM.names
 
 

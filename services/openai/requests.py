@@ -464,6 +464,8 @@ class CompletionRequest:
     tools: ToolUse | None = None
     tool_format: ToolFormat | None = None
     """How the model writes calls; None: what it writes is text."""
+    prompt_logprobs: int | None = None
+    """As many of the likeliest tokens are listed beside each token of the prompt; None: the prompt's are not listed."""
 
     @property
     def may_reason(self) -> bool:
@@ -527,10 +529,11 @@ class CompletionRequest:
         """With the field that it is about, if it is about one."""
         return named(error, NAMES[self.chat], "messages" if self.chat else "prompt")
 
-    def params(self, longest: int, seed: int | None) -> SamplingParams:
-        """Of one answer, of `longest` tokens at most if the body gives no length. Raises ValueError naming field, value
-        and what is allowed."""
-        return SamplingParams(**{"max_tokens": longest} | self.settings | {"seed": seed})
+    def params(self, longest: int, seed: int | None, first: bool = True) -> SamplingParams:
+        """Of one answer, of `longest` tokens at most if the body gives no length; `first`: of those to a prompt, with
+        which the prompt is scored, if at all. Raises ValueError naming field, value and what is allowed."""
+        settings = {"max_tokens": longest} | self.settings | {"seed": seed}
+        return SamplingParams(**settings if first else settings | {"prompt_logprobs": None})
 
     def negative_tokens(self, tokenizer: Tokenizer, limit: int) -> tuple[int, ...] | None:
         """Of the negative prompt, if there is one. Raises ValueError."""
@@ -612,8 +615,15 @@ def _understood(
             f"n={body.n} for {len(prompts)} prompts; allowed: at most {MAX_ANSWERS} answers a request", "n"
         )
     echo = isinstance(body, CompletionBody) and body.echo
+    listed = settings.get("prompt_logprobs")
+    if listed is not None and body.stream:
+        raise BadRequest(
+            f"prompt_logprobs={listed}; allowed: without stream, as they are known with the answer", "prompt_logprobs"
+        )
     if echo and settings.get("logprobs"):
-        raise BadRequest("echo=true; allowed: false with logprobs, which are of the answer alone", "echo")
+        if body.stream:
+            raise BadRequest("echo=true with logprobs; allowed: without stream, as they are known at its end", "echo")
+        settings["prompt_logprobs"] = max(listed or 0, settings.get("top_logprobs", 0))
     return CompletionRequest(
         chat=chat,
         prompts=prompts,
@@ -628,6 +638,7 @@ def _understood(
         request_id=body.request_id,
         timeout=body.timeout,
         tools=_tool_use(body) if isinstance(body, ChatBody) else None,
+        prompt_logprobs=listed,
     )
 
 

@@ -15,7 +15,7 @@ from services.openai.messages import MessageReader, message_of
 from services.openai.reasoning import Reasoning
 from services.openai.requests import BadRequest, CompletionRequest
 from services.openai.tool_calls import Delta, ToolFormat, call
-from smc.api.outputs import Alternatives, Answer, FinishReason, Output, Particle
+from smc.api.outputs import Alternatives, Answer, FinishReason, Output, Particle, PromptToken
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
@@ -31,6 +31,8 @@ OPENAI_FINISH = {
 DONE = b"data: [DONE]\n\n"
 MOST_ECHOED = 1 << 20
 """Characters."""
+MOST_SCORED = 1 << 20
+"""Tokens of prompts and likeliest tokens beside them, with log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,90 @@ class ResponseHeader:
 
 
 def response(
-    heading: ResponseHeader, choices: Sequence[dict[str, Any]], answers: Sequence[Answer], prompts: int = 1
+    heading: ResponseHeader,
+    choices: Sequence[dict[str, Any]],
+    answers: Sequence[Answer],
+    prompts: int = 1,
+    scored: ScoredPrompt | None = None,
 ) -> dict[str, Any]:
-    """`prompts`: the answers are to so many, to each as many."""
-    return heading.fields() | {"choices": list(choices), "usage": usage(answers, prompts)}
+    """`prompts`: the answers are to so many, to each as many; `scored`: the prompt of a chat."""
+    more = scored.fields() if scored is not None and heading.chat else {}
+    return heading.fields() | {"choices": list(choices), "usage": usage(answers, prompts)} | more
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt and how likely its tokens are, to be listed in an answer."""
+
+    tokens: tuple[int, ...]
+    scores: tuple[PromptToken, ...]
+    """Of all tokens but the first; empty where there was no time for them."""
+    listed: int | None
+    """As `CompletionRequest.prompt_logprobs`."""
+    echoed: bool
+    """They precede those of the answer."""
+    tokenizer: Tokenizer
+
+    @staticmethod
+    def of(
+        completion: CompletionRequest, requests: Sequence[Request], answers: Sequence[Answer], tokenizer: Tokenizer
+    ) -> list[ScoredPrompt | None]:
+        """One for each answer; None: its prompt was not to be scored. Answers to one prompt have what the first of them
+        has found."""
+        found: list[ScoredPrompt | None] = []
+        for index in range(len(answers)):
+            first = index // completion.n * completion.n
+            scored = None
+            if requests[first].params.prompt_logprobs is not None:
+                prompt, scores = requests[first].prompt, answers[first].prompt_logprobs or ()
+                echoed = completion.echo and requests[first].params.logprobs
+                scored = ScoredPrompt(prompt, scores, completion.prompt_logprobs, echoed, tokenizer)
+            found.append(scored)
+        return found
+
+    def fields(self) -> dict[str, Any]:
+        """vLLM's."""
+        return {} if self.listed is None else {"prompt_logprobs": self._by_id(self.listed)}
+
+    def _by_id(self, count: int) -> list[dict[str, Any] | None] | None:
+        """Of every token, likeliest tokens after it; the first has none. None: there was no time for them."""
+        if len(self.scores) != len(self.tokens) - 1:
+            return None
+        text = cache(lambda token: self.tokenizer.decode([token]))
+        listed: list[dict[str, Any] | None] = [None]
+        for token, score in zip(self.tokens[1:], self.scores):
+            ranked = {token: (score.logprob, score.rank)}
+            ranked |= {one: (logprob, rank) for rank, (one, logprob) in enumerate(score.likeliest[:count], 1)}
+            listed.append(
+                {
+                    str(one): {"logprob": _finite(logprob), "rank": rank, "decoded_token": text(one)}
+                    for one, (logprob, rank) in ranked.items()
+                }
+            )
+        return listed
+
+    def then(self, answer: Answer, count: int) -> tuple[list[int], list[float | None], list[Alternatives] | None]:
+        """Tokens of the prompt and of an answer, their log-probabilities, and `count` of the likeliest tokens; the first
+        token has none."""
+        values: list[float | None] = [None, *(score.logprob for score in self.scores)]
+        values += [None] * (len(self.tokens) - len(values))
+        likeliest = None
+        if answer.top_logprobs is not None:
+            likeliest = [(), *(score.likeliest[:count] for score in self.scores), *answer.top_logprobs]
+        return [*self.tokens, *answer.tokens], [*values, *(answer.logprobs or ())], likeliest
+
+
+def check_scored(completion: CompletionRequest, requests: Sequence[Request]) -> None:
+    """Raises BadRequest: more log-probabilities of prompts would be listed than is allowed."""
+    firsts = requests[:: completion.n]
+    size = sum(
+        len(one.prompt) * (1 + one.params.prompt_logprobs) for one in firsts if one.params.prompt_logprobs is not None
+    )
+    if (size := size * (1 if completion.chat else completion.n)) > MOST_SCORED:
+        raise BadRequest(
+            f"prompt_logprobs asks for {size} log-probabilities; allowed: at most {MOST_SCORED} in all answers",
+            "prompt_logprobs",
+        )
 
 
 def choice(
@@ -72,15 +154,18 @@ def choice(
     tool_format: ToolFormat | None = None,
     reasoning: Reasoning | None = None,
     call_id: str = "",
+    scored: ScoredPrompt | None = None,
 ) -> dict[str, Any]:
     """One answer. `echo`: text that stands before it; `tool_format`: of calls that may be in it, whose ids begin with
-    `call_id`; `reasoning`: that it is expected to begin with."""
-    ending = _ending(answer, params, _answer_logprobs(answer, chat, tokenizer))
+    `call_id`; `reasoning`: that it is expected to begin with; `scored`: its prompt, of a completion."""
+    echoed = scored if scored is not None and scored.echoed else None
+    ending = _ending(answer, params, _answer_logprobs(answer, chat, tokenizer, echoed, params.top_logprobs))
     if tool_format is not None or reasoning is not None:
         message = message_of(answer.text, tool_format, reasoning, f"{call_id}_{index}")
         return {"index": index, "message": message} | ending | _finish(ending, "tool_calls" in message)
-    content = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": echo + answer.text}
-    return {"index": index, **content} | ending
+    if chat:
+        return {"index": index, "message": {"role": "assistant", "content": answer.text}} | ending
+    return {"index": index, "text": echo + answer.text} | ending | (scored.fields() if scored is not None else {})
 
 
 def _finish(ending: dict[str, Any], has_calls: bool) -> dict[str, Any]:
@@ -240,6 +325,7 @@ class CompletionWriter:
                 f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers",
                 "echo",
             )
+        check_scored(completion, requests)
         self._chunks = ChunkWriter(heading, completion, tokenizer, reasoning)
         self._begun: set[int] = set()
 
@@ -264,6 +350,7 @@ class CompletionWriter:
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         completion, heading = self._completion, self._heading
+        scored = ScoredPrompt.of(completion, self._requests, answers, self._tokenizer)
         choices = [
             choice(
                 index,
@@ -275,10 +362,11 @@ class CompletionWriter:
                 completion.tool_format,
                 self._reasoning,
                 heading.id,
+                scored[index],
             )
             for index, (answer, request, echo) in enumerate(zip(answers, self._requests, self._echoes))
         ]
-        return written(response(heading, choices, answers, len(completion.prompts))).encode()
+        return written(response(heading, choices, answers, len(completion.prompts), scored[0])).encode()
 
     def error(self, body: dict[str, Any]) -> bytes:
         return _event(body)
@@ -362,26 +450,35 @@ class TextOffsets:
         return offsets
 
 
-def _answer_logprobs(answer: Answer, chat: bool, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Of a whole answer; None: they were not requested."""
+def _answer_logprobs(
+    answer: Answer, chat: bool, tokenizer: Tokenizer, echoed: ScoredPrompt | None = None, count: int = 0
+) -> dict[str, Any] | None:
+    """Of a whole answer; None: they were not requested. `echoed`: the prompt, whose tokens precede the answer's, each
+    with `count` of the likeliest."""
     if answer.logprobs is None:
         return None
     scored = (answer.tokens, answer.logprobs, answer.top_logprobs)
     if chat:
         return {"content": chat_logprobs(*scored, tokenizer), "refusal": None}
+    if echoed is not None:
+        return _completion_logprobs(*echoed.then(answer, count), tokenizer, TextOffsets(tokenizer))
     return _completion_logprobs(*scored, tokenizer, TextOffsets(tokenizer))
 
 
 def _completion_logprobs(
     tokens: Sequence[int],
-    values: Sequence[float],
+    values: Sequence[float | None],
     top_logprobs: Sequence[Alternatives] | None,
     tokenizer: Tokenizer,
     offsets: TextOffsets,
 ) -> dict[str, Any]:
+    """A token without a value has no likeliest ones."""
     likeliest = None
     if top_logprobs is not None:
-        likeliest = [_named(*each, tokenizer) for each in zip(tokens, values, top_logprobs)]
+        likeliest = [
+            None if value is None else _named(token, value, likely, tokenizer)
+            for token, value, likely in zip(tokens, values, top_logprobs)
+        ]
     return {
         "tokens": [tokenizer.decode([token]) for token in tokens],
         "token_logprobs": [_finite(value) for value in values],

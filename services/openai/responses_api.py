@@ -202,7 +202,7 @@ FIELD_NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 """Fields of a chat that are called otherwise here."""
-FORM = ChatForm(RESPONSES, ResponsesBody, frozenset({"max_tokens", "logprobs"}), FIELD_NAMES)
+FORM = ChatForm(RESPONSES, ResponsesBody, frozenset({"max_tokens", "logprobs", "prompt_logprobs"}), FIELD_NAMES)
 NAMES = FORM.names
 
 

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -198,8 +198,8 @@ async def requests_of(completion: CompletionRequest, request_id: str, handler: R
         completion = completion.after_reasoning(_reasoning(completion, tokens, handler))
         most = handler.longest(completion.params(LONGEST, None), len(tokens), len(negative or ()))
         longest = most if completion.chat else min(DEFAULT_MAX_TOKENS, most)
-        for _ in range(completion.n):
-            params = completion.params(longest, next(seeds))
+        for number in range(completion.n):
+            params = completion.params(longest, next(seeds), first=not number)
             salt, priority = completion.cache_salt, completion.priority
             requests.append(Request(request_id, tokens, params, salt, negative_prompt=negative, priority=priority))
     return requests
@@ -241,7 +241,7 @@ async def answered(
 async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None] = ()) -> bytes:
     """What is written of these. With the likeliest tokens it is a lot: not while others wait for this loop. Raises
     NotWritten."""
-    is_long = any(answer is not None and answer.top_logprobs for answer in answers)
+    is_long = any(answer is not None and (answer.top_logprobs or answer.prompt_logprobs) for answer in answers)
     try:
         return await asyncio.to_thread(write) if is_long else write()
     except Exception as error:
@@ -422,9 +422,11 @@ class OpenAiServer:
         return self._calls.closed is not None or self._connections.is_old(request.protocol)
 
     async def _health(self, request: web.Request) -> web.Response:
-        if self._calls.closed is not None:
-            raise Unavailable(self._calls.closed)
-        return web.json_response({"status": "serving"})
+        if self._calls.closed is None:
+            return web.json_response({"status": "serving"})
+        refused, starting = refusal(Unavailable(self._calls.closed)), self._calls.starting
+        state = {"status": "not serving"} if starting is None else {"status": "starting", **asdict(starting)}
+        return web.json_response(state | refused.body, status=refused.http_status, headers=refused.headers)
 
     async def _allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
         """Let pages of allowed origins read the response."""

@@ -19,7 +19,7 @@ from services.pb import coordinator_pb2
 from services.pb import generation_pb2 as pb
 from services.pb.coordinator_pb2 import Submission
 from smc.api.constraint import check_constraint
-from smc.api.outputs import Alternatives, Answer, FinishReason, Output, Particle, Statistics, Times
+from smc.api.outputs import Alternatives, Answer, FinishReason, Output, Particle, PromptToken, Statistics, Times
 from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.api.settings import Biases, Items, OneOf
 
@@ -171,8 +171,15 @@ def to_sampling(
 
     Raises ValueError naming the field, the value and what is allowed.
     """
-    reports = {name: getattr(message, name) for name in REPORTS}
+    reports = {name: _given(message, name) for name in REPORTS}
     return SamplingParams(**with_defaults({**own, **sampling_settings(message.sampling), **reports}, defaults))
+
+
+def _given(message: Any, name: str) -> Any:
+    """A field of a message; None: it is optional, and left out."""
+    if message.DESCRIPTOR.fields_by_name[name].has_presence and not message.HasField(name):
+        return None
+    return getattr(message, name)
 
 
 def from_sampling(params: SamplingParams) -> dict[str, Any]:
@@ -203,6 +210,8 @@ def to_finish(answer: Answer, *, statistics: bool = True) -> pb.Finish:
         finish.matched_string = answer.matched
     elif answer.matched is not None:
         finish.matched_token_id = answer.matched
+    if answer.prompt_logprobs is not None:
+        finish.prompt_logprobs.CopyFrom(_from_prompt_tokens(answer.prompt_logprobs))
     if statistics:
         finish.statistics.SetInParent()
         for name in _STATISTICS_FIELDS:
@@ -239,7 +248,8 @@ def from_finish(
         cached_tokens=finish.usage.cached_tokens,
         times=Times(finish.times.queue, finish.times.prefill, finish.times.decode),
         particles=tuple(map(_from_particle, finish.particles)) or None,
-        top_logprobs=tuple(tuple(zip(top.token_ids, top.logprobs)) for top in finish.top_logprobs) or None,
+        top_logprobs=tuple(map(to_alternatives, finish.top_logprobs)) or None,
+        prompt_logprobs=to_prompt_tokens(finish.prompt_logprobs) if finish.HasField("prompt_logprobs") else None,
     )
 
 
@@ -255,6 +265,23 @@ def _to_particle(particle: Particle) -> pb.Particle:
 def _to_top_logprobs(alternatives: Alternatives) -> pb.TopLogprobs:
     tokens, logprobs = zip(*alternatives) if alternatives else ((), ())
     return pb.TopLogprobs(token_ids=tokens, logprobs=logprobs)
+
+
+def to_alternatives(message: pb.TopLogprobs) -> Alternatives:
+    return tuple(zip(message.token_ids, message.logprobs))
+
+
+def _from_prompt_tokens(tokens: tuple[PromptToken, ...]) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(
+        logprobs=[token.logprob for token in tokens],
+        ranks=[token.rank for token in tokens],
+        top_logprobs=[_to_top_logprobs(token.likeliest) for token in tokens],
+    )
+
+
+def to_prompt_tokens(message: pb.PromptLogprobs) -> tuple[PromptToken, ...]:
+    likeliest = map(to_alternatives, message.top_logprobs)
+    return tuple(map(PromptToken, message.logprobs, message.ranks, likeliest))
 
 
 def _from_particle(message: pb.Particle) -> Particle:

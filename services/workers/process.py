@@ -193,8 +193,24 @@ def load_rank(spec: RankSpec) -> Loaded:
     if shard.degree > 1:
         name = spec.rendezvous.name(f"{spec.role}/ranks")
         group = TensorParallel(spec.rendezvous.store(), name, shard.rank, shard.degree, device, spec.timeout)
-    model = spec.source.load(dtype=DTYPES[_dtype(spec)], device=device, shard=shard, reduce=group)
+    report = _load_reporter(spec)
+    model = spec.source.load(dtype=DTYPES[_dtype(spec)], device=device, shard=shard, reduce=group, progress=report)
+    report(1.0)
     return Loaded(model, group, spec.draft_vocab.head(model) if spec.draft_vocab else None)
+
+
+def _load_reporter(spec: RankSpec) -> Callable[[float], None]:
+    """Tells the supervisor how much of its weights has been loaded."""
+    store, name, last = spec.rendezvous.store(), spec.rendezvous.loaded(spec.role, spec.shard.rank), -1
+
+    def report(share: float) -> None:
+        nonlocal last
+        percent = int(100 * share)
+        if percent > last:
+            last = percent
+            store.set(name, str(percent))
+
+    return report
 
 
 def _dtype(spec: RankSpec) -> str:
@@ -212,7 +228,12 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     loaded = loaded or load_rank(spec)
     model, group = loaded.model, loaded.group
     device, leads = torch.device(spec.device), spec.shard.rank == 0
-    sizes = {"width": spec.width, "pages": agree_on_pages(spec, model), "vocab_size": spec.vocab_size}
+    sizes = {
+        "width": spec.width,
+        "context": spec.context,
+        "pages": agree_on_pages(spec, model),
+        "vocab_size": spec.vocab_size,
+    }
     worker = ModelWorker(
         spec.role, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), draft_head=loaded.draft_head, **sizes
     )

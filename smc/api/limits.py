@@ -20,7 +20,7 @@ MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 """Most tokens of a request whose logits are changed."""
 MAX_TOP_LOGPROBS = 20
-"""Most likeliest tokens that are reported at a position of an answer."""
+"""Most likeliest tokens that are reported at a position of an answer or a prompt."""
 MAX_STOP_BYTES = 1000
 """Most bytes of all stop strings of a request together, in UTF-8."""
 UNSET: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 Alternatives = tuple[tuple[int, float], ...]
 """Tokens and their log-probabilities."""
@@ -78,6 +79,17 @@ class Times:
     """From the first token to the end, including the time that preemptions took."""
 
 
+class PromptToken(NamedTuple):
+    """How likely a token of a prompt is after those before it, by the target: at temperature 1, without any setting of
+    the request."""
+
+    logprob: float
+    rank: int
+    """How many tokens are at least as likely, itself included."""
+    likeliest: Alternatives
+    """As many as requested, likeliest first."""
+
+
 @dataclass(frozen=True)
 class Particle:
     """One of the answers that a request's own was drawn from."""
@@ -117,6 +129,9 @@ class Answer:
     particles: tuple[Particle, ...] | None = None
     """The population that the answer was drawn from by weight, if requested. Independent particles may be equal. Empty
     where nothing was decoded."""
+    prompt_logprobs: tuple[PromptToken, ...] | None = None
+    """For every token of the prompt but the first, if requested; None where the request was cancelled, failed or ran
+    out of time before there was an answer."""
 
 
 @dataclass(frozen=True)

@@ -350,6 +350,12 @@ class SamplingParams:
     """Report so many of the likeliest tokens at every position of the answer, too, with their log-probabilities under
     the same distribution; with `logprobs`. The answer is reported when it has run through the target once more, as a
     prompt does."""
+    prompt_logprobs: int | None = setting(
+        None, integer(lambda value: 0 <= value <= MAX_TOP_LOGPROBS, f"0..{MAX_TOP_LOGPROBS}"), report=True
+    )
+    """Report how likely every token of the prompt is under the target, after those before it, and so many of the
+    likeliest tokens there: at temperature 1, without truncation, biases, penalties, constraint and guidance. The prompt
+    runs through the target once more, in full. Default: none of it."""
     return_particles: bool = setting(False, flag(), report=True)
     """Report every particle's answer with its weight; where a method has no particles, its answer alone."""
 
@@ -455,9 +461,10 @@ class SamplingParams:
         return "population='distinct'" if scope is Scope.INDEPENDENT and self.population == "distinct" else None
 
     def _check_together(self) -> None:
-        if self.method is Method.DRAFT and self.logprobs:
+        scored = "logprobs" if self.logprobs else "prompt_logprobs" if self.prompt_logprobs is not None else None
+        if self.method is Method.DRAFT and scored:
             raise ValueError(
-                "logprobs=True has no effect with method='draft', where the target does not run; leave it out"
+                f"{scored}={getattr(self, scored)} has no effect with method='draft', where the target does not run; leave it out"
             )
         if self.top_logprobs and not self.logprobs:
             raise ValueError(

@@ -77,27 +77,28 @@ def _card(record: dict[str, Any], last: Measurement, drawn: bool) -> str:
 
 
 def draw(history: Sequence[Measurement], path: Path) -> None:
-    """Overlap, tokens held and expected speed over the time of the run."""
+    """Overlap, tokens held and, where they were measured, expected speeds over the time of the run."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     minutes = [each.seconds / 60 for each in history]
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    left.plot(minutes, [each.overlap for each in history], "o-", label="overlap")
-    left.plot(minutes, [each.same_likeliest for each in history], "o--", label="same likeliest")
+    titles = ["held-out answers", f"tokens of {BLOCK} that a tree holds"]
+    if any(tree.speed is not None for tree in history[-1].trees):
+        titles.append("expected speed, of the target alone")
+    figure, panels = pyplot.subplots(1, len(titles), figsize=(13 / 3 * len(titles), 3.8), layout="constrained")
+    panels[0].plot(minutes, [each.overlap for each in history], "o-", label="overlap")
+    panels[0].plot(minutes, [each.same_likeliest for each in history], "o--", label="same likeliest")
     for index, tree in enumerate(history[-1].trees):
         name = f"T={tree.temperature:g} N={tree.rows}"
-        middle.plot(minutes, [each.trees[index].held for each in history], "o-", label=name)
+        panels[1].plot(minutes, [each.trees[index].held for each in history], "o-", label=name)
         if tree.speed is not None:
-            right.plot(minutes, [each.trees[index].speed for each in history], "o-", label=name)
-    titles = ("held-out answers", f"tokens of {BLOCK} that a tree holds", "expected speed, of the target alone")
-    for axes, title in zip((left, middle, right), titles):
+            panels[2].plot(minutes, [each.trees[index].speed for each in history], "o-", label=name)
+    for axes, title in zip(panels, titles):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("minutes")
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -98,7 +98,8 @@ class Draws:
 @dataclass(frozen=True)
 class TopLogprobsSpec:
     """The likeliest tokens after each of the last tokens of rows, under the distribution of what comes there. Axis R is
-    of the first rows of the batch, those that are scored; those after them only guide."""
+    of the first rows of the batch, those that are scored; those after them only guide. Axis Y is of their scored
+    tokens, row after row."""
 
     distribution: DistributionSpec[np.ndarray]
     count: int
@@ -113,6 +114,9 @@ class TopLogprobsSpec:
     unconditional_R: np.ndarray | None = None
     """As of `Draws`."""
     scale_R: np.ndarray | None = None
+    given_Y: np.ndarray | None = None
+    """int64: tokens that come, whose log-probabilities and ranks are reported besides; 0 where they are not wanted.
+    None: of no row."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,12 @@ class PromptResult(Generic[Array]):
     """int32: likeliest first, of every token that has `top_logprobs`, row after row."""
     top_logp_YK: Array
     """float32 log-probabilities of these: -inf outside of a truncation, NaN if the model's logits were."""
+    given_logp_Y: Array
+    """float32 log-probabilities of the tokens that come, NaN if the model's logits were; [0] unless they were asked
+    for."""
+    given_rank_Y: Array
+    """int32: how many tokens are at least as likely as these, themselves included; [0] unless they were asked
+    for."""
 
 
 class ModelLost(RuntimeError):

@@ -1,7 +1,7 @@
 """Runs prompts through one model: weights and the memory of keys and values live here. Knows nothing about particles.
 
-`top_logprobs` are computed here, too: the likeliest tokens at positions of a sequence, under the token distribution of
-rounds. They are plain torch on every device, because an answer asks for them once.
+`top_logprobs` and `prompt_logprobs` are computed here, too: the likeliest tokens at positions of a sequence, and how
+likely its own are. They are plain torch on every device, because an answer asks for them once.
 
 Axes: R rows, T tokens, V vocabulary, E hidden size, D draws; Y tokens that are scored (row after row), X those
 and, after them, their unconditional tokens, S a slice of Y, K top_logprobs."""
@@ -53,8 +53,9 @@ def offsets(count_R: np.ndarray) -> np.ndarray:
 
 def likeliest(
     logits: Callable[[Tensor], Tensor], sampling: Sampling, spec: TopLogprobsSpec, hidden_XE: Tensor, ends_R: np.ndarray
-) -> tuple[Tensor, Tensor]:
-    """Tokens int32 [Y, K] and their log p [Y, K]. `ends_R`: positions of every row after this pass."""
+) -> tuple[Tensor, ...]:
+    """Tokens int32 [Y, K] and their log p [Y, K], then log p and ranks of given tokens, as `PromptResult` has them.
+    `ends_R`: positions of every row after this pass."""
     device, rows = hidden_XE.device, len(spec.distribution.temperature_R)
     scored_R, ends_R = spec.scored_R[:rows], ends_R[:rows]
     row_Y = np.repeat(np.arange(rows), scored_R)
@@ -77,9 +78,16 @@ def likeliest(
         dist_SV = torch.empty(len(row_S), sampling.vocab, device=device)
         sampling.write_distribution(logits_SV, spec.distribution.take(row_Y[part]), dist_SV)
         logp_SK, token_SK = dist_SV.topk(min(spec.count, sampling.vocab), dim=-1)
-        found.append((token_SK.int(), logp_SK))
-    tokens, logps = zip(*found)
-    return torch.cat(tokens), torch.cat(logps)
+        found.append((token_SK.int(), logp_SK, *_given(spec, part, dist_SV)))
+    return tuple(map(torch.cat, zip(*found)))
+
+
+def _given(spec: TopLogprobsSpec, part: slice, dist_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """Log p [S] and ranks int32 [S] of the given tokens; [0] where there are none."""
+    if spec.given_Y is None:
+        return dist_SV[:0, 0], dist_SV[:0, 0].int()
+    logp_S1 = dist_SV.gather(-1, to_device(spec.given_Y[part], dist_SV.device)[:, None])
+    return logp_S1[:, 0], (dist_SV >= logp_S1).sum(-1).int()
 
 
 def _unconditional_tokens(spec: TopLogprobsSpec, row_Y: np.ndarray, offset_Y: np.ndarray) -> np.ndarray | None:
@@ -119,15 +127,16 @@ class ModelWorker:
         vocab_size: int,
         token_bytes: TokenBytes,
         draft_head: DraftHead | None = None,
+        context: int | None = None,
     ) -> None:
-        """`token_bytes`: of the vocabulary's tokens, in which stop strings are looked for; `draft_head`: what a draft
-        proposes with, if not with all of its head."""
+        """`context`: tokens of the longest sequence, if not `width`; `token_bytes`: of the vocabulary's tokens, in which
+        stop strings are looked for; `draft_head`: what a draft proposes with, if not with all of its head."""
         weight = model.embed.weight
         self.name, self.model, self.device = name, model, weight.device
         self.width, self.pages = width, pages
         self.vocab_size, self.token_bytes, self.draft_head = vocab_size, token_bytes, draft_head
         self.pool = KVPool(model.config, pages, weight.dtype, self.device)
-        self.rope = RopeTable(model.config, width, self.device)
+        self.rope = RopeTable(model.config, width, self.device, context)
         config = model.config
         self.attention = PromptAttention(
             (config.num_heads, config.num_kv_heads),
@@ -150,7 +159,8 @@ class ModelWorker:
             last_R = np.cumsum(batch.counts_R) - 1
             none_R0 = torch.zeros(len(batch.counts_R), 0)
             drawn = (none_R0.int(), none_R0, none_R0.double(), none_R0.sum(1))
-            top_logprobs = (torch.zeros(0, 0, dtype=torch.int32), torch.zeros(0, 0))
+            none_00, none_0 = torch.zeros(0, 0), torch.zeros(0)
+            top_logprobs: tuple[Tensor, ...] = (none_00.int(), none_00, none_0, none_0.int())
             if batch.draws is not None:
                 logits_RV = self._guided(batch.draws, self.model.logits(self._forward(batch, last_R)))
                 drawn = self._draw(batch.draws, logits_RV, (batch.starts_R + batch.counts_R)[: len(batch.draws.seed_R)])

@@ -57,7 +57,21 @@ class YarnRopeScaling:
     """Whether the bounds between the three are whole pairs."""
 
 
-RopeScaling = Llama3RopeScaling | LinearRopeScaling | DynamicRopeScaling | YarnRopeScaling
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """Every rotary frequency is divided by a factor of its own (LongRoPE, Ding et al. 2024), `long` ones where contexts
+    are longer than `original_context`. Queries and keys are multiplied by `attention_factor`."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_context: int
+    attention_factor: float
+
+    def factors(self, context: int) -> tuple[float, ...]:
+        return self.long_factor if context > self.original_context else self.short_factor
+
+
+RopeScaling = Llama3RopeScaling | LinearRopeScaling | DynamicRopeScaling | YarnRopeScaling | LongRopeScaling
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,8 @@ class ModelConfig:
     window: int | None = None
     """Positions that a token sees in layers with a window, itself included."""
     window_layers: tuple[int, ...] = ()
+    rotary_dim: int | None = None
+    """Leading features of a head that are rotated; None: all."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies of layers with a window, if it is another; their frequencies are not scaled."""
     unrotated_layers: tuple[int, ...] = ()
@@ -123,10 +139,24 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even one")
+        rotated = self.rotated
+        if rotated % 2 or not 0 < rotated <= self.head_dim:
+            raise ValueError(f"{rotated} of {self.head_dim} features of a head are rotated; allowed: an even number")
+        if isinstance(self.rope_scaling, LongRopeScaling):
+            for name in ("short_factor", "long_factor"):
+                if (count := len(getattr(self.rope_scaling, name))) != rotated // 2:
+                    raise ValueError(
+                        f"{name} has {count} numbers; needed: {rotated // 2}, one for two rotated features"
+                    )
 
     @property
     def traits(self) -> Family:
         return FAMILIES[self.family]
+
+    @property
+    def rotated(self) -> int:
+        """Leading features of a head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     def window_of(self, layer: int) -> int | None:
         """Positions that a token sees in this layer, itself included; None: all."""
@@ -247,6 +277,7 @@ def _rope(raw: dict[str, Any], family: Family) -> tuple[float, RopeScaling | Non
     """Read `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope = dict(rope.get("full_attention") or rope)  # one for each kind of layers (Gemma 3)
+    rope = {name: raw[name] for name in _CONTEXTS if raw.get(name)} | rope
     theta = float(rope.get("rope_theta", raw.get("rope_theta", family.rope_theta)))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE_SCALINGS:
@@ -277,6 +308,18 @@ def _yarn_scale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
+_CONTEXTS = ("max_position_embeddings", "original_max_position_embeddings")
+"""Fields that Phi-3 has beside `rope_scaling`."""
+
+
+def _longrope(rope: dict[str, Any]) -> LongRopeScaling:
+    longest, original = (rope[name] for name in _CONTEXTS)
+    factor, attention = longest / original, rope.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRopeScaling(tuple(rope["short_factor"]), tuple(rope["long_factor"]), original, attention)
+
+
 _ROPE_SCALINGS: dict[str, Callable[[dict[str, Any]], RopeScaling | None]] = {
     "default": lambda rope: None,
     "llama3": lambda rope: Llama3RopeScaling(
@@ -288,6 +331,8 @@ _ROPE_SCALINGS: dict[str, Callable[[dict[str, Any]], RopeScaling | None]] = {
     "linear": lambda rope: LinearRopeScaling(rope["factor"]),
     "dynamic": lambda rope: DynamicRopeScaling(rope["factor"]),
     "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,
 }
 
 
@@ -300,6 +345,7 @@ def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
         LinearRopeScaling: "linear",
         DynamicRopeScaling: "dynamic",
         YarnRopeScaling: "yarn",
+        LongRopeScaling: "longrope",
     }
     numbers = asdict(scaling)
     if "original_context" in numbers:

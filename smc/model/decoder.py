@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smc.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, YarnRopeScaling
+from smc.model.config import LinearRopeScaling, Llama3RopeScaling, LongRopeScaling, ModelConfig, YarnRopeScaling
 from smc.model.experts import Experts
 from smc.model.families import SILU
 from smc.model.linear import FP8, INT4, Linear, require_fp8
@@ -81,6 +81,20 @@ class Decoder(nn.Module):
         if divisor != 1.0:
             logits_XV = logits_XV / divisor
         return logits_XV if cap is None else torch.tanh(logits_XV / cap) * cap
+
+    @torch.no_grad()
+    def pair_rotated(self) -> None:
+        """Permute the features of query and key heads so that those of a rotated pair are half a head apart, which
+        `rotate` expects, and those that are not rotated are pairs of their own. Their products stay the same."""
+        size, rotated = self.config.head_dim, self.config.rotated
+        middle = rotated + (size - rotated) // 2
+        halves = (range(rotated // 2), range(rotated, middle), range(rotated // 2, rotated), range(middle, size))
+        order_D = torch.tensor([feature for part in halves for feature in part])
+        for layer in self.layers:
+            heads_HD = torch.arange(sum(layer.heads) * size).view(-1, size)
+            paired = sum(layer.heads[:2])
+            heads_HD[:paired] = heads_HD[:paired, order_D]
+            layer.qkv.permute_outputs(heads_HD.flatten().to(layer.qkv.weight.device))
 
     def copy_head(self) -> None:
         """Quantise the embedding into the head, if the head is tied and in FP8. Call after the embedding is loaded."""
@@ -268,9 +282,16 @@ class RopeTable:
 
     All numbers are multiplied by the root of what attention scores lack: both queries and keys are rotated by them."""
 
-    def __init__(self, config: ModelConfig, max_positions: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_positions: int,
+        device: torch.device | str = "cpu",
+        context: int | None = None,
+    ) -> None:
+        """`context`: tokens of the longest text, which may be fewer than the positions there are."""
         kinds = rope_kinds(config)
-        tables = [_rope_table(config, kind, max_positions) for kind in kinds]
+        tables = [_rope_table(config, kind, max_positions, context or max_positions) for kind in kinds]
         self.table = (tables[0] if len(tables) == 1 else torch.stack(tables)).to(device)
 
     def at(self, positions_T: Tensor) -> Tensor:
@@ -281,10 +302,10 @@ class RopeTable:
         return self.table if self.table.dim() == 2 else self.table[layer.rope_kind]
 
 
-def _rope_table(config: ModelConfig, kind: str, max_positions: int) -> Tensor:
+def _rope_table(config: ModelConfig, kind: str, max_positions: int, context: int) -> Tensor:
     theta = config.local_rope_theta if kind == LOCAL else config.rope_theta
     assert theta is not None
-    inv_freq, factor = theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim), 1.0
+    inv_freq, factor = theta ** (-torch.arange(0, config.rotated, 2, dtype=torch.float64) / config.rotated), 1.0
     scaling = config.rope_scaling if kind == MAIN else None
     if isinstance(scaling, Llama3RopeScaling):
         inv_freq = _llama3_frequencies(inv_freq, scaling)
@@ -292,13 +313,18 @@ def _rope_table(config: ModelConfig, kind: str, max_positions: int) -> Tensor:
         inv_freq = inv_freq / scaling.factor
     elif isinstance(scaling, YarnRopeScaling):
         inv_freq, factor = _yarn_frequencies(inv_freq, theta, scaling), scaling.attention_factor
+    elif isinstance(scaling, LongRopeScaling):
+        factors = torch.tensor(scaling.factors(context), dtype=torch.float64)
+        inv_freq, factor = inv_freq / factors, scaling.attention_factor
     if kind == UNROTATED:
         inv_freq = torch.zeros_like(inv_freq)
+    # Pairs that are not rotated have an angle of 0.
+    rest = config.head_dim // 2 - len(inv_freq)
+    factor_P = F.pad(torch.full_like(inv_freq, factor), (0, rest), value=1.0)
     if config.score_scale is not None:
-        factor *= math.sqrt(config.score_scale * math.sqrt(config.head_dim))
-    angle = torch.arange(max_positions, dtype=torch.float64)[:, None] * inv_freq
-    table = torch.cat((angle.cos(), angle.sin()), dim=-1)
-    return (table if factor == 1.0 else table * factor).float()
+        factor_P *= math.sqrt(config.score_scale * math.sqrt(config.head_dim))
+    angle = torch.arange(max_positions, dtype=torch.float64)[:, None] * F.pad(inv_freq, (0, rest))
+    return (torch.cat((angle.cos(), angle.sin()), dim=-1) * factor_P.repeat(2)).float()
 
 
 def _yarn_frequencies(inv_freq: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:

@@ -78,9 +78,9 @@ def _window_everywhere(default: int | None) -> Callable[[dict[str, Any]], dict[s
 
 def _phi3(raw: dict[str, Any]) -> dict[str, Any]:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    for where in (raw, rope):
-        require(where, "partial_rotary_factor", 1.0)
-    return _window_everywhere(None)(raw)
+    share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    return {"rotary_dim": int(share * head_dim), **_window_everywhere(None)(raw)}
 
 
 def _gemma3(raw: dict[str, Any]) -> dict[str, Any]:

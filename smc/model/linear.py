@@ -81,6 +81,16 @@ class Linear(nn.Linear):
         self.scale = parameter(groups, self.out_features, dtype=SCALE_DTYPES[held.scale_dtype])
         self.zero = parameter(groups, self.out_features, dtype=torch.uint8) if held.zeros else None
 
+    def permute_outputs(self, order_N: Tensor) -> None:
+        """Output i becomes what output `order[i]` was."""
+        for part in (self.weight, self.bias):
+            if part is not None:
+                bits = part.view(torch.uint8) if part.dtype == FP8 else part
+                bits.copy_(bits[order_N])
+        for scale in (self.scale, self.zero):
+            if scale is not None:
+                scale.copy_(scale[..., order_N])
+
     def quantise_from(self, weight_NK: Tensor) -> None:
         """Quantise `weight_NK` into this layer's FP8 weight and scale."""
         for rows in pieces(*weight_NK.shape):

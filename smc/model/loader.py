@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -40,8 +40,10 @@ def load_model(
     shard: Shard = WHOLE,
     reduce: Reduce | None = None,
     beside: Decoder | None = None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> Decoder:
-    """Read a Hugging Face directory, or one rank's shard of it, into a frozen `Decoder` in eval mode.
+    """Read a Hugging Face directory, or one rank's shard of it, into a frozen `Decoder` in eval mode. `progress` is
+    called with the share of the weights that has been read, after each of them.
 
     `beside`: another model. Where it has the same embedding or head, bit by bit and on the same device, its matrices are
     used and not loaded again.
@@ -66,11 +68,17 @@ def load_model(
         if shard.degree > 1:
             for weight in parameters.values():
                 weight.zero_()  # parts that no slice covers are padding
-        for name in sorted(slices, key=lambda name: published.file(slices[name].stored_name(name))):
-            if slices[name].parameter in parameters:
-                _load(published, slices[name].stored_name(name), slices[name], parameters)
+        wanted = [name for name in slices if slices[name].parameter in parameters]
+        size = sum(math.prod(slices[name].shape) for name in wanted)
+        done = 0
+        for name in sorted(wanted, key=lambda name: published.file(slices[name].stored_name(name))):
+            _load(published, slices[name].stored_name(name), slices[name], parameters)
+            done += math.prod(slices[name].shape)
+            progress(done / size)
     if HEAD not in shared:
         model.copy_head()
+    if config.rotated < config.head_dim:
+        model.pair_rotated()
     return model
 
 

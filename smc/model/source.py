@@ -6,6 +6,7 @@ A source knows a model's configuration before the model is loaded. Torch is impo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,8 +87,10 @@ class ModelSource:
         shard: Shard = WHOLE,
         reduce: Reduce | None = None,
         beside: Decoder | None = None,
+        progress: Callable[[float], None] = lambda share: None,
     ) -> Decoder:
-        """Load the model, or one rank's shard of it, onto a device. `beside`: as of `load_model`; of files only."""
+        """Load the model, or one rank's shard of it, onto a device. `beside`, `progress`: as of `load_model`; of files
+        only."""
         from smc.model.loader import load_model
 
         where: dict[str, Any] = {"dtype": dtype, "device": device, "shard": shard, "reduce": reduce}
@@ -99,7 +102,7 @@ class ModelSource:
             from smc.model.padded import padded_model
 
             return padded_model(load_model(self._small), preset(str(self.location)), **where)
-        return load_model(self.directory, **where, beside=beside)
+        return load_model(self.directory, **where, beside=beside, progress=progress)
 
     @property
     def tokenizer_files(self) -> Path | None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Alternatives, Answer
+from smc.api.outputs import Answer
 from smc.executor.executor import RoundExecutor
 from smc.executor.messages import Pending, PromptResult, Worker
 from smc.memory.kv_cache import KVCacheManager
@@ -267,10 +267,10 @@ class PrefillManager:
             self.memory.expect(job.group.number, pages, job.round_pages)
             self._jobs.append(self._rescoring.pop(0))
 
-    def finish_rescoring(self) -> list[tuple[SequenceGroup, Answer, tuple[Alternatives, ...]]]:
-        """Requests whose answer has been rescored, with the answer and its top logprobs. Waits for them."""
+    def finish_rescoring(self) -> list[tuple[SequenceGroup, Answer]]:
+        """Requests that have been rescored, with their complete answers. Waits for them."""
         ready = [job for job in self._jobs_of(RescoringJob) if job.scheduled]
-        return [(job.group, job.answer, job.top_logprobs()) for job in ready]
+        return [(job.group, job.rescored()) for job in ready]
 
     def answer_of(self, group: SequenceGroup) -> Answer:
         """The drawn answer of a request that is rescored."""

@@ -1,5 +1,5 @@
 """What requests run through the models before their rounds, or after them, and the batches of it: prompts, answers of
-resumed requests, and answers that are rescored.
+resumed requests, and answers and prompts that are rescored.
 
 Sequences of a request share the pages of what they have in common. A prompt is run once per model; the last chunk of it
 also draws the first tokens of all particles, independently, from the target. Nothing here waits: a chunk is scheduled
@@ -8,13 +8,14 @@ beside the rounds of other requests, and what it draws is read when those have b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Alternatives, Answer
+from smc.api.outputs import Alternatives, Answer, PromptToken
+from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, TopLogprobsSpec, Worker
 from smc.memory.kv_cache import KVCacheManager
 from smc.memory.pages import DUMMY_PAGE
@@ -134,16 +135,25 @@ class PrefillRequest(PrefillJob):
 
 @dataclass(eq=False)
 class RescoringJob(PrefillJob):
-    """An answer that has been drawn and runs through the target once more, as a prompt does, for the likeliest tokens
-    at each of its positions. It takes part in no round and holds no slot."""
+    """A prompt and an answer that has been drawn, which run through the target once more, as a prompt does: for how
+    likely the prompt's tokens are, and for the likeliest tokens at each position of the answer. It takes part in no
+    round and holds no slot."""
 
     answer: Answer
     results: list[tuple[Pending[PromptResult[np.ndarray]], slice]] = field(init=False, default_factory=list)
     """Results in the order of the answer's tokens, and where in each its own are."""
+    prompt_results: list[tuple[Pending[PromptResult[np.ndarray]], slice]] = field(init=False, default_factory=list)
+    """The same of the prompt's tokens."""
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        return self.group.streams_by(TARGET_ALONE)
+        # The prompt's tokens are scored without guidance.
+        return self.group.streams_by(TARGET_ALONE) if self.scored_answer else (Stream(ModelRole.TARGET),)
+
+    @property
+    def scored_answer(self) -> tuple[int, ...]:
+        """Tokens of the answer that are scored: all, or none."""
+        return self.answer.tokens if self.group.params.top_logprobs else ()
 
     @property
     def round_pages(self) -> dict[ModelRole, int]:
@@ -155,52 +165,77 @@ class RescoringJob(PrefillJob):
         return {ModelRole.TARGET: sum(map(self.pages, self.streams))}
 
     def pages(self, stream: Stream) -> int:
-        # Nothing comes after the answer's last token, so that it need not run.
-        return len(self.group.prompt_of(stream)) + len(self.answer.tokens) - 1
+        # Nothing comes after the last token, so that it need not run.
+        return len(self.group.prompt_of(stream)) + len(self.scored_answer) - 1
 
     def sequences(self, stream: Stream) -> list[np.ndarray]:
-        return [np.array((*self.group.prompt_of(stream), *self.answer.tokens[:-1]), dtype=np.int64)]
+        return [np.array((*self.group.prompt_of(stream), *self.scored_answer)[:-1], dtype=np.int64)]
 
     def most_cached(self, stream: Stream) -> int:
+        # What comes from the cache is not scored.
+        if self.group.params.prompt_logprobs is not None and not stream.unconditional:
+            return 0
         return len(self.group.prompt_of(stream)) - 1
 
-    def top_logprobs(self) -> tuple[Alternatives, ...]:
-        """Waits for them. Fails the request if the model's logits are NaN."""
+    def rescored(self) -> Answer:
+        """The answer with what was asked for. Waits for it. Fails the request if the model's logits are NaN."""
+        return replace(self.answer, top_logprobs=self._top_logprobs(), prompt_logprobs=self._prompt_logprobs())
+
+    def _top_logprobs(self) -> tuple[Alternatives, ...] | None:
+        count = self.group.params.top_logprobs
+        if not count:
+            return None
         found: list[Alternatives] = []
         for result, at in [(pending.result(), at) for pending, at in self.results]:
-            token_YK, logp_YK = (
-                top_YK[at, : self.group.params.top_logprobs] for top_YK in (result.top_YK, result.top_logp_YK)
-            )
-            if np.isnan(logp_YK).any():
-                self.group.fail(ModelRole.TARGET)
-            # Tokens outside of a truncated distribution come last.
-            count_Y = (logp_YK > -np.inf).sum(1)
-            found += [
-                tuple(zip(*row[:2]))[: row[2]] for row in zip(token_YK.tolist(), logp_YK.tolist(), count_Y.tolist())
-            ]
+            found += self._likeliest(result, at, count)
         return tuple(found)
+
+    def _prompt_logprobs(self) -> tuple[PromptToken, ...] | None:
+        count = self.group.params.prompt_logprobs
+        if count is None:
+            return None
+        found: list[PromptToken] = []
+        for result, at in [(pending.result(), at) for pending, at in self.prompt_results]:
+            likeliest = self._likeliest(result, at, count)
+            found += map(PromptToken, result.given_logp_Y[at].tolist(), result.given_rank_Y[at].tolist(), likeliest)
+        return tuple(found)
+
+    def _likeliest(self, result: PromptResult[np.ndarray], at: slice, count: int) -> list[Alternatives]:
+        """So many at each of these positions."""
+        token_YK, logp_YK = result.top_YK[at, :count], result.top_logp_YK[at, :count]
+        if np.isnan(result.top_logp_YK[at]).any():
+            self.group.fail(ModelRole.TARGET)
+        # Tokens outside of a truncated distribution come last.
+        count_Y = (logp_YK > -np.inf).sum(1)
+        return [tuple(zip(*row[:2]))[: row[2]] for row in zip(token_YK.tolist(), logp_YK.tolist(), count_Y.tolist())]
+
+    def prompt_left(self, rows: list[PromptRow]) -> int:
+        """Tokens that are left to run after which tokens of the prompt come that are to be scored."""
+        if self.group.params.prompt_logprobs is None:
+            return 0
+        return max(0, self.group.prompt_size - 1 - rows[0].done)
 
     def before_answer(self, rows: list[PromptRow]) -> list[int]:
         """Tokens that are left to run in each row after which no token of the answer comes."""
-        return [max(0, row.left - len(self.answer.tokens)) for row in rows]
+        return [max(0, row.left - len(self.scored_answer)) for row in rows]
 
     def next_part(
-        self,
-        rows: list[PromptRow],
-        chunk: int,
-        plain: list[tuple[PromptRow, int]],
-        scored: list[tuple[RescoringJob, int]],
+        self, rows: list[PromptRow], chunk: int, plain: list[tuple[PromptRow, int]], scored: list[ScoredPart]
     ) -> int:
-        """Add what is scheduled next: to `plain`, of what comes before the answer; or if all of that fits, to `scored`,
-        with as many of the answer's tokens, of all rows alike, as fit. Returns how many tokens this is."""
+        """Add what is scheduled next: to `scored`, of a prompt that is scored; to `plain`, of what else comes before
+        the answer; or if all of that fits, to `scored`, with as many of the answer's tokens, of all rows alike, as fit.
+        Returns how many tokens this is."""
         if not rows or not chunk:
             return 0
+        if left := self.prompt_left(rows):
+            scored.append(ScoredPart(self, min(left, chunk), of_prompt=True))
+            return min(left, chunk)
         before = self.before_answer(rows)
         # Both rows of a guided request are scored at the same tokens.
-        answer = len(self.answer.tokens)
+        answer = len(self.scored_answer)
         count = min([(max(chunk, len(rows)) - sum(before)) // len(rows), answer, *(row.left for row in rows)])
         if count > 0:
-            scored.append((self, count))
+            scored.append(ScoredPart(self, count, of_prompt=False))
             return sum(before) + count * len(rows)
         added = 0
         for row, left in zip(rows, before):
@@ -209,6 +244,19 @@ class RescoringJob(PrefillJob):
                 plain.append((row, part))
                 added += part
         return added
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredPart:
+    """Tokens that a chunk scores: of a prompt, or of an answer."""
+
+    job: RescoringJob
+    count: int
+    of_prompt: bool
+
+    @property
+    def guided(self) -> bool:
+        return self.job.group.params.guided and not self.of_prompt
 
 
 def count_pages(sequences: Sequence[np.ndarray]) -> int:
@@ -262,7 +310,7 @@ def prefill_step(
     scheduled: list[tuple[int, Pending[PromptResult[np.ndarray]]]] = []
     plain: list[tuple[PromptRow, int]] = []
     drawing: list[PrefillRequest] = []
-    scored: list[tuple[RescoringJob, int]] = []
+    scored: list[ScoredPart] = []
     for job in jobs:
         if isinstance(job, RescoringJob):
             chunk = max(0, chunk - job.next_part(job.on(role), chunk, plain, scored))
@@ -282,11 +330,12 @@ def prefill_step(
         first = run(last, _batch(last, _first_draws([job.group for job in drawing])))
         for index, job in enumerate(drawing):
             job.first, job.batch_index = first, index
-    parts = _answer_parts(scored)
+    parts = _scored_rows(scored)
     if scored:
         pending = run(parts, _batch(parts, top_logprobs=_top_logprobs_spec(scored)))
-        for (rescoring, count), end in zip(scored, accumulate(count for _, count in scored)):
-            rescoring.results.append((pending, slice(end - count, end)))
+        for part, end in zip(scored, accumulate(part.count for part in scored)):
+            results = part.job.prompt_results if part.of_prompt else part.job.results
+            results.append((pending, slice(end - part.count, end)))
     for row, count in (*plain, *last, *parts):
         row.done += count
     for job in jobs:
@@ -320,15 +369,14 @@ def _last_parts(drawing: list[PrefillRequest], role: ModelRole) -> list[tuple[Pr
     return [(row, row.left) for row in (*rows, *unconditional)]
 
 
-def _answer_parts(scored: list[tuple[RescoringJob, int]]) -> list[tuple[PromptRow, int]]:
-    """Rows that are scored, then unconditional ones, each with what comes before the answer."""
-    parts = [
-        (job.rows[stream], job, count)
-        for stream in (Stream(ModelRole.TARGET), Stream(ModelRole.TARGET, unconditional=True))
-        for job, count in scored
-        if stream in job.rows
+def _scored_rows(scored: list[ScoredPart]) -> list[tuple[PromptRow, int]]:
+    """Rows that are scored, then unconditional ones, those of answers with what comes before the answer."""
+    rows = [(part.job.rows[Stream(ModelRole.TARGET)], part) for part in scored]
+    rows += [(part.job.rows[Stream(ModelRole.TARGET, unconditional=True)], part) for part in scored if part.guided]
+    return [
+        (of_stream[0], part.count + (0 if part.of_prompt else part.job.before_answer(of_stream)[0]))
+        for of_stream, part in rows
     ]
-    return [(rows[0], job.before_answer(rows)[0] + count) for rows, job, count in parts]
 
 
 def _batch(
@@ -345,19 +393,41 @@ def _batch(
     )
 
 
-def _top_logprobs_spec(scored: list[tuple[RescoringJob, int]]) -> TopLogprobsSpec:
-    groups, guided = (
-        [job.group for job, _ in scored],
-        [count for job, count in scored if job.group.params.guided],
-    )
-    is_biased = [bool(g.params.logit_bias or g.params.min_tokens) for g in groups]
+def _top_logprobs_spec(scored: list[ScoredPart]) -> TopLogprobsSpec:
+    groups = [part.job.group for part in scored]
+    is_biased = [
+        not part.of_prompt and bool(g.params.logit_bias or g.params.min_tokens) for g, part in zip(groups, scored)
+    ]
+    distribution, of_prompt_R = Population(groups).target_distribution, np.array([part.of_prompt for part in scored])
     return TopLogprobsSpec(
-        distribution=Population(groups).target_distribution,
-        count=max(g.params.top_logprobs for g in groups),
-        scored_R=np.array([*(count for _, count in scored), *guided], dtype=np.int32),
+        distribution=_plain_where(distribution, of_prompt_R) if of_prompt_R.any() else distribution,
+        count=max(1, *(max(g.params.top_logprobs, g.params.prompt_logprobs or 0) for g in groups)),
+        scored_R=np.array(
+            [*(part.count for part in scored), *(part.count for part in scored if part.guided)], np.int32
+        ),
         least_R=np.array([g.prompt_size + g.params.min_tokens for g in groups], dtype=np.int32),
         machines=tuple(g.rules.machine if biased else None for g, biased in zip(groups, is_biased)),
-        **_guidance(groups),
+        given_Y=np.concatenate([_given(part) for part in scored]) if of_prompt_R.any() else None,
+        **_guidance(groups, [part.guided for part in scored]),
+    )
+
+
+def _given(part: ScoredPart) -> np.ndarray:
+    """Tokens of the prompt that come after those of this part, or as many zeros."""
+    if not part.of_prompt:
+        return np.zeros(part.count, dtype=np.int64)
+    first = part.job.rows[Stream(ModelRole.TARGET)][0].done + 1
+    return np.array(part.job.group.request.prompt[first : first + part.count], dtype=np.int64)
+
+
+def _plain_where(distribution: DistributionSpec[np.ndarray], plain_R: np.ndarray) -> DistributionSpec[np.ndarray]:
+    """Where it says so, the model's own distribution: at temperature 1, and without truncation."""
+    return replace(
+        distribution,
+        temperature_R=np.where(plain_R, np.float32(1), distribution.temperature_R),
+        top_k_R=np.where(plain_R, np.int64(0), distribution.top_k_R),
+        top_p_R=np.where(plain_R, np.float32(1), distribution.top_p_R),
+        min_p_R=np.where(plain_R, np.float32(0), distribution.min_p_R),
     )
 
 
@@ -380,18 +450,18 @@ def _first_draws(groups: list[SequenceGroup]) -> Draws:
         repetition_Z=np.array([groups[row].params.repetition_penalty for row, _ in seen], dtype=np.float32),
         machines=machines if any(machines) else (),
         by_answer_R=np.array([g.params.constraint_scope == "answer" for g in groups]),
-        **_guidance(groups),
+        **_guidance(groups, [g.params.guided for g in groups]),
     )
 
 
-def _guidance(groups: list[SequenceGroup]) -> dict[str, np.ndarray]:
-    """Which unconditional row belongs to each row: they come after all rows."""
-    guided = np.array([g.params.guided for g in groups])
+def _guidance(groups: list[SequenceGroup], is_guided: list[bool]) -> dict[str, np.ndarray]:
+    """Which unconditional row belongs to each row that is guided: they come after all rows."""
+    guided = np.array(is_guided)
     if not guided.any():
         return {}
     row_R = np.arange(len(groups))
     unconditional_R = np.where(guided, len(groups) + np.cumsum(guided) - 1, row_R)
     return {
         "unconditional_R": unconditional_R.astype(np.int32),
-        "scale_R": np.array([g.params.guidance_scale for g in groups], dtype=np.float32),
+        "scale_R": np.array([g.params.guidance_scale if each else 1 for g, each in zip(groups, is_guided)], np.float32),
     }

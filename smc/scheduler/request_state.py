@@ -36,7 +36,8 @@ class RequestState(Enum):
     PREEMPTED = "preempted"
     """It is queued with a checkpoint of its particles, and holds neither slots nor pages."""
     RESCORING = "rescoring"
-    """Its answer is drawn and runs through the target once more, for `top_logprobs`. It holds no slots."""
+    """Its answer is drawn, and runs through the target once more, or its prompt does: for `top_logprobs` and
+    `prompt_logprobs`. It holds no slots."""
     FINISHED = "finished"
     """The engine has forgotten it."""
 

@@ -71,6 +71,7 @@ def make_answer(
         error=group.error,
         cached_tokens=group.cached_tokens,
         particles=particles,
+        prompt_logprobs=() if group.params.prompt_logprobs is not None and group.prompt_size == 1 else None,
     )
 
 
@@ -176,11 +177,11 @@ class ResultReporter:
                 logger.exception("request %s failed", group.id)
                 group.error = f"an error of the engine ({type(error).__name__}); its log has the details"
                 self.finish(group, FinishReason.ERROR)
-        for group, answer, top_logprobs in self._prefill.finish_rescoring():
+        for group, answer in self._prefill.finish_rescoring():
             if group.error:
                 self.finish(group, FinishReason.ERROR)
             else:
-                self._answer(group, replace(answer, top_logprobs=top_logprobs))
+                self._answer(group, answer)
 
     def report_ended(self) -> bool:
         """Finish what has ended in this step already, so that it is not preempted. True if anything has."""
@@ -191,7 +192,7 @@ class ResultReporter:
 
     def finish(self, group: SequenceGroup, reason: FinishReason | None) -> None:
         """The final draw and the last Output, and the release of everything that the request holds. `reason` None: it
-        is complete. An answer that is to have top logprobs is rescored first."""
+        is complete. An answer that is to have top logprobs, or those of its prompt, is rescored first."""
         if group.state is RequestState.RESCORING:
             assert reason is not None, "a drawn answer is complete already"
             if group.error:
@@ -205,7 +206,7 @@ class ResultReporter:
         elif group.error:
             self._prefill.prefixes.forget_prompt(group)
         answer = make_answer(group, self._slots, reason, particle, tokens)
-        if tokens and group.params.top_logprobs and reason in (None, FinishReason.TIME_BUDGET):
+        if tokens and group.is_rescored and reason in (None, FinishReason.TIME_BUDGET):
             self._registry.rescore(group, answer)
         else:
             self._answer(group, answer)

@@ -362,6 +362,12 @@ class SequenceGroup:
     def prompt_size(self) -> int:
         return len(self.request.prompt)
 
+    @property
+    def is_rescored(self) -> bool:
+        """Its answer or its prompt runs through the target once more, when the answer has been drawn. The first token of
+        a prompt has no log-probability."""
+        return self.params.top_logprobs > 0 or (self.params.prompt_logprobs is not None and self.prompt_size > 1)
+
     @cached_property
     def prompt_text(self) -> str:
         """For its potential; made when first asked for, in the thread of a call."""

@@ -164,6 +164,17 @@ VARIANTS = {
         MONITORED,
         {"monitoring": {"serviceMonitor": False}},
     ],
+    "batch in an object store": [
+        {
+            "serve": {"enabled": False},
+            "batch": {
+                "enabled": True,
+                "input": "s3://questions/in/?region=eu-west-1&scheme=https",
+                "output": "s3://questions/out/",
+                "credentialsSecret": "storage",
+            },
+        }
+    ],
     "pod monitor": [{"monitoring": {"podMonitor": True}}],
     "bare": [
         {"serviceAccount": {"create": False}, "podDisruptionBudget": {"enabled": False}, "service": {"headless": True}}
@@ -289,6 +300,16 @@ def test_an_unknown_field_would_be_noticed(field):
         ({"models": {"target": {"path": "/models/t"}}}, "give both, or neither"),
         ({"serve": {"enabled": False}}, "enable one"),
         ({"batch": {"enabled": True}}, "batch.volume is empty"),
+        ({"batch": {"enabled": True, "output": "s3://a/out/"}}, "batch.volume is empty"),
+        ({"batch": {"enabled": True, "input": "http://a/in"}}, "/batch/input"),
+        (
+            {"batch": {"enabled": True, "input": "s3://a/in/", "output": "gs://a/out/", **DATA}},
+            "has no effect with addresses as batch.input and batch.output",
+        ),
+        (
+            {"batch": {"enabled": True, "credentialsSecret": "storage", **DATA}},
+            'batch.credentialsSecret="storage" has no effect with files as batch.input and batch.output',
+        ),
         (BATCH | POD, "use topology=cluster"),
         ({"keda": {"enabled": True}}, "use topology=pod"),
         (POD | {"keda": {"enabled": True, "minReplicas": 5}}, "at least keda.minReplicas=5"),

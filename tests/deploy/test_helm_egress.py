@@ -20,6 +20,7 @@ DOWNLOADED = {
     }
 }
 BATCH = {"batch": {"enabled": True, "volume": {"persistentVolumeClaim": {"claimName": "data"}}}}
+STORED = {"batch": {"enabled": True, "input": "s3://questions/in/", "output": "s3://questions/out/"}}
 ROUTER = {"topology": "pod", "router": {"enabled": True, "controlKeySecret": "control"}}
 DNS_POD = ({"kubernetes.io/metadata.name": "kube-system"}, {"k8s-app": "kube-dns"})
 
@@ -135,6 +136,7 @@ def test_nothing_is_closed_unless_asked():
         (DOWNLOADED | CLOSED, "networkPolicy.egress.models is empty; models are downloaded"),
         (ROUTER | CLOSED, "networkPolicy.egress.api is empty; the router finds replicas through Kubernetes' API"),
         (closed(models=[HUB]), "networkPolicy.egress.models=["),
+        (STORED | CLOSED, "networkPolicy.egress.rules is empty; batch reads or writes s3://questions/in/"),
         (closed(api=[API]), "has no effect with router.enabled=false"),
         (
             {"networkPolicy": {"enabled": True, "egress": {"rules": [{"ports": [{"port": 80}]}]}}},

@@ -143,10 +143,14 @@ def test_nothing_that_serves_asks_a_hub(layers):
 def test_pods_wait_until_all_are_complete(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     waiting = subprocess.Popen(["bash", SCRIPTS / "wait-models.sh", first, second], stdout=subprocess.PIPE, text=True)
-    assert waiting.stdout.readline() == f"waiting for the job that downloads {first}\n"
+    assert waiting.stdout.readline() == f"waiting for the job that downloads {first}: 0 MiB\n"
+    first.mkdir()
+    (first / "model.part").write_bytes(bytes(3 << 20))
+    (first / ".total").write_text(str(12 << 10))
+    assert waiting.stdout.readline() == f"waiting for the job that downloads {first}: 3 of 12 MiB, 25%\n"
     for directory in (second, first):
         assert waiting.poll() is None
-        directory.mkdir()
+        directory.mkdir(exist_ok=True)
         (directory / ".complete").touch()
     assert waiting.wait(30) == 0
     waiting.stdout.close()
@@ -268,7 +272,7 @@ def test_a_repository_comes_whole_and_once(fetch, server, tmp_path):
     fetch.download(given | {"revision": COMMIT}, {})
     found = there(tmp_path / "m")
     assert (
-        found.keys() - {".lock", ".complete"} == {"config.json", "model.safetensors"}
+        found.keys() - {".lock", ".complete", ".total"} == {"config.json", "model.safetensors"}
         and found["model.safetensors"] == WEIGHTS
     )
     before = server.asked.total()

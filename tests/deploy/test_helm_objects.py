@@ -23,6 +23,21 @@ def test_a_batch_job_has_no_upgrade_strategy_and_does_not_wait_for_ever():
     assert 0 < job["preRunningDeadlineSeconds"] < job["activeDeadlineSeconds"]
 
 
+def test_a_batch_in_an_object_store_needs_no_volume():
+    """Every pod of its cluster may read and write there, none of the service's; a file beside it is in the volume."""
+    stored = {"enabled": True, "input": "s3://a/in/", "output": "s3://a/out/", "credentialsSecret": "storage"}
+    mixed = {"output": "/data/out/", "volume": {"persistentVolumeClaim": {"claimName": "data"}}}
+    for layer, has_volume in (({}, False), (mixed, True)):
+        pods = templates(render({"batch": stored | layer}))
+        for name in ("head", "draft", "target"):
+            (own, *_), (jobs, *_) = (containers(pods[prefix + name]["spec"]) for prefix in ("", "batch-"))
+            assert jobs["envFrom"] == [{"secretRef": {"name": "storage"}}] and "envFrom" not in own
+        head = pods["batch-head"]["spec"]
+        assert ("data" in [volume["name"] for volume in head["volumes"]]) == has_volume
+        (mounts,) = [each["volumeMounts"] for each in containers(head) if each["name"] == "ray-head"]
+        assert ("/data" in [mount["mountPath"] for mount in mounts]) == has_volume
+
+
 @pytest.mark.parametrize("kind", ["LoadBalancer", "NodePort"])
 def test_metrics_are_not_published_beside_calls(kind):
     services = all_of_kind(render({"service": {"type": kind}}), "Service")
@@ -70,10 +85,13 @@ def test_openais_api_has_a_port_unless_it_is_turned_off(layer, protocol):
     lines, plain_lines = (config_of(some, "serve").splitlines() for some in (objects, plain))
     assert [line for line in lines if line not in plain_lines] == ["http-port: 8000"]
     assert [line for line in plain_lines if line not in lines] == ["no-http: true"]
-    probes = ("startupProbe", "readinessProbe", "livenessProbe")
+    probes = ("readinessProbe", "livenessProbe")
     assert {"name": "http", "containerPort": 8000} in gateway["ports"] and all(
         gateway[probe] == before[probe] for probe in probes
     )
+    # Over HTTP in plain text the startup probe says how far the start is.
+    says = gateway["startupProbe"].get("exec", {}).get("command", [])[-1:] == ["8000"]
+    assert says == (layer == POD) and (says or gateway["startupProbe"] == before["startupProbe"])
     (rule,) = of_kind(objects, "Ingress")["spec"]["rules"]
     assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "demo-smcserve", "port": {"name": "http"}}
     assert of_kind(objects, "GRPCRoute")["spec"]["rules"][0]["backendRefs"] == [

@@ -29,7 +29,7 @@ from services.protobuf.generation import (
     to_update,
 )
 from smc.api.limits import SCHEME_NAMES
-from smc.api.outputs import Answer, FinishReason, Output, Particle, Statistics
+from smc.api.outputs import Answer, FinishReason, Output, Particle, PromptToken, Statistics
 from smc.api.request import Request
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams
 from smc.scheduler.stats import EngineStats, SpecStats
@@ -99,12 +99,13 @@ def settings_of(draw) -> dict:
     return chosen
 
 
-@given(settings_of(), st.booleans(), st.booleans())
-def test_settings_round_trip(settings, logprobs, particles):
+@given(settings_of(), st.booleans(), st.booleans(), st.sampled_from([None, 0, 3]))
+def test_settings_round_trip(settings, logprobs, particles, prompt):
     logprobs = logprobs and settings["method"] != "draft"
     # These are not available with penalties and constraints.
     top = 0 if any(name.endswith(("_penalty", "constraint", "bad_words")) for name in settings) else 7 * logprobs
     reports = {"logprobs": logprobs, "top_logprobs": top, "return_particles": particles}
+    reports["prompt_logprobs"] = None if settings["method"] == "draft" else prompt
     params = SamplingParams(**settings, **reports)
     for kind in CARRIERS:
         assert to_sampling(sent(kind(**from_sampling(params)))) == params
@@ -245,6 +246,17 @@ def outputs(draw) -> Output:
             error=draw(text) if reason is FinishReason.ERROR else None,
             cached_tokens=draw(int32),
             particles=tuple(draw(st.lists(particles, min_size=1, max_size=3))) if draw(st.booleans()) else None,
+            prompt_logprobs=draw(
+                st.one_of(
+                    st.none(),
+                    st.just(
+                        tuple(
+                            PromptToken(draw(logprob), token, tuple((one, draw(logprob)) for one in ids[:at]))
+                            for at, token in enumerate(ids)
+                        )
+                    ),
+                )
+            ),
         )
     logprobs = tuple(draw(logprob) for _ in ids) if draw(st.booleans()) else ()
     if answer is not None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from services.backend import RequestFailed
+from services.backend import RequestFailed, StartProgress
 from services.launch import supervisor as module
 from services.launch.config import WorkerGroupConfig
 from services.launch.errors import WorkerGroupError
@@ -114,6 +114,29 @@ def test_whatever_a_check_raises_the_worker_group_starts_again(fakes, error):
         await supervisor.stop()
 
     asyncio.run(work())
+
+
+def test_a_start_says_how_far_it_is(fakes, monkeypatch):
+    """Every change once, and nothing after its end."""
+    steps = [StartProgress("reserve"), *[StartProgress("load", {"target": percent}) for percent in (0, 0, 50)]]
+    left, told = iter(steps), []
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(FakeWorkerGroup, "progress", lambda self: next(left, steps[-1]), raising=False)
+
+    def start(self) -> None:
+        while len(told) < 3:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(FakeWorkerGroup, "start", start)
+
+    async def work() -> None:
+        supervisor = Supervisor(CONFIG, PAIR, on_start=told.append, on_health=lambda *there: told.append(there))
+        await supervisor.start()
+        await asyncio.sleep(0.05)
+        await supervisor.stop()
+
+    asyncio.run(work())
+    assert told[:4] == [steps[0], steps[1], steps[3], (True, True)] and StartProgress not in map(type, told[4:])
 
 
 def test_a_lost_connection_to_a_coordinator_that_lives(fakes):

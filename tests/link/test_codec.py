@@ -91,7 +91,7 @@ def top_logprobs(rng: np.random.Generator, r: int) -> TopLogprobsSpec:
         None,
     ]
     guidance = (rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32)) if rng.random() < 0.5 else ()
-    return TopLogprobsSpec(
+    one = TopLogprobsSpec(
         law(rng, r),
         int(rng.integers(1, 20)),
         asked,
@@ -99,6 +99,8 @@ def top_logprobs(rng: np.random.Generator, r: int) -> TopLogprobsSpec:
         tuple(machines[i] for i in rng.integers(0, 3, r)),
         *guidance,
     )
+    given_Y = rng.integers(0, 2**17, int(asked[:r].sum()))
+    return replace(one, given_Y=given_Y) if rng.random() < 0.5 else one
 
 
 @examples
@@ -121,8 +123,11 @@ def test_prompt_result(drawn, drew):
     rng, r, d = drawn
     logp, log_z = (rng.standard_normal(shape).astype(np.float32) for shape in ((r, d), r))
     log_z[0] = np.nan
-    nothing = (np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
     top_logp = rng.standard_normal((7, d)).astype(np.float32)
+    given = (
+        (np.zeros(0, np.float32), np.zeros(0, np.int32)) if drew else (top_logp[:, 0], top_logp[:, 0].astype(np.int32))
+    )
+    nothing = (np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), *given)
     result = (
         PromptResult(rng.integers(0, 99, (r, d), dtype=np.int32), logp, rng.standard_normal((r, d)), log_z, *nothing)
         if drew
@@ -131,6 +136,7 @@ def test_prompt_result(drawn, drew):
             log_z,
             top_logp.astype(np.int32),
             top_logp,
+            *given,
         )
     )
     assert equal(codec.to_prompt_result(over_the_wire(codec.prompt_outcome(result))), result)

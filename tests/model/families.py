@@ -22,11 +22,23 @@ SHAPE = {
 }
 WINDOW = 7
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [1.0 + 0.7 * i for i in range(6)],
+    "partial_rotary_factor": 0.75,
+}
 HF_CONFIGS = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", {"sliding_window": WINDOW}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "phi3-window": ("Phi3Config", {"sliding_window": WINDOW}),
+    "phi3-longrope": (
+        "Phi3Config",
+        {"sliding_window": None, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+    ),
     "granite": (
         "GraniteConfig",
         {

@@ -39,19 +39,20 @@ WINDOWS = ("mistral-window", "phi3-window", "gemma3")
 DECODED = [
     pytest.param(
         *(name, CASES[i % 2]),
-        marks=() if name in (*WINDOWS, "qwen3_moe") else pytest.mark.slow,
+        marks=() if name in (*WINDOWS, "qwen3_moe", "phi3-longrope") else pytest.mark.slow,
         id=f"{name}-{CASES[i % 2].form}",
     )
     for i, name in enumerate(FAMILIES)
 ]
 """Each family in one of both forms: forms differ in nothing that a family has of its own. `make test` decodes with
-windows and with experts; of all others it compares logits (`test_logits`)."""
+windows, experts and LongRoPE; of all others it compares logits (`test_logits`)."""
 
 
-@pytest.mark.parametrize("name", HF_CONFIGS)
-def test_logits(name, tmp_path):
+@pytest.mark.parametrize(("name", "size"), [*((name, 120) for name in HF_CONFIGS), ("phi3-longrope", 40)])
+def test_logits(name, size, tmp_path):
+    """LongRoPE with its long factors and with its short ones."""
     theirs = save_hf(name, tmp_path)
-    tokens_T = torch.randint(300, (120,), generator=torch.Generator().manual_seed(2))
+    tokens_T = torch.randint(300, (size,), generator=torch.Generator().manual_seed(2))
     expected_TV = theirs(tokens_T[None]).logits[0]
     assert expected_TV.std() > 0.1, "logits too flat to tell models apart"
     torch.testing.assert_close(dense_logits(load_model(tmp_path), tokens_T), expected_TV, atol=1e-4, rtol=0)
@@ -65,7 +66,9 @@ def test_decoding(name, config, tmp_path):
     generator = torch.Generator().manual_seed(3)
     for weight in draft.parameters():
         weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=generator)
-    pair, prompt = ModelPair(target, draft, numbers_tokenizer(300), 256), [5, 7, 11, 13, 250, 1, 2, 3, 4, 5]
+    # LongRoPE has short factors where no text is longer than the original context, though rows have more positions.
+    context, prompt = 60 if name == "phi3-longrope" else 256, [5, 7, 11, 13, 250, 1, 2, 3, 4, 5]
+    pair = ModelPair(target, draft, numbers_tokenizer(300), context)
     most = TOKENS if name in WINDOWS else FEW_TOKENS
     settings = {"prompt": prompt, "max_tokens": most, "ignore_eos": True}
     greedy = {"temperature": 0.0} | settings
@@ -162,8 +165,13 @@ def test_unknown_families_are_refused_with_the_list(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 is not supported"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.7}}, "11 of 16 features of a head are rotated"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "field 'short_factor' is missing"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7}},
+            "long_factor has 7 numbers; needed: 8, one for two rotated features",
+        ),
         ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0 is not supported"),
         ("gemma3", {"hidden_activation": "silu"}, "hidden_activation='silu' is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported; supported: \[\]"),

@@ -74,7 +74,9 @@ def test_storage_type_is_chosen_by_the_caller(tmp_path):
 
 def test_loads_shards(tmp_path):
     save_tiny(tmp_path)
-    whole = load_model(tmp_path).state_dict()
+    shares: list[float] = []
+    whole = load_model(tmp_path, progress=shares.append).state_dict()
+    assert shares == sorted(shares) and shares[-1] == 1 and len(shares) > 10
     shard(tmp_path)
     assert all(torch.equal(weight, whole[name]) for name, weight in load_model(tmp_path).state_dict().items())
 
@@ -192,7 +194,7 @@ def test_overflow_by_conversion(tmp_path):
         ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope' is not supported; supported: .*'yarn'"),
+        ({"rope_scaling": {"rope_type": "other"}}, "rope scaling 'other' is not supported; supported: .*'yarn'"),
         ({"vocab_size": None}, "vocab_size=None is not a positive integer"),
         ({"hidden_size": "32", "head_dim": None}, "hidden_size|unsupported operand"),
         ({"num_attention_heads": 3}, "is not a multiple of num_key_value_heads=2"),

@@ -130,6 +130,57 @@ def test_the_likeliest_tokens_of_a_completion(service, client, pair):
         client.completions.create(logprobs=2, extra_body={"top_logprobs": 2}, **asked)
 
 
+def by_id(pair, prompt: tuple[int, ...], scores) -> list:
+    """As vLLM lists them."""
+    listed = [None]
+    for token, score in zip(prompt[1:], scores, strict=True):
+        ranked = {token: (score.logprob, score.rank)}
+        ranked |= {one: (logprob, rank) for rank, (one, logprob) in enumerate(score.likeliest, 1)}
+        listed.append(
+            {
+                str(one): {
+                    "logprob": pytest.approx(logprob, abs=1e-4),
+                    "rank": rank,
+                    "decoded_token": pair.tokenizer.decode([one]),
+                }
+                for one, (logprob, rank) in ranked.items()
+            }
+        )
+    return listed
+
+
+def test_how_likely_prompts_are(service, client, pair):
+    """Of a chat beside its answer, of completions in every choice; before the answer with `echo`; over gRPC the
+    same."""
+    settings = {"seed": 4, "max_tokens": 6, "prompt_logprobs": 2}
+    prompt = chat_ids(pair, QUESTIONS[2])
+    expected = local_answer(pair, prompt, **settings)
+    found = create(client, QUESTIONS[2], settings)
+    assert found.choices[0].message.content == expected.text
+    assert found.model_extra["prompt_logprobs"] == by_id(pair, prompt, expected.prompt_logprobs)
+    with service.client() as grpc_client:
+        theirs = grpc_client.generate([Message("user", QUESTIONS[2])], **settings).prompt_logprobs
+    assert [score.logprob for score in theirs] == pytest.approx(
+        [score.logprob for score in expected.prompt_logprobs], abs=1e-4
+    )
+    texts, asked = ["12 + 30 =", "7 - 2 ="], {"model": "demo", "seed": 4, "max_tokens": 3, "n": 2, "logprobs": 1}
+    choices = client.completions.create(
+        prompt=texts, echo=True, extra_body={"method": "target", "prompt_logprobs": 0}, **asked
+    ).choices
+    for index, choice in enumerate(choices):
+        prompt = pair.tokenizer.encode(texts[index // 2])
+        scores = local_answer(pair, prompt, method="target", prompt_logprobs=1, max_tokens=1).prompt_logprobs
+        assert choice.model_extra["prompt_logprobs"] == by_id(
+            pair, prompt, [one._replace(likeliest=()) for one in scores]
+        )
+        listed, size = choice.logprobs, len(prompt)
+        assert "".join(listed.tokens) == choice.text and choice.text.startswith(texts[index // 2])
+        assert listed.token_logprobs[0] is None and listed.top_logprobs[0] is None
+        assert listed.token_logprobs[1:size] == pytest.approx([score.logprob for score in scores], abs=1e-4)
+        assert [choice.text[at] for at in listed.text_offset[:size]] == [token[0] for token in listed.tokens[:size]]
+        assert len(listed.top_logprobs) == len(listed.tokens) == size + len(choice.smc["token_ids"])
+
+
 def test_biases_and_answers_that_must_not_end(service, client, pair):
     """As OpenAI's clients ask for them; over gRPC and in process the same."""
     digit, eos = pair.tokenizer.encode("7")[-1], pair.tokenizer.eos_ids[0]

@@ -4,25 +4,40 @@ why."""
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
-from services.backend import RequestFailed, Unavailable
+from services.backend import RequestFailed, StartProgress, Unavailable
 from services.openai.requests import CHAT
 from tests.gateway.harness import serving, until
 from tests.openai.asking import LONG, Said, ask, chat, connect, events, is_error, post
 
+PROBE = Path(__file__).parents[2] / "deploy/helm/smcserve/files/scripts/startup_probe.py"
+
 
 def test_before_the_workers_are_ready(pair):
+    """Clients and the chart's probe are told how far the start is."""
     with serving(pair, http_port=0, ready=False) as service:
         for said in (post(service, chat()), ask(service, "GET", "/health")):
             is_error(said, 503, "unavailable", "the service is (starting|not ready)", hint=True)
+        service.gateway.set_progress(StartProgress("load", {"draft": 100, "target": 37}))
+        for said in (post(service, chat()), ask(service, "GET", "/health")):
+            is_error(said, 503, "unavailable", "starting: 100% of the draft, 37% of the target loaded; try", hint=True)
+        state = ask(service, "GET", "/health").json
+        assert (state["status"], state["step"], state["percent"]["target"]) == ("starting", "load", 37)
+        probe = [sys.executable, PROBE, str(service.gateway.http_port)]
+        said = subprocess.run(probe, capture_output=True, text=True)
+        assert said.returncode == 1 and "37% of the target loaded" in said.stderr
         service.set_health(draft=True, target=True)
         assert ask(service, "GET", "/health").status == post(service, chat(max_tokens=2)).status == 200
+        assert subprocess.run(probe, capture_output=True).returncode == 0
 
 
 def begin(service, **fields) -> tuple:

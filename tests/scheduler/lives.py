@@ -201,3 +201,6 @@ def assert_same(found: Answer, expected: Answer) -> None:
     tops, expected_tops = found.top_logprobs or (), expected.top_logprobs or ()
     assert len(tops) == len(expected_tops)
     assert all(dict(one) == pytest.approx(dict(other), abs=1e-4) for one, other in zip(tops, expected_tops))
+    scores, expected_scores = found.prompt_logprobs or (), expected.prompt_logprobs or ()
+    assert [one.rank for one in scores] == [one.rank for one in expected_scores]
+    assert [one.logprob for one in scores] == pytest.approx([one.logprob for one in expected_scores], abs=1e-4)

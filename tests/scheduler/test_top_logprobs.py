@@ -121,12 +121,16 @@ def test_the_prompt_is_not_run_again():
 
 def test_lives_with_tops(monkeypatch):
     """In pools too small for all: preempted, cancelled while they run and while they are rescored, out of time; all
-    pages are free afterwards."""
+    pages are free afterwards. Every other request has its prompt scored, too."""
     rng, ticks, seen = random.Random(4), iter(range(1 << 30)), set()
     config = EngineConfig(form="lookahead", block=3, branches=2, max_slots=60, pages=560, prefill_chunk=24)
     requests = [
-        replace(one, params=replace(one.params, logprobs=True, top_logprobs=2)) if one.params.method != "draft" else one
-        for one in guided(random_requests(20, rng, longest=20, budgets=0.1), rng)
+        replace(
+            one, params=replace(one.params, logprobs=True, top_logprobs=2, prompt_logprobs=1 if number % 2 else None)
+        )
+        if one.params.method != "draft"
+        else one
+        for number, one in enumerate(guided(random_requests(20, rng, longest=20, budgets=0.1), rng))
     ]
     engine = small_engine(config, monkeypatch, ahead=True, clock=lambda: float(next(ticks)))
 
@@ -146,7 +150,8 @@ def test_lives_with_tops(monkeypatch):
     for one in untouched:
         assert_same(lives.final[one.request_id], expected[one.request_id])
     cancelled = [answer for answer in lives.final.values() if answer.finish_reason is FinishReason.CANCELLED]
-    assert cancelled and all(answer.top_logprobs is None for answer in cancelled)
+    assert cancelled and all(answer.top_logprobs is answer.prompt_logprobs is None for answer in cancelled)
+    assert sum(lives.final[one.request_id].prompt_logprobs is not None for one in untouched) > 3
 
 
 @pytest.mark.parametrize("preempted", [False, True])

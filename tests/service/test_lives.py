@@ -65,6 +65,8 @@ def test_stop_in_the_middle_of_a_start(ray_cluster, ready):
     others, room = ranks(), ray.available_resources()["CPU"]
     group, thread, errors = start_in_thread()
     until(lambda: len(group.actors) >= ready, 30, "no actor was made")
+    if ready == 3:
+        until(lambda: group.progress().percent == {"draft": 100, "target": 100}, 60, "nothing was loaded")
     group.stop(timeout=0.1)
     thread.join(20)
     assert not thread.is_alive() and errors, "the start did not notice"

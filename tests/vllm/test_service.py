@@ -122,6 +122,25 @@ def test_log_probabilities(service, pair, prompt, count):
             assert dict(zip(top.token_ids, top.values)) == pytest.approx(dict(theirs), abs=1e-3)
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_how_likely_a_prompt_is(service, pair, prompt, count):
+    """With the first chunk and at the end; of none besides, the prompt's own token stands for the likeliest."""
+    expected = local_answer(pair, prompt, method="target", prompt_logprobs=count, **STREAMED)
+    with engine(service) as stub:
+        chunk, end = stub.Generate(asked(prompt, stream=True, prompt_logprobs=count, **STREAMED))
+        with pytest.raises(grpc.RpcError, match=r"prompt_logprobs=-1; allowed: 0\.\.20"):
+            list(stub.Generate(asked(prompt, prompt_logprobs=-1)))
+    assert tuple(chunk.chunk.token_ids) == expected.tokens
+    for found in (chunk.chunk.input_logprobs, end.complete.input_logprobs):
+        assert list(found.token_ids) == list(prompt)
+        assert not found.token_logprobs[0].HasField("value") and not found.top_logprobs[0].values
+        scores = expected.prompt_logprobs
+        assert [one.value for one in found.token_logprobs[1:]] == pytest.approx([s.logprob for s in scores], abs=1e-4)
+        for top, token, score in zip(found.top_logprobs[1:], prompt[1:], scores, strict=True):
+            theirs = score.likeliest or ((token, score.logprob),)
+            assert dict(zip(top.token_ids, top.values)) == pytest.approx(dict(theirs), abs=1e-3)
+
+
 def test_several_answers_to_one_call(service, pair, prompt):
     """Each is that of a seed of its own; the prompt is run once."""
     settings = {"temperature": 1.5, "max_tokens": 10}
@@ -145,7 +164,6 @@ WRONG = [
     ({"repetition_penalty": 200.0}, "repetition_penalty=200.0; allowed: 0.01..100"),
     ({"min_tokens": 3, "max_tokens": 2}, r"min_tokens=3; allowed: 0\.\.2, the max_tokens"),
     ({"logit_bias": {5: 101.0}}, "logit_bias contains 101.0 for token 5; allowed: -100 to 100"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs is given; this service does not have it"),
     ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens is given"),
     ({"logprobs": 21}, r"logprobs=21; allowed: 0\.\.20"),
     ({"logprobs": -1}, r"logprobs=-1; allowed: 0\.\.20"),

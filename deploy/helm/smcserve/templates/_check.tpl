@@ -11,8 +11,8 @@
 {{- if and (eq $v.topology "pod") $v.batch.enabled -}}
 {{- fail "batch.enabled=true with topology=pod; a batch runs on a RayCluster: use topology=cluster" -}}
 {{- end -}}
-{{- if and $v.batch.enabled (empty $v.batch.volume) -}}
-{{- fail "batch.volume is empty; give a volume that outlives the job, such as {persistentVolumeClaim: {claimName: ..}}, or its answers are lost" -}}
+{{- if $v.batch.enabled -}}
+{{- include "smcserve.checkBatch" . -}}
 {{- end -}}
 {{- if and $v.keda.enabled (ne $v.topology "pod") -}}
 {{- fail "keda.enabled=true with topology=cluster; a RayCluster cannot be scaled from outside: use topology=pod, or install more releases" -}}
@@ -64,6 +64,22 @@
 {{- include "smcserve.checkRouter" . -}}
 {{- include "smcserve.checkSecurity" . -}}
 {{- include "smcserve.checkUnused" . -}}
+{{- end -}}
+
+{{- define "smcserve.checkBatch" -}}
+{{- $v := .Values -}}
+{{- $batch := $v.batch -}}
+{{- $egress := $v.networkPolicy.egress -}}
+{{- if not (include "smcserve.batchFiles" .) -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "batch.volume" "batch.mountPath") "where" "addresses as batch.input and batch.output") -}}
+{{- else if empty $batch.volume -}}
+{{- fail "batch.volume is empty; give a volume that outlives the job, such as {persistentVolumeClaim: {claimName: ..}}, or its answers are lost; or s3:// or gs:// addresses as batch.input and batch.output" -}}
+{{- end -}}
+{{- if not (include "smcserve.batchStored" .) -}}
+{{- include "smcserve.unused" (dict "root" . "paths" (list "batch.credentialsSecret") "where" "files as batch.input and batch.output") -}}
+{{- else if and $v.networkPolicy.enabled $egress.enabled (empty $egress.rules) -}}
+{{- fail (printf "networkPolicy.egress.rules is empty; batch reads or writes %s: name the addresses of the object store: [{to: [{ipBlock: {cidr: 203.0.113.0/24}}], ports: [{port: 443}]}]" (ternary $batch.output $batch.input (hasPrefix "/" $batch.input))) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "smcserve.checkHpa" -}}

@@ -95,6 +95,16 @@ data:
   configMap: {name: {{ include "smcserve.name" .root }}-{{ include "smcserve.configSuffix" . }}}
 {{- end -}}
 
+{{/* True if the batch reads or writes files in its volume. */}}
+{{- define "smcserve.batchFiles" -}}
+{{- if or (hasPrefix "/" .Values.batch.input) (hasPrefix "/" .Values.batch.output) -}}true{{- end -}}
+{{- end -}}
+
+{{/* True if it reads or writes an object store. */}}
+{{- define "smcserve.batchStored" -}}
+{{- if not (and (hasPrefix "/" .Values.batch.input) (hasPrefix "/" .Values.batch.output)) -}}true{{- end -}}
+{{- end -}}
+
 {{/* Ray runs it in a shell. */}}
 {{- define "smcserve.batchCommand" -}}
 smcserve batch {{ squote .Values.batch.input }} {{ squote .Values.batch.output }} {{ include "smcserve.configFlag" (dict "command" "batch") }}

@@ -58,7 +58,18 @@ timeoutSeconds: 5
 {{/* Probes. A gateway is alive if it listens. Lost workers are no reason to restart it, because it restarts them itself. */}}
 {{- define "smcserve.gatewayProbes" -}}
 startupProbe:
+  {{- if and (include "smcserve.httpPort" . | int) (not .Values.tls.secret) }}
+  # What it says is among the events of the pod: how far the start is.
+  exec:
+    command:
+      - python
+      - -c
+      - {{ .Files.Get "files/scripts/startup_probe.py" | toJson }}
+      - {{ include "smcserve.httpPort" . | quote }}
+  timeoutSeconds: 5
+  {{- else }}
   {{- include "smcserve.healthProbe" . | nindent 2 }}
+  {{- end }}
   periodSeconds: 10
   failureThreshold: {{ add (ceil (divf .Values.timeouts.start 10)) 12 }}
 readinessProbe:

@@ -27,12 +27,15 @@ headGroupSpec:
     object-store-memory: {{ int64 $v.ray.objectStoreMemory | quote }}
   template:
     {{- $head := include "smcserve.podTemplate" (dict "root" .root "own" $v.ray.head.podTemplate) | fromYaml }}
+    {{- $credentials := ternary (list) (include "smcserve.batchCredentials" .root | fromYamlArray) .gateway }}
+    {{- $_ := set $head "envFrom" (concat $head.envFrom $credentials) }}
     {{- include (ternary "smcserve.headPod" "smcserve.batchHeadPod" .gateway) (dict "root" .root "pod" $head) | nindent 4 }}
 workerGroupSpecs:
   {{- range $side := list "draft" "target" }}
   {{- $group := index $v $side }}
   {{- $gpus := include "smcserve.gpus" (dict "root" $.root "side" $side) }}
   {{- $pod := include "smcserve.podTemplate" (dict "root" $.root "own" $group.podTemplate) | fromYaml }}
+  {{- $_ := set $pod "envFrom" (concat $pod.envFrom $credentials) }}
   - groupName: {{ $side }}
     replicas: {{ $group.replicas }}
     minReplicas: {{ $group.replicas }}
@@ -46,6 +49,13 @@ workerGroupSpecs:
     template:
       {{- include "smcserve.workerPod" (dict "root" $.root "pod" $pod "side" $side "group" $group "gpus" (int $gpus) "gateway" $.gateway) | nindent 6 }}
   {{- end }}
+{{- end -}}
+
+{{/* Environment of the pods of a batch job that reads or writes an object store: Ray gives parts of the input to any of them. */}}
+{{- define "smcserve.batchCredentials" -}}
+{{- with .Values.batch.credentialsSecret }}
+- secretRef: {name: {{ . }}}
+{{- end }}
 {{- end -}}
 
 {{/* Container of Ray's head. Arguments: root, pod. */}}
@@ -129,14 +139,18 @@ spec:
         {{- include "smcserve.jobEnv" . | nindent 8 }}
       volumeMounts:
         {{- include "smcserve.baseMounts" . | nindent 8 }}
+        {{- if include "smcserve.batchFiles" .root }}
         - {name: data, mountPath: {{ $v.batch.mountPath }}}
+        {{- end }}
         {{- include "smcserve.configMount" . | nindent 8 }}
         {{- include "smcserve.modelMounts" . | nindent 8 }}
     {{- include "smcserve.sidecars" . | nindent 4 }}
   volumes:
     {{- include "smcserve.baseVolumes" (merge (dict "shm" $v.ray.head.shm) .) | nindent 4 }}
+    {{- if include "smcserve.batchFiles" .root }}
     - name: data
       {{- toYaml $v.batch.volume | nindent 6 }}
+    {{- end }}
     {{- include "smcserve.configVolume" (dict "root" .root "command" "batch") | nindent 4 }}
     {{- include "smcserve.modelVolumes" . | nindent 4 }}
 {{- end -}}

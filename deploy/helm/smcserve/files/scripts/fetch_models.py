@@ -31,7 +31,7 @@ MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
 DUPLICATE_PREFIX = "consolidated"
 """Files of a hub repository that are downloaded: those with these suffixes, except second copies of the weights, whose
 names begin with this prefix."""
-SUMS, COMPLETE = "SHA256SUMS", ".complete"
+SUMS, COMPLETE, TOTAL = "SHA256SUMS", ".complete", ".total"
 ATTEMPTS, PAUSE_S, TIMEOUT_S, CHUNK, AT_ONCE = 8, 2.0, 60.0, 1 << 20, 4
 
 
@@ -264,6 +264,9 @@ def download(given: Mapping[str, str], environment: Mapping[str, str]) -> None:
             raise ValueError(
                 f"{directory}: {missing / 1e9:.1f} GB are missing, {shutil.disk_usage(directory).free / 1e9:.1f} GB are free"
             )
+        if all(file.size is not None for file in files):
+            # In KiB, for those who wait: wait-models.sh says how far it is.
+            (directory / TOTAL).write_text(str(max(1, sum(file.size or 0 for file in files) >> 10)))
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda file: fetch(file, directory, source), files))
         (directory / COMPLETE).write_text(json.dumps(dict(given)))
