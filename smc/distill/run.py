@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ import torch
 from smc.distill.card import write_card
 from smc.distill.measure import HeldOut, Measurement, pair_costs
 from smc.distill.ranks import Ranks
-from smc.distill.store import ConversationStore
+from smc.distill.store import ConversationStore, replace_file
 from smc.distill.student import Student, StudentSpec, check_student, choose_layers, cut, make_student, save_student
 from smc.distill.talk import TalkSettings, TalkWriter
 from smc.distill.trainer import Trainer, TrainingSettings
@@ -192,7 +192,7 @@ def _run_rank(config: DistillConfig, rank: int, meeting: Path, report: Report = 
         distillation = Distillation(config, ranks, report)
         if ranks.is_first and not (settings := config.work / SETTINGS).exists():
             # A run that cannot begin leaves its directory free.
-            _replace(settings, lambda opened: opened.write(json.dumps(config.must_agree(), indent=2).encode()))
+            replace_file(settings, lambda opened: opened.write(json.dumps(config.must_agree(), indent=2).encode()))
         return distillation.run()
     finally:
         ranks.leave()
@@ -461,7 +461,7 @@ class Distillation:
         if self.ranks.is_first:
             state = asdict(replace(self.state, seconds=self.seconds)) | {"available": available}
             saved = {"state": state, "layers": self.layers, "optimizer": self.trainer.optimizer.state()}
-            _replace(self.config.work / CHECKPOINT, lambda opened: torch.save(saved, opened))
+            replace_file(self.config.work / CHECKPOINT, lambda opened: torch.save(saved, opened))
         self._saved = time.monotonic()
 
     def _save_draft(self) -> None:
@@ -497,16 +497,6 @@ class Distillation:
     def _say(self, line: str, transient: bool = False) -> None:
         if self.ranks.is_first:
             self._report(f"\r{line}" if transient else f"[{self.seconds:6.1f} s] {line}")
-
-
-def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """A process that is killed in the middle leaves the file before."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as opened:
-        write(opened)
-        opened.flush()
-        os.fsync(opened.fileno())
-    temporary.replace(path)
 
 
 def make_writer(

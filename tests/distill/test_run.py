@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
 from dataclasses import replace
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from smc.distill.measure import HeldOut
 from smc.distill.ranks import Ranks
 from smc.distill.run import DistillConfig, distill, seconds_of_round
-from smc.distill.store import Conversation, ConversationStore
+from smc.distill.store import Conversation, ConversationStore, replace_file
 from smc.distill.student import StudentSpec, candidate_layers, choose_layers, cut, make_student, save_student
 from smc.distill.talk import TalkSettings
 from smc.distill.trainer import Trainer, TrainingSettings
@@ -362,6 +363,32 @@ def test_drafts_of_all_families_are_read_again(tmp_path, family):
             dense_logits(model, tokens) for model in (load_model(tmp_path / "draft"), cut(target, (1, 2)))
         )
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_a_full_disk_leaves_the_files_before(tmp_path):
+    """The error names the file, and there is room again for another try."""
+    store, target = ConversationStore(tmp_path / "data", 24), tiny_target()
+    store.append(Conversation(0, 0.7, (1, 2, 3), (False, True, True)))
+    store.flush()
+    replace_file(tmp_path / "checkpoint.pt", lambda opened: torch.save({"step": 1}, opened))
+    save_model(target, tmp_path / "draft")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for number in range(1, 64):
+        store.append(Conversation(number, 0.7, (1, 2, 3), (False, True, True)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"000000.npy cannot be written .*; make room on the disk"):
+            store.flush()
+        with pytest.raises(OSError, match=r"checkpoint.pt cannot be written .*; make room on the disk"):
+            replace_file(tmp_path / "checkpoint.pt", lambda opened: torch.save({"step": torch.zeros(4096)}, opened))
+        with pytest.raises(OSError, match=r"model.safetensors cannot be written"):
+            save_model(target, tmp_path / "draft")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    store.flush()
+    assert len(ConversationStore(tmp_path / "data", 24)) == 64
 
 
 def test_layers_to_choose_from():
