@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -161,7 +161,7 @@ def distill(
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
     _check_device(device, processes)
     directory, on_gpu = find_model(target) if target else demo.TARGET, device == "cuda"
-    texts = _texts(directory, prompts, from_log, is_demo=directory == demo.TARGET)
+    texts = fitting(_texts(directory, prompts, from_log, is_demo=directory == demo.TARGET), width)
     served = tuple(temperature or ())
     config = DistillConfig(
         target=directory,
@@ -228,15 +228,43 @@ def _texts(directory: Path, file: Path | None, log: Path | None, is_demo: bool) 
     if file is None and logged:
         return logged
     if file is None:
-        from smc.demo.problems import generate
-
-        problems = generate(0, DEMO_PROMPTS, "train")
-        return tuple(tuple(tokenizer.chat([{"role": "user", "content": each.question}])) for each in problems)
-    lines = file.read_text(encoding="utf-8").splitlines()
-    found = [_encoded(tokenizer, line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+        return demo_prompts(tokenizer)
+    found = tuple(_prompts_of(tokenizer, file))
     if not found:
         raise ValueError(f"{file} holds no prompts; one a line is needed")
     return (*found, *logged)
+
+
+def demo_prompts(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token ids of problems for the demo target."""
+    from smc.demo.problems import generate
+
+    problems = generate(0, DEMO_PROMPTS, "train")
+    return tuple(tuple(tokenizer.chat([{"role": "user", "content": each.question}])) for each in problems)
+
+
+def fitting(prompts: tuple[tuple[int, ...], ...], width: int) -> tuple[tuple[int, ...], ...]:
+    """Prompts that leave room for an answer in conversations of this width. Raises ValueError if there are none."""
+    from smc.distill.talk import LEAST_ANSWER
+
+    most = width - LEAST_ANSWER
+    found = tuple(each for each in prompts if len(each) <= most)
+    if prompts and not found:
+        raise ValueError(f"all {len(prompts)} prompts have more than {most} tokens; give a --width above {width}")
+    if left := len(prompts) - len(found):
+        err.print(f"{left} of {len(prompts)} prompts are left out: they have more than {most} tokens (--width {width})")
+    return found
+
+
+def _prompts_of(tokenizer: Tokenizer, file: Path) -> Iterator[tuple[int, ...]]:
+    try:
+        # Not `splitlines`: texts in JSON may hold other separators of lines.
+        with file.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _encoded(tokenizer, line.rstrip("\n"), f"{file}:{number}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}") from error
 
 
 def logged_prompts(tokenizer: Tokenizer, log: Path) -> tuple[tuple[int, ...], ...]:
@@ -285,12 +313,16 @@ def _encoded(tokenizer: Tokenizer, line: str, where: str) -> tuple[int, ...]:
         content = content.get("messages", content.get("prompt"))
         if not isinstance(content, (str, list)):
             raise ValueError(f'{where} has neither a text "prompt" nor a list "messages"')
-    if not tokenizer.has_chat_template:
-        if not isinstance(content, str):
-            raise ValueError(f"{where} has messages, but the target has no chat template; give texts")
-        return tuple(tokenizer.encode(content))
+    if not content:
+        raise ValueError(f"{where} has an empty prompt; leave it out")
+    if not tokenizer.has_chat_template and not isinstance(content, str):
+        raise ValueError(f"{where} has messages, but the target has no chat template; give texts")
     messages: Sequence[dict[str, Any]] = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    return tuple(tokenizer.chat(messages))
+    try:
+        ids = tokenizer.chat(messages) if tokenizer.has_chat_template else tokenizer.encode(content)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return tuple(ids)
 
 
 def _print(found: Measurement, directory: Path) -> None:
