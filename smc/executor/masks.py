@@ -250,8 +250,9 @@ def allowed_tokens(mask_RW: Tensor, vocab: int, ids_M: Tensor | None = None) -> 
 def apply_mask(
     logits_RV: Tensor, mask_RW: Tensor, columns: int, ids_M: Tensor | None = None, *, fails: bool = True
 ) -> Tensor:
-    """Logits without what is not allowed; the Triton form is in `smc.kernels.token_masks`. Where nothing that is allowed is possible, as a bias forbids it, all that is
-    allowed is equally likely. Where nothing is allowed at all, logits are NaN if the row `fails`, or as they were."""
+    """Logits without what is not allowed; the Triton form is in `smc.kernels.token_masks`. Where nothing that is allowed is
+    possible, as a bias forbids it, all that is allowed is equally likely. Where nothing is allowed at all, logits are NaN
+    if the row `fails`, or as they were."""
     own_RV, beyond_RX = logits_RV.float().split((columns, logits_RV.shape[1] - columns), 1)
     allowed_RV = allowed_tokens(mask_RW, columns, ids_M)
     masked_RV = torch.where(allowed_RV, own_RV, -torch.inf)

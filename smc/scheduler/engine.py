@@ -210,7 +210,8 @@ class Engine:
         self.fallback.apply_switches()
         for group in self.prefill.finish(self._clock()):
             self.registry.run(group)
-        self.potentials.follow(self.registry.admitted)
+        for group in self.potentials.follow(self.registry.admitted):
+            self.registry.redraw(group)
         self.results.report_all()
 
     def run(self, requests: Iterable[Request]) -> Iterator[Output]:

@@ -27,6 +27,8 @@ GRACE = 0.001
 take part in the next round."""
 IDLE = 0.01
 """Seconds that a step waits where nothing else runs."""
+MOST_REDRAWS = 8
+"""Times in a row that tokens are drawn again of which a potential leaves no particle with weight."""
 MOST_OVERDUE = 16
 """Calls of one potential that took too long and still run."""
 
@@ -93,11 +95,12 @@ class PotentialCalls:
         count, self._collapses = self._collapses, 0
         return count
 
-    def follow(self, admitted: Iterable[SequenceGroup]) -> None:
+    def follow(self, admitted: Iterable[SequenceGroup]) -> list[SequenceGroup]:
         """Once a step: ask about requests whose particles have changed, and weigh those about which there is an answer.
-        Waits where no request could go on otherwise."""
+        Waits where no request could go on otherwise. Returns requests whose last round is to be drawn again, as it has
+        left no particle with weight."""
         if not self._potentials:
-            return
+            return []
         groups = list(admitted)
         waiting = {call.group: call.logphi_N for call in self._calls if call.is_current}
         unasked = [group for group in groups if group.awaits_potential and group not in waiting]
@@ -106,8 +109,7 @@ class PotentialCalls:
         waiting |= new
         if waiting and all(group in waiting for group in groups):
             wait(waiting.values(), IDLE, FIRST_COMPLETED)
-        for call in list(self._calls):
-            self._finish(call)
+        return [call.group for call in list(self._calls) if self._finish(call)]
 
     def _ask(self, group: SequenceGroup) -> PotentialCall | None:
         """The call that was made, if one is needed and allowed."""
@@ -136,32 +138,38 @@ class PotentialCalls:
     def _is_late(self, call: PotentialCall) -> bool:
         return time.monotonic() - call.began > self._limit
 
-    def _finish(self, call: PotentialCall) -> None:
-        """Weigh what an ended call was asked about; end the request of a call that takes too long."""
+    def _finish(self, call: PotentialCall) -> bool:
+        """Weigh what an ended call was asked about; end the request of a call that takes too long. Whether the
+        request's last round is to be drawn again."""
         group, is_current = call.group, call.is_current
         if not call.logphi_N.done():
             if is_current and self._is_late(call):
                 group.error = f"potential {call.name!r} took more than {self._limit:g} s, which is all that it has"
-            return
+            return False
         self._calls.remove(call)
         if not is_current:
-            return
+            return False
         if error := call.logphi_N.exception():
             group.error = str(error)
-        else:
-            self._weigh(call, call.logphi_N.result())
+            return False
+        return self._weigh(call, call.logphi_N.result())
 
-    def _weigh(self, call: PotentialCall, logphi_N: np.ndarray) -> None:
-        """Weights change by the factor phi(new) / phi(old). Where all would be zero they stay as they are, and Z-hat
-        is 0."""
+    def _weigh(self, call: PotentialCall, logphi_N: np.ndarray) -> bool:
+        """Weights change by the factor phi(new) / phi(old). Where all would be zero, Z-hat is 0, and the round is to be
+        drawn again: returns True. Where that has been done often enough, weights stay as they are."""
         group, slots, at = call.group, self._slots, call.slots_N
         logw_N = slots.logw_S[at] + logphi_N - slots.logphi_S[at]
-        slots.weighed_S[at] = call.length_N
-        group.end_potential()
         if (logw_N == -np.inf).all():
             group.log_z = -np.inf
             group.counters.collapses += 1
             self._collapses += 1
-            return
+            if group.redraws < MOST_REDRAWS:
+                return True
+            slots.weighed_S[at] = call.length_N
+            group.end_potential()
+            return False
+        slots.weighed_S[at] = call.length_N
         slots.logw_S[at], slots.logphi_S[at] = logw_N, logphi_N
         slots.vacate(at[~group.decoding.alive(logw_N)])
+        group.end_potential(slots)
+        return False
