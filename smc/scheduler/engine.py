@@ -305,7 +305,8 @@ class Engine:
         )
         stats.spec_alone_rounds = alone.spec_alone_rounds
         memory = self.memory
-        stats.collapses += self.potentials.take_collapses()
+        stats.potentials = self.potentials.take_stats()
+        stats.collapses += stats.potentials.collapses
         stats.queued = len(self.registry.queue)
         stats.running = len(self.registry.admitted) + self.prefill.num_rescoring
         stats.slots_free = self.slots.num_free
