@@ -227,8 +227,8 @@ def _chat(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _function(tool: CustomTool) -> dict[str, Any]:
-    described = {} if tool.description is None else {"description": tool.description}
-    return {"name": tool.name, **described, "parameters": tool.input_schema}
+    more = {name: value for name in ("description", "strict") if (value := getattr(tool, name)) is not None}
+    return {"name": tool.name, **more, "parameters": tool.input_schema}
 
 
 def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
