@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,10 +25,13 @@ GPU_HELD_OUT, CPU_HELD_OUT = 96, 16
 GPU_CONTEXTS, CPU_CONTEXTS = 400, 48
 
 
-def distill(
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions:
+    """Options of the command."""
+
     out_directory: Annotated[
         Path, options.option(options.OUTPUT, "Directory of the draft.", "--out", metavar="DIR", show_default=False)
-    ],
+    ]
     target: Annotated[
         Path | None,
         options.option(
@@ -37,28 +40,28 @@ def distill(
             "--target",
             metavar="MODEL",
         ),
-    ] = None,
+    ] = None
     minutes: Annotated[
         float | None,
         options.option(TRAINING, "Wall time of the whole run. Default: 5, without --tokens.", metavar="MINUTES"),
-    ] = None,
+    ] = None
     tokens: Annotated[
         int | None,
         options.option(TRAINING, "Answer tokens to learn from, in place of --minutes.", metavar="TOKENS"),
-    ] = None,
+    ] = None
     layers: Annotated[
         int | None,
         options.option(
             DRAFT, "Layers, cut from the target. Default: one of seven, at least two.", "--layers", metavar="L"
         ),
-    ] = None,
+    ] = None
     shape: Annotated[
         str | None,
         options.option(DRAFT, "A new model of this width and depth, such as 256x6.", "--shape", metavar="WIDTHxLAYERS"),
-    ] = None,
+    ] = None
     draft: Annotated[
         Path | None, options.option(DRAFT, "Go on from this draft's weights.", "--draft", metavar="DIR")
-    ] = None,
+    ] = None
     own_embedding: Annotated[
         bool,
         options.option(
@@ -68,7 +71,7 @@ def distill(
             show_default=False,
             metavar="",
         ),
-    ] = False,
+    ] = False
     prompts: Annotated[
         Path | None,
         options.option(
@@ -77,7 +80,7 @@ def distill(
             "--prompts",
             metavar="FILE",
         ),
-    ] = None,
+    ] = None
     from_log: Annotated[
         Path | None,
         options.option(
@@ -86,7 +89,7 @@ def distill(
             "--from-log",
             metavar="FILE",
         ),
-    ] = None,
+    ] = None
     temperature: Annotated[
         list[float] | None,
         options.option(
@@ -95,10 +98,10 @@ def distill(
             "--temperature",
             metavar="T",
         ),
-    ] = None,
-    turns: Annotated[int, options.option(DATA, "User turns of a conversation, at most.", metavar="COUNT")] = 2,
-    width: Annotated[int, options.option(DATA, "Tokens of the longest conversation.", metavar="TOKENS")] = 512,
-    seed: Annotated[int, options.option(DATA, "Decides conversations and their order.", metavar="SEED")] = 0,
+    ] = None
+    turns: Annotated[int, options.option(DATA, "User turns of a conversation, at most.", metavar="COUNT")] = 2
+    width: Annotated[int, options.option(DATA, "Tokens of the longest conversation.", metavar="TOKENS")] = 512
+    seed: Annotated[int, options.option(DATA, "Decides conversations and their order.", metavar="SEED")] = 0
     loss: Annotated[
         str,
         options.option(
@@ -106,8 +109,8 @@ def distill(
             "tv (total variation): for exact decoding; chi2 (chi-square): for SMC; kl: neither in particular.",
             metavar="tv|chi2|kl",
         ),
-    ] = "tv",
-    rate: Annotated[float, options.option(TRAINING, "Peak learning rate.", metavar="RATE")] = 1e-3,
+    ] = "tv"
+    rate: Annotated[float, options.option(TRAINING, "Peak learning rate.", metavar="RATE")] = 1e-3
     batch: Annotated[
         int | None,
         options.option(
@@ -115,18 +118,18 @@ def distill(
             f"Conversations of a step. Default: {CPU_BATCH} on a CPU, {GPU_BATCH} on a GPU.",
             metavar="COUNT",
         ),
-    ] = None,
-    rounds: Annotated[int, options.option(TRAINING, "Rounds of writing, learning and measuring.", metavar="COUNT")] = 8,
+    ] = None
+    rounds: Annotated[int, options.option(TRAINING, "Rounds of writing, learning and measuring.", metavar="COUNT")] = 8
     resume: Annotated[
         bool,
         options.option(
             TRAINING, "Go on with the run in --out, after a kill.", "--resume", show_default=False, metavar=""
         ),
-    ] = False,
-    device: Annotated[str, options.option(options.MODELS, "Where to run.", metavar="cpu|cuda")] = "cpu",
+    ] = False
+    device: Annotated[str, options.option(options.MODELS, "Where to run.", metavar="cpu|cuda")] = "cpu"
     processes: Annotated[
         int, options.option(options.MODELS, "Processes that train together, each on a GPU of its own.", metavar="COUNT")
-    ] = 1,
+    ] = 1
     slots: Annotated[
         int | None,
         options.option(
@@ -134,8 +137,8 @@ def distill(
             f"Conversations written at once by a process. Default: {CPU_SLOTS} on a CPU, {GPU_SLOTS} on a GPU.",
             metavar="COUNT",
         ),
-    ] = None,
-    threads: options.Threads = None,
+    ] = None
+    threads: options.Threads = None
     no_speed: Annotated[
         bool,
         options.option(
@@ -145,9 +148,12 @@ def distill(
             show_default=False,
             metavar="",
         ),
-    ] = False,
-    as_json: options.JsonFlag = False,
-) -> int:
+    ] = False
+    as_json: options.JsonFlag = False
+
+
+@options.with_options(DistillOptions)
+def distill(given: DistillOptions) -> int:
     """Train a draft for a target on nothing but what the target writes, and measure what it gains."""
     from smc import demo
     from smc.distill.run import DistillConfig, distill
@@ -157,39 +163,41 @@ def distill(
     from smc.loading import DEMO, DEVICES, use_threads
     from smc.model.hub import find_model
 
-    if device not in DEVICES:
-        raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
-    _check_device(device, processes)
-    directory, on_gpu = find_model(target) if target else demo.TARGET, device == "cuda"
-    texts = fitting(_texts(directory, prompts, from_log, is_demo=directory == demo.TARGET), width)
-    served = tuple(temperature or ())
+    if given.device not in DEVICES:
+        raise ValueError(f"--device {given.device}; allowed: {', '.join(DEVICES)}")
+    _check_device(given.device, given.processes)
+    directory, on_gpu = find_model(given.target) if given.target else demo.TARGET, given.device == "cuda"
+    texts = fitting(_texts(directory, given.prompts, given.from_log, is_demo=directory == demo.TARGET), given.width)
+    served = tuple(given.temperature or ())
     config = DistillConfig(
         target=directory,
-        out=out_directory,
-        minutes=5.0 if minutes is None and tokens is None else minutes,
-        tokens=tokens,
-        student=StudentSpec(layers, shape, draft, own_embedding),
-        talk=TalkSettings(served or TEMPERATURES, width=width, turns=turns, seed=seed),
-        training=TrainingSettings(loss=loss, peak_rate=rate, batch=batch or (GPU_BATCH if on_gpu else CPU_BATCH)),
+        out=given.out_directory,
+        minutes=5.0 if given.minutes is None and given.tokens is None else given.minutes,
+        tokens=given.tokens,
+        student=StudentSpec(given.layers, given.shape, given.draft, given.own_embedding),
+        talk=TalkSettings(served or TEMPERATURES, width=given.width, turns=given.turns, seed=given.seed),
+        training=TrainingSettings(
+            loss=given.loss, peak_rate=given.rate, batch=given.batch or (GPU_BATCH if on_gpu else CPU_BATCH)
+        ),
         temperatures=tuple(sorted({each for each in served if each > 0} or {1.0, 0.7}, reverse=True)),
         prompts=texts,
-        mixed=not (directory == demo.TARGET and prompts is None and from_log is None),
-        rounds=rounds,
-        device=device,
-        processes=processes,
-        slots=slots or (GPU_SLOTS if on_gpu else CPU_SLOTS),
+        mixed=not (directory == demo.TARGET and given.prompts is None and given.from_log is None),
+        rounds=given.rounds,
+        device=given.device,
+        processes=given.processes,
+        slots=given.slots or (GPU_SLOTS if on_gpu else CPU_SLOTS),
         held_out=GPU_HELD_OUT if on_gpu else CPU_HELD_OUT,
         contexts=GPU_CONTEXTS if on_gpu else CPU_CONTEXTS,
-        times_models=not no_speed,
-        resume=resume,
+        times_models=not given.no_speed,
+        resume=given.resume,
     )
-    use_threads(threads, DEMO if directory == demo.TARGET else (directory, directory))
+    use_threads(given.threads, DEMO if directory == demo.TARGET else (directory, directory))
     with err.status("") as status:
         found = distill(config, _Reporter(status))
-    if as_json:
-        print(json.dumps(finite({"out": str(out_directory), **asdict(found)})))
+    if given.as_json:
+        print(json.dumps(finite({"out": str(given.out_directory), **asdict(found)})))
     else:
-        _print(found, out_directory)
+        _print(found, given.out_directory)
     return 0
 
 
