@@ -27,6 +27,7 @@ def watched(pair, engine=ENGINE, **gateway) -> Iterator[tuple[Service, tuple]]:
         yield service, ("--address", service.address, "--metrics", url)
 
 
+@pytest.mark.slow
 def test_answers_cancelled_and_slow_ones(loadtest, pair, tmp_path):
     path = tmp_path / "run.json"
     with watched(pair) as (service, where):
@@ -94,6 +95,7 @@ def test_a_missed_objective_is_exit_code_1(loadtest, pair):
     assert ran.code == 1 and "Not good enough: objective: time to first token at most 0.001 ms: 0 of 3" in ran.out
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_asks_and_is_answered_the_same(loadtest, pair, tmp_path):
     written = []
     with watched(pair) as (_, where):
