@@ -426,6 +426,8 @@ KINDS = {
     "none_required": "null",
 }
 """JSON's names of types, by pydantic's error types."""
+_AROUND = re.compile(r"^(Input should be|(List|String) should have) | after validation, not \d+$")
+"""What pydantic says around what is allowed."""
 NAMES = {chat: frozenset(body.model_fields) | SETTINGS.keys() for chat, body in BODIES.items()}
 """Of fields: what the library calls a setting has the same name, and the same meaning, in a body."""
 
@@ -686,7 +688,7 @@ def _in_our_words(error: ValidationError, endpoint: str, names: frozenset[str]) 
     if first["type"] == "union_tag_invalid":
         kinds = first["ctx"]["expected_tags"].replace("'", "").replace(KIND, "")
         return BadRequest(f"{path}.type={first['ctx']['tag'].removeprefix(KIND)!r}; allowed: {kinds}", path)
-    allowed = KINDS.get(first["type"]) or first["msg"].removeprefix("Input should be ")
+    allowed = KINDS.get(first["type"]) or _AROUND.sub("", first["msg"])
     return BadRequest(f"{path}={first['input']!r}; allowed: {allowed}", path)
 
 
