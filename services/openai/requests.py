@@ -468,6 +468,8 @@ class CompletionRequest:
     """How the model writes calls; None: what it writes is text."""
     prompt_logprobs: int | None = None
     """As many of the likeliest tokens are listed beside each token of the prompt; None: the prompt's are not listed."""
+    only_prompts: bool = False
+    """`max_tokens` 0 with `echo`: one token is decoded, and left out."""
 
     @property
     def may_reason(self) -> bool:
@@ -594,6 +596,9 @@ def _understood(
             f"model={body.model!r}; allowed: {', '.join(map(repr, models))}", "model", 404, "model_not_found"
         )
     try:
+        only_prompts = isinstance(body, CompletionBody) and body.echo and not body.stream and _is_zero(settings)
+        if only_prompts:
+            settings |= {"max_tokens": 1}
         check_cache_salt(body.cache_salt)
         check_priority(body.priority)
         settings = _in_the_librarys_terms(settings, body)
@@ -641,7 +646,12 @@ def _understood(
         timeout=body.timeout,
         tools=_tool_use(body) if isinstance(body, ChatBody) else None,
         prompt_logprobs=listed,
+        only_prompts=only_prompts,
     )
+
+
+def _is_zero(settings: Mapping[str, Any]) -> bool:
+    return type(given := settings.get("max_tokens")) is int and given == 0
 
 
 def given_fields(document: Any) -> dict[str, Any]:
