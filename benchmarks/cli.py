@@ -303,7 +303,12 @@ def timeline(
 def grow(
     model: Annotated[Path, typer.Argument(help="Directory of the small model.", metavar="MODEL")],
     directory: Annotated[Path, typer.Argument(help="New directory for the grown one.", metavar="OUT")],
-    shape: Annotated[str, options.option(options.MODELS, "A published shape, such as llama-8b.", metavar="SHAPE")],
+    shape: Annotated[
+        str,
+        options.option(
+            options.MODELS, "A published shape, such as llama-8b; llama-8b/4 has 4 layers.", metavar="SHAPE"
+        ),
+    ],
     dtype: Annotated[str, options.option(options.MODELS, "float32, bfloat16 or float16.", metavar="TYPE")] = "bfloat16",
 ) -> None:
     """Write a small model in a large shape, the rest zeros: the small one's answers at the large one's cost."""

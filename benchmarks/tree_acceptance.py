@@ -1,9 +1,11 @@
 """How many of a target's next tokens the draft's tree holds, on text that the target wrote itself.
 
     python -m benchmarks.tree_acceptance --target DIR --draft DIR [--temperature 1 ...] [-n 8] [-k 5] [--texts 16]
+        [--draft-dtype bfloat16 --draft-dtype fp8 --draft-dtype int4]
 
-The target writes conversations: user turns from its chat template's opening, then the answers to them. Contexts are
-taken from the answers at equal distances; `smc.distill.trees` says what happens at each.
+The target writes conversations: user turns from its chat template's opening, then the answers to them. The demo target
+answers problems. Contexts are taken from the answers at equal distances; `smc.distill.trees` says what happens at each.
+A draft may be loaded in several types: all get the same contexts, so that their differences have small errors.
 
 Two things decide the result besides the models. A mean over contexts is larger than a mean over the rounds of served
 answers: a round begins where the last one ended, so text that the draft predicts badly has more rounds for each token.
@@ -18,18 +20,21 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
+from smc.demo.problems import generate
 from smc.distill.talk import ChatFormat
-from smc.distill.trees import Continuation, OwnText, TreeDraft, draw_next
+from smc.distill.trees import DrawnContinuation, OwnText, TreeDraft, draw_next
 from smc.local_engine import ModelPair, local_engine
+from smc.model.linear import DTYPES
+from smc.model.loader import load_model
+from smc.model.tokenizer import Tokenizer
 
 USER_TOKENS, ANSWER_TOKENS = 64, 112
 MOST_TEXT_TEMPERATURE = 0.7
@@ -44,8 +49,20 @@ def write_texts(pair: ModelPair, count: int, temperature: float, seed: int = 0) 
     turns = continued(pair, [opening] * count, temperature, USER_TOKENS, range(seed, seed + count))
     ends = set(pair.tokenizer.eos_ids)
     prompts = [[*opening, *(token for token in turn if token not in ends), *closing] for turn in turns]
-    answers = continued(pair, prompts, temperature, ANSWER_TOKENS, range(seed, seed + count))
+    return write_answers(pair, prompts, temperature, seed)
+
+
+def write_answers(
+    pair: ModelPair, prompts: Sequence[Sequence[int]], temperature: float, seed: int = 0
+) -> list[OwnText]:
+    answers = continued(pair, prompts, temperature, ANSWER_TOKENS, range(seed, seed + len(prompts)))
     return [OwnText((*prompt, *answer), len(prompt)) for prompt, answer in zip(prompts, answers)]
+
+
+def demo_problems(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """Token ids of prompts."""
+    problems = generate(0, count, "test")
+    return [tokenizer.chat([{"role": "user", "content": each.question}]) for each in problems]
 
 
 def continued(
@@ -76,32 +93,57 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=16)
     parser.add_argument("--distance", type=int, default=8, help="tokens between contexts; default: %(default)s")
     parser.add_argument("--json", type=Path, help="write contexts, and how many tokens were held, here")
-    given = parser.parse_args()
-    on_gpu = given.device == "cuda"
-    pair = ModelPair.load(
-        given.target, given.draft, dtype=torch.bfloat16 if on_gpu else torch.float32, device=given.device
+    parser.add_argument(
+        "--draft-dtype", action="append", choices=DTYPES, help="may be repeated; default: float32, on a GPU bfloat16"
     )
-    tree = TreeDraft(pair.draft, pair.tokenizer.size, given.n, given.exponent)
+    given = parser.parse_args()
+    plain = "bfloat16" if given.device == "cuda" else "float32"
+    pair = ModelPair.load(given.target, given.draft, dtype=DTYPES[plain], device=given.device)
+    size = pair.tokenizer.size
+    trees = {
+        name: TreeDraft(load_model(given.draft, dtype=DTYPES[name], device=given.device), size, given.n, given.exponent)
+        for name in given.draft_dtype or [plain]
+    }
     record: dict[str, list[dict]] = {}
     for temperature in given.temperature or (1.0, 0.7, 0.4):
         found = record[f"{temperature:g}"] = []
-        for text in write_texts(pair, given.texts, min(temperature, MOST_TEXT_TEMPERATURE)):
+        held: dict[str, list[int]] = {name: [] for name in trees}
+        written_at = min(temperature, MOST_TEXT_TEMPERATURE)
+        texts = (
+            write_answers(pair, demo_problems(pair.tokenizer, given.texts), written_at)
+            if given.target.resolve() == demo.TARGET.resolve()
+            else write_texts(pair, given.texts, written_at)
+        )
+        for text in texts:
             seed = sum(len(each["held"]) for each in found)
             contexts = text.contexts(given.distance)
-            (drawn,) = draw_next(pair.target, [text], [contexts], given.k, temperature, seed, pair.tokenizer.size)
-            (held,) = tree.held([text], [drawn], temperature)
-            found.append(as_record(text, drawn, held))
-        counts = [count for each in found for count in each["held"]]
-        error = statistics.stdev(counts) / len(counts) ** 0.5
-        print(
-            f"temperature {temperature:g}: {statistics.mean(counts):.2f} +- {error:.2f} of {given.k}, "
-            f"{len(counts)} contexts"
-        )
+            (drawn,) = draw_next(pair.target, [text], [contexts], given.k, temperature, seed, size)
+            for name, tree in trees.items():
+                held[name] += tree.held([text], [drawn], temperature)[0]
+            first = next(iter(held.values()))
+            found.append(as_record(text, drawn, first[len(first) - len(drawn) :]))
+        for line in lines_of(held):
+            print(f"temperature {temperature:g}, {line}, tokens of {given.k}", flush=True)
         if given.json:
             given.json.write_text(json.dumps(record))
 
 
-def as_record(text: OwnText, drawn: Sequence[Continuation], held: Sequence[int]) -> dict:
+def lines_of(held: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Means over contexts by type of the draft, with standard errors, and differences from the first type."""
+    first = next(iter(held.values()))
+    for name, counts in held.items():
+        line = f"{name}: {mean_with_error(counts)}"
+        if counts is not first:
+            line += f", less the first {mean_with_error([own - other for own, other in zip(counts, first)], 3)}"
+        yield f"{line} on {len(counts)} contexts"
+
+
+def mean_with_error(counts: Sequence[int], digits: int = 2) -> str:
+    error = statistics.stdev(counts) / len(counts) ** 0.5
+    return f"{statistics.mean(counts):.{digits}f} +- {error:.{digits}f}"
+
+
+def as_record(text: OwnText, drawn: Sequence[DrawnContinuation], held: Sequence[int]) -> dict:
     """One text of the file of --json."""
     return {
         "tokens": text.tokens,
@@ -111,9 +153,9 @@ def as_record(text: OwnText, drawn: Sequence[Continuation], held: Sequence[int])
     }
 
 
-def from_record(record: dict) -> tuple[OwnText, list[Continuation], list[int]]:
+def from_record(record: dict) -> tuple[OwnText, list[DrawnContinuation], list[int]]:
     """Inverse of `as_record`."""
-    drawn = [Continuation(context, tuple(tokens), seed) for context, tokens, seed in record["drawn"]]
+    drawn = [DrawnContinuation(context, tuple(tokens), seed) for context, tokens, seed in record["drawn"]]
     return OwnText(tuple(record["tokens"]), record["answer_from"]), drawn, record["held"]
 
 

@@ -103,6 +103,7 @@ SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 EXPONENT_BUCKETS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 EVIDENCE_BUCKETS = (-10.0, -5.0, -3.0, -2.0, -1.0, -0.5, -0.3, -0.2, -0.1, -0.05, 0.0, 0.1, 0.5)
 MASK_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
+CALL_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -138,6 +139,10 @@ class EngineMetrics(Families):
             self._lag.observe(lag)
         for seconds in stats.mask_seconds:
             self._mask.observe(seconds)
+        for seconds in stats.potentials.seconds:
+            self._potential.observe(seconds)
+        self._potential_errors.inc(stats.potentials.errors)
+        self._potential_timeouts.inc(stats.potentials.timeouts)
 
     def observe_round(
         self,
@@ -229,6 +234,16 @@ class EngineMetrics(Families):
             "smc_constraint_mask_seconds",
             "Masks of constrained requests in a round, at one model; they are made while it runs.",
             MASK_BUCKETS,
+        )
+        self._potential = self._histogram(
+            "smc_potential_call_seconds", "Calls of potentials; each is about all particles of a request.", CALL_BUCKETS
+        )
+        self._potential_errors = self._counter(
+            "smc_potential_errors_total",
+            "Requests that ended because their potential failed, or returned what is no log phi.",
+        )
+        self._potential_timeouts = self._counter(
+            "smc_potential_timeouts_total", "Requests that ended because their potential took too long."
         )
 
     def _make_exact_metrics(self) -> None:

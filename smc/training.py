@@ -61,6 +61,11 @@ class Optimizer:
                 weight.grad = torch.zeros_like(weight)
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all weights are."""
+        return bool(torch.stack([master.detach().isfinite().all() for master in self.masters]).all())
+
     def clear(self) -> None:
         for weight in self.weights:
             weight.grad = None

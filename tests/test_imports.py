@@ -63,13 +63,18 @@ GENERATED = ROOT / "services" / "pb"
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> tuple[str, ...]:
     """Modules that a file imports, wherever in it."""
     return tuple(_imports(path))
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             # `from smc import demo` names a package, `from services.cli import options` a module.
             named = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -173,10 +178,9 @@ def test_only_the_methods_file_of_the_scheduler_asks_which_method_a_request_has(
     for path in sorted((ROOT / "smc" / "scheduler").glob("*.py")):
         if path.name == "methods.py":
             continue
-        tree = ast.parse(path.read_text())
         named = [
             node.lineno
-            for node in ast.walk(tree)
+            for node in ast.walk(tree_of(path))
             if (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Method")
             or (
                 isinstance(node, ast.Compare)
@@ -187,3 +191,13 @@ def test_only_the_methods_file_of_the_scheduler_asks_which_method_a_request_has(
             )
         ]
         assert not named, f"{path}: asks for a method in lines {named}"
+
+
+def test_no_class_name_is_defined_twice():
+    """A name means one thing in the whole product."""
+    defined: dict[str, Path] = {}
+    for path in (path for root in ("smc", "services") for path in sources(root)):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                other = defined.setdefault(node.name, path)
+                assert other == path, f"class {node.name}: in {other} and in {path}"

@@ -283,6 +283,23 @@ def particles() -> Dashboard:
                 {"answers": f"60 * {rate('smc_constraint_invalid_ends_total')}"},
             ),
         ],
+        "Potentials": [
+            graph(
+                "Potential calls",
+                "Seconds that a call of a potential took, about all particles of a request. The request waits for it.",
+                "s",
+                quantiles("smc_potential_call_seconds", 0.5, 0.9, 0.99),
+            ),
+            graph(
+                "Requests that potentials ended",
+                "Requests per minute whose potential failed or took too long.",
+                "cpm",
+                {
+                    "failed": f"60 * {rate('smc_potential_errors_total')}",
+                    "too slow": f"60 * {rate('smc_potential_timeouts_total')}",
+                },
+            ),
+        ],
         "Efficiency": [
             graph(
                 "Tokens run for one of the answer",

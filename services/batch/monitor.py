@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from services.batch.progress import Counts
 
 if TYPE_CHECKING:
-    from services.batch.parts import Part
+    from services.batch.parts import InputPart
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Monitor:
         """By worker group, whether it is ready; without those that failed."""
         self._started: list[float] = []
         self._failures: list[str] = []
-        self._parts: dict[Part, Counts] = {}
-        self._written: set[Part] = set()
+        self._parts: dict[InputPart, Counts] = {}
+        self._written: set[InputPart] = set()
 
     def start(self, name: str) -> None:
         self._states[name] = False
@@ -49,10 +49,10 @@ class Monitor:
         self._states.pop(name, None)
         self._failures.append(why)
 
-    def report(self, parts: dict[Part, Counts]) -> None:
+    def report(self, parts: dict[InputPart, Counts]) -> None:
         self._parts |= {part: counts for part, counts in parts.items() if part not in self._written}
 
-    def snapshot(self, written: Sequence[Part]) -> Snapshot:
+    def snapshot(self, written: Sequence[InputPart]) -> Snapshot:
         """`written`: parts that count no longer."""
         self._written.update(written)
         for part in written:

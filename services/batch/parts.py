@@ -37,7 +37,7 @@ NOTHING = Counts()
 
 
 @dataclass(frozen=True)
-class Part:
+class InputPart:
     """Consecutive lines of one file. Picklable."""
 
     file: str
@@ -86,7 +86,7 @@ class Part:
 class DonePart:
     """What became of a part."""
 
-    part: Part
+    part: InputPart
     new: Counts = NOTHING
     kept: Counts = NOTHING
     """Of records of earlier runs among its lines."""
@@ -153,14 +153,14 @@ class PartsOutput:
         done = [part.counts for part in found if part.name not in again]
         return Survey(total, sum(one.written for one in done), sum(one.failed for one in done))
 
-    def parts(self, groups: int, most_lines: int | None) -> list[Part]:
+    def parts(self, groups: int, most_lines: int | None) -> list[InputPart]:
         """To be done, in order, by so many worker groups."""
         again = self._again()
         missing = list(self._missing())
         lines = sum(end - start for _, start, end in missing) / self._mean
         step = math.ceil(_part_lines(lines, groups, most_lines) * self._mean)
         cut = [
-            Part(file, self._name(file), self._unit, begin, min(begin + step, end))
+            InputPart(file, self._name(file), self._unit, begin, min(begin + step, end))
             for file, start, end in missing
             for begin in range(start, end, step)
         ]
@@ -176,12 +176,12 @@ class PartsOutput:
         self._found[part.file] = sorted(there, key=lambda one: one.start)
         return True
 
-    def _again(self) -> list[Part]:
+    def _again(self) -> list[InputPart]:
         """Parts with failed lines, unless this run has tried them."""
         if not self._retries:
             return []
         return [
-            Part(file, self._name(file), self._unit, one.start, one.end, earlier=one.name)
+            InputPart(file, self._name(file), self._unit, one.start, one.end, earlier=one.name)
             for file, parts in self._found.items()
             for one in parts
             if one.counts.failed and (file, one.start) not in self._redone
@@ -256,7 +256,7 @@ class PartsOutput:
         return kept
 
     def _mean_size(self) -> float:
-        """Of a line, in what `Part.start` counts."""
+        """Of a line, in what `InputPart.start` counts."""
         if self._unit == "row":
             return 1.0
         files = [file for file, size in self._sizes.items() if size]
@@ -284,7 +284,7 @@ class FileParts:
     def survey(self) -> Survey:
         return self._survey
 
-    def parts(self, groups: int, most_lines: int | None) -> list[Part]:
+    def parts(self, groups: int, most_lines: int | None) -> list[InputPart]:
         """To be done, in order, by so many worker groups."""
         parts = list(self._cut(math.ceil(_part_lines(self._survey.total - self._survey.done, groups, most_lines))))
         self._next = parts[0].start if parts else None
@@ -300,7 +300,7 @@ class FileParts:
         self._next = done.part.end
         return True
 
-    def _cut(self, step: int) -> Iterator[Part]:
+    def _cut(self, step: int) -> Iterator[InputPart]:
         """The lines that are not done, by so many."""
         ends = _line_ends(self._earlier.path) if self._earlier else iter(())
         offset = index = count = start = known_start = known_end = 0
@@ -320,8 +320,8 @@ class FileParts:
         if count:
             yield self._part(start, offset, first, known_start, known_end)
 
-    def _part(self, start: int, end: int, first: int, known_start: int, known_end: int) -> Part:
-        part = Part("", "", "byte", start, end, first)
+    def _part(self, start: int, end: int, first: int, known_start: int, known_end: int) -> InputPart:
+        part = InputPart("", "", "byte", start, end, first)
         if self._earlier is None or known_start == known_end:
             return part
         return replace(part, earlier=self._earlier.path.name, earlier_range=(known_start, known_end))
@@ -354,7 +354,7 @@ def _sizes(source: Store) -> tuple[dict[str, int], str]:
         return dict(zip(names["parquet"], threads.map(source.num_rows, names["parquet"]))), "row"
 
 
-def earlier_records(part: Part, sink: Store, form: str) -> list[dict[str, Any]]:
+def earlier_records(part: InputPart, sink: Store, form: str) -> list[dict[str, Any]]:
     """Of a part that is done once more."""
     if part.earlier is None:
         return []

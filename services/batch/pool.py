@@ -18,7 +18,7 @@ import ray
 import ray.data
 
 from services.batch.output_file import written
-from services.batch.parts import DonePart, Part, earlier_records, write_part
+from services.batch.parts import DonePart, InputPart, earlier_records, write_part
 from services.batch.progress import Counts
 from services.batch.replica import Replica, ReplicaSpec
 from services.batch.runner import ServiceLost
@@ -44,7 +44,7 @@ class Pool:
     form: str | None
     """Format of the files that are written; None: records come back in their order, and nothing is written."""
 
-    def answer(self, parts: Sequence[Part], monitor: ray.actor.ActorHandle) -> Iterator[DonePart]:
+    def answer(self, parts: Sequence[InputPart], monitor: ray.actor.ActorHandle) -> Iterator[DonePart]:
         """Each part when it is done. One whose worker group is lost for good does not come. Needs Ray to be connected;
         the worker groups end with the iterator."""
         _set_up(in_order=self.form is None)
@@ -79,7 +79,7 @@ class ReplicaActor:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
         cluster.release_left()
         self._id, self._pool, self._monitor = ray.get_runtime_context().get_actor_id(), pool, monitor
-        self._parts: dict[Part, Counts] = {}
+        self._parts: dict[InputPart, Counts] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         began = time.monotonic()
@@ -95,7 +95,7 @@ class ReplicaActor:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Called by several threads."""
-        part: Part = pickle.loads(row["part"])
+        part: InputPart = pickle.loads(row["part"])
         try:
             done = self._done(part)
         except ServiceLost as error:
@@ -107,7 +107,7 @@ class ReplicaActor:
             done = DonePart(part, error=f"{part.name}: {error}")
         return {"done": pickle.dumps(done)}
 
-    def _done(self, part: Part) -> DonePart:
+    def _done(self, part: InputPart) -> DonePart:
         pool, lines, new, kept = self._pool, [], Counts(), Counts()
 
         def write(record: dict[str, Any], is_new: bool) -> None:

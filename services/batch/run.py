@@ -27,7 +27,7 @@ from services.launch.gpus import check_gpus
 
 if TYPE_CHECKING:
     from services.batch.monitor import Snapshot
-    from services.batch.parts import DonePart, FileParts, Part, PartsOutput
+    from services.batch.parts import DonePart, FileParts, InputPart, PartsOutput
     from services.batch.pool import Pool
 
 RETRIED = ".retry"
@@ -256,7 +256,7 @@ class _Pass:
     def __init__(
         self,
         pool: Pool,
-        parts: list[Part],
+        parts: list[InputPart],
         output: FileParts | PartsOutput,
         progress: BatchProgress,
         display: Display,
@@ -267,7 +267,7 @@ class _Pass:
         self._ended = threading.Event()
         """A part is missing, without which those after it cannot be taken."""
         self._error = "every worker group was lost before it had done a part"
-        self._written: list[Part] = []
+        self._written: list[InputPart] = []
         """Since the last look at the monitor."""
 
     async def run(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,10 +25,13 @@ GPU_HELD_OUT, CPU_HELD_OUT = 96, 16
 GPU_CONTEXTS, CPU_CONTEXTS = 400, 48
 
 
-def distill(
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions:
+    """Options of the command."""
+
     out_directory: Annotated[
         Path, options.option(options.OUTPUT, "Directory of the draft.", "--out", metavar="DIR", show_default=False)
-    ],
+    ]
     target: Annotated[
         Path | None,
         options.option(
@@ -37,28 +40,28 @@ def distill(
             "--target",
             metavar="MODEL",
         ),
-    ] = None,
+    ] = None
     minutes: Annotated[
         float | None,
         options.option(TRAINING, "Wall time of the whole run. Default: 5, without --tokens.", metavar="MINUTES"),
-    ] = None,
+    ] = None
     tokens: Annotated[
         int | None,
         options.option(TRAINING, "Answer tokens to learn from, in place of --minutes.", metavar="TOKENS"),
-    ] = None,
+    ] = None
     layers: Annotated[
         int | None,
         options.option(
             DRAFT, "Layers, cut from the target. Default: one of seven, at least two.", "--layers", metavar="L"
         ),
-    ] = None,
+    ] = None
     shape: Annotated[
         str | None,
         options.option(DRAFT, "A new model of this width and depth, such as 256x6.", "--shape", metavar="WIDTHxLAYERS"),
-    ] = None,
+    ] = None
     draft: Annotated[
         Path | None, options.option(DRAFT, "Go on from this draft's weights.", "--draft", metavar="DIR")
-    ] = None,
+    ] = None
     own_embedding: Annotated[
         bool,
         options.option(
@@ -68,7 +71,7 @@ def distill(
             show_default=False,
             metavar="",
         ),
-    ] = False,
+    ] = False
     prompts: Annotated[
         Path | None,
         options.option(
@@ -77,7 +80,7 @@ def distill(
             "--prompts",
             metavar="FILE",
         ),
-    ] = None,
+    ] = None
     from_log: Annotated[
         Path | None,
         options.option(
@@ -86,7 +89,7 @@ def distill(
             "--from-log",
             metavar="FILE",
         ),
-    ] = None,
+    ] = None
     temperature: Annotated[
         list[float] | None,
         options.option(
@@ -95,10 +98,10 @@ def distill(
             "--temperature",
             metavar="T",
         ),
-    ] = None,
-    turns: Annotated[int, options.option(DATA, "User turns of a conversation, at most.", metavar="COUNT")] = 2,
-    width: Annotated[int, options.option(DATA, "Tokens of the longest conversation.", metavar="TOKENS")] = 512,
-    seed: Annotated[int, options.option(DATA, "Decides conversations and their order.", metavar="SEED")] = 0,
+    ] = None
+    turns: Annotated[int, options.option(DATA, "User turns of a conversation, at most.", metavar="COUNT")] = 2
+    width: Annotated[int, options.option(DATA, "Tokens of the longest conversation.", metavar="TOKENS")] = 512
+    seed: Annotated[int, options.option(DATA, "Decides conversations and their order.", metavar="SEED")] = 0
     loss: Annotated[
         str,
         options.option(
@@ -106,8 +109,8 @@ def distill(
             "tv (total variation): for exact decoding; chi2 (chi-square): for SMC; kl: neither in particular.",
             metavar="tv|chi2|kl",
         ),
-    ] = "tv",
-    rate: Annotated[float, options.option(TRAINING, "Peak learning rate.", metavar="RATE")] = 1e-3,
+    ] = "tv"
+    rate: Annotated[float, options.option(TRAINING, "Peak learning rate.", metavar="RATE")] = 1e-3
     batch: Annotated[
         int | None,
         options.option(
@@ -115,18 +118,18 @@ def distill(
             f"Conversations of a step. Default: {CPU_BATCH} on a CPU, {GPU_BATCH} on a GPU.",
             metavar="COUNT",
         ),
-    ] = None,
-    rounds: Annotated[int, options.option(TRAINING, "Rounds of writing, learning and measuring.", metavar="COUNT")] = 8,
+    ] = None
+    rounds: Annotated[int, options.option(TRAINING, "Rounds of writing, learning and measuring.", metavar="COUNT")] = 8
     resume: Annotated[
         bool,
         options.option(
             TRAINING, "Go on with the run in --out, after a kill.", "--resume", show_default=False, metavar=""
         ),
-    ] = False,
-    device: Annotated[str, options.option(options.MODELS, "Where to run.", metavar="cpu|cuda")] = "cpu",
+    ] = False
+    device: Annotated[str, options.option(options.MODELS, "Where to run.", metavar="cpu|cuda")] = "cpu"
     processes: Annotated[
         int, options.option(options.MODELS, "Processes that train together, each on a GPU of its own.", metavar="COUNT")
-    ] = 1,
+    ] = 1
     slots: Annotated[
         int | None,
         options.option(
@@ -134,8 +137,8 @@ def distill(
             f"Conversations written at once by a process. Default: {CPU_SLOTS} on a CPU, {GPU_SLOTS} on a GPU.",
             metavar="COUNT",
         ),
-    ] = None,
-    threads: options.Threads = None,
+    ] = None
+    threads: options.Threads = None
     no_speed: Annotated[
         bool,
         options.option(
@@ -145,9 +148,12 @@ def distill(
             show_default=False,
             metavar="",
         ),
-    ] = False,
-    as_json: options.JsonFlag = False,
-) -> int:
+    ] = False
+    as_json: options.JsonFlag = False
+
+
+@options.with_options(DistillOptions)
+def distill(given: DistillOptions) -> int:
     """Train a draft for a target on nothing but what the target writes, and measure what it gains."""
     from smc import demo
     from smc.distill.run import DistillConfig, distill
@@ -157,39 +163,41 @@ def distill(
     from smc.loading import DEMO, DEVICES, use_threads
     from smc.model.hub import find_model
 
-    if device not in DEVICES:
-        raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
-    _check_device(device, processes)
-    directory, on_gpu = find_model(target) if target else demo.TARGET, device == "cuda"
-    texts = _texts(directory, prompts, from_log, is_demo=directory == demo.TARGET)
-    served = tuple(temperature or ())
+    if given.device not in DEVICES:
+        raise ValueError(f"--device {given.device}; allowed: {', '.join(DEVICES)}")
+    _check_device(given.device, given.processes)
+    directory, on_gpu = find_model(given.target) if given.target else demo.TARGET, given.device == "cuda"
+    texts = fitting(_texts(directory, given.prompts, given.from_log, is_demo=directory == demo.TARGET), given.width)
+    served = tuple(given.temperature or ())
     config = DistillConfig(
         target=directory,
-        out=out_directory,
-        minutes=5.0 if minutes is None and tokens is None else minutes,
-        tokens=tokens,
-        student=StudentSpec(layers, shape, draft, own_embedding),
-        talk=TalkSettings(served or TEMPERATURES, width=width, turns=turns, seed=seed),
-        training=TrainingSettings(loss=loss, peak_rate=rate, batch=batch or (GPU_BATCH if on_gpu else CPU_BATCH)),
+        out=given.out_directory,
+        minutes=5.0 if given.minutes is None and given.tokens is None else given.minutes,
+        tokens=given.tokens,
+        student=StudentSpec(given.layers, given.shape, given.draft, given.own_embedding),
+        talk=TalkSettings(served or TEMPERATURES, width=given.width, turns=given.turns, seed=given.seed),
+        training=TrainingSettings(
+            loss=given.loss, peak_rate=given.rate, batch=given.batch or (GPU_BATCH if on_gpu else CPU_BATCH)
+        ),
         temperatures=tuple(sorted({each for each in served if each > 0} or {1.0, 0.7}, reverse=True)),
         prompts=texts,
-        mixed=not (directory == demo.TARGET and prompts is None and from_log is None),
-        rounds=rounds,
-        device=device,
-        processes=processes,
-        slots=slots or (GPU_SLOTS if on_gpu else CPU_SLOTS),
+        mixed=not (directory == demo.TARGET and given.prompts is None and given.from_log is None),
+        rounds=given.rounds,
+        device=given.device,
+        processes=given.processes,
+        slots=given.slots or (GPU_SLOTS if on_gpu else CPU_SLOTS),
         held_out=GPU_HELD_OUT if on_gpu else CPU_HELD_OUT,
         contexts=GPU_CONTEXTS if on_gpu else CPU_CONTEXTS,
-        times_models=not no_speed,
-        resume=resume,
+        times_models=not given.no_speed,
+        resume=given.resume,
     )
-    use_threads(threads, DEMO if directory == demo.TARGET else (directory, directory))
+    use_threads(given.threads, DEMO if directory == demo.TARGET else (directory, directory))
     with err.status("") as status:
         found = distill(config, _Reporter(status))
-    if as_json:
-        print(json.dumps(finite({"out": str(out_directory), **asdict(found)})))
+    if given.as_json:
+        print(json.dumps(finite({"out": str(given.out_directory), **asdict(found)})))
     else:
-        _print(found, out_directory)
+        _print(found, given.out_directory)
     return 0
 
 
@@ -228,15 +236,43 @@ def _texts(directory: Path, file: Path | None, log: Path | None, is_demo: bool) 
     if file is None and logged:
         return logged
     if file is None:
-        from smc.demo.problems import generate
-
-        problems = generate(0, DEMO_PROMPTS, "train")
-        return tuple(tuple(tokenizer.chat([{"role": "user", "content": each.question}])) for each in problems)
-    lines = file.read_text(encoding="utf-8").splitlines()
-    found = [_encoded(tokenizer, line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+        return demo_prompts(tokenizer)
+    found = tuple(_prompts_of(tokenizer, file))
     if not found:
         raise ValueError(f"{file} holds no prompts; one a line is needed")
     return (*found, *logged)
+
+
+def demo_prompts(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token ids of problems for the demo target."""
+    from smc.demo.problems import generate
+
+    problems = generate(0, DEMO_PROMPTS, "train")
+    return tuple(tuple(tokenizer.chat([{"role": "user", "content": each.question}])) for each in problems)
+
+
+def fitting(prompts: tuple[tuple[int, ...], ...], width: int) -> tuple[tuple[int, ...], ...]:
+    """Prompts that leave room for an answer in conversations of this width. Raises ValueError if there are none."""
+    from smc.distill.talk import LEAST_ANSWER
+
+    most = width - LEAST_ANSWER
+    found = tuple(each for each in prompts if len(each) <= most)
+    if prompts and not found:
+        raise ValueError(f"all {len(prompts)} prompts have more than {most} tokens; give a --width above {width}")
+    if left := len(prompts) - len(found):
+        err.print(f"{left} of {len(prompts)} prompts are left out: they have more than {most} tokens (--width {width})")
+    return found
+
+
+def _prompts_of(tokenizer: Tokenizer, file: Path) -> Iterator[tuple[int, ...]]:
+    try:
+        # Not `splitlines`: texts in JSON may hold other separators of lines.
+        with file.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _encoded(tokenizer, line.rstrip("\n"), f"{file}:{number}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}") from error
 
 
 def logged_prompts(tokenizer: Tokenizer, log: Path) -> tuple[tuple[int, ...], ...]:
@@ -285,12 +321,16 @@ def _encoded(tokenizer: Tokenizer, line: str, where: str) -> tuple[int, ...]:
         content = content.get("messages", content.get("prompt"))
         if not isinstance(content, (str, list)):
             raise ValueError(f'{where} has neither a text "prompt" nor a list "messages"')
-    if not tokenizer.has_chat_template:
-        if not isinstance(content, str):
-            raise ValueError(f"{where} has messages, but the target has no chat template; give texts")
-        return tuple(tokenizer.encode(content))
+    if not content:
+        raise ValueError(f"{where} has an empty prompt; leave it out")
+    if not tokenizer.has_chat_template and not isinstance(content, str):
+        raise ValueError(f"{where} has messages, but the target has no chat template; give texts")
     messages: Sequence[dict[str, Any]] = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    return tuple(tokenizer.chat(messages))
+    try:
+        ids = tokenizer.chat(messages) if tokenizer.has_chat_template else tokenizer.encode(content)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return tuple(ids)
 
 
 def _print(found: Measurement, directory: Path) -> None:

@@ -62,7 +62,7 @@ class PartKind(Enum):
 
 
 @dataclass
-class Part:
+class MessagePart:
     """A piece of an answer in an API whose messages are lists of pieces."""
 
     kind: PartKind
@@ -75,7 +75,7 @@ class Part:
 @dataclass(frozen=True)
 class PartBegins:
     index: int
-    part: Part
+    part: MessagePart
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PartGrows:
 @dataclass(frozen=True)
 class PartEnds:
     index: int
-    part: Part
+    part: MessagePart
     is_last: bool
     """The answer ends with it."""
 
@@ -101,7 +101,7 @@ class PartReader:
 
     def __init__(self, tool_format: ToolFormat | None, reasoning: Reasoning | None) -> None:
         self._reader = MessageReader(tool_format, reasoning)
-        self.parts: list[Part] = []
+        self.parts: list[MessagePart] = []
 
     @property
     def has_calls(self) -> bool:
@@ -115,12 +115,12 @@ class PartReader:
         for delta in self._reader.finish():
             yield from self._more(delta)
         if not self.parts:
-            yield from self._open(Part(PartKind.TEXT))
+            yield from self._open(MessagePart(PartKind.TEXT))
         yield from self._close(is_last=True)
 
     def _more(self, delta: Delta) -> Iterator[PartEvent]:
         if delta.name is not None:
-            yield from self._open(Part(PartKind.CALL, delta.name))
+            yield from self._open(MessagePart(PartKind.CALL, delta.name))
         for kind, text in (
             (PartKind.REASONING, delta.reasoning),
             (PartKind.TEXT, delta.content),
@@ -129,11 +129,11 @@ class PartReader:
             if not text:
                 continue
             if not self.parts or self.parts[-1].kind is not kind:
-                yield from self._open(Part(kind))
+                yield from self._open(MessagePart(kind))
             self.parts[-1].text += text
             yield PartGrows(len(self.parts) - 1, text)
 
-    def _open(self, part: Part) -> Iterator[PartEvent]:
+    def _open(self, part: MessagePart) -> Iterator[PartEvent]:
         yield from self._close()
         self.parts.append(part)
         yield PartBegins(len(self.parts) - 1, part)

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from services.openai.dialects import ApiCall, ChatForm, Served
-from services.openai.messages import Part, PartBegins, PartEvent, PartGrows, PartKind, PartReader
+from services.openai.messages import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader
 from services.openai.reasoning import Reasoning
 from services.openai.requests import (
     KIND,
@@ -227,8 +227,8 @@ def _chat(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _function(tool: CustomTool) -> dict[str, Any]:
-    described = {} if tool.description is None else {"description": tool.description}
-    return {"name": tool.name, **described, "parameters": tool.input_schema}
+    more = {name: value for name in ("description", "strict") if (value := getattr(tool, name)) is not None}
+    return {"name": tool.name, **more, "parameters": tool.input_schema}
 
 
 def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
@@ -349,14 +349,14 @@ class MessagesWriter:
 
     def _part(self, event: PartEvent) -> bytes:
         if isinstance(event, PartBegins):
-            block = self._block(event.index, Part(event.part.kind, event.part.name))
+            block = self._block(event.index, MessagePart(event.part.kind, event.part.name))
             return _event("content_block_start", index=event.index, content_block=block)
         if isinstance(event, PartGrows):
             kind, name = DELTAS[self._reader.parts[event.index].kind]
             return _event("content_block_delta", index=event.index, delta={"type": kind, name: event.text})
         return _event("content_block_stop", index=event.index)
 
-    def _block(self, index: int, part: Part, is_cut: bool = False) -> dict[str, Any]:
+    def _block(self, index: int, part: MessagePart, is_cut: bool = False) -> dict[str, Any]:
         if part.kind is PartKind.REASONING:
             return {"type": "thinking", "thinking": part.text, "signature": ""}
         if part.kind is PartKind.TEXT:

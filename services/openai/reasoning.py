@@ -32,7 +32,7 @@ class Reasoning:
         return None if end in tail else Reasoning(end, begin in tail)
 
 
-class _State(Enum):
+class _ReasoningState(Enum):
     BEGINNING = 0
     REASONING = 1
     ENDED = 2
@@ -44,37 +44,37 @@ class ReasoningReader:
     """Divides the text of one answer as it comes."""
 
     def __init__(self, is_open: bool) -> None:
-        self._state = _State.REASONING if is_open else _State.BEGINNING
+        self._state = _ReasoningState.REASONING if is_open else _ReasoningState.BEGINNING
         self._kept = ""
 
     def push(self, text: str) -> tuple[str, str]:
         """More of the reasoning, and of the answer."""
         self._kept += text
         reasoning = ""
-        if self._state is _State.BEGINNING:
+        if self._state is _ReasoningState.BEGINNING:
             begun = self._kept.lstrip()
             if begun.startswith(BEGIN):
-                self._kept, self._state = begun.removeprefix(BEGIN), _State.REASONING
+                self._kept, self._state = begun.removeprefix(BEGIN), _ReasoningState.REASONING
             elif not BEGIN.startswith(begun):
-                self._state = _State.ANSWER
-        if self._state is _State.REASONING:
+                self._state = _ReasoningState.ANSWER
+        if self._state is _ReasoningState.REASONING:
             reasoning, mark, rest = self._kept.partition(END)
             if mark:
-                self._kept, self._state = rest, _State.ENDED
+                self._kept, self._state = rest, _ReasoningState.ENDED
             else:
                 # What may become the mark is kept.
                 size = next((n for n in range(len(END) - 1, 0, -1) if reasoning.endswith(END[:n])), 0)
                 reasoning, self._kept = reasoning[: len(reasoning) - size], reasoning[len(reasoning) - size :]
-        if self._state is _State.ENDED:
+        if self._state is _ReasoningState.ENDED:
             self._kept = self._kept.lstrip()
             if self._kept:
-                self._state = _State.ANSWER
+                self._state = _ReasoningState.ANSWER
         answer = ""
-        if self._state is _State.ANSWER:
+        if self._state is _ReasoningState.ANSWER:
             answer, self._kept = self._kept, ""
         return reasoning, answer
 
     def finish(self) -> tuple[str, str]:
         """What is left, at the end."""
         kept, self._kept = self._kept, ""
-        return (kept, "") if self._state is _State.REASONING else ("", kept)
+        return (kept, "") if self._state is _ReasoningState.REASONING else ("", kept)

@@ -385,7 +385,7 @@ class ChatBody(Body):
     max_completion_tokens: Any = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
-    """False: where a call is required, there is one."""
+    """False: there is one call at most."""
     modalities: Annotated[Any, neutral(["text"])] = None
     functions: Annotated[Any, neutral([])] = None
     function_call: Annotated[Any, neutral("auto", "none")] = None
@@ -443,6 +443,19 @@ class ToolUse:
     parallel: bool
     """As many as the model likes."""
 
+    @property
+    def limits_calls(self) -> bool:
+        """Not every call that the model could write is allowed."""
+        return self.required or not self.parallel or any(function.get("strict") for function in self.functions)
+
+    @property
+    def checked(self) -> list[dict[str, Any]]:
+        """The functions, with the schemas that their arguments are held to."""
+        return [
+            function if self.required or function.get("strict") else {"name": function["name"]}
+            for function in self.functions
+        ]
+
 
 @dataclass(frozen=True)
 class CompletionRequest:
@@ -490,7 +503,7 @@ class CompletionRequest:
 
     def with_tool_format(self, tokenizer: Tokenizer) -> CompletionRequest:
         """With what follows for its tools from the chat template: how calls are written, and the constraint where some
-        are required. Raises BadRequest."""
+        are required, at most one is allowed, or those of a function are to be valid. Raises BadRequest."""
         self.check_template(tokenizer)
         if self.tools is None:
             return self
@@ -501,19 +514,20 @@ class CompletionRequest:
         if len(set(map(tuple, texts))) == 1:
             raise BadRequest("tools is given, but the model's chat template ignores it; leave it out", "tools")
         form = ToolFormat.of(tokenizer.chat_template or "")
-        if not self.tools.required:
-            return replace(self, tool_format=form)
-        if form is None:
+        if form is None and self.tools.required:
             raise BadRequest(
                 "tool_choice requires a call, but how the model's chat template writes calls is not known; allowed: "
                 "'auto', 'none'",
                 "tool_choice",
             )
-        if "constraint" in self.settings:
+        if "constraint" in self.settings and self.tools.required:
             raise BadRequest(
                 "tool_choice requires a call, and another constraint is given; leave one out", "tool_choice"
             )
-        grammar = form.grammar(self.tools.functions, self.tools.parallel, tokenizer)
+        if form is None or "constraint" in self.settings or not self.tools.limits_calls:
+            return replace(self, tool_format=form)
+        tools = self.tools
+        grammar = form.grammar(tools.checked, tokenizer, parallel=tools.parallel, required=tools.required)
         try:
             constraint = Constraint("grammar", grammar)
         except ValueError as error:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from services.openai.dialects import ApiCall, ChatForm, Served
-from services.openai.messages import Part, PartBegins, PartEnds, PartEvent, PartGrows, PartKind, PartReader
+from services.openai.messages import MessagePart, PartBegins, PartEnds, PartEvent, PartGrows, PartKind, PartReader
 from services.openai.reasoning import Reasoning
 from services.openai.requests import (
     KIND,
@@ -428,7 +428,7 @@ class ResponsesWriter:
             return self._grow(self._reader.parts[index], where, event.text)
         return self._end(event, item, where, status if event.is_last else "completed")
 
-    def _grow(self, part: Part, where: dict[str, Any], text: str) -> bytes:
+    def _grow(self, part: MessagePart, where: dict[str, Any], text: str) -> bytes:
         kind, more = EVENTS[part.kind]
         if part.kind is PartKind.TEXT:
             more = more | {"logprobs": self._logprobs}
@@ -454,7 +454,7 @@ class ResponsesWriter:
         self._items[event.index] = item = item | done
         return data + self._event("response.output_item.done", output_index=event.index, item=item)
 
-    def _begun(self, index: int, part: Part) -> dict[str, Any]:
+    def _begun(self, index: int, part: MessagePart) -> dict[str, Any]:
         name = f"{self._heading.id}_{index}"
         if part.kind is PartKind.CALL:
             call = {"id": f"fc_{name}", "type": "function_call", "call_id": f"call_{name}"}
@@ -483,7 +483,7 @@ EVENTS: dict[PartKind, tuple[str, dict[str, Any]]] = {
 """Name and further fields of a part's events."""
 
 
-def _content(part: Part, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _content(part: MessagePart, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if part.kind is PartKind.REASONING:
         return {"type": "reasoning_text", "text": part.text}
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": list(logprobs)}

@@ -1,5 +1,5 @@
-"""Calls of tools: how chat templates have models write them, what must be written where a call is required, and calls
-read from the text of an answer as it comes. Knows nothing about requests and how answers are sent.
+"""Calls of tools: how chat templates have models write them, what must be written where a call is required or begins, and
+calls read from the text of an answer as it comes. Knows nothing about requests and how answers are sent.
 
     Hermes (Qwen)   <tool_call>{"name": .., "arguments": {..}}</tool_call>, once for each call, with text before it
     Llama 3         {"name": .., "parameters": {..}}, and others after a semicolon
@@ -17,11 +17,22 @@ from typing import Any
 from smc.model.tokenizer import Tokenizer
 
 MISTRAL_MARK, HERMES_MARK, HERMES_END = "[TOOL_CALLS]", "<tool_call>", "</tool_call>"
-BLANKS = {"x-guidance": {"whitespace_pattern": "\\x20"}}
-"""Of a schema: between tokens of JSON there is a blank at most, as models write calls."""
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_BEGINS = {"llama": re.compile(r'\s*\{\s*"name"'), "mistral": re.compile(r'\s*\[\s*\{\s*"name"')}
-_BLANK = re.compile(r'[\s\[{"name]*')
+PYTHON_TAG = "<|python_tag|>"
+"""With which Llama begins some calls."""
+BLANK, BLANKS = " ?", r"[ \t\n\r]*"
+"""Between tokens of JSON: as models write calls, and as calls are read."""
+ANY = "/(?s:.*)/"
+"""A regular expression of any text."""
+_NAME = r'"(?:[^"\\]|\\.)*"'
+_HEAD = re.compile(
+    rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}({_NAME}){BLANKS},{BLANKS}"(?:arguments|parameters)"{BLANKS}:{BLANKS}'
+    r"(?=\{)"
+)
+_BEGINS = {
+    "llama": re.compile(rf'{BLANKS}\{{{BLANKS}"name"'),
+    "mistral": re.compile(rf'{BLANKS}\[{BLANKS}\{{{BLANKS}"name"'),
+}
+_MAY_BEGIN = re.compile(r'[\s\[{"name]*')
 """What may become a beginning."""
 
 
@@ -50,30 +61,98 @@ class ToolFormat(StrEnum):
             return f"{HERMES_MARK}\n{call}\n{HERMES_END}"
         return f"{MISTRAL_MARK} [{call}]" if self is ToolFormat.MISTRAL else call
 
-    def grammar(self, tools: Sequence[dict[str, Any]], parallel: bool, tokenizer: Tokenizer) -> str:
-        """Of answers that are calls of these functions, each with `name` and `parameters`, at least one and without
-        `parallel` no other."""
-        call = json.dumps({"anyOf": [self._schema(tool) for tool in tools]} | BLANKS)
+    def grammar(self, tools: Sequence[dict[str, Any]], tokenizer: Tokenizer, *, parallel: bool, required: bool) -> str:
+        """Of answers with calls of these functions, each with `name` and `parameters`, and of no others; without
+        `parallel` one at most. `required`: the answer is calls, at least one. Otherwise it is any text, in which calls
+        are valid once they begin: text that would be read as another call is not allowed."""
+        rules = _Rules(tools, self.arguments)
         if self is ToolFormat.HERMES:
-            more = " (/\\n?/ call)*" if parallel else ""
-            begin, end = (_literal(mark, tokenizer) for mark in (HERMES_MARK, HERMES_END))
-            return f'start: call{more}\ncall: {begin} "\\n" object "\\n" {end}\nobject: %json {call}\n'
-        if self is ToolFormat.LLAMA:
-            more = ' (";" object)*' if parallel else ""
-            return f"start: object{more}\nobject: %json {call}\n"
-        bounds = {"minItems": 1} | ({} if parallel else {"maxItems": 1})
-        return f"start: {_literal(MISTRAL_MARK, tokenizer)} list\nlist: %json " + json.dumps(
-            {"type": "array", "items": json.loads(call), **bounds, **BLANKS}
-        )
+            rules.hermes(tokenizer, parallel, required)
+        elif self is ToolFormat.LLAMA:
+            rules.llama(tokenizer, parallel, required)
+        else:
+            rules.mistral(tokenizer, parallel, required)
+        return str(rules)
 
-    def _schema(self, tool: dict[str, Any]) -> dict[str, Any]:
-        parameters = tool.get("parameters") or {"type": "object"}
-        return {
-            "type": "object",
-            "properties": {"name": {"const": tool["name"]}, self.arguments: parameters},
-            "required": ["name", self.arguments],
-            "additionalProperties": False,
-        }
+
+class _Rules:
+    """Rules of a grammar in llguidance's form of Lark. Arguments have grammars of their own, so that references within
+    their schemas hold."""
+
+    def __init__(self, tools: Sequence[dict[str, Any]], arguments: str) -> None:
+        self._arguments, self._count = arguments, len(tools)
+        self._lines: list[str] = []
+        for number, tool in enumerate(tools):
+            name = json.dumps(tool["name"])
+            names = {json.dumps(text) for text in (name, json.dumps(tool["name"], ensure_ascii=False))}
+            schema = {"x-guidance": {"whitespace_pattern": "\\x20"}, "type": "object"} | (tool.get("parameters") or {})
+            self.add(f"NAME_{number}", " | ".join(sorted(names)))
+            self.add(f"arguments_{number}", f"%json {json.dumps(schema)}")
+            self.head("HEAD", number, "", BLANK)
+        self.add("call", self.calls("HEAD"))
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+    def add(self, name: str, body: str) -> None:
+        self._lines.append(f"{name}: {body}")
+
+    def head(self, name: str, number: int, begin: str, blank: str) -> None:
+        """All of a call before its arguments, which is read as one token: no other can be meant once it is over."""
+        before, after = rf'{begin}\{{{blank}"name"{blank}:{blank}', f'{blank},{blank}"{self._arguments}"{blank}:{blank}'
+        self.add(f"{name}_{number}", f"/{before}/ NAME_{number} /{after}/")
+
+    def calls(self, head: str) -> str:
+        """A call of any of the functions, with these heads."""
+        return " | ".join(rf"{head}_{number} arguments_{number} /{BLANK}\}}/" for number in range(self._count))
+
+    def text(self, begin: str) -> None:
+        """Any text but one that would be read as a call, with `begin` before it."""
+        key = '"(arguments|parameters)"'
+        call = rf'{begin}\{{{BLANKS}"name"{BLANKS}:{BLANKS}{_NAME}{BLANKS},{BLANKS}{key}{BLANKS}:{BLANKS}'
+        self.add("TEXT", rf"{ANY} & ~/(?s:{call}(\{{.*)?)/")
+
+    def hermes(self, tokenizer: Tokenizer, parallel: bool, required: bool) -> None:
+        mark, end = (_literal(mark, tokenizer) for mark in (HERMES_MARK, HERMES_END))
+        if required:
+            self.add("tagged", f'{mark} "\\n" call "\\n" {end}')
+            self.add("start", "tagged" + (" (/\\n?/ tagged)*" if parallel else ""))
+            return
+        self.add("TEXT", ANY)
+        is_token = mark.startswith("<")
+        self.add("begin" if is_token else "begin[lazy]", f"TEXT {mark}")
+        self.add("tagged", f"begin /\\n?/ call /\\n?/ {end}")
+        if parallel:
+            self.add("start", "tagged* TEXT")
+        else:
+            self.add("REST", "TEXT" if is_token else f"TEXT & ~(TEXT {mark} TEXT)")
+            self.add("start", "TEXT | tagged REST")
+
+    def llama(self, tokenizer: Tokenizer, parallel: bool, required: bool) -> None:
+        more = ' (";" call)*' if parallel else ""
+        if required:
+            self.add("start", f"call{more}")
+            return
+        more = f" (/{BLANK};{BLANK}/ call)*" if parallel else ""
+        for number in range(self._count):
+            self.head("FIRST", number, BLANKS, BLANKS)
+        self.add("first", self.calls("FIRST"))
+        self.text(BLANKS)
+        tag = _literal(PYTHON_TAG, tokenizer)
+        tagged = f"{tag}? " if tag.startswith("<") else ""
+        self.add("start", f"{tagged}(TEXT | first{more})")
+
+    def mistral(self, tokenizer: Tokenizer, parallel: bool, required: bool) -> None:
+        mark, blank = _literal(MISTRAL_MARK, tokenizer), BLANK if required else BLANKS
+        more = (f" (/{BLANK},{BLANK}/ call)*" if parallel else "") + rf" /{BLANK}\]/"
+        for number in range(self._count):
+            self.head("FIRST", number, rf"{blank}\[{blank}", blank)
+        self.add("first", self.calls("FIRST"))
+        if required:
+            self.add("start", f"{mark} first{more}")
+            return
+        self.text(rf"{BLANKS}\[{BLANKS}")
+        self.add("start", f"TEXT | {mark}? first{more}" if mark.startswith("<") else f"TEXT | first{more}")
 
 
 def _literal(mark: str, tokenizer: Tokenizer) -> str:
@@ -147,7 +226,7 @@ class ToolCallReader:
                 at = self._kept.index("[") + 1
                 self._before, self._kept = self._kept[:at], self._kept[at:]
             self._state = self._head
-        elif not _BLANK.fullmatch(self._kept):
+        elif not _MAY_BEGIN.fullmatch(self._kept):
             self._state = self._text
         yield from ()
 

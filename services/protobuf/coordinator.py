@@ -12,7 +12,7 @@ from services.protobuf.generation import from_update, to_update
 from smc.api.outputs import Output
 from smc.api.sampling_params import VERIFICATIONS
 from smc.scheduler.admission import QueueFull
-from smc.scheduler.stats import EngineStats, SpecStats
+from smc.scheduler.stats import EngineStats, PotentialStats, SpecStats
 from smc.scheduler.timeline import RoundTimes
 from smc.types import ModelRole
 
@@ -85,6 +85,9 @@ def _to_snapshot(step: EngineStep) -> pb.Snapshot:
         ess_share=stats.ess_shares,
         committed_lag=stats.committed_lags,
         mask_seconds=stats.mask_seconds,
+        potential_seconds=stats.potentials.seconds,
+        potential_errors=stats.potentials.errors,
+        potential_timeouts=stats.potentials.timeouts,
         spec_alone_rounds=stats.spec_alone_rounds,
         lost_draft=step.lost_draft,
         **{name: pb.SpecCounts(**asdict(counts)) for name, counts in stats.spec.items()},
@@ -109,6 +112,9 @@ def _from_snapshot(snapshot: pb.Snapshot) -> EngineStats:
         ess_shares=list(snapshot.ess_share),
         committed_lags=list(snapshot.committed_lag),
         mask_seconds=list(snapshot.mask_seconds),
+        potentials=PotentialStats(
+            list(snapshot.potential_seconds), snapshot.potential_errors, snapshot.potential_timeouts
+        ),
         spec={name: _from_counts(getattr(snapshot, name)) for name in VERIFICATIONS},
         spec_alone_rounds=snapshot.spec_alone_rounds,
         **counts,

@@ -31,8 +31,8 @@ class Statistics:
     rounds: int = 0
     resamples: int = 0
     collapses: int = 0
-    """Rounds after which every weight was zero: decoding went on from the longest prefix that had weight, and Z-hat is
-    0. Often so where the draft does not propose what a truncation leaves."""
+    """Rounds after which every weight was zero: decoding went on from the longest prefix that had weight, or by a
+    potential from before the round, and Z-hat is 0. Often so where the draft does not propose what a truncation leaves."""
     particles_left: int = 0
     """Particles at the end: fewer than `particles` where memory was short and the request allowed it, or where a
     smaller tree was faster (`exact`)."""

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from smc.demo import WEIGHTS, corpus, dense
 from smc.demo import tokenizer as demo_tokenizer
 from smc.demo.problems import Problem, generate
-from smc.demo.trainer import Recipe, StopCondition, Trainer
+from smc.demo.trainer import DemoTrainer, Recipe, StopCondition
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.loader import save_model
@@ -89,7 +89,7 @@ def stop_at(goal: float, every: int, evaluator: Evaluator) -> StopCondition:
 
 def train_and_write(
     name: str,
-    trainer: Trainer,
+    trainer: DemoTrainer,
     stop: StopCondition | None,
     evaluator: Evaluator,
     out: Path,
@@ -176,13 +176,13 @@ def main() -> None:
         recipe = Recipe(DRAFT_CONFIG, DRAFT_SEED, options.batch, steps=options.draft_steps, minutes=None)
         stop = stop_at(options.draft_goal, options.draft_every, evaluator)
         # Not compiled: compiling two layers takes longer than it saves.
-        trainer = Trainer(recipe, data, options.device, compile_loss=False)
+        trainer = DemoTrainer(recipe, data, options.device, compile_loss=False)
         train_and_write("draft", trainer, stop, evaluator, options.out, {"goal": options.draft_goal})
     if options.model != "draft":
         steps = options.steps if options.minutes is None else None
         recipe = Recipe(TARGET_CONFIG, TARGET_SEED, options.batch, steps=steps, minutes=options.minutes)
         train_and_write(
-            "target", Trainer(recipe, data, options.device, options.compile), None, evaluator, options.out, {}
+            "target", DemoTrainer(recipe, data, options.device, options.compile), None, evaluator, options.out, {}
         )
     print(f"done in {time.monotonic() - began:.0f} s", flush=True)
 

@@ -82,7 +82,7 @@ def answer_loss(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor, labels_BS: T
     return F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-class Trainer:
+class DemoTrainer:
     """Trains one model."""
 
     def __init__(self, recipe: Recipe, data: Corpus, device: str, compile_loss: bool) -> None:

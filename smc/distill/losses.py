@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 24}
 """Logits of one chunk, by device."""
+MOST_CHUNK = 1 << 14
+"""Tokens of one chunk: no more are computed at once, and on a GPU every chunk is padded to its full size."""
 LOSSES = ("tv", "chi2", "kl")
 
 
@@ -111,7 +113,7 @@ def _divergence_on(device: str, *arguments: Tensor | bool) -> tuple[Tensor, Tens
 
 def chunk_size(vocab: int, device: str) -> int:
     """Tokens of a chunk: a power of two."""
-    return max(16, 1 << (CHUNK_LOGITS[device] // vocab).bit_length() - 1)
+    return min(MOST_CHUNK, max(16, 1 << (CHUNK_LOGITS[device] // vocab).bit_length() - 1))
 
 
 def raw_gradient(model: Decoder, logits_CV: Tensor, gradient_CV: Tensor) -> Tensor:

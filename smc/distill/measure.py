@@ -17,7 +17,7 @@ from smc.algorithm.coupling import FIRST_GREEDY_EXPONENT
 from smc.calibration.latency import BRIEF, Effort, measure_latency
 from smc.distill.losses import chunk_size
 from smc.distill.trainer import parts_of
-from smc.distill.trees import Continuation, OwnText, TreeDraft, draw_next
+from smc.distill.trees import DrawnContinuation, OwnText, TreeDraft, draw_next
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
 from smc.model.decoder import Decoder, RopeTable
@@ -115,7 +115,7 @@ class HeldOut:
         with_contexts = [text for text in texts if text.contexts(self._distance)]
         self._groups = [with_contexts[i : i + TEXTS] for i in range(0, len(with_contexts), TEXTS)]
         """Texts of similar length, whose trees grow together."""
-        self._drawn: dict[float, list[list[list[Continuation]]]] = {}
+        self._drawn: dict[float, list[list[list[DrawnContinuation]]]] = {}
         """By temperature, group and text: what the target draws after its contexts."""
 
     def measure(
@@ -192,7 +192,7 @@ class HeldOut:
         )
         return found, max(map(len, held.values()), default=0)
 
-    def _draws(self, target: Decoder, temperature: float, vocab: int) -> Iterator[list[list[Continuation]]]:
+    def _draws(self, target: Decoder, temperature: float, vocab: int) -> Iterator[list[list[DrawnContinuation]]]:
         seed = self._seed
         for texts in self._groups:
             contexts = [text.contexts(self._distance) for text in texts]

@@ -11,8 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
+import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -25,12 +28,14 @@ import torch
 from smc.distill.card import write_card
 from smc.distill.measure import HeldOut, Measurement, pair_costs
 from smc.distill.ranks import Ranks
-from smc.distill.store import ConversationStore
-from smc.distill.student import Student, StudentSpec, choose_layers, cut, make_student, save_student
+from smc.distill.store import ConversationStore, replace_file
+from smc.distill.student import Student, StudentSpec, check_student, choose_layers, cut, make_student, save_student
 from smc.distill.talk import TalkSettings, TalkWriter
 from smc.distill.trainer import Trainer, TrainingSettings
 from smc.local_engine import ModelPair
 from smc.memory.kv_pool import KVPool
+from smc.model.config import ModelConfig
+from smc.model.decoder import Decoder
 from smc.model.draft_vocab import save_counts
 from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer
@@ -38,6 +43,8 @@ from smc.model.tokenizer import Tokenizer
 WORK = ".distill"
 """Directory in the draft's, of what a run needs to go on."""
 CHECKPOINT, SETTINGS, RECORD = "checkpoint.pt", "settings.json", "distill.json"
+PROMPT_COUNT = "prompt_count"
+"""In the settings: how many prompts the run began with."""
 SAMPLE = 16
 """Conversations that the choice of layers is made on."""
 REUSE = 4
@@ -111,18 +118,18 @@ class DistillConfig:
         """What a resumed run must not change."""
         values = asdict(replace(self, resume=False, out=Path(), prompts=()))
         prompts = hashlib.sha256(repr(self.prompts).encode()).hexdigest()
-        return json.loads(json.dumps(values | {"prompts": prompts}, default=str))
+        return json.loads(json.dumps(values | {"prompts": prompts, PROMPT_COUNT: len(self.prompts)}, default=str))
 
 
 def distill(config: DistillConfig, report: Report) -> Measurement:
     """Train a draft and write its directory. `report` takes lines about the run. Raises ValueError for a target or a
     directory that cannot be used."""
-    _prepare(config)
+    config = _prepare(config)
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder) / "rendezvous"
         spawn = multiprocessing.get_context("spawn")
         others = [
-            spawn.Process(target=_run_rank, args=(config, rank, meeting), daemon=True)
+            spawn.Process(target=_run_other_rank, args=(config, rank, meeting), daemon=True)
             for rank in range(1, config.processes)
         ]
         for other in others:
@@ -135,20 +142,46 @@ def distill(config: DistillConfig, report: Report) -> Measurement:
                 other.kill()
 
 
-def _prepare(config: DistillConfig) -> None:
-    settings = config.work / SETTINGS
+def _prepare(config: DistillConfig) -> DistillConfig:
+    """Check that the directory can be used. Returns the configuration of the run: a resumed one has the prompts that it
+    began with, also if more have been appended to their file."""
+    settings, student = config.work / SETTINGS, config.student
     if settings.exists() and not config.resume:
         raise ValueError(f"{config.out} holds a run; go on with --resume, or give another --out")
     if not settings.exists():
         if config.resume:
             raise ValueError(f"{config.out} holds no run to resume; leave out --resume")
-        config.work.mkdir(parents=True, exist_ok=True)
-        settings.write_text(json.dumps(config.must_agree(), indent=2))
-        return
-    before, now = json.loads(settings.read_text()), config.must_agree()
+        if (config.out / "config.json").exists():
+            raise ValueError(f"{config.out} holds a model, which the draft would replace; give another --out")
+        check_student(ModelConfig.from_hf(config.target), config.target, student)
+        shutil.rmtree(config.work, ignore_errors=True)  # of a run that did not begin
+        return config
+    before = json.loads(settings.read_text())
+    config = replace(config, prompts=config.prompts[: before.get(PROMPT_COUNT)])
+    now = config.must_agree()
+    if now["prompts"] != before.get("prompts"):
+        raise ValueError(f"the prompts are not those that the run in {config.out} began with; give the same file")
     if changed := [name for name in now if before.get(name) != now[name]]:
         name = changed[0]
         raise ValueError(f"{name}={now[name]!r}, but the run in {config.out} has {before.get(name)!r}; give the same")
+    return config
+
+
+def _run_other_rank(config: DistillConfig, rank: int, meeting: Path) -> None:
+    end_with_parent()
+    _run_rank(config, rank, meeting)
+
+
+def end_with_parent() -> None:
+    """From now on this process ends when the one that started it does, even if that is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait(sentinel: int) -> None:
+        multiprocessing.connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, args=(parent.sentinel,), daemon=True).start()
 
 
 def _run_rank(config: DistillConfig, rank: int, meeting: Path, report: Report = lambda line: None) -> Measurement:
@@ -156,13 +189,17 @@ def _run_rank(config: DistillConfig, rank: int, meeting: Path, report: Report = 
         torch.set_num_threads(1)
     ranks = Ranks.join(rank, config.processes, meeting, config.device == "cuda")
     try:
-        return Distillation(config, ranks, report).run()
+        distillation = Distillation(config, ranks, report)
+        if ranks.is_first and not (settings := config.work / SETTINGS).exists():
+            # A run that cannot begin leaves its directory free.
+            replace_file(settings, lambda opened: opened.write(json.dumps(config.must_agree(), indent=2).encode()))
+        return distillation.run()
     finally:
         ranks.leave()
 
 
 @dataclass
-class _State:
+class _RunState:
     """What changes in a run, besides weights."""
 
     round: int = 0
@@ -205,39 +242,15 @@ class Distillation:
         self.tokenizer = Tokenizer.load(config.target)
         self.vocab = min(self.tokenizer.size, self.target.config.vocab_size)
         self.store = ConversationStore(config.work / "data" / f"{ranks.rank}", config.talk.width)
-        self.state = _State()
+        self.state = _RunState()
         self._first = config.held_out if ranks.is_first else 0
         """Conversations before this one are held out."""
         self._counted, self._count_V = 0, np.zeros(self.tokenizer.size, dtype=np.int64)
         """Conversations whose answers' tokens have been counted, and the counts."""
-        self.writer = self._make_writer()
+        self.writer = make_writer(config, self.target, self.tokenizer, self.store, ranks)
         self._saved = time.monotonic()
         self._round_seconds, self._round_end = 0.0, 0.0
         """Time that a round has, by the clock, and its end."""
-
-    def _make_writer(self) -> TalkWriter:
-        config, context = self.config, self.target.config.max_context
-        # The engine needs a draft, which takes no part in plain decoding.
-        pair = ModelPair(self.target, cut(self.target, (0,)), self.tokenizer, context)
-        on_gpu, pages = config.device == "cuda", None
-        block = 16 if on_gpu else 8
-        if on_gpu:
-            free, _ = torch.cuda.mem_get_info(self.device)
-            page_bytes = sum(KVPool.page_bytes(model.config, torch.bfloat16) for model in (pair.target, pair.draft))
-            pages = min(int(POOL_SHARE * free) // page_bytes, config.slots * (config.talk.width + 2 * block))
-        return TalkWriter(
-            pair,
-            config.talk,
-            self.store,
-            slots=config.slots,
-            pages=pages,
-            block=block,
-            prefill_chunk=8192 if on_gpu else 1024,
-            first=self.ranks.rank,
-            stride=self.ranks.count,
-            prompts=config.prompts,
-            mixed=config.mixed,
-        )
 
     @property
     def seconds(self) -> float:
@@ -283,6 +296,8 @@ class Distillation:
             self._save_checkpoint()
             if self.ranks.is_first:
                 self._save_draft()
+        if not self.state.step:
+            self._say("writing has taken all the time, so that the draft has learnt nothing; allow more --minutes")
         self.state.history = self.ranks.first(self.state.history)
         return self.state.history[-1]
 
@@ -343,10 +358,7 @@ class Distillation:
         return student
 
     def _choose_layers(self) -> tuple[int, ...]:
-        rows = self.store.rows(range(SAMPLE))
-        width = int(rows["length"].min())
-        sample_BS = torch.tensor(rows["tokens"][:, :width].astype(np.int64), device=self.device)
-        return choose_layers(self.target, self.config.student, sample_BS, self.vocab)
+        return choose_layers(self.target, self.config.student, self.store.rows(range(SAMPLE)), self.vocab)
 
     def _train_round(self) -> None:
         began, before, first_step = time.monotonic(), self.state.trained_tokens, self.state.step
@@ -434,18 +446,22 @@ class Distillation:
         state = checkpoint["state"]
         state["available"] = state["available"][self.ranks.rank]
         state["history"] = [Measurement.from_dict(each) for each in state["history"]]
-        self.state = _State(**state)
+        self.state = _RunState(**state)
         self._say(f"resumes at step {self.state.step}, after {self.state.seconds:.0f} s")
         return checkpoint
 
     def _save_checkpoint(self) -> None:
+        """Raises ValueError for weights that are not finite; the checkpoint before is kept."""
+        if not self.trainer.optimizer.is_finite:
+            raise ValueError(
+                f"after step {self.state.step} the draft's weights are not finite; begin in another --out with a lower "
+                f"--rate than {self.config.training.peak_rate:g}"
+            )
         available = self.ranks.gather(self.state.available)
         if self.ranks.is_first:
             state = asdict(replace(self.state, seconds=self.seconds)) | {"available": available}
-            _replace(
-                self.config.work / CHECKPOINT,
-                {"state": state, "layers": self.layers, "optimizer": self.trainer.optimizer.state()},
-            )
+            saved = {"state": state, "layers": self.layers, "optimizer": self.trainer.optimizer.state()}
+            replace_file(self.config.work / CHECKPOINT, lambda opened: torch.save(saved, opened))
         self._saved = time.monotonic()
 
     def _save_draft(self) -> None:
@@ -483,11 +499,28 @@ class Distillation:
             self._report(f"\r{line}" if transient else f"[{self.seconds:6.1f} s] {line}")
 
 
-def _replace(path: Path, value: object) -> None:
-    """A process that is killed in the middle leaves the file before."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as opened:
-        torch.save(value, opened)
-        opened.flush()
-        os.fsync(opened.fileno())
-    temporary.replace(path)
+def make_writer(
+    config: DistillConfig, target: Decoder, tokenizer: Tokenizer, store: ConversationStore, ranks: Ranks
+) -> TalkWriter:
+    """A writer of this process's conversations, with memory for keys and values as the device has it."""
+    on_gpu, pages = config.device == "cuda", None
+    # The engine needs a draft, which takes no part in plain decoding.
+    pair = ModelPair(target, cut(target, (0,)), tokenizer, target.config.max_context)
+    block = 16 if on_gpu else 8
+    if on_gpu:
+        free, _ = torch.cuda.mem_get_info(target.embed.weight.device)
+        page_bytes = sum(KVPool.page_bytes(model.config, torch.bfloat16) for model in (pair.target, pair.draft))
+        pages = min(int(POOL_SHARE * free) // page_bytes, config.slots * (config.talk.width + 2 * block))
+    return TalkWriter(
+        pair,
+        config.talk,
+        store,
+        slots=config.slots,
+        pages=pages,
+        block=block,
+        prefill_chunk=8192 if on_gpu else 1024,
+        first=ranks.rank,
+        stride=ranks.count,
+        prompts=config.prompts,
+        mixed=config.mixed,
+    )

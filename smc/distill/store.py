@@ -10,15 +10,30 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 ROWS_PER_FILE = 1024
 OPEN_FILES = 64
 """Files that are mapped at the same time."""
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """A process that is killed in the middle leaves the file before. So does a full disk, which raises OSError."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("wb") as opened:
+            write(opened)
+            opened.flush()
+            os.fsync(opened.fileno())
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch raises the latter
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written ({error}); make room on the disk and go on with --resume") from error
 
 
 @dataclass(frozen=True)
@@ -87,13 +102,8 @@ class ConversationStore:
         """Write rows that are in memory alone. A process that is killed in the middle leaves the file before."""
         if not self._tail:
             return
-        file = self._file(self._full)
-        temporary = file.with_suffix(".tmp")
-        with temporary.open("wb") as opened:
-            np.save(opened, np.array(self._tail, self._dtype))
-            opened.flush()
-            os.fsync(opened.fileno())
-        temporary.replace(file)
+        rows_N = np.array(self._tail, self._dtype)
+        replace_file(self._file(self._full), lambda opened: np.save(opened, rows_N))
 
     def rows(self, index_N: Sequence[int]) -> np.ndarray:
         """A structured array [N] with the fields number, temperature, length, tokens [S] and is_answer [S]."""

@@ -1,6 +1,6 @@
 """The draft that is trained: layers cut from the target, a new small shape, or an existing draft; and its directory.
 
-Axes: B rows, S token positions."""
+Axes: N conversations, X answer tokens, E hidden size."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from smc.distill.losses import LossMix, head_loss
+from smc.distill.trainer import parts_of
+from smc.model.check import require_pair
 from smc.model.config import SAVED_FAMILIES, ModelConfig
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.dense import hidden_states
@@ -84,19 +87,31 @@ def make_student(target: Decoder, target_dir: Path, spec: StudentSpec, layers: S
         model = load_model(spec.draft, dtype=weight.dtype, device=weight.device)
         student = Student(model, _without_quantisation(spec.draft), f"the draft {spec.draft.name}")
     elif spec.shape is not None:
-        student = _of_shape(target, *map(int, spec.shape.split("x")))
+        student = _of_shape(target, spec.shape)
     else:
         student = _of_layers(target, target_dir, spec, layers)
     return replace(student, model=_trainable(student.model, spec))
 
 
-def choose_layers(target: Decoder, spec: StudentSpec, sample_BS: Tensor, vocab: int) -> tuple[int, ...]:
-    """Layers of the target that the draft is cut from: those whose untrained draft is nearest to the target on a sample
-    of token ids. Empty for a student that is not cut."""
+def check_student(target: ModelConfig, target_dir: Path, spec: StudentSpec) -> None:
+    """Raises ValueError for a student that the target cannot have."""
+    if spec.draft is not None:
+        require_pair(target_dir, spec.draft)
+    elif spec.shape is not None:
+        _config_of_shape(target, spec.shape)
+    elif spec.layers is not None:
+        candidate_layers(target.num_layers, spec.layers)
+
+
+def choose_layers(target: Decoder, spec: StudentSpec, rows_N: np.ndarray, vocab: int) -> tuple[int, ...]:
+    """Layers of the target that the draft is cut from: those whose untrained draft is nearest to the target on the
+    answers of a sample of conversations. Empty for a student that is not cut."""
     if spec.draft is not None or spec.shape is not None:
         return ()
     candidates = candidate_layers(target.config.num_layers, spec.layers or default_layers(target.config))
-    return min(candidates, key=lambda layers: _kl(target, cut(target, layers), sample_BS, vocab))
+    with torch.no_grad():
+        p_XE = _hidden_answers(target, rows_N)
+        return min(candidates, key=lambda layers: _kl(target, p_XE, cut(target, layers), rows_N, vocab))
 
 
 def default_layers(target: ModelConfig) -> int:
@@ -166,37 +181,43 @@ def cut(target: Decoder, layers: Sequence[int], copy: bool = False) -> Decoder:
     return model.eval()
 
 
-def _kl(target: Decoder, model: Decoder, sample_BS: Tensor, vocab: int) -> float:
-    """KL divergence a token of an untrained draft from the target."""
-    with torch.no_grad():
-        p_XE, q_XE = (
-            hidden_states(each, RopeTable(each.config, sample_BS.shape[1], sample_BS.device).table, sample_BS).flatten(
-                0, 1
-            )
-            for each in (target, model)
-        )
-        loss, _, _ = head_loss(target, model, p_XE, q_XE, vocab, LossMix(kl=1.0), 1.0)
+def _kl(target: Decoder, p_XE: Tensor, model: Decoder, rows_N: np.ndarray, vocab: int) -> float:
+    """KL divergence a token of an untrained draft from the target, whose hidden states are `p_XE`."""
+    loss, _, _ = head_loss(target, model, p_XE, _hidden_answers(model, rows_N), vocab, LossMix(kl=1.0), 1.0)
     return loss.item() / len(p_XE)
 
 
-def _of_shape(target: Decoder, width: int, layers: int) -> Student:
-    config = target.config
-    if width % config.head_dim:
-        raise ValueError(
-            f"--shape {width}x{layers}; the width must be a multiple of the target's head size, {config.head_dim}"
-        )
-    if config.family not in SAVED_FAMILIES:
-        raise ValueError(f"--shape is not available for {config.family}; cut layers with --layers")
-    heads = width // config.head_dim
-    own = replace(
-        config,
+def _hidden_answers(model: Decoder, rows_N: np.ndarray) -> Tensor:
+    """Hidden states [X, E] that answer tokens are predicted from."""
+    device, found = model.embed.weight.device, []
+    for tokens_BS, index_X in parts_of(rows_N, device):
+        rope = RopeTable(model.config, tokens_BS.shape[1], device)
+        found.append(hidden_states(model, rope.table, tokens_BS).flatten(0, 1)[index_X])
+    return torch.cat(found)
+
+
+def _config_of_shape(target: ModelConfig, shape: str) -> ModelConfig:
+    """Raises ValueError for a shape that the target's family or heads do not allow."""
+    width, layers = map(int, shape.split("x"))
+    if width % target.head_dim:
+        raise ValueError(f"--shape {shape}; the width must be a multiple of the target's head size, {target.head_dim}")
+    if target.family not in SAVED_FAMILIES:
+        raise ValueError(f"--shape is not available for {target.family}; cut layers with --layers")
+    heads = width // target.head_dim
+    return replace(
+        target,
         hidden_size=width,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=math.gcd(heads, config.num_kv_heads),
+        num_kv_heads=math.gcd(heads, target.num_kv_heads),
         intermediate_size=-(-width * 8 // 3 // 64) * 64,
         tied_embeddings=True,
     )
+
+
+def _of_shape(target: Decoder, shape: str) -> Student:
+    own = _config_of_shape(target.config, shape)
+    width, layers = own.hidden_size, own.num_layers
     weight = target.embed.weight
     torch.manual_seed(0)
     model = Decoder(own)

@@ -10,6 +10,7 @@ through such prefixes."""
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ from smc.distill.store import Conversation, ConversationStore
 from smc.local_engine import ModelPair, local_engine
 from smc.model.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 PROBE = "x"
 """Content of the messages that show where a template has texts."""
 LEAST_ANSWER = 4
@@ -30,6 +33,8 @@ GRAM = 4
 """Tokens that are compared to find repetition."""
 MOST_REPEATED = 0.5
 """Share of an answer's 4-grams that may have occurred before in it."""
+MOST_DROPPED = 300
+"""Conversations, from the first one on, after which writing fails if none of them is kept."""
 TEMPERATURES = (1.0, 0.7, 1.0, 0.7, 0.0)
 USER_TEMPERATURE = 0.7
 """At most, of user turns: at 1 those of small models drift to where every model is uncertain."""
@@ -68,6 +73,10 @@ class ChatFormat:
         if not found:
             raise ValueError(f"the chat template shows no {PROBE!r} where a user's text is {PROBE!r}")
         opening, closing = ids[: found[-1]], ids[found[-1] + len(probe) :]
+        if not opening:
+            raise ValueError(
+                "the chat template begins with the user's text, so the target cannot write it; give --prompts"
+            )
         ends = frozenset([*closing[:1], *tokenizer.eos_ids])
         between = _between(tokenizer, [*opening, *probe, *closing, *probe], [*probe, *closing])
         return ChatFormat(tuple(opening), tuple(closing), between, ends, special)
@@ -161,9 +170,9 @@ class TalkWriter:
         """`slots`: conversations that are continued at once; `pages`: KV pages for them; `prompts`: whole prompts of
         given user turns, which every second conversation begins with, or all of them if not `mixed`."""
         self.settings, self.counts, self._store = settings, WritingCounts(), store
-        self._format = ChatFormat.of(pair.tokenizer) if mixed or not prompts else _answers_only(pair.tokenizer)
+        self._format = _format_of(pair.tokenizer, prompts, mixed)
         self._eos = frozenset(pair.tokenizer.eos_ids)
-        self._prompts, self._mixed = prompts, mixed
+        self._prompts, self._mixed = prompts, bool(self._format.opening)
         if pair.max_context < settings.width:
             raise ValueError(f"width={settings.width}; the models have contexts of {pair.max_context} tokens")
         if (size := max(map(len, [self._format.opening, *prompts])) + LEAST_ANSWER) > settings.width:
@@ -189,10 +198,12 @@ class TalkWriter:
         self._unstored = self._next_number
         """Of the next conversation to store: later ones wait in `_waiting`."""
         self._waiting: dict[int, Conversation | None] = {}
+        self._dropped_at_first = 0
+        """Conversations that were dropped before the first one was kept."""
 
     def write(self, until: Callable[[], bool]) -> Iterator[Conversation]:
         """Write until `until` is true, which is asked before every conversation that is stored, and yield these. Those
-        that have begun go on at the next call."""
+        that have begun go on at the next call. Raises ValueError if none of the first `MOST_DROPPED` is kept."""
         while True:
             yield from self._in_order(until)
             if until():
@@ -305,6 +316,12 @@ class TalkWriter:
             conversation = self._waiting.pop(self._unstored)
             self._unstored += self._stride
             if conversation is None:
+                self._dropped_at_first += not self.counts.kept
+                if self._dropped_at_first >= MOST_DROPPED:
+                    reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts.dropped.items())
+                    raise ValueError(
+                        f"the target writes nothing to learn from: {reasons}; give --prompts, or another --temperature"
+                    )
                 continue
             self.counts.kept += 1
             if self._store is not None:
@@ -312,8 +329,15 @@ class TalkWriter:
             yield conversation
 
 
-def _answers_only(tokenizer: Tokenizer) -> ChatFormat:
-    """For given prompts: no user turn is written."""
+def _format_of(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], mixed: bool) -> ChatFormat:
+    """Without an opening if the target writes no user turns: all of them are given."""
+    if mixed or not prompts:
+        try:
+            return ChatFormat.of(tokenizer)
+        except ValueError as error:
+            if not prompts:
+                raise
+            logger.warning("all conversations begin with given prompts: %s", error)
     special = frozenset(tokenizer.special_ids) | frozenset(tokenizer.eos_ids)
     return ChatFormat((), special=special)
 

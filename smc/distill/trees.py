@@ -38,7 +38,7 @@ class OwnText:
 
 
 @dataclass(frozen=True)
-class Continuation:
+class DrawnContinuation:
     """What the target draws next after a context."""
 
     context: int
@@ -121,7 +121,7 @@ def draw_next(
     temperature: float,
     seed: int,
     vocab: int,
-) -> list[list[Continuation]]:
+) -> list[list[DrawnContinuation]]:
     """The next `block` tokens of the target after contexts of each text, with seeds from `seed` on: the draws of plain
     decoding."""
     device, flat = target.embed.weight.device, [each for of_text in contexts for each in of_text]
@@ -138,7 +138,10 @@ def draw_next(
             rows.step(own_C, drawn[-1])
     tokens_CD = torch.stack(drawn, 1).tolist()
     found = iter(
-        [Continuation(context, tuple(tokens), seed + c) for c, (context, tokens) in enumerate(zip(flat, tokens_CD))]
+        [
+            DrawnContinuation(context, tuple(tokens), seed + c)
+            for c, (context, tokens) in enumerate(zip(flat, tokens_CD))
+        ]
     )
     return [[next(found) for _ in of_text] for of_text in contexts]
 
@@ -148,11 +151,10 @@ class TreeDraft:
 
     def __init__(self, draft: Decoder, vocab: int, rows: int, exponent: float) -> None:
         self._draft, self._vocab, self._rows, self._exponent = draft, vocab, rows, exponent
-        self._rope = RopeTable(draft.config, draft.config.max_context, draft.embed.weight.device)
 
     @torch.no_grad()
     def held(
-        self, texts: Sequence[OwnText], continuations: Sequence[Sequence[Continuation]], temperature: float
+        self, texts: Sequence[OwnText], continuations: Sequence[Sequence[DrawnContinuation]], temperature: float
     ) -> list[list[int]]:
         """How many tokens of each text's continuations their context's tree holds."""
         flat = [each for of_text in continuations for each in of_text]
@@ -160,10 +162,14 @@ class TreeDraft:
         if not count:
             return [[] for _ in texts]
         contexts = [each.context for each in flat]
-        tree = TextRows(
-            self._draft, self._rope, texts, [[each.context for each in of_text] for of_text in continuations]
-        )
         drawn_CD = torch.tensor([each.tokens for each in flat], device=device)
+        longest = max(len(text.tokens) for text in texts) + drawn_CD.shape[1]
+        tree = TextRows(
+            self._draft,
+            RopeTable(self._draft.config, longest, device),
+            texts,
+            [[each.context for each in of_text] for of_text in continuations],
+        )
         seed_C, position_C = np.array([each.seed for each in flat]), np.array(contexts, dtype=np.int64)
         score_CR = torch.zeros(count, 1, device=device)
         is_drawn_CR = torch.ones(count, 1, dtype=torch.bool, device=device)
@@ -171,7 +177,7 @@ class TreeDraft:
         for depth in range(drawn_CD.shape[1]):
             noise_CV = target_noise(seed_C, position_C + depth, self._vocab, device) if temperature else None
             score_CX = self._scores(tree.hidden, score_CR, noise_CV, temperature).flatten(1)
-            score_CR, best_CR = score_CX.topk(self._rows)
+            score_CR, best_CR = score_CX.topk(min(self._rows, score_CX.shape[1]))
             parent_CR, token_CR = best_CR // self._vocab, best_CR % self._vocab
             is_drawn_CR = is_drawn_CR.gather(1, parent_CR) & (token_CR == drawn_CD[:, depth, None])
             held_C += is_drawn_CR.any(1)

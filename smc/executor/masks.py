@@ -250,8 +250,9 @@ def allowed_tokens(mask_RW: Tensor, vocab: int, ids_M: Tensor | None = None) -> 
 def apply_mask(
     logits_RV: Tensor, mask_RW: Tensor, columns: int, ids_M: Tensor | None = None, *, fails: bool = True
 ) -> Tensor:
-    """Logits without what is not allowed. Where nothing that is allowed is possible, as a bias forbids it, all that is
-    allowed is equally likely. Where nothing is allowed at all, logits are NaN if the row `fails`, or as they were."""
+    """Logits without what is not allowed; the Triton form is in `smc.kernels.token_masks`. Where nothing that is allowed is
+    possible, as a bias forbids it, all that is allowed is equally likely. Where nothing is allowed at all, logits are NaN
+    if the row `fails`, or as they were."""
     own_RV, beyond_RX = logits_RV.float().split((columns, logits_RV.shape[1] - columns), 1)
     allowed_RV = allowed_tokens(mask_RW, columns, ids_M)
     masked_RV = torch.where(allowed_RV, own_RV, -torch.inf)
@@ -264,14 +265,15 @@ def apply_mask(
 
 def given_constraint(
     logits_TV: Tensor,
+    masked_TV: Tensor,
     mask_TW: Tensor,
     vocab: int,
     distribution_T: DistributionSpec[Tensor],
     by_answer_T: Tensor | None,
 ) -> tuple[Tensor, DistributionSpec[Tensor], Tensor | None]:
     """Logits and distributions of what the target says given the constraint; and where some rows are `by_answer` the log
-    of the mass [T] that their mask leaves of the distribution, 0 of other rows."""
-    masked_TV = apply_mask(logits_TV, mask_TW, vocab)
+    of the mass [T] that their mask leaves of the distribution, 0 of other rows. `masked`: logits as `apply_mask` has
+    them."""
     if by_answer_T is None:
         return masked_TV, distribution_T, None
     logp_TV = Distributions(distribution_T, logits_TV.device).target(logits_TV[:, :vocab].float())

@@ -21,6 +21,7 @@ from smc.executor.finalize import Finalized, finalize
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
 from smc.executor.inner_nodes import InnerNodes, keep_nodes, limit_outcomes, with_inner_nodes
+from smc.executor.masks import apply_mask
 from smc.executor.messages import DraftedRows, RoundChoice
 from smc.executor.plan import RoundPlan
 from smc.executor.remap import Followed, advance, follow, remap_block_table
@@ -73,6 +74,12 @@ class RoundOps(Protocol):
         width: int,
     ) -> Tensor:
         """See `smc.executor.state.add_biases`."""
+        ...
+
+    def apply_mask(
+        self, logits_RV: Tensor, mask_RW: Tensor, columns: int, ids_M: Tensor | None = None, *, fails: bool = True
+    ) -> Tensor:
+        """See `smc.executor.masks.apply_mask`."""
         ...
 
     # Draft.
@@ -283,6 +290,7 @@ class TorchOps(RoundOps):
 
     run_prompt = staticmethod(run_prompt)
     add_biases = staticmethod(add_biases)
+    apply_mask = staticmethod(apply_mask)
     begin_draft = staticmethod(draft.begin)
     expand = staticmethod(expand)
     reparent = staticmethod(reparent)

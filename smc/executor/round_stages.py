@@ -31,7 +31,7 @@ from smc.executor.finalize import Finalized
 from smc.executor.forward import Rows
 from smc.executor.guidance import GuidedPass
 from smc.executor.inner_nodes import InnerNodes
-from smc.executor.masks import apply_mask, given_constraint, neutral
+from smc.executor.masks import given_constraint, neutral
 from smc.executor.messages import DraftedRows, DraftReport, RoundChoice
 from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan, SequenceHandoff
@@ -188,7 +188,8 @@ class Drafter:
             )
         if mask_SW is not None:
             is_own = self.purpose is Purpose.TARGET
-            logits_SV = apply_mask(logits_SV, mask_SW, self.sampling.columns, self.run.page_tokens.ids_M, fails=is_own)
+            ids_M = self.run.page_tokens.ids_M
+            logits_SV = self.ops.apply_mask(logits_SV, mask_SW, self.sampling.columns, ids_M, fails=is_own)
         own = chosen = chains = None
         before = tree
         if PopulationKind.INDEPENDENT in plan.kinds:
@@ -326,8 +327,9 @@ class Scorer:
             by_answer_T = None
             if plan.constraints.has_answers:
                 by_answer_T = plan.constraints.by_answer_A[plan.index_of_rows(inputs.rows.queries)]
+            vocab, masked_TV = self.sampling.vocab, self._ops.apply_mask(logits_TV, mask_TW, self.sampling.vocab)
             logits_TV, distribution_T, log_mass_T = given_constraint(
-                logits_TV, mask_TW, self.sampling.vocab, distribution_T, by_answer_T
+                logits_TV, masked_TV, mask_TW, vocab, distribution_T, by_answer_T
             )
             inputs = replace(inputs, distribution_T=distribution_T)
         labelled_T = drawn = next_AV = None

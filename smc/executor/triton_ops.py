@@ -57,6 +57,7 @@ from smc.kernels.sampling import draw, guide, score, spread, spread_rest, write_
 from smc.kernels.select import ScoreTensors, SelectTensors
 from smc.kernels.select import select as select_particles
 from smc.kernels.stops import StopTensors
+from smc.kernels.token_masks import apply_mask
 from smc.kernels.tree_rows import StepRows
 from smc.kernels.truncation import Cut, truncate
 from smc.kernels.verify import ChainTrials, SampleTensors, VerifyTensors, match_samples
@@ -96,6 +97,8 @@ class TritonOps(RoundOps):
     ) -> Tensor:
         added = (tables.column_EB, tables.early_EB, tables.late_EB, tables.count_E)
         return sampling.add_biases(logits_RV, added, entries, slot_X.contiguous(), position_R.contiguous(), width)
+
+    apply_mask = staticmethod(apply_mask)
 
     def begin_draft(
         self, state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape

@@ -148,7 +148,7 @@ class ModelWorker:
         self.stages = StageRunner(self.device)
         """In order with which the device is asked to run prompts."""
         self.ops: RoundOps = TorchOps()
-        """How prompts run through the model, and first tokens are drawn without replacement."""
+        """How prompts run through the model, and first tokens are masked and drawn without replacement."""
 
     @torch.inference_mode()
     def run_prompts(self, batch: PromptBatch) -> AsyncResult:
@@ -272,9 +272,11 @@ class ModelWorker:
         by_answer_R = None
         if draws.by_answer_R is not None and draws.by_answer_R.any():
             by_answer_R = to_device(draws.by_answer_R, self.device)
+        mask_RW = to_device(masks_RW, self.device)
         return given_constraint(
             logits_RV,
-            to_device(masks_RW, self.device),
+            self.ops.apply_mask(logits_RV, mask_RW, self.vocab_size),
+            mask_RW,
             self.vocab_size,
             draws.distribution.to(self.device),
             by_answer_R,

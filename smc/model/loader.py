@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -255,7 +256,11 @@ def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str,
         for name, found in parts.items()
     }
     temporary = directory / f"{SINGLE_FILE}.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt"})
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    except SafetensorError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{directory / SINGLE_FILE} cannot be written: {error}") from error
     temporary.replace(directory / SINGLE_FILE)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -68,7 +68,7 @@ WHOLE = Shard()
 """A model on a single rank."""
 
 
-class Span(NamedTuple):
+class AxisSpan(NamedTuple):
     """Consecutive indices of an axis that a rank holds."""
 
     held: range
@@ -83,7 +83,7 @@ class Axis:
 
     size: int
     """Size of the axis in the whole tensor."""
-    spans: tuple[Span, ...]
+    spans: tuple[AxisSpan, ...]
     """What the rank holds; may be empty, and may hold an index several times. The rest of its tensor is padding."""
     local_size: int
     """Size of the axis in the rank's own tensor."""
@@ -97,7 +97,7 @@ class Axis:
     @staticmethod
     def part(size: int, held: range) -> Axis:
         """Some indices alone."""
-        return Axis(size, (Span(held, 0),), len(held), math.gcd(held.start, held.stop))
+        return Axis(size, (AxisSpan(held, 0),), len(held), math.gcd(held.start, held.stop))
 
     @property
     def held(self) -> range:
@@ -169,8 +169,8 @@ class Split:
                 head, piece = divmod(unit, heads.pieces)
                 held = _shares(queries, heads.pieces)[piece]
                 first = head * queries
-                query.append(Span(range(first + held.start, first + held.stop), slot * heads.piece))
-                key.append(Span(range(head, head + 1), slot))
+                query.append(AxisSpan(range(first + held.start, first + held.stop), slot * heads.piece))
+                key.append(AxisSpan(range(head, head + 1), slot))
             query_ranks.append(query)
             key_ranks.append(key)
         return Split(
@@ -210,7 +210,7 @@ def _inner(size: int, shard: Shard) -> Axis:
     widths = () if size % INNER_BLOCKS[0] else INNER_BLOCKS
     width = next((width for width in widths if size // width >= shard.degree), 1)
     shares = _shares(size // width, shard.degree)
-    return _axis(size // width, [[Span(held, 0)] if held else [] for held in shares], len(shares[0]), width, shard)
+    return _axis(size // width, [[AxisSpan(held, 0)] if held else [] for held in shares], len(shares[0]), width, shard)
 
 
 def _shares(count: int, parts: int) -> list[range]:
@@ -220,21 +220,21 @@ def _shares(count: int, parts: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(bounds)]
 
 
-def _axis(size: int, ranks: list[list[Span]], local_size: int, unit: int, shard: Shard) -> Axis:
+def _axis(size: int, ranks: list[list[AxisSpan]], local_size: int, unit: int, shard: Shard) -> Axis:
     """All numbers are in units of `unit` indices."""
     merged = [_merged(spans) for spans in ranks]
     bounds = [bound for spans in merged for held, start in spans for bound in (held.start, held.stop, start)]
     step = unit * math.gcd(local_size, *bounds)
-    spans = (Span(range(held.start * unit, held.stop * unit), start * unit) for held, start in merged[shard.rank])
+    spans = (AxisSpan(range(held.start * unit, held.stop * unit), start * unit) for held, start in merged[shard.rank])
     return Axis(size * unit, tuple(spans), local_size * unit, step)
 
 
-def _merged(spans: list[Span]) -> list[Span]:
+def _merged(spans: list[AxisSpan]) -> list[AxisSpan]:
     """Spans that continue one another, in both tensors, become one."""
-    merged: list[Span] = []
+    merged: list[AxisSpan] = []
     for held, start in spans:
         if merged and merged[-1].held.stop == held.start and merged[-1].start + len(merged[-1].held) == start:
             first = merged.pop()
             held, start = range(first.held.start, held.stop), first.start
-        merged.append(Span(held, start))
+        merged.append(AxisSpan(held, start))
     return merged

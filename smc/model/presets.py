@@ -73,10 +73,16 @@ PRESETS = {
 
 
 def preset(name: str) -> ModelConfig:
-    """The shape of that name. Raises ValueError that lists the known names."""
-    if name not in PRESETS:
-        raise ValueError(f"{name!r} is no known shape; allowed: {', '.join(PRESETS)}")
-    return PRESETS[name]
+    """The shape of that name. `NAME/LAYERS` is the shape with so many layers, such as `llama-8b/4`: that of a draft cut
+    from the large model. Raises ValueError that lists the known names."""
+    shape, _, layers = name.partition("/")
+    if shape not in PRESETS:
+        raise ValueError(f"{name!r} is no known shape; allowed: {', '.join(PRESETS)}, or one of them with /LAYERS")
+    if shape == name:
+        return PRESETS[name]
+    if not (layers.isascii() and layers.isdigit() and int(layers)):
+        raise ValueError(f"{name!r}: layers={layers!r}; allowed: a whole number of at least 1, as in {shape}/4")
+    return replace(PRESETS[shape], num_layers=int(layers))
 
 
 class NoText(Tokenizer):

@@ -52,7 +52,7 @@ GROUP, LEAST_GROUP = 128, 32
 PLAIN_ORDER = tuple(range(PER_WORD))
 
 
-class Checkpoint(Protocol):
+class TensorFiles(Protocol):
     """Reads the tensors of a checkpoint."""
 
     @property
@@ -125,13 +125,13 @@ class Fp8Quantisation:
             self._scale_name(name): Expected(self._scale_shapes(*shape)),
         }
 
-    def rows_scale(self, files: Checkpoint, name: str, rows: slice) -> Tensor:
+    def rows_scale(self, files: TensorFiles, name: str, rows: slice) -> Tensor:
         """Scales [N] of the rows, float32. Not for formats with blocks."""
         assert not self.blocks
         scale = files.part(self._scale_name(name)).float().flatten()
         return scale[rows] if len(scale) > 1 else scale.expand(rows.stop - rows.start)
 
-    def values(self, files: Checkpoint, name: str, rows: slice, columns: slice) -> Tensor:
+    def values(self, files: TensorFiles, name: str, rows: slice, columns: slice) -> Tensor:
         """Dequantised float32 weights [N, K] of a part of a quantised matrix."""
         import torch
 
@@ -242,14 +242,14 @@ class Int4Quantisation:
         """Whether the matrix is stored so."""
         return self.codes_name(name) in stored
 
-    def values(self, files: Checkpoint, name: str, rows: slice, columns: slice) -> Tensor:
+    def values(self, files: TensorFiles, name: str, rows: slice, columns: slice) -> Tensor:
         """Dequantised float32 weights [N, K] of a part of a quantised matrix."""
         code_NK = self._codes(files, name, rows, columns)
         scale_NG, zero_NG = self._scales(files, name, rows), self._zeros(files, name, rows)
         group_K = self._group_of_inputs(files, name, scale_NG.shape[1], columns, scale_NG.device)
         return (code_NK - zero_NG[:, group_K]).float() * scale_NG[:, group_K]
 
-    def codes(self, files: Checkpoint, name: str, rows: slice, columns: slice, group: int) -> Codes:
+    def codes(self, files: TensorFiles, name: str, rows: slice, columns: slice, group: int) -> Codes:
         """Part of the matrix as it is stored, in groups of `group` inputs, which divides those of the checkpoint and
         the bounds of `columns`. Raises ValueError if the groups' inputs are not consecutive."""
         import torch
@@ -297,16 +297,16 @@ class Int4Quantisation:
             )
         return inputs // group
 
-    def _inputs(self, files: Checkpoint, name: str) -> int:
+    def _inputs(self, files: TensorFiles, name: str) -> int:
         shape = files.tensors[self._name(name, self.packing.codes)].shape
         axis = 0 if self.packing.inputs_first else 1
         return shape[axis] * (PER_WORD if self.packing.packs_inputs else 1)
 
-    def _codes(self, files: Checkpoint, name: str, rows: slice, columns: slice) -> Tensor:
+    def _codes(self, files: TensorFiles, name: str, rows: slice, columns: slice) -> Tensor:
         packed, other = (columns, rows) if self.packing.packs_inputs else (rows, columns)
         return self._unpacked(files, self.packing.codes, name, packed, other, self.packing.packs_inputs)
 
-    def _zeros(self, files: Checkpoint, name: str, rows: slice) -> Tensor:
+    def _zeros(self, files: TensorFiles, name: str, rows: slice) -> Tensor:
         """Zero points [N, G]."""
         if self._name(name, self.packing.zeros) not in files.tensors:
             return self._scales(files, name, rows).int().fill_(SYMMETRIC_ZERO)
@@ -315,7 +315,7 @@ class Int4Quantisation:
         return (found + self.zero_shift) & 15
 
     def _unpacked(
-        self, files: Checkpoint, part: str, name: str, packed: slice, other: slice, by_inputs: bool
+        self, files: TensorFiles, part: str, name: str, packed: slice, other: slice, by_inputs: bool
     ) -> Tensor:
         """Part [N, K] or [N, G] of a packed tensor; `by_inputs`: its second axis is the packed one."""
         import torch
@@ -332,14 +332,14 @@ class Int4Quantisation:
         begin = packed.start - first * PER_WORD
         return codes.narrow(axis, begin, packed.stop - packed.start)
 
-    def _scales(self, files: Checkpoint, name: str, rows: slice) -> Tensor:
+    def _scales(self, files: TensorFiles, name: str, rows: slice) -> Tensor:
         """Scales [N, G], float32."""
         where = (slice(None), rows) if self.packing.inputs_first else (rows, slice(None))
         scale = files.part(self._name(name, self.packing.scales), where).float()
         return scale.t() if self.packing.inputs_first else scale
 
     def _group_of_inputs(
-        self, files: Checkpoint, name: str, groups: int, columns: slice, device: torch.device
+        self, files: TensorFiles, name: str, groups: int, columns: slice, device: torch.device
     ) -> Tensor:
         """The group [K] of every input in `columns`."""
         import torch

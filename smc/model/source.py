@@ -70,7 +70,9 @@ class ModelSource:
 
     @property
     def name(self) -> str:
-        return self.hub.repository.split("/")[-1] if self.hub else self.location.name
+        if self.hub:
+            return self.hub.repository.split("/")[-1]
+        return self.location.name if self.kind == "files" else str(self.location)
 
     @property
     def directory(self) -> Path:

@@ -31,7 +31,11 @@ class Checkpoint:
 
     @staticmethod
     def of(slots: Slots, slots_N: np.ndarray) -> Checkpoint:
-        return Checkpoint({name: getattr(slots, name)[slots_N].copy() for name in SAVED})
+        width = int(slots.length_S[slots_N].max())
+        arrays = {name: getattr(slots, name) for name in SAVED}
+        return Checkpoint(
+            {name: of_S[slots_N, :width] if of_S.ndim > 1 else of_S[slots_N] for name, of_S in arrays.items()}
+        )
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.arrays[name]
@@ -55,7 +59,11 @@ class Checkpoint:
         """Write the rows back. Slots beyond them repeat the first row and hold no particle."""
         row_N = row_of_batch(len(self), len(slots_N))
         for name, values in self.arrays.items():
-            getattr(slots, name)[slots_N] = values[row_N]
+            there = getattr(slots, name)
+            if there.ndim > 1:
+                there[slots_N, : values.shape[1]] = values[row_N]
+            else:
+                there[slots_N] = values[row_N]
         rest_X = slots_N[len(self) :]
         slots.ended_S[rest_X], slots.logw_S[rest_X] = True, -np.inf
 

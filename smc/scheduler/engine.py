@@ -210,7 +210,8 @@ class Engine:
         self.fallback.apply_switches()
         for group in self.prefill.finish(self._clock()):
             self.registry.run(group)
-        self.potentials.follow(self.registry.admitted)
+        for group in self.potentials.follow(self.registry.admitted):
+            self.registry.redraw(group)
         self.results.report_all()
 
     def run(self, requests: Iterable[Request]) -> Iterator[Output]:
@@ -304,7 +305,8 @@ class Engine:
         )
         stats.spec_alone_rounds = alone.spec_alone_rounds
         memory = self.memory
-        stats.collapses += self.potentials.take_collapses()
+        stats.potentials = self.potentials.take_stats()
+        stats.collapses += stats.potentials.collapses
         stats.queued = len(self.registry.queue)
         stats.running = len(self.registry.admitted) + self.prefill.num_rescoring
         stats.slots_free = self.slots.num_free

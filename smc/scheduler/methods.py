@@ -283,7 +283,7 @@ class DraftTargetDecoding(Decoding):
             return particle.block
         # In lockstep, after its first round, neither the draft's last token nor the bonus.
         pending = config.begin_tokens if particle.rounds else 1
-        return 0 if particle.ended else particle.length - pending
+        return 0 if particle.ended else max(particle.length - pending, 0)
 
 
 class Independent(DraftTargetDecoding):

@@ -21,12 +21,15 @@ import numpy as np
 from smc.potentials import Potential, Prefixes, log_values
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
+from smc.scheduler.stats import MOST_SAMPLES, PotentialStats
 
 GRACE = 0.001
 """Seconds that a step waits for the calls that it has made itself. Most calls end within this time, and their requests
 take part in the next round."""
 IDLE = 0.01
 """Seconds that a step waits where nothing else runs."""
+MOST_REDRAWS = 8
+"""Times in a row that tokens are drawn again of which a potential leaves no particle with weight."""
 MOST_OVERDUE = 16
 """Calls of one potential that took too long and still run."""
 
@@ -43,6 +46,8 @@ class PotentialCall:
     length_N: np.ndarray
     ended_N: np.ndarray
     began: float
+    ended: float = 0.0
+    """Of the monotonic clock, once there is a result."""
     logphi_N: Future[np.ndarray] = field(default_factory=Future)
 
     @property
@@ -53,13 +58,14 @@ class PotentialCall:
     def run(self, potential: Potential) -> None:
         """Ask the potential, in a thread of the call's own."""
         try:
-            self.logphi_N.set_result(self._ask(potential))
-        except ValueError as error:
-            self.logphi_N.set_exception(error)
+            logphi_N = self._ask(potential)
         except BaseException as error:  # its own, whatever it is
-            self.logphi_N.set_exception(
-                RuntimeError(f"potential {self.name!r} failed ({type(error).__name__}: {error})")
-            )
+            self.ended = time.monotonic()
+            failed = RuntimeError(f"potential {self.name!r} failed ({type(error).__name__}: {error})")
+            self.logphi_N.set_exception(error if isinstance(error, ValueError) else failed)
+        else:
+            self.ended = time.monotonic()
+            self.logphi_N.set_result(logphi_N)
 
     def _ask(self, potential: Potential) -> np.ndarray:
         """log phi of each slot. Raises ValueError for what is no log phi, and whatever the potential raises."""
@@ -80,7 +86,7 @@ class PotentialCalls:
         self._potentials, self._limit, self._slots = potentials, limit, slots
         self._calls: list[PotentialCall] = []
         """All that have not ended, those of requests that no longer wait for them included."""
-        self._collapses = 0
+        self._stats = PotentialStats()
 
     def check(self, name: str) -> None:
         """Raises ValueError for a potential that there is not."""
@@ -88,16 +94,18 @@ class PotentialCalls:
             allowed = ", ".join(sorted(self._potentials)) or "none, as the configuration names no potentials"
             raise ValueError(f"potential={name!r}; allowed: {allowed}")
 
-    def take_collapses(self) -> int:
-        """Questions since the last call after which no particle of a request would have had weight."""
-        count, self._collapses = self._collapses, 0
-        return count
+    def take_stats(self) -> PotentialStats:
+        """What has been counted since the last call."""
+        stats, self._stats = self._stats, PotentialStats()
+        del stats.seconds[:-MOST_SAMPLES]
+        return stats
 
-    def follow(self, admitted: Iterable[SequenceGroup]) -> None:
+    def follow(self, admitted: Iterable[SequenceGroup]) -> list[SequenceGroup]:
         """Once a step: ask about requests whose particles have changed, and weigh those about which there is an answer.
-        Waits where no request could go on otherwise."""
+        Waits where no request could go on otherwise. Returns requests whose last round is to be drawn again, as it has
+        left no particle with weight."""
         if not self._potentials:
-            return
+            return []
         groups = list(admitted)
         waiting = {call.group: call.logphi_N for call in self._calls if call.is_current}
         unasked = [group for group in groups if group.awaits_potential and group not in waiting]
@@ -106,8 +114,7 @@ class PotentialCalls:
         waiting |= new
         if waiting and all(group in waiting for group in groups):
             wait(waiting.values(), IDLE, FIRST_COMPLETED)
-        for call in list(self._calls):
-            self._finish(call)
+        return [call.group for call in list(self._calls) if self._finish(call)]
 
     def _ask(self, group: SequenceGroup) -> PotentialCall | None:
         """The call that was made, if one is needed and allowed."""
@@ -115,6 +122,7 @@ class PotentialCalls:
         assert name is not None, "of requests with a potential"
         if self._num_overdue(name) >= MOST_OVERDUE:
             group.error = f"potential {name!r} does not answer: {MOST_OVERDUE} calls of it have not ended"
+            self._stats.timeouts += 1
             return None
         slots_N = group.slots[slots.logw_S[group.slots] > -np.inf]
         if not len(slots_N):
@@ -136,32 +144,41 @@ class PotentialCalls:
     def _is_late(self, call: PotentialCall) -> bool:
         return time.monotonic() - call.began > self._limit
 
-    def _finish(self, call: PotentialCall) -> None:
-        """Weigh what an ended call was asked about; end the request of a call that takes too long."""
+    def _finish(self, call: PotentialCall) -> bool:
+        """Weigh what an ended call was asked about; end the request of a call that takes too long. Whether the
+        request's last round is to be drawn again."""
         group, is_current = call.group, call.is_current
         if not call.logphi_N.done():
             if is_current and self._is_late(call):
                 group.error = f"potential {call.name!r} took more than {self._limit:g} s, which is all that it has"
-            return
+                self._stats.timeouts += 1
+            return False
         self._calls.remove(call)
+        self._stats.seconds.append(call.ended - call.began)
         if not is_current:
-            return
+            return False
         if error := call.logphi_N.exception():
             group.error = str(error)
-        else:
-            self._weigh(call, call.logphi_N.result())
+            self._stats.errors += 1
+            return False
+        return self._weigh(call, call.logphi_N.result())
 
-    def _weigh(self, call: PotentialCall, logphi_N: np.ndarray) -> None:
-        """Weights change by the factor phi(new) / phi(old). Where all would be zero they stay as they are, and Z-hat
-        is 0."""
+    def _weigh(self, call: PotentialCall, logphi_N: np.ndarray) -> bool:
+        """Weights change by the factor phi(new) / phi(old). Where all would be zero, Z-hat is 0, and the round is to be
+        drawn again: returns True. Where that has been done often enough, weights stay as they are."""
         group, slots, at = call.group, self._slots, call.slots_N
         logw_N = slots.logw_S[at] + logphi_N - slots.logphi_S[at]
-        slots.weighed_S[at] = call.length_N
-        group.end_potential()
         if (logw_N == -np.inf).all():
             group.log_z = -np.inf
             group.counters.collapses += 1
-            self._collapses += 1
-            return
+            self._stats.collapses += 1
+            if group.redraws < MOST_REDRAWS:
+                return True
+            slots.weighed_S[at] = call.length_N
+            group.end_potential()
+            return False
+        slots.weighed_S[at] = call.length_N
         slots.logw_S[at], slots.logphi_S[at] = logw_N, logphi_N
         slots.vacate(at[~group.decoding.alive(logw_N)])
+        group.end_potential(slots)
+        return False

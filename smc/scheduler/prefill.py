@@ -287,6 +287,11 @@ class PrefillManager:
         self.release(group)
         group.preempt(checkpoint)
 
+    def redraw(self, group: SequenceGroup) -> None:
+        """Release a running request's slots and pages, so that its last round is drawn again."""
+        self.release(group)
+        group.redraw()
+
     def release(self, group: SequenceGroup) -> None:
         """Release what an admitted or rescored request holds."""
         if group.state is RequestState.RESCORING:

@@ -439,7 +439,7 @@ def _first_draws(groups: list[SequenceGroup]) -> Draws:
     return Draws(
         distribution=population.distribution_of(groups[0].decoding.first),
         seed_R=population.seed_G,
-        round_R=np.zeros(len(groups), dtype=np.int64),
+        round_R=np.array([group.redraws for group in groups], dtype=np.int64),
         stream_RD=np.tile(np.arange(population.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),
         purpose=Purpose.TARGET,
         count_R=population.size_G.astype(np.int32),

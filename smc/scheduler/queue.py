@@ -132,6 +132,13 @@ class RequestRegistry:
         self.queue.push(group)
         self._preemptions += 1
 
+    def redraw(self, group: SequenceGroup) -> None:
+        """It waits to be admitted again, and goes on from before its last round."""
+        self.batches[group.decoding.program].remove(group)
+        self._prefill.redraw(group)
+        self.admitted.remove(group)
+        self.queue.push(group)
+
     def take_preemptions(self) -> int:
         """Preemptions since the last call."""
         count, self._preemptions = self._preemptions, 0

@@ -9,7 +9,9 @@
                   | ^ ^                  |                   | |
                   | | +---- preempt -----+                   | |     while it resumes from its checkpoint
                   | +------ preempt -------------------------+ |     with a checkpoint of its particles
-                  |                                            |
+                  | ^                                          |
+                  | +------ redraw ----------------------------+     from before its last round; to WAITING from before
+                  |                                            |     its first tokens
                   +-------- rescore ---> RESCORING <- rescore -+     from PREFILL, too, while it resumes
 
     every state --- finish ---> FINISHED
@@ -57,7 +59,13 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
         }
     ),
     RequestState.RUNNING: frozenset(
-        {RequestState.PREFILL, RequestState.PREEMPTED, RequestState.RESCORING, RequestState.FINISHED}
+        {
+            RequestState.WAITING,
+            RequestState.PREFILL,
+            RequestState.PREEMPTED,
+            RequestState.RESCORING,
+            RequestState.FINISHED,
+        }
     ),
     RequestState.PREEMPTED: frozenset({RequestState.PREFILL, RequestState.RESCORING, RequestState.FINISHED}),
     RequestState.RESCORING: frozenset({RequestState.FINISHED}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,15 @@ MEMORY = 0.97
 
 RoundPages = dict[Stream, np.ndarray]
 """Pages that a round has allocated for a request, by stream."""
+
+
+class WeighedParticles(NamedTuple):
+    """The particles of a request as its potential last left them with weight, from which the round after it can be
+    drawn again."""
+
+    checkpoint: Checkpoint
+    particles: np.ndarray
+    committed: int
 
 
 @dataclass(eq=False)
@@ -96,6 +106,10 @@ class SequenceGroup:
     """Running log of the estimate of the target's total mass on answers."""
     weighed: bool = False
     """Its potential is in the weights that its particles have now."""
+    last_weighed: WeighedParticles | None = field(init=False, default=None)
+    """None: it has no potential, or this has left no particle with weight yet."""
+    redraws: int = field(init=False, default=0)
+    """How often its last tokens have been drawn again, because its potential left no particle with weight."""
     error: str | None = None
     """Why the request fails; the next report ends it."""
     text: TextStream = field(init=False)
@@ -130,8 +144,9 @@ class SequenceGroup:
     def run(self, now: float) -> None:
         """Its particles are in slots, and it takes part in rounds."""
         self._enter(RequestState.RUNNING, {RequestState.PREFILL})
+        last = self.last_weighed
+        self.weighed = last is not None and self.checkpoint is last.checkpoint
         self.checkpoint = None
-        self.weighed = False
         self.first_token_at = now if self.first_token_at is None else self.first_token_at
 
     def preempt(self, checkpoint: Checkpoint | None = None) -> None:
@@ -154,6 +169,16 @@ class SequenceGroup:
         self.checkpoint = checkpoint
         self._decode_by(decoding, rows)
         self.slots = slots
+
+    def redraw(self) -> None:
+        """It has released slots and pages, and waits to go on from before its last round, or before its first tokens:
+        its potential leaves no particle with weight."""
+        last = self.last_weighed
+        self._enter(RequestState.WAITING if last is None else RequestState.PREEMPTED, {RequestState.RUNNING})
+        self.redraws += 1
+        self.committed = 0 if last is None else last.committed
+        if last is not None:
+            self.checkpoint, self.particles, self.count = last.checkpoint, last.particles, len(last.particles)
 
     def rescore(self) -> None:
         """Its answer is drawn; slots and pages are released."""
@@ -239,10 +264,13 @@ class SequenceGroup:
         assert self.state is RequestState.RUNNING, f"a round of a request that is {self.state.value}"
         self.in_flight.append(pages)
 
-    def end_potential(self) -> None:
-        """Its potential is in the weights of its particles."""
+    def end_potential(self, slots: Slots | None = None) -> None:
+        """Its potential is in the weights of its particles. Where these have weight, they are kept from `slots`."""
         assert self.state is RequestState.RUNNING and not self.in_flight, "particles that a round changes"
         self.weighed = True
+        if slots is not None:
+            self.redraws = 0
+            self.last_weighed = WeighedParticles(self.save(slots), self.particles[: self.count], self.committed)
 
     def end_round(self) -> None:
         self.in_flight.popleft()

@@ -57,6 +57,20 @@ class SpecStats:
 
 
 @dataclass
+class PotentialStats:
+    """Calls of potentials, since the last reading."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Calls that have ended."""
+    errors: int = 0
+    """Requests that ended because their potential failed, or returned what is no log phi."""
+    timeouts: int = 0
+    """Requests that ended because their potential took too long."""
+    collapses: int = 0
+    """Calls after which no particle of a request would have had weight."""
+
+
+@dataclass
 class EngineStats:
     """State after a step, and sums since the last reading."""
 
@@ -88,6 +102,7 @@ class EngineStats:
     """Tokens between the committed prefix and the longest particle, one per SMC request and round."""
     mask_seconds: list[float] = field(default_factory=list)
     """Masks of constrained requests, one per round and model."""
+    potentials: PotentialStats = field(default_factory=PotentialStats)
 
     spec: dict[str, SpecStats] = field(default_factory=lambda: {name: SpecStats() for name in VERIFICATIONS})
     """Exact decoding by verification."""

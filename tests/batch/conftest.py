@@ -13,6 +13,7 @@ from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
 from tests.batch.asking import ENGINE, KINDS, chat, line
 from tests.batch.running import Cluster
+from tests.batch.s3 import s3_server
 
 
 @pytest.fixture(scope="session")
@@ -23,14 +24,17 @@ def pair() -> ServingPair:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """One cluster with a dashboard for the tests of a file, started as a user starts one, and gone before others start
-    theirs."""
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
+    """One cluster with a dashboard for the tests of a file, started as a user starts one, beside a stand-in for S3; and
+    gone before others start theirs."""
+    with s3_server() as settings, pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        cluster = Cluster(tmp_path_factory.mktemp("cluster"), **settings)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import pytest
 
 from services.batch.lines import Kept, RequestReader, parse_line
 from services.batch.output_file import OutputFile, Survey, survey, written
-from services.batch.parts import DonePart, FileParts, Part, PartsOutput, _part_lines, earlier_records, write_part
+from services.batch.parts import DonePart, FileParts, InputPart, PartsOutput, _part_lines, earlier_records, write_part
 from services.batch.progress import Counts
 from services.batch.storage import Store, records_of, to_parquet
 from tests.batch import gcs
@@ -56,11 +56,11 @@ def opened(stores, overwrite=False, retry_failed=False, form=None, **made_by) ->
     return PartsOutput(*stores, form, MADE_BY | made_by, overwrite, retry_failed)
 
 
-def lines_of(part: Part, source: Store) -> list:
+def lines_of(part: InputPart, source: Store) -> list:
     return list(part.parse(*part.read(source)))
 
 
-def do(part: Part, stores, form="jsonl", failed: tuple[str, ...] = ()) -> DonePart:
+def do(part: InputPart, stores, form="jsonl", failed: tuple[str, ...] = ()) -> DonePart:
     """What a worker group makes of a part, with records that hold no answers."""
     known = earlier_records(part, stores[1], form)
     new = kept = Counts()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.cli.distill import _texts
+from services.cli.distill import _texts, fitting
 from smc import demo
 from smc.model.tokenizer import Tokenizer
 
@@ -48,3 +48,40 @@ def test_prompts_are_texts_prompts_and_messages(tmp_path):
     file.write_text("\n")
     with pytest.raises(ValueError, match="holds no prompts"):
         _texts(demo.TARGET, file, None, is_demo=False)
+
+
+def test_prompts_with_odd_lines(tmp_path):
+    """A mark of byte order, and separators of lines inside of texts."""
+    tokenizer = Tokenizer.load(demo.TARGET)
+    questions = ["Mia has 12\u2028apples.", "One\x0cpage\x85more"]
+    file = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": each}, ensure_ascii=False) for each in questions]
+    file.write_text("\ufeff" + "\r\n".join(lines) + "\r\n", encoding="utf-8", newline="")
+    expected = tuple(tuple(tokenizer.chat([{"role": "user", "content": each}])) for each in questions)
+    assert _texts(demo.TARGET, file, None, is_demo=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": ""}', "prompts.txt:2 has an empty prompt"),
+        (b'{"messages": []}', "prompts.txt:2 has an empty prompt"),
+        (b'{"messages": ["hello"]}', "prompts.txt:2: the chat template cannot render"),
+        (b"\xff\xfe", "prompts.txt is no text in UTF-8"),
+        (b'{"prompt": "\\ud800"}', "prompts.txt:2: cannot encode"),
+    ],
+)
+def test_prompts_that_cannot_be_used(tmp_path, line, message):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"Mia has 12 apples.\n" + line + b"\n")
+    with pytest.raises(ValueError, match=message):
+        _texts(demo.TARGET, file, None, is_demo=False)
+
+
+def test_prompts_that_are_too_long_are_left_out(capsys):
+    """A log has some: they do not stop a run."""
+    short, long = (1,) * 508, (1,) * 509
+    assert fitting((short, long), 512) == (short,)
+    assert "1 of 2 prompts are left out: they have more than 508 tokens (--width 512)" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="all 1 prompts have more than 508 tokens; give a --width above 512"):
+        fitting((long,), 512)

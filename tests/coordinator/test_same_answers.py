@@ -52,6 +52,7 @@ def test_over_every_link_at_every_degree(link, draft_tp, target_tp, form):
         assert one.statistics.log_z == pytest.approx(same.statistics.log_z, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_exact_decoding_where_key_heads_are_repeated():
     """Three ranks of a target with 4 query heads and 2 key/value heads hold 2, 1 and 1 of each."""
     params = [{"method": "target"}, {"method": "exact", "particles": 4}]

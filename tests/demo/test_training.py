@@ -44,16 +44,16 @@ def test_labels_are_the_solutions(learned, data):
 
 
 def test_training_lowers_the_loss_and_repeats(data):
-    runs = [trainer.Trainer(RECIPE, data, "cpu", compile_loss=False) for _ in range(2)]
+    runs = [trainer.DemoTrainer(RECIPE, data, "cpu", compile_loss=False) for _ in range(2)]
     before = runs[0].gradients().item()
-    runs[0] = trainer.Trainer(RECIPE, data, "cpu", compile_loss=False)
+    runs[0] = trainer.DemoTrainer(RECIPE, data, "cpu", compile_loss=False)
     assert [run.run() for run in runs] == [3, 3]
     assert all(torch.equal(a, b) for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters()))
     assert runs[0].gradients().item() < before
 
 
 def test_a_stop_condition_ends_the_run(data):
-    assert trainer.Trainer(RECIPE, data, "cpu", compile_loss=False).run(lambda step, _model: step == 2) == 2
+    assert trainer.DemoTrainer(RECIPE, data, "cpu", compile_loss=False).run(lambda step, _model: step == 2) == 2
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,8 @@ class Made(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("empty", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("empty", [False, True])
 def test_pictures_are_drawn_and_holes_in_them_are_told(tmp_path, empty):
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Answers", (Made,), {"empty": empty}))
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smc.distill import losses
-from smc.distill.losses import LossMix, head_loss, mix_at
+from smc.distill.losses import LossMix, chunk_size, head_loss, mix_at
 from tests.model.tiny import random_decoder, tiny_config
 
 VOCAB = 290
@@ -64,3 +64,9 @@ def test_kl_gives_way_to_the_loss():
     assert mix_at("kl", 1.0, 0.3) == LossMix(kl=1.0)
     with pytest.raises(ValueError, match="allowed: tv, chi2, kl"):
         mix_at("mse", 0.0, 0.3)
+
+
+def test_chunks_are_no_larger_than_what_runs_at_once():
+    """On a GPU each is padded to its full size, which of a small vocabulary would be half a million tokens."""
+    assert chunk_size(1 << 17, "cuda") == 1 << 11 and chunk_size(1 << 17, "cpu") == 1 << 7
+    assert chunk_size(512, "cuda") == chunk_size(512, "cpu") == 1 << 14

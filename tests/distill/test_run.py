@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
 from dataclasses import replace
@@ -19,8 +20,8 @@ from safetensors.torch import load_file
 from smc.distill.measure import HeldOut
 from smc.distill.ranks import Ranks
 from smc.distill.run import DistillConfig, distill, seconds_of_round
-from smc.distill.store import Conversation, ConversationStore
-from smc.distill.student import StudentSpec, candidate_layers, cut, make_student, save_student
+from smc.distill.store import Conversation, ConversationStore, replace_file
+from smc.distill.student import StudentSpec, candidate_layers, choose_layers, cut, make_student, save_student
 from smc.distill.talk import TalkSettings
 from smc.distill.trainer import Trainer, TrainingSettings
 from smc.model.decoder import Decoder
@@ -141,6 +142,7 @@ def _config(folder: Path, out: str) -> DistillConfig:
         slots=16,
         held_out=4,
         contexts=8,
+        prompts=((5, 6, 7), (8, 9)),
     )
 
 
@@ -149,6 +151,7 @@ def _distill(config: DistillConfig) -> None:
     distill(config, lambda line: None)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
     """Killed by signal 9 in its second round. The draft is one that commands take."""
     save_tiny(tmp_path / "target", rope_scaling=None)
@@ -168,7 +171,10 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
         _distill(killed)
     with pytest.raises(ValueError, match="held_out=5, but the run"):
         _distill(replace(killed, held_out=5, resume=True))
-    _distill(replace(killed, resume=True))
+    with pytest.raises(ValueError, match="the prompts are not those"):
+        _distill(replace(killed, prompts=((5, 6, 7), (8, 10)), resume=True))
+    # A log has grown meanwhile.
+    _distill(replace(killed, prompts=(*killed.prompts, (3, 4)), resume=True))
     ours, theirs = (load_file(config.out / "model.safetensors") for config in (killed, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert _steps(killed.out) == _steps(whole.out)
@@ -183,6 +189,161 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
     assert np.array_equal(counts_V, expected_V) and np.array_equal(load_counts(killed.out, size), expected_V)
     drafted = ("--raw", "--draft-vocab", 40, "--method", "exact", "--max-tokens", 8, "--seed", 1)
     assert smcserve("generate", "--target", whole.target, "--draft", whole.out, *drafted, "fox").code == 0
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that run."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_with_the_same_bits(tmp_path):
+    """The first one is killed by signal 9; the other one ends with it, whatever it does."""
+    save_tiny(tmp_path / "target", rope_scaling=None)
+    save_byte_level(tmp_path / "target")
+    whole, killed = (replace(_config(tmp_path, out), processes=2, tokens=6000) for out in ("whole", "killed"))
+    _distill(whole)
+    process = get_context("spawn").Process(target=_distill, args=(killed,))
+    process.start()
+    deadline = time.monotonic() + 200
+    while not (killed.out / "README.md").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.pid is not None
+    others = children(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and _steps(killed.out) < _steps(whole.out)
+    while any(Path(f"/proc/{pid}").exists() for pid in others) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert time.monotonic() < deadline and others
+    _distill(replace(killed, resume=True))
+    ours, theirs = (load_file(config.out / "model.safetensors") for config in (killed, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for rank in ("0", "1"):
+        stores = [ConversationStore(config.work / "data" / rank, config.talk.width) for config in (killed, whole)]
+        a, b = (store.rows(range(len(store))) for store in stores)
+        assert np.array_equal(a, b) and len(a) >= 64
+
+
+def _wait_for_ever(rank_file: Path) -> None:
+    from smc.distill.run import end_with_parent
+
+    end_with_parent()
+    rank_file.touch()
+    while True:
+        time.sleep(1)
+
+
+def _start_and_wait(rank_file: Path) -> None:
+    other = get_context("spawn").Process(target=_wait_for_ever, args=(rank_file,), daemon=True)
+    other.start()
+    other.join()
+
+
+@pytest.mark.slow
+def test_other_processes_end_with_the_first(tmp_path):
+    """A process that writes for long does not notice by itself that the first one was killed, and would write into the
+    files of the run that is resumed."""
+    process = get_context("spawn").Process(target=_start_and_wait, args=(tmp_path / "started",))
+    process.start()
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert process.pid is not None
+    (other,) = (pid for pid in children(process.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    while Path(f"/proc/{other}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert time.monotonic() < deadline
+
+
+@pytest.fixture(scope="module")
+def byte_target(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("target") / "target"
+    save_tiny(folder, rope_scaling=None)
+    return save_byte_level(folder)
+
+
+def test_models_are_not_replaced(tmp_path, byte_target):
+    """Neither the target nor another model."""
+    before = (byte_target / "model.safetensors").read_bytes()
+    for options in ({}, {"student": StudentSpec(draft=byte_target)}):
+        config = replace(_config(byte_target.parent, byte_target.name), **options)
+        with pytest.raises(ValueError, match="holds a model, which the draft would replace; give another --out"):
+            distill(config, lambda line: None)
+    assert (byte_target / "model.safetensors").read_bytes() == before and not (byte_target / ".distill").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"student": StudentSpec(layers=9)}, "--layers 9; allowed for this target: at most 2"),
+        ({"student": StudentSpec(shape="9x2")}, "--shape 9x2; the width must be a multiple"),
+        ({"talk": TalkSettings(width=4096)}, "width=4096; the models have contexts of 256"),
+        ({"prompts": ((1,) * 40,)}, "prompts of 44 tokens"),
+    ],
+)
+def test_a_run_that_cannot_begin_leaves_its_directory_free(tmp_path, byte_target, options, message):
+    config = _config(byte_target.parent, "draft")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            distill(replace(config, out=tmp_path / "draft", **options), lambda line: None)
+
+
+def test_a_draft_of_another_vocabulary_is_refused(tmp_path, byte_target):
+    """Before anything is written."""
+    draft = save_tiny(tmp_path / "other", vocab_size=400)
+    save_byte_level(draft, words=("<other>",))
+    config = replace(_config(byte_target.parent, "draft"), out=tmp_path / "draft", student=StudentSpec(draft=draft))
+    with pytest.raises(ValueError, match="different vocabularies"):
+        distill(config, lambda line: None)
+    assert not (tmp_path / "draft").exists()
+
+
+def test_weights_that_are_not_finite_end_the_run(tmp_path, byte_target):
+    """No draft is written that no command takes."""
+    config = replace(_config(byte_target.parent, "draft"), out=tmp_path / "draft")
+    config = replace(config, training=replace(config.training, peak_rate=1e30))
+    with pytest.raises(ValueError, match=r"not finite; begin in another --out with a lower --rate than 1e\+30"):
+        distill(config, lambda line: None)
+    assert not (tmp_path / "draft" / "config.json").exists()
+
+
+def test_a_run_without_time_to_learn_says_so(tmp_path, byte_target):
+    lines: list[str] = []
+    config = replace(_config(byte_target.parent, "draft"), out=tmp_path / "draft", tokens=None, minutes=1e-4)
+    found = distill(config, lines.append)
+    assert found.step == 0 and "the draft has learnt nothing; allow more --minutes" in lines[-1]
+
+
+def test_layers_are_chosen_by_answers(tmp_path):
+    """Of whole conversations, also if one of them is short."""
+    target, rows = tiny_target(), random_rows(tmp_path, 12)
+    rows["tokens"][0, :4] = 1
+
+    def kl(layers: tuple[int, ...]) -> float:
+        model, found = cut(target, layers), []
+        for row in rows:
+            tokens_S = torch.tensor(row["tokens"][: row["length"]].astype(np.int64))
+            logp_SV, logq_SV = (dense_logits(each, tokens_S).log_softmax(-1) for each in (target, model))
+            found += (logp_SV.exp() * (logp_SV - logq_SV)).sum(-1)[2:-1].tolist()
+        return float(np.mean(found))
+
+    for count in (1, 2):
+        with torch.no_grad():
+            expected = min(candidate_layers(3, count), key=kl)
+        assert choose_layers(target, StudentSpec(layers=count), rows, VOCAB) == expected
+
+
+def test_texts_that_fill_the_context_are_measured(tmp_path):
+    """What the target draws after the last contexts would not fit in."""
+    config = replace(CONFIG, max_context=24)
+    target = random_decoder(config, seed=5)
+    rows = random_rows(tmp_path, 20)
+    held_out = HeldOut(rows, (1.0,), contexts=400, seed=0)
+    found = held_out.measure(target, target, VOCAB, None, seconds=0.0, step=0, trained_tokens=0, written_tokens=0)
+    assert rows["length"].max() > 24 - 4 and found.tree(1.0, 1).held == 5
 
 
 def _steps(folder: Path) -> int:
@@ -203,6 +364,32 @@ def test_drafts_of_all_families_are_read_again(tmp_path, family):
             dense_logits(model, tokens) for model in (load_model(tmp_path / "draft"), cut(target, (1, 2)))
         )
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_a_full_disk_leaves_the_files_before(tmp_path):
+    """The error names the file, and there is room again for another try."""
+    store, target = ConversationStore(tmp_path / "data", 24), tiny_target()
+    store.append(Conversation(0, 0.7, (1, 2, 3), (False, True, True)))
+    store.flush()
+    replace_file(tmp_path / "checkpoint.pt", lambda opened: torch.save({"step": 1}, opened))
+    save_model(target, tmp_path / "draft")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for number in range(1, 64):
+        store.append(Conversation(number, 0.7, (1, 2, 3), (False, True, True)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"000000.npy cannot be written .*; make room on the disk"):
+            store.flush()
+        with pytest.raises(OSError, match=r"checkpoint.pt cannot be written .*; make room on the disk"):
+            replace_file(tmp_path / "checkpoint.pt", lambda opened: torch.save({"step": torch.zeros(4096)}, opened))
+        with pytest.raises(OSError, match=r"model.safetensors cannot be written"):
+            save_model(target, tmp_path / "draft")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    store.flush()
+    assert len(ConversationStore(tmp_path / "data", 24)) == 64
 
 
 def test_layers_to_choose_from():

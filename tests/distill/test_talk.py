@@ -107,6 +107,51 @@ def test_conversations_are_what_the_template_renders(demo_pair):
     assert "42" in tokenizer.decode(found.tokens[len(prompt) :])
 
 
+def test_a_target_that_writes_nothing_to_learn_from(tmp_path):
+    """Every answer is too short: writing does not go on for ever."""
+    settings = TalkSettings(width=32, answer_tokens=2, turns=1)
+    store = ConversationStore(tmp_path, 32)
+    writer = TalkWriter(tiny_pair(), settings, store, slots=128)
+    with pytest.raises(ValueError, match=r"nothing to learn from: \d+ an answer nearly empty; give --prompts"):
+        for _ in writer.write(lambda: len(store) >= 1):
+            pass
+
+
+TEMPLATES = {
+    "system only": "{% for m in messages %}{% if m.role != 'system' %}{{ raise_exception('system only') }}{% endif %}"
+    "{{ m.content }}{% endfor %}",
+    "no user": "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}<eos>",
+    "text first": "{% for m in messages %}{{ m.content }}<eos>{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_template_that_shows_no_user_turn(template, demo_pair, caplog):
+    """The target then answers given prompts alone; without any there is an error that says so."""
+    with_template = Tokenizer(
+        demo_pair.tokenizer._tokenizer, demo_pair.tokenizer.eos_ids, {"eos_token": "<eos>"}, template
+    )
+    pair = ModelPair(demo_pair.target, demo_pair.draft, with_template, demo_pair.max_context)
+    settings = TalkSettings(width=256, answer_tokens=8, turns=2)
+    with pytest.raises(ValueError, match="chat template"):
+        TalkWriter(pair, settings, None, slots=4)
+    prompts = [tuple(demo_pair.tokenizer.chat([{"role": "user", "content": text}])) for text in ("1 + 2", "3 + 4")]
+    found = written(TalkWriter(pair, settings, None, slots=4, prompts=prompts), 4)
+    assert "given prompts" in caplog.text
+    assert all(each.tokens[: len(prompts[each.number % 2])] == prompts[each.number % 2] for each in found)
+
+
+def test_neither_a_template_nor_a_first_token():
+    """As the error says, --prompts helps."""
+    pair = tiny_pair()
+    pair.tokenizer.eos_ids = ()
+    settings = TalkSettings(width=32, answer_tokens=12, turns=1)
+    with pytest.raises(ValueError, match="give --prompts"):
+        TalkWriter(pair, settings, None, slots=8)
+    found = written(TalkWriter(pair, settings, None, slots=8, prompts=[(1, 2)]), 4)
+    assert all(each.tokens[:2] == (1, 2) for each in found)
+
+
 def test_what_repeats_itself_is_left_out():
     assert repeated_share(range(20)) == 0
     assert repeated_share([1, 2] * 10) == pytest.approx(15 / 17)

@@ -39,3 +39,13 @@ def test_texts_of_different_lengths_do_not_change_each_other(family):
     assert tree.held(texts, drawn, 1.0) == alone
     own = TreeDraft(target, VOCAB, rows=1, exponent=1.0)
     assert own.held(texts, drawn, 1.0) == [[5] * len(of_text) for of_text in drawn]
+
+
+def test_a_vocabulary_smaller_than_the_tree():
+    """The first level has fewer continuations than rows."""
+    config = tiny_config(vocab_size=5)
+    target = random_decoder(config, 1)
+    text = OwnText((0, 1, 2, 3, 4, 0, 1, 2), 2)
+    drawn = draw_next(target, [text], [text.contexts(2)], 3, 1.0, SEED, 5)
+    (held,) = TreeDraft(target, 5, rows=8, exponent=1.0).held([text], drawn, 1.0)
+    assert held == [3] * len(held) and held

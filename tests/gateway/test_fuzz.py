@@ -23,4 +23,4 @@ def test_whatever_is_asked_is_answered_or_refused(shared):
         assert [call.result(120).tokens for call in beside] == [alone] * 2
     shared.wait_until_free(30.0)
     assert set(found) <= CODES, found
-    assert found["OK"] >= 1 and found["INVALID_ARGUMENT"] > 10
+    assert found["OK"] >= 1 and found["INVALID_ARGUMENT"] > 5

@@ -7,7 +7,9 @@ import json
 import logging
 import re
 import subprocess
+import threading
 import urllib.request
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +20,15 @@ from services.client import Message, ServiceError
 from services.launch import supervisor as launch
 from services.launch.config import WorkerGroupConfig
 from services.metrics import Metrics
-from services.protobuf.coordinator import EngineStep
+from services.protobuf.coordinator import EngineStep, from_response, to_response
 from smc.api.outputs import Answer, FinishReason, Statistics, Times
+from smc.local_engine import local_engine
+from smc.potentials import Prefixes
 from smc.scheduler.stats import EngineStats
 from tests.deploy.binaries import binary
 from tests.gateway.harness import LONG, serving, until
+from tests.scheduler.harness import CASES, answers, request
+from tests.scheduler.pairs import tiny_pair
 
 WEIGHTS = {"target": "ab", "draft": "cd"}
 ANSWER = Answer(
@@ -353,3 +359,30 @@ def test_distinct_particles_have_no_share_of_effective_ones():
     stats.count_round(0.5, lag=4, resampled=True, collapsed=False)
     metrics.observe_step(stats)
     assert value(metrics, "smc_ess_share_ratio_count") == 1 and value(metrics, "smc_committed_lag_tokens_count") == 2
+
+
+def test_calls_of_potentials_are_counted(metrics):
+    """From the engine through the coordinator's stream: times of calls, and requests that a potential has ended."""
+    end = threading.Event()
+
+    def fails(prefixes: Prefixes) -> list[float]:
+        raise KeyError("x")
+
+    def hangs(prefixes: Prefixes) -> list[float]:
+        end.wait(60)
+        return [0.0] * len(prefixes.texts)
+
+    config = replace(CASES[0], potential_timeout=0.5)
+    potentials = {"same": lambda prefixes: [0.0] * len(prefixes.texts), "fails": fails, "hangs": hangs}
+    engine = local_engine(tiny_pair(), config, potentials=potentials)
+    asked = [request(request_id=f"{name} {i}", potential=name, max_tokens=9, seed=i, ignore_eos=True)
+             for name in potentials for i in range(2)]  # fmt: skip
+    found = answers(engine, asked)
+    end.set()
+    calls = 2 + 2 * (1 + found["same 0"].statistics.rounds)
+    stats = from_response(to_response(EngineStep(stats=engine.take_stats()))).stats
+    metrics.observe_step(stats)
+    assert value(metrics, "smc_potential_errors_total") == value(metrics, "smc_potential_timeouts_total") == 2
+    assert value(metrics, "smc_potential_call_seconds_count") == calls == len(stats.potentials.seconds)
+    assert 0 < value(metrics, "smc_potential_call_seconds_sum") < 60
+    assert not engine.take_stats().potentials.seconds

@@ -35,6 +35,7 @@ from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
 from smc.kernels.experts import experts
 from smc.kernels.int4 import gate_up_int4, linear_int4, widened
+from smc.kernels.token_masks import apply_mask
 from smc.memory.kv_pool import KVPool
 from smc.model.decoder import RopeTable
 from smc.model.experts import Experts
@@ -109,6 +110,8 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
         distribution = replace(distribution, active=distribution.active | {"top_k"})
     keys = DrawKeys(long_R, long_R, long_R[:, None], long_R, Purpose.PROPOSAL)
     logits_RV = torch.from_numpy(np.random.default_rng(0).normal(size=(places, vocab))).to(dtype)
+    mask_RW = torch.zeros(places, vocab // 16 + 1, dtype=torch.int32)
+    apply_mask(logits_RV, mask_RW, vocab, ids_M, fails=not cut)
     for kept in (None, kept_BV):
         TritonOps().sampling(vocab).propose_candidates(
             logits_RV, distribution, 0.2, keys, has_rest=True, coupling=coupling, kept_BV=kept

@@ -27,6 +27,7 @@ def watched(pair, engine=ENGINE, **gateway) -> Iterator[tuple[Service, tuple]]:
         yield service, ("--address", service.address, "--metrics", url)
 
 
+@pytest.mark.slow
 def test_answers_cancelled_and_slow_ones(loadtest, pair, tmp_path):
     path = tmp_path / "run.json"
     with watched(pair) as (service, where):
@@ -42,7 +43,7 @@ def test_answers_cancelled_and_slow_ones(loadtest, pair, tmp_path):
             "--slow-pause",
             0.05,
         )
-        load = ("--rate", 15, "--requests", 20, "--output-length", 16, "--ignore-eos", "--connections", 2)
+        load = ("--rate", 15, "--requests", 16, "--output-length", 12, "--ignore-eos", "--connections", 2)
         ran = loadtest(*where, *QUICK, *load, *mix, "--goodput", "ttft:60000", "--json", path)
         service.wait_until_free()
         assert (
@@ -53,11 +54,11 @@ def test_answers_cancelled_and_slow_ones(loadtest, pair, tmp_path):
     written = json.loads(path.read_text())
     ours = written["smcserve"]
     assert ran.code == 0 and "The objective was met" in ran.out
-    assert written["num_prompts"] == 20 == written["completed"] + ours["cancelled"]
+    assert written["num_prompts"] == 16 == written["completed"] + ours["cancelled"]
     assert ours["cancelled"] >= 3 and sum(request["slow_reader"] for request in ours["requests"]) >= 3
     assert ours["codes"] == {"OK": written["completed"], "CANCELLED": ours["cancelled"]}
     for request, tokens in zip(ours["requests"], written["output_lens"]):
-        assert request["cancelled_by_us"] or (tokens == 16 and request["finish_reason"] == "length")
+        assert request["cancelled_by_us"] or (tokens == 12 and request["finish_reason"] == "length")
     assert max(sample["running"] for sample in ours["samples"]) >= 1
     assert ours["after"]["metrics"]["smc_generation_tokens_total"] >= written["total_output_tokens"]
     assert 0 < ours["ess_share"] <= 1 <= ours["rounds"]
@@ -94,6 +95,7 @@ def test_a_missed_objective_is_exit_code_1(loadtest, pair):
     assert ran.code == 1 and "Not good enough: objective: time to first token at most 0.001 ms: 0 of 3" in ran.out
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_asks_and_is_answered_the_same(loadtest, pair, tmp_path):
     written = []
     with watched(pair) as (_, where):

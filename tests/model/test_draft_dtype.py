@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +44,13 @@ def test_a_narrower_type_must_gain_more_than_it_loses():
     assert LOSS["int4"] > LOSS["fp8"] > 0
 
 
-def test_steps_are_measured_once_a_type(cache, monkeypatch):
+@pytest.fixture
+def briefly(monkeypatch):
+    """Steps are measured as before, for a short time."""
+    monkeypatch.setattr(draft_dtype, "EFFORT", replace(draft_dtype.EFFORT, seconds=0.3, repeats=1, untimed=1))
+
+
+def test_steps_are_measured_once_a_type(cache, briefly):
     config = tiny_config("llama", hidden_size=64, head_dim=16, intermediate_size=64, max_context=512)
     found = step_seconds(config, CPU, "float32")
     assert list(found) == ["float32", "fp8", "int4"] and all(0 < each < 10 for each in found.values())
@@ -52,7 +59,7 @@ def test_steps_are_measured_once_a_type(cache, monkeypatch):
     assert len(list(cache.glob("*.json"))) == 3
 
 
-def test_types_that_the_shape_does_not_have_are_left_out():
+def test_types_that_the_shape_does_not_have_are_left_out(briefly):
     """Groups of int4 need 32 inputs: ranks that hold 16 have none."""
     config = tiny_config("llama", hidden_size=64, head_dim=16, num_heads=2, intermediate_size=64, max_context=512)
     assert list(step_seconds(config, CPU, "float32", Shard(1, 2))) == ["float32", "fp8"]

@@ -242,6 +242,13 @@ def test_bfloat16_stays_close():
     assert of_growing < 1.5 * of_bfloat16
 
 
+def test_a_published_shape_with_fewer_layers():
+    assert preset("llama-8b/4") == replace(preset("llama-8b"), num_layers=4)
+    for name, said in {"llama-9b/4": "is no known shape", "llama-8b/0": "layers='0'", "llama-8b/": "layers=''"}.items():
+        with pytest.raises(ValueError, match=said):
+            preset(name)
+
+
 def test_published_shapes_hold_the_shipped_pair():
     """Whatever the shape: families and head sizes of all of them."""
     for place in (demo.TARGET, demo.DRAFT):
@@ -253,6 +260,8 @@ def test_published_shapes_hold_the_shipped_pair():
                 and config.rope_theta == small.rope_theta
                 and 0 < config.rms_eps < small.rms_eps
             )
+    cut = SourcePair.of("grown", Path("llama-8b"), Path("llama-8b/8"), small=(demo.TARGET, demo.DRAFT)).draft
+    assert (cut.name, cut.config.num_layers, cut.config.hidden_size) == ("llama-8b/8", 8, 4096)
     pair = SourcePair.of("grown", Path("llama-8b"), Path("llama-1b"), small=(demo.TARGET, demo.DRAFT))
     assert pair.target.parameters == 8_030_261_248 and pair.target.name == "llama-8b" and pair.max_context == 131_072
 

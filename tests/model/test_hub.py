@@ -131,6 +131,7 @@ def run(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess
 PAIR = ("--target", "demo/target", "--draft", "demo/draft")
 
 
+@pytest.mark.slow
 def test_a_pair_is_served_by_its_names_and_from_the_cache_afterwards(hub, tmp_path):
     asked = ("generate", "Ann has 3 pens and buys 4. How many pens does she have?", "--max-tokens", "5", "--seed", "1")
     first = run(hub, tmp_path, *asked, *PAIR)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.real_pair import build, find_wheel
-from benchmarks.tree_acceptance import Continuation, OwnText, TreeDraft, draw_next, from_record
+from benchmarks.tree_acceptance import DrawnContinuation, OwnText, TreeDraft, draw_next, from_record
 from smc.algorithm.coupling import FIRST_EXPONENT
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
@@ -201,6 +201,6 @@ def test_the_engine_confirms_what_the_tree_holds(pair):
         request = Request("r", text.tokens[: each.context], params)
         first, confirmed, *more = [output.tokens for output in engine.run([request]) if output.tokens]
         answer = sum(more, (*first, *confirmed))
-        after = Continuation(each.context + len(first), answer[len(first) :][:5], each.seed)
+        after = DrawnContinuation(each.context + len(first), answer[len(first) :][:5], each.seed)
         ((held,),) = tree.held([OwnText((*request.prompt, *first), each.context)], [[after]], 0.7)
         assert len(first) == 1 and len(confirmed) == held + 1

@@ -211,6 +211,7 @@ def test_two_methods_answer_one_question(page):
 
 
 @in_a_browser
+@pytest.mark.slow
 def test_the_answer_may_be_of_a_form(page):
     page.click("#format-section summary")
     page.select_option("#format", "choice")
@@ -254,6 +255,7 @@ def test_an_error_is_shown_as_the_server_words_it(page):
 
 
 @in_a_browser
+@pytest.mark.slow
 def test_a_reload_keeps_the_conversation(page, service):
     long_answers(page)
     say(page)
@@ -273,6 +275,7 @@ def test_a_reload_keeps_the_conversation(page, service):
 
 
 @in_a_browser
+@pytest.mark.slow
 def test_a_token_is_asked_for_and_stays_in_the_tab(visit, secured):
     page = visit(secured)
     page.wait_for_selector("#banner:not([hidden])")
@@ -309,6 +312,7 @@ def test_the_settings_need_a_token_and_the_files_do_not(secured):
 
 
 @in_a_browser
+@pytest.mark.slow
 def test_a_narrow_screen_does_not_scroll_sideways(visit, service):
     page = visit(service, width=400)
     page.wait_for_selector("#setting-seed", state="attached")
@@ -335,6 +339,7 @@ def test_a_narrow_screen_does_not_scroll_sideways(visit, service):
 
 
 @in_a_browser
+@pytest.mark.slow
 def test_both_themes_and_the_switch(visit, service):
     def lightness(page) -> float:
         colors = page.evaluate("(s => [s.backgroundColor, s.color])(getComputedStyle(document.body))")

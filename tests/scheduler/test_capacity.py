@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
 from tests.scheduler.harness import answers, assert_empty, request, running
@@ -13,6 +15,7 @@ ADMITTED_BEFORE = 1
 """Where all that a request can ever need was set aside for it."""
 
 
+@pytest.mark.slow
 def test_four_times_as_many_as_if_all_were_set_aside():
     """Particles descend from few after some rounds, and hold their common past once."""
     config, particles = EngineConfig(form="lockstep", block=8), 16

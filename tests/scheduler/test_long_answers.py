@@ -6,6 +6,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
+
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
@@ -38,6 +40,7 @@ def past_short() -> list[Request]:
     return asked
 
 
+@pytest.mark.slow
 def test_past_short_rows(monkeypatch):
     """Together, in chunks, ahead, in cohorts and in pages that were used before: as each alone."""
     config, made, asked = EngineConfig(block=4, branches=3), tiny_pair(max_context=CONTEXT), past_short()

@@ -22,11 +22,20 @@ from smc.local_engine import local_engine
 from smc.potentials import Prefixes, load_potential, must_end_with, must_match, must_not_match
 from smc.scheduler import potential_calls
 from smc.scheduler.potential_calls import PotentialCalls
+from smc.scheduler.sequence_group import SequenceGroup
 from tests.pairwise import few
-from tests.scheduler.bank import CONFIGS, EOS, LENGTH, PROMPT, population, together
+from tests.scheduler.bank import CONFIGS, EOS, LENGTH, PROMPT, equal_models, population, together
 from tests.scheduler.harness import CASES, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request
 from tests.scheduler.lives import assert_same, live, pair, small_engine
-from tests.scheduler.pairs import LETTERS, exact_law, mean_and_error, next_log_probs, tiny_pair, total_variation
+from tests.scheduler.pairs import (
+    LETTERS,
+    exact_law,
+    far_from,
+    mean_and_error,
+    next_log_probs,
+    tiny_pair,
+    total_variation,
+)
 
 pytestmark = together
 LOCKSTEP, _, LOOKAHEAD, _ = CONFIGS
@@ -251,10 +260,11 @@ def test_the_engine_decodes_no_text_for_a_potential(monkeypatch):
         decoded["here" if is_here and inside[0] else "elsewhere"] += is_here <= inside[0]
         return real_bytes(token)
 
-    def follow(calls: PotentialCalls, admitted) -> None:
+    def follow(calls: PotentialCalls, admitted) -> list[SequenceGroup]:
         inside[0] = True
-        real_follow(calls, admitted)
+        redrawn = real_follow(calls, admitted)
         inside[0] = False
+        return redrawn
 
     monkeypatch.setattr(pair_.tokenizer, "bytes_of", bytes_of)
     monkeypatch.setattr(PotentialCalls, "follow", follow)
@@ -321,6 +331,68 @@ def test_an_answer_cut_by_its_time_budget_has_what_was_weighed(
         assert tuple(token for output in outputs for token in output.tokens) == answer.tokens
         assert math.isfinite(answer.statistics.log_z)
         assert_empty(engine)
+
+
+REDRAWN = few(product(CASES, POPULATIONS, (1, 3)))
+
+
+@pytest.mark.parametrize(("config", "kind", "particles"), REDRAWN)
+def test_a_round_that_leaves_no_particle_with_weight_is_drawn_again(config: EngineConfig, kind: str, particles: int):
+    """Few particles, and a potential that forbids what most rounds bring, first tokens among it: no answer, no streamed
+    text and no particle with weight holds it."""
+    engine = local_engine(tiny_pair(), config, potentials={"no-a": must_not_match("a")})
+    asked = [
+        request(PROMPT, str(seed), seed=seed, max_tokens=14, particles=particles, population=kind, potential="no-a",
+                return_particles=True)
+        for seed in range(24)
+    ]  # fmt: skip
+    found = {}
+    for output in engine.run(asked):
+        assert "a" not in output.text
+        if output.answer is not None:
+            found[output.request_id] = output.answer
+    assert_empty(engine)
+    redrawn = [answer for answer in found.values() if answer.statistics.collapses]
+    assert redrawn
+    assert {answer.statistics.log_z for answer in redrawn} == {-math.inf}
+    for answer in found.values():
+        assert "a" not in answer.text and not answer.error and not answer.statistics.preemptions
+        assert all("a" not in particle.text for particle in answer.particles if particle.weight)
+
+
+def even(prefixes: Prefixes) -> list[float]:
+    """Answers with an even number of `b`."""
+    return [-math.inf if ended and text.count("b") % 2 else 0.0 for text, ended in zip(prefixes.texts, prefixes.ended)]
+
+
+def test_what_is_drawn_again_follows_the_distribution(monkeypatch):
+    """A particle of a draft that is its target, and answers of one round: given their first token they follow the
+    target's distribution of what is allowed."""
+    monkeypatch.setattr(potential_calls, "MOST_REDRAWS", 100)
+    config = replace(LOCKSTEP, block=2)
+    found = population(config, 220, pair=equal_models(), potentials={"even": even}, particles=1, max_tokens=3,
+                       potential="even", population="independent")  # fmt: skip
+    assert sum(answer.statistics.collapses > 0 for answer in found) > 60
+    plain, allowed = exact_law(tiny_pair().target, PROMPT, 3, EOS), Counter()
+    first: Counter = Counter()
+    for tokens, mass in plain.items():
+        first[tokens[0]] += mass
+        allowed[tokens[0]] += mass * (text_of(tokens).count("b") % 2 == 0)
+    law = {
+        tokens: mass * first[tokens[0]] / allowed[tokens[0]]
+        for tokens, mass in plain.items()
+        if text_of(tokens).count("b") % 2 == 0
+    }
+    assert math.isclose(sum(law.values()), 1, abs_tol=1e-9)
+    assert far_from(law, [answer.tokens for answer in found]) < 4.5
+
+
+def test_what_nothing_satisfies_ends():
+    """After some tries weights stay as they are."""
+    engine = local_engine(tiny_pair(), CASES[0], potentials={"never": must_match("never")})
+    (found,) = answers(engine, [request(PROMPT, seed=1, max_tokens=9, particles=3, potential="never")]).values()
+    tries = potential_calls.MOST_REDRAWS + 1
+    assert tries <= found.statistics.collapses < 4 * tries and found.tokens
 
 
 @pytest.mark.parametrize(("config", "kind"), list(zip(CASES, POPULATIONS)), ids=["lockstep", "lookahead"])

@@ -56,10 +56,16 @@ def release_and_preempt(group: SequenceGroup) -> None:
     group.preempt(saved)
 
 
+def release_and_redraw(group: SequenceGroup) -> None:
+    group.release_slots()
+    group.redraw()
+
+
 MOVES: dict[str, tuple[Callable[[SequenceGroup], None], dict[RequestState, RequestState]]] = {
     "admit": (lambda group: group.admit(np.arange(2), 3.0), {WAITING: PREFILL, PREEMPTED: PREFILL}),
     "run": (lambda group: group.run(3.0), {PREFILL: RUNNING}),
     "preempt": (release_and_preempt, {PREFILL: WAITING, RUNNING: PREEMPTED}),
+    "redraw": (release_and_redraw, {RUNNING: WAITING}),
     "switch": (lambda group: group.switch(TARGET_ALONE, 1, checkpoint(1), np.arange(1)), {RUNNING: PREFILL}),
     "rescore": (lambda group: group.rescore(), {RUNNING: RESCORING, PREEMPTED: RESCORING}),
     "finish": (lambda group: group.finish(), {state: FINISHED for state in RequestState if state is not FINISHED}),

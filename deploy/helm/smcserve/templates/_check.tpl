@@ -260,7 +260,8 @@
 
 {{/* Fails if a value at or below one of the dotted paths differs from its default. Arguments: root, paths, where. */}}
 {{- define "smcserve.unused" -}}
-{{- $defaults := .root.Files.Get "files/values.yaml" | fromYaml -}}
+{{- if not (hasKey .root "defaults") -}}{{- $_ := set .root "defaults" (.root.Files.Get "files/values.yaml" | fromYaml) -}}{{- end -}}
+{{- $defaults := .root.defaults -}}
 {{- range $path := .paths -}}
 {{- $default := $defaults -}}
 {{- $given := $.root.Values -}}

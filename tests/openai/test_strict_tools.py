@@ -1,0 +1,232 @@
+"""Tools with `strict` that the model may call or not: text is free, and every call that begins is valid."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from functools import cache
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from services.openai.messages import message_of
+from services.openai.requests import understood
+from services.openai.tool_calls import ToolFormat
+from smc import demo
+from smc.api.constraint import Constraint
+from smc.api.engine_config import EngineConfig
+from smc.api.outputs import FinishReason
+from smc.constraints import Compiler
+from smc.local_engine import ModelPair, local_engine
+from smc.model.tokenizer import Tokenizer
+from smc.stops import StopMachine, TokenBytes
+from tests.model.tiny import random_decoder, tiny_config
+from tests.openai.test_tool_calls import ADD, MARKS, STOP
+from tests.scheduler.harness import CASES, LOOKAHEAD_FIRST, answers, config_id, request
+from tests.scheduler.pairs import peaked
+from tests.scheduler.schemas import some_schema
+
+STRICT = ADD | {"strict": True}
+POINT = {
+    "name": "point",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/at"}},
+        "required": ["at"],
+        "$defs": {"at": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
+    },
+}
+"""Its schema refers to its own definitions."""
+
+
+def with_template(tokenizer: Tokenizer, form: ToolFormat) -> Tokenizer:
+    template = "{% if tools %}" + MARKS[form] + "{{ tools | tojson }}{% endif %}" + (tokenizer.chat_template or "")
+    return Tokenizer(tokenizer._tokenizer, tokenizer.eos_ids, tokenizer._special, template)
+
+
+@cache
+def demo_tokenizer() -> Tokenizer:
+    return ModelPair.load(demo.TARGET, demo.DRAFT).tokenizer
+
+
+def constraint_of(form: ToolFormat, functions: list[dict], **more: object) -> Constraint | None:
+    tokenizer = with_template(demo_tokenizer(), form)
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": function} for function in functions],
+    }
+    completion = understood(body | more, True, ("demo",), tokenizer.size).with_tool_format(tokenizer)
+    assert completion.tool_format is form
+    return completion.settings.get("constraint")
+
+
+def allows(constraint: Constraint, text: str) -> bool:
+    compiler = Compiler.of(TokenBytes.of(demo_tokenizer()))
+    follower = compiler.follower(StopMachine.of((), (), (), constraint))
+    return follower.ends(np.array(demo_tokenizer().encode(text, add_special=False), dtype=np.int64))
+
+
+TEXTS = (
+    "",
+    " \n",
+    "It is 7.",
+    '{"name": "add"}',
+    '{"name": 3, "parameters": {"a": 1}}',
+    "[1, 2]",
+    "a < b <tool",
+    "é\u00a0ß",
+)
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+def test_text_is_free_and_calls_are_not(form: ToolFormat):
+    constraint = constraint_of(form, [STRICT, STOP, POINT])
+    assert constraint is not None
+    for text in TEXTS:
+        assert allows(constraint, text), text
+        assert "tool_calls" not in message_of(text, form, None, "x")
+
+    def written(*calls: tuple[str, str]) -> str:
+        texts = [form.written(*call) for call in calls]
+        if form is ToolFormat.MISTRAL:
+            # The mark is a token that stands for no text, if the tokenizer has it.
+            return f"[{', '.join(text.removeprefix('[TOOL_CALLS] [').removesuffix(']') for text in texts)}]"
+        return ("\n" if form is ToolFormat.HERMES else "; ").join(texts)
+
+    right = ("add", '{"a": 22, "b": true}')
+    others = (("stop", '{"anything": [1, {}]}'), ("point", '{"at": [1, 2]}'))
+    for text in (written(right), written(right, *others), "\n" + written(right)):
+        assert allows(constraint, text), text
+        assert message_of(text, form, None, "x")["tool_calls"]
+    for wrong in (("add", '{"a": 2}'), ("add", "{}"), ("sub", "{}"), ("point", '{"at": [1, 2, 3]}')):
+        for text in (written(wrong), written(right, wrong)):
+            assert not allows(constraint, text), text
+    assert not allows(constraint, written(right, ("stop", "[]")))
+    if form is ToolFormat.HERMES:
+        assert allows(constraint, f"So:\n{written(right)}\nDone: <b>7</b>.")
+    one = constraint_of(form, [ADD], parallel_tool_calls=False)
+    assert one is not None and allows(one, written(("add", '{"a": 2}'))) and allows(one, "It is 7.")
+    assert not allows(one, written(right, right))
+    assert constraint_of(form, [ADD]) is None
+    assert constraint_of(form, [STRICT], response_format={"type": "json_object"}) == Constraint("json_object")
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+def test_required_arguments_may_refer_to_definitions(form: ToolFormat):
+    constraint = constraint_of(form, [POINT], tool_choice="required")
+    assert constraint is not None
+    text = form.written("point", '{"at": [1, 2]}').replace("] [", "][")
+    assert allows(constraint, text) and not allows(constraint, text.replace("2", "2, 3"))
+
+
+PIECES = (
+    '{"',
+    '":',
+    '","',
+    '"},',
+    "]}",
+    '":[',
+    "true",
+    "alse",
+    "null",
+    "12",
+    '"a"',
+    "reen",
+    "[1,",
+    ': "',
+    "}\n",
+    '"}}',
+    "}}",
+)
+BEGINNINGS = {
+    "hermes": {"<tool_call>": 10.0, '\n{"name": "f", "arguments": ': 4.0, "</tool_call>": 4.0, "ool_call>\n": 4.0},
+    "llama": {'{"name": "f", "parameters": {': 11.0, '; {"name": "f", "parameters": {': 8.0, '{"name': 4.0},
+    "mistral": {'[{"name": "f", "arguments": {': 11.0, ', {"name": "f", "arguments": {': 8.0, "}]": 6.0},
+}
+"""Texts of calls that are tokens, and how much likelier they are made."""
+END = 7.0
+LENGTH = 60
+METHODS = {
+    "target": {"method": "target"},
+    "exact": {"method": "exact", "particles": 4},
+    "smc": {"particles": 2},
+    "answer": {"particles": 2, "population": "independent", "constraint_scope": "answer"},
+}
+
+
+@cache
+def pair(form: str) -> ModelPair:
+    """Random models over characters, some longer texts, among them those with which calls begin, and an end."""
+    vocabulary = {chr(code): code - 32 for code in range(32, 127)}
+    written = [text.replace(" ", "Ġ").replace("\n", "Ċ") for text in (*PIECES, *BEGINNINGS[form], "\n")]
+    tokens = [*vocabulary, *written]
+    tokens[0] = "Ġ"
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(tokens)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
+    size = len(tokens) + 1
+
+    def model(seed: int, layers: int):
+        shape = {"vocab_size": size, "max_context": LENGTH + 8, "tied_embeddings": False}
+        return peaked(random_decoder(tiny_config(num_layers=layers, **shape), seed), 0.3)
+
+    return ModelPair(
+        model(2, 2), model(1, 1), Tokenizer(tokenizer, (size - 1,), {"eos_token": "<eos>"}, None), LENGTH + 8
+    )
+
+
+def check(form: ToolFormat, config: EngineConfig, numbers: range) -> Counter:
+    """Answers that end, and valid calls in them, by method; all other answers are cut, their last call maybe, too."""
+    models, requests, schemas = pair(form), [], {}
+    for number in numbers:
+        schema = schemas[number] = some_schema(random.Random(number)) | {"type": "object"}
+        tools, parallel = [{"name": "f", "parameters": schema}], number % 4 > 0
+        grammar = form.grammar(tools, models.tokenizer, parallel=parallel, required=False)
+        at = models.tokenizer.size - 2 - len(BEGINNINGS[form])
+        biases = {at + i: bias for i, bias in enumerate(BEGINNINGS[form].values())} | {models.tokenizer.size - 1: END}
+        for name, how in METHODS.items():
+            if name == ("answer", "smc")[number % 2]:
+                continue
+            requests.append(
+                request((1, 2), f"{name} {number}", seed=number, max_tokens=LENGTH, logit_bias=biases,
+                        constraint={"grammar": grammar}, **how)
+            )  # fmt: skip
+    found, counts = answers(local_engine(models, config), requests), Counter()
+    for request_id, answer in found.items():
+        name, number = request_id.split()
+        ended = answer.finish_reason is FinishReason.EOS
+        assert ended or answer.finish_reason is FinishReason.LENGTH
+        calls = message_of(answer.text, form, None, "x").get("tool_calls", [])
+        assert len(calls) < 2 or int(number) % 4
+        for call in calls if ended else calls[:-1]:
+            jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[int(number)])
+            counts[name, "calls"] += 1
+        counts[name, "ended"] += ended
+        counts[name, "text"] += ended and not calls
+        if name == "exact":
+            assert answer.tokens == found[f"target {number}"].tokens
+    return counts
+
+
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
+@pytest.mark.parametrize("form", ToolFormat)
+def test_calls_of_random_models_are_valid(form: ToolFormat, config: EngineConfig):
+    counts = check(form, config, range(4))
+    assert counts["exact", "calls"] > 2 and counts["exact", "ended"], counts
+    assert counts["smc", "calls"] + counts["answer", "calls"] > 2, counts
+
+
+MORE = 40
+"""Schemas of the slow test."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ToolFormat)
+def test_calls_of_more_schemas_are_valid(form: ToolFormat):
+    counts = check(form, CASES[0], range(4, 4 + MORE))
+    assert counts["exact", "calls"] > MORE / 2, counts
