@@ -23,7 +23,7 @@ from services.openai.requests import (
     parse,
     understood,
 )
-from services.openai.responses import ResponseHeader, ScoredPrompt, check_scored, choice, response
+from services.openai.responses import ResponseHeader, ScoredPrompt, check_scored, choice, reported, response
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.outputs import Answer
 from smc.api.request import Request
@@ -180,6 +180,7 @@ def answered(
     form = completion.tool_format if line.body.get("tools") else None
     reasoning = Reasoning.of(tokenizer, requests[0].prompt) if chat else None
     echoes = [prompt.written(tokenizer) if completion.echo else "" for prompt in completion.prompts]
+    answers = reported(completion, answers)
     scored = ScoredPrompt.of(completion, requests, answers, tokenizer)
     choices = [
         choice(

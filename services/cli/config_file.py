@@ -32,10 +32,13 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def read(path: Path, record: type) -> dict[str, Any]:
-    """What a file gives of a record's options, by field; null is as good as absent. Raises OSError, and ValueError
-    naming the file, the key, the value and what is allowed."""
+    """What a file gives of a record's options, by field; null is as good as absent. Raises ValueError naming the
+    file, the key, the value and what is allowed."""
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ValueError(f"--config {path}: {why}; give a YAML file of options") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if found is None:

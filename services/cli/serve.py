@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,10 @@ def serve(arguments: ServeOptions) -> int:
         from services.launch.service import serve as run
 
         asyncio.run(run(group, gateway, announce))
+    except SystemExit as ended:  # raised by Ray's handler of SIGTERM, while Ray starts
+        if ended.code != signal.SIGTERM:
+            raise
+        return 128 + signal.SIGTERM
     except (WorkerGroupError, ConnectionError) as error:
         print_error(str(error))
         return 1

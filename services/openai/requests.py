@@ -426,6 +426,8 @@ KINDS = {
     "none_required": "null",
 }
 """JSON's names of types, by pydantic's error types."""
+_AROUND = re.compile(r"^(Input should be|(List|String) should have) | after validation, not \d+$")
+"""What pydantic says around what is allowed."""
 NAMES = {chat: frozenset(body.model_fields) | SETTINGS.keys() for chat, body in BODIES.items()}
 """Of fields: what the library calls a setting has the same name, and the same meaning, in a body."""
 
@@ -479,6 +481,8 @@ class CompletionRequest:
     """How the model writes calls; None: what it writes is text."""
     prompt_logprobs: int | None = None
     """As many of the likeliest tokens are listed beside each token of the prompt; None: the prompt's are not listed."""
+    only_prompts: bool = False
+    """`max_tokens` 0 with `echo`: one token is decoded, and left out."""
 
     @property
     def may_reason(self) -> bool:
@@ -606,6 +610,9 @@ def _understood(
             f"model={body.model!r}; allowed: {', '.join(map(repr, models))}", "model", 404, "model_not_found"
         )
     try:
+        only_prompts = isinstance(body, CompletionBody) and body.echo and not body.stream and _is_zero(settings)
+        if only_prompts:
+            settings |= {"max_tokens": 1}
         check_cache_salt(body.cache_salt)
         check_priority(body.priority)
         settings = _in_the_librarys_terms(settings, body)
@@ -653,7 +660,12 @@ def _understood(
         timeout=body.timeout,
         tools=_tool_use(body) if isinstance(body, ChatBody) else None,
         prompt_logprobs=listed,
+        only_prompts=only_prompts,
     )
+
+
+def _is_zero(settings: Mapping[str, Any]) -> bool:
+    return type(given := settings.get("max_tokens")) is int and given == 0
 
 
 def given_fields(document: Any) -> dict[str, Any]:
@@ -700,7 +712,7 @@ def _in_our_words(error: ValidationError, endpoint: str, names: frozenset[str]) 
     if first["type"] == "union_tag_invalid":
         kinds = first["ctx"]["expected_tags"].replace("'", "").replace(KIND, "")
         return BadRequest(f"{path}.type={first['ctx']['tag'].removeprefix(KIND)!r}; allowed: {kinds}", path)
-    allowed = KINDS.get(first["type"]) or first["msg"].removeprefix("Input should be ")
+    allowed = KINDS.get(first["type"]) or _AROUND.sub("", first["msg"])
     return BadRequest(f"{path}={first['input']!r}; allowed: {allowed}", path)
 
 

@@ -7,7 +7,7 @@ import codecs
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -129,6 +129,26 @@ class ScoredPrompt:
         if answer.top_logprobs is not None:
             likeliest = [(), *(score.likeliest[:count] for score in self.scores), *answer.top_logprobs]
         return [*self.tokens, *answer.tokens], [*values, *(answer.logprobs or ())], likeliest
+
+
+def reported(completion: CompletionRequest, answers: Sequence[Answer]) -> Sequence[Answer]:
+    """Without the token that was decoded where only prompts were asked for."""
+    if not completion.only_prompts:
+        return answers
+    return [
+        replace(
+            answer,
+            tokens=(),
+            text="",
+            finish_reason=FinishReason.LENGTH,
+            matched=None,
+            logprobs=None if answer.logprobs is None else (),
+            top_logprobs=None if answer.top_logprobs is None else (),
+        )
+        if answer.tokens
+        else answer
+        for answer in answers
+    ]
 
 
 def check_scored(completion: CompletionRequest, requests: Sequence[Request]) -> None:
@@ -349,7 +369,7 @@ class CompletionWriter:
         return (self._chunks.usage(answers, len(completion.prompts)) if completion.include_usage else b"") + DONE
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
-        completion, heading = self._completion, self._heading
+        completion, heading, answers = self._completion, self._heading, reported(self._completion, answers)
         scored = ScoredPrompt.of(completion, self._requests, answers, self._tokenizer)
         choices = [
             choice(

@@ -1,4 +1,4 @@
-"""Directories of files, here and in a stand-in for S3: every line in one part exactly, and what is done known by the
+"""Directories of files, here and in stand-ins for S3 and Google's storage: every line in one part exactly, and what is done known by the
 names of outputs alone."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from services.batch.output_file import OutputFile, Survey, survey, written
 from services.batch.parts import DonePart, FileParts, InputPart, PartsOutput, _part_lines, earlier_records, write_part
 from services.batch.progress import Counts
 from services.batch.storage import Store, records_of, to_parquet
+from tests.batch import gcs
 from tests.batch.asking import PRINT, answer_file, chat, completion, read_records, write_lines
 from tests.batch.s3 import BUCKET, s3_server
 
@@ -30,12 +31,24 @@ def s3() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(scope="module")
+def gs() -> Iterator[None]:
+    pytest.importorskip("gcp_storage_emulator")
+    with gcs.gcs_server() as settings, pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(params=["local", "s3", pytest.param("gs", marks=pytest.mark.slow)])
 def stores(request, tmp_path) -> tuple[Store, Store]:
     """An input and an output."""
     if request.param == "local":
         return Store.of(f"{tmp_path}/in"), Store.of(f"{tmp_path}/out/")
-    request.getfixturevalue("s3")
+    request.getfixturevalue(request.param)
+    if request.param == "gs":
+        root = f"gs://anonymous@{gcs.BUCKET}/{tmp_path.name}"
+        return Store.of(f"{root}/in/"), Store.of(f"{root}/out")
     return Store.of(f"s3://{BUCKET}/{tmp_path.name}/in/"), Store.of(f"s3://{BUCKET}/{tmp_path.name}/out")
 
 

@@ -12,7 +12,7 @@ from services.backend import RequestFailed, Unavailable
 from services.batch.lines import RequestReader, answered, refused
 from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
+from smc.api.outputs import FinishReason, PromptToken
 from tests.batch.asking import answer_of, chat, completion, line
 
 
@@ -45,6 +45,36 @@ def test_a_chat(pair):
         body["choices"][0]["smc"]["statistics"]["particles"] == 8
         and body["choices"][0]["smc"]["finish_reason"] == "eos"
     )
+
+
+def test_scored_prompts(pair):
+    """Of a chat beside its answers, whose first alone scores it; of a completion in every choice, and alone with
+    `max_tokens` 0."""
+    scores = tuple(PromptToken(-0.5 * rank, rank, ((7, -0.1),)) for rank in range(1, 60))
+
+    def body_of(document):
+        (first, *others) = RequestReader(pair, 0).build(line(document, 3))
+        assert [one.params.prompt_logprobs for one in others] == [None] * len(others)
+        size = len(first.prompt) - 1
+        return record_of(pair, document, prompt_logprobs=scores[:size], logprobs=(-1.0,) * 3)["response"]["body"], first
+
+    body, request = body_of(chat("mine", n=2, prompt_logprobs=0))
+    assert body["prompt_logprobs"][0] is None and len(body["prompt_logprobs"]) == len(request.prompt)
+    assert [*body["prompt_logprobs"][2]] == [str(request.prompt[2])] and "prompt_logprobs" not in body["choices"][0]
+    body, request = body_of(completion("mine", n=2, prompt_logprobs=1))
+    for choice in body["choices"]:
+        assert choice["prompt_logprobs"][1]["7"] == {
+            "logprob": -0.1,
+            "rank": 1,
+            "decoded_token": pair.tokenizer.decode([7]),
+        }
+    body, request = body_of(completion("mine", echo=True, logprobs=True, max_tokens=0))
+    (choice,) = body["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [
+        None,
+        *(score.logprob for score in scores[: len(request.prompt) - 1]),
+    ]
+    assert body["usage"]["completion_tokens"] == 0 and choice["text"] == pair.tokenizer.decode(request.prompt)
 
 
 def test_a_completion(pair):

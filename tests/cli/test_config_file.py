@@ -104,7 +104,9 @@ def test_mistakes(smcserve, file, text, message):
 
 
 def test_a_file_that_is_not_there(smcserve, tmp_path):
-    assert smcserve("serve", "--config", tmp_path / "no.yaml").code == 2
+    for path, why in ((tmp_path / "no.yaml", "no such file or directory"), (tmp_path, "is a directory")):
+        ran = smcserve("serve", "--config", path)
+        assert ran.code == 2 and f"--config {path}: {why}; give a YAML file of options" in " ".join(ran.err.split())
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "port: null\n"])

@@ -110,12 +110,17 @@ def test_probes():
     """Ready while it can decode; alive as long as the gateway answers, whatever its workers do; starting as long as
     that may take."""
     plain = probes({"timeouts": {"start": 1800}})
-    assert plain["readiness"]["grpc"] == plain["startup"]["grpc"] == {"port": 50051}
+    alone = probes({"gateway": {"httpPort": 0}})
+    assert plain["readiness"]["grpc"] == alone["readiness"]["grpc"] == alone["startup"]["grpc"] == {"port": 50051}
+    # Over HTTP it says how far the start is.
+    python, flag, _, port = plain["startup"]["exec"]["command"]
+    assert (python, flag, port) == ("python", "-c", "8000")
     assert plain["startup"]["failureThreshold"] * plain["startup"]["periodSeconds"] > 1800
     assert plain["liveness"]["grpc"] == {"port": 50051, "service": GATEWAY} and "tcpSocket" not in plain["liveness"]
     tls = {"secret": "s", "clientCaSecret": "c", "probeSecret": "p", "serverName": "llm.example"}
     secure = probes({"tls": tls})
     command = secure["readiness"]["exec"]["command"]
+    assert secure["startup"]["exec"] == secure["readiness"]["exec"]
     assert command[:4] == ["smcserve", "client", "health", "--address=llm.example:50051"]
     assert secure["liveness"]["tcpSocket"] == {"port": 50051} and "grpc" not in secure["liveness"]
     pod = templates(render({"tls": tls}))["head"]["spec"]

@@ -107,7 +107,7 @@ WRONG = [
     (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages", "half of a surrogate"),
     (b'{"messages": [{"role": "user", "content": "x"}], "stop": "\\udfff"}', "stop", "half of a surrogate"),
     (b"{}", "messages", "messages is missing"),
-    (json.dumps({"messages": []}).encode(), "messages", "at least 1"),
+    (json.dumps({"messages": []}).encode(), "messages", r"messages=\[\]; allowed: at least 1 item$"),
     (json.dumps({"messages": [{"role": "robot", "content": "x"}]}).encode(), "messages[0].role", "role='robot'"),
     (
         json.dumps({"messages": [{"role": "user", "content": 5}]}).encode(),

@@ -179,6 +179,15 @@ def test_how_likely_prompts_are(service, client, pair):
         assert listed.token_logprobs[1:size] == pytest.approx([score.logprob for score in scores], abs=1e-4)
         assert [choice.text[at] for at in listed.text_offset[:size]] == [token[0] for token in listed.tokens[:size]]
         assert len(listed.top_logprobs) == len(listed.tokens) == size + len(choice.smc["token_ids"])
+    found = client.completions.create(prompt=texts[0], echo=True, **asked | {"max_tokens": 0, "n": 1})
+    (choice,) = found.choices
+    assert (choice.text, choice.finish_reason, found.usage.completion_tokens) == (texts[0], "length", 0)
+    assert choice.logprobs.token_logprobs == pytest.approx(
+        choices[0].logprobs.token_logprobs[: len(choice.logprobs.tokens)]
+    )
+    assert len(choice.logprobs.tokens) == len(pair.tokenizer.encode(texts[0]))
+    with pytest.raises(openai.BadRequestError, match="max_tokens=0; allowed: >= 1"):
+        client.completions.create(prompt=texts[0], **asked | {"max_tokens": 0})
 
 
 def test_biases_and_answers_that_must_not_end(service, client, pair):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import psutil
 import pytest
@@ -28,3 +33,23 @@ def test_processes_of_ray_are_in_other_sessions(group):
     of_ray = {child.pid for child in children if child.pid in names and is_ray(child.cmdline())}
     assert set(group.pids().values()) <= of_ray
     assert not [names[pid] for pid in of_ray if os.getsid(pid) == ours[0] or os.getpgid(pid) == ours[1]]
+
+
+@pytest.mark.slow
+def test_sigterm_while_ray_starts():
+    """The code of a process that SIGTERM has ended, and no process of Ray is left."""
+    program = "import sys; from services.cli.main import main; sys.argv[0] = 'smcserve'; main()"
+    command = [sys.executable, "-c", program, "serve", "--port", "0", "--http-port", "0"]
+    process = psutil.Popen(command, stderr=subprocess.DEVNULL)
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 120
+    while not any(child.name() == "raylet" for child in children):
+        assert time.monotonic() < deadline and process.poll() is None, "Ray was not started"
+        time.sleep(0.02)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = process.children(recursive=True)
+    process.terminate()
+    # 0: Ray was up already.
+    assert process.wait(60) in (128 + signal.SIGTERM, -signal.SIGTERM, 0)
+    _, left = psutil.wait_procs(children, timeout=30)
+    assert not left, "processes of Ray stay"
