@@ -1,7 +1,7 @@
 """Takes tokens that may not follow out of logits: `smc.executor.masks.apply_mask`.
 
 Logits are read and written once. A program has some columns of one row; it also says whether any of them is allowed,
-and whether any that is allowed is possible. A second launch reads what the programs said, and writes again the rows in
+and whether any that is allowed is possible. A second launch reads what the programs found, and writes again the rows in
 which nothing is possible, which are rare. Nothing reads the host, and grids follow from shapes alone: both launches can
 be captured in a CUDA graph.
 
@@ -39,9 +39,9 @@ def apply_mask(
     block = block or min(4096, triton.next_power_of_2(width))
     splits = triton.cdiv(width, block)
     out_RV = logits_RV.new_empty((rows, width), dtype=torch.float32)
-    said_RS = logits_RV.new_empty((rows, splits), dtype=torch.int32)
+    found_RS = logits_RV.new_empty((rows, splits), dtype=torch.int32)
     ids = mask_RW if ids_M is None else ids_M
-    given = (logits_RV, logits_RV.stride(0), mask_RW, mask_RW.stride(0), ids, out_RV, width, columns, said_RS)
+    given = (logits_RV, logits_RV.stride(0), mask_RW, mask_RW.stride(0), ids, out_RV, width, columns, found_RS)
     options = {"HEAD": ids_M is not None, "BLOCK": block, "num_warps": warps}
     _mask[(splits, rows)](*given, **options)
     _mask_impossible[(splits, rows)](*given, splits, SPLITS=triton.next_power_of_2(splits), FAILS=fails, **options)
@@ -60,7 +60,7 @@ def _allowed(mask_RW, words, ids_M, row, column_B, own_B, HEAD: tl.constexpr):
 
 @one_variant("logits", "stride", "mask_RW", "ids_M", "out_RV", "width")
 def _mask(
-    logits, stride, mask_RW, words, ids_M, out_RV, width, columns, said_RS, HEAD: tl.constexpr, BLOCK: tl.constexpr
+    logits, stride, mask_RW, words, ids_M, out_RV, width, columns, found_RS, HEAD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column_B = split * BLOCK + tl.arange(0, BLOCK)
@@ -71,19 +71,19 @@ def _mask(
     tl.store(out_RV + row * width + column_B, kept_B, mask=exists_B)
     # NaN is possible.
     possible_B = allowed_B & (logit_B != float("-inf"))
-    said = tl.max(tl.where(possible_B, POSSIBLE, tl.where(allowed_B, ALLOWED, 0)), 0)
-    tl.store(said_RS + row * tl.num_programs(0) + split, said)
+    found = tl.max(tl.where(possible_B, POSSIBLE, tl.where(allowed_B, ALLOWED, 0)), 0)
+    tl.store(found_RS + row * tl.num_programs(0) + split, found)
 
 
 @one_variant("logits", "stride", "mask_RW", "ids_M", "out_RV", "width")
 def _mask_impossible(
-    logits, stride, mask_RW, words, ids_M, out_RV, width, columns, said_RS, splits,
+    logits, stride, mask_RW, words, ids_M, out_RV, width, columns, found_RS, splits,
     SPLITS: tl.constexpr, FAILS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     s = tl.arange(0, SPLITS)
-    said = tl.max(tl.load(said_RS + row * splits + s, mask=s < splits, other=0), 0)
-    if said < POSSIBLE:
+    found = tl.max(tl.load(found_RS + row * splits + s, mask=s < splits, other=0), 0)
+    if found < POSSIBLE:
         column_B = split * BLOCK + tl.arange(0, BLOCK)
         own_B = column_B < columns
         allowed_B = _allowed(mask_RW, words, ids_M, row, column_B, own_B, HEAD)
@@ -92,4 +92,4 @@ def _mask_impossible(
         else:
             none_B = tl.load(logits + row * stride + column_B, mask=own_B, other=0.0).to(tl.float32)
         alike_B = tl.where(allowed_B, 0.0, float("-inf"))
-        tl.store(out_RV + row * width + column_B, tl.where(said < ALLOWED, none_B, alike_B), mask=own_B)
+        tl.store(out_RV + row * width + column_B, tl.where(found < ALLOWED, none_B, alike_B), mask=own_B)
