@@ -362,9 +362,7 @@ def test_a_round_that_leaves_no_particle_with_weight_is_drawn_again(config: Engi
 
 def even(prefixes: Prefixes) -> list[float]:
     """Answers with an even number of `b`."""
-    return [
-        -math.inf if ended and text.count("b") % 2 else 0.0 for text, ended in zip(prefixes.texts, prefixes.ended)
-    ]
+    return [-math.inf if ended and text.count("b") % 2 else 0.0 for text, ended in zip(prefixes.texts, prefixes.ended)]
 
 
 def test_what_is_drawn_again_follows_the_distribution(monkeypatch):
