@@ -124,6 +124,29 @@ def test_required_arguments_may_refer_to_definitions(form: ToolFormat):
     assert allows(constraint, text) and not allows(constraint, text.replace("2", "2, 3"))
 
 
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "right", "wrong"),
+    [
+        (PERSON, {"name": "x"}, {"name": "x", "type": "string"}),
+        ({"type": "object", "properties": {}}, {}, {"name": "f"}),
+        ({"type": "object"}, {"name": "f"}, None),
+        (PERSON | {"additionalProperties": True}, {"name": "x", "age": 1}, {"name": 1}),
+        (PERSON | {"patternProperties": {"^a": {"type": "integer"}}}, {"a": 1}, {"a": "x"}),
+        ({"properties": {"p": {"type": "array", "items": PERSON}}}, {"p": [{"name": "x"}]}, {"p": [{"age": 1}]}),
+        ({"properties": {"p": {"anyOf": [PERSON, {"type": "null"}]}}}, {"p": None}, {"p": {"age": 1}}),
+        ({"allOf": [PERSON, {"properties": {"age": {"type": "integer"}}}]}, {"name": "x", "age": 1}, {"age": "x"}),
+    ],
+)
+def test_arguments_have_no_other_properties_than_their_schema_names(parameters: dict, right: dict, wrong: dict | None):
+    form = ToolFormat.HERMES
+    constraint = constraint_of(form, [{"name": "f", "parameters": parameters}], tool_choice="required")
+    assert constraint is not None and allows(constraint, form.written("f", json.dumps(right)))
+    assert wrong is None or not allows(constraint, form.written("f", json.dumps(wrong)))
+
+
 PIECES = (
     '{"',
     '":',
