@@ -80,7 +80,8 @@ class _Rules:
     their schemas hold."""
 
     def __init__(self, tools: Sequence[dict[str, Any]], arguments: str) -> None:
-        self._arguments, self._count, self._lines = arguments, len(tools), []
+        self._arguments, self._count = arguments, len(tools)
+        self._lines: list[str] = []
         for number, tool in enumerate(tools):
             name = json.dumps(tool["name"])
             names = {json.dumps(text) for text in (name, json.dumps(tool["name"], ensure_ascii=False))}
