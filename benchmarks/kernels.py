@@ -34,6 +34,8 @@ from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.selection import select as torch_select
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
+from smc.executor import masks
+from smc.kernels import token_masks
 from smc.kernels.candidate_tokens import propose_candidates
 from smc.kernels.expansion import expand
 from smc.kernels.linear import ProductTiling, choose, gate_up_silu, linear, reduce, token_block_of
@@ -215,6 +217,26 @@ def bench_score(rows: int, extra: int, vocab: int = 128256) -> None:
         note(f"score {rows} block {block} warps {warps}", us, rows * vocab * 2)
 
 
+def bench_mask(rows: int, vocab: int = 128256) -> None:
+    logits = copies(random(rows, vocab, scale=3.0))
+    mask_RW = torch.randint(-(2**31), 2**31, (rows, vocab // 32 + 1), device="cuda").int()
+    mask_RW[:: max(rows // 2, 1)] = 0
+    torch.testing.assert_close(
+        token_masks.apply_mask(logits[0], mask_RW, vocab),
+        masks.apply_mask(logits[0], mask_RW, vocab),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )
+    traffic = rows * vocab * (2 + 4 + 1 / 8)
+    note(f"mask {rows} torch", microseconds(lambda x: masks.apply_mask(x, mask_RW, vocab), logits), traffic)
+    for block, warps in ((2048, 4), (4096, 4), (8192, 8)):
+        us = microseconds(
+            lambda x, b=block, w=warps: token_masks.apply_mask(x, mask_RW, vocab, block=b, warps=w), logits
+        )
+        note(f"mask {rows} block {block} warps {warps}", us, traffic)
+
+
 def bench_truncate(rows: int, truncation: Truncation, vocab: int = 128256) -> None:
     logits, every = copies(random(rows, vocab, scale=3.0)), truncation.spec(rows)
     name, arguments = "+".join(sorted(every.active)), truncate_arguments(every, logits[0].device)
@@ -312,6 +334,11 @@ def bench_sampling() -> None:
     for rows in (8, 32, 64):
         for truncation in TRUNCATIONS:
             bench_truncate(rows, truncation)
+
+
+def bench_masks() -> None:
+    for rows in (1, 8, 40, 320):
+        bench_mask(rows)
 
 
 def bench_norms() -> None:
@@ -458,6 +485,7 @@ def _cells(found: dict[str, float]) -> str:
 
 
 PARTS = {
+    "masks": bench_masks,
     "sampling": bench_sampling,
     "norms": bench_norms,
     "selections": bench_selections,

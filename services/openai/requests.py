@@ -526,6 +526,13 @@ class CompletionRequest:
             )
         if form is None or "constraint" in self.settings or not self.tools.limits_calls:
             return replace(self, tool_format=form)
+        for name in ("top_logprobs", "ignore_eos"):
+            if value := self.settings.get(name):
+                raise BadRequest(
+                    f"{name}={value!r} is not available where calls are constrained: by tool_choice, strict functions "
+                    "or parallel_tool_calls=false; leave one of them out",
+                    name,
+                )
         tools = self.tools
         grammar = form.grammar(tools.checked, tokenizer, parallel=tools.parallel, required=tools.required)
         try:

@@ -85,7 +85,8 @@ class _Rules:
         for number, tool in enumerate(tools):
             name = json.dumps(tool["name"])
             names = {json.dumps(text) for text in (name, json.dumps(tool["name"], ensure_ascii=False))}
-            schema = {"x-guidance": {"whitespace_pattern": "\\x20"}, "type": "object"} | (tool.get("parameters") or {})
+            parameters = _closed(tool.get("parameters") or {})
+            schema = {"x-guidance": {"whitespace_pattern": "\\x20"}, "type": "object"} | parameters
             self.add(f"NAME_{number}", " | ".join(sorted(names)))
             self.add(f"arguments_{number}", f"%json {json.dumps(schema)}")
             self.head("HEAD", number, "", BLANK)
@@ -153,6 +154,35 @@ class _Rules:
             return
         self.text(rf"{BLANKS}\[{BLANKS}")
         self.add("start", f"TEXT | {mark}? first{more}" if mark.startswith("<") else f"TEXT | first{more}")
+
+
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Objects have no other properties than their schemas name, unless these say something about others: few schemas of
+    tools do, and models write on where they may. Where schemas are joined by `allOf`, nothing is changed."""
+    return parameters if '"allOf"' in json.dumps(parameters) else _closed_part(parameters)
+
+
+_OTHERS = frozenset(
+    {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "dependentSchemas"}
+    | {"anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef"}
+)
+"""Keywords beside `properties` that speak of properties which it does not name."""
+
+
+def _closed_part(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for name, value in schema.items():
+        if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            found[name] = {key: _closed_part(part) for key, part in value.items()}
+        elif name in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list) and "properties" not in schema:
+            found[name] = [_closed_part(part) for part in value]
+        elif name == "items":
+            found[name] = _closed_part(value)
+    if "properties" in schema and not _OTHERS & schema.keys():
+        found["additionalProperties"] = False
+    return found
 
 
 def _literal(mark: str, tokenizer: Tokenizer) -> str:

@@ -198,8 +198,9 @@ class ModelRunner:
         made only where the plan says so."""
         run, masks = partial(self.stages.run, plan.key), self._masks
         assert plan.constraints is not None and here.constraints is not None, "a round with constrained requests"
-        begun = run("begin", lambda: drafter.begin(here, distribution))
+        # Read before anything else is queued: the host waits for it, and for nothing of this round.
         particles = masks.particles(plan, here)
+        begun = run("begin", lambda: drafter.begin(here, distribution))
         logits_AV = run("pass 0", lambda: drafter.run_pending(here, begun))
         mask_AW = masks.of_particles(plan, here, particles)
         grown = [run("extend 0", lambda: drafter.extend(here, begun, logits_AV, 0, mask_SW=mask_AW))]

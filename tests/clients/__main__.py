@@ -2,7 +2,8 @@
 [--environment DIR]`.
 
 Not in the gate: what they need is large, and has versions of its own. The demo pair is served with a chat template that
-takes every role."""
+takes every role. With `--target DIR --draft DIR`, the pair of `benchmarks.real_pair`, its template offers tools as Qwen's
+does, and LangChain's suite tests tools and structured output."""
 
 from __future__ import annotations
 
@@ -21,6 +22,33 @@ from pathlib import Path
 
 from smc import demo
 
+TOOLS = """\
+{%- set first = messages[0].content if messages[0].role == 'system' else 'You are a helpful AI assistant.' %}
+{{- '<|im_start|>system\n' + first }}
+{%- if tools %}
+    {{- '\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
+    {%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}
+    {{- '<tool_call></tool_call> XML tags:\n<tool_call>\n' }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+    {%- elif not (loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 HERE = Path(__file__).parent
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{{ m.content }}<|eos|>"
@@ -38,13 +66,13 @@ def environment(folder: Path) -> Path:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """The address of OpenAI's API of a service on free ports."""
+def served(folder: Path, pair: tuple[Path, Path], template: str) -> Iterator[str]:
+    """The address of OpenAI's API of a service on free ports. `pair`: target and draft."""
     models = []
-    for name, source in (("target", demo.TARGET), ("draft", demo.DRAFT)):
+    for name, source in zip(("target", "draft"), pair):
         shutil.copytree(source, folder / name)
         settings = folder / name / "tokenizer_config.json"
-        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
         models += [f"--{name}", str(folder / name)]
     smcserve = Path(sys.executable).parent / "smcserve"
     command = [smcserve, "serve", *models, "--port", "0", "--http-port", "0", "--served-model-name", "demo"]
@@ -63,16 +91,25 @@ def served(folder: Path) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--environment", type=Path, default=HERE / ".venv")
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--draft", type=Path)
     given, rest = parser.parse_known_args()
+    has_tools = given.target is not None
+    pair = (given.target, given.draft) if has_tools else (demo.TARGET, demo.DRAFT)
     python = environment(given.environment.absolute())
-    with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as url:
-        suites = sorted(HERE.glob("suite_*.py"))
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder), pair, TOOLS if has_tools else TEMPLATE) as url:
+        suites = [HERE / "suite_langchain.py"] if has_tools else sorted(HERE.glob("suite_*.py"))
         options = (
             "-q",
             "-o",
             "addopts=",
             "-o",
             "asyncio_mode=auto",
+            # LangChain keeps connections from one test to the next.
+            "-o",
+            "asyncio_default_test_loop_scope=session",
+            "-o",
+            "asyncio_default_fixture_loop_scope=session",
             "-p",
             "no:cacheprovider",
             "--noconftest",
@@ -81,7 +118,9 @@ def main() -> int:
         )
         command = [python, "-m", "pytest", *options, *suites, *rest]
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return subprocess.run(command, cwd=folder, env=environ | {"SMCSERVE_URL": url}).returncode
+        return subprocess.run(
+            command, cwd=folder, env=environ | {"SMCSERVE_URL": url, "SMCSERVE_TOOLS": "1" * has_tools}
+        ).returncode
 
 
 if __name__ == "__main__":

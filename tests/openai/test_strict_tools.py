@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from services.openai.messages import message_of
-from services.openai.requests import understood
+from services.openai.requests import BadRequest, understood
 from services.openai.tool_calls import ToolFormat
 from smc import demo
 from smc.api.constraint import Constraint
@@ -122,6 +122,37 @@ def test_required_arguments_may_refer_to_definitions(form: ToolFormat):
     assert constraint is not None
     text = form.written("point", '{"at": [1, 2]}').replace("] [", "][")
     assert allows(constraint, text) and not allows(constraint, text.replace("2", "2, 3"))
+
+
+@pytest.mark.parametrize("setting", [{"logprobs": True, "top_logprobs": 2}, {"ignore_eos": True}])
+def test_what_constrained_calls_are_not_available_with(setting: dict):
+    for how in ({"functions": [STRICT]}, {"functions": [ADD], "parallel_tool_calls": False}):
+        with pytest.raises(BadRequest, match="is not available where calls are constrained") as caught:
+            constraint_of(ToolFormat.HERMES, **how, **setting)
+        assert caught.value.param == list(setting)[-1]
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "right", "wrong"),
+    [
+        (PERSON, {"name": "x"}, {"name": "x", "type": "string"}),
+        ({"type": "object", "properties": {}}, {}, {"name": "f"}),
+        ({"type": "object"}, {"name": "f"}, None),
+        (PERSON | {"additionalProperties": True}, {"name": "x", "age": 1}, {"name": 1}),
+        (PERSON | {"patternProperties": {"^a": {"type": "integer"}}}, {"a": 1}, {"a": "x"}),
+        ({"properties": {"p": {"type": "array", "items": PERSON}}}, {"p": [{"name": "x"}]}, {"p": [{"age": 1}]}),
+        ({"properties": {"p": {"anyOf": [PERSON, {"type": "null"}]}}}, {"p": None}, {"p": {"age": 1}}),
+        ({"allOf": [PERSON, {"properties": {"age": {"type": "integer"}}}]}, {"name": "x", "age": 1}, {"age": "x"}),
+    ],
+)
+def test_arguments_have_no_other_properties_than_their_schema_names(parameters: dict, right: dict, wrong: dict | None):
+    form = ToolFormat.HERMES
+    constraint = constraint_of(form, [{"name": "f", "parameters": parameters}], tool_choice="required")
+    assert constraint is not None and allows(constraint, form.written("f", json.dumps(right)))
+    assert wrong is None or not allows(constraint, form.written("f", json.dumps(wrong)))
 
 
 PIECES = (
