@@ -17,8 +17,8 @@ Markdown table of what every draft gives comes last, and one line of JSON:
 The last is the KL divergence of the observed short answers from the target's distribution, in nats, averaged over
 prompts. A first sample of the target's own answers decides on classes of answers: each answer that is expected at least
 `LEAST` times is one, all others together are another. Their probabilities are the target's own, summed over their tokens.
-KL of a finite sample is above 0 by chance: a second sample of the target shows by how much, and is subtracted. Standard
-errors are those of the differences over prompts.
+KL of a finite sample is above 0 by chance: a second sample of the target shows by how much, and is subtracted. So it is
+for the total variation, half the sum of absolute differences. Standard errors are those of the differences over prompts.
 
 Prompts are the demo problems of the test split for the demo target, otherwise `benchmarks/chat_prompts.jsonl`."""
 
@@ -85,6 +85,9 @@ class Population:
     """Of short answers from the target's distribution, without what a sample of the target's own has by chance."""
     kl_error: float
     """Its standard error."""
+    tv: float
+    """Total variation, likewise."""
+    tv_error: float
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,8 @@ class Comparison:
         self._logp = mean_logp(own)
         classes, noise = (self._short(plain, sample, method="target") for sample in (0, 1))
         self._classes = [classes_of(answers) for answers in classes]
-        self.noise = [divergence(answers, known) for answers, known in zip(noise, self._classes)]
-        """KL of each prompt's second sample of the target's own answers."""
+        self.noise = [distances(answers, known) for answers, known in zip(noise, self._classes)]
+        """KL and total variation of each prompt's second sample of the target's own answers."""
 
     def measure(self, draft: Decoder) -> tuple[dict[str, float], dict[str, Population]]:
         """Tokens a round of exact decoding, by fields of `DraftQuality`, and SMC by population."""
@@ -152,15 +155,18 @@ class Comparison:
         answers = self._long(pair, LOCKSTEP, logprobs=True, **given)
         short = self._short(pair, 2, **given)
         apart = [
-            divergence(found, known) - noise
-            for found, known, noise in zip(short, self._classes, self.noise, strict=True)
+            (kl - noise_kl, tv - noise_tv)
+            for (kl, tv), (noise_kl, noise_tv) in zip(map(distances, short, self._classes), self.noise, strict=True)
         ]
+        (kl, kl_error), (tv, tv_error) = (with_error(values) for values in zip(*apart))
         return Population(
             logp=mean_logp(answers) - self._logp,
             log_z=sum(each.statistics.log_z for each in answers) / sum(len(each.tokens) for each in answers),
             collapses=sum(each.statistics.collapses for each in answers),
-            kl=statistics.mean(apart),
-            kl_error=statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else math.nan,
+            kl=kl,
+            kl_error=kl_error,
+            tv=tv,
+            tv_error=tv_error,
         )
 
     def _long(self, pair: ModelPair, config: EngineConfig, **given) -> list[Answer]:
@@ -207,12 +213,19 @@ def classes_of(answers: Sequence[Answer]) -> dict[tuple[int, ...], float]:
     return {tokens: p for tokens, p in probability.items() if p * len(answers) >= LEAST}
 
 
-def divergence(answers: Sequence[Answer], classes: dict[tuple[int, ...], float]) -> float:
-    """KL divergence of observed answers from the target's distribution over classes, nats."""
+def distances(answers: Sequence[Answer], classes: dict[tuple[int, ...], float]) -> tuple[float, float]:
+    """KL divergence of observed answers from the target's distribution over classes, nats, and total variation."""
     counts = Counter(each.tokens if each.tokens in classes else None for each in answers)
-    rest = max(SMALLEST, 1 - sum(classes.values()))
-    shares = ((count / len(answers), rest if tokens is None else classes[tokens]) for tokens, count in counts.items())
-    return sum(share * math.log(share / p) for share, p in shares)
+    expected: dict[tuple[int, ...] | None, float] = {**classes, None: max(SMALLEST, 1 - sum(classes.values()))}
+    shares = {tokens: counts[tokens] / len(answers) for tokens in expected}
+    kl = sum(share * math.log(share / expected[tokens]) for tokens, share in shares.items() if share)
+    return kl, sum(abs(share - expected[tokens]) for tokens, share in shares.items()) / 2
+
+
+def with_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard error."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
+    return statistics.mean(values), error
 
 
 class Training:
@@ -266,8 +279,8 @@ def prompts_of(directory: Path, tokenizer: Tokenizer, count: int) -> tuple[tuple
 def table(found: Sequence[DraftQuality]) -> str:
     """Markdown, a row for every draft and population."""
     of_drafts = "draft | steps | overlap | KL | log(1 + chi2) | exact N = 8 | N = 1 | ahead N = 8"
-    of_populations = "SMC N = 8 | log p | log Z | collapses | KL of short answers"
-    lines = [f"| {of_drafts} | {of_populations} |", f"| :-- | {'--: | ' * 7}:-- | {'--: | ' * 4}".rstrip()]
+    of_populations = "SMC N = 8 | log p | log Z | collapses | short answers: KL | TV"
+    lines = [f"| {of_drafts} | {of_populations} |", f"| :-- | {'--: | ' * 7}:-- | {'--: | ' * 5}".rstrip()]
     for each in found:
         of_draft = [
             each.name,
@@ -276,7 +289,8 @@ def table(found: Sequence[DraftQuality]) -> str:
             *(f"{value:.2f}" for value in (each.lockstep_8, each.lockstep_1, each.ahead_8)),
         ]
         for name, of in each.populations.items():
-            values = (f"{of.logp:+.3f}", f"{of.log_z:+.3f}", f"{of.collapses}", f"{of.kl:.3f} +- {of.kl_error:.3f}")
+            apart = (f"{of.kl:.3f} +- {of.kl_error:.3f}", f"{of.tv:.3f} +- {of.tv_error:.3f}")
+            values = (f"{of.logp:+.3f}", f"{of.log_z:+.3f}", f"{of.collapses}", *apart)
             lines.append(f"| {' | '.join((*of_draft, name, *values))} |")
             of_draft = [""] * len(of_draft)
     return "\n".join(lines)
@@ -348,10 +362,8 @@ def main() -> None:
         )
         err.print(table(found[-1:]), soft_wrap=True)
     print(table(found))
-    print(
-        f"Short answers: KL of a second sample of the target's own {statistics.mean(comparison.noise):.3f}, which is "
-        "subtracted."
-    )
+    kl, tv = map(statistics.mean, zip(*comparison.noise))
+    print(f"Short answers of the target's own: KL {kl:.3f}, TV {tv:.3f}, which are subtracted.")
     record = {"noise": comparison.noise, "drafts": [asdict(each) for each in found]}
     if given.json:
         given.json.write_text(json.dumps(record, indent=2) + "\n")
