@@ -216,7 +216,8 @@ def classes_of(answers: Sequence[Answer]) -> dict[tuple[int, ...], float]:
 def distances(answers: Sequence[Answer], classes: dict[tuple[int, ...], float]) -> tuple[float, float]:
     """KL divergence of observed answers from the target's distribution over classes, nats, and total variation."""
     counts = Counter(each.tokens if each.tokens in classes else None for each in answers)
-    expected: dict[tuple[int, ...] | None, float] = {**classes, None: max(SMALLEST, 1 - sum(classes.values()))}
+    rest = max(SMALLEST, 1 - sum(classes.values()))
+    expected: dict[tuple[int, ...] | None, float] = dict([*classes.items(), (None, rest)])
     shares = {tokens: counts[tokens] / len(answers) for tokens in expected}
     kl = sum(share * math.log(share / expected[tokens]) for tokens, share in shares.items() if share)
     return kl, sum(abs(share - expected[tokens]) for tokens, share in shares.items()) / 2
