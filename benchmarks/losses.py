@@ -207,20 +207,21 @@ def mean_logp(answers: Sequence[Answer]) -> float:
     return sum(sum(each.logprobs or ()) for each in answers) / sum(len(each.tokens) for each in answers)
 
 
-def classes_of(answers: Sequence[Answer]) -> dict[tuple[int, ...], float]:
-    """Probabilities of the answers that are classes of their own."""
+def classes_of(answers: Sequence[Answer]) -> dict[tuple[int, ...] | None, float]:
+    """Probabilities of the answers that are classes of their own, and of all others together: None."""
     probability = {each.tokens: math.exp(sum(each.logprobs or ())) for each in answers}
-    return {tokens: p for tokens, p in probability.items() if p * len(answers) >= LEAST}
+    found: dict[tuple[int, ...] | None, float] = {
+        tokens: p for tokens, p in probability.items() if p * len(answers) >= LEAST
+    }
+    return {**found, None: max(SMALLEST, 1 - sum(found.values()))}
 
 
-def distances(answers: Sequence[Answer], classes: dict[tuple[int, ...], float]) -> tuple[float, float]:
+def distances(answers: Sequence[Answer], classes: dict[tuple[int, ...] | None, float]) -> tuple[float, float]:
     """KL divergence of observed answers from the target's distribution over classes, nats, and total variation."""
     counts = Counter(each.tokens if each.tokens in classes else None for each in answers)
-    rest = max(SMALLEST, 1 - sum(classes.values()))
-    expected: dict[tuple[int, ...] | None, float] = dict([*classes.items(), (None, rest)])
-    shares = {tokens: counts[tokens] / len(answers) for tokens in expected}
-    kl = sum(share * math.log(share / expected[tokens]) for tokens, share in shares.items() if share)
-    return kl, sum(abs(share - expected[tokens]) for tokens, share in shares.items()) / 2
+    shares = {tokens: counts[tokens] / len(answers) for tokens in classes}
+    kl = sum(share * math.log(share / classes[tokens]) for tokens, share in shares.items() if share)
+    return kl, sum(abs(share - classes[tokens]) for tokens, share in shares.items()) / 2
 
 
 def with_error(values: Sequence[float]) -> tuple[float, float]:

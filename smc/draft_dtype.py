@@ -31,8 +31,10 @@ from smc.scheduler.latency_model import LatencyModel
 
 logger = logging.getLogger(__name__)
 
-LOSS = {"fp8": 0.05, "int4": 0.15}
-"""Share of a step that rounding to a type must gain at least, because fewer drafted tokens are accepted."""
+LOSS = {"fp8": 0.05, "int4": 0.25}
+"""Share of a step that rounding to a type must gain at least, because fewer drafted tokens are accepted: what a lockstep
+round loses of its tokens, over the half of its time that the draft's steps take. Measured on a real pair, int4 loses an
+eighth of a round's tokens and FP8 about a hundredth (benchmarks/notes/distill.md)."""
 ROWS = 8
 """Rows of the step that decides."""
 EFFORT = Effort(seconds=5.0, factor=8, repeats=3, untimed=3, crowd=1, context=64)
