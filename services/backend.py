@@ -72,7 +72,7 @@ class Model:
 
 WITHOUT_EFFECT = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("bad_words", "constraint", "constraint_scope", "potential", "answer"),
+    *("bad_words", "constraint", "constraint_scope", "potential", "answer", "prompt_logprobs"),
 )
 """Settings that change nothing unless a request has them: runs of earlier versions, which did not know them, can be
 resumed."""

@@ -32,7 +32,7 @@ from smc.api.limits import SCHEME_NAMES
 from smc.api.outputs import Answer, FinishReason, Output, Particle, PromptToken, Statistics
 from smc.api.request import Request
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams
-from smc.scheduler.stats import EngineStats, SpecStats
+from smc.scheduler.stats import EngineStats, PotentialStats, SpecStats
 
 CARRIERS = (pb.GenerateRequest, coordinator_pb2.Submission)
 """Messages with sampling settings and reports."""
@@ -286,7 +286,7 @@ def test_the_end_of_an_answer_round_trips(output):
     assert not to_finish(answer, statistics=False).HasField("statistics")
 
 
-PLAIN = [f for f in fields(EngineStats) if "list" not in f.type and f.name != "spec"]
+PLAIN = [f for f in fields(EngineStats) if "list" not in f.type and f.name not in ("spec", "potentials")]
 by_side = st.dictionaries(st.sampled_from(("draft", "target")), count)
 
 
@@ -295,6 +295,7 @@ def test_the_state_of_the_engine_round_trips(stats):
     """What a side does not have stays absent: pages that leak are not known while requests run."""
     stats.ess_shares, stats.committed_lags = [0.5, 1.0], [0, 7]
     stats.spec = {"walk": SpecStats(1, 2, 3, [3, 2, 0], 4, 5, 6), "rejection": SpecStats(7, 8, 9, [1], 10, 11, 12)}
+    stats.potentials = PotentialStats([0.25, 2.0], 1, 2)
     assert from_response(sent(to_response(EngineStep(stats=stats)))).stats == stats
 
 

@@ -15,6 +15,7 @@ from smc.local_engine import ModelPair
 from tests.service.running import Running
 
 HEARTBEAT = 0.3
+POTENTIALS = {"indifferent": "tests.service.potentials:indifferent"}
 LOOKAHEAD = {"block": 5, "branches": 2, "cohorts": 2, "drafting": "always"}
 
 
@@ -37,7 +38,7 @@ def group(start) -> Iterator[Running]:
     at the target, so that there is one that talks to nobody but its leader; and with all the patience of a service that
     nobody has told anything."""
     gateway = GatewayConfig(port=0, http_port=0, metrics_port=0)
-    with start(gateway, engine=EngineConfig(**LOOKAHEAD), target_tp=2) as running:
+    with start(gateway, engine=EngineConfig(**LOOKAHEAD, potentials=POTENTIALS), target_tp=2) as running:
         yield running
 
 

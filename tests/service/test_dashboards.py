@@ -67,11 +67,12 @@ def prometheus(group, tmp_path_factory) -> Iterator[Prometheus]:
 
 
 def ask(client: Client, seed: int) -> None:
-    """Answers by particles, by exact decoding, by the target alone and under a constraint that nobody had before, and a
-    refusal."""
+    """Answers by particles, by exact decoding, by the target alone, with a potential and under a constraint that nobody
+    had before, and a refusal."""
     client.generate([Message("user", "How many?")], particles=4, population="independent", seed=seed, max_tokens=24)
     client.generate([Message("user", "How many?")], method="exact", particles=4, seed=seed, max_tokens=24)
     client.generate([Message("user", "How many?")], method="target", seed=seed, max_tokens=4)
+    client.generate([Message("user", "How many?")], particles=2, seed=seed, max_tokens=8, potential="indifferent")
     client.generate([Message("user", "How many?")], constraint=Constraint("regex", f"[0-9]{{2,4}} of {seed}"))
     with pytest.raises(ServiceError):
         client.generate("x", particles=0)
