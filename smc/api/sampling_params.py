@@ -464,7 +464,8 @@ class SamplingParams:
         scored = "logprobs" if self.logprobs else "prompt_logprobs" if self.prompt_logprobs is not None else None
         if self.method is Method.DRAFT and scored:
             raise ValueError(
-                f"{scored}={getattr(self, scored)} has no effect with method='draft', where the target does not run; leave it out"
+                f"{scored}={getattr(self, scored)} has no effect with method='draft', where the target does not run; "
+                "leave it out"
             )
         if self.top_logprobs and not self.logprobs:
             raise ValueError(

@@ -151,6 +151,21 @@ def _distill(config: DistillConfig) -> None:
     distill(config, lambda line: None)
 
 
+def kill_after_a_round(config: DistillConfig) -> list[int]:
+    """Run until there is a draft, and kill by signal 9. Returns the processes that it had started."""
+    process = get_context("spawn").Process(target=_distill, args=(config,))
+    process.start()
+    deadline = time.monotonic() + 200
+    while not (config.out / "README.md").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.pid is not None
+    started = children(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    return started
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
     """Killed by signal 9 in its second round. The draft is one that commands take."""
@@ -158,15 +173,8 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
     save_byte_level(tmp_path / "target")
     whole, killed = _config(tmp_path, "whole"), _config(tmp_path, "killed")
     _distill(whole)
-    process = get_context("spawn").Process(target=_distill, args=(killed,))
-    process.start()
-    deadline = time.monotonic() + 200
-    while not (killed.out / "README.md").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL and _steps(killed.out) < _steps(whole.out)
+    kill_after_a_round(killed)
+    assert _steps(killed.out) < _steps(whole.out)
     with pytest.raises(ValueError, match="--resume"):
         _distill(killed)
     with pytest.raises(ValueError, match="held_out=5, but the run"):
@@ -203,16 +211,8 @@ def test_two_processes_go_on_with_the_same_bits(tmp_path):
     save_byte_level(tmp_path / "target")
     whole, killed = (replace(_config(tmp_path, out), processes=2, tokens=6000) for out in ("whole", "killed"))
     _distill(whole)
-    process = get_context("spawn").Process(target=_distill, args=(killed,))
-    process.start()
-    deadline = time.monotonic() + 200
-    while not (killed.out / "README.md").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert process.pid is not None
-    others = children(process.pid)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL and _steps(killed.out) < _steps(whole.out)
+    others, deadline = kill_after_a_round(killed), time.monotonic() + 100
+    assert _steps(killed.out) < _steps(whole.out)
     while any(Path(f"/proc/{pid}").exists() for pid in others) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert time.monotonic() < deadline and others

@@ -10,8 +10,6 @@ from functools import cache
 import jsonschema
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import decoders, models
 
 from services.openai.messages import message_of
 from services.openai.requests import BadRequest, understood
@@ -24,10 +22,9 @@ from smc.constraints import Compiler
 from smc.local_engine import ModelPair, local_engine
 from smc.model.tokenizer import Tokenizer
 from smc.stops import StopMachine, TokenBytes
-from tests.model.tiny import random_decoder, tiny_config
 from tests.openai.test_tool_calls import ADD, MARKS, STOP
 from tests.scheduler.harness import CASES, LOOKAHEAD_FIRST, answers, config_id, request
-from tests.scheduler.pairs import peaked
+from tests.scheduler.pairs import character_pair
 from tests.scheduler.schemas import some_schema
 
 STRICT = ADD | {"strict": True}
@@ -193,22 +190,8 @@ METHODS = {
 @cache
 def pair(form: str) -> ModelPair:
     """Random models over characters, some longer texts, among them those with which calls begin, and an end."""
-    vocabulary = {chr(code): code - 32 for code in range(32, 127)}
-    written = [text.replace(" ", "Ġ").replace("\n", "Ċ") for text in (*PIECES, *BEGINNINGS[form], "\n")]
-    tokens = [*vocabulary, *written]
-    tokens[0] = "Ġ"
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(tokens)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
-    size = len(tokens) + 1
-
-    def model(seed: int, layers: int):
-        shape = {"vocab_size": size, "max_context": LENGTH + 8, "tied_embeddings": False}
-        return peaked(random_decoder(tiny_config(num_layers=layers, **shape), seed), 0.3)
-
-    return ModelPair(
-        model(2, 2), model(1, 1), Tokenizer(tokenizer, (size - 1,), {"eos_token": "<eos>"}, None), LENGTH + 8
-    )
+    texts = [text.replace(" ", "Ġ").replace("\n", "Ċ") for text in (*PIECES, *BEGINNINGS[form], "\n")]
+    return character_pair(texts, LENGTH + 8)
 
 
 def check(form: ToolFormat, config: EngineConfig, numbers: range) -> Counter:

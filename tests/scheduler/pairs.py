@@ -23,11 +23,15 @@ LETTERS = "abcdefgh"
 
 def letter_tokenizer(size: int) -> Tokenizer:
     """`size` ids: letters, and the last one ends the text."""
-    vocabulary = {letter: i for i, letter in enumerate(LETTERS[: size - 1])}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    return tokenizer_of(LETTERS[: size - 1])
+
+
+def tokenizer_of(texts: Sequence[str]) -> Tokenizer:
+    """A token for each text, and a last one that ends texts."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
-    return Tokenizer(tokenizer, (size - 1,), {"eos_token": "<eos>"}, None)
+    return Tokenizer(tokenizer, (len(texts),), {"eos_token": "<eos>"}, None)
 
 
 def peaked(model: Decoder, scale: float) -> Decoder:
@@ -128,3 +132,14 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def total_variation(law: dict, counts: dict, total: int) -> float:
     keys = set(itertools.chain(law, counts))
     return sum(abs(law.get(k, 0.0) - counts.get(k, 0) / total) for k in keys) / 2
+
+
+def character_pair(texts: Sequence[str], context: int) -> ModelPair:
+    """Random models over characters, these longer texts, written as byte-level vocabularies do, and an end."""
+    tokenizer = tokenizer_of(["Ġ", *map(chr, range(33, 127)), *texts])
+
+    def model(seed: int, layers: int) -> Decoder:
+        shape = {"vocab_size": tokenizer.size, "max_context": context, "tied_embeddings": False}
+        return peaked(random_decoder(tiny_config(num_layers=layers, **shape), seed), 0.3)
+
+    return ModelPair(model(2, 2), model(1, 1), tokenizer, context)

@@ -10,16 +10,12 @@ from functools import cache
 
 import jsonschema
 import pytest
-import tokenizers
-from tokenizers import decoders, models
 
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import FinishReason
 from smc.local_engine import ModelPair, local_engine
-from smc.model.tokenizer import Tokenizer
-from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.harness import CASES, LOOKAHEAD_FIRST, answers, config_id, request
-from tests.scheduler.pairs import peaked
+from tests.scheduler.pairs import character_pair
 from tests.scheduler.schemas import some_schema
 
 PIECES = (
@@ -52,23 +48,7 @@ METHODS = {
 
 @cache
 def pair() -> ModelPair:
-    """Random models over characters, some longer texts, and an end."""
-    vocabulary = {chr(code): code - 32 for code in range(32, 127)}
-    tokens = [*vocabulary, *PIECES]
-    # As byte-level vocabularies write a blank.
-    tokens[0] = "Ġ"
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(tokens)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
-    size = len(tokens) + 1
-
-    def model(seed: int, layers: int):
-        shape = {"vocab_size": size, "max_context": LENGTH + 8, "tied_embeddings": False}
-        return peaked(random_decoder(tiny_config(num_layers=layers, **shape), seed), 0.3)
-
-    return ModelPair(
-        model(2, 2), model(1, 1), Tokenizer(tokenizer, (size - 1,), {"eos_token": "<eos>"}, None), LENGTH + 8
-    )
+    return character_pair(PIECES, LENGTH + 8)
 
 
 def check(config: EngineConfig, numbers: range) -> Counter:
