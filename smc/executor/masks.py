@@ -8,8 +8,8 @@ Every method draws from the target's distribution p with what is not allowed tak
 whose distribution is that of whole answers given the constraint (`by_answer`) counts the mass Z that is left at every
 token in its weights: p(x) = p(x | allowed) Z. There the truncation is that of p itself.
 
-See the package's legend for axes; V columns of logits, M of a draft's own head, W words of 32 tokens, C constrained
-batch indices."""
+See the package's legend for axes; V columns of logits, W words of 32 tokens, C constrained batch indices, M masks that
+are needed, or columns of a draft's own head."""
 
 from __future__ import annotations
 
@@ -181,9 +181,12 @@ class TokenMasks:
         words, device = self._compiler.words, self._state.device
         pinned = device.type == "cuda"
 
-        def make() -> tuple[Tensor, list[Tensor]]:
+        def make() -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
             hosts = [
-                torch.empty(total, words, dtype=torch.int32, pin_memory=pinned)
+                (
+                    torch.empty(total, words, dtype=torch.int32, pin_memory=pinned),
+                    torch.empty(total, dtype=torch.int64, pin_memory=pinned),
+                )
                 for _ in range(IN_FLIGHT if pinned else 1)
             ]
             return torch.empty(total, words, dtype=torch.int32, device=device), hosts
@@ -191,20 +194,28 @@ class TokenMasks:
         there, hosts = self._stages.keep(plan.key, f"mask of {name}", make)
         self._turn += 1
         began = time.monotonic_ns()
-        host = hosts[self._turn % len(hosts)]
+        host, row_M = hosts[self._turn % len(hosts)]
+        # Masks that are needed are written one after another. Most rows need none where many are without a particle.
         needed: dict[int, list[MaskPath]] = {}
+        count = 0
         for index, path in paths:
-            needed.setdefault(int(plan.group_A[index]), []).append(path)
+            row_M.numpy()[count : count + path.masks] = np.arange(path.row, path.row + path.masks)
+            needed.setdefault(int(plan.group_A[index]), []).append(path._replace(row=count))
+            count += path.masks
         followers = {group: self._follower(plan, group) for group in needed}
-        masks_RW = host.numpy()
+        masks_MW = host[:count].numpy()
         self._compiler.write_masks(
-            [(follower, needed[group]) for group, follower in followers.items() if follower is not None], masks_RW
+            [(follower, needed[group]) for group, follower in followers.items() if follower is not None], masks_MW
         )
         for group, follower in followers.items():
             for path in needed[group] if follower is None else ():
-                masks_RW[path.row : path.row + path.masks] = 0
+                masks_MW[path.row : path.row + path.masks] = 0
         self._began, self._nanoseconds = began, self._nanoseconds + time.monotonic_ns() - began
-        return there.copy_(host, non_blocking=True)
+        there.fill_(-1)
+        if count:
+            rows_M, masks_there_MW = (each[:count].to(device, non_blocking=True) for each in (row_M, host))
+            there.index_copy_(0, rows_M, masks_there_MW)
+        return there
 
     def _follower(self, plan: RoundPlan[np.ndarray], group: int) -> Follower | None:
         """Of a request; None: its constraint cannot be followed."""
