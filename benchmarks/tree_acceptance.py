@@ -1,7 +1,7 @@
 """How many of a target's next tokens the draft's tree holds, on text that the target wrote itself.
 
     python -m benchmarks.tree_acceptance --target DIR --draft DIR [--temperature 1 ...] [-n 8] [-k 5] [--texts 16]
-        [--draft-dtype bfloat16 --draft-dtype fp8 --draft-dtype int4]
+        [--draft-dtype bfloat16 --draft-dtype fp8 --draft-dtype int4] [--rounds --pass-steps 11]
 
 The target writes conversations: user turns from its chat template's opening, then the answers to them. The demo target
 answers problems. Contexts are taken from the answers at equal distances; `smc.distill.trees` says what happens at each.
@@ -12,6 +12,11 @@ answers: a round begins where the last one ended, so text that the draft predict
 And the temperature at which the contexts were written, user turns too, matters as much as that of the draws: text that
 a small model wrote at temperature 1 drifts to where both models are uncertain. Contexts are written at the temperature
 of the draws, but at most at 0.7.
+
+`--rounds` walks through the answers instead, as rounds in lockstep do: with every depth up to K, and with the depth that
+confirms most, which nobody knows before the round. The last is a bound for every rule that chooses depths. Of a target's
+pass that takes as long as so many steps of the draft (`--pass-steps`), it says how much faster than plain decoding each
+is.
 
 Knows models, and an engine to write the text."""
 
@@ -93,6 +98,10 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=16)
     parser.add_argument("--distance", type=int, default=8, help="tokens between contexts; default: %(default)s")
     parser.add_argument("--json", type=Path, help="write contexts, and how many tokens were held, here")
+    parser.add_argument("--rounds", action="store_true", help="walk through answers by rounds; see above")
+    parser.add_argument(
+        "--pass-steps", type=float, default=11.0, help="of --rounds: a pass in steps of the draft; default: %(default)s"
+    )
     parser.add_argument(
         "--draft-dtype", action="append", choices=DTYPES, help="may be repeated; default: float32, on a GPU bfloat16"
     )
@@ -114,6 +123,12 @@ def main() -> None:
             if given.target.resolve() == demo.TARGET.resolve()
             else write_texts(pair, given.texts, written_at)
         )
+        if given.rounds:
+            for name, tree in trees.items():
+                held_T = held_along(tree, texts, given.k, temperature)
+                for line in lines_of_rounds(held_T, given.k, given.pass_steps):
+                    print(f"temperature {temperature:g}, {name}, {line}", flush=True)
+            continue
         for text in texts:
             seed = sum(len(each["held"]) for each in found)
             contexts = text.contexts(given.distance)
@@ -126,6 +141,37 @@ def main() -> None:
             print(f"temperature {temperature:g}, {line}, tokens of {given.k}", flush=True)
         if given.json:
             given.json.write_text(json.dumps(record))
+
+
+def held_along(
+    tree: TreeDraft, texts: Sequence[OwnText], block: int, temperature: float, seed: int = 0
+) -> list[list[int]]:
+    """Of every token of each text's answer, how many of the answer's tokens from there on the tree holds that is drafted
+    before it. `seed`: of the first text, as `write_answers` has it."""
+    found = []
+    for number, text in enumerate(texts, seed):
+        contexts = range(text.answer_from, len(text.tokens) - block)
+        drawn = [DrawnContinuation(c, text.tokens[c : c + block], number) for c in contexts]
+        found += tree.held([text], [drawn], temperature)
+    return found
+
+
+def rounds_along(held: Sequence[int], depth: int | None) -> tuple[int, int, int]:
+    """Rounds, the tokens that they confirm, and the steps that they draft, in an answer whose trees hold so many tokens.
+    `depth`: steps of every round; None: as many as it confirms."""
+    rounds = tokens = steps = 0
+    while tokens < len(held):
+        confirmed = held[tokens] if depth is None else min(held[tokens], depth)
+        rounds, tokens, steps = rounds + 1, tokens + confirmed + 1, steps + (confirmed if depth is None else depth)
+    return rounds, tokens, steps
+
+
+def lines_of_rounds(held_T: Sequence[Sequence[int]], block: int, pass_steps: float) -> Iterator[str]:
+    for depth in (*range(1, block + 1), None):
+        rounds, tokens, steps = map(sum, zip(*(rounds_along(held, depth) for held in held_T if held)))
+        speed = tokens * pass_steps / (rounds * pass_steps + steps)
+        name = "the best depth" if depth is None else f"depth {depth}"
+        yield f"{name}: {tokens / rounds:.2f} tokens a round, {steps / rounds:.1f} steps, {speed:.2f} times plain"
 
 
 def lines_of(held: Mapping[str, Sequence[int]]) -> Iterator[str]:
