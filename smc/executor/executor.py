@@ -64,6 +64,7 @@ class LocalRoundExecutor:
         if plan.program is not Program.PAIR:
             role = ModelRole(plan.program.value)
             return LocalRound({role: self.runners[role].round(plan)})
+        self._target.begin(plan)
         self._draft.draft(plan)
         target = self._target.round(plan)
         return LocalRound({ModelRole.DRAFT: self._draft.follow(), ModelRole.TARGET: target})

@@ -11,6 +11,7 @@ second time on, a stage of a round is the replay of a CUDA graph."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -36,6 +37,7 @@ from smc.executor.plan import PlanBuffer, Program, RoundPlan, SequenceHandoff
 from smc.executor.round_stages import Drafter, Scorer, Selector
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.state import BiasTables, SlotState
+from smc.executor.verify import VerifyInputs
 from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
 from smc.types import ModelRole
@@ -379,26 +381,47 @@ class TargetRunner(ModelRunner):
             self._run, sampling, state, ops, self._biases, block=config.block, lookahead=config.lookahead, chains=chains
         )
         self._selector = Selector(sampling, state, ops, lookahead=config.lookahead)
+        self._begun: tuple[RoundPlan[Tensor], Event, tuple[VerifyInputs, Tensor, Callable[[], Tensor]]] | None = None
+        """What `begin` has queued."""
+
+    @torch.inference_mode()
+    def begin(self, plan: RoundPlan[np.ndarray]) -> None:
+        """Queue the pass of a constrained round in look-ahead, which needs nothing that the round drafts. The target works
+        while the host waits for what the draft's masks depend on. Other rounds begin in `round`."""
+        self._begun = None
+        if plan.program is not Program.PAIR or plan.constraints is None or not self.config.lookahead:
+            return
+        with self.stages.working():
+            self._channel.settle()
+            here = self._load(plan)
+            began = self.stages.event()
+            self._begun = here, began, self._queue_pass(plan, here, None)
 
     @torch.inference_mode()
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
-        """Queue the target's part of a round: in look-ahead the pass comes first, in lockstep what it is over."""
+        """Queue the target's part of a round, or what `begin` has left of it: in look-ahead the pass comes first, in
+        lockstep what it is over."""
         if plan.program is Program.TARGET:
             return self._decode(plan)
+        if self._begun is None:
+            self.begin(plan)
         stages, scorer, key = self.stages, self._scorer, plan.key
+        begun, self._begun = self._begun, None
         with stages.working():
-            self._channel.settle()
-            here = self._load(plan)
-            lookahead = self.config.lookahead
-            self._receive_distributions(key, here)
-            drafted = None if lookahead else self._receive(key, here)
-            began = stages.event()
+            drafted = None
+            if begun is None:
+                self._channel.settle()
+                here = self._load(plan)
+                self._receive_distributions(key, here)
+                drafted = None if self.config.lookahead else self._receive(key, here)
+                began = stages.event()
+            else:
+                here, began, _ = begun
+                self._receive_distributions(key, here)
             if plan.constraints is None:
                 scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
             else:
-                inputs = stages.run(key, "lay out", lambda: scorer.lay_out(here, drafted))
-                masks = self._masks.of_blocks(plan, here, inputs.blocks)
-                logits_TV = stages.run(key, "pass", lambda: scorer.run_blocks(here, inputs))
+                inputs, logits_TV, masks = self._queue_pass(plan, here, drafted) if begun is None else begun[2]
                 mask_TW = masks()
                 scored = stages.run(key, "verify", lambda: scorer.verify(here, inputs, logits_TV, mask_TW))
             ended = stages.event()
@@ -412,6 +435,15 @@ class TargetRunner(ModelRunner):
             stages.run(key, "follow", lambda: scorer.follow(here, rows, choice))
             spans = {"target": (began, ended), "choose": (heard, chosen), "follow": (told, stages.event())}
             return stages.read(key, result, self._with_masks(spans))
+
+    def _queue_pass(
+        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], drafted: DraftedRows | None
+    ) -> tuple[VerifyInputs, Tensor, Callable[[], Tensor]]:
+        """Queue the pass of a constrained round: what it is over, logits after all tokens, and what makes their masks."""
+        run, scorer = partial(self.stages.run, plan.key), self._scorer
+        inputs = run("lay out", lambda: scorer.lay_out(here, drafted))
+        masks = self._masks.of_blocks(plan, here, inputs.blocks)
+        return inputs, run("pass", lambda: scorer.run_blocks(here, inputs)), masks
 
     def _join(self, group: SequenceHandoff) -> None:
         self._scorer.join(group, self.state.join(group))

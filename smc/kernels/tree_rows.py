@@ -74,6 +74,8 @@ class Scratch(NamedTuple):
     """int32 node at which its best path ends."""
     kept_M: Tensor
     """int32: the path is a row."""
+    outcome_M: Tensor
+    """int32 outcome that it is drafted for; in lockstep 0."""
 
 
 def choose_rows(
@@ -82,7 +84,7 @@ def choose_rows(
     """See `smc.executor.tree_rows.choose_rows`: the rows, and the node that each ends at."""
     rows, tokens = steps[0].tokens_XK.shape
     pages, nodes, room = steps[0].tail_XB.shape[1], len(steps) * rows, Room(plan.slot_A.device)
-    scratch = Scratch(room.doubles(nodes), room.doubles(nodes), room.ints(nodes), room.ints(nodes), room.ints(nodes))
+    scratch = Scratch(*(room.doubles(nodes) for _ in range(2)), *(room.ints(nodes) for _ in range(4)))
     leaf_X, is_there_X = room.longs(rows), room.bools(rows)
     _choose_rows[(len(plan.first_G),)](
         plan, steps, scratch, leaf_X, is_there_X, rows,
@@ -119,6 +121,13 @@ def _node(tile, i, first, size, rows, tiles):
     within_I = (tile % tiles) * i.shape[0] + i
     row_I = first + within_I
     return step, row_I, step * rows + row_I, within_I < size
+
+
+@triton.jit
+def _node_of_all(tile, i, first, size, rows, total):
+    """Index and existence of the I nodes of a tile, of all `total` nodes of a group, one step after another."""
+    at_I = tile * i.shape[0] + i
+    return (at_I // size) * rows + first + at_I % size, at_I < total
 
 
 @one_variant()
@@ -188,31 +197,35 @@ def _choose_rows(
                 is_top_I = is_top_I & ((is_short_I == 0) | (worth_I >= LEAD))
             tl.store(scratch.worth_M + m_I, tl.where(is_top_I, worth_I, -1.0), mask=in_I)
             tl.store(scratch.useful_M + m_I, tl.where(is_top_I, worth_I, -1.0), mask=in_I)
+            outcome_I = tl.zeros((BLOCK,), tl.int32)
+            if AHEAD:
+                outcome_I = tl.load(steps[k].outcome_X + x_I, mask=in_I, other=0).to(tl.int32)
+            tl.store(scratch.outcome_M + m_I, outcome_I, mask=in_I)
     tl.debug_barrier()
+    # From here on all nodes are compared with all, whatever steps they are of.
+    total = K * size
+    tiles = tl.cdiv(total, BLOCK)
     if AHEAD:
         most = tl.load(plan.draws_G + group).to(tl.int32)
-        for k in tl.static_range(K):
-            for tile in range(tiles):
-                _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
-                m_I = k * rows + x_I
-                worth_I = tl.load(scratch.worth_M + m_I, mask=in_I, other=-1.0)
-                outcome_I = tl.load(steps[k].outcome_X + x_I, mask=in_I, other=-1)
-                rank_I = tl.zeros((BLOCK,), tl.int32)
-                for j in tl.static_range(K):
-                    for other in range(tiles):
-                        _, y_J, _, in_J = _node(other, i, first, size, rows, tiles)
-                        worth_J = tl.load(scratch.worth_M + j * rows + y_J, mask=in_J, other=-1.0)
-                        outcome_J = tl.load(steps[j].outcome_X + y_J, mask=in_J, other=-2)
-                        rank_I += _before(worth_J, j * rows + y_J, outcome_J, worth_I, m_I, outcome_I)
-                tl.store(scratch.useful_M + m_I, tl.where(rank_I < most, worth_I, -1.0), mask=in_I)
+        for tile in range(tiles):
+            m_I, in_I = _node_of_all(tile, i, first, size, rows, total)
+            worth_I = tl.load(scratch.worth_M + m_I, mask=in_I, other=-1.0)
+            outcome_I = tl.load(scratch.outcome_M + m_I, mask=in_I, other=-1)
+            rank_I = tl.zeros((BLOCK,), tl.int32)
+            for other in range(tiles):
+                m_J, in_J = _node_of_all(other, i, first, size, rows, total)
+                worth_J = tl.load(scratch.worth_M + m_J, mask=in_J, other=-1.0)
+                outcome_J = tl.load(scratch.outcome_M + m_J, mask=in_J, other=-2)
+                rank_I += _before(worth_J, m_J, outcome_J, worth_I, m_I, outcome_I)
+            tl.store(scratch.useful_M + m_I, tl.where(rank_I < most, worth_I, -1.0), mask=in_I)
         tl.debug_barrier()
     kept = 0
-    for tile in range(K * tiles):
-        _, _, m_I, in_I = _node(tile, i, first, size, rows, tiles)
+    for tile in range(tiles):
+        m_I, in_I = _node_of_all(tile, i, first, size, rows, total)
         worth_I = tl.load(scratch.useful_M + m_I, mask=in_I, other=-1.0)
         rank_I, zero_I = tl.zeros((BLOCK,), tl.int32), m_I * 0
-        for other in range(K * tiles):
-            _, _, m_J, in_J = _node(other, i, first, size, rows, tiles)
+        for other in range(tiles):
+            m_J, in_J = _node_of_all(other, i, first, size, rows, total)
             worth_J = tl.load(scratch.useful_M + m_J, mask=in_J, other=-1.0)
             rank_I += _before(worth_J, m_J, m_J * 0, worth_I, m_I, zero_I)
         kept_I = in_I & (worth_I >= 0) & (rank_I < size)
@@ -220,44 +233,37 @@ def _choose_rows(
         kept += tl.sum(kept_I.to(tl.int32), 0)
     tl.debug_barrier()
     # Rows of one outcome are beside each other, the heaviest first.
-    for k in tl.static_range(K):
-        for tile in range(tiles):
-            _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
-            m_I = k * rows + x_I
-            kept_I = tl.load(scratch.kept_M + m_I, mask=in_I, other=0) > 0
-            worth_I = tl.load(scratch.useful_M + m_I, mask=in_I, other=-1.0)
-            outcome_I, number_I = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int32)
-            if AHEAD:
-                outcome_I = tl.load(steps[k].outcome_X + x_I, mask=in_I, other=0)
-            for j in tl.static_range(K):
-                for other in range(tiles):
-                    _, y_J, _, in_J = _node(other, i, first, size, rows, tiles)
-                    m_J = j * rows + y_J
-                    kept_J = tl.load(scratch.kept_M + m_J, mask=in_J, other=0) > 0
-                    worth_J = tl.load(scratch.useful_M + m_J, mask=kept_J, other=-1.0)
-                    outcome_J = tl.zeros((BLOCK,), tl.int64)
-                    if AHEAD:
-                        outcome_J = tl.load(steps[j].outcome_X + y_J, mask=kept_J, other=0)
-                    earlier_IJ = kept_J[None, :] & (outcome_J[None, :] < outcome_I[:, None])
-                    number_I += tl.sum(earlier_IJ.to(tl.int32), 1)
-                    number_I += _before(worth_J, m_J, outcome_J, worth_I, m_I, outcome_I)
-            leaf_I = tl.load(scratch.leaf_M + m_I, mask=kept_I, other=0).to(tl.int64)
-            tl.store(leaf_X + first + number_I, leaf_I, mask=kept_I)
-            tl.store(is_there_X + first + number_I, kept_I, mask=kept_I)
-            # A row that is not alive repeats the first of its group.
-            begins_I = kept_I & (number_I == 0)
-            if tl.max(begins_I.to(tl.int32), 0) > 0:
-                leaf = tl.max(tl.where(begins_I, leaf_I, 0), 0)
-                for rest in range(tiles):
-                    _, y_J, _, in_J = _node(rest, i, first, size, rows, tiles)
-                    is_rest_J = in_J & (y_J - first >= kept)
-                    tl.store(leaf_X + y_J, tl.zeros((BLOCK,), tl.int64) + leaf, mask=is_rest_J)
-                    tl.store(is_there_X + y_J, is_rest_J == 0, mask=is_rest_J)
+    for tile in range(tiles):
+        m_I, in_I = _node_of_all(tile, i, first, size, rows, total)
+        kept_I = tl.load(scratch.kept_M + m_I, mask=in_I, other=0) > 0
+        worth_I = tl.load(scratch.useful_M + m_I, mask=in_I, other=-1.0)
+        outcome_I = tl.load(scratch.outcome_M + m_I, mask=in_I, other=0)
+        number_I = tl.zeros((BLOCK,), tl.int32)
+        for other in range(tiles):
+            m_J, in_J = _node_of_all(other, i, first, size, rows, total)
+            kept_J = tl.load(scratch.kept_M + m_J, mask=in_J, other=0) > 0
+            worth_J = tl.load(scratch.useful_M + m_J, mask=kept_J, other=-1.0)
+            outcome_J = tl.load(scratch.outcome_M + m_J, mask=kept_J, other=0)
+            earlier_IJ = kept_J[None, :] & (outcome_J[None, :] < outcome_I[:, None])
+            number_I += tl.sum(earlier_IJ.to(tl.int32), 1)
+            number_I += _before(worth_J, m_J, outcome_J, worth_I, m_I, outcome_I)
+        leaf_I = tl.load(scratch.leaf_M + m_I, mask=kept_I, other=0).to(tl.int64)
+        tl.store(leaf_X + first + number_I, leaf_I, mask=kept_I)
+        tl.store(is_there_X + first + number_I, kept_I, mask=kept_I)
+        # A row that is not alive repeats the first of its group.
+        begins_I = kept_I & (number_I == 0)
+        if tl.max(begins_I.to(tl.int32), 0) > 0:
+            leaf = tl.max(tl.where(begins_I, leaf_I, 0), 0)
+            for rest in range(kept, size, BLOCK):
+                is_rest_J = rest + i < size
+                tl.store(leaf_X + first + rest + i, tl.zeros((BLOCK,), tl.int64) + leaf, mask=is_rest_J)
+                tl.store(is_there_X + first + rest + i, is_rest_J == 0, mask=is_rest_J)
     if kept == 0:
-        for tile in range(tiles):
-            _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
-            tl.store(leaf_X + x_I, ((K - 1) * rows + x_I).to(tl.int64), mask=in_I)
-            tl.store(is_there_X + x_I, in_I == 0, mask=in_I)
+        for rest in range(0, size, BLOCK):
+            in_J = rest + i < size
+            x_J = first + rest + i
+            tl.store(leaf_X + x_J, ((K - 1) * rows + x_J).to(tl.int64), mask=in_J)
+            tl.store(is_there_X + x_J, in_J == 0, mask=in_J)
 
 
 @triton.jit
