@@ -13,10 +13,9 @@ And the temperature at which the contexts were written, user turns too, matters 
 a small model wrote at temperature 1 drifts to where both models are uncertain. Contexts are written at the temperature
 of the draws, but at most at 0.7.
 
-`--rounds` walks through the answers instead, as rounds in lockstep do: with every depth up to K, and with the depth that
-confirms most, which nobody knows before the round. The last is a bound for every rule that chooses depths. Of a target's
-pass that takes as long as so many steps of the draft (`--pass-steps`), it says how much faster than plain decoding each
-is.
+`--rounds` walks through the answers instead, as rounds in lockstep do: with every depth up to K, and with the best depth
+of each round, which no rule can know before it. So the last line is a bound for all rules that choose depths. The
+speeds are those where a pass of the target takes as long as so many steps of the draft (`--pass-steps`).
 
 Knows models, and an engine to write the text."""
 
