@@ -36,7 +36,7 @@ def apply_mask(
     in their order. Columns from `columns` on stay as they are."""
     require_rows(logits_RV, columns)
     rows, width = logits_RV.shape
-    block = block or min(4096, triton.next_power_of_2(width))
+    block = block or min(2048, triton.next_power_of_2(width))
     splits = triton.cdiv(width, block)
     out_RV = logits_RV.new_empty((rows, width), dtype=torch.float32)
     found_RS = logits_RV.new_empty((rows, splits), dtype=torch.int32)
