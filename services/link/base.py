@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LINKS = ("nccl", "grpc")
 """Kinds of it."""
 
-LAYOUT_VERSION = 21
+LAYOUT_VERSION = 22
 """Of particles.proto and its arrays; raised with every change that an older peer would misread."""
 CLOSE_SECONDS = 3.0
 """Seconds for sent messages to be received when an end is closed."""

@@ -258,7 +258,7 @@ def _to_unconditional(message: pb.UnconditionalRows) -> UnconditionalRows[np.nda
 
 def round_outcome(result: RoundResult[np.ndarray] | DraftReport[np.ndarray]) -> pb.RoundOutcome:
     if isinstance(result, DraftReport):
-        return pb.RoundOutcome(**_fields(result.lineage, _LINEAGE), observed=_bytes(result.observed_2A, "<f4"))
+        return pb.RoundOutcome(**_fields(result.lineage, _LINEAGE), observed=_bytes(result.observed_3A, "<f4"))
     return pb.RoundOutcome(**_fields(result, _RESULT), **_fields(result.lineage, _LINEAGE))
 
 
@@ -270,7 +270,7 @@ def to_result(outcome: pb.RoundOutcome) -> RoundResult[np.ndarray]:
 
 
 def to_draft_report(outcome: pb.RoundOutcome) -> DraftReport[np.ndarray]:
-    return DraftReport(_to_lineage(outcome), _rows(outcome.observed, "<f4", 2))
+    return DraftReport(_to_lineage(outcome), _rows(outcome.observed, "<f4", 3))
 
 
 def _to_lineage(outcome: pb.RoundOutcome) -> Lineage[np.ndarray]:

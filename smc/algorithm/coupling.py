@@ -28,6 +28,8 @@ from torch import Tensor
 LEAST_EXPONENT, MOST_EXPONENT = 0.5, 8.0
 SLACK = 0.1
 """Probability below which a token is seldom in a tree, so that it hardly matters how far below."""
+RANK_EVERY = 4
+"""Positions of which one has the rank of its draw looked for, which reads the draft's distribution once more."""
 FIRST_EXPONENT = 1.25
 """Before any draw has been seen; a start above 1 costs less than one below the best."""
 FIRST_GREEDY_EXPONENT = 2.0

@@ -24,7 +24,7 @@ class RoundOutcome:
     result: RoundResult[np.ndarray]
     lineage: dict[ModelRole, Lineage[np.ndarray]]
     """By side."""
-    observed_2A: np.ndarray | None = None
+    observed_3A: np.ndarray | None = None
     """Of `DraftReport`; None: the draft took no part."""
 
 
@@ -81,8 +81,8 @@ class LocalRound:
         # In this order each says when it came, by the clock of its own device.
         values = {role: reading.result() for role, reading in self.readings.items()}
         result = next(value for value in values.values() if isinstance(value, RoundResult))
-        observed_2A = next((value.observed_2A for value in values.values() if isinstance(value, DraftReport)), None)
-        return RoundOutcome(result, {role: value.lineage for role, value in values.items()}, observed_2A)
+        observed_3A = next((value.observed_3A for value in values.values() if isinstance(value, DraftReport)), None)
+        return RoundOutcome(result, {role: value.lineage for role, value in values.items()}, observed_3A)
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """See `Reading.spans`."""

@@ -352,10 +352,10 @@ class DraftReport(Generic[Array]):
 
     lineage: Lineage[Array]
     """At the draft."""
-    observed_2A: Array
+    observed_3A: Array
     """float32, by batch index after the choice: what the target's draw after the root of the drafted rows says of
-    the exponent of coupled drafting, score and information (`smc.algorithm.coupling.DrawObservation`); NaN: nothing
-    was seen."""
+    the exponent of coupled drafting, score and information (`smc.algorithm.coupling.DrawObservation`), and how many
+    tokens the draft thought more likely to be drawn; NaN: nothing was seen, or the rank was not looked for."""
 
 
 @dataclass(frozen=True)

@@ -139,15 +139,15 @@ class Drafter:
     def follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         """Let the chosen rows be the particles."""
         tree = grown.tree
-        observed_2A = self.state.nan.expand(2, len(plan.slot_A))
+        observed_3A = self.state.nan.expand(3, len(plan.slot_A))
         if self.kept_BV is not None and PopulationKind.BEST in plan.kinds:
-            observed_2A = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_BV, self._coupling(plan))
+            observed_3A = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_BV, self._coupling(plan))
         if self.nodes is not None and grown.steps:
             self.ops.keep_nodes(self.nodes, self.state, plan, grown, choice)
         self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
         next_ = self.ops.resume_draft(self.state, plan, tree, choice, plan.steps or self.shape.block)
         self.ops.advance(self.state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
-        return DraftReport(next_.lineage, observed_2A)
+        return DraftReport(next_.lineage, observed_3A)
 
     def _run(self, plan: RoundPlan[Tensor], layout: CandidateLayout, tree: TokenTree) -> Tensor:
         """Logits [X, V] after the rows' last tokens."""

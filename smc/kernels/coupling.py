@@ -1,4 +1,4 @@
-"""What the target's draws say of the exponent of coupled drafting: the Triton form of
+"""What the target's draws say of the exponent of coupled drafting, and their ranks: the Triton form of
 `smc.executor.draft.observe_draws`, with a program for every batch index. See `smc.executor` for axes."""
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.coupling import SLACK
+from smc.algorithm.coupling import RANK_EVERY, SLACK
 from smc.kernels.candidate_tokens import CouplingTensors, coupled_score
 from smc.kernels.launch import one_variant
 from smc.kernels.round_tensors import PlanTensors, SlotTensors
 from smc.kernels.truncation import finite
 
-_SLACK = tl.constexpr(SLACK)
+_SLACK, _RANK_EVERY = tl.constexpr(SLACK), tl.constexpr(RANK_EVERY)
 
 
 def observe_draws(
@@ -28,18 +28,18 @@ def observe_draws(
 ) -> Tensor:
     """See `smc.executor.draft.observe_draws`."""
     batch_size, columns = len(plan.slot_A), kept_BV.shape[1]
-    observed_2A = torch.empty(2, batch_size, device=kept_BV.device)
+    observed_3A = torch.empty(3, batch_size, device=kept_BV.device)
     _observe[(batch_size,)](
         plan.slot_A, (slots.end_S, slots.ended_S), (tokens_XK, tokens_XK.stride(0)), choice_9A, kept_BV,
-        (len(kept_BV), columns, batch_size), coupling, observed_2A,
+        (len(kept_BV), columns, batch_size), coupling, observed_3A,
         HEAD=coupling.ids_M is not None, BLOCK=min(block, triton.next_power_of_2(columns)), num_warps=8,
     )  # fmt: skip
-    return observed_2A
+    return observed_3A
 
 
 @one_variant("kept_BV")
 def _observe(
-    slot_A, slots, tokens, choice_9A, kept_BV, sizes, coupling, observed_2A, HEAD: tl.constexpr, BLOCK: tl.constexpr
+    slot_A, slots, tokens, choice_9A, kept_BV, sizes, coupling, observed_3A, HEAD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     index, kept, columns, batch_size = tl.program_id(0), sizes[0], sizes[1], sizes[2]
     of = choice_9A + index
@@ -49,7 +49,7 @@ def _observe(
     token = tl.where(taken > 0, tl.load(tokens[0] + row * tokens[1]).to(tl.int64), bonus)
     is_seen = is_alive & (tl.load(slots[1] + slot) == 0) & (cut == 0) & (token >= 0) & (root < kept)
     is_seen = is_seen & (tl.load(coupling.exponent_A + root) > 0)
-    score, information = float("nan"), float("nan")
+    score, information, rank = float("nan"), float("nan"), float("nan")
     if is_seen:
         position = tl.load(slots[0] + slot)
         # Sums of exp(score), and of log q and its square weighted by it, from the greatest score so far.
@@ -79,5 +79,15 @@ def _observe(
         if drawn_logq > -float("inf"):
             score = weight * (drawn_logq - mean)
             information = 0.5 * weight * tl.maximum(second / total - mean * mean, 0.0)
-    tl.store(observed_2A + index, score)
-    tl.store(observed_2A + batch_size + index, information)
+        if position % _RANK_EVERY == 0:
+            # A token that the draft's head does not have is after all of its tokens.
+            rank = 0.0
+            for begin in range(0, columns, BLOCK):
+                column_V = begin + tl.arange(0, BLOCK)
+                inside_V = column_V < columns
+                logq_V = tl.load(kept_BV + root * columns + column_V, mask=inside_V, other=-float("inf"))
+                score_V = coupled_score(logq_V, column_V, inside_V, root, position, coupling, HEAD)
+                rank += tl.sum((inside_V & (score_V > drawn_score)).to(tl.float32), 0)
+    tl.store(observed_3A + index, score)
+    tl.store(observed_3A + batch_size + index, information)
+    tl.store(observed_3A + 2 * batch_size + index, rank)

@@ -2,21 +2,29 @@
 would bring.
 
 A token at depth d, after d that were right, is missing from a tree of N rows with probability about miss rate / N^gain;
-each depth has a miss rate of its own. Knows nothing about latency.
+each depth has a miss rate of its own. The gain follows from how the draft ranks the target's draws: how often the first
+of its tokens is wrong, and how often the first eight are. Knows nothing about latency.
 
 Axes: G requests, L numbers of rows, D depths.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 WIDTH_GAIN = 0.6
-"""Eight rows miss 3.5 times less often than one. On the shipped pair it is 3.7 times at temperature 1, 3.0 at 1.5 and
-1.5 at 2 (`python -m benchmarks.exactness misses --problems 24`)."""
+"""Gain before anything has been seen: eight rows miss 3.5 times less often than one. On the shipped pair it is 3.7 times
+at temperature 1, 3.0 at 1.5 and 1.5 at 2 (`python -m benchmarks.exactness misses --problems 24`), on SmolLM2 and its
+draft 2.1 times."""
+MOST_GAIN = 1.5
+WIDE = 8
+"""Tokens that are looked for the target's draw, beside the first alone."""
+PRIOR_MISSES = 4.0
+"""Draws that the first token missed for which the gain before counts."""
 PRIOR_MISS_RATE = 0.03
 """Miss rate before anything has been seen, that of a good draft: a draft that is never asked cannot be measured."""
 PRIOR_WEIGHT = 4.0
@@ -37,8 +45,12 @@ class Acceptance:
     """Weight that earlier rounds keep after every round."""
     misses_D: list[float] = field(default_factory=list)
     """Of tokens at each depth that was tried, those that were missing."""
-    exposure_D: list[float] = field(default_factory=list)
-    """Tokens that were tried, each divided by how much less often its tree of rows misses than one row."""
+    tried_D: list[dict[int, float]] = field(default_factory=list)
+    """Tokens that were tried, by the number of rows of their tree."""
+    missed_first: float = 0.0
+    """Draws of the target that were not the draft's first token."""
+    missed_wide: float = 0.0
+    """Those of them that were none of its first `WIDE`."""
     broken: float = 0.0
     """Rounds in which a block missed a token (look-ahead)."""
     recovered: float = 0.0
@@ -47,16 +59,29 @@ class Acceptance:
     def count(self, tried: int, missed: bool, rows: int) -> None:
         """Count a round whose tree had so many rows and in which so many tokens were tried: only the last can have been
         missing."""
-        new, share = max(0, tried - len(self.misses_D)), rows**-WIDTH_GAIN
-        untried = max(0, len(self.misses_D) - tried)
-        kept_D = [self.memory] * tried + [self.memory**UNTRIED] * untried
-        self.misses_D = [kept * value for kept, value in zip(kept_D, self.misses_D + [0.0] * new)]
-        self.exposure_D = [
-            kept * value + share * (depth < tried)
-            for depth, (kept, value) in enumerate(zip(kept_D, self.exposure_D + [0.0] * new))
-        ]
+        for depth in range(max(tried, len(self.misses_D))):
+            if depth == len(self.misses_D):
+                self.misses_D.append(0.0)
+                self.tried_D.append({})
+            kept, of_depth = self.memory if depth < tried else self.memory**UNTRIED, self.tried_D[depth]
+            self.misses_D[depth] *= kept
+            for each in of_depth:
+                of_depth[each] *= kept
+            if depth < tried:
+                of_depth[rows] = of_depth.get(rows, 0.0) + 1
         if tried:
             self.misses_D[tried - 1] += missed
+
+    def count_rank(self, rank: float) -> None:
+        """Count a draw of the target that this many tokens were more likely to be, as the draft saw it."""
+        self.missed_first = self.memory * self.missed_first + (rank >= 1)
+        self.missed_wide = self.memory * self.missed_wide + (rank >= WIDE)
+
+    def gain(self) -> float:
+        """By how much more rows miss less often: trees of N rows miss N^gain times less often than one row."""
+        missed = self.missed_first + PRIOR_MISSES
+        still_missed = self.missed_wide + PRIOR_MISSES * WIDE**-WIDTH_GAIN
+        return min(math.log(missed / still_missed) / math.log(WIDE), MOST_GAIN)
 
     def count_broken(self, recovered: bool) -> None:
         """Count a look-ahead round in which the block missed a token, and whether rows ahead go on."""
@@ -65,20 +90,25 @@ class Acceptance:
     def fade(self, share: float) -> None:
         """Keep only this share of what was seen."""
         self.misses_D = [share * value for value in self.misses_D] if share else []
-        self.exposure_D = [share * value for value in self.exposure_D] if share else []
+        self.tried_D = (
+            [{rows: share * tried for rows, tried in of_depth.items()} for of_depth in self.tried_D] if share else []
+        )
+        self.missed_first *= share
+        self.missed_wide *= share
         self.broken *= share
         self.recovered *= share
 
-    def miss_rates(self, prior_D: Sequence[float] = (PRIOR_MISS_RATE,)) -> tuple[float, ...]:
+    def miss_rates(self, prior_D: Sequence[float] = (PRIOR_MISS_RATE,), gain: float = WIDTH_GAIN) -> tuple[float, ...]:
         """Probabilities that a token is missing from one row, by depth; below the last, as there. `prior`: likewise,
         their values where little has been seen. Where a depth is better or worse than its prior, so are those below
-        it, until they have been seen."""
+        it, until they have been seen. `gain`: of more rows."""
         rates: list[float] = []
         ratio = 1.0
         for depth in range(max(len(self.misses_D), len(prior_D))):
-            misses, exposure = (
-                values_D[depth] if depth < len(values_D) else 0.0 for values_D in (self.misses_D, self.exposure_D)
-            )
+            is_known = depth < len(self.misses_D)
+            misses, of_depth = (self.misses_D[depth], self.tried_D[depth]) if is_known else (0.0, {})
+            # Tokens of one row that would have been missing as often.
+            exposure = sum(tried * rows**-gain for rows, tried in of_depth.items())
             prior = prior_D[min(depth, len(prior_D) - 1)]
             rate = (misses + ratio * prior * PRIOR_WEIGHT) / (exposure + PRIOR_WEIGHT)
             rates.append(rate)
@@ -91,11 +121,17 @@ class Acceptance:
 
 
 def tokens_a_round(
-    miss_rate_GD: np.ndarray, rows_GL: np.ndarray, block: int, lookahead: bool, recovery_G: np.ndarray | float = 0.0
+    miss_rate_GD: np.ndarray,
+    rows_GL: np.ndarray,
+    block: int,
+    lookahead: bool,
+    recovery_G: np.ndarray | float = 0.0,
+    gain_G: np.ndarray | float = WIDTH_GAIN,
 ) -> np.ndarray:
     """Tokens that a round of `block` drafted tokens confirms on average [G, L], of requests with these miss rates by
-    depth, recoveries and trees of so many rows."""
-    right_GLD = 1 - np.minimum(miss_rate_GD[:, None, :block] / rows_GL[:, :, None] ** WIDTH_GAIN, 1.0)
+    depth, recoveries, gains and trees of so many rows."""
+    gain_G1 = np.broadcast_to(gain_G, len(miss_rate_GD))[:, None]
+    right_GLD = 1 - np.minimum(miss_rate_GD[:, None, :block] / (rows_GL**gain_G1)[:, :, None], 1.0)
     all_right_GLD = np.cumprod(right_GLD, axis=2)
     if not lookahead:
         return 1 + all_right_GLD.sum(2)

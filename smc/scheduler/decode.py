@@ -18,6 +18,7 @@ Axes: A rows of a batch, G requests, L tokens, Q tokens of a block, W pages of a
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -202,8 +203,8 @@ class RoundScheduler:
         self._count(
             population, self._facts(population, step.size, result, index_A, current_G, more_G), result, current_G
         )
-        if outcome.observed_2A is not None:
-            self._observe_draws(population, outcome.observed_2A[:, index_A], [step.exponents[g] for g in current_G])
+        if outcome.observed_3A is not None:
+            self._observe_draws(population, outcome.observed_3A[:, index_A], [step.exponents[g] for g in current_G])
         self._drop_slots(population, [step.resized[g] for g in current_G], result, index_A)
 
     def _remap_pages(
@@ -258,15 +259,18 @@ class RoundScheduler:
         column_AQ = np.minimum(first_A[:, None] + np.arange(values_AQ.shape[1]), array_SL.shape[1] - 1)
         array_SL[slot_A[:, None], column_AQ] = values_AQ
 
-    def _observe_draws(self, population: Population, observed_2A: np.ndarray, exponents: list[float]) -> None:
-        """Fit the exponents of coupled drafting to the target's draws. All rows of a request saw the same draw."""
-        seen = np.flatnonzero(np.isfinite(observed_2A[0]))
-        drawn = dict(zip(population.group_A[seen].tolist(), observed_2A[:, seen].T.tolist()))
-        for g, (score, information) in drawn.items():
+    def _observe_draws(self, population: Population, observed_3A: np.ndarray, exponents: list[float]) -> None:
+        """Learn from the target's draws: fit the exponents of coupled drafting, and count how the draft ranks them. All
+        rows of a request saw the same draw."""
+        seen = np.flatnonzero(np.isfinite(observed_3A).any(0))
+        drawn = dict(zip(population.group_A[seen].tolist(), observed_3A[:, seen].T.tolist()))
+        for g, (score, information, rank) in drawn.items():
             group = population.groups[g]
             if group.exponent is not None:
                 draw = DrawObservation(score, information, exponents[g])
                 self.exponents.observe(group.params.temperature, group.exponent, draw)
+            if math.isfinite(rank):
+                self.acceptance.count_rank(rank)
 
     def _drop_slots(
         self, population: Population, resized: list[bool], result: RoundResult[np.ndarray], index_A: np.ndarray

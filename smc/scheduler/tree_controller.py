@@ -159,14 +159,16 @@ class TreeController:
             self._fallback.fall_back(group)
 
     def _trees(self, groups: Sequence[SequenceGroup]) -> Iterator[TreeRequest]:
-        miss_rates, recovery = self._acceptance.miss_rates(), self._acceptance.recovery()
+        gain, recovery = self._acceptance.gain(), self._acceptance.recovery()
+        miss_rates = self._acceptance.miss_rates(gain=gain)
         for group in groups:
             yield TreeRequest(
                 most=group.most_rows,
-                miss_rates=group.acceptance.miss_rates(miss_rates),
+                miss_rates=group.acceptance.miss_rates(miss_rates, gain),
                 context=group.context,
                 rows=group.tree_rows,
                 recovery=group.acceptance.recovery(recovery),
+                gain=gain,
             )
 
 

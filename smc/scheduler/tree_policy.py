@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from smc.api.engine_config import EngineConfig
-from smc.scheduler.acceptance import tokens_a_round
+from smc.scheduler.acceptance import WIDTH_GAIN, tokens_a_round
 from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.round_plan import DraftSize, bucket
 from smc.scheduler.sequence_group import SequenceGroup
@@ -53,6 +53,8 @@ class TreeRequest:
     """Rows that the tree has; 0: the target decodes the request alone."""
     recovery: float = 0.0
     """Probability that rows ahead go on after a block that missed a token: `smc.scheduler.acceptance`."""
+    gain: float = WIDTH_GAIN
+    """By how much more rows miss less often: `Acceptance.gain`."""
 
 
 @dataclass(frozen=True)
@@ -218,8 +220,8 @@ class ThroughputForecast:
         if not trees:
             return np.zeros(rows_GL.shape)
         rates = [(*tree.miss_rates, *tree.miss_rates[-1:] * steps)[:steps] for tree in trees]
-        recovery_G = np.array([tree.recovery for tree in trees])
-        return tokens_a_round(np.array(rates), rows_GL, steps, self._config.lookahead, recovery_G)
+        recovery_G, gain_G = np.array([(tree.recovery, tree.gain) for tree in trees]).T
+        return tokens_a_round(np.array(rates), rows_GL, steps, self._config.lookahead, recovery_G, gain_G)
 
     def best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int) -> list[int]:
         """Rows of each tree, at least one, and together as many as there are slots. Rows go to the trees for which they

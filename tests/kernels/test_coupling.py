@@ -5,12 +5,14 @@ Axes: R rows, V vocabulary, M columns of a draft head, A batch indices."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
+from smc.algorithm.coupling import RANK_EVERY
 from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.draft import observe_draws
@@ -102,8 +104,8 @@ def test_noise_belongs_to_tokens_and_not_to_columns():
 @pytest.mark.parametrize("lookahead", [True, False])
 @pytest.mark.parametrize("has_head", [False, True])
 def test_what_draws_say_is_what_torch_finds(lookahead, has_head):
-    seen = 0
-    for seed in range(6):
+    seen = ranked = 0
+    for seed in range(12):
         found = []
         for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, frozenset({PopulationKind.BEST}), lookahead, device, largest=6)
@@ -120,5 +122,28 @@ def test_what_draws_say_is_what_torch_finds(lookahead, has_head):
             if isinstance(ops, TorchOps):
                 assert_equal(observe_draws(*given), found[0])
         torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4, equal_nan=True)
-        seen += int(torch.isfinite(found[0]).all(0).sum())
-    assert seen > 2
+        seen += int(torch.isfinite(found[0][:2]).all(0).sum())
+        ranked += int(torch.isfinite(found[0][2]).sum())
+    assert seen > 2 and ranked
+
+
+def test_the_rank_of_a_draw_is_how_many_tokens_the_draft_prefers():
+    """Of every fourth position; a token that a head lacks is after all that it has."""
+    found = {False: 0, True: 0}
+    for seed in range(40):
+        made = DraftRound(seed, frozenset({PopulationKind.BEST}), False, CPU, largest=6)
+        plan, tree, choice = made.plan, made.tree(), choice_of(made)
+        kept_BV = made.here(made.rng.normal(size=(made.places, VOCAB)).astype(np.float32))
+        coupled = partial(Coupling, plan.exponent_A, plan.target_distribution.temperature_R, plan.seed_A)
+        root_A = choice.ancestor_A
+        position_A = made.state.end_S[plan.slot_A[root_A]]
+        score_AV = plan.exponent_A[root_A, None] * kept_BV[root_A] + coupled().noise(root_A, position_A, VOCAB)
+        token_A = torch.where(choice.count_A > 0, tree.tokens_XK[choice.row_A, 0], choice.bonus_A)
+        for ids_M in (torch.arange(VOCAB), torch.arange(0, VOCAB, 2)):
+            rank_A = observe_draws(made.state, plan, tree, choice, kept_BV[:, ids_M], coupled(ids_M))[2]
+            for index in torch.isfinite(rank_A).nonzero()[:, 0].tolist():
+                score_V, token = score_AV[index], int(token_A[index])
+                expected = (score_V[ids_M] > score_V[token]).sum() if token in ids_M else len(ids_M)
+                assert rank_A[index] == expected and position_A[index] % RANK_EVERY == 0
+                found[token in ids_M] += 1
+    assert min(found.values()) > 2

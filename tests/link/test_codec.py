@@ -255,7 +255,7 @@ def test_round_result(drawn, w):
         lineage=Lineage(rng.integers(0, 99, (a, w), dtype=np.int32), *rng.integers(0, 9, (2, a), dtype=np.int32)),
     )
     assert equal(codec.to_result(over_the_wire(codec.round_outcome(result))), result)
-    report = DraftReport(result.lineage, rng.random((2, a), dtype=np.float32))
+    report = DraftReport(result.lineage, rng.random((3, a), dtype=np.float32))
     assert equal(codec.to_draft_report(over_the_wire(codec.round_outcome(report))), report)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from smc import demo
 from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method
 from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
 from tests.pairwise import one_of
@@ -58,6 +59,9 @@ def test_a_draft_that_is_the_target_is_always_right(form, temperature):
         for seed in range(4)
     ]
     found = answers(engine, requests)
+    # Nor does the draft ever prefer another token: at temperature 0 certainly.
+    acceptance = engine.rounds_of(Method.EXACT).acceptance
+    assert acceptance.missed_first <= 8 * temperature and acceptance.missed_wide == 0
     for n in sizes:
         for seed in range(4):
             statistics = found[f"{n} {seed}"].statistics
@@ -94,4 +98,6 @@ def test_the_exponent_follows_the_pair(shipped):
     ]
     found = answers(engine, requests)
     assert found["4"].statistics.draft_exponent > 1.3
+    acceptance = engine.rounds_of(Method.EXACT).acceptance
+    assert acceptance.missed_first > acceptance.missed_wide > 0
     assert answers(engine, [request(prompts[0], method="target", max_tokens=2)])["r"].statistics.draft_exponent == 0
