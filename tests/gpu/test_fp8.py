@@ -66,9 +66,7 @@ def test_our_products(tokens, inputs, outputs):
         assert off(reduce(out) if out.dim() == 3 else out, expected_TN, made) < 2e-2
     act_TI = gate_up_silu(x, made.weight, scale=made.scale)
     gate, up = expected_TN.chunk(2, 1)
-    gate_off, up_off = (2e-2 * torch.maximum(expected_TN.abs(), usual(x, made.weight, made.scale).double())).chunk(
-        2, 1
-    )
+    gate_off, up_off = (2e-2 * torch.maximum(expected_TN.abs(), usual(x, made.weight, made.scale).double())).chunk(2, 1)
     bound_TI = 1.1 * gate_off * (up.abs() + up_off) + F.silu(gate).abs() * up_off + 1e-2 * (F.silu(gate) * up).abs()
     assert ((act_TI.double() - F.silu(gate) * up).abs() <= bound_TI).all()
 
