@@ -168,7 +168,9 @@ def _limit_outcomes(
     if is_best & (most <= 0):
         bound = tl.full((), float("inf"), tl.float64)
     if is_best & (valid > most) & (most > 0):
-        bound, ties, _ = _bound(log_mass_M, log_mass_M, count, lowest, top, most, is_best, CHUNK)
+        bound, ties = top, 1
+        if most > 1:
+            bound, ties, _ = _bound(log_mass_M, log_mass_M, count, lowest, top, most, is_best, CHUNK)
     # The first candidate of the group's first row stays, which is of its first outcome.
     lead, equal = tl.load(plan.first_G + group).to(tl.int32) * F, 0
     lead = tl.where(first == lead, first, -1)
