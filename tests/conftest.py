@@ -28,8 +28,9 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # seconds otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# A busy machine is no failure: time is bounded by each test's timeout. Every run draws other examples.
-settings.register_profile("patient", deadline=None, max_examples=40)
+# A busy machine is no failure: time is bounded by each test's timeout. Every run draws other examples, so that few a
+# run become many.
+settings.register_profile("patient", deadline=None, max_examples=20)
 settings.load_profile("patient")
 
 # One thread per process: the suite runs one process per core, and the models are too small to gain from more.

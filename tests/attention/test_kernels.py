@@ -196,7 +196,7 @@ group = st.tuples(
 )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     groups=st.lists(group, min_size=1, max_size=4),
     tail=st.none() | st.integers(0, 12),

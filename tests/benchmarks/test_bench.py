@@ -80,6 +80,7 @@ def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):
     assert {row["decoding"] for row in rows} == {"exact"} and all(1 <= row["tokens"] <= 4 for row in rows)
 
 
+@pytest.mark.slow
 def test_prompts(smcserve, tmp_path, monkeypatch):
     for name, value in {"REPEATS": 1, "BESIDE_ROUNDS": 8, "WARM_UP": 2}.items():
         monkeypatch.setattr(prompts, name, value)

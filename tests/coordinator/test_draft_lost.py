@@ -104,6 +104,7 @@ def test_one_draft_after_the_other(link, form, incarnations, monkeypatch):
         assert not thread.is_alive(), "a draft has not heard that it is to stop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", [pytest.param("nccl", marks=SLOW), "grpc"])
 def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
     """It has come, and says nothing for a while: nobody but it waits."""

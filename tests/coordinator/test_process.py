@@ -19,6 +19,7 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.detokenizer import StopRules, TextStream
 from tests.coordinator.harness import coordinator
+from tests.pairwise import one_of
 
 ENGINE = EngineConfig(block=4, branches=2, max_slots=200, cohorts=2)
 
@@ -99,7 +100,7 @@ def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
         attached(made, spec, work)
 
 
-@pytest.mark.parametrize("link", ["nccl", "grpc"])
+@pytest.mark.parametrize("link", one_of("grpc", "nccl"))
 def test_everybody_leaves_at_once(link):
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         calls = [

@@ -103,6 +103,7 @@ def test_a_long_text_is_the_same_text(service, pair):
         client.generate(text)
 
 
+@pytest.mark.slow
 def test_company_changes_nothing(service, pair):
     """Five callers at once, all different, each on its own connection."""
     settings = [{"particles": 2 + i, "seed": i, "max_tokens": 10 + 2 * i} for i in range(4)] + [

@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-pytest.importorskip("transformers")
-
 from smc.local_engine import ModelPair, local_engine
 from smc.model.config import ModelConfig
 from smc.model.linear import FP8, INT4

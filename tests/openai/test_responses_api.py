@@ -17,6 +17,7 @@ from services.openai.responses_api import ResponsesDialect
 from services.openai.tool_calls import ToolFormat
 from tests.openai.asking import ADD, LONG, QUESTIONS, post
 
+pytestmark = pytest.mark.xdist_group("tools")
 SETTINGS = {"model": "demo", "max_output_tokens": 12, "extra_body": {"seed": 3, "method": "exact"}}
 TOOLS = [{"type": "function", "name": "add", "description": "Adds.", "parameters": ADD, "strict": True}]
 
@@ -91,7 +92,7 @@ def test_log_probabilities(service, client):
 
 
 def test_log_probabilities_of_a_stream_come_with_their_tokens(service, client):
-    asks = {"input": QUESTIONS[2], "include": ["message.output_text.logprobs"], **SETTINGS, "max_output_tokens": 300}
+    asks = {"input": QUESTIONS[2], "include": ["message.output_text.logprobs"], **SETTINGS, "max_output_tokens": 40}
     (part,) = client.responses.create(**asks).output[0].content
     events = list(client.responses.create(stream=True, **asks))
     deltas = [e.logprobs for e in events if e.type == "response.output_text.delta"]
@@ -113,6 +114,7 @@ def test_a_schema_constrains_the_text(service, client):
 
 def test_tools_are_called_and_their_outputs_read(tools):
     asks = SETTINGS | {"tools": TOOLS, "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 100}
+    asks["extra_body"] = {"seed": 3, "method": "target"}
     (call,) = tools.responses.create(input="x", **asks).output
     assert call.type == "function_call" and call.name == "add" and call.status == "completed"
     jsonschema.validate(json.loads(call.arguments), ADD)
