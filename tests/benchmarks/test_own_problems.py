@@ -91,6 +91,7 @@ def test_a_mistake_names_its_line(file, line, message):
     assert f"{path}, line 2: " in str(error.value) and message in str(error.value)
 
 
+@pytest.mark.slow
 def test_eval_of_a_file(smcserve, file, tmp_path):
     written = tmp_path / "found.json"
     ran = smcserve("eval", "--problems", file(OURS, GSM8K, MT_BENCH), "--max-tokens", 40, "--json", written)

@@ -51,6 +51,7 @@ def test_wilson_interval(correct, count, interval):
     assert Accuracy(correct, count).interval == pytest.approx(interval, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_target_beats_draft(pair):
     """The target solves all problems and the draft a quarter: 5 are enough to never see it the other way round."""
     problems = generate(21, 5, "test")

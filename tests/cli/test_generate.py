@@ -40,6 +40,7 @@ def test_text_on_stdout_and_statistics_on_stderr(smcserve):
         assert re.search(part, ran.err), part
 
 
+@pytest.mark.slow
 def test_exact_decoding_is_the_targets_answer(smcserve, monkeypatch, tmp_path):
     monkeypatch.setattr("smc.local_engine.ONCE", replace(ONCE, crowd=1, context=40))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -45,6 +45,7 @@ async def outcome(client: CoordinatorClient, **params) -> str:
     return "answered"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "form", "incarnations"),
     [pytest.param("nccl", "lookahead", (2, 3), marks=SLOW), ("grpc", "lockstep", (2,))],

@@ -312,6 +312,7 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path, byte_target):
     assert not (tmp_path / "draft" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_without_time_to_learn_says_so(tmp_path, byte_target):
     lines: list[str] = []
     config = replace(_config(byte_target.parent, "draft"), out=tmp_path / "draft", tokens=None, minutes=1e-4)

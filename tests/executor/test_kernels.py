@@ -244,6 +244,7 @@ class OneOfOne:
         return part_TE
 
 
+@pytest.mark.slow
 def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
     """With one rank the sum is its part: same answers, if each is used before the next is asked for."""
     asked = [request([1, 2, 3], "0", particles=1, seed=1, max_tokens=2)]

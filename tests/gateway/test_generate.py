@@ -36,6 +36,7 @@ def test_an_answer_is_the_engines_own(service, pair):
         assert getattr(found.statistics, name) == getattr(expected.statistics, name), name
 
 
+@pytest.mark.slow
 def test_particles_are_the_engines_own(service, pair):
     """Those of independent and of distinct ones; of other methods the answer."""
     prompt = chat_ids(pair, QUESTIONS[2])
@@ -120,6 +121,7 @@ def test_company_changes_nothing(service, pair):
         assert tokens == local_answer(pair, chat_ids(pair, question), **sampling).tokens
 
 
+@pytest.mark.slow
 def test_one_connection_carries_many_calls(service, pair):
     asked = {"particles": 4, "seed": 3, "max_tokens": 12}
     expected = [local_answer(pair, chat_ids(pair, q), **asked).text for q in QUESTIONS[:4]]

@@ -205,6 +205,7 @@ def greedy(model: Decoder, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_the_shipped_pair_answers_as_before(monkeypatch):
     """Found by name as `--load grown` finds it, in shapes that share a vocabulary; in float32 token by token."""
     monkeypatch.setitem(

@@ -104,6 +104,7 @@ def test_the_last_message_is_continued(messages):
     assert (head + rest).startswith(whole)
 
 
+@pytest.mark.slow
 def test_tools_are_used_and_their_results_read(tools):
     asks = ASKS | {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "add"}, "max_tokens": 100}
     asks["extra_body"] = {"seed": 3, "method": "target"}

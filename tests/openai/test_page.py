@@ -228,6 +228,7 @@ def test_the_answer_may_be_of_a_form(page):
     assert "wrong" in page.get_attribute("#format-text", "class")
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_stop(page, service):
     long_answers(page)

@@ -322,6 +322,7 @@ def test_a_constraint_that_becomes_too_complex_ends_its_request_alone(how: str, 
     assert found["beside"].tokens == answers(local_engine(tiny_pair(), CASES[0]), [beside])["beside"].tokens
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_lost_changes_nothing():
     config = CASES[1]
     requests = [

@@ -84,6 +84,7 @@ def test_more_rows_confirm_no_fewer_tokens(form, shipped):
     assert means == sorted(means) and means[-1] > means[0] + 0.1
 
 
+@pytest.mark.slow
 def test_the_exponent_follows_the_pair(shipped):
     """The shipped draft is less certain than its target, and at temperature 2 far less."""
     pair = shipped

@@ -77,6 +77,7 @@ def test_evidence_of_particles_has_mean_one(config: EngineConfig):
         assert abs(mean - 1) < 4.5 * error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_penalties_survive_preemption(config: EngineConfig, monkeypatch):
     """The tokens of a row are known again when it resumes: many requests in little memory answer as each does alone."""

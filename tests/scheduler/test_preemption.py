@@ -149,6 +149,7 @@ def test_one_that_is_not_alone_waits_for_the_older(monkeypatch):
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_requests_of_one_moment_are_in_order(monkeypatch):
     """With a clock that stands still the oldest is still the one that came first."""
     engine = starved_engine(FORMS[1], monkeypatch, clock=lambda: 0.0, pages=200)

@@ -70,6 +70,7 @@ def check(config: EngineConfig, numbers: range) -> Counter:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_finished_answers_are_valid(config: EngineConfig):
     counts = check(config, range(7))

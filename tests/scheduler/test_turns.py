@@ -204,6 +204,7 @@ def _prompts(engine: Engine) -> list[tuple[str, int]]:
     return asked
 
 
+@pytest.mark.slow
 def test_one_that_finds_no_slots_stays_alone():
     """The other has taken those that it gave back."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=8))

@@ -212,6 +212,7 @@ def test_what_there_is_not_is_refused_by_name(service):
         assert list(stub.Generate(asked([5], max_tokens=2, **NEUTRAL)))
 
 
+@pytest.mark.slow
 def test_penalties_change_answers(service):
     """0 of a repetition penalty is what a client sends that does not know the field."""
     with engine(service) as stub:
