@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -37,10 +37,17 @@ settings.load_profile("patient")
 torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported and collected stays: collections need not look through its millions of objects."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays: collections need not look through its millions of objects, neither now nor
+    later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @dataclass(frozen=True)

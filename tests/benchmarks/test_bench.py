@@ -32,6 +32,7 @@ def test_table_and_file(smcserve, tmp_path):
         assert min(row["host"], row["draft"], row["target"]) > 0
 
 
+@pytest.mark.slow
 def test_costs_of_what_ran(smcserve):
     ran = smcserve("bench", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "-c", 4, "--rounds", 2)
     assert ran.code == 0
