@@ -95,9 +95,11 @@ def test_the_likeliest_tokens(service, client, pair):
     """As a whole and in a stream, of which openai-python's own reader makes one answer; over gRPC and in process the
     same."""
     settings = {"seed": 5, "max_tokens": 48, "temperature": 0.8, "logprobs": True, "top_logprobs": 4}
-    expected = local_answer(pair, chat_ids(pair, QUESTIONS[1]), **settings)
-    choice = create(client, QUESTIONS[1], {}, **settings).choices[0]
-    with client.chat.completions.stream(model="demo", messages=user(QUESTIONS[1]), **settings) as stream:
+    expected = local_answer(pair, chat_ids(pair, QUESTIONS[1]), method="target", **settings)
+    ours = {"method": "target"}
+    choice = create(client, QUESTIONS[1], ours, **settings).choices[0]
+    asked = {"messages": user(QUESTIONS[1]), "extra_body": ours, **settings}
+    with client.chat.completions.stream(model="demo", **asked) as stream:
         streamed = stream.get_final_completion().choices[0]
     assert streamed.message.content == choice.message.content == expected.text
     for found in (choice, streamed):

@@ -140,6 +140,7 @@ def test_arguments_that_are_no_json(arguments):
     assert _arguments(arguments, False) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", one_of(NO_JSON[-1], *NO_JSON[3:5]))
 def test_a_call_that_is_no_json_is_text(tools, tool_service, arguments):
     """The answer is paid for, and not the caller's fault."""
