@@ -18,7 +18,7 @@ from services.openai.tool_calls import ToolFormat
 from tests.openai.asking import ADD, LONG, QUESTIONS, post
 
 pytestmark = pytest.mark.xdist_group("tools")
-SETTINGS = {"model": "demo", "max_output_tokens": 12, "extra_body": {"seed": 3, "method": "exact"}}
+SETTINGS = {"model": "demo", "max_output_tokens": 12, "extra_body": {"seed": 3, "method": "target"}}
 TOOLS = [{"type": "function", "name": "add", "description": "Adds.", "parameters": ADD, "strict": True}]
 
 
@@ -46,7 +46,7 @@ def test_an_answer_is_that_of_the_chat(tools):
     assert (said.status, said.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert said.output[0].status == "incomplete" and said.output[0].role == "assistant"
     assert (said.instructions, said.metadata, said.store, said.model) == (system, {"a": "b"}, False, "demo")
-    assert said.smc["method"] == "exact" and said.smc["seed"] == 3
+    assert said.smc["method"] == "target" and said.smc["seed"] == 3
 
 
 def test_items_that_were_returned_are_input_again(service, client):
@@ -114,7 +114,6 @@ def test_a_schema_constrains_the_text(service, client):
 
 def test_tools_are_called_and_their_outputs_read(tools):
     asks = SETTINGS | {"tools": TOOLS, "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 100}
-    asks["extra_body"] = {"seed": 3, "method": "target"}
     (call,) = tools.responses.create(input="x", **asks).output
     assert call.type == "function_call" and call.name == "add" and call.status == "completed"
     jsonschema.validate(json.loads(call.arguments), ADD)
