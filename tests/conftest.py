@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -28,18 +28,26 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # seconds otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# A busy machine is no failure: time is bounded by each test's timeout. Every run draws other examples.
-settings.register_profile("patient", deadline=None, max_examples=40)
+# A busy machine is no failure: time is bounded by each test's timeout. Every run draws other examples, so that few a
+# run become many.
+settings.register_profile("patient", deadline=None, max_examples=20)
 settings.load_profile("patient")
 
 # One thread per process: the suite runs one process per core, and the models are too small to gain from more.
 torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported and collected stays: collections need not look through its millions of objects."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays: collections need not look through its millions of objects, neither now nor
+    later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,13 @@ def few(cases: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple[Any, 
     return found
 
 
+def few_of_pairs(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """`few`, of which `make test` tries those that hold every value once; the other pairs are left to the whole run."""
+    every = list(cases)
+    once = few(every, together=1)
+    return [*once, *(pytest.param(*one, marks=pytest.mark.slow) for one in few(every) if one not in once)]
+
+
 def one_of(chosen: Any, *others: Any) -> list[Any]:
     """A case for `make test`; others, which hold to the same rule by the same code, are left to the whole run."""
     return [

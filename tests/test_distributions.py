@@ -22,7 +22,7 @@ temperature = st.sampled_from([0.25, 0.5, 0.7, 1.0, 1.5, 4.0])
 # A share too small for float32 is none there, but no neutral value.
 share = st.floats(1 / 64, 1.0, width=32) | st.sampled_from([1e-50, 1e-44, 1e-30])
 TOLERANCE = 2e-5
-examples = settings(max_examples=20, deadline=None)
+examples = settings(max_examples=10, deadline=None)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,10 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
+# One process reads all the code once.
+pytestmark = pytest.mark.xdist_group("code")
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
     ("smc.arrays", "smc.philox", "smc.statistics", "smc.terminal", "smc.training", "smc.types"),

@@ -51,7 +51,7 @@ def assert_found_in(stops: list[bytes], text: bytes) -> None:
     ]
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(strings, st.text("abc", max_size=20).map(str.encode))
 def test_bytes(stops, text):
     assert_found_in(stops, text)
@@ -81,7 +81,7 @@ def test_one_string_as_long_as_can_be():
             assert all(found[found.index(True) :])
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(strings, texts, st.data())
 def test_tokens(stops, tokens, data):
     """Tokens of any size, empty ones too: a string may begin and end in the middle of any of them."""
@@ -92,7 +92,7 @@ def test_tokens(stops, tokens, data):
         assert (state[0] == DONE) == any(stop in text for stop in stops)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.sampled_from(UNICODE), min_size=1, max_size=3), st.lists(st.sampled_from(UNICODE), max_size=6))
 def test_characters_cut_by_tokens(stops, answer):
     stops, text = [stop.encode() for stop in stops], "".join(answer).encode()
@@ -189,7 +189,7 @@ def counted(growth: StopProgress) -> list[tuple[int, bool]]:
     return list(zip(growth.count_A.tolist(), growth.ends_A.tolist()))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(strings | st.just([]), min_size=2, max_size=4), texts, st.integers(1, 9), st.integers(0, 2**32))
 def test_growth(stops, tokens, k, seed):
     """Answers of different requests grow for some rounds, as a search of their texts has it and as the host follows

@@ -13,6 +13,8 @@ import pytest
 
 from tests import words
 
+pytestmark = pytest.mark.xdist_group("code")
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("smc", "services", "benchmarks", "loadtest", "deploy")
 OTHER_FILES = ("proto", "deploy")

@@ -16,7 +16,7 @@ from smc.algorithm.selection import draw_branch, final_draw
 from tests.algorithm.packing import random_candidates
 
 LARGEST = 1 - 2.0**-53
-examples = settings(max_examples=25, deadline=None)
+examples = settings(max_examples=12, deadline=None)
 log_weight = st.floats(-8, 8) | st.just(-math.inf)
 
 

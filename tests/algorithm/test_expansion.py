@@ -38,7 +38,7 @@ def expanded(share_RC, mass_R, sizes, most, kind, *, seeds=None, there_R=None, l
     return expand(offers, mass_R, there_R, bounds(*sizes), rows, most_G, kind_G, keys, most * count, least)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(MASSES, st.integers(1, 12))
 def test_inclusion_probabilities(masses, most):
     """min(1, c m) for one c, which add up to as many as may go on; 1 for all where they are no more."""
@@ -71,7 +71,7 @@ def _chosen(found, rows):
     return list(zip(found.parent_X[rows][alive_X].tolist(), found.candidate_X[rows][alive_X].tolist()))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(MASSES, min_size=1, max_size=3), st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([0.0, 0.5]))
 def test_no_two_are_the_same_and_they_stand_in_order(groups, most, seed, least):
     """Also in groups of different sizes side by side, which then are what they are alone."""
@@ -125,7 +125,7 @@ def test_a_population_without_weight_is_given_the_same_weights():
     assert found.parent_X.tolist()[:2] == [0, 1] and found.mass_X.tolist()[:3] == [0.0, 0.0, -np.inf]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=1, max_size=3))
 def test_no_place_that_is_read_is_written(groups):
     """Every root that goes on keeps its place, and every row has one."""

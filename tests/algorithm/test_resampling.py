@@ -21,7 +21,7 @@ from tests.pairwise import few
 
 LARGEST = 1 - 2.0**-53
 MOST = 12
-examples = settings(max_examples=60, deadline=None)
+examples = settings(max_examples=25, deadline=None)
 uniform = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 0.5, LARGEST])
 uniforms = st.lists(uniform, min_size=MOST, max_size=MOST)
 weights = st.lists(st.integers(0, 20), min_size=1, max_size=10).filter(any)

@@ -24,7 +24,7 @@ from smc.philox import Purpose, uniforms
 from tests.algorithm.packing import Population, pack, random_candidates
 from tests.pairwise import few
 
-examples = settings(max_examples=60, deadline=None)
+examples = settings(max_examples=25, deadline=None)
 log_weight = st.floats(-8, 8) | st.just(-math.inf)
 
 

@@ -19,7 +19,7 @@ from smc.algorithm.selection import select
 from smc.algorithm.weights import block_log_weight, log_mean_weight, normalise
 from smc.api.limits import SCHEME_NAMES
 from tests.algorithm.packing import lockstep_candidates, lookahead_candidates
-from tests.pairwise import few
+from tests.pairwise import few, one_of
 
 EOS, VOCABULARY, LENGTH, BLOCK = 3, 4, 6, 2
 HALVES = {2: 50_000, 8: 100_000, 32: 100_000}  # particles in each half of a distance, by N
@@ -233,8 +233,8 @@ def squared_distance(n: int, branches: int | None, alpha: float) -> float:
 
 @pytest.mark.parametrize(
     ("branches", "alpha"),
-    [(None, 0.7), (4, 0.7), pytest.param(1, 1.0, marks=pytest.mark.slow)],
-    ids=["lockstep", "F=4", "F=1"],
+    one_of((4, 0.7), (None, 0.7), (1, 1.0)),
+    ids=["F=4", "lockstep", "F=1"],
 )
 def test_answers_approach_the_target_law_as_particles_are_added(branches, alpha):
     """The bias falls as 1 / N, so its square falls towards 16-fold each time N grows 4-fold; a third is asked for.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from smc.algorithm.weights import block_log_weight, effective_sample_size, log_mean_weight, normalise, valid
 
-examples = settings(max_examples=60, deadline=None)
+examples = settings(max_examples=25, deadline=None)
 log_weight = st.floats(-50, 50) | st.just(-math.inf)
 groups = st.lists(log_weight, min_size=1, max_size=9)
 

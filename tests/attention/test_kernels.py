@@ -23,6 +23,7 @@ from smc.executor.plan import SHORT, SHORT_SINGLE
 from smc.kernels.kv_store import store_kv
 from tests.attention.packed import DEVICE, FOREIGN, PAGES, SMALL, TOLERANCE, Built, Case, error
 from tests.kernels.sizes import SLOTS, possible, rehearsed
+from tests.pairwise import one_of
 
 BF16 = torch.bfloat16
 CASES = {
@@ -196,7 +197,7 @@ group = st.tuples(
 )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     groups=st.lists(group, min_size=1, max_size=4),
     tail=st.none() | st.integers(0, 12),
@@ -218,7 +219,7 @@ def test_ragged_groups_tails_and_padding(groups, tail, short, extra, padding, pi
     assert_right(built, built.run(short))
 
 
-@pytest.mark.parametrize("shared", [15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65])
+@pytest.mark.parametrize("shared", [15, 16, 17, 33, 47, 64, *one_of(65, 31, 32, 48, 49, 63)])
 def test_prefixes_at_the_ends_of_tiles_and_splits(shared):
     built = Built(
         Case([shared, 16], [[(shared, 1), (shared + 15, 1), (shared + 16, 1)], [(16, 1), (33, 1)]], 1, (2, 1), 16)

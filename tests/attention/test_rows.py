@@ -24,7 +24,7 @@ def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     groups=st.lists(group, min_size=1, max_size=5),
     heads=st.integers(1, 5),

@@ -25,6 +25,7 @@ OWN_SHARED, OWN_REGISTERS = 8 * 1024, 256 * 32
 """Of a program of rows' own attention, of narrow heads; of any."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not compiles_specialized(), reason="written for other versions of Triton")
 def test_two_programs_share_a_multiprocessor_where_heads_are_narrow_with_rows_own_attention():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.pairwise import few
+from tests.pairwise import few_of_pairs
 
 pytest.importorskip("triton")
 
@@ -19,7 +19,7 @@ from tests.attention.packed import DEVICE
 
 @pytest.mark.parametrize(
     ("heads", "dim", "norm", "dtype", "splits"),
-    few(
+    few_of_pairs(
         (*shape, dtype, splits)
         for shape in [((4, 2), 64, False), ((8, 2), 128, True), ((20, 4), 64, True)]
         for dtype in (torch.float32, torch.bfloat16)

@@ -91,7 +91,7 @@ class Case:
 
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (2, 1), (2, 2), (1, 4), (2, 4)])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(segments=st.lists(segment, min_size=1, max_size=4) | st.lists(decode_segment, min_size=1, max_size=4))
 def test_ragged_segments_equal_attention_of_each_query_alone(kv_heads, group, segments):
     for backend in (TorchAttention, FusedAttention):
@@ -123,7 +123,7 @@ def test_other_dtypes(dtype, tolerance):
     torch.testing.assert_close(out_THD.double(), case.slow(), atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(segments=st.lists(segment, min_size=1, max_size=3), layer=st.integers(0, LAYERS - 1))
 def test_new_keys_and_values_land_on_their_own_pages_only(segments, layer):
     case = Case(segments, kv_heads=2, group=2)
@@ -135,7 +135,7 @@ def test_new_keys_and_values_land_on_their_own_pages_only(segments, layer):
     assert torch.equal(case.pool.values, expected_values)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(segments=st.lists(segment, min_size=1, max_size=4))
 def test_what_dummy_unheld_and_unwritten_pages_contain_does_not_matter(segments):
     quiet, loud = Case(segments, 2, 2, dummy=0.0), Case(segments, 2, 2, dummy=1e4)
@@ -146,7 +146,7 @@ def test_what_dummy_unheld_and_unwritten_pages_contain_does_not_matter(segments)
     assert torch.equal(loud.attend(), quiet.attend())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(segments=st.lists(segment, min_size=1, max_size=4), data=st.data())
 def test_what_is_there_already_is_not_stored_again(segments, data):
     """A token may be run only for what it sees; its keys and values were stored when it was run before."""
@@ -161,7 +161,7 @@ def test_what_is_there_already_is_not_stored_again(segments, data):
         assert torch.equal(stored, old), "a page has changed, or the dummy page"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(segments=st.lists(segment, min_size=1, max_size=4), data=st.data())
 def test_how_much_of_a_common_past_is_declared_shared_does_not_matter(segments, data):
     declared, less = Case(segments, 2, 2), Case(segments, 2, 2)

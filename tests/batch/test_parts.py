@@ -221,12 +221,12 @@ def test_two_runs_cannot_write_one_directory(tmp_path):
         ({"notes.txt": b""}, "holds no lines"),
         ({"a.jsonl": b"", "b.parquet": b""}, "holds both JSONL and Parquet files"),
         ({"b.parquet": b"not one"}, "b.parquet: "),
-        ({"b.parquet": to_parquet(b"")}, "there is no column body; needed: custom_id, body"),
+        ({"b.parquet": None}, "there is no column body; needed: custom_id, body"),
     ],
 )
 def test_inputs_without_lines_are_refused(stores, files, message):
     for name, content in files.items():
-        stores[0].write(name, content)
+        stores[0].write(name, to_parquet(b"") if content is None else content)
     with pytest.raises(ValueError, match=message):
         opened(stores)
 

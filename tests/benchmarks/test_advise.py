@@ -141,6 +141,7 @@ def test_what_rounds_say_of_acceptance():
     assert missed_share(stats, 2) == pytest.approx((2 + 0.5) / (7 + 2 + 1))
 
 
+@pytest.mark.slow
 def test_what_a_pair_s_own_answers_say_of_acceptance():
     machine = CpuBackend(ModelPair.load(demo.TARGET, demo.DRAFT))
     acceptance = measure_acceptance(machine, (0, 1), {"temperature": 1.0}, problems=2)

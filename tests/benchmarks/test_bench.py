@@ -32,6 +32,7 @@ def test_table_and_file(smcserve, tmp_path):
         assert min(row["host"], row["draft"], row["target"]) > 0
 
 
+@pytest.mark.slow
 def test_costs_of_what_ran(smcserve):
     ran = smcserve("bench", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "-c", 4, "--rounds", 2)
     assert ran.code == 0
@@ -80,6 +81,7 @@ def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):
     assert {row["decoding"] for row in rows} == {"exact"} and all(1 <= row["tokens"] <= 4 for row in rows)
 
 
+@pytest.mark.slow
 def test_prompts(smcserve, tmp_path, monkeypatch):
     for name, value in {"REPEATS": 1, "BESIDE_ROUNDS": 8, "WARM_UP": 2}.items():
         monkeypatch.setattr(prompts, name, value)

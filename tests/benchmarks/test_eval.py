@@ -84,6 +84,7 @@ def test_resume_measures_only_what_is_missing(smcserve, tmp_path, monkeypatch):
     assert other.code == 2 and "seed was 0 and is now 9" in other.err
 
 
+@pytest.mark.slow
 def test_what_has_been_answered_before_is_only_timed(smcserve, tmp_path, monkeypatch):
     solved, timed = tmp_path / "solved.json", tmp_path / "timed.json"
     only = ("--only", "exact lockstep N=2", "--only", "target")

@@ -91,6 +91,7 @@ def test_a_mistake_names_its_line(file, line, message):
     assert f"{path}, line 2: " in str(error.value) and message in str(error.value)
 
 
+@pytest.mark.slow
 def test_eval_of_a_file(smcserve, file, tmp_path):
     written = tmp_path / "found.json"
     ran = smcserve("eval", "--problems", file(OURS, GSM8K, MT_BENCH), "--max-tokens", 40, "--json", written)
@@ -134,6 +135,7 @@ def test_max_tokens_is_for_files(smcserve):
     assert "--max-tokens 5 has no effect without --problems FILE" in smcserve("eval", "--max-tokens", 5).err
 
 
+@pytest.mark.slow
 def test_bench_with_prompts_of_a_file(smcserve, file):
     ran = smcserve("bench", "--prompts-file", file(OURS), "--rounds", 2, "-k", 4, "-f", 1, "--concurrency", 2)
     assert ran.code == 0 and "distinct lockstep" in ran.out

@@ -53,6 +53,7 @@ def test_prompts_alone_and_beside_others_new_and_cached(mode, monkeypatch):
         assert row.stretch == pytest.approx(row.round_beside / row.round)
 
 
+@pytest.mark.slow
 def test_whoever_is_decoded_beside_a_prompt_outlasts_it(monkeypatch):
     """Though no request lasts for all prompts. On a busy machine the prompt takes more rounds of the others."""
     monkeypatch.setattr(prompts, "BESIDE_ROUNDS", 16)

@@ -51,9 +51,10 @@ def test_wilson_interval(correct, count, interval):
     assert Accuracy(correct, count).interval == pytest.approx(interval, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_target_beats_draft(pair):
-    """The target solves all problems and the draft a quarter: 8 are enough to never see it the other way round."""
-    problems = generate(21, 8, "test")
+    """The target solves all problems and the draft a quarter: 5 are enough to never see it the other way round."""
+    problems = generate(21, 5, "test")
     target, draft = (
         measure(pair, DecodingSetting.plain(method), problems, 8, Terms(0)) for method in ("target", "draft")
     )
@@ -62,6 +63,7 @@ def test_target_beats_draft(pair):
     assert target.mean_logp < 0 and draft.mean_logp is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.5])
 def test_exact_decoding_is_the_target_in_fewer_rounds(pair, temperature):
     problems, terms = generate(24, 1, "test"), Terms(3, temperature)
@@ -74,6 +76,7 @@ def test_exact_decoding_is_the_target_in_fewer_rounds(pair, temperature):
         assert (row.hit_share is None) == (setting.form == "lockstep")
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_what_is_in_flight(pair):
     problems = generate(22, 2, "test")
     seen = []

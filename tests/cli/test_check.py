@@ -93,6 +93,7 @@ def test_a_probe_of_the_demo_pair(smcserve, brief):
     assert found["tokens_a_round"] == pytest.approx(1 + sum(depths))
 
 
+@pytest.mark.slow
 def test_a_probe_of_a_draft_that_does_not_know_the_text(smcserve, brief, mismatched):
     ran = smcserve("check", "--probe", "--target", demo.TARGET, "--draft", mismatched)
     assert ran.code == 0 and "Use method=target: the draft does not know this text" in ran.out

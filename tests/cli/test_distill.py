@@ -25,7 +25,8 @@ from smc.model.tokenizer import Tokenizer
     ],
 )
 def test_wrong_options_are_refused(smcserve, tmp_path, arguments, message):
-    ran = smcserve("distill", "--out", tmp_path / "draft", *arguments)
+    (tmp_path / "prompts.txt").write_text("Mia has 12 apples.")
+    ran = smcserve("distill", "--out", tmp_path / "draft", "--prompts", tmp_path / "prompts.txt", *arguments)
     assert ran.code == 2 and message in ran.err
     assert not (tmp_path / "draft" / "config.json").exists()
 

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import json, sys
 from services.cli.main import run
@@ -45,6 +47,7 @@ def test_a_pair_is_checked_without_torch(tmp_path):
     assert ran("torch", "check", f"check --target {tmp_path} --draft {tmp_path}") == [[0, False], [1, False]]
 
 
+@pytest.mark.slow
 def test_an_answer_needs_no_library_of_symbols():
     """torch imports it where parameters on `meta` are made to exist by its own function: as many seconds as its own."""
     assert ran("sympy", "generate hi --seed 1 --max-tokens 4") == [[0, False]]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
+from smc.calibration.latency import ONCE
 from smc.demo.problems import generate, grade
 from tests.model.tiny import save_byte_level, save_tiny
 
@@ -38,7 +40,10 @@ def test_text_on_stdout_and_statistics_on_stderr(smcserve):
         assert re.search(part, ran.err), part
 
 
-def test_exact_decoding_is_the_targets_answer(smcserve):
+@pytest.mark.slow
+def test_exact_decoding_is_the_targets_answer(smcserve, monkeypatch, tmp_path):
+    monkeypatch.setattr("smc.local_engine.ONCE", replace(ONCE, crowd=1, context=40))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     law = ("--seed", 3)
     ran = smcserve("generate", PROBLEM.question, "--method", "exact", "-n", 4, "-k", 5, *law)
     assert ran.code == 0 and ran.out == smcserve(*TARGET, *law).out

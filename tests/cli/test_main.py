@@ -74,6 +74,7 @@ def test_ctrl_c_in_a_process():
     assert process.returncode == 130 and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves():
     process = subprocess.Popen(
         [*COMMAND, "generate", "hello", "--seed", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

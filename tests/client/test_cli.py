@@ -34,10 +34,8 @@ def test_the_same_as_in_process(client, smcserve):
     short = ("--max-tokens", 12)
     for options in (
         ("--seed", 5),
-        ("--seed", 6, "--raw"),
-        ("--population", "independent", "--seed", 6),
-        ("--method", "target", "--temperature", 0),
-        ("--seed", 7, "--stop", "="),
+        ("--population", "independent", "--seed", 6, "--raw"),
+        ("--method", "target", "--temperature", 0, "--stop", "="),
     ):
         local = engine if "--method" not in options else ("-k", PLAIN_CONFIG.block)
         ran = smcserve("generate", QUESTION, *options, *short, *local)

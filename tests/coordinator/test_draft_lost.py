@@ -45,6 +45,7 @@ async def outcome(client: CoordinatorClient, **params) -> str:
     return "answered"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "form", "incarnations"),
     [pytest.param("nccl", "lookahead", (2, 3), marks=SLOW), ("grpc", "lockstep", (2,))],
@@ -104,6 +105,7 @@ def test_one_draft_after_the_other(link, form, incarnations, monkeypatch):
         assert not thread.is_alive(), "a draft has not heard that it is to stop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", [pytest.param("nccl", marks=SLOW), "grpc"])
 def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
     """It has come, and says nothing for a while: nobody but it waits."""

@@ -30,7 +30,7 @@ from tests.coordinator.harness import HOST, SECRET, SIDES
     [
         ("nccl", "draft", "draft"),
         ("grpc", "draft", "follow"),
-        ("nccl", "target", "round"),
+        pytest.param("nccl", "target", "round", marks=pytest.mark.slow),
         pytest.param("grpc", "draft", "draft", marks=pytest.mark.slow),
         pytest.param("nccl", "draft", "follow", marks=pytest.mark.slow),
         pytest.param("grpc", "target", "round", marks=pytest.mark.slow),

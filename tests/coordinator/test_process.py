@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 
 import pytest
 
@@ -19,8 +20,10 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.detokenizer import StopRules, TextStream
 from tests.coordinator.harness import coordinator
+from tests.pairwise import one_of
 
-ENGINE = EngineConfig(block=4, branches=2, max_slots=200, cohorts=2)
+ENGINE = EngineConfig(block=4, branches=2, max_slots=200, cohorts=2, drafting="always")
+"""It starts at once: no rounds are timed."""
 
 
 def attached(made, spec, work: Callable[[CoordinatorClient, list[EngineStep]], Coroutine]) -> None:
@@ -59,7 +62,7 @@ def test_idle_time_is_no_part_of_the_next_round():
 
 def test_costs_are_timed_before_anybody_is_served(caplog):
     caplog.set_level("INFO", logger="services.coordinator.remote_engine")
-    with coordinator(ENGINE) as (made, _):
+    with coordinator(replace(ENGINE, drafting="costs")) as (made, _):
         engine = made._remote.engine
         (line,) = [
             record.getMessage() for record in caplog.records if record.getMessage().startswith("costs, timed in ")
@@ -99,7 +102,7 @@ def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
         attached(made, spec, work)
 
 
-@pytest.mark.parametrize("link", ["nccl", "grpc"])
+@pytest.mark.parametrize("link", one_of("grpc", "nccl"))
 def test_everybody_leaves_at_once(link):
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         calls = [

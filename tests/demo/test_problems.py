@@ -17,7 +17,7 @@ from smc.model.tokenizer import Tokenizer as ServedTokenizer
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
-SAMPLE = generate(0, 2_000, "train")
+SAMPLE = generate(0, 1_000, "train")
 
 
 @lru_cache(maxsize=1)

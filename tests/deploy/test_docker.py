@@ -159,6 +159,7 @@ def test_the_application_is_built_out_of_the_build_context(context, tmp_path):
     assert helped.returncode == 0 and "--draft-resource" in helped.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler, as the build stage has")
 def test_triton_finds_its_driver_where_there_is_no_compiler(tmp_path):
     pytest.importorskip("triton", reason="triton is installed on x86-64 Linux only")

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import hcl2
@@ -21,9 +22,14 @@ PYTHON, CUDA = f"python:3.12.13-slim@sha256:{'0' * 64}", f"nvidia/cuda:13.0.0-ba
 PINS = f"PYTHON_BASE={PYTHON}\nCUDA_BASE={CUDA}\nTORCH_SHA256={'2' * 64}\nJIT_CACHE_SHA256={'3' * 64}\n"
 
 
+@cache
+def bake() -> dict[str, list[dict]]:
+    return hcl2.loads(BAKE.read_text())
+
+
 def blocks(kind: str) -> dict[str, dict]:
     """By name."""
-    parsed = hcl2.loads(BAKE.read_text())[kind]
+    parsed = bake()[kind]
     return {name.strip('"'): body for block in parsed for name, body in block.items()}
 
 

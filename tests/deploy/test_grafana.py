@@ -11,7 +11,6 @@ import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import matplotlib.image
 import pytest
 import yaml
 
@@ -113,6 +112,8 @@ class Made(BaseHTTPRequestHandler):
 @pytest.mark.slow
 @pytest.mark.parametrize("empty", [False, True])
 def test_pictures_are_drawn_and_holes_in_them_are_told(tmp_path, empty):
+    from matplotlib.image import imread
+
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Answers", (Made,), {"empty": empty}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -131,7 +132,7 @@ def test_pictures_are_drawn_and_holes_in_them_are_told(tmp_path, empty):
     assert (ran.returncode, ran.stderr) == (int(empty), "")
     assert ran.stdout.count("no data: ") == (len(SHOWN) if empty else 0)
     for path in DASHBOARDS:
-        height, width, _ = matplotlib.image.imread(tmp_path / f"{path.stem}.png").shape
+        height, width, _ = imread(tmp_path / f"{path.stem}.png").shape
         assert width == 1600 and height > 1000
 
 

@@ -34,6 +34,9 @@ from tests.deploy.chart import (
     values,
 )
 
+# One process renders each variant of the chart once.
+pytestmark = pytest.mark.xdist_group("chart")
+
 POD = {"topology": "pod"}
 KEDA = POD | {"keda": {"enabled": True}}
 TLS = {"tls": {"secret": "certificate"}}

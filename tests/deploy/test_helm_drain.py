@@ -13,6 +13,9 @@ import pytest
 from services.gateway.server import GATEWAY
 from tests.deploy.chart import CHART, all_of_kind, of_kind, render, templates
 
+# One process renders each variant of the chart once.
+pytestmark = pytest.mark.xdist_group("chart")
+
 POD = {"topology": "pod"}
 MONITORED = {"monitoring": {"serviceMonitor": True}, "networkPolicy": {"enabled": True}}
 DATA = {"batch": {"enabled": True, "volume": {"persistentVolumeClaim": {"claimName": "data"}}}}

@@ -9,6 +9,9 @@ import pytest
 
 from tests.deploy.chart import KUBERNETES, all_of_kind, check, render, templates
 
+# One process renders each variant of the chart once.
+pytestmark = pytest.mark.xdist_group("chart")
+
 CLOSED = {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}
 HUB = {"cidr": "203.0.113.0/24", "except": ["203.0.113.9/32"], "ports": [443, 8443]}
 API = {"cidr": "10.0.0.1/32", "ports": [6443]}

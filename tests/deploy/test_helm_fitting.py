@@ -9,6 +9,9 @@ import typer
 from services.cli.main import app
 from tests.deploy.chart import all_of_kind, containers, of_kind, pod_specs, render, templates
 
+# One process renders each variant of the chart once.
+pytestmark = pytest.mark.xdist_group("chart")
+
 POD = {"topology": "pod"}
 TLS = {"tls": {"secret": "certificate"}}
 BATCH = {"batch": {"enabled": True, "volume": {"persistentVolumeClaim": {"claimName": "data"}}}}

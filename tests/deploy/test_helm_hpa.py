@@ -15,6 +15,9 @@ from tests.deploy.binaries import binary
 from tests.deploy.chart import KUBERNETES, all_of_kind, check, of_kind, render
 from tests.deploy.sources import PROMETHEUS
 
+# One process renders each variant of the chart once.
+pytestmark = pytest.mark.xdist_group("chart")
+
 HPA = {"topology": "pod", "hpa": {"enabled": True}}
 OWN = {
     "type": "External",

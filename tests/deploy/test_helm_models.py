@@ -20,6 +20,9 @@ import yaml
 
 from tests.deploy.chart import CHART, all_of_kind, config_of, containers, of_kind, render, templates
 
+# One process renders each variant of the chart once.
+pytestmark = pytest.mark.xdist_group("chart")
+
 SCRIPTS = CHART / "files/scripts"
 POD = {"topology": "pod"}
 COMMIT = "c0ffee" + "0" * 34

@@ -16,6 +16,9 @@ import yaml
 
 from tests.deploy.chart import CHART, ROOT, all_of_kind, of_kind, render
 
+# One process renders each variant of the chart once.
+pytestmark = pytest.mark.xdist_group("chart")
+
 EVERYTHING = {"monitoring": {"serviceMonitor": True, "rules": True, "dashboards": True}}
 FILES = sorted(path.relative_to(CHART).as_posix() for path in CHART.glob("files/**/*") if path.is_file())
 

@@ -14,6 +14,9 @@ from services.metrics import Metrics
 from tests.deploy.binaries import binary
 from tests.deploy.chart import all_of_kind, of_kind, render, templates
 
+# One process renders each variant of the chart once.
+pytestmark = pytest.mark.xdist_group("chart")
+
 ROUTER = {"topology": "pod", "router": {"enabled": True, "controlKeySecret": "control"}}
 CLOSED = {"networkPolicy": {"enabled": True}}
 

@@ -114,6 +114,7 @@ def _gradients(rank: int, count: int, folder: Path, rows_N: np.ndarray) -> None:
     ranks.leave()
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one(tmp_path):
     """After a step of the optimiser, too."""
     rows, spawn = random_rows(tmp_path / "rows", 10), get_context("spawn")
@@ -301,6 +302,7 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path, byte_target):
     assert not (tmp_path / "draft").exists()
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_end_the_run(tmp_path, byte_target):
     """No draft is written that no command takes."""
     config = replace(_config(byte_target.parent, "draft"), out=tmp_path / "draft")
@@ -310,6 +312,7 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path, byte_target):
     assert not (tmp_path / "draft" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_without_time_to_learn_says_so(tmp_path, byte_target):
     lines: list[str] = []
     config = replace(_config(byte_target.parent, "draft"), out=tmp_path / "draft", tokens=None, minutes=1e-4)

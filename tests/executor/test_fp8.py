@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pairwise import few
+from tests.pairwise import few_of_pairs
 
 pytest.importorskip("triton")
 
@@ -60,7 +60,7 @@ def outputs(kernels: bool, model: Decoder, reduce: object = None) -> tuple[Tenso
     return hidden_TE, made.logits(hidden_TE)
 
 
-@pytest.mark.parametrize(("family", "ranks", "rows"), few(product(["llama", "qwen2"], [False, True], [0, 64])))
+@pytest.mark.parametrize(("family", "ranks", "rows"), few_of_pairs(product(["llama", "qwen2"], [False, True], [0, 64])))
 def test_kernels_do_what_the_reference_does(family, ranks, rows, monkeypatch):
     """By the library's products, or for so few rows by our own."""
     monkeypatch.setattr(triton_forward, "FEW_FP8_ROWS", rows)

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from tests.pairwise import few
+from tests.pairwise import few_of_pairs
 
 pytest.importorskip("triton")
 
@@ -30,7 +30,7 @@ from tests.scheduler.pairs import letter_tokenizer
 
 @pytest.mark.parametrize(
     ("family", "ranks", "rows", "layout"),
-    few(product(["llama", "qwen2", "qwen3"], [False, True], [0, 64], ["awq", "gptq", "pack-quantized"])),
+    few_of_pairs(product(["llama", "qwen2", "qwen3"], [False, True], [0, 64], ["awq", "gptq", "pack-quantized"])),
 )
 def test_kernels_do_what_the_reference_does(family, ranks, rows, layout, tmp_path, monkeypatch):
     """By our own products of few rows, or by the library's of widened weights; with either activation."""

@@ -99,9 +99,8 @@ def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
         assert_same(one, found[request_id])
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [LOOKAHEAD, LOCKSTEP], ids=lambda config: config.form)
 def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
     """Of two methods in rounds of one kind each, beside a request that is not guided; the target runs conditional and
     unconditional rows, padded."""
@@ -130,7 +129,7 @@ def test_rounds_that_draft_fewer_tokens_are_those_of_the_reference(monkeypatch):
             drafted.append((1, 2, None)[len(drafted) % 3])
             return DraftSize(1, drafted[-1])
 
-    asked = [request([0, 1, 2], "0", method="exact", particles=3, seed=4, max_tokens=12, ignore_eos=True)]
+    asked = [request([0, 1, 2], "0", method="exact", particles=2, seed=4, max_tokens=8, ignore_eos=True)]
     expected = answers(local_engine(pair("llama"), config, trees=InTurn(config)), asked)
     before, drafted[:] = tuple(drafted), []
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
@@ -142,7 +141,7 @@ def test_rounds_that_draft_fewer_tokens_are_those_of_the_reference(monkeypatch):
 @pytest.mark.parametrize("config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda c: c.form)
 def test_constrained_answers_are_those_of_the_reference(config, monkeypatch):
     """Beside a request without a constraint."""
-    law = {"max_tokens": 4, "logprobs": True, "constraint": {"regex": "(ab|ce*){2,}"}}
+    law = {"max_tokens": 3, "logprobs": True, "constraint": {"regex": "(ab|ce*){2,}"}}
     asked = [
         request([1, 2, 3], "0", method="exact", particles=2, seed=1, **law),
         request([1, 2], "1", particles=2, seed=2, constraint_scope="answer", top_k=5, **law),
@@ -155,9 +154,8 @@ def test_constrained_answers_are_those_of_the_reference(config, monkeypatch):
         assert_same(one, found[request_id])
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [LOOKAHEAD, LOCKSTEP], ids=lambda config: config.form)
 def test_penalised_answers_are_those_of_the_reference(config, monkeypatch):
     """Beside a request without penalties, and with guidance."""
     law = {"max_tokens": 5, "ignore_eos": True, "logprobs": True, "presence_penalty": 1.0, "repetition_penalty": 1.4}
@@ -173,6 +171,7 @@ def test_penalised_answers_are_those_of_the_reference(config, monkeypatch):
         assert_same(one, found[request_id])
 
 
+@pytest.mark.slow
 def test_truncated_and_powered_laws_are_those_of_the_reference(monkeypatch):
     """With so few tokens offered one by one that others come from the rest of a law."""
     for module in ("smc.executor.sampling", "smc.kernels.candidate_tokens"):
@@ -245,6 +244,7 @@ class OneOfOne:
         return part_TE
 
 
+@pytest.mark.slow
 def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
     """With one rank the sum is its part: same answers, if each is used before the next is asked for."""
     asked = [request([1, 2, 3], "0", particles=1, seed=1, max_tokens=2)]

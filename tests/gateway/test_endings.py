@@ -228,6 +228,7 @@ def test_draining_lets_calls_finish_and_nobody_in(pair):
             next(watch)
 
 
+@pytest.mark.slow
 def test_clients_connect_anew_after_a_while_and_lose_no_call(pair):
     """Else they would never find a replica that was started after them."""
     with (

@@ -63,6 +63,7 @@ def test_what_is_too_large_is_refused_before_it_costs_anything(large, flood):
     assert pauses.longest < LIMIT
 
 
+@pytest.mark.slow
 def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
     """Where the context is long enough for it. (The encoder of the tokenizer's plain call kept every thread waiting for
     seconds.)"""

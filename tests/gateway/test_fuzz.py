@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.gateway.fuzz import CODES, fuzz
 
 BESIDE = {"max_tokens": 40, "ignore_eos": True, "seed": 1}
 """An answer that does not depend on what else is decoded."""
 
 
+@pytest.mark.slow
 def test_whatever_is_asked_is_answered_or_refused(shared):
     """Beside two long answers."""
     with ThreadPoolExecutor(2) as pool, shared.client() as client:

@@ -36,6 +36,7 @@ def test_an_answer_is_the_engines_own(service, pair):
         assert getattr(found.statistics, name) == getattr(expected.statistics, name), name
 
 
+@pytest.mark.slow
 def test_particles_are_the_engines_own(service, pair):
     """Those of independent and of distinct ones; of other methods the answer."""
     prompt = chat_ids(pair, QUESTIONS[2])
@@ -80,16 +81,13 @@ def test_exact_decoding_is_the_targets_own_answer(service, pair):
 
 def test_the_three_forms_of_a_prompt(service, pair):
     ids = chat_ids(pair, QUESTIONS[1])
-    asked = {"seed": 5, "max_tokens": 12}
+    asked = {"seed": 5, "max_tokens": 12, "method": "target"}
     expected = local_answer(pair, ids, **asked)
     with service.client() as client:
         assert client.generate([Message("user", QUESTIONS[1])], **asked).tokens == expected.tokens
         assert client.generate(ids, **asked).tokens == expected.tokens
         text = "Mia has 12 apples."
-        assert (
-            client.generate(text, seed=5, max_tokens=12).tokens
-            == local_answer(pair, pair.tokenizer.encode(text), seed=5, max_tokens=12).tokens
-        )
+        assert client.generate(text, **asked).tokens == local_answer(pair, pair.tokenizer.encode(text), **asked).tokens
 
 
 def test_a_long_text_is_the_same_text(service, pair):
@@ -103,6 +101,7 @@ def test_a_long_text_is_the_same_text(service, pair):
         client.generate(text)
 
 
+@pytest.mark.slow
 def test_company_changes_nothing(service, pair):
     """Five callers at once, all different, each on its own connection."""
     settings = [{"particles": 2 + i, "seed": i, "max_tokens": 10 + 2 * i} for i in range(4)] + [
@@ -119,6 +118,7 @@ def test_company_changes_nothing(service, pair):
         assert tokens == local_answer(pair, chat_ids(pair, question), **sampling).tokens
 
 
+@pytest.mark.slow
 def test_one_connection_carries_many_calls(service, pair):
     asked = {"particles": 4, "seed": 3, "max_tokens": 12}
     expected = [local_answer(pair, chat_ids(pair, q), **asked).text for q in QUESTIONS[:4]]

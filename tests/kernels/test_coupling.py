@@ -25,7 +25,7 @@ from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, assert_equal
 from tests.kernels.test_draft import CPU, DraftRound
 from tests.kernels.test_follow import choice_of
-from tests.pairwise import few
+from tests.pairwise import few_of_pairs
 
 PLACES = 3
 
@@ -55,7 +55,9 @@ def moved(value: object) -> object:
 SHAPES = [(40, 1, torch.float32), (300, 4, torch.bfloat16), (5000, 2, torch.float32)]
 
 
-@pytest.mark.parametrize(("shape", "cut", "has_head"), few(product(SHAPES, (False, True), (False, True))), ids=str)
+@pytest.mark.parametrize(
+    ("shape", "cut", "has_head"), few_of_pairs(product(SHAPES, (False, True), (False, True))), ids=str
+)
 def test_candidate_tokens_are_the_torch_ones(shape, cut, has_head):
     vocab, width, dtype = shape
     logits_RV, distribution, keys, coupling = drawn(vocab, width, vocab + width, dtype)

@@ -26,7 +26,7 @@ from tests.kernels.conftest import DEVICE
 ON_GPU = DEVICE.type == "cuda"
 CHUNK = 64
 NO_MASS = -math.inf
-examples = settings(max_examples=400 if ON_GPU else 20, deadline=None)
+examples = settings(max_examples=400 if ON_GPU else 8, deadline=None)
 Bounds = tuple[torch.Tensor, torch.Tensor]
 
 

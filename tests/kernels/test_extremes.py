@@ -25,7 +25,7 @@ from tests.test_distributions import TOLERANCE, Spec, assert_same_law, law_spec,
 
 BLOCK, DRAWS = 16, 3
 DTYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
-examples = settings(max_examples=300 if DEVICE.type == "cuda" else 8, deadline=None)
+examples = settings(max_examples=300 if DEVICE.type == "cuda" else 4, deadline=None)
 # Powers of two, so that a quotient is as exact as its logit however far that is from 0.
 temperature = st.sampled_from([0.0, 0.25, 1.0, 4.0])
 specs = st.builds(Spec, temperature=temperature)

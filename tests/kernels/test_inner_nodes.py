@@ -18,7 +18,9 @@ from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, assert_equal
 from tests.kernels.test_draft import CPU, DraftRound
 from tests.kernels.test_follow import choice_of
+from tests.pairwise import one_of
 
+BEST = frozenset({PopulationKind.BEST})
 WIDTH = VOCAB + 1
 """Candidates of a row: every token, and one for the rest."""
 
@@ -62,7 +64,7 @@ def nodes_of(made: DraftRound, ops: RoundOps) -> tuple[InnerNodes, RoundChoice]:
     return nodes, choice
 
 
-@pytest.mark.parametrize("kinds", [frozenset({PopulationKind.BEST}), frozenset(PopulationKind)], ids=["best", "all"])
+@pytest.mark.parametrize("kinds", one_of(frozenset(PopulationKind), BEST), ids=["all", "best"])
 def test_nodes_are_the_torch_ones(kinds):
     seen = 0
     for seed in range(6):
@@ -117,7 +119,7 @@ def outcomes_of(made: DraftRound) -> np.ndarray:
     return outcome_X
 
 
-@pytest.mark.parametrize("kinds", [frozenset({PopulationKind.BEST}), frozenset(PopulationKind)], ids=["best", "all"])
+@pytest.mark.parametrize("kinds", one_of(BEST, frozenset(PopulationKind)), ids=["best", "all"])
 def test_outcomes_are_limited_as_by_the_torch_form(kinds):
     left_out = 0
     for seed in range(8):

@@ -16,7 +16,7 @@ from smc.kernels.linear import reduce
 from smc.model.linear import Linear
 from smc.model.quantisation import Int4Format
 from tests.kernels.test_linear import KIND
-from tests.pairwise import few
+from tests.pairwise import few_of_pairs
 
 
 def matrix_of(device, outputs: int, inputs: int, group: int, zeros: bool, bias: bool = False) -> Linear:
@@ -42,7 +42,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "group", "zeros", "splits", "outputs"),
-    few(product([1, 8, 33, 64], [128, 64, 32], [False, True], [None, 1, 2, 4], [64, 200])),
+    few_of_pairs(product([1, 8, 33, 64], [128, 64, 32], [False, True], [None, 1, 2, 4], [64, 200])),
 )
 def test_linear(device, tokens, group, zeros, splits, outputs):
     matrix = matrix_of(device, outputs, 512, group, zeros, bias=True)
@@ -62,7 +62,7 @@ def test_linear(device, tokens, group, zeros, splits, outputs):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "inner", "zeros", "gelu"), few(product([1, 40, 64], [64, 72], [False, True], [False, True]))
+    ("tokens", "inner", "zeros", "gelu"), few_of_pairs(product([1, 40, 64], [64, 72], [False, True], [False, True]))
 )
 def test_gate_up(device, tokens, inner, zeros, gelu):
     matrix = matrix_of(device, 2 * inner, 256, 64, zeros)

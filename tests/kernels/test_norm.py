@@ -12,13 +12,13 @@ import torch
 from torch.nn import functional as F
 
 from smc.kernels.norm import add_norm, add_norm_rounded, round_rows, silu_mul
-from tests.pairwise import few
+from tests.pairwise import few_of_pairs
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("features", "kind", "splits"), few(product([48, 256, 2048, 8192], [BF16, FP32], [None, 0, 1, 3]))
+    ("features", "kind", "splits"), few_of_pairs(product([48, 256, 2048, 8192], [BF16, FP32], [None, 0, 1, 3]))
 )
 def test_add_norm(device, features, kind, splits):
     """`splits` 0 is one bf16 tensor [T, E], None is nothing to add."""

@@ -25,7 +25,7 @@ from tests.kernels.cuts import arguments
 from tests.kernels.test_extremes import DTYPES, largest, logit_rows, truncating
 from tests.test_distributions import TOLERANCE, Spec, law_spec
 
-examples = settings(max_examples=200 if DEVICE.type == "cuda" else 8, deadline=None)
+examples = settings(max_examples=200 if DEVICE.type == "cuda" else 4, deadline=None)
 SIZES = [1, 2, 15, CANDIDATES_PER_ROW - 1, CANDIDATES_PER_ROW, CANDIDATES_PER_ROW + 1, 40, 300]
 ALPHAS = (1.0, 0.5, 2.0)
 

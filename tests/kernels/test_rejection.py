@@ -15,6 +15,7 @@ from smc.executor.verify import lay_out
 from smc.kernels.sampling import write_distribution
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, Round, assert_equal
+from tests.pairwise import one_of
 
 CPU = torch.device("cpu")
 ON_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="too slow in the interpreter")
@@ -69,7 +70,7 @@ def test_what_is_said_is_the_reference(vocab, lookahead):
     assert spoken > 20 and kept > 5
 
 
-@pytest.mark.parametrize("columns", [1, 4100])
+@pytest.mark.parametrize("columns", one_of(4100, 1))
 def test_whole_laws_are_those_of_the_reference(columns):
     """Temperatures from greedy to wide, every truncation, a row of NaN, and columns beside the vocabulary. They are
     written where rows are apart, and nothing beside them is."""

@@ -112,7 +112,7 @@ def populations(draw, branches: int) -> Population:
     )
 
 
-@settings(max_examples=400 if ON_GPU else 15, deadline=None)
+@settings(max_examples=400 if ON_GPU else 8, deadline=None)
 @given(st.data(), st.sampled_from([1, 2, 3, 5]), st.integers(0, 3), st.integers(0, 3))
 def test_equals_the_torch_choice(data, branches, padding, padding_groups):
     assert_same(data.draw(st.lists(populations(branches), min_size=1, max_size=5)), padding, padding_groups)

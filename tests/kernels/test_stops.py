@@ -113,7 +113,7 @@ def draw(generator: np.random.Generator, entries: int, places: int, k: int, wild
     return [entry_A, text_A, tokens_AK, *generator.integers((0, -2), (k + 3, k + 3), (places, 2)).T]
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(1, len(MACHINES)),
     st.integers(1, 2 * BLOCK + 1),

@@ -67,7 +67,7 @@ def law_after(logits_RV: torch.Tensor, temperature_R: np.ndarray, cut: Cut, bloc
         ),
     ],
 )
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_laws_equal_the_slow_version(dtype, processor, data):
     logits, specs = data.draw(batches(PROCESSORS[processor]))

@@ -26,7 +26,7 @@ from smc.executor.plan import (
 from smc.philox import Purpose
 from smc.stops import StopMachine
 
-examples = settings(max_examples=40, deadline=None)
+examples = settings(max_examples=20, deadline=None)
 
 
 def equal(a: object, b: object) -> bool:

@@ -64,6 +64,7 @@ def test_answers_cancelled_and_slow_ones(loadtest, pair, tmp_path):
     assert 0 < ours["ess_share"] <= 1 <= ours["rounds"]
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_and_a_deadline_ends(loadtest, pair, tmp_path):
     path = tmp_path / "run.json"
     long = (
@@ -89,6 +90,7 @@ def test_a_full_queue_refuses_and_a_deadline_ends(loadtest, pair, tmp_path):
     assert codes["RESOURCE_EXHAUSTED"] >= 5 and codes["DEADLINE_EXCEEDED"] >= 1
 
 
+@pytest.mark.slow
 def test_a_missed_objective_is_exit_code_1(loadtest, pair):
     with watched(pair) as (_, where):
         ran = loadtest(*where, *QUICK, "--rate", 20, "--requests", 3, "--goodput", "ttft:0.001")

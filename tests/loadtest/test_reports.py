@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from loadtest import picture, report
+from loadtest import report
 from loadtest.monitor import ProcessUsage, ServerSample
 from loadtest.runner import CapacityProbe, search
 from smc.terminal import finite
@@ -82,6 +82,8 @@ def test_arrays_are_in_the_order_of_sending(run):
 
 
 def test_the_picture_of_a_run(run, tmp_path):
+    from loadtest import picture
+
     picture.draw(tmp_path / "run.png", run)
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert len(picture.panels_of(run)) == 8
@@ -89,6 +91,8 @@ def test_the_picture_of_a_run(run, tmp_path):
 
 def test_the_picture_of_a_run_that_was_not_watched(tmp_path):
     """No metrics, no memory, no answer: what there is to show is shown."""
+    from loadtest import picture
+
     unwatched = [
         made_run(records, after=ServerSample(9.0, error="gone")) for records in ([record(1.0, code="UNAVAILABLE")], [])
     ]
@@ -105,6 +109,8 @@ def test_what_a_reader_must_know_comes_with_the_figures():
 
 
 def test_the_picture_and_the_numbers_of_a_search(run, tmp_path):
+    from loadtest import picture
+
     async def probe(rate: float) -> CapacityProbe:
         return CapacityProbe(
             rate, rate <= 5, 0.97, rate, 100.0, 900.0, 40, {"OK": 39, "UNAVAILABLE": 1}, late=rate == 8
@@ -122,5 +128,7 @@ def test_the_picture_and_the_numbers_of_a_search(run, tmp_path):
 
 
 def test_the_picture_shows_what_the_server_counted(run):
+    from loadtest import picture
+
     assert "Refused and cancelled, as the server counted them" in picture.panels_of(run)
     assert "Refused and cancelled, as the server counted them" not in picture.panels_of(made_run(RECORDS, after=QUIET))

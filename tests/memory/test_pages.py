@@ -188,7 +188,7 @@ class Ledger(RuleBasedStateMachine):
 
 
 TestLedger = Ledger.TestCase
-TestLedger.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestLedger.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
 
 
 def test_capacity_is_checked():

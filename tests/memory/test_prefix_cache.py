@@ -141,7 +141,7 @@ def continues(longer, key) -> bool:
 
 
 TestCache = Cache.TestCase
-TestCache.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestCache.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
 
 
 def test_block_is_checked():
@@ -282,7 +282,7 @@ def test_what_is_forgotten_is_not_found():
     assert cache.allocator.num_free == 100
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     one=st.lists(st.integers(0, 1), max_size=9),
     other=st.lists(st.integers(0, 1), max_size=9),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
+
+if TYPE_CHECKING:  # it takes longer to import than most tests, in every process that collects tests
+    import transformers
 
 SHAPE = {
     "vocab_size": 300,
@@ -79,6 +82,8 @@ def hf_model(name: str, **changes: object) -> transformers.PreTrainedModel:
     """Random norms and biases as well: those that transformers starts with (ones and zeros) would hide a missing
     one."""
     kind, more = HF_CONFIGS[name]
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SHAPE | more | changes)).eval()
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(1)

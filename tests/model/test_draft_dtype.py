@@ -48,7 +48,9 @@ def test_a_narrower_type_must_gain_more_than_it_loses():
 @pytest.fixture
 def briefly(monkeypatch):
     """Steps are measured as before, for a short time."""
-    monkeypatch.setattr(draft_dtype, "EFFORT", replace(draft_dtype.EFFORT, seconds=0.3, repeats=1, untimed=1))
+    monkeypatch.setattr(
+        draft_dtype, "EFFORT", replace(draft_dtype.EFFORT, seconds=0.1, repeats=1, untimed=0, crowd=1, context=32)
+    )
 
 
 def test_steps_are_measured_once_a_type(cache, briefly):

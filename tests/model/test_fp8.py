@@ -37,7 +37,7 @@ from tests.model.compressed import (
 from tests.model.dense import dense_logits
 from tests.model.test_grow import shape_of
 from tests.model.tiny import in_fp8, random_decoder, save_byte_level, save_tiny, tiny_config
-from tests.pairwise import few
+from tests.pairwise import few_of_pairs
 
 UP = "model.layers.1.mlp.up_proj.weight"
 WIDE = {"hidden_size": 160, "intermediate_size": 200}
@@ -107,7 +107,7 @@ def test_loaded_weights_are_rounded(family, tied, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "scale_dtype"), few(product(["llama", "qwen2"], KINDS, [torch.float32, torch.bfloat16]))
+    ("family", "kind", "scale_dtype"), few_of_pairs(product(["llama", "qwen2"], KINDS, [torch.float32, torch.bfloat16]))
 )
 def test_directories_in_fp8_are_read(family, kind, scale_dtype, tmp_path):
     """As float32: the numbers that are stored. In FP8: as they are stored, but for blocks, which are rounded anew by
@@ -129,7 +129,7 @@ def test_directories_in_fp8_are_read(family, kind, scale_dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "degree", "kind"), few(product(["llama", "qwen2"], [2, 3, 4, 6], ["plain", *KINDS]))
+    ("family", "degree", "kind"), few_of_pairs(product(["llama", "qwen2"], [2, 3, 4, 6], ["plain", *KINDS]))
 )
 def test_shards_are_the_whole(family, degree, kind, tmp_path):
     """Each rank's numbers and scales are those of the whole model, and its padding is zero."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from services.cli.service_options import worker_group_config
@@ -30,9 +29,11 @@ from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import count_parameters, weight_slices
 from tests.model.dense import dense_logits
 from tests.model.tiny import random_decoder, save_byte_level, save_tiny, tiny_config
-from tests.pairwise import few
+from tests.pairwise import few_of_pairs
 
 FAR_BELOW = -100.0
+# It takes seconds to import, in each process that asks for it.
+TRANSFORMERS = pytest.mark.xdist_group("transformers")
 MODEST = {
     "vocab_size": 700,
     "hidden_size": 84,
@@ -89,7 +90,7 @@ def assert_same_function(small: Decoder, grown: Decoder) -> None:
 
 @pytest.mark.parametrize(
     ("family", "tied", "changes"),
-    few(product(["llama", "qwen2", "qwen3"], [False, True], CHANGES.values())),
+    few_of_pairs(product(["llama", "qwen2", "qwen3"], [False, True], CHANGES.values())),
     ids=lambda value: next((name for name, changes in CHANGES.items() if changes is value), None),
 )
 def test_the_same_function(family, tied, changes):
@@ -140,7 +141,7 @@ def test_shards_are_the_model(family, degree):
         assert not any(weight.any() for weight in parameters.values()), "padding is not zero"
 
 
-@pytest.mark.xdist_group("transformers")
+@TRANSFORMERS
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_directory_is_the_model(family, tmp_path, monkeypatch):
     """In several files, with holes; read by our loader and by transformers, tokenizer included."""
@@ -160,6 +161,8 @@ def test_a_directory_is_the_model(family, tmp_path, monkeypatch):
     assert grown.config == config == ModelConfig.from_hf(out)
     assert_same_function(load_model(small), grown)
 
+    import transformers
+
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval().requires_grad_(False)
     prompt_T = tokens_T(size)
     torch.testing.assert_close(
@@ -167,7 +170,10 @@ def test_a_directory_is_the_model(family, tmp_path, monkeypatch):
     )
 
 
+@TRANSFORMERS
 def test_the_vocabulary_is_the_shape_s(tmp_path):
+    import transformers
+
     """New ids have a token, which no text is encoded to, not even text that spells it; all others are as they were."""
     small, out = tmp_path / "small", tmp_path / "grown"
     before = Tokenizer.load(
@@ -199,6 +205,7 @@ def greedy(model: Decoder, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_the_shipped_pair_answers_as_before(monkeypatch):
     """Found by name as `--load grown` finds it, in shapes that share a vocabulary; in float32 token by token."""
     monkeypatch.setitem(

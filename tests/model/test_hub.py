@@ -177,6 +177,7 @@ def refused(hub: Hub, home: Path, target: str, **environment: str) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_says_what_to_do(hub, tmp_path):
     missing = refused(hub, tmp_path, "demo/tragte")
     assert "demo/tragte: there is no such directory, and no such model on" in missing and "HF_TOKEN" in missing

@@ -32,7 +32,7 @@ from tests.model.int4 import LAYOUTS, config_of, exact_int4, to_int4
 from tests.model.ranks import in_ranks
 from tests.model.test_grow import shape_of
 from tests.model.tiny import numbers_tokenizer, random_decoder, save_tiny, tiny_config
-from tests.pairwise import few
+from tests.pairwise import few_of_pairs, one_of
 from tests.scheduler.harness import CASES, answers, request
 
 UP = "model.layers.1.mlp.up_proj"
@@ -76,7 +76,8 @@ def test_error_of_rounding(size):
 
 
 @pytest.mark.parametrize(
-    ("layout", "group", "symmetric", "family"), few(product(LAYOUTS, [128, 64, -1], [True, False], ["llama", "qwen2"]))
+    ("layout", "group", "symmetric", "family"),
+    few_of_pairs(product(LAYOUTS, [128, 64, -1], [True, False], ["llama", "qwen2"])),
 )
 def test_published_layouts_are_read(layout, group, symmetric, family, tmp_path):
     """As float32 the numbers that are stored, and so with int4; as bfloat16 and FP8 those, rounded."""
@@ -134,7 +135,7 @@ def test_phi_s_fused_matrices(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "group", "degree"), few(product([*LAYOUTS, "rounded", "FP8"], [128, 64], [2, 3, 6]))
+    ("layout", "group", "degree"), few_of_pairs(product([*LAYOUTS, "rounded", "FP8"], [128, 64], [2, 3, 6]))
 )
 def test_shards_are_the_whole(layout, group, degree, tmp_path):
     """Each rank's numbers are those of the whole model, and its padding is zero; groups are cut where ranks are."""
@@ -161,7 +162,7 @@ def test_shards_are_the_whole(layout, group, degree, tmp_path):
 MOE = {"moe_intermediate_size": 192, "hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-@pytest.mark.parametrize("layout", ["awq", "gptq", "pack-quantized", "rounded"])
+@pytest.mark.parametrize("layout", [*one_of("awq", "gptq", "pack-quantized"), "rounded"])
 def test_experts(layout, tmp_path):
     """Kept, the numbers that are stored, on any number of ranks: each holds its part of every expert."""
     pytest.importorskip("transformers")
@@ -269,6 +270,7 @@ def test_what_is_not_done_in_int4_is_refused(tmp_path):
         save_model(load_model(tmp_path, dtype=INT4), tmp_path / "saved")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "config"), [("awq", CASES[0]), ("gptq", CASES[1])], ids=["awq", "gptq"])
 def test_decoding(layout, config, tmp_path):
     """Exact decoding with a target and a draft in int4 is the target's; what is drafted is accepted; SMC ends."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
-import transformers
 
 from smc.model.loader import load_model, save_model
 from tests.model.dense import dense_logits
 from tests.model.tiny import random_decoder, tiny_config
+
+if TYPE_CHECKING:
+    import transformers
 
 torch.set_num_threads(1)
 # Its models take seconds to import, in each process that asks for one.
@@ -43,6 +47,8 @@ def hf_model(name: str) -> transformers.PreTrainedModel:
     """Random norms and biases as well: those that transformers starts with (ones and zeros) would hide a missing
     one."""
     kind, more = HF_CONFIGS[name]
+    import transformers
+
     config = getattr(transformers, kind)(**SHAPE, **more)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
@@ -79,6 +85,8 @@ def test_loads_what_transformers_saved(name, shard_size, tmp_path):
 def test_transformers_loads_what_we_saved(family, tied, tmp_path):
     ours = random_decoder(tiny_config(family, tied_embeddings=tied))
     save_model(ours, tmp_path)
+
+    import transformers
 
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, output_loading_info=True

@@ -81,7 +81,7 @@ def test_eight_at_once_and_alone_are_the_engines_own(service, client, pair):
 
 
 def test_exact_is_the_targets_answer(service, client):
-    settings = {"seed": 7, "max_tokens": 24, "logprobs": True}
+    settings = {"seed": 7, "max_tokens": 12, "logprobs": True}
     exact, target = (
         create(client, QUESTIONS[3], {"method": method}, **settings).choices[0] for method in ("exact", "target")
     )
@@ -95,9 +95,11 @@ def test_the_likeliest_tokens(service, client, pair):
     """As a whole and in a stream, of which openai-python's own reader makes one answer; over gRPC and in process the
     same."""
     settings = {"seed": 5, "max_tokens": 48, "temperature": 0.8, "logprobs": True, "top_logprobs": 4}
-    expected = local_answer(pair, chat_ids(pair, QUESTIONS[1]), **settings)
-    choice = create(client, QUESTIONS[1], {}, **settings).choices[0]
-    with client.chat.completions.stream(model="demo", messages=user(QUESTIONS[1]), **settings) as stream:
+    expected = local_answer(pair, chat_ids(pair, QUESTIONS[1]), method="target", **settings)
+    ours = {"method": "target"}
+    choice = create(client, QUESTIONS[1], ours, **settings).choices[0]
+    asked = {"messages": user(QUESTIONS[1]), "extra_body": ours, **settings}
+    with client.chat.completions.stream(model="demo", **asked) as stream:
         streamed = stream.get_final_completion().choices[0]
     assert streamed.message.content == choice.message.content == expected.text
     for found in (choice, streamed):
@@ -209,11 +211,11 @@ def test_biases_and_answers_that_must_not_end(service, client, pair):
 
 
 def test_temperature_zero_is_exact(service, client):
-    greedy = create(client, QUESTIONS[0], {}, temperature=0, max_tokens=20).choices[0]
+    greedy = create(client, QUESTIONS[0], {}, temperature=0, max_tokens=10).choices[0]
     assert greedy.smc["method"] == "exact"
     assert (
         greedy.message.content
-        == create(client, QUESTIONS[0], {"method": "target"}, temperature=0, max_tokens=20).choices[0].message.content
+        == create(client, QUESTIONS[0], {"method": "target"}, temperature=0, max_tokens=10).choices[0].message.content
     )
 
 
@@ -264,12 +266,12 @@ def test_several_answers_share_their_prompt(service, client, pair):
     """Of different seeds; the first is the request's own."""
     before = service.metric("smc_prefix_cache_hits_total", group="target")
     text = "There are 17 plums in a box. " * 8
-    fields = {"seed": 3, "n": 3, "max_tokens": 12, "temperature": 2.0}
+    fields = {"seed": 3, "n": 3, "max_tokens": 6, "temperature": 2.0}
     whole = create(client, text, {}, **fields)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     assert len({choice.smc["seed"] for choice in whole.choices}) == 3 and whole.choices[0].smc["seed"] == 3
     for choice in whole.choices:
-        expected = local_answer(pair, chat_ids(pair, text), seed=choice.smc["seed"], max_tokens=12, temperature=2.0)
+        expected = local_answer(pair, chat_ids(pair, text), seed=choice.smc["seed"], max_tokens=6, temperature=2.0)
         assert choice.message.content == expected.text
     shared_tokens = len(chat_ids(pair, text)) // 16 * 16
     assert service.metric("smc_prefix_cache_hits_total", group="target") >= before + 2 * shared_tokens
@@ -285,6 +287,7 @@ def test_several_answers_share_their_prompt(service, client, pair):
 
 def test_a_stream_with_usage(service, client):
     asked = {"messages": user(QUESTIONS[2]), "model": "demo", "seed": 2, "logprobs": True}
+    asked["extra_body"] = {"method": "target"}
     chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     whole = client.chat.completions.create(**asked)
     assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 4
@@ -294,7 +297,7 @@ def test_a_stream_with_usage(service, client):
     assert chunks[-2].choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("more", [{}, {"stop": "####"}, {"extra_body": {"method": "target"}}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"stop": "####", "extra_body": {"method": "target"}}], ids=str)
 def test_a_stream_has_logprobs_with_their_tokens(service, client, more):
     """The whole answer's, each once; text that is kept back, of a stop string, does not keep them back."""
     asked = {"messages": user(QUESTIONS[2]), "model": "demo", "seed": 2, "logprobs": True, "max_tokens": 30} | more
@@ -325,10 +328,10 @@ def test_a_streamed_completion_has_logprobs_with_their_tokens(service, client):
 
 
 def test_completions(service, client, pair):
-    asked = {"model": "demo", "seed": 4, "max_tokens": 10}
+    asked = {"model": "demo", "seed": 4, "max_tokens": 5}
     text = "12 + 30 ="
     plain = client.completions.create(prompt=text, **asked)
-    assert plain.choices[0].text == local_answer(pair, pair.tokenizer.encode(text), seed=4, max_tokens=10).text
+    assert plain.choices[0].text == local_answer(pair, pair.tokenizer.encode(text), seed=4, max_tokens=5).text
     assert plain.object == "text_completion" and plain.id.startswith("cmpl-")
     echoed = client.completions.create(prompt=text, echo=True, **asked)
     assert echoed.choices[0].text == text + plain.choices[0].text
@@ -341,7 +344,7 @@ def test_completions(service, client, pair):
     ids = pair.tokenizer.encode(text)
     assert client.completions.create(prompt=ids, echo=True, **asked).choices[0].text == echoed.choices[0].text
     scored = client.completions.create(prompt=ids, logprobs=0, **asked).choices[0]
-    assert len(scored.logprobs.tokens) == len(scored.logprobs.token_logprobs) == 10
+    assert len(scored.logprobs.tokens) == len(scored.logprobs.token_logprobs) == 5
 
 
 def test_what_ended_an_answer(service, client):
@@ -363,12 +366,13 @@ def test_all_particles(service, client, pair):
     assert create(client, QUESTIONS[0], settings).choices[0].smc["particles"] is None
 
 
+@pytest.mark.slow
 def test_asynchronously(service, pair):
     async def work() -> list[str]:
         async with openai.AsyncOpenAI(base_url=service.url, api_key="-") as client:
 
             async def one(index: int) -> str:
-                text, asked = "", {"model": "demo", "messages": user(QUESTIONS[index]), "seed": index, "max_tokens": 12}
+                text, asked = "", {"model": "demo", "messages": user(QUESTIONS[index]), "seed": index, "max_tokens": 6}
                 async for chunk in await client.chat.completions.create(**asked, stream=True):
                     text += chunk.choices[0].delta.content or ""
                 return text
@@ -376,7 +380,7 @@ def test_asynchronously(service, pair):
             return await asyncio.gather(*(one(index) for index in range(4)))
 
     expected = [
-        local_answer(pair, chat_ids(pair, QUESTIONS[index]), seed=index, max_tokens=12).text for index in range(4)
+        local_answer(pair, chat_ids(pair, QUESTIONS[index]), seed=index, max_tokens=6).text for index in range(4)
     ]
     assert asyncio.run(work()) == expected
 
@@ -413,7 +417,7 @@ def test_a_service_that_is_busy_is_asked_again(pair):
 
 def test_the_method_of_those_who_name_none(pair):
     """Over HTTP and over gRPC."""
-    asked = {"seed": 6, "max_tokens": 20}
+    asked = {"seed": 6, "max_tokens": 8}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[5]), method="target", **asked)
     with (
         serving(pair, http_port=0, default_method="target") as service,

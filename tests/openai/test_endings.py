@@ -49,6 +49,7 @@ def begin(service, **fields) -> tuple:
     return connection, response, response.read1()
 
 
+@pytest.mark.slow
 def test_draining(pair):
     """Calls in flight go on; connections are not taken any more, and those that are open are told to go elsewhere."""
     with serving(pair, http_port=0) as service:

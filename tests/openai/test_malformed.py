@@ -187,7 +187,7 @@ def test_bodies_of_the_other_apis_are_read_or_refused(pair, dialect):
         kept = {name: rng.choice((*VALUES, "user", "{}", [{"type": "text", "text": "x"}])) for name in inside}
         return {"type": rng.choice(items)} | {name: kept[name] for name in inside if rng.random() < 0.3}
 
-    for _ in range(600):
+    for _ in range(300):
         fields = {
             name: rng.choice((*VALUES, [item()], item())) for name in sorted(dialect.NAMES) if rng.random() < 0.04
         }
@@ -199,13 +199,13 @@ def test_bodies_of_the_other_apis_are_read_or_refused(pair, dialect):
         except BadRequest as error:
             assert reads.refusal(error).http_status in (400, 404)
             found["refused"] += 1
-    assert found["read"] > 15 and found["refused"] > 300, found
+    assert found["read"] > 7 and found["refused"] > 150, found
 
 
 def test_whatever_is_asked_is_answered_or_refused(shared):
-    found = fuzz(shared, 40, seed=2)
+    found = fuzz(shared, 25, seed=2)
     assert set(found) <= {"left", *map(str, STATUSES)}, found
-    assert found["200"] >= 1 and found["400"] > 10
+    assert found["200"] >= 1 and found["400"] > 6
 
 
 JSON = st.recursive(
@@ -215,7 +215,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@settings(max_examples=15, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 @given(
     path=st.sampled_from((CHAT, COMPLETIONS)),
     sound=st.booleans(),

@@ -19,6 +19,8 @@ from tests.pairwise import one_of
 if TYPE_CHECKING:  # it takes longer to import than all tests here, in every process that collects tests
     import anthropic
 
+# One process imports that client, and serves tools.
+pytestmark = pytest.mark.xdist_group("tools")
 TOOLS = [{"name": "add", "description": "Adds.", "input_schema": ADD}]
 ASKS = {"model": "demo", "max_tokens": 12, "extra_body": {"seed": 3, "method": "exact"}}
 
@@ -79,6 +81,7 @@ def test_events_come_in_the_order_of_the_official_api(messages):
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
 
 
+@pytest.mark.slow
 def test_stop_sequences_and_turns(messages):
     whole = messages.create(messages=user(QUESTIONS[2]), **ASKS).content[0].text
     word = whole.split()[2]
@@ -101,8 +104,10 @@ def test_the_last_message_is_continued(messages):
     assert (head + rest).startswith(whole)
 
 
+@pytest.mark.slow
 def test_tools_are_used_and_their_results_read(tools):
     asks = ASKS | {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "add"}, "max_tokens": 100}
+    asks["extra_body"] = {"seed": 3, "method": "target"}
     answer = tools.create(messages=user("x"), **asks)
     (block,) = answer.content
     assert (answer.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "add")
@@ -135,6 +140,7 @@ def test_arguments_that_are_no_json(arguments):
     assert _arguments(arguments, False) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", one_of(NO_JSON[-1], *NO_JSON[3:5]))
 def test_a_call_that_is_no_json_is_text(tools, tool_service, arguments):
     """The answer is paid for, and not the caller's fault."""
@@ -153,6 +159,7 @@ def test_a_call_that_is_no_json_is_text(tools, tool_service, arguments):
     assert (given, events[-1]["type"]) == (arguments, "message_stop")
 
 
+@pytest.mark.slow
 def test_a_call_that_is_cut_has_what_there_is(tools):
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": tr'
     forced = {"constraint": {"choice": [text + "ue}}\n</tool_call>"]}, "method": "target"}

@@ -192,6 +192,7 @@ def test_a_chat(page):
     assert page.is_visible("#empty") and page.locator(".turn").count() == 0
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_two_methods_answer_one_question(page):
     page.select_option("#method-0", "exact")
@@ -227,6 +228,7 @@ def test_the_answer_may_be_of_a_form(page):
     assert "wrong" in page.get_attribute("#format-text", "class")
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_stop(page, service):
     long_answers(page)
@@ -240,6 +242,7 @@ def test_stop(page, service):
     assert page.locator(".failed").count() == 0 and page.is_enabled("#send")
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_an_error_is_shown_as_the_server_words_it(page):
     page.fill("#setting-particles", "65")

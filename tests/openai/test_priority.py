@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from smc.api.engine_config import EngineConfig
 from tests.gateway.harness import serving, until
 from tests.openai.asking import chat, is_error, post, user
 
 
+@pytest.mark.slow
 def test_calls_are_answered_by_priority(pair):
     """One at a time fits. The three wait behind a long one: by chat, by messages and over gRPC."""
     ended, short = [], {"max_tokens": 2, "method": "target"}

@@ -23,6 +23,7 @@ from smc.local_engine import ModelPair, local_engine
 from smc.model.tokenizer import Tokenizer
 from smc.stops import StopMachine, TokenBytes
 from tests.openai.test_tool_calls import ADD, MARKS, STOP
+from tests.pairwise import one_of
 from tests.scheduler.harness import CASES, LOOKAHEAD_FIRST, answers, config_id, request
 from tests.scheduler.pairs import character_pair
 from tests.scheduler.schemas import some_schema
@@ -228,7 +229,7 @@ def check(form: ToolFormat, config: EngineConfig, numbers: range) -> Counter:
 
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
-@pytest.mark.parametrize("form", ToolFormat)
+@pytest.mark.parametrize("form", one_of(*ToolFormat))
 def test_calls_of_random_models_are_valid(form: ToolFormat, config: EngineConfig):
     counts = check(form, config, range(4))
     assert counts["exact", "calls"] > 2 and counts["exact", "ended"], counts

@@ -153,7 +153,7 @@ def test_calls_over_http_whole_and_streamed(pair):
         "max_tokens": 200,
         "seed": 4,
         "logprobs": True,
-        "extra_body": {"method": "exact"},
+        "extra_body": {"method": "target"},
     }
     with (
         serving(changed, http_port=0, served_model_names=("demo",)) as service,

@@ -78,7 +78,7 @@ def exact_law(
 
 
 def law_of(log_probs: Callable[[tuple[int, ...]], list[float]], max_tokens: int, eos: int, alpha: float = 1.0) -> dict:
-    """The same where `log_probs` says what may follow an answer."""
+    """The same where `log_probs` says what may follow an answer; without answers of no mass."""
     law: dict[tuple[int, ...], float] = {}
 
     def visit(prefix: tuple[int, ...], log_mass: float) -> None:
@@ -86,7 +86,8 @@ def law_of(log_probs: Callable[[tuple[int, ...]], list[float]], max_tokens: int,
             law[prefix] = math.exp(log_mass)
             return
         for token, log_p in enumerate(log_probs(prefix)):
-            visit((*prefix, token), log_mass + alpha * log_p)
+            if log_p > -math.inf:
+                visit((*prefix, token), log_mass + alpha * log_p)
 
     visit((), 0.0)
     return law
@@ -101,7 +102,7 @@ def truncated_law(
         log_p = next_log_probs(model, (*prompt, *prefix), temperature)
         return log_p.where(log_p >= log_p.topk(top_k).values[-1], -torch.inf).log_softmax(-1).tolist()
 
-    return {answer: mass for answer, mass in law_of(log_probs, max_tokens, eos).items() if mass > 0}
+    return law_of(log_probs, max_tokens, eos)
 
 
 def far_from(law: dict, found: list[tuple[int, ...]]) -> float:

@@ -100,7 +100,7 @@ def test_one_particle_is_weighed_by_both_laws_as_they_are(config, bias, min_toke
     ("config", "settings"),
     [
         (FORMS[0], {}),
-        (FORMS[2], {"resampling": "ssp"}),
+        pytest.param(FORMS[2], {"resampling": "ssp"}, marks=pytest.mark.slow),
     ],
     ids=["lockstep-distinct", "lookahead-independent"],
 )
@@ -216,7 +216,7 @@ def test_readers_of_stop_strings_agree():
     strings and tokens."""
     rng, tokenizer = random.Random(1), letter_tokenizer(4)
     token_bytes = TokenBytes.of(tokenizer)
-    for _ in range(600):
+    for _ in range(250):
         least, strings = rng.randint(0, 12), rng.sample(["ab", "ca", "a", "bcb", "abab"], rng.randint(1, 3))
         rules = StopRules(SamplingParams(min_tokens=least, stop=strings, max_tokens=20, ignore_eos=True), tokenizer)
         tokens, state_1 = [], np.array([START])

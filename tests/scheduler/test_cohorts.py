@@ -28,7 +28,7 @@ from tests.scheduler.test_kv_follows import mixed_requests
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_answers_do_not_depend_on_cohorts(config):
-    requests = mixed_requests(13, random.Random(3))
+    requests = mixed_requests(9, random.Random(3))
     together, apart = (answers(local_engine(tiny_pair(), replace(config, cohorts=n)), requests) for n in (1, 3))
     for request_id, one in together.items():
         assert one.tokens == apart[request_id].tokens
@@ -43,7 +43,7 @@ def ahead(monkeypatch) -> None:
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_answers_do_not_depend_on_what_is_asked_for_ahead(config, monkeypatch):
-    requests = mixed_requests(13, random.Random(4))
+    requests = mixed_requests(9, random.Random(4))
     expected = answers(local_engine(tiny_pair(), config), requests)
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     for cohorts in (1, 2):

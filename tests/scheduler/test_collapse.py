@@ -43,14 +43,14 @@ def test_no_answer_holds_a_token_of_probability_zero(population, config):
     """The shipped pair, problems of another wording than its own: nearly every population collapses."""
     pair = ModelPair.load(demo.TARGET, demo.DRAFT)
     requests, laws = [], {}
-    for i, problem in enumerate(generate(9, 8, "test")):
+    for i, problem in enumerate(generate(9, 6, "test")):
         name, law = f"{i}", list(LAWS.values())[i % len(LAWS)]
         prompt = pair.tokenizer.encode("Question: " + problem.question.replace("There are", "We see"))
         params = {"method": "smc", "population": population, "particles": 4, "seed": i, "max_tokens": 12}
         requests.append(request(prompt, name, **params, **law))
         laws[name] = law
     found = answers(local_engine(pair, wide(config)), requests)
-    assert sum(one.statistics.collapses > 0 for one in found.values()) > 3
+    assert sum(one.statistics.collapses > 0 for one in found.values()) > 2
     for one in requests:
         logp_T = logp_of(pair, one.prompt, found[one.request_id].tokens, laws[one.request_id])
         assert torch.isfinite(logp_T).all(), one.request_id
@@ -60,7 +60,7 @@ def test_no_answer_holds_a_token_of_probability_zero(population, config):
 def test_the_mean_of_z_hat_stays_one(population, config):
     """An unlike draft, and a truncation that leaves one or two of four tokens: many populations collapse, whose Z-hat
     is 0. A Z-hat that went on from the prefix would have a mean above 1.1 here."""
-    pair, count = tiny_pair(scale=1.5), 250
+    pair, count = tiny_pair(scale=1.5), 160
     engine = local_engine(pair, wide(config))
     requests = [
         request(

@@ -52,7 +52,7 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
     return [member.committed for member in members]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(SEQUENCES, min_size=1, max_size=3), st.integers(2, 9), st.sampled_from([1, WINDOW // 2, WINDOW]))
 def test_it_is_the_longest_common_prefix(groups, junk, repeated):
     """Groups of different sizes and lengths side by side, also past every window of comparison."""

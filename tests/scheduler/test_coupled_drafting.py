@@ -69,6 +69,7 @@ def test_a_draft_that_is_the_target_is_always_right(form, temperature):
             assert statistics.misses <= slack and statistics.rounds <= math.ceil(least) + config.lookahead + slack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", one_of("lockstep", "four branches"))
 def test_more_rows_confirm_no_fewer_tokens(form, shipped):
     """At temperature 0, where no noise tells which token the target will draw, in the mean of several prompts."""
@@ -87,6 +88,7 @@ def test_more_rows_confirm_no_fewer_tokens(form, shipped):
     assert means == sorted(means) and means[-1] > means[0] + 0.1
 
 
+@pytest.mark.slow
 def test_the_exponent_follows_the_pair(shipped):
     """The shipped draft is less certain than its target, and at temperature 2 far less."""
     pair = shipped

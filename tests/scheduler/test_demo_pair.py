@@ -14,6 +14,7 @@ from tests.pairwise import one_of
 from tests.scheduler.harness import answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", one_of(EngineConfig(form="lockstep", block=8), EngineConfig(block=5, branches=4)), ids=lambda c: c.form
 )

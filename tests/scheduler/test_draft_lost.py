@@ -144,6 +144,7 @@ def test_what_the_target_has_is_not_run_again():
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_a_draft_that_comes_back_with_too_few_pages_is_joined_by_those_whom_it_can_hold():
     """Of one that runs, and one that waits for its slot."""
     engine = local_engine(pair(), EngineConfig(block=4, branches=2, max_slots=4, pages=500))

@@ -13,6 +13,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair, local_engine
 from smc.model.draft_vocab import DraftVocab
+from tests.pairwise import one_of
 from tests.scheduler.bank import CONFIGS, DISTINCT, EOS, INDEPENDENT, evidence, population
 from tests.scheduler.harness import LOOKAHEAD_FIRST, answers, config_id, request
 from tests.scheduler.pairs import mean_and_error, tiny_pair
@@ -31,23 +32,23 @@ def restricted() -> ModelPair:
     ("config", "law"),
     [
         (CONFIGS[0], DISTINCT),
-        (CONFIGS[2], RESAMPLED),
+        pytest.param(CONFIGS[2], RESAMPLED, marks=pytest.mark.slow),
     ],
     ids=["lockstep-distinct", "lookahead-independent"],
 )
 def test_evidence_is_unbiased(config, law):
     """E[Z-hat] = 1. Two cases at 4.5 standard errors: one false alarm in about 74,000 choices of seeds. Without tokens
     that the head does not have, the mean would be the target's mass of all other answers, 0.48."""
-    found = population(config, 250, restricted(), particles=8, **law)
+    found = population(config, 150, restricted(), particles=8, **law)
     mean, error = mean_and_error(evidence(found))
     assert abs(mean - 1) < 4.5 * error
-    assert error < 0.05, "the test has no power"
+    assert error < 0.07, "the test has no power"
     drafted = {token for a in found for token in a.tokens[1:]}
     assert drafted == {0, 1, 2, EOS}
 
 
 @pytest.mark.parametrize(
-    "config", [EngineConfig(form="lockstep", block=3), EngineConfig(block=3, branches=4)], ids=config_id
+    "config", one_of(EngineConfig(block=3, branches=4), EngineConfig(form="lockstep", block=3)), ids=config_id
 )
 def test_exact_answers_are_those_of_plain_decoding(config):
     """Beside SMC, and where the target draws what is never proposed; plain decoding of the draft is that of its whole
@@ -77,11 +78,11 @@ def test_constraints_that_leave_no_token_of_the_head(config):
     weighed = [
         request((0, 1, 2), f"{p} {s}", seed=s, particles=4, population=p, **more)
         for p in ("distinct", "independent")
-        for s in range(60)
+        for s in range(40)
     ]
     found = answers(local_engine(restricted(), config), [*requests, *weighed])
     assert all(found[f"exact {s}"].tokens == found[f"target {s}"].tokens for s in range(6))
     for name in ("distinct", "independent"):
-        z = [math.exp(found[f"{name} {s}"].statistics.log_z) for s in range(60)]
+        z = [math.exp(found[f"{name} {s}"].statistics.log_z) for s in range(40)]
         mean, error = mean_and_error(z)
         assert abs(mean - 1) < 4.5 * error + 1e-4

@@ -367,7 +367,7 @@ def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
     engine.latency = made(round_overhead=0.0, target=(4e-3, 5e-4))
     for i in range(12):
         engine.submit(
-            Request(str(i), (0, 1, 2), SamplingParams(method="exact", seed=i, max_tokens=30, ignore_eos=True))
+            Request(str(i), (0, 1, 2), SamplingParams(method="exact", seed=i, max_tokens=16, ignore_eos=True))
         )
     beside, found = [], {}
     while not engine.idle:
@@ -376,7 +376,7 @@ def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
     assert_empty(engine)
     assert max(beside) == 8 and len(beside) < 200
     plain = [
-        Request(name, (0, 1, 2), SamplingParams(method="target", seed=int(name), max_tokens=30, ignore_eos=True))
+        Request(name, (0, 1, 2), SamplingParams(method="target", seed=int(name), max_tokens=16, ignore_eos=True))
         for name in found
     ]
     assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
@@ -457,6 +457,7 @@ def test_a_draft_that_is_of_no_use_is_soon_left_out(form):
     assert answer.statistics.alone_rounds >= answer.statistics.rounds - 4
 
 
+@pytest.mark.slow
 def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     """What is known of it fades where nothing is learnt: here in tens of questions. Otherwise nothing would be drafted
     ever again."""
@@ -490,13 +491,13 @@ def test_it_is_tried_again_after_as_many_steps_whoever_comes_and_goes(tokens):
     engine = local_engine(pair(), config, trees=Never(config))
     acceptance = engine.rounds_of(Method.EXACT).acceptance
     acceptance.misses_D, acceptance.tried_D = [900.0], [{1: 300.0}]
-    for step in range(80):
+    for step in range(45):
         if step % 3 == 0 and len(running(engine)) < 3:
             engine.submit(
                 Request(f"{step}", (0, 1), SamplingParams(method="exact", max_tokens=tokens, ignore_eos=True))
             )
         engine.step()
-    assert acceptance.tried_D[0][1] == pytest.approx(300 * FADE**80, rel=0.02)
+    assert acceptance.tried_D[0][1] == pytest.approx(300 * FADE**45, rel=0.02)
 
 
 def test_an_engine_says_how_much_is_read():
@@ -583,6 +584,7 @@ def test_a_crowd_after_a_crowd_is_asked_about_at_once():
     assert_empty(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param("lockstep", marks=pytest.mark.slow), "lookahead"])
 def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     """Each alone would have all rows. Its first round has as many as suit all, and nobody sits out one to come to have

@@ -70,6 +70,7 @@ def test_answers_are_those_of_plain_decoding(config):
         assert other.logprobs == (one.logprobs and pytest.approx(one.logprobs, abs=1e-4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "both"),
     one_of((EngineConfig(block=4, branches=2), True), (EngineConfig(form="lockstep", block=3), False)),

@@ -49,7 +49,8 @@ def test_evidence_is_unbiased(config, law):
     ("config", "law"),
     [
         (CONFIGS[0], DISTINCT),
-        (CONFIGS[2], INDEPENDENT),
+        # Potentials hold look-ahead with independent particles to such a law as well.
+        pytest.param(CONFIGS[2], INDEPENDENT, marks=pytest.mark.slow),
     ],
 )
 def test_evidence_is_the_mass_of_the_powered_law(config, law):
@@ -68,13 +69,14 @@ def test_evidence_is_the_mass_of_the_powered_law(config, law):
 def test_answers_approach_the_exact_law_as_particles_are_added(config):
     """Both forms approach the same law. The draft alone is 0.45 away."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
-    far = distance(population(config, 250, particles=1), law)
+    far = distance(population(config, 150, particles=1), law)
     near = distance(standing(config, **ALWAYS), law)
-    nearest = distance(population(config, 150, particles=16, ess_threshold=0.5), law)
+    nearest = distance(population(config, 100, particles=16, ess_threshold=0.5), law)
     assert far - 0.05 > near > nearest + 0.01
     assert nearest < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "temperature", "particles"),
     one_of((CONFIGS[3], 0.7, 4), (CONFIGS[0], 2.0, 8)),
@@ -90,6 +92,7 @@ def test_distinct_particles_are_nearer_than_independent_ones(config, temperature
     assert distinct < independent + (0.03 if temperature > 1 else -0.03)
 
 
+@pytest.mark.slow
 def test_more_branches_come_nearer():
     """The same block length, N = 4, always resampling: F = 1 shares what was drafted ahead, F = 4 does not."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
@@ -105,7 +108,7 @@ def test_plain_decoding_samples_the_models_own_law(side):
         exact_law(getattr(tiny_pair(), name), PROMPT, LENGTH, EOS)
         for name in ("target", "draft")[:: 1 - 2 * (side == "draft")]
     )
-    found = [answer.tokens for answer in population(CONFIGS[1], 250, method=side)]
+    found = [answer.tokens for answer in population(CONFIGS[1], 150, method=side)]
     assert far_from(own, found) < 4.5 < 9 < far_from(other, found)
 
 
@@ -115,7 +118,7 @@ def test_temperature_and_truncation_belong_to_the_target_law(config):
     weeded out."""
     law = truncated_law(tiny_pair().target, PROMPT, LENGTH, EOS, 0.7, 2)
     params = {"particles": 16, "temperature": 0.7, "draft_temperature": 1.5, "top_k": 2, "ess_threshold": 0.75}
-    found = population(config, 150, equal_models(), **params)
+    found = population(config, 100, equal_models(), **params)
     assert not any(a.statistics.collapses for a in found)
     assert all(law.get(a.tokens, 0) > 0 for a in found)
     assert any(a.statistics.resamples for a in found)
@@ -124,7 +127,7 @@ def test_temperature_and_truncation_belong_to_the_target_law(config):
 
 @pytest.mark.parametrize("config", one_of(CONFIGS[3], CONFIGS[0]), ids=config_id)
 def test_a_draft_equal_to_the_target_never_resamples(config):
-    found = population(config, 120, equal_models(), particles=4, **INDEPENDENT)
+    found = population(config, 80, equal_models(), particles=4, **INDEPENDENT)
     assert all(a.statistics.resamples == 0 for a in found)
     assert all(abs(a.statistics.log_z) < 1e-4 for a in found)
     assert distance(found, exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)) < 0.28

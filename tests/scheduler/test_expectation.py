@@ -114,6 +114,7 @@ def test_what_is_expected_follows_what_is_held():
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_depend_on_what_has_been_learnt():
     """The same requests, first and last of an engine's life."""
     config = EngineConfig(form="lockstep", block=4, max_slots=60, pages=900)

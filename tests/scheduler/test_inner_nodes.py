@@ -87,6 +87,7 @@ def test_fewer_rounds_miss(monkeypatch):
     assert rounds[0] < 0.97 * rounds[1] and hits[0] / rounds[0] > hits[1] / rounds[1] + 0.05
 
 
+@pytest.mark.slow
 def test_company_changes_nothing():
     """In rounds with particles of SMC and chains, requests answer as alone."""
     pair, config = tiny_pair(), replace(CONFIGS[2], max_chains=8)

@@ -45,7 +45,7 @@ def measured(monkeypatch, tmp_path, measurement) -> list:
     """Every measurement that is asked for."""
     made: list = []
     monkeypatch.setattr(local_engine, "measure_latency", lambda *given: made.append(measurement(*given)) or made[-1])
-    monkeypatch.setattr(local_engine, "ONCE", replace(ONCE, crowd=1, context=40))
+    monkeypatch.setattr(local_engine, "ONCE", replace(ONCE, seconds=0.1, crowd=1, context=40))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return made
 

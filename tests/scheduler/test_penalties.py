@@ -71,16 +71,17 @@ def test_evidence_of_particles_has_mean_one(config: EngineConfig):
     choices of seeds. A proposal that is not what log q says shows here."""
     law = {"max_tokens": 8, "ignore_eos": True, "particles": 3, **LAWS[0]}
     for population in ("distinct", "independent"):
-        requests = [request(PROMPT, f"{seed}", seed=seed, population=population, **law) for seed in range(150)]
+        requests = [request(PROMPT, f"{seed}", seed=seed, population=population, **law) for seed in range(100)]
         found = answers(local_engine(tiny_pair(), wide(config)), requests)
         mean, error = mean_and_error([math.exp(answer.statistics.log_z) for answer in found.values()])
         assert abs(mean - 1) < 4.5 * error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_penalties_survive_preemption(config: EngineConfig, monkeypatch):
     """The tokens of a row are known again when it resumes: many requests in little memory answer as each does alone."""
-    law = {"max_tokens": 24, "ignore_eos": True, "particles": 4, **LAWS[0]}
+    law = {"max_tokens": 18, "ignore_eos": True, "particles": 4, **LAWS[0]}
     requests = [
         request(PROMPT, f"{method} {seed}", seed=seed, method=method, **law)
         for method in ("exact", "smc")
@@ -88,7 +89,7 @@ def test_penalties_survive_preemption(config: EngineConfig, monkeypatch):
     ]
     engine = small_engine(replace(config, pages=200, prefill_chunk=16), monkeypatch, ahead=True)
     lives = live(engine, requests, random.Random(0), submit=1.0, interrupt=0.3)
-    assert lives.events["interrupted"] > 4
+    assert lives.events["interrupted"] > 3
     expected = with_endless_memory(config, requests)
     for one in requests:
         assert_same(lives.final[one.request_id], expected[one.request_id])

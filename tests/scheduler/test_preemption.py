@@ -50,7 +50,7 @@ def starved_engine(config: EngineConfig, monkeypatch, *, ahead: bool = False, pa
 def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
     """Tokens, logprobs, log Z, reason, and what was streamed. Memory is short, and in every third step somebody is
     interrupted anyway."""
-    requests = hungry(6, max_tokens=40)
+    requests = hungry(5, max_tokens=30)
     engine = starved_engine(config, monkeypatch, ahead=ahead, pages=200)
     lives = live(engine, requests, random.Random(0), submit=1.0, interrupt=0.3)
     assert_empty(engine)
@@ -149,10 +149,11 @@ def test_one_that_is_not_alone_waits_for_the_older(monkeypatch):
     assert_empty(engine)
 
 
+@pytest.mark.slow
 def test_requests_of_one_moment_are_in_order(monkeypatch):
     """With a clock that stands still the oldest is still the one that came first."""
     engine = starved_engine(FORMS[1], monkeypatch, clock=lambda: 0.0, pages=200)
-    found = answers(engine, requests := hungry(5, max_tokens=40))
+    found = answers(engine, requests := hungry(5, max_tokens=30))
     assert found["0"].statistics.preemptions == 0
     assert sum(a.statistics.preemptions for a in found.values()) > 0
     for name, expected in with_endless_memory(FORMS[1], requests).items():

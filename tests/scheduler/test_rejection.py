@@ -86,6 +86,7 @@ def test_answers_have_the_targets_law(config, particles, length, more):
     assert far_from(begins, [answer[:2] for answer in found]) < LIMIT
 
 
+@pytest.mark.slow
 def test_a_draft_with_a_head_of_its_own_changes_no_law():
     """Tokens without a row are drawn beside the others, and are part of the law that is tried."""
     head = DraftVocab(np.array([0, 2, 3]), 4, 0.25).head(tiny_pair().draft)

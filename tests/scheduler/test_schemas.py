@@ -70,11 +70,12 @@ def check(config: EngineConfig, numbers: range) -> Counter:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_finished_answers_are_valid(config: EngineConfig):
-    counts = check(config, range(12))
+    counts = check(config, range(7))
     for name in METHODS:
-        assert counts[name, FinishReason.EOS] > 8
+        assert counts[name, FinishReason.EOS] > 4
     assert {reason for _, reason in counts} <= {FinishReason.EOS, FinishReason.LENGTH}
 
 

@@ -68,6 +68,7 @@ def test_trace(trace):
     assert ("coordinator", "work", 0, 3000) in spans and ("coordinator", "work", 57000, 3000) in spans
 
 
+@pytest.mark.slow
 def test_picture(trace, tmp_path, smcserve):
     picture = tmp_path / "rounds.png"
     ran = smcserve("timeline", trace, picture, "--length", 60)

@@ -130,7 +130,7 @@ def test_lives_with_tops(monkeypatch):
         )
         if one.params.method != "draft"
         else one
-        for number, one in enumerate(guided(random_requests(20, rng, longest=20, budgets=0.1), rng))
+        for number, one in enumerate(guided(random_requests(15, rng, longest=16, budgets=0.1), rng))
     ]
     engine = small_engine(config, monkeypatch, ahead=True, clock=lambda: float(next(ticks)))
 
@@ -151,7 +151,7 @@ def test_lives_with_tops(monkeypatch):
         assert_same(lives.final[one.request_id], expected[one.request_id])
     cancelled = [answer for answer in lives.final.values() if answer.finish_reason is FinishReason.CANCELLED]
     assert cancelled and all(answer.top_logprobs is answer.prompt_logprobs is None for answer in cancelled)
-    assert sum(lives.final[one.request_id].prompt_logprobs is not None for one in untouched) > 3
+    assert sum(lives.final[one.request_id].prompt_logprobs is not None for one in untouched) > 2
 
 
 @pytest.mark.parametrize("preempted", [False, True])

@@ -127,7 +127,7 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     rng, clock = random.Random(10 * ahead), iter(range(1 << 30))
     shape = {"branches": 2} if form == "lookahead" else {"cohorts": 1 + ahead}
     config = EngineConfig(form=form, block=3, **shape, max_slots=60, pages=440, prefill_chunk=24)
-    requests = exact_of(random_requests(28, rng, longest=30, budgets=0.1))
+    requests = exact_of(random_requests(20, rng, longest=24, budgets=0.1))
     monkeypatch.setattr("smc.scheduler.tree_controller.EVERY", 1)
     monkeypatch.setattr("smc.scheduler.tree_controller.REST", 0)
     engine = small_engine(
@@ -137,7 +137,7 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     lives = live(engine, requests, rng, submit=0.9, cancel=0.04, interrupt=0.05, after_step=turns)
     assert_empty(engine)
     assert not any(engine.memory.leaked().values()) and not engine.prefill.stops.used
-    assert min(turns.seen[name] for name in ("alone", "back", "resized")) >= 5, turns.seen
+    assert min(turns.seen[name] for name in ("alone", "back", "resized")) >= 3, turns.seen
     phases = {"waiting", "preempted again", "prefill", "prefill again", "running flying" if ahead else "running"}
     assert phases <= set(turns.seen) and lives.events["preempted"] > 2 and lives.events["cached"], (
         turns.seen,
@@ -145,7 +145,7 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     )
     cut = (FinishReason.CANCELLED, FinishReason.TIME_BUDGET, FinishReason.QUEUE_TIME)
     exact = [one for one in requests if one.params.method is Method.EXACT]
-    assert sum(lives.final[one.request_id].finish_reason not in cut for one in exact) > 14
+    assert sum(lives.final[one.request_id].finish_reason not in cut for one in exact) > 9
     expected = with_endless_memory(config, plain_of(exact))
     for one in exact:
         _assert_same(lives.final[one.request_id], expected[one.request_id], cut)
@@ -204,6 +204,7 @@ def _prompts(engine: Engine) -> list[tuple[str, int]]:
     return asked
 
 
+@pytest.mark.slow
 def test_one_that_finds_no_slots_stays_alone():
     """The other has taken those that it gave back."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=8))

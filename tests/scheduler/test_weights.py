@@ -129,6 +129,7 @@ def test_ignore_eos_runs_to_the_cap(config):
     assert any(EOS in a.tokens for a in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     one_of(

@@ -25,6 +25,7 @@ from smc import demo
 from smc.demo.problems import generate
 from smc.model.tokenizer import Tokenizer
 from tests.gateway.harness import Service, local_answer, serving, until
+from tests.pairwise import one_of
 
 QUESTION = generate(1, 1, "test")[0].question
 STREAMED = {"temperature": 0.0, "max_tokens": 20}
@@ -103,7 +104,7 @@ def test_biases_and_answers_that_must_not_end(service, pair, prompt):
     assert expected[3:] == (eos,) and eos not in expected[:3]
 
 
-@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("count", one_of(2, 0))
 def test_log_probabilities(service, pair, prompt, count):
     """Of the likeliest tokens; of none besides, the drawn one stands for them."""
     expected = local_answer(pair, prompt, method="target", logprobs=True, top_logprobs=count, **STREAMED)
@@ -122,7 +123,7 @@ def test_log_probabilities(service, pair, prompt, count):
             assert dict(zip(top.token_ids, top.values)) == pytest.approx(dict(theirs), abs=1e-3)
 
 
-@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("count", one_of(2, 0))
 def test_how_likely_a_prompt_is(service, pair, prompt, count):
     """With the first chunk and at the end; of none besides, the prompt's own token stands for the likeliest."""
     expected = local_answer(pair, prompt, method="target", prompt_logprobs=count, **STREAMED)
@@ -212,6 +213,7 @@ def test_what_there_is_not_is_refused_by_name(service):
         assert list(stub.Generate(asked([5], max_tokens=2, **NEUTRAL)))
 
 
+@pytest.mark.slow
 def test_penalties_change_answers(service):
     """0 of a repetition penalty is what a client sends that does not know the field."""
     with engine(service) as stub:

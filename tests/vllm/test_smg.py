@@ -64,6 +64,7 @@ def test_answers_and_streams_are_the_targets_own(service, client, pair):
         assert reason == ("length" if own.finish_reason == "length" else "stop")
 
 
+@pytest.mark.slow
 def test_several_answers_stops_and_log_probabilities(service, client, pair):
     several = ask(client, QUESTIONS[0], n=2, seed=5, temperature=1.5, max_tokens=10, logprobs=True)
     for index, choice in enumerate(several.choices):
