@@ -22,7 +22,7 @@ from tests.service.running import Running, open_files, ranks
 pytestmark = pytest.mark.xdist_group("ray")
 
 QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
-SURVIVES = {"seed": 3, "max_tokens": 120, "ignore_eos": True}
+SURVIVES = {"seed": 3, "max_tokens": 72, "ignore_eos": True}
 SHORT = SURVIVES | {"max_tokens": 40}
 LONG = {"particles": 4, "max_tokens": 400, "ignore_eos": True}
 NEEDS_DRAFT = [
