@@ -24,7 +24,7 @@ SHORTER = {"duration": 2, "warm-up": 0.5, "settle": 2, "rate": 4, "deadline": 12
 SERVICE = ("--block", "5", "--branches", "2", "--max-slots", "32", "--pages", "1024")
 """Pools are so small that the load and a few more requests have used all of them."""
 QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
-WARM_UP, REQUESTS, TOGETHER = 120, 200, 16
+WARM_UP, REQUESTS, TOGETHER = 64, 128, 16
 MEBIBYTE = 1 << 20
 
 
@@ -65,7 +65,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def hundreds_of_requests_leave_nothing_behind(served: ServedChild) -> None:
-    """Memory may still settle by a few MiB a process: a leak of 30 KB a request would be seen. Longer: `loadtest
+    """Memory may still settle by a few MiB a process: a leak of 32 KB a request would be seen. Longer: `loadtest
     --profile soak`."""
     with Client(served.address) as client, ThreadPoolExecutor(TOGETHER) as pool:
 
@@ -79,7 +79,7 @@ def hundreds_of_requests_leave_nothing_behind(served: ServedChild) -> None:
         def books() -> dict[int, tuple[str, int, int]]:
             """Of the gateway and the worker group, by pid: who it is, open files, memory in bytes."""
             gateway = psutil.Process(served.pid)
-            titles = {child.pid: " ".join(child.cmdline()) for child in gateway.children(recursive=True)}
+            titles = {child.pid: " ".join(child.cmdline()).strip() for child in gateway.children(recursive=True)}
             ours = {served.pid: "gateway"} | {pid: title for pid, title in titles.items() if title.startswith(TITLE)}
             assert len(ours) == 4, ours
             return {pid: (name, open_files(pid), resident_bytes(pid)) for pid, name in ours.items()}
@@ -95,7 +95,7 @@ def hundreds_of_requests_leave_nothing_behind(served: ServedChild) -> None:
         for pid, (name, files, memory) in after.items():
             assert files <= before[pid][1], f"{name} has {files - before[pid][1]} more open files"
             grown = (memory - before[pid][2]) / MEBIBYTE
-            assert grown < 6, f"{name} has grown by {grown:.1f} MiB in {REQUESTS} requests"
+            assert grown < 4, f"{name} has grown by {grown:.1f} MiB in {REQUESTS} requests"
 
 
 def is_empty(client: Client, served: ServedChild) -> bool:
