@@ -216,7 +216,7 @@ class BatchRun:
             progress.count(record, is_new)
             self._display.update(progress)
 
-        async with _connected(self._ray_address):
+        async with _connected(self._ray_address, "services.launch.supervisor"):
             replica = Replica(self._spec, self._pair)
             self._display.step("starting the models")
             self._display.worker_groups(starting=1, ready=0)
@@ -235,7 +235,7 @@ class BatchRun:
     async def _pooled(self, output: FileParts | PartsOutput, progress: BatchProgress) -> None:
         """By several worker groups, each in an actor. Passes are made over what is left, until nothing is, or a pass
         has brought nothing."""
-        async with _connected(self._ray_address) as is_own:
+        async with _connected(self._ray_address, "services.batch.pool") as is_own:
             from services.batch.pool import Pool, count_that_fit
             from services.batch.storage import Store
 
@@ -356,11 +356,11 @@ def _first_line(error: Exception) -> str:
 
 
 @asynccontextmanager
-async def _connected(ray_address: str | None) -> AsyncIterator[bool]:
-    """To a cluster; whether it was started here."""
+async def _connected(ray_address: str | None, wanted: str) -> AsyncIterator[bool]:
+    """To a cluster; whether it was started here. `wanted`: a module that the run needs next."""
     from services.launch import cluster
 
-    cluster.import_meanwhile("services.launch.supervisor")
+    cluster.import_meanwhile(wanted)
     try:
         yield cluster.connect(ray_address)
     except SystemExit as error:  # how Ray answers a SIGTERM, until we do

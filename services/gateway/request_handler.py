@@ -344,9 +344,13 @@ class RequestHandler:
                 check_waiting(self.pair.engine, self.status().queued)
                 requests = await parse(request_id)
                 records += [records[0].another() for _ in requests[1:]]
+                has_begun = False
                 async with aclosing(self.updates(requests, records)) as updates:
                     async for index, output in updates:
                         for message in serialize(requests[index], index, output):
+                            if not has_begun:
+                                await self.begin(context)
+                                has_begun = True
                             await self.write(context, message)
         except asyncio.CancelledError:
             _each_left(records, context)
@@ -357,6 +361,16 @@ class RequestHandler:
                 return
             for record in records:
                 record.failed(status_of(error), error)
+            raise
+
+    async def begin(self, context: grpc.aio.ServicerContext) -> None:
+        """Send the headers, before the first message. gRPC sends them with it otherwise, and refuses the status of a
+        call that ends meanwhile: it would bring them once more, and the caller would wait for ever."""
+        sending = asyncio.ensure_future(context.send_initial_metadata(()))
+        try:
+            await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            await asyncio.wait({sending})
             raise
 
     async def write(self, context: grpc.aio.ServicerContext, message: Any) -> None:

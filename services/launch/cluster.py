@@ -6,6 +6,7 @@ What an actor runs is imported in its process alone, so that a cluster can be re
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -48,7 +49,8 @@ class RankActor:
 
     def run(self, spec: RankSpec) -> None:
         """Returns when the rank is told to stop; raises what went wrong."""
-        from services.workers.process import run_rank
+        with _without_collections():
+            from services.workers.process import run_rank
 
         _quiet()
         run_rank(spec, ray.util.get_node_ip_address())
@@ -67,7 +69,8 @@ class CoordinatorActor:
 
     def start(self, spec: CoordinatorSpec) -> str:
         """Returns its address once the engine is warm: see `RemoteEngine`."""
-        from services.coordinator.process import Coordinator
+        with _without_collections():
+            from services.coordinator.process import Coordinator
 
         _quiet()
         self._coordinator = Coordinator(spec, ray.util.get_node_ip_address())
@@ -95,7 +98,24 @@ class CoordinatorActor:
 def import_meanwhile(module: str) -> None:
     """Import it in a thread of its own, before `connect`: that takes seconds, in which this process waits for
     others."""
-    threading.Thread(target=importlib.import_module, args=(module,), daemon=True).start()
+
+    def work() -> None:
+        with _without_collections():
+            importlib.import_module(module)
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Around the import of torch: nearly all objects that it makes stay, and the garbage collector would look through
+    them again and again, for a fifth of the time. It does not look at them afterwards either."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def connect(address: str | None) -> bool:

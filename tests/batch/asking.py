@@ -17,10 +17,10 @@ from smc.api.request import Request
 
 PRINT = "smc_0"
 KINDS = [
-    {"particles": 8, "max_tokens": 50},
-    {"particles": 4, "max_tokens": 70, "ess_threshold": 1.0, "ignore_eos": True},
-    {"method": "target", "max_tokens": 60, "temperature": 0},
-    {"particles": 3, "max_tokens": 40, "stop": ["####"], "seed": 7},
+    {"particles": 8, "max_tokens": 30},
+    {"particles": 4, "max_tokens": 50, "ess_threshold": 1.0, "ignore_eos": True},
+    {"method": "target", "max_tokens": 40, "temperature": 0},
+    {"particles": 3, "max_tokens": 30, "stop": ["####"], "seed": 7},
 ]
 ENGINE = {"block": 5, "branches": 2}
 OPTIONS = ("-k", 5, "-f", 2, "--max-slots", 16, "--seed", 3)

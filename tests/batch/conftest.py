@@ -39,9 +39,9 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def asked() -> list[dict]:
-    """20 lines, two of which have no answer."""
+    """16 lines, two of which have no answer."""
     lines = [
-        chat(f"q{i}", problem.question, **KINDS[i % len(KINDS)]) for i, problem in enumerate(generate(5, 20, "test"))
+        chat(f"q{i}", problem.question, **KINDS[i % len(KINDS)]) for i, problem in enumerate(generate(5, 16, "test"))
     ]
     lines[5] = chat("wrong", n=0)
     lines[9] = chat("too long", max_tokens=100_000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from ray.util.state import list_actors, list_placement_groups
 
+from tests.deploy.machines import end_family
 from tests.ports import free_ports
 
 BIN = Path(sys.executable).parent
@@ -60,12 +60,9 @@ class Cluster:
         self.until(lambda: "Ray runtime started" in self._log.read_text(), 60, "the cluster did not start")
 
     def stop(self) -> None:
+        """At once: nothing that is left is of use."""
         if self._head is not None:
-            self._head.send_signal(signal.SIGTERM)
-            try:
-                self._head.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._head.pid, signal.SIGKILL)
+            end_family(self._head)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def until(self, condition: Callable[[], object], timeout: float, what: str) -> None:
@@ -74,17 +71,12 @@ class Cluster:
         while not condition():
             assert self._head.poll() is None, f"the cluster has ended: {self._log.read_text()}"
             assert time.monotonic() < end, f"{what}: not within {timeout} s"
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def start_batch(self, *arguments: object) -> subprocess.Popen:
         """`smcserve batch` on this cluster, as a process of this machine."""
         command = [BIN / "smcserve", "batch", *map(str, arguments), "--ray-address", self.address]
         return subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def submit(self, *arguments: object, directory: Path) -> subprocess.CompletedProcess:
-        """`ray job submit ..`, in `directory`."""
-        command = [BIN / "ray", "job", "submit", "--address", self.dashboard, *map(str, arguments)]
-        return subprocess.run(command, env=self.env, cwd=directory, capture_output=True, text=True, timeout=90)
 
     def ranks(self) -> dict[int, str]:
         """Pids of the processes that decode, and their classes."""

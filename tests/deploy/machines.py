@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,19 @@ BIN = Path(sys.executable).parent
 HEAD_PORTS = ("port", "ray-client-server-port")
 NODE_PORTS = ("dashboard-agent-listen-port", "metrics-export-port")
 COUNTED = {"num-cpus": 4, "object-store-memory": 80_000_000, "include-log-monitor": "false"}
+
+
+def end_family(process: subprocess.Popen) -> None:
+    """Kill it and all that it has started. Ray takes twenty seconds to end by itself."""
+    family = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for one in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=10)
 
 
 class Machines:
@@ -72,14 +84,9 @@ class Machines:
         return self._logs / f"{name}.log"
 
     def stop(self) -> None:
+        """At once: nothing that is left is of use."""
         for process in reversed(self._processes):
-            process.send_signal(signal.SIGTERM)
-        for process in self._processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            end_family(process)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def until(self, condition: Callable[[], object], timeout: float, what: str) -> None:

@@ -16,13 +16,17 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts import scripts
 
 from services.client import Client
+from smc import demo
+from smc.local_engine import ModelPair
 from tests.deploy.chart import CHART, ROOT
 from tests.deploy.machines import BIN, Machines
 from tests.ports import free_ports
+from tests.service.asked import LOCKSTEP, all_are_the_engines_own, engines_own
 
 pytestmark = pytest.mark.xdist_group("ray")
 
 DRAFT = "127.0.0.2"
+DEGREES = ("--draft-tp=2", "--target-tp=2")
 RESOURCES = ("--draft-resource=smc_draft", "--target-resource=smc_target")
 RAY = ROOT / "deploy/ray"
 SCRIPTS = CHART / "files/scripts"
@@ -42,23 +46,27 @@ def machines(tmp_path_factory) -> Iterator[Machines]:
 
 @pytest.mark.slow
 def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: Machines, tmp_path):
-    """As in the head pod: the gateway finds Ray's node beside it by a port of 127.0.0.1, and Ray outlives the
-    gateway."""
-    (port,), lock = free_ports(1), tmp_path / "gateway.lock"
-    gateway = machines.run(
-        "gateway", "bash", SCRIPTS / "gateway.sh", machines.address, lock, f"--port={port}", "--target-tp=2", *RESOURCES
-    )
+    """As in the head pod: the gateway finds Ray's node beside it by a port of 127.0.0.1, and Ray outlives the gateway.
+    Answers are those of an engine in this process: over gRPC, in lockstep, with two ranks at each model. In threads:
+    tests/coordinator/test_same_answers.py."""
+    (port, http_port), lock = free_ports(2), tmp_path / "gateway.lock"
+    config = tmp_path / "gateway.yaml"
+    config.write_text(yaml.safe_dump(LOCKSTEP))
+    options = (f"--port={port}", f"--http-port={http_port}", f"--config={config}", "--link=grpc", *DEGREES, *RESOURCES)
+    gateway = machines.run("gateway", "bash", SCRIPTS / "gateway.sh", machines.address, lock, *options)
+    answers = engines_own(ModelPair.load(demo.TARGET, demo.DRAFT), LOCKSTEP)
     try:
         with Client(f"127.0.0.1:{port}") as client:
             machines.until(lambda: gateway.poll() is not None or serving(client), PATIENCE, "the gateway is not ready")
             assert gateway.poll() is None, machines.log("gateway").read_text()
             ranks = machines.named("draft") | machines.named("target")
             (head,) = machines.named("coordinator").values()
-            assert head != DRAFT and sorted(ranks.values()) == sorted([DRAFT, head, head])
+            assert head != DRAFT and sorted(ranks.values()) == sorted([DRAFT, DRAFT, head, head])
             (name,) = re.findall(r"process=\$\{2:-(\S+)\}", (SCRIPTS / "drain-worker.sh").read_text())
             assert all(psutil.Process(pid).cmdline()[0].startswith(name) for pid in ranks), (
                 "what drain-worker.sh waits for"
             )
+            all_are_the_engines_own(client, http_port, answers)
 
             drain = subprocess.Popen(["bash", SCRIPTS / "drain-head.sh", str(PATIENCE), lock])
             with client.stream("Count.", max_tokens=120, ignore_eos=True, seed=1) as stream:

@@ -4,9 +4,9 @@ and every command takes the draft."""
 from __future__ import annotations
 
 import json
-import os
 import resource
-import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from multiprocessing import get_context
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from smc.distill.measure import HeldOut
 from smc.distill.ranks import Ranks
-from smc.distill.run import DistillConfig, distill, seconds_of_round
+from smc.distill.run import distill, seconds_of_round
 from smc.distill.store import Conversation, ConversationStore, replace_file
 from smc.distill.student import StudentSpec, candidate_layers, choose_layers, cut, make_student, save_student
 from smc.distill.talk import TalkSettings
@@ -28,18 +28,37 @@ from smc.model.decoder import Decoder
 from smc.model.draft_vocab import load_counts
 from smc.model.loader import load_model, save_model
 from smc.model.tokenizer import Tokenizer
+from tests.distill.running import (
+    CONFIG,
+    VOCAB,
+    children,
+    config_of,
+    gradients,
+    kill_after_a_round,
+    run_distill,
+    student,
+    tiny_target,
+)
 from tests.model.dense import dense_logits
 from tests.model.families import save_hf
-from tests.model.tiny import random_decoder, save_byte_level, save_tiny, tiny_config
+from tests.model.tiny import random_decoder, save_byte_level, save_tiny
 
-VOCAB = 40
-CONFIG = tiny_config(vocab_size=VOCAB, num_layers=3, rope_scaling=None)
+WAITING = """
+import sys, time
+from multiprocessing import get_context
+from pathlib import Path
+from smc.distill.run import end_with_parent
 
+def wait_for_ever():
+    end_with_parent()
+    Path(sys.argv[1]).touch()
+    while True:
+        time.sleep(1)
 
-def tiny_target() -> Decoder:
-    target = random_decoder(CONFIG, seed=5)
-    target.lm_head.weight.mul_(2)
-    return target
+other = get_context("fork").Process(target=wait_for_ever, daemon=True)
+other.start()
+other.join()
+"""
 
 
 def random_rows(folder: Path, count: int, seed: int = 0) -> np.ndarray:
@@ -50,13 +69,6 @@ def random_rows(folder: Path, count: int, seed: int = 0) -> np.ndarray:
         answers = tuple(i >= 3 for i in range(len(tokens)))
         store.append(Conversation(number, 0.7, tokens, answers))
     return store.rows(range(count))
-
-
-def student(target: Decoder) -> Decoder:
-    model = cut(target, (0, 2), copy=True).requires_grad_(True)
-    model.embed.requires_grad_(False)
-    model.lm_head.requires_grad_(False)
-    return model
 
 
 def overlap_by_definition(target: Decoder, draft: Decoder, rows_N: np.ndarray) -> float:
@@ -101,27 +113,14 @@ def test_a_perfect_draft_holds_every_token(tmp_path):
     assert found.tree(1.0, 1).held == found.tree(0.7, 1).held == 5
 
 
-def _gradients(rank: int, count: int, folder: Path, rows_N: np.ndarray) -> None:
-    torch.set_num_threads(1)
-    ranks = Ranks.join(rank, count, folder / f"rendezvous-{count}", on_gpu=False)
-    target = tiny_target()
-    trainer = Trainer(target, student(target), VOCAB, 24, TrainingSettings(batch=len(rows_N)), ranks)
-    own = rows_N[rank::count]
-    trainer.step(own, 0, 0.5)
-    result = trainer.gradients(own, 0.5)
-    if rank == 0:
-        torch.save((trainer.optimizer.gradients, result.tokens), folder / f"gradients-{count}.pt")
-    ranks.leave()
-
-
 @pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one(tmp_path):
     """After a step of the optimiser, too."""
     rows, spawn = random_rows(tmp_path / "rows", 10), get_context("spawn")
-    _gradients(0, 1, tmp_path, rows)
-    other = spawn.Process(target=_gradients, args=(1, 2, tmp_path, rows))
+    gradients(0, 1, tmp_path, rows)
+    other = spawn.Process(target=gradients, args=(1, 2, tmp_path, rows))
     other.start()
-    _gradients(0, 2, tmp_path, rows)
+    gradients(0, 2, tmp_path, rows)
     other.join(timeout=120)
     assert other.exitcode == 0
     (one, tokens), (two, tokens_of_two) = (torch.load(tmp_path / f"gradients-{count}.pt") for count in (1, 2))
@@ -131,59 +130,23 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
     assert max((a - b).abs().max().item() for a, b in zip(one, two)) < 1e-5 * largest
 
 
-def _config(folder: Path, out: str) -> DistillConfig:
-    return DistillConfig(
-        folder / "target",
-        folder / out,
-        tokens=1500,
-        student=StudentSpec(layers=1),
-        talk=TalkSettings(width=32, answer_tokens=24, turns=1),
-        training=TrainingSettings(batch=4, warmup=1),
-        rounds=2,
-        slots=16,
-        held_out=4,
-        contexts=8,
-        prompts=((5, 6, 7), (8, 9)),
-    )
-
-
-def _distill(config: DistillConfig) -> None:
-    torch.set_num_threads(1)
-    distill(config, lambda line: None)
-
-
-def kill_after_a_round(config: DistillConfig) -> list[int]:
-    """Run until there is a draft, and kill by signal 9. Returns the processes that it had started."""
-    process = get_context("spawn").Process(target=_distill, args=(config,))
-    process.start()
-    deadline = time.monotonic() + 200
-    while not (config.out / "README.md").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert process.pid is not None
-    started = children(process.pid)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    return started
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
     """Killed by signal 9 in its second round. The draft is one that commands take."""
     save_tiny(tmp_path / "target", rope_scaling=None)
     save_byte_level(tmp_path / "target")
-    whole, killed = _config(tmp_path, "whole"), _config(tmp_path, "killed")
-    _distill(whole)
+    whole, killed = config_of(tmp_path, "whole"), config_of(tmp_path, "killed")
+    run_distill(whole)
     kill_after_a_round(killed)
     assert _steps(killed.out) < _steps(whole.out)
     with pytest.raises(ValueError, match="--resume"):
-        _distill(killed)
+        run_distill(killed)
     with pytest.raises(ValueError, match="held_out=5, but the run"):
-        _distill(replace(killed, held_out=5, resume=True))
+        run_distill(replace(killed, held_out=5, resume=True))
     with pytest.raises(ValueError, match="the prompts are not those"):
-        _distill(replace(killed, prompts=((5, 6, 7), (8, 10)), resume=True))
+        run_distill(replace(killed, prompts=((5, 6, 7), (8, 10)), resume=True))
     # A log has grown meanwhile.
-    _distill(replace(killed, prompts=(*killed.prompts, (3, 4)), resume=True))
+    run_distill(replace(killed, prompts=(*killed.prompts, (3, 4)), resume=True))
     ours, theirs = (load_file(config.out / "model.safetensors") for config in (killed, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert _steps(killed.out) == _steps(whole.out)
@@ -200,24 +163,19 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
     assert smcserve("generate", "--target", whole.target, "--draft", whole.out, *drafted, "fox").code == 0
 
 
-def children(pid: int) -> list[int]:
-    """Processes that a process has started and that run."""
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.slow
 def test_two_processes_go_on_with_the_same_bits(tmp_path):
     """The first one is killed by signal 9; the other one ends with it, whatever it does."""
     save_tiny(tmp_path / "target", rope_scaling=None)
     save_byte_level(tmp_path / "target")
-    whole, killed = (replace(_config(tmp_path, out), processes=2, tokens=6000) for out in ("whole", "killed"))
-    _distill(whole)
+    whole, killed = (replace(config_of(tmp_path, out), processes=2, tokens=4000) for out in ("whole", "killed"))
+    run_distill(whole)
     others, deadline = kill_after_a_round(killed), time.monotonic() + 100
     assert _steps(killed.out) < _steps(whole.out)
     while any(Path(f"/proc/{pid}").exists() for pid in others) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert time.monotonic() < deadline and others
-    _distill(replace(killed, resume=True))
+    run_distill(replace(killed, resume=True))
     ours, theirs = (load_file(config.out / "model.safetensors") for config in (killed, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     for rank in ("0", "1"):
@@ -226,34 +184,17 @@ def test_two_processes_go_on_with_the_same_bits(tmp_path):
         assert np.array_equal(a, b) and len(a) >= 64
 
 
-def _wait_for_ever(rank_file: Path) -> None:
-    from smc.distill.run import end_with_parent
-
-    end_with_parent()
-    rank_file.touch()
-    while True:
-        time.sleep(1)
-
-
-def _start_and_wait(rank_file: Path) -> None:
-    other = get_context("spawn").Process(target=_wait_for_ever, args=(rank_file,), daemon=True)
-    other.start()
-    other.join()
-
-
 @pytest.mark.slow
 def test_other_processes_end_with_the_first(tmp_path):
     """A process that writes for long does not notice by itself that the first one was killed, and would write into the
     files of the run that is resumed."""
-    process = get_context("spawn").Process(target=_start_and_wait, args=(tmp_path / "started",))
-    process.start()
+    process = subprocess.Popen([sys.executable, "-c", WAITING, tmp_path / "started"])
     deadline = time.monotonic() + 100
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert process.pid is not None
-    (other,) = (pid for pid in children(process.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text())
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    (other,) = children(process.pid)
+    process.kill()
+    process.wait()
     while Path(f"/proc/{other}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert time.monotonic() < deadline
@@ -270,7 +211,7 @@ def test_models_are_not_replaced(tmp_path, byte_target):
     """Neither the target nor another model."""
     before = (byte_target / "model.safetensors").read_bytes()
     for options in ({}, {"student": StudentSpec(draft=byte_target)}):
-        config = replace(_config(byte_target.parent, byte_target.name), **options)
+        config = replace(config_of(byte_target.parent, byte_target.name), **options)
         with pytest.raises(ValueError, match="holds a model, which the draft would replace; give another --out"):
             distill(config, lambda line: None)
     assert (byte_target / "model.safetensors").read_bytes() == before and not (byte_target / ".distill").exists()
@@ -286,7 +227,7 @@ def test_models_are_not_replaced(tmp_path, byte_target):
     ],
 )
 def test_a_run_that_cannot_begin_leaves_its_directory_free(tmp_path, byte_target, options, message):
-    config = _config(byte_target.parent, "draft")
+    config = config_of(byte_target.parent, "draft")
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             distill(replace(config, out=tmp_path / "draft", **options), lambda line: None)
@@ -296,7 +237,7 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path, byte_target):
     """Before anything is written."""
     draft = save_tiny(tmp_path / "other", vocab_size=400)
     save_byte_level(draft, words=("<other>",))
-    config = replace(_config(byte_target.parent, "draft"), out=tmp_path / "draft", student=StudentSpec(draft=draft))
+    config = replace(config_of(byte_target.parent, "draft"), out=tmp_path / "draft", student=StudentSpec(draft=draft))
     with pytest.raises(ValueError, match="different vocabularies"):
         distill(config, lambda line: None)
     assert not (tmp_path / "draft").exists()
@@ -305,7 +246,7 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path, byte_target):
 @pytest.mark.slow
 def test_weights_that_are_not_finite_end_the_run(tmp_path, byte_target):
     """No draft is written that no command takes."""
-    config = replace(_config(byte_target.parent, "draft"), out=tmp_path / "draft")
+    config = replace(config_of(byte_target.parent, "draft"), out=tmp_path / "draft")
     config = replace(config, training=replace(config.training, peak_rate=1e30))
     with pytest.raises(ValueError, match=r"not finite; begin in another --out with a lower --rate than 1e\+30"):
         distill(config, lambda line: None)
@@ -315,7 +256,7 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path, byte_target):
 @pytest.mark.slow
 def test_a_run_without_time_to_learn_says_so(tmp_path, byte_target):
     lines: list[str] = []
-    config = replace(_config(byte_target.parent, "draft"), out=tmp_path / "draft", tokens=None, minutes=1e-4)
+    config = replace(config_of(byte_target.parent, "draft"), out=tmp_path / "draft", tokens=None, minutes=1e-4)
     found = distill(config, lines.append)
     assert found.step == 0 and "the draft has learnt nothing; allow more --minutes" in lines[-1]
 

@@ -17,7 +17,7 @@ import pytest
 
 from services.gateway.limits import ARRIVING, LARGE, PATIENCE, _malloc_trim
 from services.pb import generation_pb2 as pb
-from services.prompts import PromptEncoder
+from services.prompts import WAITING, PromptEncoder
 from smc.api.engine_config import EngineConfig
 from smc.scheduler.admission import QueueFull
 from tests.gateway.harness import LONG, serving, until
@@ -83,8 +83,10 @@ def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
 
 
 @pytest.mark.slow
-def test_texts_that_wait_for_the_encoder_are_bounded(pair):
-    flood = FLOODS["text"]()
+def test_texts_that_wait_for_the_encoder_are_bounded(pair, monkeypatch):
+    """Of a sixteenth of the size, as the bound."""
+    flood = pb.GenerateRequest(text=FLOODS["text"]().text[: ALMOST // 16])
+    monkeypatch.setattr("services.prompts.WAITING", WAITING // 16)
 
     async def work() -> list[object]:
         prompts = PromptEncoder(pair.tokenizer, context=1 << 30)

@@ -17,8 +17,8 @@ from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair, local_engine
 from tests.scheduler.harness import answers
+from tests.service.asked import ASKED, engine_request, with_chats
 from tests.service.running import Running
-from tests.service.test_same_answers import ASKED, engine_request, with_chats
 
 ENGINE = EngineConfig(block=5, branches=4)
 

@@ -132,13 +132,12 @@ PAIR = ("--target", "demo/target", "--draft", "demo/draft")
 
 
 @pytest.mark.slow
-def test_a_pair_is_served_by_its_names_and_from_the_cache_afterwards(hub, tmp_path):
+def test_a_pair_is_served_by_its_names_and_from_the_cache_afterwards(hub, tmp_path, smcserve):
     asked = ("generate", "Ann has 3 pens and buys 4. How many pens does she have?", "--max-tokens", "5", "--seed", "1")
     first = run(hub, tmp_path, *asked, *PAIR)
     assert first.returncode == 0, first.stderr
     assert sorted(hub.got()) == sorted([*files_of(demo.TARGET), *files_of(demo.DRAFT)])
-    of_files = run(hub, tmp_path, *asked, "--target", str(demo.TARGET), "--draft", str(demo.DRAFT))
-    assert first.stdout == of_files.stdout != ""
+    assert first.stdout == smcserve(*asked, "--target", demo.TARGET, "--draft", demo.DRAFT).out != ""
     hub.requests.clear()
     assert run(hub, tmp_path, "check", *PAIR).returncode == 0 and hub.got() == []
     hub.requests.clear()

@@ -12,11 +12,11 @@ from services.launch.config import WorkerGroupConfig
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair
+from tests.service.asked import LOOKAHEAD
 from tests.service.running import Running
 
 HEARTBEAT = 0.3
 POTENTIALS = {"indifferent": "tests.service.potentials:indifferent"}
-LOOKAHEAD = {"block": 5, "branches": 2, "cohorts": 2, "drafting": "always"}
 
 
 @pytest.fixture(scope="session")

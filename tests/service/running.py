@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import ray
 
 from services.client import Client
@@ -91,3 +92,15 @@ def resident_bytes(pid: int) -> int:
 
 def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def ranks() -> set[int]:
+    """Processes of any worker group."""
+    return {p.pid for p in psutil.Process().children(recursive=True) if _is_rank(p)}
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        return any(word.startswith("ray::smcserve: ") for word in process.cmdline())
+    except psutil.Error:  # it has ended meanwhile
+        return False

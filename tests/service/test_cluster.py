@@ -1,13 +1,17 @@
-"""The Ray cluster that a service starts for itself: nobody else on this machine can use it."""
+"""The Ray cluster that a service starts for itself: nobody else on this machine can use it; and what an actor has
+reserved there is free again after Ray has started the actor once more."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 import ray
+
+from services.launch import cluster
 
 pytestmark = pytest.mark.xdist_group("ray")
 SCRIPT = """
@@ -37,3 +41,38 @@ def test_strangers_are_not_let_in(ray_cluster):
     for stranger in strangers:
         said, error = stranger.communicate(timeout=120)
         assert said == "refused\n", error
+
+
+class Holder:
+    """Reserves whenever its process starts."""
+
+    def __init__(self) -> None:
+        cluster.release_left()
+        cluster.wait_for(cluster.reserve(2, False, None), 2, False, None, 120)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@pytest.mark.slow
+def test_a_restarted_actor_frees_what_it_had_reserved(ray_cluster):
+    """And nothing of others."""
+    before, free = set(ray.util.placement_group_table()), int(ray.available_resources()["CPU"])
+
+    def states() -> list[str]:
+        found = ray.util.placement_group_table()
+        return sorted(found[name]["state"] for name in found.keys() - before)
+
+    ours = cluster.reserve(1, False, None)
+    cluster.wait_for(ours, 1, False, None, 120)
+    holder = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Holder).remote()
+    try:
+        first = ray.get(holder.pid.remote(), timeout=120)
+        assert states() == ["CREATED", "CREATED"]
+        os.kill(first, signal.SIGKILL)
+        assert ray.get(holder.pid.remote(), timeout=120) != first
+        assert states() == ["CREATED", "CREATED", "REMOVED"]
+        assert cluster.count_that_fit([(1, False, None), (2, False, None)]) == (free - 3) // 3
+    finally:
+        ray.kill(holder)
+        cluster.release(ours)

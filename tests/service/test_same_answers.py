@@ -1,121 +1,20 @@
-"""The service gives the answers of the in-process engine: over both links, at every degree, whatever else is in
-flight."""
+"""The service gives the answers of the in-process engine, whatever else is in flight. Over gRPC, in lockstep and with
+two ranks at each model: tests/deploy/test_ray.py."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from urllib.request import Request, urlopen
-
 import pytest
 
-from services.client import Client, Message
-from services.gateway.config import GatewayConfig
-from smc.api.engine_config import EngineConfig
-from smc.api.request import Request as EngineRequest
-from smc.api.sampling_params import SamplingParams
-from smc.demo.problems import generate
-from smc.local_engine import ModelPair, local_engine
-from tests.service.conftest import LOOKAHEAD
-from tests.service.running import Running
+from services.client import Message
+from tests.service.asked import ASKED, LOOKAHEAD, all_are_the_engines_own, engines_own
 
 pytestmark = pytest.mark.xdist_group("ray")
 
-NEGATIVE = "What is 2 + 2? Say nothing else."
-GUIDED = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE}
-TOPS = {"logprobs": True, "top_logprobs": 5}
-KINDS = [
-    {"particles": 8, "max_tokens": 30},
-    {"method": "exact", "particles": 4, "max_tokens": 24, **GUIDED},
-    {"particles": 4, "max_tokens": 30, "ess_threshold": 1.0},
-    {"particles": 3, "max_tokens": 24, "guidance_scale": 1.3, **TOPS, "min_tokens": 12},
-    {"method": "target", "max_tokens": 30, **TOPS},
-    {"particles": 5, "max_tokens": 30, "resampling": "residual", "temperature": 0.8, "top_p": 0.9},
-    {"particles": 3, "max_tokens": 50, "alpha": 1.2, "stop": ["####"]},
-    {"method": "draft", "max_tokens": 30},
-    {"particles": 8, "max_tokens": 25, "ignore_eos": True, "resampling": "ssp"},
-    {"method": "exact", "particles": 4, "max_tokens": 30, "temperature": 1.5},
-    {"method": "exact", "particles": 4, "max_tokens": 24, "constraint": {"regex": "[0-9 +=]{3,}"}},
-    {"particles": 3, "max_tokens": 16, "constraint": {"choice": ["yes", "no", "17"]}, "constraint_scope": "answer"},
-]
-ASKED = [
-    (problem.question, {"seed": i, **KINDS[i % len(KINDS)]})
-    for i, problem in enumerate(generate(5, len(KINDS), "test"))
-]
-FORMS = {"lookahead": LOOKAHEAD, "lockstep": {"form": "lockstep", "block": 5, "cohorts": 2, "drafting": "always"}}
 
-
-@pytest.fixture(scope="module")
-def expected(demo_pair) -> Callable[[str], list]:
-    """What an engine in this process answers, by form."""
-
-    @cache
-    def answers(form: str) -> list:
-        engine = local_engine(demo_pair, EngineConfig(**FORMS[form] | {"cohorts": 1}))
-        requests = [engine_request(demo_pair, i, question, dict(params)) for i, (question, params) in enumerate(ASKED)]
-        found = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
-        return [found[str(i)] for i in range(len(ASKED))]
-
-    return answers
-
-
-def engine_request(pair: ModelPair, i: int, question: str, params: dict) -> EngineRequest:
-    texts = (question, params.pop("negative_prompt", None))
-    prompt, negative = (text and tuple(pair.tokenizer.chat([{"role": "user", "content": text}])) for text in texts)
-    return EngineRequest(str(i), prompt, SamplingParams(**params), negative_prompt=negative)
-
-
-def with_chats(params: dict) -> dict:
-    """As the client takes them."""
-    return params | ({"negative_prompt": [Message("user", NEGATIVE)]} if "negative_prompt" in params else {})
-
-
-def all_are_the_engines_own(running: Running, client: Client, answers: list) -> None:
-    """A request of every kind at once, some of them over HTTP as well."""
-
-    def ask(i: int):
-        question, params = ASKED[i]
-        return client.generate([Message("user", question)], timeout=60, **with_chats(params))
-
-    def ask_over_http(i: int) -> str:
-        question, params = ASKED[i]
-        chats = {"negative_prompt": [{"role": "user", "content": NEGATIVE}]} if "negative_prompt" in params else {}
-        body = json.dumps({"messages": [{"role": "user", "content": question}], **params | chats}).encode()
-        url = f"http://127.0.0.1:{running.ready.http_port}/v1/chat/completions"
-        with urlopen(Request(url, body, {"content-type": "application/json"}), timeout=60) as response:
-            return json.load(response)["choices"][0]["message"]["content"]
-
-    with ThreadPoolExecutor(len(ASKED) + 3) as pool:
-        over_http = pool.map(ask_over_http, range(3))
-        found = list(pool.map(ask, range(len(ASKED))))
-        assert list(over_http) == [answer.text for answer in answers[:3]]
-    for completion, answer, (_, params) in zip(found, answers, ASKED):
-        assert completion.text == answer.text, params
-        assert tuple(completion.tokens) == answer.tokens
-        assert completion.finish_reason == answer.finish_reason and completion.seed == answer.seed
-        assert len(completion.top_logprobs or ()) == len(answer.tokens) * ("top_logprobs" in params)
-        for found, expected in zip(completion.top_logprobs or (), answer.top_logprobs or ()):
-            assert [logp for _, logp in found] == pytest.approx([logp for _, logp in expected], abs=1e-3)
-            assert found[0][0] == expected[0][0] or found[0][1] == pytest.approx(found[1][1], abs=1e-3)
-        if completion.statistics is not None:
-            # Exponents of coupled drafting are fitted to all requests (`smc.scheduler.draft_exponents`): how often the
-            # draft of an exact request is right depends on who was there before, what is answered does not.
-            if params.get("method") != "exact":
-                assert completion.statistics.rounds == answer.statistics.rounds
-                assert completion.statistics.hits == answer.statistics.hits
-            assert completion.statistics.log_z == pytest.approx(answer.statistics.log_z, abs=1e-3), (
-                params,
-                completion.statistics,
-                answer.statistics,
-            )
-    running.until_empty()
-
-
-def test_clients_of_all_kinds_at_once(group, expected):
+def test_clients_of_all_kinds_at_once(group, demo_pair):
     with group.client() as client:
-        all_are_the_engines_own(group, client, expected("lookahead"))
+        all_are_the_engines_own(client, group.ready.http_port, engines_own(demo_pair, LOOKAHEAD))
+    group.until_empty()
 
 
 def test_draft_and_target_work_at_the_same_time(group):
@@ -130,18 +29,3 @@ def test_draft_and_target_work_at_the_same_time(group):
         supervisor._on_step = before
     overlapped = [r for r in rounds if r.draft + r.target > r.whole - r.coordinator]
     assert len(overlapped) > len(rounds) / 2
-
-
-@pytest.mark.slow
-def test_over_grpc_at_other_degrees(start, expected):
-    """The other link and the other form, with two ranks at each model. In threads:
-    tests/coordinator/test_same_answers.py."""
-    service = start(
-        GatewayConfig(port=0, http_port=0),
-        link="grpc",
-        draft_tp=2,
-        target_tp=2,
-        engine=EngineConfig(**FORMS["lockstep"]),
-    )
-    with service as running, running.client() as client:
-        all_are_the_engines_own(running, client, expected("lockstep"))

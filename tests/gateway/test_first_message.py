@@ -1,0 +1,32 @@
+"""A call that is aborted while its first message is on its way has its status nevertheless."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from services.client import ServiceError
+from services.gateway.request_handler import RequestHandler
+from tests.gateway.harness import LONG, serving
+
+
+@pytest.mark.parametrize("during", ["begin", "write"])
+def test_a_call_that_is_aborted_while_its_first_message_is_on_its_way(pair, monkeypatch, during):
+    """gRPC refuses a status that would bring headers which are on their way already; the client then waited for
+    ever."""
+    send = getattr(RequestHandler, during)
+
+    async def aborted_meanwhile(handler: RequestHandler, *what: object) -> None:
+        for key in list(handler.calls._calls):
+            asyncio.get_running_loop().call_soon(handler.calls.abort, key)
+        await send(handler, *what)
+
+    monkeypatch.setattr(RequestHandler, during, aborted_meanwhile)
+    with serving(pair) as service, service.client() as client:
+        for _ in range(20):
+            with pytest.raises(ServiceError) as caught:
+                client.generate("x", timeout=20, **LONG)
+            assert caught.value.code is grpc.StatusCode.CANCELLED, caught.value
+        service.wait_until_free()
