@@ -28,12 +28,21 @@ from torch import Tensor
 LEAST_EXPONENT, MOST_EXPONENT = 0.5, 8.0
 SLACK = 0.1
 """Probability below which a token is seldom in a tree, so that it hardly matters how far below."""
-RANK_EVERY = 4
-"""Positions of which one has the rank of its draw looked for, which reads the draft's distribution once more."""
+RANK_FACTOR, RANK_BITS, RANKED_BELOW = 0x45D9F3B, 32, 1 << 30
+"""The ranks of draws are looked for at a quarter of the positions, since that reads the draft's distribution once more:
+those whose hash of so many bits is below the bound. Which they are has nothing to do with the lengths of rounds."""
 FIRST_EXPONENT = 1.25
 """Before any draw has been seen; a start above 1 costs less than one below the best."""
 FIRST_GREEDY_EXPONENT = 2.0
 """The same at temperature 0."""
+
+
+def is_ranked(position_R: Tensor) -> Tensor:
+    """bool [R]: the ranks of draws at these positions are looked for."""
+    most = (1 << RANK_BITS) - 1
+    hash_R = position_R.long() * RANK_FACTOR & most
+    hash_R = (hash_R ^ (hash_R >> (RANK_BITS // 2))) * RANK_FACTOR & most
+    return hash_R < RANKED_BELOW
 
 
 def coupled_logp(logq_RV: Tensor, exponent_R: Tensor, noise_RV: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smc.algorithm.coupling import RANK_EVERY, score_of_exponent
+from smc.algorithm.coupling import is_ranked, score_of_exponent
 from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.forward import Rows
@@ -397,10 +397,9 @@ def observe_draws(
     kept_BV: Tensor,
     coupling: Coupling,
 ) -> Tensor:
-    """What the target's draws after the roots of the drafted rows say of the exponent of coupled drafting, and of every
-    `RANK_EVERY`th position its rank: float32 [3, A], see `DraftReport`. A draw is seen where the block before the root
-    was accepted as a whole, which does not depend on the draw. `kept`: log q after the first B roots. Before
-    `advance`."""
+    """What the target's draws after the roots of the drafted rows say of the exponent of coupled drafting, and at some
+    positions their rank: float32 [3, A], see `DraftReport`. A draw is seen where the block before the root was accepted
+    as a whole, which does not depend on the draw. `kept`: log q after the first B roots. Before `advance`."""
     root_A = choice.ancestor_A
     token_A = torch.where(choice.count_A > 0, tree.tokens_XK[choice.row_A, 0], choice.bonus_A)
     slot_A, exponent_A = plan.slot_A[root_A], plan.exponent_A[root_A]
@@ -412,11 +411,11 @@ def observe_draws(
     noise_AV = coupling.noise(root_A, position_A, kept_AV.shape[1])
     observed_2A = torch.stack(score_of_exponent(kept_AV, exponent_A, noise_AV, is_drawn_AV))
     is_missing_A = ~is_seen_A | ~is_drawn_AV.any(-1) | ~observed_2A[0].isfinite()
-    # A token that the draft's head does not have is after all of its tokens.
     score_AV = exponent_A[:, None] * kept_AV + noise_AV
     drawn_A1 = score_AV.masked_fill(~is_drawn_AV, -torch.inf).amax(-1, keepdim=True)
-    rank_A = (score_AV > drawn_A1).sum(-1).float()
-    rank_A = rank_A.masked_fill(~is_seen_A | (position_A % RANK_EVERY != 0), torch.nan)
+    # A token that the draft cannot draw, or that its head does not have, is after all of its tokens.
+    is_above_AV = (score_AV > drawn_A1) | (drawn_A1 == -torch.inf)
+    rank_A = is_above_AV.sum(-1).float().masked_fill(~is_seen_A | ~is_ranked(position_A), torch.nan)
     return torch.cat((observed_2A.masked_fill(is_missing_A, torch.nan), rank_A[None]))
 
 

@@ -12,7 +12,7 @@ second time on, a stage of a round is the replay of a CUDA graph."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -367,6 +367,20 @@ class DraftRunner(ModelRunner):
         return ()
 
 
+@dataclass(frozen=True)
+class QueuedPass:
+    """The target's pass of a constrained round, while the host makes masks."""
+
+    plan: RoundPlan[Tensor]
+    inputs: VerifyInputs
+    logits_TV: Tensor
+    """After all tokens."""
+    masks: Callable[[], Tensor]
+    """Waits for what these depend on, and makes them."""
+    span: tuple[Event, Event]
+    """When the pass began and ended."""
+
+
 class TargetRunner(ModelRunner):
     """Scores blocks and chooses."""
 
@@ -381,21 +395,19 @@ class TargetRunner(ModelRunner):
             self._run, sampling, state, ops, self._biases, block=config.block, lookahead=config.lookahead, chains=chains
         )
         self._selector = Selector(sampling, state, ops, lookahead=config.lookahead)
-        self._begun: tuple[RoundPlan[Tensor], Event, tuple[VerifyInputs, Tensor, Callable[[], Tensor]]] | None = None
+        self._queued: QueuedPass | None = None
         """What `begin` has queued."""
 
     @torch.inference_mode()
     def begin(self, plan: RoundPlan[np.ndarray]) -> None:
         """Queue the pass of a constrained round in look-ahead, which needs nothing that the round drafts. The target works
         while the host waits for what the draft's masks depend on. Other rounds begin in `round`."""
-        self._begun = None
+        self._queued = None
         if plan.program is not Program.PAIR or plan.constraints is None or not self.config.lookahead:
             return
         with self.stages.working():
             self._channel.settle()
-            here = self._load(plan)
-            began = self.stages.event()
-            self._begun = here, began, self._queue_pass(plan, here, None)
+            self._queued = self._queue_pass(plan, self._load(plan), None)
 
     @torch.inference_mode()
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
@@ -403,28 +415,29 @@ class TargetRunner(ModelRunner):
         lockstep what it is over."""
         if plan.program is Program.TARGET:
             return self._decode(plan)
-        if self._begun is None:
+        if self._queued is None:
             self.begin(plan)
         stages, scorer, key = self.stages, self._scorer, plan.key
-        begun, self._begun = self._begun, None
+        queued, self._queued = self._queued, None
         with stages.working():
             drafted = None
-            if begun is None:
+            if queued is not None:
+                here = queued.plan
+                self._receive_distributions(key, here)
+            else:
                 self._channel.settle()
                 here = self._load(plan)
                 self._receive_distributions(key, here)
                 drafted = None if self.config.lookahead else self._receive(key, here)
+                if plan.constraints is not None:
+                    queued = self._queue_pass(plan, here, drafted)
+            if queued is None:
                 began = stages.event()
-            else:
-                here, began, _ = begun
-                self._receive_distributions(key, here)
-            if plan.constraints is None:
                 scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
+                span = (began, stages.event())
             else:
-                inputs, logits_TV, masks = self._queue_pass(plan, here, drafted) if begun is None else begun[2]
-                mask_TW = masks()
+                inputs, logits_TV, mask_TW, span = queued.inputs, queued.logits_TV, queued.masks(), queued.span
                 scored = stages.run(key, "verify", lambda: scorer.verify(here, inputs, logits_TV, mask_TW))
-            ended = stages.event()
             rows = self._receive(key, here) if drafted is None else drafted
             heard = stages.event()
             choice, result = stages.run(key, "choose", lambda: self._selector.choose(here, scored, rows))
@@ -433,17 +446,17 @@ class TargetRunner(ModelRunner):
             self._channel.send("choice", choice.all_9A)
             told = stages.event()
             stages.run(key, "follow", lambda: scorer.follow(here, rows, choice))
-            spans = {"target": (began, ended), "choose": (heard, chosen), "follow": (told, stages.event())}
+            spans = {"target": span, "choose": (heard, chosen), "follow": (told, stages.event())}
             return stages.read(key, result, self._with_masks(spans))
 
     def _queue_pass(
         self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], drafted: DraftedRows | None
-    ) -> tuple[VerifyInputs, Tensor, Callable[[], Tensor]]:
-        """Queue the pass of a constrained round: what it is over, logits after all tokens, and what makes their masks."""
-        run, scorer = partial(self.stages.run, plan.key), self._scorer
+    ) -> QueuedPass:
+        run, scorer, began = partial(self.stages.run, plan.key), self._scorer, self.stages.event()
         inputs = run("lay out", lambda: scorer.lay_out(here, drafted))
         masks = self._masks.of_blocks(plan, here, inputs.blocks)
-        return inputs, run("pass", lambda: scorer.run_blocks(here, inputs)), masks
+        logits_TV = run("pass", lambda: scorer.run_blocks(here, inputs))
+        return QueuedPass(here, inputs, logits_TV, masks, (began, self.stages.event()))
 
     def _join(self, group: SequenceHandoff) -> None:
         self._scorer.join(group, self.state.join(group))

@@ -8,13 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.coupling import RANK_EVERY, SLACK
+from smc.algorithm.coupling import RANK_BITS, RANK_FACTOR, RANKED_BELOW, SLACK
 from smc.kernels.candidate_tokens import CouplingTensors, coupled_score
 from smc.kernels.launch import one_variant
 from smc.kernels.round_tensors import PlanTensors, SlotTensors
 from smc.kernels.truncation import finite
 
-_SLACK, _RANK_EVERY = tl.constexpr(SLACK), tl.constexpr(RANK_EVERY)
+_SLACK = tl.constexpr(SLACK)
+_FACTOR, _BELOW = tl.constexpr(RANK_FACTOR), tl.constexpr(RANKED_BELOW)
+_HALF, _MOST = tl.constexpr(RANK_BITS // 2), tl.constexpr((1 << RANK_BITS) - 1)
 
 
 def observe_draws(
@@ -35,6 +37,13 @@ def observe_draws(
         HEAD=coupling.ids_M is not None, BLOCK=min(block, triton.next_power_of_2(columns)), num_warps=8,
     )  # fmt: skip
     return observed_3A
+
+
+@triton.jit
+def _hash(position):
+    """As of `smc.algorithm.coupling.is_ranked`."""
+    hashed = (position.to(tl.int64) * _FACTOR) & _MOST
+    return ((hashed ^ (hashed >> _HALF)) * _FACTOR) & _MOST
 
 
 @one_variant("kept_BV")
@@ -79,15 +88,21 @@ def _observe(
         if drawn_logq > -float("inf"):
             score = weight * (drawn_logq - mean)
             information = 0.5 * weight * tl.maximum(second / total - mean * mean, 0.0)
-        if position % _RANK_EVERY == 0:
-            # A token that the draft's head does not have is after all of its tokens.
-            rank = 0.0
-            for begin in range(0, columns, BLOCK):
-                column_V = begin + tl.arange(0, BLOCK)
-                inside_V = column_V < columns
-                logq_V = tl.load(kept_BV + root * columns + column_V, mask=inside_V, other=-float("inf"))
-                score_V = coupled_score(logq_V, column_V, inside_V, root, position, coupling, HEAD)
-                rank += tl.sum((inside_V & (score_V > drawn_score)).to(tl.float32), 0)
+        if _hash(position) < _BELOW:
+            # A token that the draft cannot draw, or that its head does not have, is after all of its tokens.
+            rank = columns * 1.0
+            if drawn_score > -float("inf"):
+                rank = 0.0
+                for begin in range(0, columns, BLOCK):
+                    column_V = begin + tl.arange(0, BLOCK)
+                    inside_V = column_V < columns
+                    logq_V = tl.load(kept_BV + root * columns + column_V, mask=inside_V, other=-float("inf"))
+                    score_V = coupled_score(logq_V, column_V, inside_V, root, position, coupling, HEAD)
+                    token_V = column_V.to(tl.int64)
+                    if HEAD:
+                        token_V = tl.load(coupling.ids_M + column_V, mask=inside_V, other=-1)
+                    is_above_V = inside_V & (score_V > drawn_score) & (token_V != token)
+                    rank += tl.sum(is_above_V.to(tl.float32), 0)
     tl.store(observed_3A + index, score)
     tl.store(observed_3A + batch_size + index, information)
     tl.store(observed_3A + 2 * batch_size + index, rank)

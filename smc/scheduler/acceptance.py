@@ -3,7 +3,7 @@ would bring.
 
 A token at depth d, after d that were right, is missing from a tree of N rows with probability about miss rate / N^gain;
 each depth has a miss rate of its own. The gain follows from how the draft ranks the target's draws: how often the first
-of its tokens is wrong, and how often the first eight are. Knows nothing about latency.
+of its tokens is wrong, and how often the first four are. Knows nothing about latency.
 
 Axes: G requests, L numbers of rows, D depths.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -21,8 +22,8 @@ WIDTH_GAIN = 0.6
 at temperature 1, 3.0 at 1.5 and 1.5 at 2 (`python -m benchmarks.exactness misses --problems 24`), on SmolLM2 and its
 draft 2.1 times."""
 MOST_GAIN = 1.5
-WIDE = 8
-"""Tokens that are looked for the target's draw, beside the first alone."""
+WIDE, WIDE_TOKENS = 8, 4
+"""A tree of eight rows has about four tokens at its first depth: its rows share them."""
 PRIOR_MISSES = 4.0
 """Draws that the first token missed for which the gain before counts."""
 PRIOR_MISS_RATE = 0.03
@@ -32,6 +33,8 @@ PRIOR_WEIGHT = 4.0
 UNTRIED = 0.1
 """Share of a round by which a depth that the round did not reach is forgotten. Where little is drafted, deep tokens are
 rarely tried: the engine remembers their miss rates for many rounds, and forgets them in the end."""
+FORGOTTEN = 1e-3
+"""Tokens of trees of some width, below which they are no longer kept apart."""
 PRIOR_RECOVERY = 0.3
 """Share of the rounds in which a block missed a token, and rows ahead from an inner node go on, before anything has been
 seen."""
@@ -46,11 +49,13 @@ class Acceptance:
     misses_D: list[float] = field(default_factory=list)
     """Of tokens at each depth that was tried, those that were missing."""
     tried_D: list[dict[int, float]] = field(default_factory=list)
-    """Tokens that were tried, by the number of rows of their tree."""
+    """Tokens that were tried, by the number of rows of their tree, rounded up to a power of two."""
+    ranked: float = 0.0
+    """Draws of the target of which it is known how the draft ranks them."""
     missed_first: float = 0.0
     """Draws of the target that were not the draft's first token."""
     missed_wide: float = 0.0
-    """Those of them that were none of its first `WIDE`."""
+    """Those of them that were none of its first `WIDE_TOKENS`."""
     broken: float = 0.0
     """Rounds in which a block missed a token (look-ahead)."""
     recovered: float = 0.0
@@ -59,23 +64,28 @@ class Acceptance:
     def count(self, tried: int, missed: bool, rows: int) -> None:
         """Count a round whose tree had so many rows and in which so many tokens were tried: only the last can have been
         missing."""
+        width = 1 << (rows - 1).bit_length()
         for depth in range(max(tried, len(self.misses_D))):
             if depth == len(self.misses_D):
                 self.misses_D.append(0.0)
                 self.tried_D.append({})
             kept, of_depth = self.memory if depth < tried else self.memory**UNTRIED, self.tried_D[depth]
             self.misses_D[depth] *= kept
-            for each in of_depth:
-                of_depth[each] *= kept
+            for each, weight in list(of_depth.items()):
+                if weight * kept > FORGOTTEN:
+                    of_depth[each] = weight * kept
+                else:
+                    del of_depth[each]
             if depth < tried:
-                of_depth[rows] = of_depth.get(rows, 0.0) + 1
+                of_depth[width] = of_depth.get(width, 0.0) + 1
         if tried:
             self.misses_D[tried - 1] += missed
 
     def count_rank(self, rank: float) -> None:
         """Count a draw of the target that this many tokens were more likely to be, as the draft saw it."""
+        self.ranked = self.memory * self.ranked + 1
         self.missed_first = self.memory * self.missed_first + (rank >= 1)
-        self.missed_wide = self.memory * self.missed_wide + (rank >= WIDE)
+        self.missed_wide = self.memory * self.missed_wide + (rank >= WIDE_TOKENS)
 
     def gain(self) -> float:
         """By how much more rows miss less often: trees of N rows miss N^gain times less often than one row."""
@@ -93,6 +103,7 @@ class Acceptance:
         self.tried_D = (
             [{rows: share * tried for rows, tried in of_depth.items()} for of_depth in self.tried_D] if share else []
         )
+        self.ranked *= share
         self.missed_first *= share
         self.missed_wide *= share
         self.broken *= share
@@ -103,12 +114,12 @@ class Acceptance:
         their values where little has been seen. Where a depth is better or worse than its prior, so are those below
         it, until they have been seen. `gain`: of more rows."""
         rates: list[float] = []
-        ratio = 1.0
+        ratio, share = 1.0, cache(lambda rows: rows**-gain)
         for depth in range(max(len(self.misses_D), len(prior_D))):
             is_known = depth < len(self.misses_D)
             misses, of_depth = (self.misses_D[depth], self.tried_D[depth]) if is_known else (0.0, {})
             # Tokens of one row that would have been missing as often.
-            exposure = sum(tried * rows**-gain for rows, tried in of_depth.items())
+            exposure = sum(tried * share(rows) for rows, tried in of_depth.items())
             prior = prior_D[min(depth, len(prior_D) - 1)]
             rate = (misses + ratio * prior * PRIOR_WEIGHT) / (exposure + PRIOR_WEIGHT)
             rates.append(rate)

@@ -269,7 +269,7 @@ class RoundScheduler:
             if group.exponent is not None:
                 draw = DrawObservation(score, information, exponents[g])
                 self.exponents.observe(group.params.temperature, group.exponent, draw)
-            if math.isfinite(rank):
+            if math.isfinite(rank) and group.adaptive:
                 self.acceptance.count_rank(rank)
 
     def _drop_slots(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from smc.algorithm.coupling import RANK_EVERY
+from smc.algorithm.coupling import is_ranked
 from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.draft import observe_draws
@@ -115,6 +115,7 @@ def test_what_draws_say_is_what_torch_finds(lookahead, has_head):
             ids_M = torch.arange(0, VOCAB, 2, device=device) if has_head else None
             columns = VOCAB if ids_M is None else len(ids_M)
             kept_BV = made.here(made.rng.normal(size=(5, columns)).astype(np.float32))
+            kept_BV[:, :: 2 + seed] = -torch.inf
             coupling = Coupling(
                 made.plan.exponent_A, made.plan.target_distribution.temperature_R, made.plan.seed_A, ids_M
             )
@@ -129,13 +130,23 @@ def test_what_draws_say_is_what_torch_finds(lookahead, has_head):
     assert seen > 2 and ranked
 
 
+def test_ranks_are_looked_for_whatever_the_length_of_rounds():
+    """Rounds of full blocks visit every n-th position."""
+    ranked_P = is_ranked(torch.arange(4096))
+    for length in range(1, 20):
+        for begin in range(length):
+            assert 0.1 < ranked_P[begin::length].float().mean() < 0.45
+
+
 def test_the_rank_of_a_draw_is_how_many_tokens_the_draft_prefers():
-    """Of every fourth position; a token that a head lacks is after all that it has."""
+    """At some positions; a token that a head lacks, or that has no probability, is after all others."""
     found = {False: 0, True: 0}
     for seed in range(40):
         made = DraftRound(seed, frozenset({PopulationKind.BEST}), False, CPU, largest=6)
         plan, tree, choice = made.plan, made.tree(), choice_of(made)
         kept_BV = made.here(made.rng.normal(size=(made.places, VOCAB)).astype(np.float32))
+        if seed % 2:  # as a mask leaves it
+            kept_BV[:, ::3] = -torch.inf
         coupled = partial(Coupling, plan.exponent_A, plan.target_distribution.temperature_R, plan.seed_A)
         root_A = choice.ancestor_A
         position_A = made.state.end_S[plan.slot_A[root_A]]
@@ -145,7 +156,8 @@ def test_the_rank_of_a_draw_is_how_many_tokens_the_draft_prefers():
             rank_A = observe_draws(made.state, plan, tree, choice, kept_BV[:, ids_M], coupled(ids_M))[2]
             for index in torch.isfinite(rank_A).nonzero()[:, 0].tolist():
                 score_V, token = score_AV[index], int(token_A[index])
-                expected = (score_V[ids_M] > score_V[token]).sum() if token in ids_M else len(ids_M)
-                assert rank_A[index] == expected and position_A[index] % RANK_EVERY == 0
-                found[token in ids_M] += 1
+                is_there = token in ids_M and bool(score_V[token] > -torch.inf)
+                expected = (score_V[ids_M] > score_V[token]).sum() if is_there else len(ids_M)
+                assert rank_A[index] == expected and is_ranked(position_A[index])
+                found[is_there] += 1
     assert min(found.values()) > 2

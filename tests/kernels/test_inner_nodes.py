@@ -130,6 +130,8 @@ def test_outcomes_are_limited_as_by_the_torch_form(kinds):
             shares_XC = made.here(made.floats(len(tree.mass_X), WIDTH))
             if seed % 3 == 0:  # of equal ones the first stay
                 shares_XC, tree = shares_XC.round(), replace(tree, mass_X=tree.mass_X.round())
+            if seed % 3 == 1:
+                shares_XC, tree = shares_XC.clamp(0, 0), replace(tree, mass_X=tree.mass_X.clamp(0, 0))
             candidates = CandidateTokens(shares_XC.long(), shares_XC, shares_XC)
             kept.append(ops.limit_outcomes(made.plan, tree, candidates, has_rest))
             left_out += int((kept[-1].share_RC != shares_XC).sum())

@@ -61,7 +61,7 @@ def test_a_draft_that_is_the_target_is_always_right(form, temperature):
     found = answers(engine, requests)
     # Nor does the draft ever prefer another token: at temperature 0 certainly.
     acceptance = engine.rounds_of(Method.EXACT).acceptance
-    assert acceptance.missed_first <= 8 * temperature and acceptance.missed_wide == 0
+    assert acceptance.ranked > 2 and acceptance.missed_first <= 8 * temperature and acceptance.missed_wide == 0
     for n in sizes:
         for seed in range(4):
             statistics = found[f"{n} {seed}"].statistics

@@ -285,11 +285,11 @@ def test_depths_that_are_no_use_are_learnt_one_by_one():
 
 
 def ranked(first: float, wide: float, draws: int = 4000) -> Acceptance:
-    """After so many draws of which these shares were not the draft's first token, and none of its first eight."""
+    """After so many draws of which these shares were not the draft's first token, and none of its first four."""
     rng, acceptance = random.Random(2), Acceptance(0.999)
     for _ in range(draws):
         draw = rng.random()
-        acceptance.count_rank(8 if draw < wide else 1 if draw < first else 0)
+        acceptance.count_rank(4 if draw < wide else 1 if draw < first else 0)
     return acceptance
 
 
