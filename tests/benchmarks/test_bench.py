@@ -43,6 +43,7 @@ def test_costs_of_what_ran(smcserve):
     assert [row[1] for row in rows] == sorted((row[1] for row in rows), key=float)
 
 
+@pytest.mark.slow
 def test_advice(smcserve, tmp_path, monkeypatch):
     # However busy the machine is, no size is left out for want of time.
     effort = replace(timing.STEADY, seconds=math.inf, repeats=2, untimed=0, crowd=4, context=128)

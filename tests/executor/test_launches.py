@@ -96,10 +96,11 @@ def launches(monkeypatch) -> Launches:
 @pytest.mark.parametrize(
     ("config", "law", "a_step"),
     [
-        (
+        pytest.param(
             EngineConfig(block=2, branches=2),
             {"population": "distinct"},
             ["_survey", "_find", "_race_rest", "_finish_rest", "_expand"],
+            marks=pytest.mark.slow,
         ),
         (EngineConfig(form="lockstep", block=2), {"population": "independent"}, ["_race", "_finish_race"]),
     ],

@@ -69,9 +69,9 @@ def test_evidence_is_the_mass_of_the_powered_law(config, law):
 def test_answers_approach_the_exact_law_as_particles_are_added(config):
     """Both forms approach the same law. The draft alone is 0.45 away."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
-    far = distance(population(config, 150, particles=1), law)
+    far = distance(population(config, 250, particles=1), law)
     near = distance(standing(config, **ALWAYS), law)
-    nearest = distance(population(config, 100, particles=16, ess_threshold=0.5), law)
+    nearest = distance(population(config, 150, particles=16, ess_threshold=0.5), law)
     assert far - 0.05 > near > nearest + 0.01
     assert nearest < 0.2
 
