@@ -11,7 +11,8 @@ import pytest
 
 from tests.ports import free_ports
 
-LONGEST_SECONDS = 1.5
+LONGEST_SECONDS = 2.5
+"""Computed by the process: 1.3 seconds on a quiet machine, 3.6 if it imported torch."""
 
 
 @pytest.fixture
