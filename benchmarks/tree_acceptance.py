@@ -1,7 +1,8 @@
 """How many of a target's next tokens the draft's tree holds, on text that the target wrote itself.
 
     python -m benchmarks.tree_acceptance --target DIR --draft DIR [--temperature 1 ...] [-n 8] [-k 5] [--texts 16]
-        [--draft-dtype bfloat16 --draft-dtype fp8 --draft-dtype int4] [--rounds --pass-steps 11]
+        [--draft-dtype bfloat16 --draft-dtype fp8 --draft-dtype int4]
+        [--rounds [--prompts-file FILE] [--pass-steps 11.25 --plain-steps 10.2]]
 
 The target writes conversations: user turns from its chat template's opening, then the answers to them. The demo target
 answers problems. Contexts are taken from the answers at equal distances; `smc.distill.trees` says what happens at each.
@@ -14,8 +15,10 @@ a small model wrote at temperature 1 drifts to where both models are uncertain. 
 of the draws, but at most at 0.7.
 
 `--rounds` walks through the answers instead, as rounds in lockstep do: with every depth up to K, and with the best depth
-of each round, which no rule can know before it. So the last line is a bound for all rules that choose depths. The
-speeds are those where a pass of the target takes as long as so many steps of the draft (`--pass-steps`).
+of each round, which no rule can know before it. So the last line is a bound for all rules that choose depths up to K.
+The answers are written at the temperature itself, to prompts of the target's own or of a file. The speeds are those
+where a pass over a tree takes as long as so many steps of the draft (`--pass-steps`), and one of plain decoding as
+long as `--plain-steps`.
 
 Knows models, and an engine to write the text."""
 
@@ -28,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.problem_file import read_problems
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
@@ -98,9 +102,9 @@ def main() -> None:
     parser.add_argument("--distance", type=int, default=8, help="tokens between contexts; default: %(default)s")
     parser.add_argument("--json", type=Path, help="write contexts, and how many tokens were held, here")
     parser.add_argument("--rounds", action="store_true", help="walk through answers by rounds; see above")
-    parser.add_argument(
-        "--pass-steps", type=float, default=11.0, help="of --rounds: a pass in steps of the draft; default: %(default)s"
-    )
+    parser.add_argument("--prompts-file", type=Path, help="of the answers, as `smcserve bench` takes them")
+    parser.add_argument("--pass-steps", type=float, default=11.25, help="of --rounds; default: %(default)s")
+    parser.add_argument("--plain-steps", type=float, default=10.2, help="of --rounds; default: %(default)s")
     parser.add_argument(
         "--draft-dtype", action="append", choices=DTYPES, help="may be repeated; default: float32, on a GPU bfloat16"
     )
@@ -116,16 +120,18 @@ def main() -> None:
     for temperature in given.temperature or (1.0, 0.7, 0.4):
         found = record[f"{temperature:g}"] = []
         held: dict[str, list[int]] = {name: [] for name in trees}
-        written_at = min(temperature, MOST_TEXT_TEMPERATURE)
-        texts = (
-            write_answers(pair, demo_problems(pair.tokenizer, given.texts), written_at)
-            if given.target.resolve() == demo.TARGET.resolve()
-            else write_texts(pair, given.texts, written_at)
-        )
+        written_at = temperature if given.rounds else min(temperature, MOST_TEXT_TEMPERATURE)
+        if given.prompts_file:
+            prompts = [each.tokens(pair.tokenizer, raw=False) for each in read_problems(given.prompts_file)]
+            texts = write_answers(pair, prompts, written_at)
+        elif given.target.resolve() == demo.TARGET.resolve():
+            texts = write_answers(pair, demo_problems(pair.tokenizer, given.texts), written_at)
+        else:
+            texts = write_texts(pair, given.texts, written_at)
         if given.rounds:
             for name, tree in trees.items():
                 held_T = held_along(tree, texts, given.k, temperature)
-                for line in lines_of_rounds(held_T, given.k, given.pass_steps):
+                for line in lines_of_rounds(held_T, given.k, given.pass_steps, given.plain_steps):
                     print(f"temperature {temperature:g}, {name}, {line}", flush=True)
             continue
         for text in texts:
@@ -165,10 +171,12 @@ def rounds_along(held: Sequence[int], depth: int | None) -> tuple[int, int, int]
     return rounds, tokens, steps
 
 
-def lines_of_rounds(held_T: Sequence[Sequence[int]], block: int, pass_steps: float) -> Iterator[str]:
+def lines_of_rounds(
+    held_T: Sequence[Sequence[int]], block: int, pass_steps: float, plain_steps: float
+) -> Iterator[str]:
     for depth in (*range(1, block + 1), None):
         rounds, tokens, steps = map(sum, zip(*(rounds_along(held, depth) for held in held_T if held)))
-        speed = tokens * pass_steps / (rounds * pass_steps + steps)
+        speed = tokens * plain_steps / (rounds * pass_steps + steps)
         name = "the best depth" if depth is None else f"depth {depth}"
         yield f"{name}: {tokens / rounds:.2f} tokens a round, {steps / rounds:.1f} steps, {speed:.2f} times plain"
 

@@ -197,9 +197,9 @@ class TokenMasks:
         host, row_M = hosts[self._turn % len(hosts)]
         # Masks that are needed are written one after another. Most rows need none where many are without a particle.
         needed: dict[int, list[MaskPath]] = {}
-        count = 0
+        count, numbers_M = 0, row_M.numpy()
         for index, path in paths:
-            row_M.numpy()[count : count + path.masks] = np.arange(path.row, path.row + path.masks)
+            numbers_M[count : count + path.masks] = np.arange(path.row, path.row + path.masks)
             needed.setdefault(int(plan.group_A[index]), []).append(path._replace(row=count))
             count += path.masks
         followers = {group: self._follower(plan, group) for group in needed}

@@ -46,6 +46,19 @@ def _hash(position):
     return ((hashed ^ (hashed >> _HALF)) * _FACTOR) & _MOST
 
 
+@triton.jit
+def _part(begin, columns, kept_BV, root, position, token, coupling, HEAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Of some columns after a root: whether they exist, log q, score, and whether they are of the drawn token."""
+    column_V = begin + tl.arange(0, BLOCK)
+    inside_V = column_V < columns
+    logq_V = tl.load(kept_BV + root * columns + column_V, mask=inside_V, other=-float("inf"))
+    score_V = coupled_score(logq_V, column_V, inside_V, root, position, coupling, HEAD)
+    token_V = column_V.to(tl.int64)
+    if HEAD:
+        token_V = tl.load(coupling.ids_M + column_V, mask=inside_V, other=-1)
+    return inside_V, logq_V, score_V, inside_V & (token_V == token)
+
+
 @one_variant("kept_BV")
 def _observe(
     slot_A, slots, tokens, choice_9A, kept_BV, sizes, coupling, observed_3A, HEAD: tl.constexpr, BLOCK: tl.constexpr
@@ -65,14 +78,9 @@ def _observe(
         top, total, first, second = -float("inf"), 0.0, 0.0, 0.0
         drawn_logq, drawn_score = -float("inf"), -float("inf")
         for begin in range(0, columns, BLOCK):
-            column_V = begin + tl.arange(0, BLOCK)
-            inside_V = column_V < columns
-            logq_V = tl.load(kept_BV + root * columns + column_V, mask=inside_V, other=-float("inf"))
-            score_V = coupled_score(logq_V, column_V, inside_V, root, position, coupling, HEAD)
-            token_V = column_V.to(tl.int64)
-            if HEAD:
-                token_V = tl.load(coupling.ids_M + column_V, mask=inside_V, other=-1)
-            is_drawn_V = inside_V & (token_V == token)
+            _, logq_V, score_V, is_drawn_V = _part(
+                begin, columns, kept_BV, root, position, token, coupling, HEAD, BLOCK
+            )
             drawn_logq = tl.maximum(drawn_logq, tl.max(tl.where(is_drawn_V, logq_V, -float("inf")), 0))
             drawn_score = tl.maximum(drawn_score, tl.max(tl.where(is_drawn_V, score_V, -float("inf")), 0))
             higher = tl.maximum(top, tl.max(score_V, 0))
@@ -94,14 +102,10 @@ def _observe(
             if drawn_score > -float("inf"):
                 rank = 0.0
                 for begin in range(0, columns, BLOCK):
-                    column_V = begin + tl.arange(0, BLOCK)
-                    inside_V = column_V < columns
-                    logq_V = tl.load(kept_BV + root * columns + column_V, mask=inside_V, other=-float("inf"))
-                    score_V = coupled_score(logq_V, column_V, inside_V, root, position, coupling, HEAD)
-                    token_V = column_V.to(tl.int64)
-                    if HEAD:
-                        token_V = tl.load(coupling.ids_M + column_V, mask=inside_V, other=-1)
-                    is_above_V = inside_V & (score_V > drawn_score) & (token_V != token)
+                    inside_V, _, score_V, is_drawn_V = _part(
+                        begin, columns, kept_BV, root, position, token, coupling, HEAD, BLOCK
+                    )
+                    is_above_V = inside_V & (score_V > drawn_score) & (is_drawn_V == 0)
                     rank += tl.sum(is_above_V.to(tl.float32), 0)
     tl.store(observed_3A + index, score)
     tl.store(observed_3A + batch_size + index, information)

@@ -19,7 +19,8 @@ import numpy as np
 
 WIDTH_GAIN = 0.6
 """Gain before anything has been seen: eight rows miss 3.5 times less often than one. So it was on the shipped pair
-before drafting was coupled to the target's noise; since then it is about 1.8 times, on SmolLM2 and its draft 2.1."""
+before drafting was coupled to the target's noise; at temperature 1 it is 0.29 now (`python -m benchmarks.exactness
+misses --problems 24`)."""
 MOST_GAIN = 1.5
 WIDE, WIDE_TOKENS = 8, 4
 """A tree of eight rows has about four tokens at its first depth: its rows share them."""
@@ -49,8 +50,6 @@ class Acceptance:
     """Of tokens at each depth that was tried, those that were missing."""
     tried_D: list[dict[int, float]] = field(default_factory=list)
     """Tokens that were tried, by the number of rows of their tree, rounded up to a power of two."""
-    ranked: float = 0.0
-    """Draws of the target of which it is known how the draft ranks them."""
     missed_first: float = 0.0
     """Draws of the target that were not the draft's first token."""
     missed_wide: float = 0.0
@@ -82,7 +81,6 @@ class Acceptance:
 
     def count_rank(self, rank: float) -> None:
         """Count a draw of the target that this many tokens were more likely to be, as the draft saw it."""
-        self.ranked = self.memory * self.ranked + 1
         self.missed_first = self.memory * self.missed_first + (rank >= 1)
         self.missed_wide = self.memory * self.missed_wide + (rank >= WIDE_TOKENS)
 
@@ -102,7 +100,6 @@ class Acceptance:
         self.tried_D = (
             [{rows: share * tried for rows, tried in of_depth.items()} for of_depth in self.tried_D] if share else []
         )
-        self.ranked *= share
         self.missed_first *= share
         self.missed_wide *= share
         self.broken *= share

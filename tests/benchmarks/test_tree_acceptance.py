@@ -41,7 +41,7 @@ def test_rounds_of_an_answer():
     assert rounds_along(held, 3) == (3, 8, 9)
     assert rounds_along(held, 1) == (5, 8, 5)
     assert rounds_along(held, None) == (3, 8, 5)
-    assert list(lines_of_rounds([held], 1, pass_steps=4.0)) == [
+    assert list(lines_of_rounds([held], 1, pass_steps=4.0, plain_steps=4.0)) == [
         "depth 1: 1.60 tokens a round, 1.0 steps, 1.28 times plain",
         "the best depth: 2.67 tokens a round, 1.7 steps, 1.88 times plain",
     ]
