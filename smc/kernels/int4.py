@@ -25,8 +25,10 @@ from smc.kernels.linear import SHARED_ROOM, ProductTiling, choose_splits, rows_o
 from smc.model import quantisation
 from smc.model.linear import Linear
 
-MOST_TOKENS = 64
+MOST_TOKENS = 128
 """Of `linear_int4` and `gate_up_int4`."""
+MOST_BLOCK = 64
+"""Tokens of a program: two that widen the same weights for 64 tokens each have more registers than one for 128."""
 SYMMETRIC_ZERO = tl.constexpr(quantisation.SYMMETRIC_ZERO)
 LEAST_DEPTH = tl.constexpr(16)
 """Inputs of the smallest product of tensor cores. Groups of at least eight times as many are taken in eighths."""
@@ -57,17 +59,18 @@ _WIDENED = 1 << 26
 def choose_int4(tokens: int, outputs: int, inputs: int, group: int, gated: bool = False) -> ProductTiling:
     """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs. Of those tried
     on an H200 (`python -m benchmarks.int4 products`)."""
-    block_n, programs = 128, _PROGRAMS if tokens <= 32 else _PROGRAMS // 2
-    splits = 1 if gated else choose_splits(triton.cdiv(outputs, block_n), inputs // group, programs)
+    block_t, block_n, programs = token_block(tokens), 128, _PROGRAMS if tokens <= 32 else _PROGRAMS // 2
+    tiles = triton.cdiv(tokens, block_t) * triton.cdiv(outputs, block_n)
+    splits = 1 if gated else choose_splits(tiles, inputs // group, programs)
     # In flight: words, x, scales and zero points. One step's widened weights lie beside them.
-    stage_bytes = group * (block_n // 2 + 2 * token_block(tokens)) + 4 * block_n
+    stage_bytes = group * (block_n // 2 + 2 * block_t) + 4 * block_n
     stages = min(3, (SHARED_ROOM - 2 * group * block_n) // stage_bytes)
     return ProductTiling(block_n, group, splits, 4, stages=max(2, stages))
 
 
 def token_block(tokens: int) -> int:
     """Tokens of a program, padded."""
-    return max(16, triton.next_power_of_2(tokens))
+    return min(MOST_BLOCK, max(16, triton.next_power_of_2(tokens)))
 
 
 def linear_int4(
@@ -144,11 +147,12 @@ def _launch(
             f"{x_TK.shape=}, {x_TK.stride()=}"
         )
     rows = tiling.block_n // 2 if flags["GATED"] else tiling.block_n
-    scale, zero, bias = matrix.scale, matrix.zero, matrix.bias
-    _int4[(1, triton.cdiv(outputs, rows), splits)](
+    scale, zero, bias, block_t = matrix.scale, matrix.zero, matrix.bias, token_block(tokens)
+    # Programs of the same weights are neighbours: the second finds them in the L2 cache.
+    _int4[(triton.cdiv(tokens, block_t), triton.cdiv(outputs, rows), splits)](
         x_TK, matrix.weight, scale, scale if zero is None else zero, scale if bias is None else bias, out,
         tokens, outputs, inputs, x_TK.stride(0),
-        STEPS=inputs // matrix.group // splits, STAGES=tiling.stages, BLOCK_T=token_block(tokens),
+        STEPS=inputs // matrix.group // splits, STAGES=tiling.stages, BLOCK_T=block_t,
         BLOCK_N=tiling.block_n, GROUP=matrix.group, HAS_ZEROS=zero is not None, HAS_BIAS=bias is not None, **flags,
         num_warps=tiling.warps, **launch_options(flags["PDL"]),
     )  # fmt: skip
@@ -253,10 +257,10 @@ def _int4(
     STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs over one part of K."""
-    tile, split = tl.program_id(1), tl.program_id(2)
+    """One tile of outputs of some tokens, over one part of K."""
+    t0, tile, split = tl.program_id(0) * BLOCK_T, tl.program_id(1), tl.program_id(2)
     WORDS: tl.constexpr = GROUP // 8
-    t, w = tl.arange(0, BLOCK_T), tl.arange(0, WORDS)
+    t, w = t0 + tl.arange(0, BLOCK_T), tl.arange(0, WORDS)
     n, first = rows_of_tile(tile, outputs, BLOCK_N, GATED), split * STEPS
     rows = outputs * 2 if GATED else outputs
     weight_at = weight + n[:, None].to(tl.int64) * (inputs // 8) + (first * WORDS + w)[None, :]
@@ -269,7 +273,7 @@ def _int4(
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    store_sums(sum_NT, bias, out, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS, GATED, GELU)
+    store_sums(sum_NT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS, GATED, GELU)
 
 
 @one_variant("weight", "scale", "zero", "out", "inputs", "all_outputs")

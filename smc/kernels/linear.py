@@ -304,7 +304,7 @@ def _linear(
         x_at += BLOCK_K
     if PDL:
         gdc_launch_dependents()
-    store_sums(sum_NT, bias, out, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS, GATED, GELU)
+    store_sums(sum_NT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS, GATED, GELU)
 
 
 @one_variant("x_tiles", "more_tiles", "tiles", "x_scale", "scale", "bias", "out", "outputs")
@@ -396,16 +396,17 @@ def _store_scaled(
 
 @triton.jit
 def store_sums(
-    sum_NT, bias, out, tokens, outputs,
+    sum_NT, bias, out, t0, tokens, outputs,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
-    """A tile's sums; gated, rows of the gate and then as many of up, which become one half as many."""
+    """A tile's sums, of tokens from t0 on; gated, rows of the gate and then as many of up, which become one half as
+    many."""
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
         gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
-        store_tile(gated_product(gate_NT, up_NT, GELU), bias, out, 0, tokens, outputs, HALF, BLOCK_T, False)
+        store_tile(gated_product(gate_NT, up_NT, GELU), bias, out, t0, tokens, outputs, HALF, BLOCK_T, False)
     else:
-        store_tile(sum_NT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
+        store_tile(sum_NT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """Which rows of a draft tree are verified: the Triton form of `smc.executor.tree_rows`. `_choose_rows` has a program for
-every group, `_take_rows` one for every few rows.
+every group, or where groups may have many nodes one launch for each of its phases, of which all but the first have
+several programs a group; `_take_rows` has a program for every few rows.
 
 See `smc.executor.tree_rows` for axes; I and J nodes at a time."""
 
@@ -20,6 +21,9 @@ LEAD = tl.constexpr(LEAD_GAIN)
 NONE = tl.constexpr(-float("inf"))
 ROWS = 4
 """Rows of a program that takes them."""
+PHASES = 4
+MOST_PROGRAMS = 16
+"""Of a group, in one phase: each compares one tile of nodes after another with all nodes."""
 
 
 class StepRows(NamedTuple):
@@ -86,10 +90,14 @@ def choose_rows(
     pages, nodes, room = steps[0].tail_XB.shape[1], len(steps) * rows, Room(plan.slot_A.device)
     scratch = Scratch(*(room.doubles(nodes) for _ in range(2)), *(room.ints(nodes) for _ in range(4)))
     leaf_X, is_there_X = room.longs(rows), room.bools(rows)
-    _choose_rows[(len(plan.first_G),)](
-        plan, steps, scratch, leaf_X, is_there_X, rows,
-        K=len(steps), F=branches, AHEAD=lookahead, BLOCK=block, num_warps=8,
-    )  # fmt: skip
+    programs = min(triton.cdiv(nodes, block), MOST_PROGRAMS)
+    # A phase reads what programs of the one before have written.
+    phases = [range(PHASES)] if programs == 1 else [range(phase, phase + 1) for phase in range(PHASES)]
+    for of_launch in phases:
+        _choose_rows[(len(plan.first_G), programs if of_launch.start else 1)](
+            plan, steps, scratch, leaf_X, is_there_X, rows, FROM=of_launch.start, UPTO=of_launch.stop,
+            K=len(steps), F=branches, AHEAD=lookahead, BLOCK=block, num_warps=8,
+        )  # fmt: skip
     out = TakenRows(
         root_X=room.longs(rows),
         tokens_XK=room.longs(rows, tokens),
@@ -132,20 +140,38 @@ def _node_of_all(tile, i, first, size, rows, total):
 
 @one_variant()
 def _choose_rows(
-    plan, steps, scratch, leaf_X, is_there_X, rows,
+    plan, steps, scratch, leaf_X, is_there_X, rows, FROM: tl.constexpr, UPTO: tl.constexpr,
     K: tl.constexpr, F: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The phases from `FROM` up to `UPTO`, the first of which has one program a group."""
     group = tl.program_id(0)
     first, size = tl.load(plan.first_G + group).to(tl.int32) * F, tl.load(plan.size_G + group).to(tl.int32) * F
     if tl.load(plan.kind_G + group) != BEST:
         return
+    if FROM == 0:
+        _find_paths(steps, scratch, first, size, rows, K, AHEAD, BLOCK)
+        tl.debug_barrier()
+    if (FROM <= 1) & (UPTO > 1) & AHEAD:
+        most = tl.load(plan.draws_G + group).to(tl.int32)
+        _limit_outcomes_to(most, scratch, first, size, rows, K, BLOCK)
+        tl.debug_barrier()
+    if (FROM <= 2) & (UPTO > 2):
+        _keep_heaviest(scratch, first, size, rows, K, BLOCK)
+        tl.debug_barrier()
+    if UPTO > 3:
+        _number_rows(scratch, leaf_X, is_there_X, first, size, rows, K, BLOCK)
+
+
+@triton.jit
+def _find_paths(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Best paths from all nodes, and which of them are not part of another's."""
     i, tiles = tl.arange(0, BLOCK), tl.cdiv(size, BLOCK)
     top = tl.full((), NONE, tl.float64)
     for tile in range(tiles):
         _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
         alive_I = tl.load(steps[0].alive_X + x_I, mask=in_I, other=0) != 0
         top = tl.maximum(top, tl.max(tl.load(steps[0].mass_X + x_I, mask=alive_I, other=NONE), 0))
-    # Paths, from their ends: the worth of every node, and which of those of the step after it continues its best path.
+    # From their ends: the worth of every node, and which of those of the step after it continues its best path.
     for k in tl.static_range(K - 1, -1, -1):
         for tile in range(tiles):
             _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
@@ -201,26 +227,32 @@ def _choose_rows(
             if AHEAD:
                 outcome_I = tl.load(steps[k].outcome_X + x_I, mask=in_I, other=0).to(tl.int32)
             tl.store(scratch.outcome_M + m_I, outcome_I, mask=in_I)
-    tl.debug_barrier()
-    # From here on all nodes are compared with all, whatever steps they are of.
-    total = K * size
+
+
+@triton.jit
+def _limit_outcomes_to(most, scratch, first, size, rows, K: tl.constexpr, BLOCK: tl.constexpr):
+    """An outcome has room for `most` paths. From here on all nodes are compared with all, whatever steps they are of."""
+    i, total = tl.arange(0, BLOCK), K * size
     tiles = tl.cdiv(total, BLOCK)
-    if AHEAD:
-        most = tl.load(plan.draws_G + group).to(tl.int32)
-        for tile in range(tiles):
-            m_I, in_I = _node_of_all(tile, i, first, size, rows, total)
-            worth_I = tl.load(scratch.worth_M + m_I, mask=in_I, other=-1.0)
-            outcome_I = tl.load(scratch.outcome_M + m_I, mask=in_I, other=-1)
-            rank_I = tl.zeros((BLOCK,), tl.int32)
-            for other in range(tiles):
-                m_J, in_J = _node_of_all(other, i, first, size, rows, total)
-                worth_J = tl.load(scratch.worth_M + m_J, mask=in_J, other=-1.0)
-                outcome_J = tl.load(scratch.outcome_M + m_J, mask=in_J, other=-2)
-                rank_I += _before(worth_J, m_J, outcome_J, worth_I, m_I, outcome_I)
-            tl.store(scratch.useful_M + m_I, tl.where(rank_I < most, worth_I, -1.0), mask=in_I)
-        tl.debug_barrier()
-    kept = 0
-    for tile in range(tiles):
+    for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
+        m_I, in_I = _node_of_all(tile, i, first, size, rows, total)
+        worth_I = tl.load(scratch.worth_M + m_I, mask=in_I, other=-1.0)
+        outcome_I = tl.load(scratch.outcome_M + m_I, mask=in_I, other=-1)
+        rank_I = tl.zeros((BLOCK,), tl.int32)
+        for other in range(tiles):
+            m_J, in_J = _node_of_all(other, i, first, size, rows, total)
+            worth_J = tl.load(scratch.worth_M + m_J, mask=in_J, other=-1.0)
+            outcome_J = tl.load(scratch.outcome_M + m_J, mask=in_J, other=-2)
+            rank_I += _before(worth_J, m_J, outcome_J, worth_I, m_I, outcome_I)
+        tl.store(scratch.useful_M + m_I, tl.where(rank_I < most, worth_I, -1.0), mask=in_I)
+
+
+@triton.jit
+def _keep_heaviest(scratch, first, size, rows, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The heaviest paths are rows, as many as there is room for."""
+    i, total = tl.arange(0, BLOCK), K * size
+    tiles = tl.cdiv(total, BLOCK)
+    for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
         m_I, in_I = _node_of_all(tile, i, first, size, rows, total)
         worth_I = tl.load(scratch.useful_M + m_I, mask=in_I, other=-1.0)
         rank_I, zero_I = tl.zeros((BLOCK,), tl.int32), m_I * 0
@@ -230,15 +262,19 @@ def _choose_rows(
             rank_I += _before(worth_J, m_J, m_J * 0, worth_I, m_I, zero_I)
         kept_I = in_I & (worth_I >= 0) & (rank_I < size)
         tl.store(scratch.kept_M + m_I, kept_I.to(tl.int32), mask=in_I)
-        kept += tl.sum(kept_I.to(tl.int32), 0)
-    tl.debug_barrier()
-    # Rows of one outcome are beside each other, the heaviest first.
-    for tile in range(tiles):
+
+
+@triton.jit
+def _number_rows(scratch, leaf_X, is_there_X, first, size, rows, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of one outcome are beside each other, the heaviest first."""
+    i, total = tl.arange(0, BLOCK), K * size
+    tiles = tl.cdiv(total, BLOCK)
+    for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
         m_I, in_I = _node_of_all(tile, i, first, size, rows, total)
         kept_I = tl.load(scratch.kept_M + m_I, mask=in_I, other=0) > 0
         worth_I = tl.load(scratch.useful_M + m_I, mask=in_I, other=-1.0)
         outcome_I = tl.load(scratch.outcome_M + m_I, mask=in_I, other=0)
-        number_I = tl.zeros((BLOCK,), tl.int32)
+        number_I, kept = tl.zeros((BLOCK,), tl.int32), 0
         for other in range(tiles):
             m_J, in_J = _node_of_all(other, i, first, size, rows, total)
             kept_J = tl.load(scratch.kept_M + m_J, mask=in_J, other=0) > 0
@@ -247,6 +283,7 @@ def _choose_rows(
             earlier_IJ = kept_J[None, :] & (outcome_J[None, :] < outcome_I[:, None])
             number_I += tl.sum(earlier_IJ.to(tl.int32), 1)
             number_I += _before(worth_J, m_J, outcome_J, worth_I, m_I, outcome_I)
+            kept += tl.sum(kept_J.to(tl.int32), 0)
         leaf_I = tl.load(scratch.leaf_M + m_I, mask=kept_I, other=0).to(tl.int64)
         tl.store(leaf_X + first + number_I, leaf_I, mask=kept_I)
         tl.store(is_there_X + first + number_I, kept_I, mask=kept_I)
@@ -258,12 +295,12 @@ def _choose_rows(
                 is_rest_J = rest + i < size
                 tl.store(leaf_X + first + rest + i, tl.zeros((BLOCK,), tl.int64) + leaf, mask=is_rest_J)
                 tl.store(is_there_X + first + rest + i, is_rest_J == 0, mask=is_rest_J)
-    if kept == 0:
-        for rest in range(0, size, BLOCK):
-            in_J = rest + i < size
-            x_J = first + rest + i
-            tl.store(leaf_X + x_J, ((K - 1) * rows + x_J).to(tl.int64), mask=in_J)
-            tl.store(is_there_X + x_J, in_J == 0, mask=in_J)
+        if (kept == 0) & (tile == 0):
+            for rest in range(0, size, BLOCK):
+                in_J = rest + i < size
+                x_J = first + rest + i
+                tl.store(leaf_X + x_J, ((K - 1) * rows + x_J).to(tl.int64), mask=in_J)
+                tl.store(is_there_X + x_J, in_J == 0, mask=in_J)
 
 
 @triton.jit

@@ -51,29 +51,31 @@ def pair() -> ModelPair:
     return character_pair(PIECES, LENGTH + 8)
 
 
-def check(config: EngineConfig, numbers: range) -> Counter:
-    """Ask for answers to so many schemas by every method. Returns how many ended, and how, by method."""
+def check(config: EngineConfig, numbers: range, of: ModelPair, prompt: tuple[int, ...] = (1, 2)) -> Counter:
+    """Ask for answers to so many schemas by every method. Returns how many ended, and how, by method; and how many exact
+    answers are not the target's."""
     schemas = {number: some_schema(random.Random(number)) for number in numbers}
     requests = [
-        request((1, 2), f"{name} {number}", seed=number, max_tokens=LENGTH, constraint={"json_schema": schema}, **how)
+        request(prompt, f"{name} {number}", seed=number, max_tokens=LENGTH, constraint={"json_schema": schema}, **how)
         for number, schema in schemas.items()
         for name, how in METHODS.items()
     ]
-    found, counts = answers(local_engine(pair(), config), requests), Counter()
+    found, counts = answers(local_engine(of, config), requests), Counter()
     for request_id, answer in found.items():
         name, _, number = request_id.rpartition(" ")
         counts[name, answer.finish_reason] += 1
         if answer.finish_reason is FinishReason.EOS:
             jsonschema.validate(json.loads(answer.text), schemas[int(number)])
         if name == "exact":
-            assert answer.tokens == found[f"target {number}"].tokens
+            counts["differs"] += answer.tokens != found[f"target {number}"].tokens
     return counts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_finished_answers_are_valid(config: EngineConfig):
-    counts = check(config, range(7))
+    counts = check(config, range(7), pair())
+    assert not counts.pop("differs")
     for name in METHODS:
         assert counts[name, FinishReason.EOS] > 4
     assert {reason for _, reason in counts} <= {FinishReason.EOS, FinishReason.LENGTH}
@@ -86,6 +88,7 @@ MORE = 14
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CASES[:1], ids=config_id)
 def test_more_schemas(config: EngineConfig):
-    counts = check(config, range(12, 12 + MORE))
+    counts = check(config, range(12, 12 + MORE), pair())
+    assert not counts["differs"]
     for name in METHODS:
         assert counts[name, FinishReason.EOS] > 0.9 * MORE
