@@ -1,8 +1,9 @@
-"""The table of power and potentials: the shares of held-out problems that the demo pair solves at a high temperature by
-p^alpha of whole answers, beside what else sharpens: a lower temperature, and the likeliest or the commonest of N
-answers; and by a potential that checks arithmetic.
+"""The table of power and potentials: the shares of problems that a pair solves at a high temperature by p^alpha of whole
+answers, beside what else sharpens: a lower temperature, and the likeliest or the commonest of N answers; and by a
+potential that checks arithmetic. The demo pair solves held-out problems of its own, another pair those of a file.
 
     python -m benchmarks.power --temperature 2 --problems 128 --processes 8
+    python -m benchmarks.power --target DIR --draft DIR --problems-file benchmarks/number_questions.jsonl --temperature 1
 
 N answers and N particles run about as many positions through the target. Every problem has a seed of its own."""
 
@@ -12,19 +13,21 @@ import argparse
 import json
 import multiprocessing
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.problem_file import NUMBER, FileProblem, read_problems
 from smc.api.engine_config import EngineConfig
 from smc.api.outputs import Answer
 from smc.api.request import Request
 from smc.api.sampling_params import POPULATIONS, SamplingParams
 from smc.demo import MAX_ANSWER
 from smc.demo.checkers import arithmetic
-from smc.demo.problems import Problem, derived_seed, generate, grade
+from smc.demo.problems import derived_seed, generate, grade
 from smc.loading import loaded_models, pair_directories, use_threads
 from smc.local_engine import ModelPair, fitted_engine
 
@@ -47,6 +50,50 @@ class PowerRow:
     """Passes of the target for it, one after another."""
     best_solved: float | None
     """Where the likeliest particle is the answer; None: there are no particles."""
+
+
+@dataclass(frozen=True)
+class PowerProblem:
+    """A prompt, and which answers are right."""
+
+    prompt: tuple[int, ...]
+    """Tokens."""
+    is_right: Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class ProblemSource:
+    """Where problems come from, and who solves them."""
+
+    directories: tuple[Path, Path]
+    """Of target and draft."""
+    file: Path | None
+    """None: the demo pair's problems."""
+    count: int
+    tokens: int
+    """Of an answer, at most."""
+
+    def problems(self, pair: ModelPair, seed: int) -> dict[int, PowerProblem]:
+        """By number. Raises ValueError for a file that cannot be read, or a line without an answer."""
+        tokenizer = pair.tokenizer
+        if self.file is None:
+            return {
+                index: PowerProblem(
+                    tuple(tokenizer.chat([{"role": "user", "content": problem.question}])), partial(grade, problem)
+                )
+                for index, problem in enumerate(generate(seed, self.count, "test"))
+            }
+        found = {}
+        for problem in read_problems(self.file)[: self.count]:
+            if problem.answer is None:
+                raise ValueError(f"{self.file}, line {problem.number}: there is no answer; every line needs one")
+            prompt = tuple(problem.tokens(tokenizer, raw=False))
+            found[problem.number] = PowerProblem(prompt, partial(_is_right, problem))
+        return found
+
+
+def _is_right(problem: FileProblem, text: str) -> bool:
+    return bool(problem.grade(text))
 
 
 @dataclass(frozen=True)
@@ -74,9 +121,9 @@ class Solved:
 class PowerProblems:
     """Answers some problems in every way, at one temperature."""
 
-    def __init__(self, pair: ModelPair, problems: dict[int, Problem], ways: Ways) -> None:
-        """`problems`: by number."""
-        self._pair, self._problems, self._ways = pair, problems, ways
+    def __init__(self, pair: ModelPair, problems: dict[int, PowerProblem], tokens: int, ways: Ways) -> None:
+        """`problems`: by number; `tokens`: of an answer, at most."""
+        self._pair, self._problems, self._tokens, self._ways = pair, problems, tokens, ways
         self._temperature, self._seed = ways.temperature, ways.seed
         self.found: dict[str, list[Solved]] = defaultdict(list)
         """By the name of the way."""
@@ -111,12 +158,12 @@ class PowerProblems:
         # The draft is no surer of wide texts than the target: it proposes more sharply than they are weighed.
         given |= {"draft_temperature": min(1.0, self._temperature / alpha), "answer": "best", "return_particles": True}
         for index, (answer,) in self._ask(1, **given, **more).items():
-            share = sum(one.weight * grade(self._problems[index], one.text) for one in answer.particles or ())
-            best, statistics = grade(self._problems[index], answer.text), answer.statistics
+            is_right, statistics = self._problems[index].is_right, answer.statistics
+            share, best = sum(one.weight * is_right(one.text) for one in answer.particles or ()), is_right(answer.text)
             self.found[name].append(Solved(share, statistics.target_tokens, statistics.rounds, best))
 
     def _add(self, name: str, index: int, answers: Sequence[Answer], positions: float, passes: float) -> None:
-        share = sum(grade(self._problems[index], answer.text) for answer in answers) / len(answers)
+        share = sum(self._problems[index].is_right(answer.text) for answer in answers) / len(answers)
         self.found[name].append(Solved(share, positions, passes))
 
     def _ask(self, count: int, **sampling: Any) -> dict[int, list[Answer]]:
@@ -124,8 +171,8 @@ class PowerProblems:
         requests = [
             Request(
                 f"{index} {sample}",
-                tuple(self._pair.tokenizer.chat([{"role": "user", "content": problem.question}])),
-                SamplingParams(seed=derived_seed(self._seed + sample, index), max_tokens=MAX_ANSWER, **sampling),
+                problem.prompt,
+                SamplingParams(seed=derived_seed(self._seed + sample, index), max_tokens=self._tokens, **sampling),
             )
             for index, problem in self._problems.items()
             for sample in range(count)
@@ -151,18 +198,18 @@ def _likeliest(answers: Sequence[Answer]) -> Answer:
 
 
 def _commonest(answers: Sequence[Answer]) -> Answer:
-    """One whose result most have; the first of equals."""
-    results = [answer.text.rpartition("####")[2].strip() for answer in answers]
+    """One whose result most have, the last number; the first of equals."""
+    results = [(NUMBER.findall(answer.text) or [answer.text.strip()])[-1] for answer in answers]
     return answers[results.index(Counter(results).most_common(1)[0][0])]
 
 
-def measure_part(part: int, parts: int, count: int, ways: Ways) -> dict[str, list[Solved]]:
-    """Every so-manieth of `count` problems."""
-    directories = pair_directories(None, None)
-    pair = loaded_models("files", directories, "cpu", None, None, None, None, None).pair("cpu", "cpu")
-    use_threads(None, directories)
-    problems = dict(enumerate(generate(ways.seed, count, "test")))
-    table = PowerProblems(pair, {i: problem for i, problem in problems.items() if i % parts == part}, ways)
+def measure_part(part: int, parts: int, source: ProblemSource, ways: Ways, device: str) -> dict[str, list[Solved]]:
+    """Every so-manieth of the problems."""
+    pair = loaded_models("files", source.directories, device, None, None, None, None, None).pair(device, device)
+    use_threads(1 if parts > 1 else None, source.directories)
+    problems = source.problems(pair, ways.seed)
+    mine = {index: problem for index, problem in problems.items() if index % parts == part}
+    table = PowerProblems(pair, mine, source.tokens, ways)
     table.measure()
     return dict(table.found)
 
@@ -190,6 +237,11 @@ def text_of(rows: Sequence[PowerRow]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, help="directory; default: the demo pair's")
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--problems-file", type=Path, help="JSON lines with answers, as `smcserve eval` takes them")
+    parser.add_argument("--tokens", type=int, default=MAX_ANSWER, help="of an answer, at most")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--temperature", type=float, default=2.0)
     parser.add_argument("--problems", type=int, default=32)
     parser.add_argument("--processes", type=int, default=1)
@@ -199,18 +251,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if (given.target is None) != (given.problems_file is None):
+        parser.error("--target and --problems-file are given together: the demo pair has problems of its own")
+    source = ProblemSource(
+        pair_directories(given.target, given.draft), given.problems_file, given.problems, given.tokens
+    )
     parts = given.processes
     found: dict[str, list[Solved]] = defaultdict(list)
     compared = (tuple(given.particles), tuple(given.alphas), tuple(given.populations))
     ways = Ways(given.temperature, given.seed, *compared)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(parts, context) as pool:
-        measured = [pool.submit(measure_part, part, parts, given.problems, ways) for part in range(parts)]
+        measured = [pool.submit(measure_part, part, parts, source, ways, given.device) for part in range(parts)]
         for one in measured:
             for name, solved in one.result().items():
                 found[name] += solved
     rows = rows_of(found)
-    print(f"temperature {given.temperature:g}, {given.problems} problems\n\n{text_of(rows)}")
+    count = len(next(iter(found.values())))
+    print(f"temperature {given.temperature:g}, {count} problems\n\n{text_of(rows)}")
     if given.json:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
