@@ -1,7 +1,7 @@
 """The engine under loads that change: lengths of rounds, rows beside particles, memory, the prefix cache, requests side
 by side.
 
-`python -m benchmarks.engine_loads mixed|prefix|capacity|profile [--target SHAPE] [--draft SHAPE] [--rounds N]`, on one
+`python -m benchmarks.engine mixed|prefix|capacity|profile [--target SHAPE] [--draft SHAPE] [--rounds N]`, on one
 GPU or two; random weights. Every part prints a line for people, and ends with a JSON line."""
 
 from __future__ import annotations
