@@ -38,6 +38,8 @@ from smc.types import ModelRole
 HOST = "127.0.0.1"
 END_SECONDS = 20.0
 """Time for a rank to leave an engine, and for its process to end."""
+DEATH_SECONDS = 1.0
+"""After a rank has failed, time in which the death of another explains why."""
 
 
 class RankProcesses:
@@ -98,12 +100,13 @@ class RankProcesses:
 
     def _hear(self, word: str, timeout: float) -> None:
         """Wait until every rank has sent this word. Raises WorkerGroupError, naming the rank, if one fails, dies or
-        stays silent."""
+        stays silent. Others fail soon after one that died: that is the one to name."""
         silent, deadline = {rank.pipe: rank.name for rank in self._ranks.values()}, time.monotonic() + timeout
+        failed: tuple[str, _Failure] | None = None
         while silent:
             ready: list[Any] = multiprocessing.connection.wait(list(silent), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise WorkerGroupError(f"{', '.join(silent.values())}: not {word} within {timeout:g} s")
+                break
             for pipe in ready:
                 name = silent.pop(pipe)
                 try:
@@ -111,10 +114,16 @@ class RankProcesses:
                 except (EOFError, OSError):
                     raise WorkerGroupError(f"{name} died") from None
                 if isinstance(message, _Failure):
-                    raise WorkerGroupError(f"{name}: {message.text}") from RemoteTraceback(
-                        f"in the process of {name}\n{message.traceback}"
-                    )
-                assert message == word, f"{name} said {message!r} where {word!r} comes next"
+                    failed, deadline = failed or (name, message), min(deadline, time.monotonic() + DEATH_SECONDS)
+                else:
+                    assert message == word, f"{name} said {message!r} where {word!r} comes next"
+        if failed is not None:
+            name, failure = failed
+            raise WorkerGroupError(f"{name}: {failure.text}") from RemoteTraceback(
+                f"in the process of {name}\n{failure.traceback}"
+            )
+        if silent:
+            raise WorkerGroupError(f"{', '.join(silent.values())}: not {word} within {timeout:g} s")
 
 
 @dataclass(frozen=True)
