@@ -85,7 +85,7 @@ class Completion:
 class ModelDescription:
     name: str
     family: str
-    """`llama`, `qwen2` or `qwen3`."""
+    """Such as `llama` or `qwen3`: the key in smc/model/families.py."""
     parameters: int
     tensor_parallel: int
     weights: str = ""
