@@ -113,6 +113,7 @@ def test_a_run_over_s3_that_loses_its_worker_group(cluster: Cluster, asked, expe
     assert said.count("a worker group is ready after") == 2, said
     cluster.until_empty()
     names = sink.files()
-    assert {name: sink.read(name) for name in before} == before, "what was there has been done again"
+    again = [name for name in before if sink.read(name) != before[name]]
+    assert len(again) <= 1, f"{again}: what was there has been done again, beside a part of which Ray had not heard"
     records = [record for name in names for record in records_of(sink.read(name), "jsonl")]
     assert list(map(essence, records)) == expected
