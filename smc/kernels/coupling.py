@@ -27,7 +27,6 @@ def observe_draws(
     kept_BV: Tensor,
     coupling: CouplingTensors,
     block: int = 4096,
-    warps: int = 8,
 ) -> Tensor:
     """See `smc.executor.draft.observe_draws`."""
     batch_size, columns = len(plan.slot_A), kept_BV.shape[1]
@@ -35,7 +34,7 @@ def observe_draws(
     _observe[(batch_size,)](
         plan.slot_A, (slots.end_S, slots.ended_S), (tokens_XK, tokens_XK.stride(0)), choice_9A, kept_BV,
         (len(kept_BV), columns, batch_size), coupling, observed_3A,
-        HEAD=coupling.ids_M is not None, BLOCK=min(block, triton.next_power_of_2(columns)), num_warps=warps,
+        HEAD=coupling.ids_M is not None, BLOCK=min(block, triton.next_power_of_2(columns)), num_warps=8,
     )  # fmt: skip
     return observed_3A
 

@@ -28,7 +28,7 @@ from smc.model.linear import Linear
 MOST_TOKENS = 128
 """Of `linear_int4` and `gate_up_int4`."""
 MOST_BLOCK = 64
-"""Tokens of a program: two that widen the same weights for 64 tokens each have more registers than one for 128."""
+"""Of a program. More are shared among several, each of which widens the weights."""
 SYMMETRIC_ZERO = tl.constexpr(quantisation.SYMMETRIC_ZERO)
 LEAST_DEPTH = tl.constexpr(16)
 """Inputs of the smallest product of tensor cores. Groups of at least eight times as many are taken in eighths."""
@@ -148,7 +148,7 @@ def _launch(
         )
     rows = tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     scale, zero, bias, block_t = matrix.scale, matrix.zero, matrix.bias, token_block(tokens)
-    # Programs of the same weights are neighbours: the second finds them in the L2 cache.
+    # Programs of the same weights are neighbours, so that the second may find them in the L2 cache.
     _int4[(triton.cdiv(tokens, block_t), triton.cdiv(outputs, rows), splits)](
         x_TK, matrix.weight, scale, scale if zero is None else zero, scale if bias is None else bias, out,
         tokens, outputs, inputs, x_TK.stride(0),

@@ -21,7 +21,8 @@ LEAD = tl.constexpr(LEAD_GAIN)
 NONE = tl.constexpr(-float("inf"))
 ROWS = 4
 """Rows of a program that takes them."""
-PHASES = 4
+PHASES, OUTCOMES = 4, 1
+"""Phases of `_choose_rows`, and the one that limits outcomes, of which lockstep has none."""
 MOST_PROGRAMS = 16
 """Of a group, in one phase: each compares one tile of nodes after another with all nodes."""
 
@@ -92,7 +93,8 @@ def choose_rows(
     leaf_X, is_there_X = room.longs(rows), room.bools(rows)
     programs = min(triton.cdiv(nodes, block), MOST_PROGRAMS)
     # A phase reads what programs of the one before have written.
-    phases = [range(PHASES)] if programs == 1 else [range(phase, phase + 1) for phase in range(PHASES)]
+    apart = [range(phase, phase + 1) for phase in range(PHASES) if lookahead or phase != OUTCOMES]
+    phases = [range(PHASES)] if programs == 1 else apart
     for of_launch in phases:
         _choose_rows[(len(plan.first_G), programs if of_launch.start else 1)](
             plan, steps, scratch, leaf_X, is_there_X, rows, FROM=of_launch.start, UPTO=of_launch.stop,

@@ -21,7 +21,7 @@ NEAR_TIES = 2
 def test_finished_answers_are_valid(config: EngineConfig):
     pair = ModelPair.load(demo.TARGET, demo.DRAFT, device="cuda")
     prompt = tuple(pair.tokenizer.chat([{"role": "user", "content": "Mia has 12 apples."}]))
-    first = 100 * FORMS.index(config)
+    first = SCHEMAS * FORMS.index(config)
     counts = check(config, range(first, first + SCHEMAS), pair, prompt)
     print({f"{key[0]} {key[1]}" if isinstance(key, tuple) else key: count for key, count in counts.items()})
     assert counts["differs"] <= NEAR_TIES
