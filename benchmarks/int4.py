@@ -63,10 +63,10 @@ def tilings(rows: int, outputs: int, inputs: int, gated: bool) -> Iterator[dict[
     seen = []
     for block_n in (chosen.block_n, 64, 128):
         tiles, groups = -(-outputs // block_n), inputs // GROUP
-        possible = [splits for splits in (1, 2, 4, 7, 8, 14, 16) if groups % splits == 0 and tiles * splits <= 1024]
+        possible = [splits for splits in (1, 2, 4, 7, 8, 14, 16) if groups % splits == 0 and tiles * splits <= 1700]
         for splits in [chosen.splits, *([] if gated else possible)]:
-            for stages in (chosen.stages, 2, 3, 4, 6):
-                for warps in (chosen.warps, 4) if block_n == 64 else (chosen.warps, 4, 8):
+            for stages in (chosen.stages, 2, 3, 4):
+                for warps in (chosen.warps, 2, 4) if block_n == 64 else (chosen.warps, 4, 8):
                     fields = {"block_n": block_n, "splits": splits, "warps": warps, "stages": stages}
                     if fields not in seen:
                         seen.append(fields)

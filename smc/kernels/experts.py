@@ -164,7 +164,6 @@ def _experts_int4(
     """As `_experts`, of weights in int4. UP: a tile has rows of gate and as many of up."""
     own, tile, t = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     HALF: tl.constexpr = BLOCK_N // 2
-    w = tl.arange(0, GROUP // 8)
     if PDL:
         gdc_wait()
     column_T, hit_T = _chosen_by(own, expert, t, tokens, C, BLOCK_T)
@@ -173,8 +172,8 @@ def _experts_int4(
     row_N = own.to(tl.int64) * (outputs * 2 if UP else outputs) + rows_of_tile(tile, outputs, BLOCK_N, UP)
     at_T = t.to(tl.int64) if UP else t.to(tl.int64) * C + column_T
     sum_NT = sums_of_groups(
-        weights + row_N[:, None] * (inputs // 8) + w[None, :], x + at_T * inputs, hit_T > 0,
-        scales + row_N, zeros + row_N, all_outputs, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP, HAS_ZEROS,
+        weights, scales, zeros, row_N, all_outputs, x + at_T * inputs, hit_T > 0,
+        STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP, HAS_ZEROS,
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()

@@ -2,12 +2,13 @@
 the library.
 
 Of few tokens, each word of eight codes is read once and widened in registers to x's type, in which codes less their
-zero point are exact. A program has some outputs and takes one group of inputs a step, in eight products if the group is
-large enough: each has the same code of all words, which the tensor cores take from the registers in which they
-were widened. The sum over a group is multiplied by the group's scale and added to the rest in float32. Splits of K are
-as in `smc.kernels.linear`. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
+zero point are exact. A program has some outputs and takes one group of inputs a step: one product, whose weights the
+tensor cores take from the registers in which they were widened. Its words stand side by side in memory: reading them
+from rows of their own, 64 bytes each, took 1.5 times as long. The sum over a group is multiplied by the group's scale
+and added to the rest in float32. Splits of K are as in `smc.kernels.linear`. Nothing reads the host, and grids follow
+from shapes alone. `pdl`: `smc.kernels.launch`.
 
-Axes: T tokens, K inputs, N outputs, I inner features, S splits of K, W words, G groups.
+Axes: T tokens, K inputs, N outputs, I inner features, S splits of K, G groups, W words of a group, P pairs of words.
 """
 
 from __future__ import annotations
@@ -30,47 +31,44 @@ MOST_TOKENS = 128
 MOST_BLOCK = 64
 """Of a program. More are shared among several, each of which widens the weights."""
 SYMMETRIC_ZERO = tl.constexpr(quantisation.SYMMETRIC_ZERO)
-LEAST_DEPTH = tl.constexpr(16)
-"""Inputs of the smallest product of tensor cores. Groups of at least eight times as many are taken in eighths."""
 PACKS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def _packed_codes() -> str:
-    """Instructions for two words ($8, $9), and a zero point twice in each of $10 and $11, as bfloat16 plus 128: eight
-    registers with the same code of both words each, less the zero point. The bits of a code become the last of the
-    mantissa of 128 (0x4300)."""
-    lines = [".reg .b32 low, high, code;", "prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]
+    """Instructions for a pair of words ($8, $9) and their zero point, as two bfloat16 plus 128 in $10: eight registers with
+    two neighbouring codes each, less the zero point. The bits of a code become the last of the mantissa of 128
+    (0x4300)."""
+    lines = [".reg .b32 code;"]
     for code in range(8):
-        half, shift = ("low", "high")[code // 4], 4 * (code % 4)
+        word, shift = f"${8 + code // 4}", 4 * (code % 4)
         if shift:
-            lines.append(f"shr.u32 code, {half}, {shift};")
-        lines.append(f"lop3.b32 code, {'code' if shift else half}, 0x000F000F, 0x43004300, 0xEA;")
+            lines.append(f"shr.u32 code, {word}, {shift};")
+        lines.append(f"lop3.b32 code, {'code' if shift else word}, 0x000F000F, 0x43004300, 0xEA;")
         lines.append(f"sub.rn.bf16x2 ${code}, code, $10;")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
 PACKED_CODES = tl.constexpr(_packed_codes())
-_PROGRAMS = 384
-"""Fewest programs of few tokens that keep enough loads in flight: a step of one reads 8 KiB."""
 _WIDENED = 1 << 26
 """Weights that are widened at a time."""
 
 
 def choose_int4(tokens: int, outputs: int, inputs: int, group: int, gated: bool = False) -> ProductTiling:
-    """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs. Of those tried
-    on an H200 (`python -m benchmarks.int4 products`)."""
-    block_t, block_n, programs = token_block(tokens), 128, _PROGRAMS if tokens <= 32 else _PROGRAMS // 2
+    """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough programs to keep memory busy.
+    The best of those tried on an H200 (`python -m benchmarks.int4 products`)."""
+    block_t = token_block(tokens)
+    block_n, warps, programs = (64, 2, 768) if block_t <= 8 else (128, 4, 320) if block_t <= 16 else (128, 8, 256)
     tiles = triton.cdiv(tokens, block_t) * triton.cdiv(outputs, block_n)
     splits = 1 if gated else choose_splits(tiles, inputs // group, programs)
     # In flight: words, x, scales and zero points. One step's widened weights lie beside them.
     stage_bytes = group * (block_n // 2 + 2 * block_t) + 4 * block_n
     stages = min(3, (SHARED_ROOM - 2 * group * block_n) // stage_bytes)
-    return ProductTiling(block_n, group, splits, 4, stages=max(2, stages))
+    return ProductTiling(block_n, group, splits, warps, stages=max(2, stages))
 
 
 def token_block(tokens: int) -> int:
     """Tokens of a program, padded."""
-    return min(MOST_BLOCK, max(16, triton.next_power_of_2(tokens)))
+    return min(MOST_BLOCK, max(8, triton.next_power_of_2(tokens)))
 
 
 def linear_int4(
@@ -160,65 +158,49 @@ def _launch(
 
 @triton.jit
 def widen(word_NW, zero_N, kind: tl.constexpr):
-    """Codes less their zero point [N, 8 W] of words [N, W], as numbers of type `kind`, in which both are exact.
-
-    The bits of a code are put below those of a power of two, of whose mantissa they are the last: a conversion from
-    integers takes four times as long."""
-    low_NW, high_NW = word_NW & 15, (word_NW >> 4) & 15
-    even = tl.interleave(
-        tl.interleave(low_NW, (word_NW >> 16) & 15), tl.interleave((word_NW >> 8) & 15, (word_NW >> 24) & 15)
-    )
-    odd = tl.interleave(
-        tl.interleave(high_NW, (word_NW >> 20) & 15), tl.interleave((word_NW >> 12) & 15, (word_NW >> 28) & 15)
-    )
+    """Codes less their zero point [N, 8 W] of words [N, W], as numbers of type `kind`, in which both are exact."""
     N: tl.constexpr = word_NW.shape[0]
     W: tl.constexpr = word_NW.shape[1]
-    code_NK = tl.reshape(tl.permute(tl.reshape(tl.interleave(even, odd), (N, W, 8)), (0, 2, 1)), (N, 8 * W))
-    if kind == tl.bfloat16:
-        number_NK = (code_NK | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return number_NK - (zero_N + 128).to(tl.bfloat16)[:, None]
-    elif kind == tl.float16:
-        number_NK = (code_NK | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
-        return number_NK - (zero_N + 1024).to(tl.float16)[:, None]
-    else:
-        return (code_NK - zero_N[:, None]).to(kind)
-
-
-@triton.jit
-def eighths(word_NW, zero_N, kind: tl.constexpr):
-    """Codes less their zero point of words [N, W], the same one of all words [N, W] in turn, as numbers of type `kind`."""
-    # On a GPU two words at a time, of whose codes two share a register from here to the tensor cores.
+    # On a GPU a pair of words at a time, of whose codes two share a register from here to the tensor cores. A conversion
+    # from integers takes four times as long.
     if PACKS and kind == tl.bfloat16:
         zero_NW = tl.broadcast_to(((zero_N | 0x4300) * 0x10001)[:, None], word_NW.shape)
-        return tl.inline_asm_elementwise(
+        code = tl.inline_asm_elementwise(
             PACKED_CODES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [word_NW, zero_NW],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        zero_N1 = zero_N[:, None]
-        return (
-            ((word_NW & 15) - zero_N1).to(kind),
-            (((word_NW >> 4) & 15) - zero_N1).to(kind),
-            (((word_NW >> 8) & 15) - zero_N1).to(kind),
-            (((word_NW >> 12) & 15) - zero_N1).to(kind),
-            (((word_NW >> 16) & 15) - zero_N1).to(kind),
-            (((word_NW >> 20) & 15) - zero_N1).to(kind),
-            (((word_NW >> 24) & 15) - zero_N1).to(kind),
-            (((word_NW >> 28) & 15) - zero_N1).to(kind),
-        )
+        first_NP, second_NP = tl.split(tl.reshape(word_NW, (N, W // 2, 2)))
+        code = (
+            _code(first_NP, zero_N, 0, kind), _code(first_NP, zero_N, 4, kind),
+            _code(first_NP, zero_N, 8, kind), _code(first_NP, zero_N, 12, kind),
+            _code(second_NP, zero_N, 0, kind), _code(second_NP, zero_N, 4, kind),
+            _code(second_NP, zero_N, 8, kind), _code(second_NP, zero_N, 12, kind),
+        )  # fmt: skip
+    even = tl.join(tl.join(code[0], code[4]), tl.join(code[2], code[6]))
+    odd = tl.join(tl.join(code[1], code[5]), tl.join(code[3], code[7]))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (N, 8 * W))
+
+
+@triton.jit
+def _code(word_NP, zero_N, shift: tl.constexpr, kind: tl.constexpr):
+    """A code of either half of words, less the zero point [N, 2 P]."""
+    pair_NPE = tl.join((word_NP >> shift) & 15, (word_NP >> (shift + 16)) & 15)
+    return (tl.reshape(pair_NPE, (word_NP.shape[0], 2 * word_NP.shape[1])) - zero_N[:, None]).to(kind)
 
 
 @triton.jit
 def sums_of_groups(
-    weight_at, x_T, has_x_T, scale_at, zero_at, rows,
+    words, scales, zeros, at_N, outputs, x_T, has_x_T,
     STEPS, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Products [N, T] over so many groups from the given addresses on, of words [N, W], rows of x [T], scales [N] and
-    zero points [N]; scales of the next group are `rows` further on."""
+    """Products [N, T] over so many groups. `at_N`: which words, scale and zero point are an output's in the first of them;
+    those of the next group are `outputs` further on. `x_T`: addresses of rows of x, at that group's first input."""
     kind: tl.constexpr = x_T.dtype.element_ty
-    WORDS: tl.constexpr = GROUP // 8
-    w, k = tl.arange(0, WORDS), tl.arange(0, GROUP)
+    word_at = words_at(words, at_N, GROUP)
+    x_at = x_T[:, None] + tl.arange(0, GROUP)[None, :]
+    scale_at, zero_at = scales + at_N, zeros + at_N
     # The compiler has words and x fetched some steps ahead, but not numbers of two bytes: scales and zero points are
     # fetched one step ahead here. Two steps ahead, it would fetch nothing so.
     scale_N = tl.load(scale_at)
@@ -226,29 +208,27 @@ def sums_of_groups(
         zero_N = tl.load(zero_at)
     sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        word_NW = tl.load(weight_at, eviction_policy="evict_first")
-        ahead = tl.minimum(step + 1, STEPS - 1) * rows
+        word_NW = tl.load(word_at, eviction_policy="evict_first")
+        x_TK = tl.load(x_at, mask=has_x_T[:, None], other=0.0, eviction_policy="evict_last")
+        ahead = tl.minimum(step + 1, STEPS - 1) * outputs
         next_scale_N = tl.load(scale_at + ahead)
         if HAS_ZEROS:
             own_zero_N = zero_N.to(tl.int32)
             zero_N = tl.load(zero_at + ahead)
         else:
             own_zero_N = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)
-        if WORDS >= LEAST_DEPTH:
-            part_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-            weights = eighths(word_NW, own_zero_N, kind)
-            for j in tl.static_range(8):
-                x_at = x_T[:, None] + (step * GROUP + j * WORDS + w)[None, :]
-                x_TW = tl.load(x_at, mask=has_x_T[:, None], other=0.0, eviction_policy="evict_last")
-                part_NT = tl.dot(weights[j], tl.trans(x_TW), part_NT, input_precision="ieee")
-        else:
-            x_at = x_T[:, None] + (step * GROUP + k)[None, :]
-            x_TK = tl.load(x_at, mask=has_x_T[:, None], other=0.0, eviction_policy="evict_last")
-            part_NT = tl.dot(widen(word_NW, own_zero_N, kind), tl.trans(x_TK), input_precision="ieee")
+        part_NT = tl.dot(widen(word_NW, own_zero_N, kind), tl.trans(x_TK), input_precision="ieee")
         sum_NT += part_NT * scale_N.to(tl.float32)[:, None]
         scale_N = next_scale_N
-        weight_at += WORDS
+        word_at += outputs * (GROUP // 8)
+        x_at += GROUP
     return sum_NT
+
+
+@triton.jit
+def words_at(words, at_N, GROUP: tl.constexpr):
+    """Addresses [N, W] of the words of an output and a group each."""
+    return words + at_N.to(tl.int64)[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
 
 
 @one_variant("x", "weight", "scale", "zero", "bias", "out", "outputs", "inputs", "stride_x")
@@ -259,18 +239,14 @@ def _int4(
 ):  # fmt: skip
     """One tile of outputs of some tokens, over one part of K."""
     t0, tile, split = tl.program_id(0) * BLOCK_T, tl.program_id(1), tl.program_id(2)
-    WORDS: tl.constexpr = GROUP // 8
-    t, w = t0 + tl.arange(0, BLOCK_T), tl.arange(0, WORDS)
-    n, first = rows_of_tile(tile, outputs, BLOCK_N, GATED), split * STEPS
+    t, n, first = t0 + tl.arange(0, BLOCK_T), rows_of_tile(tile, outputs, BLOCK_N, GATED), split * STEPS
     rows = outputs * 2 if GATED else outputs
-    weight_at = weight + n[:, None].to(tl.int64) * (inputs // 8) + (first * WORDS + w)[None, :]
     x_T = x + t * stride_x + first * GROUP
     if PDL:
         gdc_wait()
-    group_at = first * rows + n
     sum_NT = sums_of_groups(
-        weight_at, x_T, t < tokens, scale + group_at, zero + group_at, rows, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP, HAS_ZEROS
-    )  # fmt: skip
+        weight, scale, zero, first * rows + n, rows, x_T, t < tokens, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP, HAS_ZEROS
+    )
     if PDL:
         gdc_launch_dependents()
     store_sums(sum_NT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS, GATED, GELU)
@@ -282,16 +258,13 @@ def _widened(
     BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """One group of some rows, from row `start` on."""
-    WORDS: tl.constexpr = GROUP // 8
     n, group = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
-    inside_N, k, w = n < outputs, tl.arange(0, GROUP), tl.arange(0, WORDS)
-    row_N = (start + tl.minimum(n, outputs - 1)).to(tl.int64)
-    word_NW = tl.load(weight + row_N[:, None] * (inputs // 8) + (group * WORDS + w)[None, :])
-    group_at = group * all_outputs + row_N
+    at_N = group * all_outputs + start + tl.minimum(n, outputs - 1)
+    word_NW = tl.load(words_at(weight, at_N, GROUP))
     if HAS_ZEROS:
-        zero_N = tl.load(zero + group_at).to(tl.int32)
+        zero_N = tl.load(zero + at_N).to(tl.int32)
     else:
         zero_N = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)
-    value_NK = widen(word_NW, zero_N, tl.float32) * tl.load(scale + group_at).to(tl.float32)[:, None]
-    out_at = out + n[:, None].to(tl.int64) * inputs + (group * GROUP + k)[None, :]
-    tl.store(out_at, value_NK.to(out.dtype.element_ty), mask=inside_N[:, None])
+    value_NK = widen(word_NW, zero_N, tl.float32) * tl.load(scale + at_N).to(tl.float32)[:, None]
+    out_at = out + n[:, None].to(tl.int64) * inputs + (group * GROUP + tl.arange(0, GROUP))[None, :]
+    tl.store(out_at, value_NK.to(out.dtype.element_ty), mask=(n < outputs)[:, None])

@@ -1,12 +1,12 @@
 """Matrices in int4 as we hold them, W[n, k] = scale[g, n] (code[n, k] - zero[g, n]), g = k // group: packing, unpacking
 and rounding. Knows nothing about files or layers.
 
-Eight codes of 0 to 15 share an int32, the first in its lowest bits: words [N, K/8]. Those of consecutive words are of
-consecutive inputs: of a group of I inputs, word w holds those of inputs w, w + I/8, w + 2 I/8 and so on. A kernel takes
-the same code of all words of a group at a time. Scales
-and zero points [G, N] are transposed, so that a kernel reads those of many outputs side by side.
+Eight codes of 0 to 15 share an int32: words [G, N, W]. The words of many outputs stand side by side in each group, as
+their scales and zero points [G, N] do, because kernels read a group of many outputs at a time. Of a group of 8 W
+inputs, input j W + i has the j-th code of all; the codes 2m and 2m + 1 of each j share a word, one in either half, so
+that tensor cores get pairs of neighbours with one mask: words 2m hold those of j = 0 to 3, words 2m + 1 those of 4 to 7.
 
-Axes: N outputs, K inputs, W words, G groups, I inputs of a group.
+Axes: N outputs, K inputs, G groups, W words of a group, I inputs of a group.
 """
 
 from __future__ import annotations
@@ -22,23 +22,29 @@ LARGEST_CODE = 15
 
 
 def pack(code_NK: Tensor, groups: int) -> Tensor:
-    """Words int32 [N, K/8] of codes."""
-    shift_81 = 4 * torch.arange(PER_WORD, device=code_NK.device)[:, None]
-    # In int64, because the last code takes the sign's bit of an int32.
-    word_NGW = (code_NK.long().unflatten(1, (groups, PER_WORD, -1)) << shift_81).sum(2)
-    return torch.where(word_NGW >= 1 << 31, word_NGW - (1 << 32), word_NGW).flatten(1).int()
+    """Words int32 [G, N, W] of codes."""
+    # In int64, because the last code takes the sign's bit of an int32. Axes of pairs: P of words, H halves, J codes.
+    code_GNHJPE = code_NK.long().unflatten(1, (groups, 2, PER_WORD // 2, -1, 2)).transpose(0, 1)
+    word_GNHP = (code_GNHJPE << _shifts(code_NK.device)[:, None, :]).sum((3, 5))
+    word_GNW = word_GNHP.transpose(2, 3).flatten(2)
+    return torch.where(word_GNW >= 1 << 31, word_GNW - (1 << 32), word_GNW).int()
 
 
-def unpack(word_NW: Tensor, groups: int) -> Tensor:
+def unpack(word_GNW: Tensor) -> Tensor:
     """Codes int32 [N, K] of words."""
-    shift_81 = 4 * torch.arange(PER_WORD, dtype=torch.int32, device=word_NW.device)[:, None]
-    word_NG1W = word_NW.unflatten(1, (groups, 1, -1))
-    return ((word_NG1W >> shift_81) & LARGEST_CODE).flatten(1)
+    word_GNHP = word_GNW.unflatten(2, (-1, 2)).transpose(2, 3)
+    code_GNHJPE = (word_GNHP[:, :, :, None, :, None] >> _shifts(word_GNW.device)[:, None, :]) & LARGEST_CODE
+    return code_GNHJPE.transpose(0, 1).flatten(1)
 
 
-def dequantise(word_NW: Tensor, scale_GN: Tensor, zero_GN: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _shifts(device: torch.device) -> Tensor:
+    """Place of a code in its word, int32 [J, E]: of four codes, for either neighbour."""
+    return (4 * torch.arange(PER_WORD // 2)[:, None] + 16 * torch.arange(2)).int().to(device)
+
+
+def dequantise(word_GNW: Tensor, scale_GN: Tensor, zero_GN: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Weights [N, K] of a type."""
-    code_NGI = unpack(word_NW, len(scale_GN)).unflatten(1, (len(scale_GN), -1))
+    code_NGI = unpack(word_GNW).unflatten(1, (len(scale_GN), -1))
     centred_NGI = code_NGI - (SYMMETRIC_ZERO if zero_GN is None else zero_GN.t().int()[..., None])
     return (centred_NGI.float() * scale_GN.t().float()[..., None]).flatten(1).to(dtype)
 

@@ -8,7 +8,7 @@ keep only about 14 bits of their partial sums.
 int4 (`smc.model.int4`): activations stay as they are. The reference here widens the weights to the activations' type,
 piece by piece; our kernel (`smc.kernels.int4`) multiplies sums of a group's codes by its scale.
 
-Axes: T tokens, K inputs, N outputs, G groups.
+Axes: T tokens, K inputs, N outputs, G groups, W words of a group.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class QuantisedRows(NamedTuple):
 
 class Linear(nn.Linear):
     """A linear layer: `weight` [N, K] of any type, `scale` [N] in float32 (FP8 weights only), and an optional `bias`
-    [N] of the activations' type. In int4 `weight` holds words [N, K/8], `scale` and an optional `zero` are [G, N]."""
+    [N] of the activations' type. In int4 `weight` holds words [G, N, W], `scale` and an optional `zero` are [G, N]."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias)
@@ -77,7 +77,7 @@ class Linear(nn.Linear):
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
         self.group = held.group
-        self.weight = parameter(self.out_features, self.in_features // PER_WORD, dtype=torch.int32)
+        self.weight = parameter(groups, self.out_features, held.group // PER_WORD, dtype=torch.int32)
         self.scale = parameter(groups, self.out_features, dtype=SCALE_DTYPES[held.scale_dtype])
         self.zero = parameter(groups, self.out_features, dtype=torch.uint8) if held.zeros else None
 
@@ -86,7 +86,7 @@ class Linear(nn.Linear):
         for part in (self.weight, self.bias):
             if part is not None:
                 bits = part.view(torch.uint8) if part.dtype == FP8 else part
-                bits.copy_(bits[order_N])
+                bits.copy_(bits.index_select(int(part is self.weight and self.group > 0), order_N))
         for scale in (self.scale, self.zero):
             if scale is not None:
                 scale.copy_(scale[..., order_N])
@@ -102,7 +102,7 @@ class Linear(nn.Linear):
             return self.weight[rows].to(dtype)
         if self.group:
             zero_GN = None if self.zero is None else self.zero[:, rows]
-            return dequantise(self.weight[rows], self.scale[:, rows], zero_GN, dtype)
+            return dequantise(self.weight[:, rows], self.scale[:, rows], zero_GN, dtype)
         return (self.weight[rows].float() * self.scale[rows, None]).to(dtype)
 
     def forward(self, x_TK: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from smc.model.parallel import WHOLE, Axis, Shard, Split
 from smc.model.quantisation import (
     GROUP,
     LEAST_GROUP,
-    PER_WORD,
     Codes,
     Expected,
     Int4Format,
@@ -89,19 +88,15 @@ class WeightSlice:
         """Write int4 weights of some of the rows of this block; `codes` has its columns."""
         from smc.model.int4 import pack
 
-        base, word_NW, columns = (
-            self.parameter.removesuffix("weight"),
-            pack(codes.code_NK, codes.scale_NG.shape[1]),
-            self.axes[1],
-        )
-        outputs = self._rows(slice(self.axes[0].start + rows.start, self.axes[0].start + rows.stop))
-        word = columns.start // PER_WORD
-        parameters[self.parameter].detach()[outputs, word : word + word_NW.shape[1]] = word_NW
+        base, (rows_of_all, columns) = self.parameter.removesuffix("weight"), self.axes
+        outputs = self._rows(slice(rows_of_all.start + rows.start, rows_of_all.start + rows.stop))
+        words_GNW, groups = parameters[self.parameter].detach(), codes.scale_NG.shape[1]
+        first = columns.start * len(words_GNW) // columns.local_size
+        words_GNW[first : first + groups, outputs] = pack(codes.code_NK, groups)
         for name, part_NG in (("scale", codes.scale_NG), ("zero", codes.zero_NG)):
             if f"{base}{name}" in parameters:
                 values_GN = parameters[f"{base}{name}"].detach()
-                group = columns.start * len(values_GN) // columns.local_size
-                values_GN[group : group + part_NG.shape[1], outputs] = part_NG.t().to(values_GN.dtype)
+                values_GN[first : first + groups, outputs] = part_NG.t().to(values_GN.dtype)
 
     def _rows(self, rows: slice) -> slice:
         """In the parameter."""

@@ -104,7 +104,7 @@ def test_every_code_and_zero_point_is_exact(device):
     matrix.zero.copy_((torch.arange(256, device=device) // 16)[None])
     code_N = torch.arange(256, device=device) % 16
     word_N = sum(code_N.long() << (4 * i) for i in range(8))
-    matrix.weight.copy_(torch.where(word_N >= 1 << 31, word_N - (1 << 32), word_N).int()[:, None])
+    matrix.weight.copy_(torch.where(word_N >= 1 << 31, word_N - (1 << 32), word_N).int()[None, :, None])
     expected_N = (code_N - torch.arange(256, device=device) // 16).float()
     found_TN = linear_int4(torch.eye(32, device=device).to(KIND), matrix, 1, torch.float32)
     assert torch.equal(found_TN, expected_N.expand(32, -1))
