@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle
@@ -84,6 +85,23 @@ def accept(*_: object) -> None:
     raise Accepted
 
 
+def with_neighbours_together(module: Any) -> Any:
+    """A kernel, laid out. Instructions for a pair of int4's words get what a thread holds one after the other: that must
+    be two words of the same output, side by side."""
+    text = str(module)
+    for shape, alias in set(re.findall(r"elementwise_inline_asm.*0x43004300.*?: tensor<(\w+)xi32, (#\w+)>", text)):
+        found = re.search(rf"^{alias} = (.*)$", text, re.MULTILINE)
+        assert found and re.search(
+            r"register = \[\[0, 1\]|sizePerThread = \[\d+, \d*[02468]\].*order = \[1, 0\]", found[1]
+        ), f"words {shape} lie as {found and found[1]}"
+        CHECKED.append(shape)
+    return module
+
+
+CHECKED: list[str] = []
+"""Shapes of words whose layouts have been checked."""
+
+
 def compile_only(compiled: set[str]) -> None:
     """From now on a launch compiles its kernel and adds its name."""
     run, add_all_stages, begun = JITFunction.run, CUDABackend.add_stages, ""
@@ -97,6 +115,8 @@ def compile_only(compiled: set[str]) -> None:
 
     def add_stages(self: CUDABackend, stages: dict, *how: Any) -> None:
         add_all_stages(self, stages, *how)
+        lay_out = stages["ttgir"]
+        stages["ttgir"] = lambda *args: with_neighbours_together(lay_out(*args))
         if begun in compiled:
             stages["llir"] = accept
 
@@ -184,7 +204,8 @@ def int4_passes() -> None:
     for group in (64, 128):
         matrix = Linear(256, 256)
         matrix.to_int4(Int4Format(group, True, "F16"))
-        linear_int4(x_TK, matrix, pdl=True)
+        for tokens in (1, 16, 64):
+            linear_int4(x_TK[:tokens], matrix, pdl=True)
         linear_int4(x_TK.half(), matrix, pdl=True)
         gate_up_int4(x_TK, matrix, pdl=True)
         widened(matrix, slice(0, 256), torch.bfloat16)
@@ -206,4 +227,5 @@ if __name__ == "__main__":
     for family in ("mistral", "olmo2", "gemma3_text", "qwen3_moe"):
         passes(family)
     int4_passes()
+    assert CHECKED
     print(json.dumps(sorted(names)))
