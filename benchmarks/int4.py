@@ -1,12 +1,12 @@
 """Check and time int4 on a GPU beside the time that reading the weights takes.
 
-    python -m benchmarks.int4 products [--models 8b,70b] [--rows 8,40,64] [--only "8b down"]
+    python -m benchmarks.int4 products [--models 8b,70b] [--rows 8,16,40,64] [--only "8b down"] [--group 64] [--zeros]
     python -m benchmarks.int4 passes [llama-8b:int4:8x5:256 llama-8b:fp8:8x5:256 ...]
 
 The floor is what the bytes take at the speed at which this GPU reads a large tensor, measured first. The last line is
 JSON.
 
-`products`: each product of a decoder with codes in groups of 128, by every tiling, checked against float32. A line has
+`products`: each product of a decoder with codes in groups of 128, or --group, by every tiling, checked against float32. A line has
 the chosen tiling, the fastest ones as n/splits/warps/stages, and the floor, in microseconds. `passes`: whole passes with
 random weights as in `benchmarks.passes decode`, beside the floor of all weights that a pass reads (not the embedding)."""
 
@@ -42,27 +42,29 @@ def read_bandwidth() -> float:
     return READ_BYTES / (1e-3 * call_milliseconds(large.sum))
 
 
-def matrices(inputs: int, outputs: int) -> list[Linear]:
+def matrices(inputs: int, outputs: int, held: Int4Format) -> list[Linear]:
     """As many as exceed the L2 cache together."""
     found = []
-    size = Int4Format(GROUP, False, "BF16").bytes(outputs, inputs)
+    size = held.bytes(outputs, inputs)
     with torch.device("cuda"):
         for _ in range(min(CALLS, BEYOND_L2 // size + 1)):
             matrix = Linear(inputs, outputs).requires_grad_(False)
-            matrix.to_int4(Int4Format(GROUP, False, "BF16"))
+            matrix.to_int4(held)
             matrix.weight.random_(-(1 << 31), 1 << 31)
             assert matrix.scale is not None
             matrix.scale.uniform_(0.5, 1.5).mul_(0.2 * inputs**-0.5)
+            if matrix.zero is not None:
+                matrix.zero.random_(0, 16)
             found.append(matrix)
     return found
 
 
-def tilings(rows: int, outputs: int, inputs: int, gated: bool) -> Iterator[dict[str, int]]:
+def tilings(rows: int, outputs: int, inputs: int, gated: bool, group: int) -> Iterator[dict[str, int]]:
     """Fields of tilings, the chosen one first."""
-    chosen = choose_int4(rows, outputs, inputs, GROUP, gated)
+    chosen = choose_int4(rows, outputs, inputs, group, gated)
     seen = []
     for block_n in (chosen.block_n, 64, 128):
-        tiles, groups = -(-outputs // block_n), inputs // GROUP
+        tiles, groups = -(-outputs // block_n), inputs // group
         possible = [splits for splits in (1, 2, 4, 7, 8, 14, 16) if groups % splits == 0 and tiles * splits <= 1700]
         for splits in [chosen.splits, *([] if gated else possible)]:
             for stages in (chosen.stages, 2, 3, 4):
@@ -86,7 +88,7 @@ def time_products(given: argparse.Namespace) -> dict[str, dict]:
         for name, (inputs, outputs, _) in PRODUCTS[model].items():
             if name == "head" or given.only not in ("", f"{model} {name}"):
                 continue
-            each, gated = matrices(inputs, outputs), name == "gate_up"
+            each, gated = matrices(inputs, outputs, Int4Format(given.group, given.zeros, "BF16")), name == "gate_up"
             values_NK = each[0].values(slice(0, outputs), torch.float32)
             for rows in map(int, given.rows.split(",")):
                 x_TK = random(rows, inputs)
@@ -94,7 +96,7 @@ def time_products(given: argparse.Namespace) -> dict[str, dict]:
                 if gated:
                     expected = F.silu(expected[:, : outputs // 2]) * expected[:, outputs // 2 :]
                 timed = {}
-                for fields in tilings(rows, outputs // 2 if gated else outputs, inputs, gated):
+                for fields in tilings(rows, outputs // 2 if gated else outputs, inputs, gated, given.group):
                     key = "/".join(map(str, fields.values()))
                     try:
                         call = partial(product, x_TK, gated, fields)
@@ -140,7 +142,9 @@ def main() -> None:
     parser.add_argument("part", choices=("products", "passes"))
     parser.add_argument("passes", nargs="*", help="of passes")
     parser.add_argument("--models", default="8b", help="of products")
-    parser.add_argument("--rows", default="8,40,64", help="of products")
+    parser.add_argument("--rows", default="8,16,40,64", help="of products")
+    parser.add_argument("--group", type=int, default=GROUP, help="inputs of a group, of products")
+    parser.add_argument("--zeros", action="store_true", help="groups have zero points of their own, of products")
     parser.add_argument("--only", default="", help="a model and a product, as in '8b down'")
     given = parser.parse_args()
     torch.manual_seed(0)

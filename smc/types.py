@@ -21,6 +21,15 @@ class ModelRole(StrEnum):
     TARGET = "target"
 
 
+def mask_span(role: ModelRole) -> str:
+    """Name of the span in which masks of constrained requests were made beside a model."""
+    return f"masks of {role}"
+
+
+def is_mask_span(span: str) -> bool:
+    return span.startswith("masks of ")
+
+
 class TensorOptions(TypedDict):
     """What torch is told of a new tensor beside its shape."""
 

@@ -27,13 +27,12 @@ from smc.constraints import Compiler, Follower, MaskPath
 from smc.distributions import Distributions, DistributionSpec
 from smc.executor.draft import TokenTree
 from smc.executor.graph_runner import Spans, StageRunner
-from smc.executor.messages import mask_span
 from smc.executor.penalties import PageTokens
 from smc.executor.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
 from smc.executor.state import SlotState
 from smc.executor.verify import Blocks
 from smc.stops import StopMachine
-from smc.types import ModelRole
+from smc.types import ModelRole, mask_span
 
 Fetched = Callable[[], list[np.ndarray]]
 """Waits for what is on its way to the host."""

@@ -34,15 +34,6 @@ class Stream(NamedTuple):
     unconditional: bool = False
 
 
-def mask_span(role: ModelRole) -> str:
-    """Name of the span in which masks of constrained requests were made beside a model."""
-    return f"masks of {role}"
-
-
-def is_mask(span: str) -> bool:
-    return span.startswith("masks of ")
-
-
 Result = TypeVar("Result", covariant=True)
 
 

@@ -69,7 +69,7 @@ def _product(x: Tensor, module: Experts, matrix: Linear, choice: Choice, out: Te
     wide = x.element_size() == 4
     if matrix.group:
         tiling, zero = choose_int4(min(tokens, MOST_TOKENS), outputs, inputs, matrix.group, gated=True), matrix.zero
-        block_t = token_block(min(tokens, MOST_TOKENS))
+        block_t = token_block(min(tokens, MOST_TOKENS), matrix.group)
         rows = tiling.block_n // 2 if UP else tiling.block_n
         _experts_int4[(module.count, triton.cdiv(outputs, rows), triton.cdiv(tokens, block_t))](
             x, matrix.weight, matrix.scale, matrix.scale if zero is None else zero, expert_TC, weight_TC, out,

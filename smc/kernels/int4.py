@@ -1,14 +1,15 @@
 """Matrix products with int4 weights (`smc.model.int4`): of few tokens by one kernel, of many by widening the weights for
 the library.
 
-Of few tokens, each word of eight codes is read once and widened in registers to x's type, in which codes less their
-zero point are exact. A program has some outputs and takes one group of inputs a step: one product, whose weights the
-tensor cores take from the registers in which they were widened. Its words stand side by side in memory: reading them
-from rows of their own, 64 bytes each, took 1.5 times as long. The sum over a group is multiplied by the group's scale
-and added to the rest in float32. Splits of K are as in `smc.kernels.linear`. Nothing reads the host, and grids follow
-from shapes alone. `pdl`: `smc.kernels.launch`.
+For few tokens, a program computes some outputs. Each step reads one group of inputs: it loads the words, which lie side
+by side in memory, widens the codes less their zero points to x's type, which is exact, and multiplies them with x in
+one product. It multiplies the sums by the group's scale and adds them up in float32. In bfloat16 one instruction widens
+two neighbouring inputs. That needs both words of a pair in one thread, which `tests/kernels/compile_rounds.py` checks.
+Splits of K are as in `smc.kernels.linear`. Nothing reads the host; grids follow from shapes. `pdl`:
+`smc.kernels.launch`.
 
-Axes: T tokens, K inputs, N outputs, I inner features, S splits of K, G groups, W words of a group, P pairs of words.
+Axes: T tokens, K inputs, N outputs, I inner features, S splits of K, G groups, W words of a group; of words P pairs, E
+the first or second input of a pair.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from smc.model.linear import Linear
 MOST_TOKENS = 128
 """Of `linear_int4` and `gate_up_int4`."""
 MOST_BLOCK = 64
-"""Of a program. More are shared among several, each of which widens the weights."""
+"""Most tokens of a program. Several programs share more, and each widens the weights again."""
 SYMMETRIC_ZERO = tl.constexpr(quantisation.SYMMETRIC_ZERO)
 PACKS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def _packed_codes() -> str:
-    """Instructions for a pair of words ($8, $9) and their zero point, as two bfloat16 plus 128 in $10: eight registers with
-    two neighbouring codes each, less the zero point. The bits of a code become the last of the mantissa of 128
-    (0x4300)."""
-    lines = [".reg .b32 code;"]
+    """Instructions for a pair of words ($8, $9) and the negative of their zero point, as two bfloat16 less 128 in $10:
+    eight registers with two neighbouring codes each, less the zero point. The bits of a code become the last of the
+    mantissa of 128 (0x4300). The addition is one that compute capability 8.0 has, too."""
+    lines = [".reg .b32 code, one;", "mov.b32 one, 0x3F803F80;"]
     for code in range(8):
         word, shift = f"${8 + code // 4}", 4 * (code % 4)
         if shift:
             lines.append(f"shr.u32 code, {word}, {shift};")
         lines.append(f"lop3.b32 code, {'code' if shift else word}, 0x000F000F, 0x43004300, 0xEA;")
-        lines.append(f"sub.rn.bf16x2 ${code}, code, $10;")
+        lines.append(f"fma.rn.bf16x2 ${code}, code, one, $10;")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -56,19 +57,19 @@ _WIDENED = 1 << 26
 def choose_int4(tokens: int, outputs: int, inputs: int, group: int, gated: bool = False) -> ProductTiling:
     """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough programs to keep memory busy.
     The best of those tried on an H200 (`python -m benchmarks.int4 products`)."""
-    block_t = token_block(tokens)
-    block_n, warps, programs = (64, 2, 768) if block_t <= 8 else (128, 4, 320) if block_t <= 16 else (128, 8, 256)
+    block_t = token_block(tokens, group)
+    block_n, warps, programs = (64, 2, 768) if block_t == 8 else (128, 4, 320) if block_t == 16 else (128, 8, 256)
     tiles = triton.cdiv(tokens, block_t) * triton.cdiv(outputs, block_n)
     splits = 1 if gated else choose_splits(tiles, inputs // group, programs)
-    # In flight: words, x, scales and zero points. One step's widened weights lie beside them.
+    # In flight: words, x, scales and zero points. Where they do not stay in registers, widened weights lie beside them.
     stage_bytes = group * (block_n // 2 + 2 * block_t) + 4 * block_n
     stages = min(3, (SHARED_ROOM - 2 * group * block_n) // stage_bytes)
     return ProductTiling(block_n, group, splits, warps, stages=max(2, stages))
 
 
-def token_block(tokens: int) -> int:
-    """Tokens of a program, padded."""
-    return min(MOST_BLOCK, max(8, triton.next_power_of_2(tokens)))
+def token_block(tokens: int, group: int) -> int:
+    """Tokens of a program, padded. Words of smaller groups stay in registers only where tensor cores take 16 tokens."""
+    return min(MOST_BLOCK, max(8 if group >= 128 else 16, triton.next_power_of_2(tokens)))
 
 
 def linear_int4(
@@ -145,7 +146,7 @@ def _launch(
             f"{x_TK.shape=}, {x_TK.stride()=}"
         )
     rows = tiling.block_n // 2 if flags["GATED"] else tiling.block_n
-    scale, zero, bias, block_t = matrix.scale, matrix.zero, matrix.bias, token_block(tokens)
+    scale, zero, bias, block_t = matrix.scale, matrix.zero, matrix.bias, token_block(tokens, matrix.group)
     # Programs of the same weights are neighbours, so that the second may find them in the L2 cache.
     _int4[(triton.cdiv(tokens, block_t), triton.cdiv(outputs, rows), splits)](
         x_TK, matrix.weight, scale, scale if zero is None else zero, scale if bias is None else bias, out,
@@ -164,9 +165,9 @@ def widen(word_NW, zero_N, kind: tl.constexpr):
     # On a GPU a pair of words at a time, of whose codes two share a register from here to the tensor cores. A conversion
     # from integers takes four times as long.
     if PACKS and kind == tl.bfloat16:
-        zero_NW = tl.broadcast_to(((zero_N | 0x4300) * 0x10001)[:, None], word_NW.shape)
+        negative_NW = tl.broadcast_to(((zero_N | 0xC300) * 0x10001)[:, None], word_NW.shape)
         code = tl.inline_asm_elementwise(
-            PACKED_CODES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [word_NW, zero_NW],
+            PACKED_CODES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [word_NW, negative_NW],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True, pack=2,
         )  # fmt: skip
@@ -185,7 +186,7 @@ def widen(word_NW, zero_N, kind: tl.constexpr):
 
 @triton.jit
 def _code(word_NP, zero_N, shift: tl.constexpr, kind: tl.constexpr):
-    """A code of either half of words, less the zero point [N, 2 P]."""
+    """The codes at a bit and 16 bits higher, less the zero point [N, 2 P]."""
     pair_NPE = tl.join((word_NP >> shift) & 15, (word_NP >> (shift + 16)) & 15)
     return (tl.reshape(pair_NPE, (word_NP.shape[0], 2 * word_NP.shape[1])) - zero_N[:, None]).to(kind)
 
@@ -195,29 +196,26 @@ def sums_of_groups(
     words, scales, zeros, at_N, outputs, x_T, has_x_T,
     STEPS, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Products [N, T] over so many groups. `at_N`: which words, scale and zero point are an output's in the first of them;
+    """Products [N, T] over STEPS groups. `at_N`: which words, scale and zero point are an output's in the first of them;
     those of the next group are `outputs` further on. `x_T`: addresses of rows of x, at that group's first input."""
     kind: tl.constexpr = x_T.dtype.element_ty
     word_at = words_at(words, at_N, GROUP)
     x_at = x_T[:, None] + tl.arange(0, GROUP)[None, :]
     scale_at, zero_at = scales + at_N, zeros + at_N
-    # The compiler has words and x fetched some steps ahead, but not numbers of two bytes: scales and zero points are
-    # fetched one step ahead here. Two steps ahead, it would fetch nothing so.
+    # The compiler has words, zero points and x fetched some steps ahead, but not numbers of two bytes: scales are fetched
+    # one step ahead here. Two steps ahead, it would fetch nothing so. Zero points have four bytes for that.
     scale_N = tl.load(scale_at)
-    if HAS_ZEROS:
-        zero_N = tl.load(zero_at)
     sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         word_NW = tl.load(word_at, eviction_policy="evict_first")
         x_TK = tl.load(x_at, mask=has_x_T[:, None], other=0.0, eviction_policy="evict_last")
-        ahead = tl.minimum(step + 1, STEPS - 1) * outputs
-        next_scale_N = tl.load(scale_at + ahead)
         if HAS_ZEROS:
-            own_zero_N = zero_N.to(tl.int32)
-            zero_N = tl.load(zero_at + ahead)
+            zero_N = tl.load(zero_at)
+            zero_at += outputs
         else:
-            own_zero_N = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)
-        part_NT = tl.dot(widen(word_NW, own_zero_N, kind), tl.trans(x_TK), input_precision="ieee")
+            zero_N = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)
+        next_scale_N = tl.load(scale_at + tl.minimum(step + 1, STEPS - 1) * outputs)
+        part_NT = tl.dot(widen(word_NW, zero_N, kind), tl.trans(x_TK), input_precision="ieee")
         sum_NT += part_NT * scale_N.to(tl.float32)[:, None]
         scale_N = next_scale_N
         word_at += outputs * (GROUP // 8)
@@ -262,7 +260,7 @@ def _widened(
     at_N = group * all_outputs + start + tl.minimum(n, outputs - 1)
     word_NW = tl.load(words_at(weight, at_N, GROUP))
     if HAS_ZEROS:
-        zero_N = tl.load(zero + at_N).to(tl.int32)
+        zero_N = tl.load(zero + at_N)
     else:
         zero_N = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)
     value_NK = widen(word_NW, zero_N, tl.float32) * tl.load(scale + at_N).to(tl.float32)[:, None]

@@ -1,12 +1,17 @@
-"""Matrices in int4 as we hold them, W[n, k] = scale[g, n] (code[n, k] - zero[g, n]), g = k // group: packing, unpacking
+"""int4 matrices in memory, W[n, k] = scale[g, n] (code[n, k] - zero[g, n]), g the group of input k: packing, unpacking
 and rounding. Knows nothing about files or layers.
 
-Eight codes of 0 to 15 share an int32: words [G, N, W]. The words of many outputs stand side by side in each group, as
-their scales and zero points [G, N] do, because kernels read a group of many outputs at a time. Of a group of 8 W
-inputs, input j W + i has the j-th code of all; the codes 2m and 2m + 1 of each j share a word, one in either half, so
-that tensor cores get pairs of neighbours with one mask: words 2m hold those of j = 0 to 3, words 2m + 1 those of 4 to 7.
+An int32 word holds eight codes of 0 to 15. Words are stored as [G, N, W]: the words of all outputs side by side in each
+group, like scales and zero points [G, N], because a kernel reads one group of many outputs at a time.
 
-Axes: N outputs, K inputs, G groups, W words of a group, I inputs of a group.
+In a group, the 8 W inputs of an output form eight runs of W; input i of run j is input j W + i of the group. Words come
+in pairs: pair p holds inputs 2p and 2p + 1 of every run, word 2p those of runs 0 to 3, word 2p + 1 those of runs 4 to
+7. The code of run j begins at bit 4 (j mod 4) for input 2p, and 16 bits higher for input 2p + 1. A shift and the mask
+0x000F000F thus give two neighbouring inputs in the two halves of a register, as tensor cores take them. Codes 0 to 15
+of a group of 16 inputs are the words 0x75316420, 0xFDB9ECA8.
+
+Axes: N outputs, K inputs, G groups, W words of a group, I inputs of a group; in a group H runs 0 to 3 or 4 to 7, J run
+of these, P pair of words, E first or second input of a pair.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ LARGEST_CODE = 15
 
 def pack(code_NK: Tensor, groups: int) -> Tensor:
     """Words int32 [G, N, W] of codes."""
-    # In int64, because the last code takes the sign's bit of an int32. Axes of pairs: P of words, H halves, J codes.
+    # In int64, because the last code takes the sign's bit of an int32.
     code_GNHJPE = code_NK.long().unflatten(1, (groups, 2, PER_WORD // 2, -1, 2)).transpose(0, 1)
     word_GNHP = (code_GNHJPE << _shifts(code_NK.device)[:, None, :]).sum((3, 5))
     word_GNW = word_GNHP.transpose(2, 3).flatten(2)
@@ -38,8 +43,9 @@ def unpack(word_GNW: Tensor) -> Tensor:
 
 
 def _shifts(device: torch.device) -> Tensor:
-    """Place of a code in its word, int32 [J, E]: of four codes, for either neighbour."""
-    return (4 * torch.arange(PER_WORD // 2)[:, None] + 16 * torch.arange(2)).int().to(device)
+    """Where a code begins in its word, int32 [J, E]."""
+    run_J, input_E = (torch.arange(count, dtype=torch.int32, device=device) for count in (PER_WORD // 2, 2))
+    return 4 * run_J[:, None] + 16 * input_E
 
 
 def dequantise(word_GNW: Tensor, scale_GN: Tensor, zero_GN: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -79,7 +79,7 @@ class Linear(nn.Linear):
         self.group = held.group
         self.weight = parameter(groups, self.out_features, held.group // PER_WORD, dtype=torch.int32)
         self.scale = parameter(groups, self.out_features, dtype=SCALE_DTYPES[held.scale_dtype])
-        self.zero = parameter(groups, self.out_features, dtype=torch.uint8) if held.zeros else None
+        self.zero = parameter(groups, self.out_features, dtype=torch.int32) if held.zeros else None
 
     def permute_outputs(self, order_N: Tensor) -> None:
         """Output i becomes what output `order[i]` was."""

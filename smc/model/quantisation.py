@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from smc.model.safetensors_files import STORED_DTYPES, STORED_FP8, StoredTensor
+from smc.model.safetensors_files import STORED_BYTES, STORED_DTYPES, STORED_FP8, StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,9 @@ class Int4Format(NamedTuple):
 
     def bytes(self, outputs: int, inputs: int) -> int:
         """Of a matrix."""
-        return outputs * inputs // 2 + outputs * (inputs // self.group) * (STORED_DTYPES[self.scale_dtype] + self.zeros)
+        return outputs * inputs // 2 + outputs * (inputs // self.group) * (
+            STORED_BYTES[self.scale_dtype] + STORED_BYTES["I32"] * self.zeros
+        )
 
 
 class Codes(NamedTuple):

@@ -88,8 +88,8 @@ class WeightSlice:
         """Write int4 weights of some of the rows of this block; `codes` has its columns."""
         from smc.model.int4 import pack
 
-        base, (rows_of_all, columns) = self.parameter.removesuffix("weight"), self.axes
-        outputs = self._rows(slice(rows_of_all.start + rows.start, rows_of_all.start + rows.stop))
+        base, (own_rows, columns) = self.parameter.removesuffix("weight"), self.axes
+        outputs = self._rows(slice(own_rows.start + rows.start, own_rows.start + rows.stop))
         words_GNW, groups = parameters[self.parameter].detach(), codes.scale_NG.shape[1]
         first = columns.start * len(words_GNW) // columns.local_size
         words_GNW[first : first + groups, outputs] = pack(codes.code_NK, groups)

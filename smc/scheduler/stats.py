@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from smc.api.outputs import Statistics
 from smc.api.sampling_params import VERIFICATIONS
-from smc.executor.messages import is_mask
-from smc.types import ModelRole
+from smc.types import ModelRole, is_mask_span
 
 MOST_SAMPLES = 4096
 """Rounds whose values are kept one by one between two readings."""
@@ -111,7 +110,7 @@ class EngineStats:
 
     def count_masks(self, spans: Mapping[str, tuple[int, int]]) -> None:
         """What was done for a round with constrained requests, nanoseconds."""
-        self.mask_seconds += [1e-9 * (end - begin) for name, (begin, end) in spans.items() if is_mask(name)]
+        self.mask_seconds += [1e-9 * (end - begin) for name, (begin, end) in spans.items() if is_mask_span(name)]
         del self.mask_seconds[: -2 * MOST_SAMPLES]
 
     def count_round(self, ess_share: float | None, lag: int, resampled: bool, collapsed: bool) -> None:

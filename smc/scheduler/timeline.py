@@ -9,8 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from smc.executor.messages import is_mask
-from smc.types import ModelRole
+from smc.types import ModelRole, is_mask_span
 
 MAX_EVENTS = 400_000
 """A trace stops growing here: an hour of one request's rounds."""
@@ -49,7 +48,7 @@ class Timeline:
         self._trace: list[Span] | None = [] if trace else None
 
     def worked(self, role: ModelRole, name: str, begin: int, end: int) -> None:
-        if is_mask(name):
+        if is_mask_span(name):
             # Beside the model.
             return
         self._step.append(Span(role, name, begin, end))

@@ -15,7 +15,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,19 +85,27 @@ def accept(*_: object) -> None:
     raise Accepted
 
 
-def with_neighbours_together(module: Any) -> Any:
-    """A kernel, laid out. Instructions for a pair of int4's words get what a thread holds one after the other: that must
-    be two words of the same output, side by side."""
+def check_pairs(module: Any) -> Any:
+    """Asserts that the two words which one call of int4's instructions gets, those that a thread holds one after the other,
+    are neighbours of one output, and that tensor cores take the widened weights from where they are."""
     text = str(module)
-    for shape, alias in set(re.findall(r"elementwise_inline_asm.*0x43004300.*?: tensor<(\w+)xi32, (#\w+)>", text)):
-        found = re.search(rf"^{alias} = (.*)$", text, re.MULTILINE)
-        assert found and re.search(
-            r"register = \[\[0, 1\]|sizePerThread = \[\d+, \d*[02468]\].*order = \[1, 0\]", found[1]
-        ), f"words {shape} lie as {found and found[1]}"
-        CHECKED.append(shape)
+    for line in text.splitlines():
+        if "elementwise_inline_asm" in line and "0x43004300" in line:
+            words = re.search(r": tensor<(\w+)xi32, (#\w+)>", line)
+            layout = words and re.search(rf"^{words[2]} = (.*)$", text, re.MULTILINE)
+            assert layout and NEIGHBOURS.search(layout[1]), f"{line[-300:]}: {layout and layout[1]}"
+            CHECKED.append(words[1])
+            assert not THROUGH_MEMORY.search(text), (
+                f"widened weights leave the registers: {THROUGH_MEMORY.search(text)}"
+            )
     return module
 
 
+THROUGH_MEMORY = re.compile(
+    r"(local_alloc .*tensor<\d+x(64|128)xbf16, #linear|convert_layout .*tensor<\d+x(64|128)xbf16.*dot_op).*"
+)
+"""Not of groups of 32, whose words are too few for the registers' order that tensor cores take."""
+NEIGHBOURS = re.compile(r"register = \[\[0, 1\]|sizePerThread = \[\d+, (2|4|8|16)\].*order = \[1, 0\]")
 CHECKED: list[str] = []
 """Shapes of words whose layouts have been checked."""
 
@@ -116,7 +124,7 @@ def compile_only(compiled: set[str]) -> None:
     def add_stages(self: CUDABackend, stages: dict, *how: Any) -> None:
         add_all_stages(self, stages, *how)
         lay_out = stages["ttgir"]
-        stages["ttgir"] = lambda *args: with_neighbours_together(lay_out(*args))
+        stages["ttgir"] = lambda *args: check_pairs(lay_out(*args))
         if begun in compiled:
             stages["llir"] = accept
 
@@ -201,11 +209,11 @@ def int4_passes() -> None:
     )
     forward(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
     x_TK = torch.zeros(64, 256, dtype=torch.bfloat16)
-    for group in (64, 128):
+    for group, zeros in product((32, 64, 128), (False, True)):
         matrix = Linear(256, 256)
-        matrix.to_int4(Int4Format(group, True, "F16"))
+        matrix.to_int4(Int4Format(group, zeros, "F16"))
         for tokens in (1, 16, 64):
-            linear_int4(x_TK[:tokens], matrix, pdl=True)
+            linear_int4(x_TK[:tokens], matrix, 1, pdl=True)
         linear_int4(x_TK.half(), matrix, pdl=True)
         gate_up_int4(x_TK, matrix, pdl=True)
         widened(matrix, slice(0, 256), torch.bfloat16)

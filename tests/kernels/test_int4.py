@@ -42,7 +42,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "group", "zeros", "splits", "outputs"),
-    few_of_pairs(product([1, 8, 33, 100], [128, 64, 32], [False, True], [None, 1, 2, 4], [64, 200])),
+    few_of_pairs(product([1, 8, 13, 20, 33, 100], [128, 64, 32], [False, True], [None, 1, 2, 4], [64, 200])),
 )
 def test_linear(device, tokens, group, zeros, splits, outputs):
     matrix = matrix_of(device, outputs, 512, group, zeros, bias=True)
@@ -62,7 +62,8 @@ def test_linear(device, tokens, group, zeros, splits, outputs):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "inner", "zeros", "gelu"), few_of_pairs(product([1, 40, 100], [64, 72], [False, True], [False, True]))
+    ("tokens", "inner", "zeros", "gelu"),
+    few_of_pairs(product([1, 13, 40, 100], [64, 72], [False, True], [False, True])),
 )
 def test_gate_up(device, tokens, inner, zeros, gelu):
     matrix = matrix_of(device, 2 * inner, 256, 64, zeros)
@@ -114,12 +115,12 @@ def test_every_code_and_zero_point_is_exact(device):
     ("outputs", "inputs"), [(3072, 2048), (6144, 4096), (4096, 14336), (10240, 8192), (8192, 28672), (40, 96)]
 )
 def test_choice_divides_the_groups_and_fits(outputs, inputs):
-    for tokens, gated, group in product((1, 8, 40, 64, 100), (False, True), (128, 64, 32)):
+    for tokens, gated, group in product((1, 8, 13, 40, 64, 100), (False, True), (128, 64, 32)):
         if inputs % group:
             continue
         tiling = choose_int4(tokens, outputs, inputs, group, gated)
         assert (inputs // group) % tiling.splits == 0 and not (gated and tiling.splits > 1)
-        in_flight = group * (tiling.block_n // 2 + 2 * token_block(tokens))
+        in_flight = group * (tiling.block_n // 2 + 2 * token_block(tokens, group))
         assert tiling.stages * in_flight + 2 * group * tiling.block_n <= 113 * 1024
 
 
