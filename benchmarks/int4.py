@@ -59,12 +59,12 @@ def matrices(inputs: int, outputs: int, held: Int4Format) -> list[Linear]:
     return found
 
 
-def tilings(rows: int, outputs: int, inputs: int, gated: bool, group: int) -> Iterator[dict[str, int]]:
+def tilings(rows: int, outputs: int, inputs: int, gated: bool, held: Int4Format) -> Iterator[dict[str, int]]:
     """Fields of tilings, the chosen one first."""
-    chosen = choose_int4(rows, outputs, inputs, group, gated)
+    chosen = choose_int4(rows, outputs, inputs, held.group, zeros=held.zeros, gated=gated)
     seen = []
     for block_n in (chosen.block_n, 64, 128):
-        tiles, groups = -(-outputs // block_n), inputs // group
+        tiles, groups = -(-outputs // block_n), inputs // held.group
         possible = [splits for splits in (1, 2, 4, 7, 8, 14, 16) if groups % splits == 0 and tiles * splits <= 1700]
         for splits in [chosen.splits, *([] if gated else possible)]:
             for stages in (chosen.stages, 2, 3, 4):
@@ -82,13 +82,13 @@ def product(x_TK: Tensor, gated: bool, fields: dict[str, Any], matrix: Linear) -
 
 
 def time_products(given: argparse.Namespace) -> dict[str, dict]:
-    found, bandwidth = {}, read_bandwidth()
+    found, bandwidth, held = {}, read_bandwidth(), Int4Format(given.group, given.zeros, "BF16")
     print(f"reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     for model in given.models.split(","):
         for name, (inputs, outputs, _) in PRODUCTS[model].items():
             if name == "head" or given.only not in ("", f"{model} {name}"):
                 continue
-            each, gated = matrices(inputs, outputs, Int4Format(given.group, given.zeros, "BF16")), name == "gate_up"
+            each, gated = matrices(inputs, outputs, held), name == "gate_up"
             values_NK = each[0].values(slice(0, outputs), torch.float32)
             for rows in map(int, given.rows.split(",")):
                 x_TK = random(rows, inputs)
@@ -96,7 +96,7 @@ def time_products(given: argparse.Namespace) -> dict[str, dict]:
                 if gated:
                     expected = F.silu(expected[:, : outputs // 2]) * expected[:, outputs // 2 :]
                 timed = {}
-                for fields in tilings(rows, outputs // 2 if gated else outputs, inputs, gated, given.group):
+                for fields in tilings(rows, outputs // 2 if gated else outputs, inputs, gated, held):
                     key = "/".join(map(str, fields.values()))
                     try:
                         call = partial(product, x_TK, gated, fields)

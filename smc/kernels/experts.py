@@ -68,8 +68,9 @@ def _product(x: Tensor, module: Experts, matrix: Linear, choice: Choice, out: Te
     outputs, inputs = (module.inner if UP else matrix.out_features // module.count), matrix.in_features
     wide = x.element_size() == 4
     if matrix.group:
-        tiling, zero = choose_int4(min(tokens, MOST_TOKENS), outputs, inputs, matrix.group, gated=True), matrix.zero
-        block_t = token_block(min(tokens, MOST_TOKENS), matrix.group)
+        zero, few = matrix.zero, min(tokens, MOST_TOKENS)
+        tiling = choose_int4(few, outputs, inputs, matrix.group, zeros=zero is not None, gated=True)
+        block_t = token_block(few, matrix.group)
         rows = tiling.block_n // 2 if UP else tiling.block_n
         _experts_int4[(module.count, triton.cdiv(outputs, rows), triton.cdiv(tokens, block_t))](
             x, matrix.weight, matrix.scale, matrix.scale if zero is None else zero, expert_TC, weight_TC, out,

@@ -54,11 +54,15 @@ _WIDENED = 1 << 26
 """Weights that are widened at a time."""
 
 
-def choose_int4(tokens: int, outputs: int, inputs: int, group: int, gated: bool = False) -> ProductTiling:
+def choose_int4(
+    tokens: int, outputs: int, inputs: int, group: int, *, zeros: bool, gated: bool = False
+) -> ProductTiling:
     """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough programs to keep memory busy.
     The best of those tried on an H200 (`python -m benchmarks.int4 products`)."""
     block_t = token_block(tokens, group)
     block_n, warps, programs = (64, 2, 768) if block_t == 8 else (128, 4, 320) if block_t == 16 else (128, 8, 256)
+    if warps == 8 and (gated if group < 128 else zeros):
+        warps = 4
     tiles = triton.cdiv(tokens, block_t) * triton.cdiv(outputs, block_n)
     splits = 1 if gated else choose_splits(tiles, inputs // group, programs)
     # In flight: words, x, scales and zero points. Where they do not stay in registers, widened weights lie beside them.
@@ -84,7 +88,9 @@ def linear_int4(
     x). `splits` and `tunables` (fields of `ProductTiling`, without `block_k`) override `choose_int4`. Raises ValueError
     for more than `MOST_TOKENS` tokens, and for splits that do not divide the groups."""
     tokens, outputs, groups = len(x_TK), matrix.out_features, matrix.in_features // matrix.group
-    tiling = replace(choose_int4(tokens, outputs, matrix.in_features, matrix.group), **tunables)
+    tiling = replace(
+        choose_int4(tokens, outputs, matrix.in_features, matrix.group, zeros=matrix.zero is not None), **tunables
+    )
     splits = splits or tiling.splits
     if groups % splits:
         raise ValueError(f"splits must divide the {groups} groups of K={matrix.in_features}; got {splits}")
@@ -107,7 +113,8 @@ def gate_up_int4(
     A program computes matching rows of both."""
     inner = matrix.out_features // 2
     out_TI = x_TK.new_empty((len(x_TK), inner), dtype=dtype or x_TK.dtype)
-    tiling = replace(choose_int4(len(x_TK), inner, matrix.in_features, matrix.group, gated=True), **tunables)
+    chosen = choose_int4(len(x_TK), inner, matrix.in_features, matrix.group, zeros=matrix.zero is not None, gated=True)
+    tiling = replace(chosen, **tunables)
     _launch(x_TK, matrix, out_TI, inner, 1, tiling, GATED=True, GELU=gelu, PDL=pdl)
     return out_TI
 

@@ -52,7 +52,7 @@ def test_linear(device, tokens, group, zeros, splits, outputs):
     out = linear_int4(x_TK, matrix, splits, torch.float32)
     if out.dim() == 3:
         assert out.dtype == torch.float32 and out.shape[0] == (
-            splits or choose_int4(tokens, outputs, 512, group).splits
+            splits or choose_int4(tokens, outputs, 512, group, zeros=zeros).splits
         )
         near(reduce(out, KIND), expected_TN)
         torch.testing.assert_close(out.sum(0), expected_TN, atol=1e-3, rtol=1e-3)
@@ -118,7 +118,7 @@ def test_choice_divides_the_groups_and_fits(outputs, inputs):
     for tokens, gated, group in product((1, 8, 13, 40, 64, 100), (False, True), (128, 64, 32)):
         if inputs % group:
             continue
-        tiling = choose_int4(tokens, outputs, inputs, group, gated)
+        tiling = choose_int4(tokens, outputs, inputs, group, zeros=True, gated=gated)
         assert (inputs // group) % tiling.splits == 0 and not (gated and tiling.splits > 1)
         in_flight = group * (tiling.block_n // 2 + 2 * token_block(tokens, group))
         assert tiling.stages * in_flight + 2 * group * tiling.block_n <= 113 * 1024
