@@ -71,9 +71,12 @@ class WeightSlice:
         return self.stored or published
 
     def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The part of the parameter that holds this block, without padding."""
+        """The part of the parameter that holds this block, without padding. Not of an int4 matrix, whose first axis is
+        that of groups."""
         rows, *columns = (slice(axis.start, axis.start + len(axis.held)) for axis in self.axes)
-        return parameters[self.parameter].detach()[(self._rows(rows), *columns)]
+        values = parameters[self.parameter].detach()
+        assert values.is_floating_point(), self.parameter
+        return values[(self._rows(rows), *columns)]
 
     def write_fp8(self, parameters: Mapping[str, Tensor], rows: slice, weight_NK: Tensor, scale_N: Tensor) -> None:
         """Write FP8 weights and scales of some of the rows of this band. `weight_NK` has all columns of the published

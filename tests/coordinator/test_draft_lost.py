@@ -26,7 +26,6 @@ from smc.executor.model_runner import DraftRunner
 from smc.model.parallel import Shard
 from tests.coordinator.harness import HOST, coordinator
 
-SLOW = pytest.mark.slow
 LAW = {"seed": 5, "max_tokens": 30, "ignore_eos": True}
 NEEDS_DRAFT = [{"particles": 3}, {"particles": 4, "population": "independent"}, {"method": "draft"}]
 
@@ -46,15 +45,10 @@ async def outcome(client: CoordinatorClient, **params) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("link", "form", "incarnations"),
-    [pytest.param("nccl", "lookahead", (2, 3), marks=SLOW), ("grpc", "lockstep", (2,))],
-)
-def test_one_draft_after_the_other(link, form, incarnations, monkeypatch):
-    engine = EngineConfig(
-        block=4, drafting="always", **({"form": "lockstep", "cohorts": 2} if form == "lockstep" else {"branches": 2})
-    )
-    settings = {"link": link, "engine": engine, "start_timeout": 30.0, "link_timeout": 20.0}
+def test_one_draft_after_the_other(monkeypatch):
+    """In lockstep: tests/scheduler/test_draft_lost.py."""
+    engine = EngineConfig(block=4, drafting="always", branches=2)
+    settings = {"link": "nccl", "engine": engine, "start_timeout": 30.0, "link_timeout": 20.0}
     broken, fails = DraftRunner.draft, threading.Event()
 
     def draft(side: DraftRunner, plan) -> None:
@@ -66,7 +60,7 @@ def test_one_draft_after_the_other(link, form, incarnations, monkeypatch):
 
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         plain = (await ask(client, method="target")).tokens
-        for incarnation in incarnations:
+        for incarnation in (2, 3):
             calls = [asyncio.create_task(outcome(client, **params)) for params in NEEDS_DRAFT]
             survivors = [{"method": "exact", "particles": 4}, {"method": "exact", "particles": 1}, {"method": "target"}]
             survive = [asyncio.create_task(ask(client, **params)) for params in survivors]
@@ -106,11 +100,10 @@ def test_one_draft_after_the_other(link, form, incarnations, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("link", [pytest.param("nccl", marks=SLOW), "grpc"])
-def test_answers_go_on_while_another_draft_is_slow(link, monkeypatch):
+def test_answers_go_on_while_another_draft_is_slow(monkeypatch):
     """It has come, and says nothing for a while: nobody but it waits."""
     settings = {
-        "link": link,
+        "link": "grpc",
         "engine": EngineConfig(block=4, branches=2, drafting="always"),
         "start_timeout": 30.0,
         "link_timeout": 80.0,

@@ -4,6 +4,7 @@ answers."""
 from __future__ import annotations
 
 import asyncio
+from functools import cache
 
 import pytest
 
@@ -26,8 +27,6 @@ KINDS = [
     {"method": "target", "max_tokens": 18, "logprobs": True, "top_logprobs": 3},
     {"method": "draft", "max_tokens": 18},
     {"particles": 3, "max_tokens": 24, "alpha": 1.2, "top_p": 0.9},
-    {"method": "exact", "particles": 3, "max_tokens": 20, "constraint": {"regex": "[0-9 +=]{3,}"}},
-    {"particles": 3, "max_tokens": 9, "constraint": {"choice": ["yes", "no"]}, "constraint_scope": "answer"},
 ]
 ASKED = [Request(str(i), tuple(range(5, 12 + i)), SamplingParams(seed=i, **params)) for i, params in enumerate(KINDS)]
 FORMS = {"lookahead": {"block": 4, "branches": 2, "cohorts": 2}, "lockstep": {"form": "lockstep", "block": 4}}
@@ -41,16 +40,24 @@ FORMS = {"lookahead": {"block": 4, "branches": 2, "cohorts": 2}, "lockstep": {"f
 def test_over_every_link_at_every_degree(link, draft_tp, target_tp, form):
     """Three ranks of a target with 4 query heads and 2 key/value heads hold 2, 1 and 1 of each, and four one of each:
     key heads are repeated."""
-    config = EngineConfig(**FORMS[form], drafting="always")
-    engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), config)
-    expected = {output.request_id: output.answer for output in engine.run(ASKED) if output.answer}
-    with coordinator(config, link=link, draft_tp=draft_tp, target_tp=target_tp) as (made, spec):
+    expected = _answers_here(form)
+    with coordinator(_config(form), link=link, draft_tp=draft_tp, target_tp=target_tp) as (made, spec):
         found = asyncio.run(_answers(made.address, spec.rendezvous.secret))
     for one in found:
         same = expected[one.request_id]
         assert (one.tokens, one.text, one.finish_reason) == (same.tokens, same.text, same.finish_reason)
         assert one.statistics.rounds == same.statistics.rounds
         assert one.statistics.log_z == pytest.approx(same.statistics.log_z, abs=1e-3)
+
+
+def _config(form: str) -> EngineConfig:
+    return EngineConfig(**FORMS[form], drafting="always")
+
+
+@cache
+def _answers_here(form: str) -> dict[str, Answer]:
+    engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), _config(form))
+    return {output.request_id: output.answer for output in engine.run(ASKED) if output.answer}
 
 
 async def _answers(address: str, secret: str) -> list[Answer]:

@@ -79,19 +79,14 @@ ASKED = [
         pytest.param("llama", LOOKAHEAD, slice(1, 5), marks=pytest.mark.slow),
         pytest.param("llama", LOOKAHEAD, slice(2, 6, 3), marks=pytest.mark.slow),
         ("qwen2", LOOKAHEAD, slice(2)),
-        pytest.param("llama", LOCKSTEP, slice(5, 6), marks=pytest.mark.slow),
     ],
-    ids=[
-        "ahead",
-        "rejection ahead",
-        "independent",
-        "rejection in lockstep",
-    ],
+    ids=["ahead", "rejection ahead", "independent"],
 )
 def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
     """Of requests of many kinds in one round, and of one kind alone; the others here are distinct. Rejection has plain
     decoding beside it: in the interpreter a round of all kinds takes several times as long as its parts do, and
-    tests/kernels compares each stage of such a round with the reference."""
+    tests/kernels compares each stage of such a round with the reference. The tests below use one form each: the kernels
+    are the same in both, and tests/kernels compares their stages in either."""
     expected = answers(local_engine(pair(family), config), ASKED[which])
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     found = answers(local_engine(pair(family), config), ASKED[which])
@@ -100,8 +95,7 @@ def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [LOOKAHEAD, LOCKSTEP], ids=lambda config: config.form)
-def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
+def test_guided_answers_are_those_of_the_reference(monkeypatch):
     """Of two methods in rounds of one kind each, beside a request that is not guided; the target runs conditional and
     unconditional rows, padded."""
     law = {"max_tokens": 3, "logprobs": True, "guidance_scale": 2.0}
@@ -113,9 +107,9 @@ def test_guided_answers_are_those_of_the_reference(config, monkeypatch):
         replace(request([1, 2], "1", particles=2, seed=2, **law), negative_prompt=(3,)),
         request([1, 2, 3], "2", particles=1, seed=4, max_tokens=3, logprobs=True),
     ]
-    expected = answers(local_engine(pair("llama"), config), asked)
+    expected = answers(local_engine(pair("llama"), LOOKAHEAD), asked)
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
-    found = answers(local_engine(pair("llama"), config), asked)
+    found = answers(local_engine(pair("llama"), LOOKAHEAD), asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
 
@@ -138,8 +132,7 @@ def test_rounds_that_draft_fewer_tokens_are_those_of_the_reference(monkeypatch):
     assert set(before) == set(drafted) == {1, 2, None}
 
 
-@pytest.mark.parametrize("config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda c: c.form)
-def test_constrained_answers_are_those_of_the_reference(config, monkeypatch):
+def test_constrained_answers_are_those_of_the_reference(monkeypatch):
     """Beside a request without a constraint."""
     law = {"max_tokens": 3, "logprobs": True, "constraint": {"regex": "(ab|ce*){2,}"}}
     asked = [
@@ -147,16 +140,15 @@ def test_constrained_answers_are_those_of_the_reference(config, monkeypatch):
         request([1, 2], "1", particles=2, seed=2, constraint_scope="answer", top_k=5, **law),
         request([1, 2, 3], "2", particles=1, seed=4, max_tokens=3, logprobs=True),
     ]
-    expected = answers(local_engine(pair("llama"), config), asked)
+    expected = answers(local_engine(pair("llama"), LOCKSTEP), asked)
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
-    found = answers(local_engine(pair("llama"), config), asked)
+    found = answers(local_engine(pair("llama"), LOCKSTEP), asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [LOOKAHEAD, LOCKSTEP], ids=lambda config: config.form)
-def test_penalised_answers_are_those_of_the_reference(config, monkeypatch):
+def test_penalised_answers_are_those_of_the_reference(monkeypatch):
     """Beside a request without penalties, and with guidance."""
     law = {"max_tokens": 5, "ignore_eos": True, "logprobs": True, "presence_penalty": 1.0, "repetition_penalty": 1.4}
     asked = [
@@ -164,9 +156,9 @@ def test_penalised_answers_are_those_of_the_reference(config, monkeypatch):
         replace(request([1, 2], "1", particles=2, seed=2, guidance_scale=2.0, **law), negative_prompt=(3,)),
         request([1, 2, 3], "2", particles=1, seed=4, max_tokens=3, logprobs=True),
     ]
-    expected = answers(local_engine(pair("llama"), config), asked)
+    expected = answers(local_engine(pair("llama"), LOCKSTEP), asked)
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
-    found = answers(local_engine(pair("llama"), config), asked)
+    found = answers(local_engine(pair("llama"), LOCKSTEP), asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
 
@@ -200,14 +192,11 @@ def test_a_draft_of_few_tokens_proposes_as_by_the_reference(monkeypatch):
         assert_same(one, found[request_id])
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(LOOKAHEAD, marks=pytest.mark.slow), LOCKSTEP], ids=lambda config: config.form
-)
-def test_populations_that_change_their_size_are_those_of_the_reference(config, monkeypatch):
+def test_populations_that_change_their_size_are_those_of_the_reference(monkeypatch):
     """Slots without a particle, for a round or for good."""
 
     def resized() -> Answer:
-        engine, sizes = local_engine(pair("llama"), config), [4, 2]
+        engine, sizes = local_engine(pair("llama"), LOCKSTEP), [4, 2]
         engine.submit(
             request([1, 2, 3], particles=4, min_particles=2, seed=1, max_tokens=8, ignore_eos=True, ess_threshold=0.3)
         )

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 )
 VOCAB, CONTEXT = 300, 1024
 FORMS = [EngineConfig(form=form, block=3, max_slots=16, max_context=CONTEXT) for form in ("lookahead", "lockstep")]
-TOGETHER = [1, 2, 4, 4]
+TOGETHER = [1, 2, 4]
 """Requests that are sent at once; other ones of either form."""
 Call = tuple[str, tuple]
 """Of a pair: which method, and with what."""

@@ -25,7 +25,7 @@ def test_a_call_that_is_aborted_while_its_first_message_is_on_its_way(pair, monk
 
     monkeypatch.setattr(RequestHandler, during, aborted_meanwhile)
     with serving(pair) as service, service.client() as client:
-        for _ in range(20):
+        for _ in range(8):
             with pytest.raises(ServiceError) as caught:
                 client.generate("x", timeout=20, **LONG)
             assert caught.value.code is grpc.StatusCode.CANCELLED, caught.value

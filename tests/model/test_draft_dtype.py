@@ -49,7 +49,7 @@ def test_a_narrower_type_must_gain_more_than_it_loses():
 def briefly(monkeypatch):
     """Steps are measured as before, for a short time."""
     monkeypatch.setattr(
-        draft_dtype, "EFFORT", replace(draft_dtype.EFFORT, seconds=0.1, repeats=1, untimed=0, crowd=1, context=32)
+        draft_dtype, "EFFORT", replace(draft_dtype.EFFORT, seconds=0.02, repeats=1, untimed=0, crowd=1, context=32)
     )
 
 

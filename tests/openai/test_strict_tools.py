@@ -236,7 +236,7 @@ def test_calls_of_random_models_are_valid(form: ToolFormat, config: EngineConfig
     assert counts["smc", "calls"] + counts["answer", "calls"] > 2, counts
 
 
-MORE = 16
+MORE = 8
 """Schemas of the slow test. 96 for each format, of either form, were all valid once: 1,100 calls."""
 
 

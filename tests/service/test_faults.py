@@ -3,12 +3,17 @@ back by itself."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import re
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
 
 import grpc
 import pytest
@@ -17,7 +22,7 @@ import ray
 from services.client import Message, ServiceError
 from services.launch.errors import WorkerGroupError
 from services.launch.worker_group import ASK_SECONDS, PROBE_SECONDS, WorkerGroup
-from tests.service.running import Running, open_files, ranks
+from tests.service.running import Running, ranks
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -40,18 +45,25 @@ def alone(group) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def lives() -> list[tuple[int, int]]:
-    """Open files and threads of this process, where gateway and supervisor are, after every restart."""
+def lives() -> list[Held]:
+    """What this process, where gateway and supervisor are, holds after every restart."""
     return []
 
 
-def note(lives: list[tuple[int, int]], group: Running) -> None:
+class Held(NamedTuple):
+    """Of a process, by kind and by name."""
+
+    files: Counter[str]
+    threads: Counter[str]
+
+
+def note(lives: list[Held], group: Running) -> None:
     """After a restart."""
     with group.client() as client:
         client.generate(QUESTION, particles=2, max_tokens=4, timeout=60)
     group.until_empty()
     group.until(lambda: ranks() == set(group.pids().values()), 20, "processes of an earlier life stay")
-    lives.append((open_files(os.getpid()), own_threads()))
+    lives.append(held())
 
 
 def end_a_life(group: Running) -> None:
@@ -66,9 +78,15 @@ def end_a_life(group: Running) -> None:
     )
 
 
-def own_threads() -> int:
-    """Without asyncio's pool: that takes another one whenever the last has not quite become idle."""
-    return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
+def held() -> Held:
+    """What nobody refers to any more, such as the channel of a failed call, may wait for the collector otherwise. Without
+    asyncio's pool of threads: that takes another one whenever the last has not quite become idle."""
+    gc.collect()
+    files, threads = Counter[str](), Counter(thread.name for thread in threading.enumerate())
+    for file in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing
+            files[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{file}"))] += 1
+    return Held(files, Counter({name: count for name, count in threads.items() if not name.startswith("asyncio_")}))
 
 
 def outcome(client, **params) -> str:
@@ -210,9 +228,14 @@ def test_no_life_leaves_anything_behind(group, lives):
     while len(lives) < 3:
         end_a_life(group)
         note(lives, group)
-    files, threads = (max(held) for held in zip(*lives[:2]))
-    group.until(lambda: open_files(os.getpid()) <= files, 10, f"open files and threads: {lives}")
-    group.until(lambda: own_threads() <= threads, 10, f"open files and threads: {lives}")
+    most = [max(counts.total() for counts in of_lives) for of_lives in zip(*lives[:2])]
+    for _ in range(100):
+        now = held()
+        if all(counts.total() <= bound for counts, bound in zip(now, most)):
+            return
+        time.sleep(0.1)
+    more = [dict(counts - first) for counts, first in zip(now, lives[1])]
+    pytest.fail(f"{[[counts.total() for counts in each] for each in (*lives, now)]}, since the second life: {more}")
 
 
 def test_clients_cancel_at_random_moments(group):
