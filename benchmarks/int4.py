@@ -6,9 +6,10 @@
 The floor is what the bytes take at the speed at which this GPU reads a large tensor, measured first. The last line is
 JSON.
 
-`products`: each product of a decoder with codes in groups of 128, or --group, by every tiling, checked against float32. A line has
-the chosen tiling, the fastest ones as n/splits/warps/stages, and the floor, in microseconds. `passes`: whole passes with
-random weights as in `benchmarks.passes decode`, beside the floor of all weights that a pass reads (not the embedding)."""
+`products`: each product of a decoder with codes in groups of 128, or --group, by every tiling, checked against float32.
+A line has the chosen tiling, the fastest ones as n/splits/warps/stages, and the floor, in microseconds. `passes`: whole
+passes with random weights as in `benchmarks.passes decode`, beside the floor of all weights that a pass reads (not the
+embedding)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@ the library.
 
 For few tokens, a program computes some outputs. Each step reads one group of inputs: it loads the words, which lie side
 by side in memory, widens the codes less their zero points to x's type, which is exact, and multiplies them with x in
-one product. It multiplies the sums by the group's scale and adds them up in float32. In bfloat16 one instruction widens
-two neighbouring inputs. That needs both words of a pair in one thread, which `tests/kernels/compile_rounds.py` checks.
+one product. It multiplies the sums by the group's scale and adds them up in float32. Instructions for bfloat16 widen
+two neighbouring inputs at a time. That needs both words of a pair in one thread, which
+`tests/kernels/compile_rounds.py` checks.
 Splits of K are as in `smc.kernels.linear`. Nothing reads the host; grids follow from shapes. `pdl`:
 `smc.kernels.launch`.
 
@@ -58,9 +59,10 @@ def choose_int4(
     tokens: int, outputs: int, inputs: int, group: int, *, zeros: bool, gated: bool = False
 ) -> ProductTiling:
     """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough programs to keep memory busy.
-    The best of those tried on an H200 (`python -m benchmarks.int4 products`)."""
+    Of those tried on an H200 (`python -m benchmarks.int4 products`)."""
     block_t = token_block(tokens, group)
     block_n, warps, programs = (64, 2, 768) if block_t == 8 else (128, 4, 320) if block_t == 16 else (128, 8, 256)
+    # Of the larger blocks, these were faster so, though products without zero points were not.
     if warps == 8 and (gated if group < 128 else zeros):
         warps = 4
     tiles = triton.cdiv(tokens, block_t) * triton.cdiv(outputs, block_n)

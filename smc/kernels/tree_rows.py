@@ -152,6 +152,7 @@ def _choose_rows(
         return
     if FROM == 0:
         _find_paths(steps, scratch, first, size, rows, K, AHEAD, BLOCK)
+        _keep_first_nodes(steps, scratch, first, size, rows, K, AHEAD, BLOCK)
         tl.debug_barrier()
     if (FROM <= 1) & (UPTO > 1) & AHEAD:
         most = tl.load(plan.draws_G + group).to(tl.int32)
@@ -166,7 +167,7 @@ def _choose_rows(
 
 @triton.jit
 def _find_paths(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """Best paths from all nodes, and which of them are not part of another's."""
+    """Best paths from all nodes."""
     i, tiles = tl.arange(0, BLOCK), tl.cdiv(size, BLOCK)
     top = tl.full((), NONE, tl.float64)
     for tile in range(tiles):
@@ -207,7 +208,12 @@ def _find_paths(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.co
             tl.store(scratch.heaviest_M + k * rows + x_I, heaviest_I, mask=in_I)
             tl.store(scratch.leaf_M + k * rows + x_I, leaf_I, mask=in_I)
         tl.debug_barrier()
-    # Only the first node of a path stands for it.
+
+
+@triton.jit
+def _keep_first_nodes(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Only the first node of a path stands for it: paths that are part of another's are worth less than nothing."""
+    i, tiles = tl.arange(0, BLOCK), tl.cdiv(size, BLOCK)
     for k in tl.static_range(K):
         for tile in range(tiles):
             _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
