@@ -30,9 +30,8 @@ from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import step_attention
-from smc.kernels.kv_store import store_kv
 from smc.kernels.launch import supports_pdl
-from smc.kernels.packed_rows import Groups, Tables
+from smc.kernels.packed_rows import Groups, Tables, store_kv
 
 HEADS, OWN, BANDWIDTH = (
     (32, 8),

@@ -19,13 +19,13 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans
-from smc.executor.executor import LocalRound, LocalRoundExecutor
+from smc.executor.model_runner import LocalRound, LocalRoundExecutor
 from smc.executor.plan import RoundPlan
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
-from smc.memory.kv_pool import KVPool, pages_that_fit
+from smc.memory.kv_cache import KVPool, pages_that_fit
+from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
-from smc.model.random_model import random_model
 from smc.scheduler.engine import Engine
 from smc.scheduler.round_plan import bucket
 from smc.stops import TokenBytes

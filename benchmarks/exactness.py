@@ -21,8 +21,7 @@ from typing import Any
 
 from smc import demo
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 from smc.api.sampling_params import POPULATIONS, Method, SamplingParams
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import Problem, derived_seed, generate, grade

@@ -36,8 +36,7 @@ from services.pb import generation_pb2_grpc
 from services.protobuf.coordinator import EngineStep
 from smc import demo
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer, FinishReason, Output, Statistics
-from smc.api.request import Request
+from smc.api.request import Answer, FinishReason, Output, Request, Statistics
 from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.stats import EngineStats

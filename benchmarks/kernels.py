@@ -28,21 +28,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smc import distributions
-from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.expansion import expand as torch_expand
+from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import select as torch_select
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
 from smc.executor import masks
-from smc.kernels import token_masks
 from smc.kernels.candidate_tokens import propose_candidates
 from smc.kernels.expansion import expand
 from smc.kernels.linear import ProductTiling, choose, gate_up_silu, linear, reduce, token_block_of
 from smc.kernels.norm import add_norm, round_rows, silu_mul
 from smc.kernels.sampling import draw, score
 from smc.kernels.select import select
-from smc.kernels.truncation import Cut, truncate
+from smc.kernels.truncation import Cut, apply_mask, truncate
 from smc.model.linear import FP8, QuantisedRows, quantise
 from smc.philox import exponentials, words
 
@@ -222,7 +221,7 @@ def bench_mask(rows: int, vocab: int = 128256) -> None:
     mask_RW = torch.randint(-(2**31), 2**31, (rows, vocab // 32 + 1), device="cuda").int()
     mask_RW[:: max(rows // 2, 1)] = 0
     torch.testing.assert_close(
-        token_masks.apply_mask(logits[0], mask_RW, vocab),
+        apply_mask(logits[0], mask_RW, vocab),
         masks.apply_mask(logits[0], mask_RW, vocab),
         rtol=0,
         atol=0,
@@ -231,9 +230,7 @@ def bench_mask(rows: int, vocab: int = 128256) -> None:
     traffic = rows * vocab * (2 + 4 + 1 / 8)
     note(f"mask {rows} torch", microseconds(lambda x: masks.apply_mask(x, mask_RW, vocab), logits), traffic)
     for block, warps in ((2048, 4), (4096, 4), (8192, 8)):
-        us = microseconds(
-            lambda x, b=block, w=warps: token_masks.apply_mask(x, mask_RW, vocab, block=b, warps=w), logits
-        )
+        us = microseconds(lambda x, b=block, w=warps: apply_mask(x, mask_RW, vocab, block=b, warps=w), logits)
         note(f"mask {rows} block {block} warps {warps}", us, traffic)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Output
-from smc.api.request import Request
+from smc.api.request import Output, Request
 from smc.api.sampling_params import SamplingParams
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import generate

@@ -40,18 +40,14 @@ import torch
 from services.cli.distill import CPU_BATCH, CPU_HELD_OUT, CPU_SLOTS, GPU_BATCH, GPU_HELD_OUT, GPU_SLOTS, demo_prompts
 from smc import demo
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 from smc.api.sampling_params import POPULATIONS, SamplingParams
 from smc.demo.problems import derived_seed, generate
-from smc.distill.losses import LOSSES
+from smc.distill.conversations import ConversationStore, TalkSettings
 from smc.distill.measure import HeldOut
-from smc.distill.ranks import Ranks
 from smc.distill.run import SAMPLE, DistillConfig, make_writer
-from smc.distill.store import ConversationStore
 from smc.distill.student import StudentSpec, choose_layers, make_student, save_student
-from smc.distill.talk import TalkSettings
-from smc.distill.trainer import Trainer, TrainingSettings
+from smc.distill.trainer import LOSSES, Ranks, Trainer, TrainingSettings
 from smc.local_engine import ModelPair, fitted_engine
 from smc.model.decoder import Decoder
 from smc.model.loader import load_model

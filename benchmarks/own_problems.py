@@ -18,13 +18,11 @@ from rich.table import Table
 from benchmarks.load import ClosedLoop
 from benchmarks.problem_file import FileProblem
 from benchmarks.quality import DecodingSetting
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 from smc.api.sampling_params import SamplingParams
-from smc.demo.problems import derived_seed
+from smc.demo.problems import Accuracy, derived_seed
 from smc.local_engine import ModelPair, fitted_engine
 from smc.scheduler.stats import SpecStats
-from smc.statistics import Accuracy
 from smc.terminal import out, progress_bar
 
 USUAL = (

@@ -13,7 +13,7 @@ groups that there is room for (default: a row each; in a service as many as slot
 own. The logits of all tokens are made. With `--no-pdl` no kernel begins before the one before it has ended.
 
 `attention`: one layer in bfloat16, a row of so many queries behind a past, and 8 rows of an eighth each; by torch
-(fused), fa2 and fa3, checked against torch. `smc.attention.flashinfer.FEW_QUERIES` is where fa3 begins to win.
+(fused), fa2 and fa3, checked against torch. `smc.attention.prompts.FEW_QUERIES` is where fa3 begins to win.
 `prompt`: whole passes of one row, the host's time to queue one, and the sum of its products alone. Shares are of 790
 TFLOP/s."""
 
@@ -36,9 +36,8 @@ from torch.nn import functional as F
 
 from benchmarks.prompts import PEAK, operations
 from smc.api.limits import DTYPE_NAMES
-from smc.attention.base import ForwardBatch
-from smc.attention.flashinfer import FlashInferAttention, kernels_of, obstacle
-from smc.attention.fused import FusedAttention
+from smc.attention.backend import ForwardBatch
+from smc.attention.prompts import FlashInferAttention, FusedAttention, kernels_of, obstacle
 from smc.executor.forward import Rows
 from smc.executor.messages import PromptBatch
 from smc.executor.ops import TorchOps
@@ -46,11 +45,11 @@ from smc.executor.plan import Contexts
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
-from smc.memory.kv_pool import KVPool
+from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.linear import DTYPES
+from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
-from smc.model.random_model import random_model
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 

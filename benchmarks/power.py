@@ -22,8 +22,7 @@ from typing import Any
 
 from benchmarks.problem_file import NUMBER, FileProblem, read_problems
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 from smc.api.sampling_params import POPULATIONS, SamplingParams
 from smc.demo import MAX_ANSWER
 from smc.demo.checkers import arithmetic

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.backends import Mode, read_bytes
-from services.coordinator.remote_engine import RemoteEngine
+from services.coordinator.process import RemoteEngine
+from services.launch.cluster import RemoteTraceback, WorkerGroupError
 from services.launch.config import WorkerGroupConfig
-from services.launch.errors import RemoteTraceback, WorkerGroupError
 from services.launch.worker_group import coordinator_spec, rank_spec
 from services.link.base import failure_text
 from services.link.connect import Rendezvous

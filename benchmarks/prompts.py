@@ -20,8 +20,7 @@ from benchmarks.backends import Mode, PromptBackend
 from benchmarks.load import ClosedLoop, Load, repeated
 from benchmarks.speed import WARM_UP
 from smc.api.engine_config import GPU_PREFILL, EngineConfig
-from smc.api.outputs import Answer, Output
-from smc.api.request import Request
+from smc.api.request import Answer, Output, Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.messages import Pending, PromptResult
 from smc.memory.kv_cache import pool_for

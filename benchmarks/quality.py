@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import UNSET
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 from smc.api.sampling_params import POPULATIONS, SamplingParams
 from smc.demo import MAX_ANSWER
-from smc.demo.problems import Problem, derived_seed, grade
+from smc.demo.problems import Accuracy, Problem, derived_seed, grade
 from smc.loading import DEMO
-from smc.statistics import Accuracy
 
 if TYPE_CHECKING:
     from smc.local_engine import ModelPair

@@ -13,13 +13,13 @@ from typing import Any
 
 from benchmarks.load import ClosedLoop, endless_requests, problem_prompts
 from benchmarks.processes import RankProcesses
-from services.coordinator.remote_engine import RemoteEngine
+from services.coordinator.process import RemoteEngine
 from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import ModelPair, fitted_engine
 from smc.scheduler.capacity import sized_for
-from smc.scheduler.timeline import RoundTimes
+from smc.scheduler.stats import RoundTimes
 
 WARM_UP = 3
 
@@ -48,7 +48,7 @@ class RoundTime:
 
 @dataclass(frozen=True)
 class ProcessRoundTime:
-    """Medians over rounds, in milliseconds; see `smc.scheduler.timeline.RoundTimes` for the parts."""
+    """Medians over rounds, in milliseconds; see `smc.scheduler.stats.RoundTimes` for the parts."""
 
     link: str
     decoding: str

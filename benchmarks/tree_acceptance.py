@@ -5,7 +5,7 @@
         [--rounds [--prompts-file FILE] [--pass-steps 11.25 --plain-steps 10.2]]
 
 The target writes conversations: user turns from its chat template's opening, then the answers to them. The demo target
-answers problems. Contexts are taken from the answers at equal distances; `smc.distill.trees` says what happens at each.
+answers problems. Contexts are taken from the answers at equal distances; `smc.distill.measure` says what happens at each.
 A draft may be loaded in several types: all get the same contexts, so that their differences have small errors.
 
 Two things decide the result besides the models. A mean over contexts is larger than a mean over the rounds of served
@@ -37,8 +37,8 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.demo.problems import generate
-from smc.distill.talk import ChatFormat
-from smc.distill.trees import DrawnContinuation, OwnText, TreeDraft, draw_next
+from smc.distill.conversations import ChatFormat
+from smc.distill.measure import DrawnContinuation, OwnText, TreeDraft, draw_next
 from smc.local_engine import ModelPair, local_engine
 from smc.model.linear import DTYPES
 from smc.model.loader import load_model

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Output
-from smc.api.request import Request
+from smc.api.request import Output, Request
 from smc.api.sampling_params import SamplingParams
 from smc.model.config import ModelConfig
 from smc.model.tokenizer import Tokenizer
@@ -67,7 +66,7 @@ class Model:
     parameters: int
     tensor_parallel: int
     weights: str = ""
-    """Identifies the weights: `smc.model.fingerprint`."""
+    """Identifies the weights: `smc.model.files`."""
 
 
 WITHOUT_EFFECT = (

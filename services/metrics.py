@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import prometheus_client as prom
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from smc.api.outputs import Answer
+from smc.api.request import Answer
 from smc.api.sampling_params import VERIFICATIONS
 from smc.scheduler.stats import EngineStats, SpecStats
 

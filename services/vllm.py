@@ -32,8 +32,7 @@ from services.prompts import Prompt
 from services.protobuf.generation import check_counts
 from services.security import caller_of
 from smc.api.limits import MAX_TOP_LOGPROBS
-from smc.api.outputs import Alternatives, Answer, FinishReason, Output
-from smc.api.request import Request
+from smc.api.request import Alternatives, Answer, FinishReason, Output, Request
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams, with_defaults
 
 MAX_ANSWERS = 128

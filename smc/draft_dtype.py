@@ -1,7 +1,7 @@
 """The type that a draft is loaded in with `--draft-dtype auto`: its own, FP8 or int4, by what a draft step takes in each.
 
 On a GPU a step is measured with random weights of the draft's shape, once: the costs are kept in files
-(`smc.calibration.latency_cache`). A narrower type makes steps cheaper and proposals a little worse; it changes no answer
+(`smc.calibration.latency`). A narrower type makes steps cheaper and proposals a little worse; it changes no answer
 of exact decoding. It is chosen if a step gains more than the narrower type is expected to lose (`LOSS`)."""
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import AUTO_DTYPE
-from smc.calibration.latency import Effort, measure_latency
-from smc.calibration.latency_cache import LatencyCache, cache_directory, device_name
+from smc.calibration.latency import Effort, LatencyCache, cache_directory, device_name, measure_latency
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
 from smc.model.config import ModelConfig, default_dtype
 from smc.model.linear import DTYPES, require_fp8
+from smc.model.loader import random_model
 from smc.model.parallel import WHOLE, Shard, local_config
 from smc.model.presets import NoText
-from smc.model.random_model import random_model
 from smc.model.source import ModelSource
 from smc.model.weight_map import int4_formats, weight_slices
 from smc.scheduler.latency_model import LatencyModel

@@ -28,7 +28,7 @@ def pair_directories(target: Path | None, draft: Path | None) -> tuple[Path, Pat
         raise ValueError(f"{given} is given without {missing}; give both, or neither for the demo pair")
     if not target or not draft:
         return DEMO
-    from smc.model.hub import find_model
+    from smc.model.source import find_model
 
     return find_model(target), find_model(draft)
 

@@ -12,14 +12,12 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
-from smc.calibration.latency import ONCE, THOROUGH, measure_latency
-from smc.calibration.latency_cache import LatencyCache, cache_directory, cost_key
+from smc.calibration.latency import ONCE, THOROUGH, LatencyCache, cache_directory, cost_key, measure_latency
 from smc.constraints import Compiler
-from smc.executor.executor import LocalRoundExecutor
+from smc.executor.model_runner import LocalRoundExecutor
 from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.worker import ModelWorker
-from smc.memory.kv_cache import pool_for
-from smc.memory.kv_pool import KVPool, pages_that_fit
+from smc.memory.kv_cache import KVPool, pages_that_fit, pool_for
 from smc.model.check import require_pair
 from smc.model.decoder import Decoder
 from smc.model.draft_vocab import DraftHead
@@ -124,7 +122,7 @@ TIMED_TOKENS = 512
 
 def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineConfig) -> LatencyModel | None:
     """The latency model of a pair that was loaded from these directories, as this machine has measured it before, or
-    does now (`smc.calibration.latency_cache`). None, and a warning, if there is no memory for measuring; None if
+    does now (`smc.calibration.latency`). None, and a warning, if there is no memory for measuring; None if
     contexts are too short for a round. Call it before another engine takes memory."""
     slots = max(TIMED_SLOTS, config.max_slots)
     config = replace(config, max_slots=slots, max_context=None, pages=pool_for(slots * TIMED_TOKENS))

@@ -11,14 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from smc.api.draft_fit import LEAST_GAIN, of_acceptance, of_evidence
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import LEAST_GAIN, Answer, Request, fit_by_acceptance, fit_by_evidence
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import ModelPair, local_engine
-from smc.model.decoder import Decoder, RopeTable
-from smc.model.dense import hidden_states
+from smc.model.decoder import Decoder, RopeTable, hidden_states
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.round_plan import DraftSize
@@ -75,7 +72,7 @@ class Probe:
     @property
     def recommendation(self) -> tuple[str, ...]:
         """Sentences."""
-        exact, smc = self._of_exact(), of_evidence(self.log_evidence, self.particles)
+        exact, smc = self._of_exact(), fit_by_evidence(self.log_evidence, self.particles)
         return (
             exact,
             f"method=smc: {smc}."
@@ -84,7 +81,7 @@ class Probe:
         )
 
     def _of_exact(self) -> str:
-        if words := of_acceptance(self.accepted):
+        if words := fit_by_acceptance(self.accepted):
             return f"Use method=target: {words}."
         if self.exact_speed is None:
             return f"method=exact: a round brings {self.tokens_a_round:.1f} tokens."

@@ -216,7 +216,7 @@ def grow(
 ) -> StopProgress:
     """Tokens appended to answers in state `text` that have room for `room` more, of which the first `early` end none
     (None: no such); all integers. An id that no token has has no bytes and ends nothing, and an answer in `DONE` ends
-    with any token. The reference: `smc.kernels.stops.after_all` does the same within kernels."""
+    with any token. The reference: `smc.kernels.round_tensors.after_all` does the same within kernels."""
     k = tokens_AK.shape[1]
     entry_A = entry_A.long()
     states = [text_A.long()]

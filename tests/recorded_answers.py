@@ -35,8 +35,7 @@ import torch
 # Every name of the project stands here, so that this block alone changes where modules move.
 from smc import demo
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer, Output, Particle
-from smc.api.request import Request
+from smc.api.request import Answer, Output, Particle, Request
 from smc.api.sampling_params import SamplingParams
 from smc.demo.problems import generate
 from smc.executor.graph_runner import StageRunner

@@ -34,10 +34,9 @@ from benchmarks.quality import (
     solved_before,
 )
 from smc.api.sampling_params import SamplingParams
-from smc.demo.problems import Problem, generate
+from smc.demo.problems import Accuracy, Problem, generate
 from smc.loading import DEMO, LoadedModels, loaded_models, use_threads
 from smc.model.source import name_dtypes
-from smc.statistics import Accuracy
 from smc.terminal import err, out, print_warning
 from smc.types import ModelRole
 

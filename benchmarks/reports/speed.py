@@ -191,7 +191,7 @@ def measure_speed(
     from benchmarks.load import file_load, problem_load, random_load
     from benchmarks.speed import ModeTimer
     from smc.calibration.latency import THOROUGH
-    from smc.scheduler.timeline import Timeline
+    from smc.scheduler.stats import Timeline
 
     timeline = Timeline(trace=True)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from services.backend import ServingPair
 from services.errors import status_of
-from services.openai.reasoning import Reasoning
+from services.openai.messages import Reasoning
 from services.openai.requests import (
     CHAT,
     COMPLETIONS,
@@ -25,8 +25,7 @@ from services.openai.requests import (
 )
 from services.openai.responses import ResponseHeader, ScoredPrompt, check_scored, choice, reported, response
 from smc.api.limits import DEFAULT_MAX_TOKENS
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 
 URLS = (COMPLETIONS, CHAT)
 FIELDS = ("custom_id", "method", "url", "body")

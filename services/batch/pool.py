@@ -1,6 +1,6 @@
-"""Parts of the input on a pool of worker groups, by Ray Data: it gives each to an actor that has a worker group, which
-reads, decodes and writes it; starts such an actor again when it is lost, with the parts that were lost with it; and
-gives out no more than is asked for."""
+"""Worker groups that answer lines: one (`Replica`), or a pool of them by Ray Data, which gives each part of the input to
+an actor that has a worker group, which reads, decodes and writes it; starts such an actor again when it is lost, with
+the parts that were lost with it; and gives out no more than is asked for."""
 
 from __future__ import annotations
 
@@ -10,20 +10,66 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.data
 
+from services.backend import ServingPair
+from services.batch.lines import Kept, Line, RequestReader
 from services.batch.output_file import written
 from services.batch.parts import DonePart, InputPart, earlier_records, write_part
 from services.batch.progress import Counts
-from services.batch.replica import Replica, ReplicaSpec
-from services.batch.runner import ServiceLost
+from services.batch.runner import BatchRunner, Limit, RetryingDecoder, ServiceLost, ServiceState
 from services.batch.storage import Store
 from services.launch import cluster
+from services.launch.config import WorkerGroupConfig
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """What every worker group of a run is made of. Picklable."""
+
+    group: WorkerGroupConfig
+    seed: int
+    """See `BatchConfig`."""
+    concurrency: int | None
+    """The same."""
+
+    @property
+    def limit(self) -> Limit:
+        if self.concurrency is not None:
+            return Limit(requests=self.concurrency)
+        # Twice what can run, so that slots that a round frees are filled at once.
+        return Limit(rows=2 * self.group.engine.max_slots)
+
+
+class Replica:
+    """Needs Ray to be connected. Use it in one asyncio loop."""
+
+    def __init__(self, spec: ReplicaSpec, pair: ServingPair) -> None:
+        from services.launch.supervisor import Supervisor  # imports torch
+
+        serving = ServiceState(spec.group.start_timeout)
+        self._supervisor = Supervisor(spec.group, pair, on_health=serving.set_health)
+        decode = RetryingDecoder(self._supervisor, serving).decode
+        requests = RequestReader(pair, spec.seed)
+        self._runner = BatchRunner(pair, requests, decode, pair.fingerprint(), spec.limit)
+
+    async def start(self) -> None:
+        """Returns when it is warm. Raises WorkerGroupError."""
+        await self._supervisor.start()
+
+    async def answer(self, lines: Iterable[Line | Kept], write: Callable[[dict[str, Any], bool], None]) -> None:
+        """See `BatchRunner.run`. May be called again while it runs."""
+        await self._runner.run(lines, write)
+
+    async def stop(self) -> None:
+        """End every process."""
+        await self._supervisor.stop()
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,10 @@
-"""How far a run is: its counts, what they say of its speed and its end, and how people and Prometheus see them."""
+"""How far a run is: its counts, what they say of its speed and its end, how people and Prometheus see them, and the actor
+to which worker groups report while they answer parts of the input. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from services.batch.output_file import Survey
 
 if TYPE_CHECKING:
     from services.metrics import BatchMetrics
+
 
 LINE_SECONDS = 5.0
 """Between two lines where there is no terminal."""
@@ -206,3 +208,62 @@ def _duration(seconds: float) -> str:
     if days:
         return f"{days} d {hours} h"
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What worker groups have reported."""
+
+    starting: int
+    ready: int
+    started: tuple[float, ...]
+    """Seconds that starts took, in the order in which they ended."""
+    failures: tuple[str, ...]
+    """Starts that have failed since the last one that did not."""
+    coming: Counts
+    """Of parts that are not written yet."""
+
+
+class Monitor:
+    """What is known of worker groups, wherever they run, and of the parts that they answer. They report to it at any
+    time."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, bool] = {}
+        """By worker group, whether it is ready; without those that failed."""
+        self._started: list[float] = []
+        self._failures: list[str] = []
+        self._parts: dict[Hashable, Counts] = {}
+        self._written: set[Hashable] = set()
+
+    def start(self, name: str) -> None:
+        self._states[name] = False
+
+    def ready(self, name: str, seconds: float) -> None:
+        self._states[name] = True
+        self._started.append(seconds)
+        self._failures.clear()
+
+    def fail(self, name: str, why: str) -> None:
+        self._states.pop(name, None)
+        self._failures.append(why)
+
+    def report(self, parts: dict[Hashable, Counts]) -> None:
+        self._parts |= {part: counts for part, counts in parts.items() if part not in self._written}
+
+    def snapshot(self, written: Sequence[Hashable]) -> Snapshot:
+        """`written`: parts that count no longer."""
+        self._written.update(written)
+        for part in written:
+            self._parts.pop(part, None)
+        ready = sum(self._states.values())
+        coming = sum(self._parts.values(), start=Counts())
+        return Snapshot(len(self._states) - ready, ready, tuple(self._started), tuple(self._failures), coming)
+
+
+def start_monitor() -> Any:
+    """A handle of an actor, on this host. Needs Ray to be connected."""
+    import ray
+
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    return ray.remote(Monitor).options(num_cpus=0, label_selector=here).remote()

@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from services.batch.lines import RequestReader
 from services.batch.output_file import FORMATS, OutputFile, Survey, is_url, rest, survey
+from services.batch.pool import Replica, ReplicaSpec
 from services.batch.progress import BatchProgress, Counts, Display
-from services.batch.replica import Replica, ReplicaSpec
 from services.batch.runner import ServiceLost
-from services.launch.config import WorkerGroupConfig
-from services.launch.errors import WorkerGroupError
-from services.launch.gpus import check_gpus
+from services.launch.cluster import WorkerGroupError
+from services.launch.config import WorkerGroupConfig, check_gpus
 
 if TYPE_CHECKING:
-    from services.batch.monitor import Snapshot
     from services.batch.parts import DonePart, FileParts, InputPart, PartsOutput
     from services.batch.pool import Pool
+    from services.batch.progress import Snapshot
 
 RETRIED = ".retry"
 """Added to the name of an output whose failed lines are decoded again: the file that replaces it."""
@@ -274,7 +273,7 @@ class _Pass:
         """Raises WorkerGroupError when worker groups do not start, ServiceLost when no part has been done."""
         import ray
 
-        from services.batch.monitor import start_monitor
+        from services.batch.progress import start_monitor
 
         monitor = start_monitor()
         done: asyncio.Queue[DonePart | Exception | None] = asyncio.Queue(1)

@@ -15,8 +15,7 @@ from typing import Any
 
 from services.backend import Backend, ServingPair, Unavailable
 from services.batch.lines import Kept, Line, RequestReader, answered, refused
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 
 ATTEMPTS = 3
 """How often a request is sent to a service that is lost while it decodes it."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from services.cli import config_file, options
+from services.cli import options
 from services.cli.service_options import BatchOptions, worker_group_config
 from smc.terminal import err, print_error, print_warning
 
@@ -25,10 +25,10 @@ def batch(arguments: BatchOptions) -> int:
     from services.batch.progress import Display
     from services.batch.run import BatchConfig, BatchRun, Stopped
     from services.batch.runner import ServiceLost
-    from services.launch.errors import WorkerGroupError
+    from services.launch.cluster import WorkerGroupError
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    given: dict[str, Any] = {} if arguments.config is None else config_file.read(arguments.config, BatchOptions)
+    given: dict[str, Any] = {} if arguments.config is None else options.read_config_file(arguments.config, BatchOptions)
     given |= options.given(asdict(arguments))
     config = BatchConfig(**{one.name: given[one.name] for one in fields(BatchConfig) if one.name in given})
     output = config.output if is_url(config.output) else str(Path(config.output).resolve())

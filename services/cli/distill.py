@@ -156,12 +156,12 @@ class DistillOptions:
 def distill(given: DistillOptions) -> int:
     """Train a draft for a target on nothing but what the target writes, and measure what it gains."""
     from smc import demo
+    from smc.distill.conversations import TEMPERATURES, TalkSettings
     from smc.distill.run import DistillConfig, distill
     from smc.distill.student import StudentSpec
-    from smc.distill.talk import TEMPERATURES, TalkSettings
     from smc.distill.trainer import TrainingSettings
     from smc.loading import DEMO, DEVICES, use_threads
-    from smc.model.hub import find_model
+    from smc.model.source import find_model
 
     if given.device not in DEVICES:
         raise ValueError(f"--device {given.device}; allowed: {', '.join(DEVICES)}")
@@ -253,7 +253,7 @@ def demo_prompts(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
 
 def fitting(prompts: tuple[tuple[int, ...], ...], width: int) -> tuple[tuple[int, ...], ...]:
     """Prompts that leave room for an answer in conversations of this width. Raises ValueError if there are none."""
-    from smc.distill.talk import LEAST_ANSWER
+    from smc.distill.conversations import LEAST_ANSWER
 
     most = width - LEAST_ANSWER
     found = tuple(each for each in prompts if len(each) <= most)

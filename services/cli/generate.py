@@ -13,12 +13,10 @@ import typer
 from rich.text import Text
 
 from services.cli import options
-from smc.api import draft_fit
 from smc.api.limits import DEFAULT_MAX_TOKENS
-from smc.api.outputs import Answer
-from smc.api.request import Request, check_guidance
+from smc.api.request import Answer, Request, check_guidance, fit_of_answer
 from smc.api.sampling_params import SamplingParams, with_defaults
-from smc.model.generation_config import GENERATION_CONFIGS, sampling_defaults
+from smc.model.config import GENERATION_CONFIGS, sampling_defaults
 from smc.terminal import err, finite, print_error, print_warning
 
 if TYPE_CHECKING:
@@ -144,7 +142,7 @@ def _answer(
         print()
         err.print(Text(summary(answer), style="dim"))
     warn_of_collapses(answer)
-    if words := draft_fit.of_answer(request.params, answer.statistics, len(answer.tokens)):
+    if words := fit_of_answer(request.params, answer.statistics, len(answer.tokens)):
         print_warning(words)
     if answer.error:
         print_error(answer.error)

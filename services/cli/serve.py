@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from services.cli import config_file, options
+from services.cli import options
 from services.cli.service_options import MAX_QUEUE, ServeOptions, effective, gateway_config, worker_group_config
 from smc.terminal import err, print_error
 
@@ -23,19 +23,19 @@ def serve(arguments: ServeOptions) -> int:
     import asyncio
     import logging
 
-    from services.gateway.ports import check_ports
-    from services.launch.gpus import check_gpus
+    from services.gateway.config import check_ports
+    from services.launch.config import check_gpus
 
     given: dict[str, Any] = {"max_queue": MAX_QUEUE}
     if arguments.config is not None:
-        given |= config_file.read(arguments.config, ServeOptions)
+        given |= options.read_config_file(arguments.config, ServeOptions)
     given |= options.given(asdict(arguments))
     group, gateway = worker_group_config(given), gateway_config(given)
     if not arguments.print_config:
         check_ports(gateway)  # before the models are looked at, which may take seconds
     group.serving_pair()
     if arguments.print_config:
-        print(config_file.text_of(effective(group, gateway, given), ServeOptions), end="")
+        print(options.config_file_text(effective(group, gateway, given), ServeOptions), end="")
         return 0
     check_gpus(group, given.get("ray_address"))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -50,7 +50,7 @@ def serve(arguments: ServeOptions) -> int:
         err.print(f"serving on {where} (ready after {time.monotonic() - begin:.1f} s); Ctrl-C stops", soft_wrap=True)
 
     from services.launch import cluster
-    from services.launch.errors import WorkerGroupError
+    from services.launch.cluster import WorkerGroupError
 
     try:
         cluster.import_meanwhile("services.launch.service")

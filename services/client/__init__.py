@@ -12,10 +12,11 @@ with Client("127.0.0.1:50051") as client:
     print(stream.completion.usage)
 """
 
-from services.client.client import Client, CompletionStream
-from services.client.types import (
+from services.client.client import (
     Chunk,
+    Client,
     Completion,
+    CompletionStream,
     Message,
     ModelDescription,
     ModelInfo,
@@ -24,7 +25,7 @@ from services.client.types import (
     ServiceError,
     Usage,
 )
-from smc.api.outputs import Particle, PromptToken, Statistics, Times
+from smc.api.request import Particle, PromptToken, Statistics, Times
 
 __all__ = [
     "Chunk",

@@ -22,8 +22,7 @@ from services.pb import coordinator_pb2 as pb
 from services.pb import coordinator_pb2_grpc as pb_grpc
 from services.protobuf.coordinator import EngineStep, from_response
 from services.protobuf.generation import from_sampling
-from smc.api.outputs import Answer, Output
-from smc.api.request import Request
+from smc.api.request import Answer, Output, Request
 
 
 class SubmissionPort(Protocol):

@@ -1,18 +1,192 @@
 """The coordinator's process: it connects to the workers, runs the engine and serves the gateway until it is told to
-stop."""
+stop. The engine is the scheduler of the in-process engine, unchanged, over two links to workers that are elsewhere."""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from services.coordinator.remote_engine import CoordinatorSpec, RemoteEngine
 from services.coordinator.service import CoordinatorServer, EngineLoop
 from services.link.base import LinkError
+from services.link.connect import Rendezvous, coordinator_end
+from services.link.remote_worker import RemotePair, RemoteWorker, WorkerFailed
 from services.protobuf.coordinator import EngineStep
+from smc.api.engine_config import EngineConfig
+from smc.calibration.latency import Effort, measure_latency
+from smc.calibration.warm_up import first_request, rare_requests, warm_up, warm_up_plans
+from smc.executor.messages import ModelLost
+from smc.model.source import ModelSource
+from smc.scheduler.engine import Engine
+from smc.scheduler.stats import Timeline
+from smc.types import ModelRole
+
+REPORT_SECONDS = 1.0
+"""For a worker's failure report, when a link has broken."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CoordinatorSpec:
+    """The coordinator's start parameters."""
+
+    rendezvous: Rendezvous
+    target: ModelSource
+    """Whose tokenizer is the pair's."""
+    engine: EngineConfig
+    context: int
+    timeout: float
+    """Seconds that any answer of a worker may take, and a step of the engine."""
+    heartbeat: float
+    """Seconds between two heartbeats while idle; workers that receive nothing for long end."""
+    warm_up: bool
+    """Run all kinds of rounds before serving, so that no request waits for kernels to be compiled."""
+    timing: Effort | None
+    """How much is timed for the engine's costs before serving; None: nothing."""
+    trace: Path | None
+    """Where to write a Chrome trace of all rounds when it stops."""
+    outlives_draft: bool
+    """If the draft is lost, the target decodes alone until another draft replaces it."""
+
+
+class RemoteEngine:
+    """Has met both workers' leaders and seen a round of both models."""
+
+    def __init__(self, spec: CoordinatorSpec) -> None:
+        """Returns when every rank has run a round, on GPUs rounds of every kind. Raises LinkError, ValueError or what a
+        worker reports."""
+        self._spec = spec
+        self.timeline = Timeline(trace=spec.trace is not None)
+        self._store = store = spec.rendezvous.store()
+        self._rendezvous = dict.fromkeys(ModelRole, spec.rendezvous)
+        self.workers = {role: self._worker(role, spec.rendezvous, store, self.timeline) for role in ModelRole}
+        pages = {role: self._pages(role, store) for role in ModelRole}
+        self.lost_draft = 0
+        """Incarnation of the draft that was lost last."""
+        self._pair = RemotePair(self.workers)
+        self.engine = Engine(
+            spec.engine, self.workers, spec.target.tokenizer(), executor=self._pair, pages=pages, context=spec.context
+        )
+        try:
+            self._warm_up()
+        except (LinkError, ModelLost) as error:
+            raise self.cause(error) from error
+
+    def stop(self) -> None:
+        """Tell the workers to end."""
+        for worker in self.workers.values():
+            worker.stop()
+
+    @property
+    def present(self) -> list[RemoteWorker]:
+        """Workers that are not known to be lost."""
+        return [worker for worker in self.workers.values() if not worker.lost]
+
+    def detach_draft(self, why: str) -> list[str]:
+        """The draft is gone. Returns the ids of requests that end with it. In the engine's thread, as all but
+        `connect_draft` and `pages_of_draft`."""
+        draft = self.workers[ModelRole.DRAFT]
+        draft.set_lost(why)
+        if self.lost_draft == draft.incarnation:
+            return []
+        self.lost_draft = draft.incarnation
+        return self.engine.detach_draft()
+
+    def connect_draft(self, incarnation: int) -> RemoteWorker:
+        """Another draft, which has loaded its weights, of this incarnation. Not in the engine's thread: it waits.
+        Raises RuntimeError if it does not come."""
+        connected = self.workers[ModelRole.DRAFT].incarnation
+        if self.lost_draft != connected:
+            raise RuntimeError(f"the draft of incarnation {connected} is connected; only a lost draft can be replaced")
+        self.workers[ModelRole.DRAFT].close()
+        rendezvous = self._rendezvous[ModelRole.DRAFT] = replace(
+            self._spec.rendezvous, incarnation=incarnation, start_timeout=self._spec.timeout
+        )
+        return self._worker(ModelRole.DRAFT, rendezvous, rendezvous.store(), Timeline())
+
+    def target_meets(self, draft: RemoteWorker) -> bool:
+        """Whether the target has a link to it, which the first question makes it open. Raises LinkError if it has none
+        in time."""
+        return self.workers[ModelRole.TARGET].reconnect(draft.incarnation, self._spec.timeout)
+
+    def pages_of_draft(self) -> int:
+        """Of the one that was connected last. Not in the engine's thread."""
+        return self._pages(ModelRole.DRAFT, self._store)
+
+    def attach_draft(self, draft: RemoteWorker, pages: int) -> None:
+        """It takes the lost one's place: it and the target have met."""
+        draft.report_to(self.timeline)
+        self.workers[ModelRole.DRAFT] = draft
+        self.engine.attach_draft(pages)
+
+    def _worker(
+        self, role: ModelRole, rendezvous: Rendezvous, store: dist.TCPStore, timeline: Timeline
+    ) -> RemoteWorker:
+        end = coordinator_end(rendezvous, store, role)
+        may_be_lost = role == ModelRole.DRAFT and self._spec.outlives_draft
+        return RemoteWorker(
+            role, end, rendezvous.incarnation, rendezvous.start_timeout, timeline, may_be_lost=may_be_lost
+        )
+
+    def _pages(self, role: ModelRole, store: dist.TCPStore) -> int:
+        return int(store.get(self._rendezvous[role].name(f"{role}/pages")))
+
+    def cause(self, error: Exception) -> Exception:
+        """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be
+        neither's own: then it is what a worker has written down, soon."""
+        if isinstance(error, ModelLost) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
+        if not isinstance(error, LinkError) or error.began_here:
+            return error
+        deadline = time.monotonic() + REPORT_SECONDS
+        try:
+            while time.monotonic() < deadline:
+                # Why a draft ended that is already known to be lost is not reported again.
+                for role in (
+                    ModelRole if self.lost_draft < self.workers[ModelRole.DRAFT].incarnation else (ModelRole.TARGET,)
+                ):
+                    if what := self._rendezvous[role].failure_report(self._store, role):
+                        return WorkerFailed(role, what)
+                time.sleep(REPORT_SECONDS / 10)
+        except RuntimeError:
+            logger.warning("the store in which workers say why they end is gone")
+        return error
+
+    def _warm_up(self) -> None:
+        """Every rank runs a round of both models, then those of every kind; clocks are compared, and costs timed."""
+        spec = self._spec
+        for output in self.engine.run([first_request(spec.engine, spec.context, self.engine.tokenizer.size)]):
+            if output.answer and output.answer.error:
+                raise LinkError(f"the warm-up round failed: {output.answer.error}")
+        if spec.warm_up:
+            self._run_dummy_rounds()
+        self.engine.check_books()
+        self.engine.forget()
+        for worker in self.workers.values():
+            worker.set_clock()
+        if spec.timing:
+            self._time_costs(spec.timing)
+        for worker in self.workers.values():
+            worker.timeout = self._spec.timeout
+        self.timeline.forget()
+
+    def _run_dummy_rounds(self) -> None:
+        begin = time.monotonic()
+        config, context = self._spec.engine, self._spec.context
+        plans = list(warm_up_plans(config, context))
+        warm_up(self.engine, plans, rare_requests(config, context, self.engine.tokenizer.size))
+        logger.info("ran %d dummy rounds, and requests of rarer kinds, in %.1f s", len(plans), time.monotonic() - begin)
+
+    def _time_costs(self, effort: Effort) -> None:
+        begin = time.monotonic()
+        self.engine.latency = costs = measure_latency(self.engine, effort)
+        logger.info("costs, timed in %.1f s: %s", time.monotonic() - begin, costs or "none, contexts are too short")
+
 
 WATCH_SECONDS = 0.5
 """Between two looks at the engine's thread."""
@@ -20,8 +194,6 @@ MEET_SECONDS = 0.02
 """Between two questions whether draft and target have a link."""
 SLACK_SECONDS = 1.0
 """Beyond a wait for a worker, which is bounded by itself."""
-
-logger = logging.getLogger(__name__)
 
 
 class EngineStuck(RuntimeError):

@@ -22,13 +22,11 @@ from services.pb import coordinator_pb2 as pb
 from services.pb import coordinator_pb2_grpc as pb_grpc
 from services.protobuf.coordinator import EngineStep, to_response
 from services.protobuf.generation import to_sampling
-from smc.api.outputs import Output
-from smc.api.request import Request
+from smc.api.request import Output, Request
 from smc.executor.messages import ModelLost
 from smc.scheduler.admission import NoDraft, QueueFull
 from smc.scheduler.engine import Engine
-from smc.scheduler.stats import EngineStats
-from smc.scheduler.timeline import RoundTimes, Timeline
+from smc.scheduler.stats import EngineStats, RoundTimes, Timeline
 
 logger = logging.getLogger(__name__)
 

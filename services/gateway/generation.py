@@ -17,8 +17,7 @@ from services.pb import generation_pb2_grpc as pb_grpc
 from services.protobuf.generation import to_finish, to_sampling
 from services.security import caller_of
 from smc.api.limits import DEFAULT_MAX_TOKENS
-from smc.api.outputs import Output
-from smc.api.request import Request, check_guidance, check_priority
+from smc.api.request import Output, Request, check_guidance, check_priority
 
 API = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 METHOD = f"{API}/Generate"

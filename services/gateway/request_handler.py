@@ -29,8 +29,7 @@ from services.metrics import REJECTIONS, Metrics
 from services.prompts import PromptEncoder
 from services.security import TokenFile, caller_of
 from smc.api.constraint import Constraint
-from smc.api.outputs import Answer, FinishReason, Output, Times
-from smc.api.request import Request
+from smc.api.request import Answer, FinishReason, Output, Request, Times
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.admission import DuplicateRequest, check_waiting
 from smc.scheduler.stats import EngineStats

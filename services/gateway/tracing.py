@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from smc.api.outputs import Times
+from smc.api.request import Times
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

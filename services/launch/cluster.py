@@ -1,7 +1,7 @@
-"""Ray: finds or starts a cluster, and runs our processes in actors. Ray is not used for anything else.
+"""Ray: finds or starts a cluster, and runs our processes in actors. Ray is not used for anything else. Also what can go
+wrong with a worker group.
 
-What an actor runs is imported in its process alone, so that a cluster can be reserved before torch is imported.
-"""
+What an actor runs is imported in its process alone, so that a cluster can be reserved before torch is imported."""
 
 from __future__ import annotations
 
@@ -27,8 +27,25 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from smc.types import ModelRole
 
 if TYPE_CHECKING:
-    from services.coordinator.remote_engine import CoordinatorSpec
+    from services.coordinator.process import CoordinatorSpec
     from services.workers.process import RankSpec
+
+
+class WorkerGroupError(RuntimeError):
+    """The worker group did not start, or one of its processes has ended. The message names the process and the
+    cause."""
+
+    def __init__(self, message: str, *, fault: bool = False, draft: bool = False) -> None:
+        """`fault`: a process raised an error of its own; it was not killed and did not lose another process. `draft`:
+        only the draft is lost, and the other processes can go on."""
+        super().__init__(message)
+        self.fault, self.draft = fault, draft
+
+
+class RemoteTraceback(Exception):
+    """A traceback of another process, as text: the cause of the error that names the process, so that it is shown with
+    that, and the error's message stays one line."""
+
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,10 @@ import torch.distributed as dist
 from ray.util.placement_group import PlacementGroup
 
 from services.backend import ServingPair, StartProgress
-from services.coordinator.process import EngineStuck
-from services.coordinator.remote_engine import CoordinatorSpec
+from services.coordinator.process import CoordinatorSpec, EngineStuck
 from services.launch import cluster
-from services.launch.config import WorkerGroupConfig
-from services.launch.errors import WorkerGroupError
-from services.launch.gpus import warn_of_few_gpus
+from services.launch.cluster import WorkerGroupError
+from services.launch.config import WorkerGroupConfig, warn_of_few_gpus
 from services.link.base import LinkError
 from services.link.connect import Rendezvous
 from services.workers.process import RankSpec

@@ -15,10 +15,10 @@ import numpy as np
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
 from services.pb import particles_pb2 as pb
-from smc.executor.executor import LocalRound
 from smc.executor.messages import DraftReport, ModelLost, PromptBatch, PromptResult, RoundResult
+from smc.executor.model_runner import LocalRound
 from smc.executor.plan import Program, RoundPlan, SequenceHandoff
-from smc.scheduler.timeline import Timeline
+from smc.scheduler.stats import Timeline
 from smc.types import ModelRole
 
 CLOCK_PINGS = 5
@@ -232,7 +232,7 @@ class RemoteWorker:
 
 
 class RemotePair:
-    """`smc.executor.executor.RoundExecutor` over two links; its sides talk to each other without us."""
+    """`smc.executor.model_runner.RoundExecutor` over two links; its sides talk to each other without us."""
 
     pipelined = True
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel
 
-from services.openai import openapi, tokenization
+from services.openai import pages, tokenization
 from services.openai.requests import CHAT, COMPLETIONS, NAMES, ChatBody, CompletionBody, Neutral
 from services.openai.server import DIALECTS, HEALTH, LOAD, METRICS, MODELS, PING, VERSION
 
@@ -28,7 +28,7 @@ FIELDS = {path: (own + " " + _BOTH).split() for path, own in ((CHAT, _CHAT), (CO
 ENDPOINTS = tuple(_ENDPOINTS.split())
 """Of vLLM's server."""
 OWN = {*DIALECTS, HEALTH, PING, VERSION, LOAD, METRICS, MODELS}
-OWN |= {tokenization.TOKENIZE, tokenization.DETOKENIZE, openapi.OPENAPI, openapi.DOCS}
+OWN |= {tokenization.TOKENIZE, tokenization.DETOKENIZE, pages.OPENAPI, pages.DOCS}
 """Endpoints that there are here."""
 
 

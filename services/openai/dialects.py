@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from services.openai.reasoning import Reasoning
+from services.openai.messages import Reasoning
 from services.openai.requests import (
     CHAT,
     COMPLETIONS,

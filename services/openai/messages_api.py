@@ -12,8 +12,7 @@ from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from services.openai.dialects import ApiCall, ChatForm, Served
-from services.openai.messages import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader
-from services.openai.reasoning import Reasoning
+from services.openai.messages import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader, Reasoning
 from services.openai.requests import (
     KIND,
     BadRequest,
@@ -25,8 +24,7 @@ from services.openai.requests import (
     refusal,
 )
 from services.openai.responses import OPENAI_FINISH, ResponseHeader, named_event, smc_block, written
-from smc.api.outputs import Answer, FinishReason, Output
-from smc.api.request import Request
+from smc.api.request import Answer, FinishReason, Output, Request
 from smc.model.tokenizer import Tokenizer
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"

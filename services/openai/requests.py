@@ -32,7 +32,7 @@ from pydantic_core import PydanticCustomError
 
 from services.backend import check_cache_salt
 from services.errors import TooLarge, status_of
-from services.openai.reasoning import Reasoning
+from services.openai.messages import Reasoning
 from services.openai.tool_calls import ToolFormat
 from services.prompts import Prompt, of_negative
 from smc.api.constraint import Constraint, check_constraint

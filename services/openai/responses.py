@@ -11,12 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
-from services.openai.messages import MessageReader, message_of
-from services.openai.reasoning import Reasoning
+from services.openai.messages import MessageReader, Reasoning, message_of
 from services.openai.requests import BadRequest, CompletionRequest
 from services.openai.tool_calls import Delta, ToolFormat, call
-from smc.api.outputs import Alternatives, Answer, FinishReason, Output, Particle, PromptToken
-from smc.api.request import Request
+from smc.api.request import Alternatives, Answer, FinishReason, Output, Particle, PromptToken, Request
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
 

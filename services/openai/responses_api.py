@@ -10,8 +10,16 @@ from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from services.openai.dialects import ApiCall, ChatForm, Served
-from services.openai.messages import MessagePart, PartBegins, PartEnds, PartEvent, PartGrows, PartKind, PartReader
-from services.openai.reasoning import Reasoning
+from services.openai.messages import (
+    MessagePart,
+    PartBegins,
+    PartEnds,
+    PartEvent,
+    PartGrows,
+    PartKind,
+    PartReader,
+    Reasoning,
+)
 from services.openai.requests import (
     KIND,
     CompletionRequest,
@@ -30,8 +38,7 @@ from services.openai.responses import (
     usage,
     written,
 )
-from smc.api.outputs import Answer, Output
-from smc.api.request import Request
+from smc.api.request import Answer, Output, Request
 from smc.model.tokenizer import Tokenizer
 
 RESPONSES = "/v1/responses"

@@ -22,12 +22,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from services.backend import Unavailable
 from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.request_handler import ApiServer, CallRecord, RequestHandler
-from services.openai import openapi
+from services.openai import pages
 from services.openai.dialects import COMPLETION_DIALECTS, ApiCall, Dialect, Served
+from services.openai.messages import Reasoning
 from services.openai.messages_api import COUNT_TOKENS, MESSAGES, MessagesDialect
-from services.openai.openapi import DOCS, OPENAPI
-from services.openai.playground import Playground
-from services.openai.reasoning import Reasoning
+from services.openai.pages import DOCS, OPENAPI, Playground
 from services.openai.requests import (
     LONGEST,
     BadRequest,
@@ -44,8 +43,7 @@ from services.openai.responses_api import RESPONSES, ResponsesDialect
 from services.openai.tokenization import DETOKENIZE, TOKENIZE, detokenize, tokenize
 from services.security import bearer_token, caller_with, server_context
 from smc.api.limits import DEFAULT_MAX_TOKENS, PromptTooLong
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 from smc.scheduler.admission import check_waiting
 
 SWEEP_SECONDS = 0.5
@@ -482,7 +480,7 @@ class OpenAiServer:
                 self._description = await asyncio.to_thread(Description.of, routes)
         if request.path == OPENAPI:
             return web.Response(body=self._description.document, content_type="application/json", charset="utf-8")
-        return web.Response(text=self._description.page, content_type="text/html", headers=openapi.HEADERS)
+        return web.Response(text=self._description.page, content_type="text/html", headers=pages.DOCS_HEADERS)
 
     async def _list_models(self, request: web.Request) -> web.Response:
         pair = self._handler.pair
@@ -590,8 +588,8 @@ class Description:
     @staticmethod
     def of(routes: Mapping[str, tuple[str, ...]]) -> Description:
         """`routes`: methods by path. Takes a fifth of a second of a core."""
-        described = openapi.document(routes, importlib.metadata.version("smcserve"))
-        return Description(json.dumps(described).encode(), openapi.page(described))
+        described = pages.document(routes, importlib.metadata.version("smcserve"))
+        return Description(json.dumps(described).encode(), pages.page(described))
 
 
 def _routes(app: web.Application) -> dict[str, tuple[str, ...]]:

@@ -9,11 +9,10 @@ from typing import Any
 from services.backend import RequestFailed, Unavailable
 from services.pb import coordinator_pb2 as pb
 from services.protobuf.generation import from_update, to_update
-from smc.api.outputs import Output
+from smc.api.request import Output
 from smc.api.sampling_params import VERIFICATIONS
 from smc.scheduler.admission import QueueFull
-from smc.scheduler.stats import EngineStats, PotentialStats, SpecStats
-from smc.scheduler.timeline import RoundTimes
+from smc.scheduler.stats import EngineStats, PotentialStats, RoundTimes, SpecStats
 from smc.types import ModelRole
 
 

@@ -19,7 +19,7 @@ from services.pb import coordinator_pb2
 from services.pb import generation_pb2 as pb
 from services.pb.coordinator_pb2 import Submission
 from smc.api.constraint import check_constraint
-from smc.api.outputs import Alternatives, Answer, FinishReason, Output, Particle, PromptToken, Statistics, Times
+from smc.api.request import Alternatives, Answer, FinishReason, Output, Particle, PromptToken, Statistics, Times
 from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.api.settings import Biases, Items, OneOf
 

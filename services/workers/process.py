@@ -15,8 +15,7 @@ from torch import Tensor
 
 from services.link.base import LinkError, PeerEnd
 from services.link.connect import Rendezvous, leader_ends, peer_end
-from services.workers.rank import Rank, follow, lead
-from services.workers.tensor_parallel import TensorParallel
+from services.workers.rank import Rank, TensorParallel, follow, lead
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import AUTO_DTYPE
 from smc.constraints import Compiler
@@ -25,7 +24,7 @@ from smc.executor.graph_runner import StageRunner
 from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ops_for
-from smc.memory.kv_pool import KVPool, pages_that_fit
+from smc.memory.kv_cache import KVPool, pages_that_fit
 from smc.model.decoder import Decoder
 from smc.model.draft_vocab import DraftHead, DraftVocab
 from smc.model.linear import DTYPES

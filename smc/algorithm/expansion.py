@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.resampling import assign_slots
-from smc.algorithm.weights import effective_sample_size, normalise
+from smc.algorithm.resampling import assign_slots, effective_sample_size, normalise
 from smc.arrays import to_device, to_host
 from smc.philox import Purpose, uniforms
 
@@ -33,7 +32,7 @@ LEAD = 1e300
 """Log mass above every other, of candidates that are kept in any case."""
 LEAD_GAIN = 1e9
 """Mass above that of every path of a draft tree, of the nodes of its first rows: every tree holds the row that it would
-have if it had one alone (`smc.executor.tree_rows`)."""
+have if it had one alone (`smc.executor.draft_tree`)."""
 EXPANSION_POSITION = 2 << 20
 """Position of the first uniform for sampling without replacement; the step of the round is added."""
 
@@ -48,7 +47,7 @@ class PopulationKind(IntEnum):
     BEST = 2
     """The candidates of largest mass are kept, and the first one: a draft tree for exact decoding."""
     CHAINS = 3
-    """Each row is a draft chain from one root, verified by rejection sampling (`smc.algorithm.rejection`)."""
+    """Each row is a draft chain from one root, verified by rejection sampling (`smc.algorithm.verification`)."""
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,85 @@
-"""Resampling schemes: from normalised weights and uniforms to offspring counts. See the package's legend for axes.
+"""Importance weights of particle populations, and resampling schemes: from normalised weights and uniforms to offspring
+counts.
 
 Every scheme is unbiased, E[counts] = n * w, and treats groups independently. `assign_slots` then assigns copies to
 slots. Sources: Douc, Cappe, Moulines, "Comparison of resampling schemes for particle filtering" (2005); SSP: Gerber,
 Chopin, Whiteley, "Negative association, ordering and convergence of resampling methods" (2019), after Srinivasan
-(2001)."""
+(2001).
+
+Axes in addition to the package's: H non-empty groups, N batch indices of a group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from smc.algorithm.weights import valid
 from smc.api.limits import SCHEME_NAMES
+
+
+def block_log_weight(logp_XK: Tensor, logq_XK: Tensor, counts_X: Tensor, alpha_X: Tensor) -> Tensor:
+    """Log-weight increment [X] of a block, float64: the sum of alpha * log p - log q over its first `counts` tokens.
+
+    Later tokens follow EOS, a stop string or the length limit and are ignored, whatever their values.
+    """
+    exists_XK = torch.arange(logp_XK.shape[-1], device=logp_XK.device) < counts_X[:, None]
+    term_XK = alpha_X[:, None] * logp_XK.double() - logq_XK.double()
+    return torch.where(exists_XK, term_XK, 0.0).sum(-1)
+
+
+def valid(size_G: Tensor, n: int) -> Tensor:
+    """Mask [G, n] of the entries that are not padding."""
+    return torch.arange(n, device=size_G.device) < size_G[:, None]
+
+
+def normalise(logw_GN: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalised weights [G, N] and the log of the sum of weights [G], in float64. If all weights of a group are zero:
+    zeros and -inf."""
+    logw_GN = logw_GN.double()
+    return logw_GN.softmax(-1).nan_to_num(0.0), logw_GN.logsumexp(-1)
+
+
+def effective_sample_size(weights_GN: Tensor) -> Tensor:
+    """ESS = 1 / sum w^2 of normalised weights [G], between 1 and N; 0 for an all-zero group."""
+    return weights_GN.square().sum(-1).reciprocal().nan_to_num(posinf=0.0)
+
+
+def log_mean_weight(log_sum_G: Tensor, size_G: Tensor) -> Tensor:
+    """logsumexp(log w) - log N [G]: the increment of the running log Z-hat at each resampling and at the end."""
+    return log_sum_G - size_G.double().log()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The groups of a packed batch, one after another: int32 tensors [G] on the batch's device. Batch indices outside
+    all groups are padding."""
+
+    first_G: Tensor
+    """First batch index of the group."""
+    size_G: Tensor
+    """Number of batch indices of the group; 0 for a padding group."""
+    count_G: Tensor
+    """Number of particles before selection, over which the mean weight is taken. At most the size."""
+    draws_G: Tensor
+    """Number of particles after selection. At most the size."""
+
+    def used(self) -> tuple[Tensor, Bounds]:
+        """Indices of the non-empty groups [H], and their bounds. Synchronises with the host."""
+        index_H = (self.size_G > 0).nonzero()[:, 0]
+        return index_H, Bounds(
+            self.first_G[index_H], self.size_G[index_H], self.count_G[index_H], self.draws_G[index_H]
+        )
+
+    def grid(self) -> tuple[Tensor, Tensor]:
+        """Batch indices of every group [G, N], 0 in padding, and whether each entry exists [G, N]. N is the largest
+        size, at least 1. Synchronises with the host."""
+        n = max(1, int(self.size_G.max())) if len(self.size_G) else 1
+        exists_GN = valid(self.size_G, n)
+        index_GN = self.first_G.long()[:, None] + torch.arange(n, device=exists_GN.device)
+        return torch.where(exists_GN, index_GN, 0), exists_GN
+
 
 Scheme = Callable[[Tensor, Tensor, int, Tensor], Tensor]
 """(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. `most` is the largest number of draws. SSP needs M uniforms,

@@ -5,8 +5,8 @@ Lockstep and look-ahead use the same function with different candidates (weighte
 has one per particle, which ends with the bonus token; look-ahead has F, one for each branch of the next block that was
 drafted while the target scored this one.
 
-Axes in addition to the package's: H non-empty groups, X batch indices of those groups.
-"""
+Axes in addition to the package's: H non-empty groups, X batch indices of those groups, Q tokens of a block, N batch
+indices of a group."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.bounds import Bounds
-from smc.algorithm.resampling import assign_slots, offspring
-from smc.algorithm.weights import effective_sample_size, log_mean_weight, normalise
+from smc.algorithm.expansion import grid
+from smc.algorithm.resampling import Bounds, assign_slots, effective_sample_size, log_mean_weight, normalise, offspring
 from smc.api.limits import SCHEME_NAMES
 from smc.arrays import to_device, to_host
 from smc.philox import Purpose, uniforms
@@ -51,7 +50,7 @@ class Selection:
     resampled_G: Tensor
     """bool: the group was resampled."""
     collapsed_G: Tensor
-    """bool: every weight was zero (or NaN): see `smc.algorithm.surviving_prefix`."""
+    """bool: every weight was zero (or NaN): see `smc.algorithm.selection`."""
 
 
 def select(
@@ -164,3 +163,36 @@ def final_draw(logw_N: Tensor, uniform: float) -> int:
     # Scaled by the last cumulative sum itself: a sum that rounds differently could put the point past the last particle
     # with weight.
     return int((cumulative_N <= uniform * cumulative_N[-1]).sum())
+
+
+PREFIX_POSITION = 3 << 20
+"""Position of the uniform by which a prefix is drawn."""
+
+
+def surviving_prefix(
+    step_AQ: Tensor, count_A: Tensor, logw_A: Tensor, groups: tuple[Tensor, Tensor], uniform_G: Tensor
+) -> tuple[Tensor, Tensor]:
+    """For every batch index, the block of its group that was drawn [A] and how many of its tokens are kept, including
+    the block's first [A].
+
+    `step_AQ`: log-weight that the token after each brings, -inf where the target cannot write it; the tokens of a block
+    are `count`. `logw_A`: log-weight of the block's first token, -inf where there is no block. `groups`: first and size
+    [G]. If no block of a group has weight, the first is taken. Synchronises with the host."""
+    exists_AQ = torch.arange(step_AQ.shape[1], device=step_AQ.device) < count_A[:, None] - 1
+    step_AQ = torch.where(exists_AQ, step_AQ.double(), 0.0)
+    survives_AQ = (step_AQ > -torch.inf).long().cumprod(-1) > 0
+    kept_A = 1 + (survives_AQ & exists_AQ).sum(-1)
+    weight_A = logw_A.double() + torch.where(survives_AQ, step_AQ, 0.0).sum(-1)
+    drawn_A = torch.arange(len(count_A), device=step_AQ.device)
+    used_H = (groups[1] > 0).nonzero()[:, 0]
+    if len(used_H):
+        index_HN, exists_HN = grid(*(bound[used_H] for bound in groups))
+        weight_HN = torch.where(exists_HN, weight_A[index_HN], -torch.inf).nan_to_num(
+            nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
+        )
+        top_H1 = weight_HN.amax(-1, keepdim=True)
+        reach_HN = (weight_HN - torch.where(top_H1 > -torch.inf, top_H1, 0.0)).exp().cumsum(-1)
+        pick_H1 = (reach_HN <= uniform_G[used_H, None] * reach_HN[:, -1:]).sum(-1, keepdim=True)
+        pick_H1 = torch.where(reach_HN[:, -1:] > 0, pick_H1, 0).clamp(max=index_HN.shape[1] - 1)
+        drawn_A[index_HN[exists_HN]] = index_HN.gather(1, pick_H1).expand_as(index_HN)[exists_HN]
+    return drawn_A, kept_A[drawn_A]

@@ -1,10 +1,14 @@
-"""A request: a prompt, how it is decoded, and the id of its answer."""
+"""A request, and what it returns: outputs while it runs, the answer at its end, and words about a draft that does not know
+the text of an answer. The rules behind these words know numbers only, so that a probe of a pair and the answer to one
+request say the same."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
 
-from smc.api.sampling_params import SamplingParams
+from smc.api.sampling_params import Method, SamplingParams
 
 MAX_PRIORITY = 1_000_000
 """Either sign."""
@@ -42,3 +46,184 @@ def check_guidance(params: SamplingParams, has_negative: bool) -> None:
         raise ValueError(
             "negative_prompt has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out"
         )
+
+
+Alternatives = tuple[tuple[int, float], ...]
+"""Tokens and their log-probabilities."""
+
+
+class FinishReason(StrEnum):
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    TIME_BUDGET = "time_budget"
+    """The request's own time was used up: the answer is the weighted draw among what existed then."""
+    QUEUE_TIME = "queue_time"
+    """Its own time was used up before it had begun: there is no answer."""
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What happened to the rows of one request: its particles, or the tree of exact decoding."""
+
+    particles: int
+    rounds: int = 0
+    resamples: int = 0
+    collapses: int = 0
+    """Rounds after which every weight was zero: decoding went on from the longest prefix that had weight, or by a
+    potential from before the round, and Z-hat is 0. Often so where the draft does not propose what a truncation leaves."""
+    particles_left: int = 0
+    """Particles at the end: fewer than `particles` where memory was short and the request allowed it, or where a
+    smaller tree was faster (`exact`)."""
+    preemptions: int = 0
+    """How often the request was preempted and resumed."""
+    mean_ess: float = 0.0
+    """Effective sample size before resampling, averaged over rounds; between 1 and N."""
+    min_ess: float = 0.0
+    log_z: float = 0.0
+    """log Z-hat, of the estimate of the target's total mass on answers: its exponential has expectation 1 at alpha =
+    1."""
+    draft_tokens: int = 0
+    """Tokens drawn by the draft, over all particles and branches."""
+    target_tokens: int = 0
+    """Positions run through the target after the prompt, over all particles."""
+    committed_lag: float = 0.0
+    """Tokens between the committed prefix and the longest particle, averaged over rounds."""
+    accepted_per_round: float = 0.0
+    """Of exact decoding: answer tokens that a round confirmed, on average. The first token comes with the prompt, in no
+    round."""
+    hits: int = 0
+    """Of exact decoding ahead: rounds after which what had been drafted went on as the target did."""
+    misses: int = 0
+    """Of exact decoding ahead: rounds after which the draft began anew from the target's token."""
+    alone_rounds: int = 0
+    """Of exact decoding: rounds in which nothing was drafted and the target decoded alone. They do not count in
+    `accepted_per_round`, `hits` and `misses`."""
+    mean_rows: float = 0.0
+    """Of exact decoding: rows of its tree, averaged over the rounds that drafted."""
+    draft_exponent: float = 0.0
+    """Of exact decoding: the exponent of coupled drafting (`smc.algorithm.coupling`) at the end. Above 1 the target is
+    more certain than the draft. 0: nothing was drafted so."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where an answer's time went, seconds."""
+
+    queue: float = 0.0
+    """From the request's arrival until its admission; all of its time if it was never admitted."""
+    prefill: float = 0.0
+    """From the admission to the first token."""
+    decode: float = 0.0
+    """From the first token to the end, including the time that preemptions took."""
+
+
+class PromptToken(NamedTuple):
+    """How likely a token of a prompt is after those before it, by the target: at temperature 1, without any setting of
+    the request."""
+
+    logprob: float
+    rank: int
+    """How many tokens are at least as likely, itself included."""
+    likeliest: Alternatives
+    """As many as requested, likeliest first."""
+
+
+@dataclass(frozen=True)
+class Particle:
+    """One of the answers that a request's own was drawn from."""
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    weight: float
+    """Weight, normalised: the weights of a request's particles sum to 1."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of a request."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    matched: int | str | None
+    """The token id or string that ended the answer, where one did."""
+    seed: int
+    prompt_tokens: int
+    statistics: Statistics
+    seconds: float
+    """From submission to this answer."""
+    logprobs: tuple[float, ...] | None = None
+    """Log-probability of every token under the target's distribution, if requested."""
+    top_logprobs: tuple[Alternatives, ...] | None = None
+    """For every token, if requested: the likeliest tokens at its position under the target's distribution, likeliest
+    first, with their log-probabilities. A truncated distribution may have fewer than were requested; an answer that was
+    cancelled or failed has none."""
+    error: str | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values came from the prefix cache."""
+    times: Times = field(default=Times(), compare=False)
+    particles: tuple[Particle, ...] | None = None
+    """The population that the answer was drawn from by weight, if requested. Independent particles may be equal. Empty
+    where nothing was decoded."""
+    prompt_logprobs: tuple[PromptToken, ...] | None = None
+    """For every token of the prompt but the first, if requested; None where the request was cancelled, failed or ran
+    out of time before there was an answer."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """An update of one request: new tokens and text, which can no longer change, and at the end the answer."""
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    answer: Answer | None = None
+    logprobs: tuple[float, ...] = ()
+    """One for each of these tokens, if requested. Those of all outputs together are the answer's."""
+
+
+LEAST_ACCEPTED = 0.25
+"""Drafted tokens that a round of exact decoding confirms, below which the draft does not know the text."""
+LEAST_EVIDENCE = -0.3
+"""log Z-hat a token, below which a population is too small: a block of five tokens keeps e^-1.5, 22%, of the target's
+probability."""
+LEAST_ROUNDS, LEAST_TOKENS = 4, 8
+"""Rounds of exact decoding with something drafted, and answer tokens of SMC, below which an answer says nothing."""
+LEAST_GAIN = 1.05
+"""Speed, as a multiple of plain decoding's, from which drafting pays."""
+
+
+def fit_by_acceptance(accepted: float) -> str | None:
+    """Words about a draft of which so many tokens a round are accepted, with the trees of a request."""
+    if accepted >= LEAST_ACCEPTED:
+        return None
+    return f"the draft does not know this text: {accepted:.2f} drafted tokens are accepted a round"
+
+
+def fit_by_evidence(log_z_per_token: float, particles: int) -> str | None:
+    """Words about a population with this evidence."""
+    if log_z_per_token >= LEAST_EVIDENCE:
+        return None
+    return (
+        f"{particles} particles are too few for this draft and text: log Z is {log_z_per_token:.2f} a token, and below "
+        f"{LEAST_EVIDENCE:g} the answers are the draft's rather than the target's"
+    )
+
+
+def fit_of_answer(params: SamplingParams, statistics: Statistics, tokens: int) -> str | None:
+    """Words about the draft of one answer, with what to do; None: nothing is to be said, or too little was seen."""
+    method = params.method
+    if method is Method.SMC and params.follows_target and statistics.rounds and tokens >= LEAST_TOKENS:
+        words = fit_by_evidence(statistics.log_z / tokens, statistics.particles)
+        return words and f"{words}; use --method exact, or more particles"
+    drafted = statistics.rounds - statistics.alone_rounds
+    if method is Method.EXACT and statistics.accepted_per_round and drafted >= LEAST_ROUNDS:
+        words = fit_by_acceptance(statistics.accepted_per_round - 1)
+        return words and f"{words}; --method target is as fast, and `smcserve check --probe` measures the pair"
+    return None

@@ -2,7 +2,7 @@
 every row attended.
 
 For contexts so short that reading the prefix from the L2 cache for every row costs less than another launch (see
-`smc.attention.kernels`); what `smc.kernels.kv_store` and `SharedPrefixAttention` do in three launches.
+`smc.attention.kernels`); what `smc.kernels.packed_rows` and `SharedPrefixAttention` do in three launches.
 
 Axes: R rows, Q tokens of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J,
 D head dimension, P positions of a tile, S parts of a split product; Y = (query, head of N) of a row, for one key/value
@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smc.attention.kernels import LOWEST, take_in
-from smc.attention.tuning import floor_rows
+from smc.attention.kernels import LOWEST, floor_rows, take_in
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
 from smc.kernels.norm import sum_parts
 from smc.kernels.packed_rows import RowSpans, Tables, page_at, row_tables

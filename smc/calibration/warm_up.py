@@ -17,8 +17,7 @@ import numpy as np
 from smc.algorithm.expansion import PopulationKind
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import MAX_PARTICLES
-from smc.api.outputs import Output
-from smc.api.request import Request
+from smc.api.request import Output, Request
 from smc.api.sampling_params import SamplingParams
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Pending

@@ -1,12 +1,16 @@
-"""Generates arithmetic word problems of 3 to 7 steps with worked solutions. Knows nothing about models or tokens.
+"""Arithmetic word problems of 3 to 7 steps with worked solutions: generating and grading them, and accuracy over many.
+Knows nothing about models or tokens.
 
 A problem is a story about one or two people who own one kind of thing. Every sentence is needed, every amount lies in
 0..999, and each question has exactly one solution text, so a model that can do the arithmetic has no ambiguity left.
-"""
+
+Templates of sentences are filled by `str.format` with `name`, `p` (she), `q` (her, as in "gives her"), `s` (her, as in
+"her box"), `thing`, `extra` (a third person), `mate` (the person compared with) and the amounts `n` and `k`."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import random
 import re
@@ -14,7 +18,118 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from smc.demo import phrases
+PRONOUNS = {"f": ("she", "her", "her"), "m": ("he", "him", "his")}
+
+NAMES = {
+    "f": ("Mia", "Ana", "Lucy", "Nora", "Emma", "Zoe", "Ruth", "Ivy", "Clara", "Leila", "Rosa", "Grace", "Kate"),
+    "m": ("Tom", "Ben", "Omar", "Leo", "Max", "Sam", "Ivan", "Hugo", "Paul", "Raj", "Finn", "Adam"),
+}
+
+THINGS = (
+    "apples",
+    "pears",
+    "plums",
+    "lemons",
+    "eggs",
+    "nuts",
+    "cookies",
+    "cakes",
+    "candies",
+    "marbles",
+    "stickers",
+    "stamps",
+    "coins",
+    "cards",
+    "books",
+    "pens",
+    "pencils",
+    "beads",
+    "shells",
+    "stones",
+    "roses",
+    "tulips",
+    "balloons",
+    "buttons",
+    "tickets",
+)
+
+START = (
+    "{name} has {n} {thing}.",
+    "{name} starts with {n} {thing}.",
+    "{name} owns {n} {thing}.",
+    "There are {n} {thing} on the desk of {name}.",
+)
+START_BOXES = (
+    "{name} has {k} boxes with {n} {thing} in each.",
+    "{name} buys {k} bags of {n} {thing} each.",
+    "{name} fills {k} jars with {n} {thing} each.",
+)
+GAIN = (
+    "{p} buys {n} more.",
+    "{p} finds {n} more.",
+    "{extra} gives {q} {n} more.",
+    "Then {p} gets {n} more from {extra}.",
+    "The next day {p} buys {n} {thing}.",
+    "{p} wins {n} {thing} in a game.",
+)
+LOSS = (
+    "{p} gives {n} to {extra}.",
+    "Then {p} loses {n} of them.",
+    "{p} sells {n} of {s} {thing}.",
+    "{extra} takes {n} of {s} {thing}.",
+    "Later {p} gives {n} {thing} away.",
+    "Then {p} drops {n} {thing} in the river.",
+)
+GAIN_BOXES = (
+    "{p} buys {k} boxes of {n} {thing} each.",
+    "{extra} brings {q} {k} bags with {n} {thing} in each.",
+    "Then {p} finds {k} packs of {n}.",
+)
+LOSS_BOXES = (
+    "{p} gives {n} {thing} to each of {k} friends.",
+    "{p} sells {k} bags of {n} {thing} each.",
+    "Then {p} loses {k} packs of {n}.",
+)
+DOUBLE = ("A week later {p} has twice as many.", "Then {p} doubles {s} {thing}.", "{extra} then doubles what {p} has.")
+TIMES = (
+    "A week later {p} has {k} times as many.",
+    "By spring {p} has {k} times as many {thing}.",
+    "Soon {p} has {k} times that number.",
+)
+HALVE = ("{p} gives half of them to {extra}.", "Then {p} loses half of {s} {thing}.", "{p} sells half of the {thing}.")
+SPLIT = (
+    "{p} sorts them into {k} equal piles and keeps one pile.",
+    "{p} puts them in {k} equal boxes and keeps only one box.",
+    "{p} splits them evenly among {k} jars and keeps one jar.",
+)
+MORE_THAN = ("{name} has {n} more {thing} than {mate}.", "{name} owns {n} more than {mate}.")
+FEWER_THAN = ("{name} has {n} fewer {thing} than {mate}.", "{name} owns {n} fewer than {mate}.")
+TWICE = ("{name} has twice as many {thing} as {mate}.", "{name} owns twice as many as {mate}.")
+TIMES_AS = ("{name} has {k} times as many {thing} as {mate}.", "{name} owns {k} times as many as {mate}.")
+HALF_AS = ("{name} has half as many {thing} as {mate}.", "{name} owns half as many as {mate}.")
+
+ASK = (
+    "How many {thing} does {name} have?",
+    "How many {thing} does {name} have now?",
+    "How many {thing} does {name} have in the end?",
+    "How many does {p} have now?",
+)
+ASK_TOGETHER = (
+    "How many {thing} do {name} and {mate} have together?",
+    "How many {thing} do they have together?",
+    "How many do they have in total?",
+)
+ASK_MORE = ("How many more {thing} does {name} have than {mate}?", "How many more does {name} have than {mate}?")
+ASK_FEWER = ("How many fewer {thing} does {name} have than {mate}?", "How many fewer does {name} have than {mate}?")
+ASK_PRICE = (
+    "{p} sells all of them for {k} dollars each. How many dollars does {p} get?",
+    "Each one costs {k} dollars. How many dollars are they all worth?",
+)
+ASK_PACK = (
+    "{p} packs them in bags of {k}. How many bags does {p} need?",
+    "{p} shares them equally among {k} children. How many does each child get?",
+)
+
 
 Split = Literal["train", "test"]
 
@@ -79,8 +194,8 @@ class _Story:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.gender = rng.choice("fm")
-        self.name = rng.choice(phrases.NAMES[self.gender])
-        self.thing = rng.choice(phrases.THINGS)
+        self.name = rng.choice(NAMES[self.gender])
+        self.thing = rng.choice(THINGS)
         self.value = 0
         self.mate: str | None = None
         self.mate_value = 0
@@ -88,8 +203,8 @@ class _Story:
         self.steps: list[str] = []
 
     def say(self, phrasings: tuple[str, ...], n: int = 0, k: int = 0) -> None:
-        p, q, s = phrases.PRONOUNS[self.gender]
-        others = [name for names in phrases.NAMES.values() for name in names if name not in (self.name, self.mate)]
+        p, q, s = PRONOUNS[self.gender]
+        others = [name for names in NAMES.values() for name in names if name not in (self.name, self.mate)]
         text = self.rng.choice(phrasings).format(
             name=self.name, p=p, q=q, s=s, thing=self.thing, extra=self.rng.choice(others), mate=self.mate, n=n, k=k
         )
@@ -133,11 +248,11 @@ def _generate_one(rng: random.Random) -> Problem:
 def _start(story: _Story) -> None:
     if story.rng.random() < 0.25:
         k, n = story.rng.choice(FACTORS), story.rng.randint(2, 30)
-        story.say(phrases.START_BOXES, n=n, k=k)
+        story.say(START_BOXES, n=n, k=k)
         story.value = story.compute(k, "*", n)
     else:
         story.value = story.rng.randint(5, 150)
-        story.say(phrases.START, n=story.value)
+        story.say(START, n=story.value)
 
 
 # An event adds sentences and steps to a story; `left` is the number of steps still allowed. If it does not apply, it
@@ -147,14 +262,14 @@ def _start(story: _Story) -> None:
 def _gain(story: _Story, _left: int) -> None:
     if story.value + 2 <= MAX_AMOUNT:
         n = story.amount(MAX_AMOUNT - story.value)
-        story.say(phrases.GAIN, n=n)
+        story.say(GAIN, n=n)
         story.value = story.compute(story.value, "+", n)
 
 
 def _loss(story: _Story, _left: int) -> None:
     if story.value > 2:
         n = story.amount(story.value - 1)
-        story.say(phrases.LOSS, n=n)
+        story.say(LOSS, n=n)
         story.value = story.compute(story.value, "-", n)
 
 
@@ -164,19 +279,19 @@ def _boxes(story: _Story, left: int) -> None:
     more = story.rng.random() < 0.5
     if left < 2 or (k * n > MAX_AMOUNT - story.value if more else k * n >= story.value):
         return
-    story.say(phrases.GAIN_BOXES if more else phrases.LOSS_BOXES, n=n, k=k)
+    story.say(GAIN_BOXES if more else LOSS_BOXES, n=n, k=k)
     story.value = story.compute(story.value, "+" if more else "-", story.compute(k, "*", n))
 
 
 def _times(story: _Story, _left: int) -> None:
     if k := story.factor():
-        story.say(phrases.DOUBLE if k == 2 else phrases.TIMES, k=k)
+        story.say(DOUBLE if k == 2 else TIMES, k=k)
         story.value = story.compute(story.value, "*", k)
 
 
 def _split(story: _Story, _left: int) -> None:
     if k := story.divisor():
-        story.say(phrases.HALVE if k == 2 else phrases.SPLIT, k=k)
+        story.say(HALVE if k == 2 else SPLIT, k=k)
         story.value = story.compute(story.value, "/", k)
 
 
@@ -191,22 +306,22 @@ def _compare(story: _Story, _left: int) -> None:
         return
     story.mate, story.mate_value = story.name, story.value
     story.gender = "m" if story.gender == "f" else "f"
-    story.name = story.rng.choice(phrases.NAMES[story.gender])
+    story.name = story.rng.choice(NAMES[story.gender])
     match story.rng.choice(kinds):
         case "more":
             n = story.amount(MAX_AMOUNT - story.value)
-            story.say(phrases.MORE_THAN, n=n)
+            story.say(MORE_THAN, n=n)
             story.value = story.compute(story.value, "+", n)
         case "fewer":
             n = story.amount(story.value - 1)
-            story.say(phrases.FEWER_THAN, n=n)
+            story.say(FEWER_THAN, n=n)
             story.value = story.compute(story.value, "-", n)
         case "times":
             assert factor is not None
-            story.say(phrases.TWICE if factor == 2 else phrases.TIMES_AS, k=factor)
+            story.say(TWICE if factor == 2 else TIMES_AS, k=factor)
             story.value = story.compute(story.value, "*", factor)
         case "half":
-            story.say(phrases.HALF_AS)
+            story.say(HALF_AS)
             story.value = story.compute(story.value, "/", 2)
 
 
@@ -217,7 +332,7 @@ def _end_plain(story: _Story) -> None:
     before = len(story.steps)
     story.rng.choice((_gain, _loss, _times, _split))(story, 1)
     if len(story.steps) > before:
-        story.say(phrases.ASK)
+        story.say(ASK)
 
 
 def _end_pair(story: _Story) -> None:
@@ -225,25 +340,25 @@ def _end_pair(story: _Story) -> None:
     if story.mate is None:
         return
     if story.rng.random() < 0.6 and story.mate_value + story.value <= MAX_AMOUNT:
-        story.say(phrases.ASK_TOGETHER)
+        story.say(ASK_TOGETHER)
         story.value = story.compute(story.mate_value, "+", story.value)
     elif story.value >= story.mate_value:
-        story.say(phrases.ASK_MORE)
+        story.say(ASK_MORE)
         story.value = story.compute(story.value, "-", story.mate_value)
     else:
-        story.say(phrases.ASK_FEWER)
+        story.say(ASK_FEWER)
         story.value = story.compute(story.mate_value, "-", story.value)
 
 
 def _end_price(story: _Story) -> None:
     if k := story.factor():
-        story.say(phrases.ASK_PRICE, k=k)
+        story.say(ASK_PRICE, k=k)
         story.value = story.compute(story.value, "*", k)
 
 
 def _end_pack(story: _Story) -> None:
     if k := story.divisor():
-        story.say(phrases.ASK_PACK, k=k)
+        story.say(ASK_PACK, k=k)
         story.value = story.compute(story.value, "/", k)
 
 
@@ -251,3 +366,26 @@ _EVENTS: tuple[Callable[[_Story, int], None], ...] = (_gain, _loss, _boxes, _tim
 _EVENT_WEIGHTS = (5, 5, 3, 2, 2, 3)
 _ENDS: tuple[Callable[[_Story], None], ...] = (_end_plain, _end_pair, _end_price, _end_pack)
 _END_WEIGHTS = (4, 5, 1, 1)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Number of problems solved, of all problems."""
+
+    correct: int
+    count: int
+
+    @property
+    def share(self) -> float:
+        return self.correct / self.count
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95% Wilson score interval of the share."""
+        z, n, p = 1.96, self.count, self.share
+        middle, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return max(0.0, middle - spread) / (1 + z * z / n), min(1 + z * z / n, middle + spread) / (1 + z * z / n)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.share:.1%} ({self.correct} of {self.count}; 95% interval {low:.1%} to {high:.1%})"

@@ -1,31 +1,179 @@
 """Trains the two demo models and writes them to a directory: `python -m smc.demo.train --out smc/demo/weights`.
 
-Knows nothing about serving. The target is trained to the end. The draft is trained until its own accuracy reaches a
-goal, because a draft that is always or never right demonstrates nothing.
+Knows nothing about serving and speculative decoding. The target is trained to the end. The draft is trained until its
+own accuracy, with plain sampling, reaches a goal, because a draft that is always or never right demonstrates nothing.
 
-Axes: as in `smc.demo.dense`.
-"""
+Axes: B rows or problems of a batch, S token positions, T = B * S, E hidden size, D head dimension, V vocabulary."""
 
 from __future__ import annotations
 
 import argparse
 import copy
 import json
+import math
 import os
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
 
-from smc.demo import WEIGHTS, corpus, dense
-from smc.demo import tokenizer as demo_tokenizer
-from smc.demo.problems import Problem, generate
-from smc.demo.trainer import DemoTrainer, Recipe, StopCondition
+from smc.demo import MAX_ANSWER, WEIGHTS, corpus
+from smc.demo.corpus import EOS, GROUPS, IGNORED, Corpus, render
+from smc.demo.problems import Accuracy, Problem, generate, grade
 from smc.model.config import ModelConfig
-from smc.model.decoder import Decoder, RopeTable
+from smc.model.decoder import Decoder, RopeTable, hidden_states
 from smc.model.loader import save_model
+from smc.training import LearningRate, Optimizer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hyperparameters of one model's training."""
+
+    config: ModelConfig
+    seed: int
+    """Seed of the initial weights and of the order of the problems."""
+    batch: int
+    """Problems per step."""
+    steps: int | None
+    """Number of steps; None if `minutes` is given."""
+    minutes: float | None
+    """Duration of the run; None if `steps` is given."""
+    peak_rate: float = 1e-3
+    warmup: int = 200
+    """Steps of linear learning-rate warm-up. The rate then follows a cosine to zero at the end of the run."""
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """Maximum gradient norm."""
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.minutes is None):
+            raise ValueError(f"steps={self.steps} and minutes={self.minutes}; exactly one of them must be given")
+        if self.batch < 1 or self.batch % GROUPS:
+            raise ValueError(f"batch={self.batch} is not a positive multiple of {GROUPS}, the number of length groups")
+
+    def progress(self, step: int, seconds: float) -> float:
+        """Completed fraction of the run."""
+        if self.steps is not None:
+            return step / self.steps
+        assert self.minutes is not None
+        return seconds / (60 * self.minutes)
+
+    @property
+    def rate(self) -> LearningRate:
+        return LearningRate(self.peak_rate, self.warmup)
+
+
+StopCondition = Callable[[int, Decoder], bool]
+"""(step, model) -> whether to stop. Called after every step."""
+
+
+def initialise(config: ModelConfig, seed: int) -> Decoder:
+    """A decoder with random weights. Matrices that write to the residual are scaled down by the depth of the model."""
+    torch.manual_seed(seed)
+    model = Decoder(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            depth = math.sqrt(2 * config.num_layers) if name.endswith(("o.weight", "down.weight")) else 1
+            torch.nn.init.normal_(weight, std=0.5 / math.sqrt(weight.shape[1]) / depth)
+    return model
+
+
+def answer_loss(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+    """Sum of the negative log-likelihood over all answer tokens."""
+    logits_TV = model.logits(hidden_states(model, rope_SD, tokens_BS).flatten(0, 1))
+    return F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+class DemoTrainer:
+    """Trains one model."""
+
+    def __init__(self, recipe: Recipe, data: Corpus, device: str, compile_loss: bool) -> None:
+        self.recipe, self.data, self.device = recipe, data, device
+        self.model = initialise(recipe.config, recipe.seed).to(device)
+        self.rope_SD = RopeTable(recipe.config, recipe.config.max_context, device).table
+        self.loss = torch.compile(answer_loss, dynamic=False) if compile_loss else answer_loss
+        self.generator = torch.Generator(device).manual_seed(recipe.seed)
+        self.optimizer = Optimizer(self.model.parameters(), recipe.rate, recipe.weight_decay, recipe.clip)
+
+    def run(self, stop: StopCondition | None = None) -> int:
+        """Train to the end, or until `stop` returns True. Returns the number of steps done."""
+        self.gradients()  # compiles before the clock starts, because the clock sets the learning rate
+        began = last_printed = time.monotonic()
+        step, progress = 0, 0.0
+        while progress < 1:
+            loss = self.gradients()
+            self.optimizer.step(step, progress)
+            step += 1
+            if step % 100 == 0 or time.monotonic() - last_printed > 30:
+                _print_progress(step, loss.item(), progress, time.monotonic() - began)
+                last_printed = time.monotonic()
+            if stop is not None and stop(step, self.model):
+                break
+            progress = self.recipe.progress(step, time.monotonic() - began)
+        return step
+
+    def gradients(self) -> Tensor:
+        """Compute the gradients of a new batch. Returns its loss per token."""
+        self.optimizer.clear()
+        parts = list(self.data.sample(self.recipe.batch, self.generator))
+        answer_tokens = sum((part.labels_BS != IGNORED).sum() for part in parts)
+        total = torch.zeros((), device=self.device)
+        for part in parts:
+            with torch.autocast("cuda", torch.bfloat16, enabled=self.device != "cpu"):
+                loss = self.loss(self.model, self.rope_SD, part.tokens_BS, part.labels_BS) / answer_tokens
+            loss.backward()
+            total += loss.detach()
+        return total
+
+
+def _print_progress(step: int, loss: float, progress: float, seconds: float) -> None:
+    eta = seconds / progress - seconds if progress else float("nan")
+    print(
+        f"step {step:6d}  loss {loss:.4f}  {step / seconds:6.2f} steps/s  {progress:4.0%} done, {eta:.0f} s left",
+        flush=True,
+    )
+
+
+def measure(model: Decoder, rope_SD: Tensor, tokenizer: Tokenizer, problems: list[Problem], seed: int) -> Accuracy:
+    """Sample one answer to each problem at temperature 1, and grade it."""
+    prompts = [tokenizer.encode(render(problem.question)).ids for problem in problems]
+    eos = tokenizer.token_to_id(EOS)
+    assert eos is not None
+    answers = sample_answers(model, rope_SD, prompts, eos, seed)
+    texts = (tokenizer.decode(answer) for answer in answers)
+    return Accuracy(sum(grade(problem, text) for problem, text in zip(problems, texts)), len(problems))
+
+
+@torch.inference_mode()
+def sample_answers(model: Decoder, rope_SD: Tensor, prompts: list[list[int]], eos: int, seed: int) -> list[list[int]]:
+    """Continue every prompt until `eos` or MAX_ANSWER tokens. Returns the new tokens without `eos`."""
+    device = rope_SD.device
+    generator = torch.Generator(device).manual_seed(seed)
+    rows_B = torch.arange(len(prompts), device=device)
+    end_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = int(end_B.max())
+    tokens_BS = torch.full((len(prompts), width + MAX_ANSWER), eos, device=device)
+    for row, prompt in enumerate(prompts):
+        tokens_BS[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    done_B = torch.zeros_like(end_B, dtype=torch.bool)
+    for new in range(MAX_ANSWER):
+        # Rows are padded on the right, so causal attention never reads the padding.
+        hidden_BSE = hidden_states(model, rope_SD, tokens_BS[:, : width + new])
+        probability_BV = model.logits(hidden_BSE[rows_B, end_B + new - 1]).softmax(-1)
+        next_B = torch.multinomial(probability_BV, 1, generator=generator)[:, 0].masked_fill(done_B, eos)
+        tokens_BS[rows_B, end_B + new] = next_B
+        done_B |= next_B == eos
+        if done_B.all():
+            break
+    answers = [row[len(prompt) : len(prompt) + MAX_ANSWER] for row, prompt in zip(tokens_BS.tolist(), prompts)]
+    return [answer[: answer.index(eos)] if eos in answer else answer for answer in answers]
+
 
 TARGET_SEED, DRAFT_SEED = 1, 2
 SNAPSHOT_SEED, FINAL_SEED = 3, 4
@@ -34,7 +182,7 @@ test split."""
 
 TARGET_CONFIG = ModelConfig(
     family="llama",
-    vocab_size=demo_tokenizer.VOCAB_SIZE,
+    vocab_size=corpus.VOCAB_SIZE,
     hidden_size=256,
     num_layers=8,
     num_heads=4,
@@ -60,18 +208,18 @@ class Evaluator:
         self.snapshot_problems = generate(SNAPSHOT_SEED, min(count, 512), "test")
         self.final_problems = generate(FINAL_SEED, count, "test")
 
-    def quick(self, model: Decoder) -> dense.Accuracy:
+    def quick(self, model: Decoder) -> Accuracy:
         return self._measure(model, self.snapshot_problems, SNAPSHOT_SEED)
 
-    def final(self, model: Decoder) -> dense.Accuracy:
+    def final(self, model: Decoder) -> Accuracy:
         return self._measure(model, self.final_problems, FINAL_SEED)
 
-    def _measure(self, model: Decoder, problems: list[Problem], seed: int) -> dense.Accuracy:
+    def _measure(self, model: Decoder, problems: list[Problem], seed: int) -> Accuracy:
         served = copy.deepcopy(model).bfloat16()
         if self.device == "cpu":
             served.float()  # CPUs compute faster in float32; the weights stay rounded
         rope_SD = RopeTable(model.config, model.config.max_context, self.device).table
-        return dense.measure(served, rope_SD, self.tokenizer, problems, seed)
+        return measure(served, rope_SD, self.tokenizer, problems, seed)
 
 
 def stop_at(goal: float, every: int, evaluator: Evaluator) -> StopCondition:
@@ -103,7 +251,7 @@ def train_and_write(
     steps = trainer.run(stop)
     seconds = time.monotonic() - began
     save_model(model, out / name, dtype=torch.bfloat16)
-    demo_tokenizer.write(evaluator.tokenizer, out / name, model.config.max_context)
+    corpus.write(evaluator.tokenizer, out / name, model.config.max_context)
     accuracy = evaluator.final(model)
     print(f"{name}: solves {accuracy} after {steps} steps, {seconds:.0f} s", flush=True)
     record = {

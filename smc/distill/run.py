@@ -25,15 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from smc.distill.card import write_card
-from smc.distill.measure import HeldOut, Measurement, pair_costs
-from smc.distill.ranks import Ranks
-from smc.distill.store import ConversationStore, replace_file
+from smc.distill.conversations import ConversationStore, TalkSettings, TalkWriter, replace_file
+from smc.distill.measure import HeldOut, Measurement, pair_costs, write_card
 from smc.distill.student import Student, StudentSpec, check_student, choose_layers, cut, make_student, save_student
-from smc.distill.talk import TalkSettings, TalkWriter
-from smc.distill.trainer import Trainer, TrainingSettings
+from smc.distill.trainer import Ranks, Trainer, TrainingSettings
 from smc.local_engine import ModelPair
-from smc.memory.kv_pool import KVPool
+from smc.memory.kv_cache import KVPool
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder
 from smc.model.draft_vocab import save_counts

@@ -16,13 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.distill.losses import LossMix, head_loss
-from smc.distill.trainer import parts_of
+from smc.distill.trainer import LossMix, head_loss, parts_of
 from smc.model.check import require_pair
 from smc.model.config import SAVED_FAMILIES, ModelConfig
-from smc.model.decoder import Decoder, RopeTable
-from smc.model.dense import hidden_states
-from smc.model.json_file import read_json
+from smc.model.decoder import Decoder, RopeTable, hidden_states
+from smc.model.files import read_json
 from smc.model.loader import load_model, save_with_config
 
 DEPTH_SHARE = 7

@@ -5,7 +5,7 @@ Rows grow step by step: each of a round's X = F A rows continues a row of the st
 independent row continues itself. The rows of other groups (`smc.algorithm.expansion`) are reparented, which permutes
 page numbers and moves no key: every row has a page of its own for each step, which the plan names.
 
-Draft chains are rows that draw their own tokens from one root, for decoding by rejection (`smc.algorithm.rejection`).
+Draft chains are rows that draw their own tokens from one root, for decoding by rejection (`smc.algorithm.verification`).
 Every row of such a group continues one of its particles at the first step, and itself from then on. In lockstep all its
 tokens are drawn. In look-ahead its first token is a guess of the token that the target will accept after the particle's
 block, one of the likeliest; the others are drawn, so that rows after the right guess are as good as drawn afterwards.
@@ -64,7 +64,7 @@ class TokenTree:
     """int64 position of the token that comes next."""
     cut_X: Tensor
     """int64 tokens of the root that the row takes back first: it begins at an inner node of the root's block
-    (`smc.executor.inner_nodes`)."""
+    (`smc.executor.draft_tree`)."""
     outcome_X: Tensor
     """int64 row of the first step that it continues: rows of one are beside each other."""
     run_4X: Tensor | None
@@ -197,7 +197,7 @@ class GrownRows:
     steps: tuple[DraftStep, ...]
     """All K of exact decoding; else none."""
     leaf_X: Tensor | None = None
-    """int64 node that each row ends at: step times X, and row of that step (`smc.executor.tree_rows`). None: rows are
+    """int64 node that each row ends at: step times X, and row of that step (`smc.executor.draft_tree`). None: rows are
     those of the last step."""
 
 

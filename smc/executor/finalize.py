@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
-from smc.algorithm.selection import Selection
-from smc.algorithm.surviving_prefix import PREFIX_POSITION, surviving_prefix
+from smc.algorithm.selection import PREFIX_POSITION, Selection, surviving_prefix
 from smc.arrays import to_device, to_host
 from smc.executor.messages import Lineage, RoundChoice, RoundResult
 from smc.executor.select import Candidates, ScoreInputs, SelectedTrees

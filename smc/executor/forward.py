@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from smc.arrays import to_device, to_host
-from smc.attention.base import AttentionBackend, ForwardBatch
-from smc.attention.torch_backend import TorchAttention
+from smc.attention.backend import AttentionBackend, ForwardBatch, TorchAttention
 from smc.executor.plan import Contexts
-from smc.memory.kv_pool import KVPool
+from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.linear import Linear

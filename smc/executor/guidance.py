@@ -17,9 +17,8 @@ from torch import Tensor
 
 from smc.executor.forward import Rows, StaticForward
 from smc.executor.ops import RoundOps
-from smc.executor.penalties import PageTokens
 from smc.executor.plan import RoundPlan, UnconditionalRows
-from smc.executor.state import SlotState
+from smc.executor.state import PageTokens, SlotState
 from smc.types import ModelRole
 
 

@@ -2,7 +2,7 @@
 
 A model's stage is cut in two: what it is going to run is read, the pass is queued, masks are computed by the tokens
 (`smc.constraints`) and brought to the device, and what draws and scores waits for them. What a row holds is read from
-the tokens of its pages (`smc.executor.penalties`), so that it follows from its block table wherever that goes.
+the tokens of its pages (`smc.executor.state`), so that it follows from its block table wherever that goes.
 
 Every method draws from the target's distribution p with what is not allowed taken out, renormalised. A population
 whose distribution is that of whole answers given the constraint (`by_answer`) counts the mass Z that is left at every
@@ -27,9 +27,8 @@ from smc.constraints import Compiler, Follower, MaskPath
 from smc.distributions import Distributions, DistributionSpec
 from smc.executor.draft import TokenTree
 from smc.executor.graph_runner import Spans, StageRunner
-from smc.executor.penalties import PageTokens
 from smc.executor.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
-from smc.executor.state import SlotState
+from smc.executor.state import PageTokens, SlotState
 from smc.executor.verify import Blocks
 from smc.stops import StopMachine
 from smc.types import ModelRole, mask_span
@@ -260,7 +259,7 @@ def allowed_tokens(mask_RW: Tensor, vocab: int, ids_M: Tensor | None = None) -> 
 def apply_mask(
     logits_RV: Tensor, mask_RW: Tensor, columns: int, ids_M: Tensor | None = None, *, fails: bool = True
 ) -> Tensor:
-    """Logits without what is not allowed; the Triton form is in `smc.kernels.token_masks`. Where nothing that is allowed is
+    """Logits without what is not allowed; the Triton form is in `smc.kernels.truncation`. Where nothing that is allowed is
     possible, as a bias forbids it, all that is allowed is equally likely. Where nothing is allowed at all, logits are NaN
     if the row `fails`, or as they were."""
     own_RV, beyond_RX = logits_RV.float().split((columns, logits_RV.shape[1] - columns), 1)

@@ -1,13 +1,11 @@
-"""What passes between the scheduler and a worker besides rounds: prompts, as a flat batch of rows.
+"""What passes between the scheduler and a worker besides plans of rounds: prompts, as a flat batch of rows, and what the two
+models tell each other and the host in a round. NumPy on the host's side, so that a link can ship the bytes; tensors on
+the models'.
 
-A worker learns nothing of requests, particles or weights from these. All arrays are NumPy, so a link can ship their
-bytes. Axes: R rows, T tokens (row after row), X pages (row after row), D draws; Y tokens that are scored, K
-top_logprobs.
+A worker learns nothing of requests, particles or weights from prompts.
 
-What the two models tell each other in a round, and the host of it. NumPy on the host's side, tensors on the models'.
-
-See the package's legend for axes.
-"""
+See the package's legend for axes; of prompts R rows, T tokens (row after row), X pages (row after row), D draws, Y
+tokens that are scored, K top_logprobs."""
 
 from __future__ import annotations
 

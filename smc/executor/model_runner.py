@@ -1,10 +1,8 @@
-"""What the two sides of a pair send each other within a round, and how. Knows nothing about what the tensors mean.
+"""The two sides of a round, each over the memory of one worker, in one process or in two: what is run when, and what they
+send each other. Also the executor of rounds as the scheduler sees it, and the pair whose sides are both in this process.
 
 draft -> target   rows     what has been drafted
 target -> draft   choice   which of it goes on, and how
-
-The two sides of a round, each over the memory of one worker, in one process or in two: what is run when, and what is
-sent.
 
 On GPUs nothing here waits: a round is queued on the side's stream, and the host waits for its result alone. From its
 second time on, a stage of a round is the replay of a CUDA graph."""
@@ -26,17 +24,16 @@ from smc.arrays import to_device
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
 from smc.executor.draft import DraftShape, GrownRows
+from smc.executor.draft_tree import InnerNodes
 from smc.executor.graph_runner import AsyncResult, Event, Spans, StageRunner
 from smc.executor.guidance import GuidedPass
-from smc.executor.inner_nodes import InnerNodes
 from smc.executor.masks import TokenMasks
-from smc.executor.messages import DraftedRows, DraftReport, RoundChoice, RoundResult
+from smc.executor.messages import DraftedRows, DraftReport, Lineage, Pending, RoundChoice, RoundResult
 from smc.executor.ops import RoundOps
-from smc.executor.penalties import PageTokens
 from smc.executor.plan import PlanBuffer, Program, RoundPlan, SequenceHandoff
 from smc.executor.round_stages import Drafter, Scorer, Selector
 from smc.executor.sampling import HeadSampling, Sampling
-from smc.executor.state import BiasTables, SlotState
+from smc.executor.state import BiasTables, PageTokens, SlotState
 from smc.executor.verify import VerifyInputs
 from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
@@ -470,3 +467,75 @@ class TargetRunner(ModelRunner):
     def _receive(self, key: tuple, plan: RoundPlan[Tensor]) -> DraftedRows:
         shape = (DraftedRows.width(self.config.block), len(plan.branch_pages_XB))
         return DraftedRows(self._channel.receive(key, "rows", shape, torch.int32))
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What came of a round."""
+
+    result: RoundResult[np.ndarray]
+    lineage: dict[ModelRole, Lineage[np.ndarray]]
+    """By side."""
+    observed_3A: np.ndarray | None = None
+    """Of `DraftReport`; None: the draft took no part."""
+
+
+class RoundExecutor(Protocol):
+    """What carries out rounds. Everything is done in the order in which it is asked for."""
+
+    pipelined: bool
+    """A round goes on while its result is waited for, so that the next can be asked for."""
+
+    def join(self, role: ModelRole, group: SequenceHandoff) -> None:
+        """Particles take part on this side from the next round on."""
+        ...
+
+    def round(self, plan: RoundPlan[np.ndarray]) -> Pending[RoundOutcome]:
+        """Ask for a round."""
+        ...
+
+
+class LocalRoundExecutor:
+    """Both sides in this process: on one device, or on two."""
+
+    def __init__(self, config: EngineConfig, workers: dict[ModelRole, ModelWorker], ops: RoundOps) -> None:
+        self.stages = {role: ops.stage_runner(worker.device) for role, worker in workers.items()}
+        channels = LocalChannel.between(self.stages[ModelRole.DRAFT], self.stages[ModelRole.TARGET])
+        self._draft = DraftRunner(config, workers[ModelRole.DRAFT], ops, self.stages[ModelRole.DRAFT], channels[0])
+        self._target = TargetRunner(config, workers[ModelRole.TARGET], ops, self.stages[ModelRole.TARGET], channels[1])
+        self.runners: dict[ModelRole, DraftRunner | TargetRunner] = {
+            ModelRole.DRAFT: self._draft,
+            ModelRole.TARGET: self._target,
+        }
+        self.pipelined = self.stages[ModelRole.TARGET].records
+
+    def join(self, role: ModelRole, group: SequenceHandoff) -> None:
+        self.runners[role].join(group)
+
+    def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
+        if plan.program is not Program.PAIR:
+            role = ModelRole(plan.program.value)
+            return LocalRound({role: self.runners[role].round(plan)})
+        self._target.begin(plan)
+        self._draft.draft(plan)
+        target = self._target.round(plan)
+        return LocalRound({ModelRole.DRAFT: self._draft.follow(), ModelRole.TARGET: target})
+
+
+@dataclass(frozen=True)
+class LocalRound:
+    """A round that its sides have been asked for."""
+
+    readings: dict[ModelRole, Pending | AsyncResult]
+
+    def result(self) -> RoundOutcome:
+        """Waits for it."""
+        # In this order each says when it came, by the clock of its own device.
+        values = {role: reading.result() for role, reading in self.readings.items()}
+        result = next(value for value in values.values() if isinstance(value, RoundResult))
+        observed_3A = next((value.observed_3A for value in values.values() if isinstance(value, DraftReport)), None)
+        return RoundOutcome(result, {role: value.lineage for role, value in values.items()}, observed_3A)
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """See `Reading.spans`."""
+        return {name: span for reading in self.readings.values() for name, span in reading.spans().items()}

@@ -9,18 +9,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import CandidateTokens, Expansion, expand, keep_roots
-from smc.algorithm.sample_matching import match_samples
+from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import Selection, select
-from smc.attention.base import ForwardBatch
+from smc.algorithm.verification import match_samples
+from smc.attention.backend import ForwardBatch
 from smc.distributions import DistributionSpec
 from smc.executor import draft
 from smc.executor.draft import Continuation, DraftInputs, DraftShape, GrownRows, ResumedSequences, TokenTree, reparent
+from smc.executor.draft_tree import InnerNodes, choose_rows, keep_nodes, limit_outcomes, with_inner_nodes
 from smc.executor.finalize import Finalized, finalize
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
-from smc.executor.inner_nodes import InnerNodes, keep_nodes, limit_outcomes, with_inner_nodes
 from smc.executor.masks import apply_mask
 from smc.executor.messages import DraftedRows, RoundChoice
 from smc.executor.plan import RoundPlan
@@ -28,7 +28,6 @@ from smc.executor.remap import Followed, advance, follow, remap_block_table
 from smc.executor.sampling import Coupling, HeadSampling, Sampling
 from smc.executor.select import Candidates, ScoreInputs, SelectedTrees, score_candidates
 from smc.executor.state import BiasTables, SlotEntries, SlotState, add_biases
-from smc.executor.tree_rows import choose_rows
 from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, lay_out, verify, verify_chains
 from smc.model.draft_vocab import DraftVocab
 
@@ -122,7 +121,7 @@ class RoundOps(Protocol):
         ...
 
     def choose_rows(self, plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
-        """See `smc.executor.tree_rows.choose_rows`."""
+        """See `smc.executor.draft_tree.choose_rows`."""
         ...
 
     def keep_nodes(
@@ -133,19 +132,19 @@ class RoundOps(Protocol):
         grown: GrownRows,
         choice: RoundChoice,
     ) -> None:
-        """See `smc.executor.inner_nodes.keep_nodes`."""
+        """See `smc.executor.draft_tree.keep_nodes`."""
         ...
 
     def limit_outcomes(
         self, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens, has_rest: bool
     ) -> CandidateTokens:
-        """See `smc.executor.inner_nodes.limit_outcomes`."""
+        """See `smc.executor.draft_tree.limit_outcomes`."""
         ...
 
     def with_inner_nodes(
         self, nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
     ) -> tuple[CandidateTokens, TokenTree, Groups]:
-        """See `smc.executor.inner_nodes.with_inner_nodes`."""
+        """See `smc.executor.draft_tree.with_inner_nodes`."""
         ...
 
     def pack_rows(self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
@@ -198,7 +197,7 @@ class RoundOps(Protocol):
     def match_samples(
         self, tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: Groups
     ) -> tuple[Tensor, Tensor]:
-        """See `smc.algorithm.sample_matching.match_samples`."""
+        """See `smc.algorithm.verification.match_samples`."""
         ...
 
     # Select and finalize.

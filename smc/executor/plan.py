@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import PopulationKind
+from smc.algorithm.resampling import Bounds
 from smc.distributions import DistributionSpec
 from smc.stops import StopMachine
 from smc.types import Array, ModelRole
@@ -128,7 +128,7 @@ class UnconditionalRows(Generic[Array]):
 
 @dataclass(frozen=True)
 class Penalties(Generic[Array]):
-    """Of a round with penalised requests, per batch index; see `smc.executor.penalties`."""
+    """Of a round with penalised requests, per batch index; see `smc.executor.state`."""
 
     presence_A: Array
     """float32; 0: none."""

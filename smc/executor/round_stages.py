@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
+from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import Selection
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
@@ -27,10 +27,10 @@ from smc.executor.draft import (
     TokenTree,
     assign_chains,
 )
+from smc.executor.draft_tree import InnerNodes
 from smc.executor.finalize import Finalized
 from smc.executor.forward import Rows
 from smc.executor.guidance import GuidedPass
-from smc.executor.inner_nodes import InnerNodes
 from smc.executor.masks import given_constraint, neutral
 from smc.executor.messages import DraftedRows, DraftReport, RoundChoice
 from smc.executor.ops import RoundOps

@@ -1,9 +1,8 @@
 """Draws and log-probabilities of fixed shape. The reference, in plain torch; `smc.executor.triton_ops` has what GPUs
 use.
 
-Axes: R rows, D draws a row, V columns of the logits, of which the first `vocab` count.
-
-Proposals of a draft whose head has rows for M tokens of V: the single place where its columns become tokens.
+`HeadSampling` is for proposals of a draft whose head has rows for M tokens of V: the single place where its columns
+become tokens.
 
     q = (1 - share) * q_M  on the M tokens of the head, q_M being the proposal of `smc.distributions` over these alone,
     q = share / (V - M)    on every other token.
@@ -11,15 +10,12 @@ Proposals of a draft whose head has rows for M tokens of V: the single place whe
 So q covers every token that the target may draw, and each token's log q is of exactly this distribution: what is drawn,
 and how weights count it, stay properly weighted. An independent row draws from q. A row of a tree proposes candidates
 with its likeliest columns one by one; the token that stands for the rest is drawn from all the rest of q, which the
-tokens without a row are part of. Of exact decoding the tree is of what is likely itself, so it has tokens of the head
-alone.
+tokens without a row are part of. Trees of exact decoding consist of likely tokens, so they have tokens of the head
+alone. Besides the variates of the distribution itself, drawn with two of a key's four words, there is one uniform for
+which part of q a token comes from and one for which of the tokens without a row it is: the other two words.
 
-Besides the variates of the distribution itself, drawn with two of a key's four words, there is one uniform for which
-part of q a token comes from and one for which of the tokens without a row it is: the other two words. `HeadSampling` is
-the reference, in plain torch; `smc.executor.triton_ops` has what GPUs use.
-
-Axes: R rows, D draws a row, C candidate tokens, M columns, U tokens without a row.
-"""
+Axes: R rows, D draws a row, V columns of the logits, of which the first `vocab` count, C candidate tokens, M columns, U
+tokens without a row."""
 
 from __future__ import annotations
 

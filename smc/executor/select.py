@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
-from smc.algorithm.weights import block_log_weight
+from smc.algorithm.resampling import block_log_weight
 from smc.executor.messages import DraftedRows
 from smc.executor.plan import RoundPlan
 from smc.executor.sampling import DrawKeys, Sampling

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import RMSNorm
 
 from smc.arrays import to_device
-from smc.attention.base import ForwardBatch
+from smc.attention.backend import ForwardBatch
 from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
 from smc.executor.forward import Reader, Rows, StaticForward
@@ -21,7 +21,6 @@ from smc.executor.plan import Contexts
 from smc.kernels.experts import experts, grouped
 from smc.kernels.int4 import MOST_TOKENS as FEW_INT4_ROWS
 from smc.kernels.int4 import gate_up_int4, linear_int4, multiply_widened
-from smc.kernels.kv_store import store_kv
 from smc.kernels.launch import supports_pdl
 from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
 from smc.kernels.norm import (
@@ -33,9 +32,8 @@ from smc.kernels.norm import (
     square_sums,
     whole_norm,
 )
-from smc.kernels.packed_rows import Groups, Tables
-from smc.model.decoder import Layer
-from smc.model.experts import Experts
+from smc.kernels.packed_rows import Groups, Tables, store_kv
+from smc.model.decoder import Experts, Layer
 from smc.model.linear import Linear, QuantisedRows
 
 FEW_ROWS, FEW_WIDE_ROWS = 64, 32

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
 from smc.algorithm.selection import Selection
-from smc.attention.base import ForwardBatch
+from smc.attention.backend import ForwardBatch
 from smc.distributions import DistributionSpec
 from smc.executor.draft import (
     CandidateLayout,
@@ -23,10 +23,10 @@ from smc.executor.draft import (
     ResumedSequences,
     TokenTree,
 )
+from smc.executor.draft_tree import InnerNodes
 from smc.executor.finalize import Finalized
 from smc.executor.forward import Reader, Rows, StaticForward
 from smc.executor.graph_runner import GraphRunner, StageRunner
-from smc.executor.inner_nodes import InnerNodes
 from smc.executor.messages import DraftedRows, Lineage, RoundChoice, RoundResult
 from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan
@@ -36,13 +36,12 @@ from smc.executor.select import Candidates, GroupSizes, ScoreInputs, SelectedTre
 from smc.executor.state import BiasTables, SlotEntries, SlotState
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.verify import Blocks, TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
-from smc.kernels import draft, finalize, inner_nodes, remap, sampling, select, tree_rows, verify
+from smc.kernels import draft, draft_tree, finalize, remap, sampling, select, verify
 from smc.kernels.candidate_tokens import CouplingTensors, propose_candidates
-from smc.kernels.coupling import observe_draws
-from smc.kernels.draft import ChainTokens, ChosenTokens, GrownTensors, TreeBefore
+from smc.kernels.draft import ChainTokens, ChosenTokens, GrownTensors, TreeBefore, observe_draws
+from smc.kernels.draft_tree import NodeTensors, OutcomeRows, ParticleTensors, StepRows, StepTensors
 from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.finalize import CandidateOutputs, TreeSelection
-from smc.kernels.inner_nodes import NodeTensors, OutcomeRows, ParticleTensors, StepTensors
 from smc.kernels.remap import NextSequences, remap_block_table
 from smc.kernels.round_tensors import (
     BlockTensors,
@@ -50,16 +49,14 @@ from smc.kernels.round_tensors import (
     MatchTensors,
     PlanTensors,
     SlotTensors,
+    StopTensors,
     contiguous,
     fields_of,
 )
 from smc.kernels.sampling import draw, guide, score, spread, spread_rest, write_distribution
 from smc.kernels.select import ScoreTensors, SelectTensors
 from smc.kernels.select import select as select_particles
-from smc.kernels.stops import StopTensors
-from smc.kernels.token_masks import apply_mask
-from smc.kernels.tree_rows import StepRows
-from smc.kernels.truncation import Cut, truncate
+from smc.kernels.truncation import Cut, apply_mask, truncate
 from smc.kernels.verify import ChainTrials, SampleTensors, VerifyTensors, match_samples
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose
@@ -207,7 +204,7 @@ class TritonOps(RoundOps):
             contiguous(StepRows(step.parent_X, *(getattr(step.tree, name) for name in StepRows._fields[1:])))
             for step in grown.steps
         )
-        taken, leaf_X = tree_rows.choose_rows(fields_of(PlanTensors, plan), steps, plan.branches, lookahead)
+        taken, leaf_X = draft_tree.choose_rows(fields_of(PlanTensors, plan), steps, plan.branches, lookahead)
         return replace(grown, tree=TokenTree(**taken._asdict(), run_4X=None), leaf_X=leaf_X)
 
     def keep_nodes(
@@ -219,7 +216,7 @@ class TritonOps(RoundOps):
         choice: RoundChoice,
     ) -> None:
         assert grown.leaf_X is not None, "rows of exact decoding have been chosen"
-        inner_nodes.keep_nodes(
+        draft_tree.keep_nodes(
             fields_of(NodeTensors, nodes),
             fields_of(PlanTensors, plan),
             state.logw_S,
@@ -233,7 +230,7 @@ class TritonOps(RoundOps):
         self, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens, has_rest: bool
     ) -> CandidateTokens:
         rows = OutcomeRows(tree.outcome_X, tree.mass_X, tree.alive_X, tree.ended_X, candidates.share_RC.contiguous())
-        share_XC = inner_nodes.limit_outcomes(fields_of(PlanTensors, plan), rows, plan.branches, has_rest)
+        share_XC = draft_tree.limit_outcomes(fields_of(PlanTensors, plan), rows, plan.branches, has_rest)
         return CandidateTokens(candidates.token_RC, candidates.logq_RC, share_XC)
 
     def with_inner_nodes(
@@ -243,7 +240,7 @@ class TritonOps(RoundOps):
             *(tree.root_X, tree.alive_X, tree.ended_X, tree.text_X, tree.mass_X),
             *(candidates.token_RC, candidates.logq_RC, candidates.share_RC),
         )
-        out = inner_nodes.with_inner_nodes(
+        out = draft_tree.with_inner_nodes(
             fields_of(NodeTensors, nodes), fields_of(PlanTensors, plan), contiguous(particles)
         )
         (root_H, none_H, text_H, cut_H), (alive_H, ended_H) = out.numbers_4H, out.flags_2H

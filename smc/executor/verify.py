@@ -4,7 +4,7 @@
 A block is a particle's last tokens, whose first is already counted in its weight, or known to be the target's own draw.
 In look-ahead it was drafted in the round before, and its batch index is the particle's; in lockstep it has just been
 drafted, and continues the particle of its root. Draft chains (`smc.executor.draft`) are verified against the target's
-distribution (`smc.algorithm.rejection`).
+distribution (`smc.algorithm.verification`).
 
 See the package's legend for axes; C batch indices of groups of chains, V vocabulary."""
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
-from smc.algorithm.rejection import Chains, verify_by_rejection
+from smc.algorithm.verification import Chains, verify_by_rejection
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
 from smc.executor.forward import Rows
@@ -216,7 +216,7 @@ def verify_chains(
     plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What the target says after every token of chains [C, Q], and its log-probability [C, Q], as
-    `smc.algorithm.rejection.verify_by_rejection`.
+    `smc.algorithm.verification.verify_by_rejection`.
 
     `logp`: the target's log-distribution after every token; `logq`: what the next was drawn from, of all but the
     last."""

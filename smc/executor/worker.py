@@ -17,7 +17,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
 from smc.arrays import to_device
-from smc.attention.base import ForwardBatch
+from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import PromptAttention
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
@@ -25,10 +25,9 @@ from smc.executor.graph_runner import AsyncResult, StageRunner
 from smc.executor.masks import given_constraint
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.executor.ops import RoundOps, TorchOps
-from smc.executor.penalties import repeated
 from smc.executor.sampling import DrawKeys, Sampling
-from smc.executor.state import BiasTables, add_biases, width_of
-from smc.memory.kv_pool import KVPool
+from smc.executor.state import BiasTables, add_biases, repeated, width_of
+from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.draft_vocab import DraftHead

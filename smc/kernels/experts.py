@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from smc.kernels.int4 import choose_int4, sums_of_groups, token_block, widened
 from smc.kernels.launch import launch_options, one_variant
 from smc.kernels.linear import rows_of_tile
-from smc.model.experts import Choice, Experts
+from smc.model.decoder import Choice, Experts
 from smc.model.linear import Linear
 
 MOST_TOKENS = 64

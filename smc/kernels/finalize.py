@@ -16,12 +16,23 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
-from smc.algorithm.surviving_prefix import PREFIX_POSITION
+from smc.algorithm.selection import PREFIX_POSITION
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_indices, programs
-from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, SlotTensors, row_tokens
+from smc.kernels.round_tensors import (
+    DONE,
+    BlockTensors,
+    MatchTensors,
+    PlanTensors,
+    Room,
+    Sizes,
+    SlotTensors,
+    StopTensors,
+    after,
+    after_all,
+    row_tokens,
+)
 from smc.kernels.select import SelectTensors, _uniform
-from smc.kernels.stops import DONE, StopTensors, after, after_all
 from smc.kernels.verify import VerifyTensors
 
 INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
@@ -227,7 +238,7 @@ def _has_collapsed(group, plan, own, trees):
 
 @triton.jit
 def _surviving_prefix(index, exists, group, first, plan, blocks, verified, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """`smc.algorithm.surviving_prefix` of one group: for all of its batch indices, the block that was drawn and how many
+    """`smc.algorithm.selection` of one group: for all of its batch indices, the block that was drawn and how many
     of its tokens are kept."""
     q, at = tl.arange(0, BLOCK_Q)[None, :], index[:, None] * Q + tl.arange(0, BLOCK_Q)[None, :]
     has_next = exists[:, None] & (q < tl.load(blocks.count_A + index, mask=exists, other=1)[:, None] - 1)

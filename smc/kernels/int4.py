@@ -1,4 +1,4 @@
-"""Matrix products with int4 weights (`smc.model.int4`): of few tokens by one kernel, of many by widening the weights for
+"""Matrix products with int4 weights (`smc.model.linear`): of few tokens by one kernel, of many by widening the weights for
 the library.
 
 For few tokens, a program computes some outputs. Each step reads one group of inputs: it loads the words, which lie side

@@ -1,6 +1,5 @@
-"""How matrix products of few tokens are cut (`smc.kernels.linear`). Knows nothing but shapes.
-
-y = x W^T for the few rows of a decoding step, at the speed at which weights stream from memory.
+"""Matrix products y = x W^T for the few rows of a decoding step, at the speed at which weights stream from memory, and how they
+are cut into programs (by their shapes alone).
 
 Weights are of x's type, or FP8 (e4m3) with a float32 scale for each output; then x is FP8 too, with one for each token
 (`smc.kernels.norm`), and the sums are scaled. The machine's copy engine (TMA) puts tiles of both where tensor cores
@@ -12,8 +11,7 @@ than the loads. Small matrices are cut along K as well (split-K) to occupy every
 T, N] are summed in a fixed order by the kernel that reads them (`smc.kernels.norm`, or `reduce` here), without atomics:
 the same bits every time. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
 
-Axes: T tokens, K inputs, N outputs, I inner features, S splits of K.
-"""
+Axes: T tokens, K inputs, N outputs, I inner features, S splits of K."""
 
 from __future__ import annotations
 

@@ -1,16 +1,10 @@
-"""Activations in FP8 with a scale for each row: `smc.model.linear.quantise_rows` in one launch.
+"""The element-wise steps between a layer's matrix products: residual add with RMSNorm, the gated activation, and the
+rounding of activations to FP8 with a scale for each row (`smc.model.linear.quantise_rows` in one launch).
 
-Nothing reads the host. `pdl`: `smc.kernels.launch`.
+The first two take a product's result whole or as fp32 split-K partials, which are summed in their order: the same bits
+every time. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
 
-Axes: T tokens, K inputs.
-
-The element-wise steps between a layer's matrix products: residual add with RMSNorm, and the gated activation.
-
-Both take a product's result whole or as fp32 split-K partials, which are summed in their order: the same bits every
-time. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
-
-Axes: T tokens, E features, I inner features, S splits.
-"""
+Axes: T tokens, E features, I inner features, K inputs of a product, S splits."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.bounds import Bounds
 from smc.algorithm.expansion import PopulationKind
+from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.kernels.launch import one_variant, own_indices, programs
@@ -70,7 +70,7 @@ class CandidateTensors(NamedTuple):
 
 
 class GroupBounds(NamedTuple):
-    """Of `smc.algorithm.bounds.Bounds`."""
+    """Of `smc.algorithm.resampling.Bounds`."""
 
     first_G: Tensor
     size_G: Tensor
@@ -236,7 +236,7 @@ def _score_candidates(
 
 @triton.jit
 def _block_weight(blocks, logp_AQ, block, inside, alpha, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """`smc.algorithm.weights.block_log_weight` of blocks, whose first token is not counted again."""
+    """`smc.algorithm.resampling.block_log_weight` of blocks, whose first token is not counted again."""
     q = tl.arange(0, BLOCK_Q)
     count = tl.load(blocks.count_A + block, mask=inside, other=0).to(tl.int32)
     exists = inside[:, None] & (q[None, :] < count[:, None] - 1)

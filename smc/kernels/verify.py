@@ -1,5 +1,5 @@
-"""What the target runs in a round and how its outputs are checked: the Triton form of `smc.executor.verify`, and
-`smc.algorithm.sample_matching` and `smc.algorithm.rejection` on the device.
+"""What the target runs in a round and how its outputs are checked: the Triton form of `smc.executor.verify`
+and `smc.algorithm.verification`.
 
 `lay_out` and `match_samples` have a program for each group and some for batch indices of no group; `verify` has a
 program for every few batch indices. `verify_chains` has a program for each group, which follows the group's path token
@@ -83,7 +83,7 @@ class VerifyTensors(NamedTuple):
 
 class ChainTrials(NamedTuple):
     """Draft chains and the random numbers that they are verified with; integers. See
-    `smc.algorithm.rejection.Chains`."""
+    `smc.algorithm.verification.Chains`."""
 
     index_C: Tensor
     tokens_AQ: Tensor
@@ -149,7 +149,7 @@ def verify(
 def match_samples(
     tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.sample_matching.match_samples`, for groups of up to MAX_PARTICLES batch indices; integers of
+    """As `smc.algorithm.verification.match_samples`, for groups of up to MAX_PARTICLES batch indices; integers of
     any type."""
     batch_size, tokens = tokens_AQ.shape
     best_A, right_A = torch.empty(2, batch_size, dtype=torch.int64, device=tokens_AQ.device)
@@ -170,7 +170,7 @@ def verify_chains(
     block: int | None = None,
     warps: int = 8,
 ) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.rejection.verify_by_rejection`, with random numbers of `smc.philox` made here: of round 0, for
+    """As `smc.algorithm.verification.verify_by_rejection`, with random numbers of `smc.philox` made here: of round 0, for
     trials of the chain's own stream and for draws of stream 0. `groups`: first chain, of all C, and how many [G], up to
     MAX_PARTICLES."""
     (chains, q, vocab), device = logp_CQV.shape, logp_CQV.device

@@ -11,12 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smc.model.config import ModelConfig, default_dtype, read_quantisation
-from smc.model.fingerprint import tensor_fingerprint
-from smc.model.generation_config import sampling_defaults
+from smc.model.config import ModelConfig, default_dtype, read_quantisation, sampling_defaults
+from smc.model.files import StoredTensor, read_headers, stored_bytes, tensor_fingerprint
 from smc.model.parallel import Shard, held_sizes, local_config
 from smc.model.quantisation import Int4Quantisation, Quantisation
-from smc.model.safetensors_files import StoredTensor, read_headers, stored_bytes
 from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import (
     PLAIN_BYTES,

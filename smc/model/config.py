@@ -1,7 +1,7 @@
-"""Model configuration, read from a Hugging Face `config.json`. Knows nothing about weights or tokenizers.
+"""Model configuration, read from a Hugging Face `config.json`, and the sampling defaults of its `generation_config.json`.
+Knows nothing about weights or tokenizers.
 
-Unsupported settings are rejected here by name, before any weight is read.
-"""
+Unsupported settings are rejected here by name, before any weight is read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from smc.api.sampling_params import SamplingParams
 from smc.model.families import BY_ARCHITECTURE, FAMILIES, Family, require
-from smc.model.json_file import read_json
+from smc.model.files import read_json
 from smc.model.quantisation import Int4Quantisation, Quantisation, quantisation_of
 
 
@@ -351,3 +352,24 @@ def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if "original_context" in numbers:
         numbers["original_max_position_embeddings"] = numbers.pop("original_context")
     return {"rope_type": kind[type(scaling)], **numbers}
+
+
+GENERATION_CONFIGS = ("auto", "ignore")
+"""Whether requests that leave sampling settings out have those of the checkpoint, or the library's."""
+FILE = "generation_config.json"
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Settings that are taken from it, as vLLM does. `do_sample` is not: a client that wants the likeliest tokens asks for
+temperature 0."""
+
+
+def sampling_defaults(directory: Path) -> dict[str, Any]:
+    """Settings of `SamplingParams` that the checkpoint names, by name. Raises ValueError that names the file for a
+    value that is not allowed."""
+    file = directory / FILE
+    found = read_json(file) if file.is_file() else {}
+    defaults = {name: found[name] for name in SAMPLING if found.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}. Mend the file, or give --generation-config ignore") from error
+    return defaults

@@ -1,31 +1,116 @@
 """Decoder-only transformer over a flat list of tokens. Knows nothing about KV pages, requests or particles.
 
 Attention is a callable passed to `forward`. It stores the new keys and values and returns the attention output, so the
-same module is used for serving (paged KV cache) and for training (dense causal attention).
+same module is used for serving (paged KV cache) and for training (`hidden_states`: whole sequences with dense causal
+attention).
 
 With tensor parallelism (`smc.model.parallel`), each rank runs a decoder with its shard of heads and inner features over
 the same tokens. The all-reduce is passed in as well; all ranks compute the same hidden states.
 
-Axes: T tokens, E hidden size, H query heads, J key/value heads, D head dimension, V vocabulary, X chosen tokens.
-"""
+Mixture of experts: each token runs through the few experts that its router chooses, and their outputs are weighed. Two
+forms of the product: expert by expert, which is the reference, and one grouped product of tokens sorted by expert, for
+prompts on a GPU. Few rows on a GPU have kernels of their own (`smc.kernels.experts`). Weights in FP8 and int4 are
+widened, and activations stay as they are, so that all forms compute the same.
+
+Axes: T tokens, E hidden size, H query heads, J key/value heads, D head dimension, V vocabulary, X chosen tokens (in
+`Experts`: experts), C chosen experts of a token, I inner features of an expert, B rows and S token positions of whole
+sequences, T = B * S."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smc.model.config import LinearRopeScaling, Llama3RopeScaling, LongRopeScaling, ModelConfig, YarnRopeScaling
-from smc.model.experts import Experts
 from smc.model.families import SILU
 from smc.model.linear import FP8, INT4, Linear, require_fp8
 from smc.model.parallel import Reduce
 from smc.model.quantisation import Int4Format
+
+
+class Choice(NamedTuple):
+    """The experts of every token."""
+
+    expert_TC: Tensor
+    """Their numbers, the likeliest first."""
+    weight_TC: Tensor
+    """Their weights, float32."""
+
+
+Widen = Callable[[Linear, torch.dtype], Tensor]
+
+
+def _values(matrix: Linear, dtype: torch.dtype) -> Tensor:
+    return matrix.values(slice(0, matrix.out_features), dtype)
+
+
+class Experts(nn.Module):
+    """Router and experts of one layer. The experts' matrices stand below each other, gate before up."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.count, self.chosen = config.num_experts, config.experts_per_token
+        self.inner, self.normalised = config.intermediate_size, config.normalised_experts
+        self.router = nn.Linear(config.hidden_size, self.count, bias=False)
+        self.gate_up = Linear(config.hidden_size, self.count * 2 * self.inner)
+        self.down = Linear(self.inner, self.count * config.hidden_size)
+
+    def choose(self, x_TE: Tensor) -> Choice:
+        """The likeliest experts of each token."""
+        share_TX = torch.softmax(self.router(x_TE), dim=-1, dtype=torch.float32)
+        weight_TC, expert_TC = share_TX.topk(self.chosen, dim=-1)
+        if self.normalised:
+            weight_TC = weight_TC / weight_TC.sum(-1, keepdim=True)
+        return Choice(expert_TC, weight_TC)
+
+    def has_grouped_product(self, x_TE: Tensor) -> bool:
+        """Whether the library has `grouped` for these activations."""
+        return x_TE.is_cuda and x_TE.dtype == torch.bfloat16 and self.inner % 8 == 0
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        """This rank's share of the weighted sum [T, E]."""
+        choice = self.choose(x_TE)
+        return (self.grouped if self.has_grouped_product(x_TE) else self.expert_by_expert)(x_TE, choice)
+
+    def expert_by_expert(self, x_TE: Tensor, choice: Choice) -> Tensor:
+        """The reference."""
+        expert_TC, weight_TC = choice
+        parts_TCE = x_TE.new_zeros(*expert_TC.shape, x_TE.shape[1])
+        for expert in expert_TC.unique().tolist():
+            token_Y, column_Y = (expert_TC == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(x_TE[token_Y], self._matrix(self.gate_up, expert, x_TE.dtype)).chunk(2, dim=-1)
+            parts_TCE[token_Y, column_Y] = F.linear(F.silu(gate) * up, self._matrix(self.down, expert, x_TE.dtype))
+        return (parts_TCE.float() * weight_TC[..., None]).sum(1).to(x_TE.dtype)
+
+    def grouped(self, x_TE: Tensor, choice: Choice, widen: Widen = _values) -> Tensor:
+        """Every expert takes its tokens in one product with the others'. Nothing reads the host. `widen` returns a
+        matrix as numbers of a type."""
+        expert_TC, weight_TC = choice
+        order_Y = expert_TC.flatten().argsort(stable=True)
+        ends_X = (expert_TC.flatten()[:, None] == torch.arange(self.count, device=x_TE.device)).sum(0).cumsum(0).int()
+        gate, up = F.grouped_mm(
+            x_TE[order_Y // self.chosen], self._all(self.gate_up, x_TE.dtype, widen).transpose(1, 2), offs=ends_X
+        ).chunk(2, dim=-1)
+        out_YE = F.grouped_mm(F.silu(gate) * up, self._all(self.down, x_TE.dtype, widen).transpose(1, 2), offs=ends_X)
+        parts_YE = torch.empty_like(out_YE)
+        parts_YE[order_Y] = out_YE
+        return (parts_YE.view(*expert_TC.shape, -1).float() * weight_TC[..., None]).sum(1).to(x_TE.dtype)
+
+    def _matrix(self, matrix: Linear, expert: int, dtype: torch.dtype) -> Tensor:
+        """Of one expert [outputs, inputs]."""
+        rows = matrix.out_features // self.count
+        return matrix.values(slice(expert * rows, (expert + 1) * rows), dtype)
+
+    def _all(self, matrix: Linear, dtype: torch.dtype, widen: Widen) -> Tensor:
+        """Of all experts [X, outputs, inputs]."""
+        return widen(matrix, dtype).unflatten(0, (self.count, -1))
+
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_THD, k_TJD, v_TJD) -> out_THD. q and k are already rotated."""
@@ -347,3 +432,21 @@ def _llama3_frequencies(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((scaling.original_context / wavelength - low) / (high - low)).clamp(0, 1)
     return inv_freq * (kept + (1 - kept) / scaling.factor)
+
+
+def hidden_states(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor) -> Tensor:
+    """Hidden states [B, S, E] with dense causal attention. Row s of `rope_SD` is position s of the rotary table."""
+    rows, width = tokens_BS.shape
+
+    def attend(layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, (rows, width)).transpose(1, 2) for x in (q_THD, k_TJD, v_TJD))
+        window = model.config.window_of(layer)
+        if window is None or window >= width:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            seen_SS = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+            out = F.scaled_dot_product_attention(q, k, v, seen_SS, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    rope = torch.cat([rope_SD[..., :width, :]] * rows, dim=-2)
+    return model(tokens_BS.flatten(), rope, attend).unflatten(0, (rows, width))

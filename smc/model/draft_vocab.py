@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smc.model.json_file import read_json
+from smc.model.files import read_json
 from smc.model.presets import NoText
 from smc.model.tokenizer import Tokenizer
 

@@ -1,4 +1,5 @@
-"""Loads a `Decoder` from a Hugging Face directory and saves it to one. Knows nothing about tokenizers or serving.
+"""Loads a `Decoder` from a Hugging Face directory, saves it to one, or makes one with random weights, whose speed can be
+measured and whose answers have no meaning. Knows nothing about tokenizers or serving.
 
 Loading streams one piece of a tensor at a time, so the model is never in memory twice. A rank reads only its own shard
 of each tensor, except that FP8 and int4 weights are quantised from whole rows, so that scales do not depend on the
@@ -23,11 +24,10 @@ from torch import Tensor, nn
 
 from smc.model.config import ModelConfig, read_quantisation
 from smc.model.decoder import Decoder, empty_decoder
-from smc.model.int4 import quantise_int4
-from smc.model.linear import FP8, INT4, pieces, quantise
+from smc.model.files import SINGLE_FILE, STORED_FP8, StoredTensor, TensorReader
+from smc.model.linear import FP8, INT4, Linear, pieces, quantise, quantise_int4
 from smc.model.parallel import WHOLE, Reduce, Shard, local_config
 from smc.model.quantisation import GROUP, Codes, Fp8Quantisation, Int4Quantisation, Quantisation
-from smc.model.safetensors_files import SINGLE_FILE, STORED_FP8, StoredTensor, TensorReader
 from smc.model.weight_map import WeightSlice, check_weights, int4_formats, weight_slices
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def load_model(
     used and not loaded again.
 
     With a dtype of int4, matrices that are stored in int4 are kept, and those of a directory that has none are rounded
-    (`smc.model.int4`); with other types, numbers are converted.
+    (`smc.model.linear`); with other types, numbers are converted.
 
     Raises ValueError that names the file or the weight if a tensor is missing, unknown, corrupt, not finite or of the
     wrong shape. A value that is not finite is found only by the ranks that hold it."""
@@ -270,3 +270,45 @@ def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
     low, high = values.aminmax()  # propagates NaN; unlike isfinite, it allocates nothing
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"{name} holds NaN or inf as {str(dtype).removeprefix('torch.')}; every weight must be finite")
+
+
+SCALE = 0.02
+"""Standard deviation of the weights, small enough that bfloat16 activations stay finite."""
+
+CODES_DEVIATION = 4.6
+"""Standard deviation of uniform int4 codes."""
+
+
+def random_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+    shard: Shard = WHOLE,
+    reduce: Reduce | None = None,
+) -> Decoder:
+    """A decoder, or one rank's shard of it, with normally distributed weights and norm weights of 1, created on
+    `device`. FP8 weights are the bfloat16 weights of the same seed, quantised; int4 weights are random codes."""
+    int4 = int4_formats(weight_slices(config, shard), shard) if dtype == INT4 else None
+    model = empty_decoder(local_config(config, shard), reduce, dtype, device, int4)
+    generator = torch.Generator(device).manual_seed(seed * 1000 + shard.rank)
+    for name, weight in model.named_parameters():
+        if name.endswith("scale"):
+            if weight.dim() == 2:
+                weight.fill_(SCALE / CODES_DEVIATION)
+            continue
+        if weight.dtype == torch.int32:
+            weight.random_(-(1 << 31), 1 << 31, generator=generator)
+            continue
+        if weight.dtype == FP8:
+            whole = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)
+            linear = model.get_submodule(name.removesuffix(".weight"))
+            assert isinstance(linear, Linear)
+            linear.quantise_from(whole.normal_(0.0, SCALE, generator=generator))
+        elif weight.dim() == 1 and name.endswith("weight"):
+            weight.fill_(1.0)
+        else:
+            weight.normal_(0.0, SCALE, generator=generator)
+    model.copy_head()
+    return model

@@ -42,11 +42,10 @@ from torch import Tensor
 
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, empty_decoder
-from smc.model.json_file import read_json
+from smc.model.files import INDEX_FILE, SINGLE_FILE, read_json
 from smc.model.linear import FP8, INT4, pieces, quantise
 from smc.model.loader import load_model
 from smc.model.parallel import WHOLE, Axis, Reduce, Shard, local_config
-from smc.model.safetensors_files import INDEX_FILE, SINGLE_FILE
 from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import WeightSlice, weight_slices
 

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from smc.model.safetensors_files import STORED_BYTES, STORED_DTYPES, STORED_FP8, StoredTensor
+from smc.model.files import STORED_BYTES, STORED_DTYPES, STORED_FP8, StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ class Expected(NamedTuple):
 
 
 class Int4Format(NamedTuple):
-    """How we hold an int4 matrix (`smc.model.int4`)."""
+    """How we hold an int4 matrix (`smc.model.linear`)."""
 
     group: int
     """Inputs of a group."""

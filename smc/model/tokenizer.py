@@ -21,7 +21,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from smc.api.limits import PromptTooLong
-from smc.model.json_file import read_json
+from smc.model.files import read_json
 
 _SUPPORTED_DECODERS = (
     "ByteLevel (Llama 3, Qwen), or Replace '▁' by ' ' with ByteFallback, Fuse and Strip (sentencepiece)"

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from smc.model.config import ModelConfig, read_quantisation
-from smc.model.json_file import read_json
+from smc.model.files import StoredTensor, abbreviate, read_headers, read_json
 from smc.model.parallel import WHOLE, Axis, Shard, Split
 from smc.model.quantisation import (
     GROUP,
@@ -28,7 +28,6 @@ from smc.model.quantisation import (
     Quantisation,
     local_group,
 )
-from smc.model.safetensors_files import StoredTensor, abbreviate, read_headers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +88,7 @@ class WeightSlice:
 
     def write_int4(self, parameters: Mapping[str, Tensor], rows: slice, codes: Codes) -> None:
         """Write int4 weights of some of the rows of this block; `codes` has its columns."""
-        from smc.model.int4 import pack
+        from smc.model.linear import pack
 
         base, (own_rows, columns) = self.parameter.removesuffix("weight"), self.axes
         outputs = self._rows(slice(own_rows.start + rows.start, own_rows.start + rows.stop))

@@ -1,21 +1,25 @@
 """Acceptance of drafted tokens: how often they are the target's own draws, as seen of a request, and what other trees
-would bring.
+would bring. Knows nothing about latency.
 
 A token at depth d, after d that were right, is missing from a tree of N rows with probability about miss rate / N^gain;
 each depth has a miss rate of its own. The gain follows from how the draft ranks the target's draws: how often the first
-of its tokens is wrong, and how often the first four are. Knows nothing about latency.
+of its tokens is wrong, and how often the first four are.
 
-Axes: G requests, L numbers of rows, D depths.
-"""
+Exponents of coupled drafting (`smc.algorithm.coupling`) are learnt from the same draws: one for each temperature, fitted
+to all requests, and one for each request, which begins with the former.
+
+Axes: G requests, L numbers of rows, D depths."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
+
+from smc.algorithm.coupling import FIRST_EXPONENT, FIRST_GREEDY_EXPONENT, DrawObservation, ExponentFit
 
 WIDTH_GAIN = 0.6
 """Gain before anything has been seen: eight rows miss 3.5 times less often than one. So it was on the shipped pair
@@ -148,3 +152,34 @@ def tokens_a_round(
     hits_GL = all_right_GLD[:, :, -1] + (1 - before_last_GL) * recovery_G1
     restarts_GL = (1 - hits_GL) / np.maximum(right_GLD[:, :, 0], 1e-9)
     return (1 + all_right_GLD[:, :, :-1].sum(2) + restarts_GL) / (1 + restarts_GL)
+
+
+SHARED_MEMORY, REQUEST_MEMORY = 0.999, 0.99
+"""Weight that earlier draws keep after each draw."""
+INHERITED = 16.0
+"""Information that a request takes over from the requests before it, at most: about as many draws."""
+
+
+class DraftExponents:
+    """Of one engine."""
+
+    def __init__(self) -> None:
+        self._by_temperature: dict[float, ExponentFit] = {}
+
+    def begin(self, temperature: float) -> ExponentFit:
+        """The fit that a request of this temperature begins with."""
+        shared = self._shared(temperature)
+        return replace(shared, memory=REQUEST_MEMORY, information=min(shared.information, INHERITED))
+
+    def observe(self, temperature: float, own: ExponentFit, draw: DrawObservation) -> None:
+        """Follow a draw of a request whose own fit is `own`."""
+        own.observe(draw)
+        self._shared(temperature).observe(draw)
+
+    def forget(self) -> None:
+        """Forget what requests so far have shown."""
+        self._by_temperature.clear()
+
+    def _shared(self, temperature: float) -> ExponentFit:
+        first = FIRST_EXPONENT if temperature else FIRST_GREEDY_EXPONENT
+        return self._by_temperature.setdefault(round(temperature, 1), ExponentFit(SHARED_MEMORY, math.log(first)))

@@ -1,10 +1,14 @@
-"""What an engine of given slots and pages could run at all: checks of requests, the longest answer, and sizes that just
-suffice."""
+"""What an engine of given slots and pages can run: checks of requests, the longest answer, sizes that just suffice, and a
+forecast of the pages that requests will hold.
+
+The forecast is learnt from how long answers get and from how much of them particles share. Both are averages over all
+requests of an engine. Of what requests hold, only sums are known without walking through their pages, and admission
+needs sums only."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +16,11 @@ import numpy as np
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request, check_guidance
 from smc.api.sampling_params import SamplingParams
+from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.admission import check_negative, check_prompt
-from smc.scheduler.methods import decoding_of
+from smc.scheduler.methods import Decoding, decoding_of
+from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.slots import Slots
 from smc.types import ModelRole
 
 
@@ -81,3 +88,92 @@ def check_fits(
         wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
         if len(wrong):
             raise ValueError(f"{name} contains token id {wrong[0]}; allowed: 0..{vocab_size - 1}")
+
+
+LEARNING = 0.1
+"""Weight of the newest answer in the average length of answers, and of the newest count in the average of what
+particles share."""
+OWN_TOKENS = 64
+"""Last tokens of a particle, which it shares with no other as a rule. Whether it shares those before is learnt."""
+COUNT_EVERY = 16
+"""Steps between two counts of what is held."""
+
+
+class PageForecast:
+    """Forecasts for requests that arrive, and for admitted ones, whose forecasts it enters in `KVCacheManager`."""
+
+    def __init__(self, config: EngineConfig, slots: Slots, memory: KVCacheManager) -> None:
+        self.config, self.slots, self.memory = config, slots, memory
+        self.answer_share = 1.0
+        """Share of the longest answer that answers have, on average."""
+        self._old = self._own = 0.0
+        """Tokens further back than `OWN_TOKENS` of all particles but one a request; and how many of these are not
+        shared."""
+        self._steps = 0
+
+    @property
+    def own_share(self) -> float:
+        """Share of a particle's tokens further back than `OWN_TOKENS` that no other particle shares: 0 as long as nothing
+        is known."""
+        return self._own / self._old if self._old else 0.0
+
+    def pages(
+        self, decoding: Decoding, params: SamplingParams, prompt: int, rows: int, length: int = 0, negative: int = 0
+    ) -> dict[ModelRole, int]:
+        """Pages in each pool of so many particles of a request, whose answer has `length` tokens already."""
+        answer = max(1, length, round(self.answer_share * params.max_tokens))
+        own = min(answer, OWN_TOKENS) + round(self.own_share * max(0, answer - OWN_TOKENS))
+        return decoding.expected_pages(self.config, params, prompt, rows, answer, own, negative)
+
+    def of(self, group: SequenceGroup) -> dict[ModelRole, int]:
+        """Of a request that is queued or admitted."""
+        if group.checkpoint is not None:
+            length = group.checkpoint.longest
+        else:
+            length = int(self.slots.length_S[group.slots].max(initial=0))
+        return self.pages(group.decoding, group.params, group.prompt_size, group.rows, length, group.negative_size)
+
+    def expect(self, group: SequenceGroup) -> None:
+        """Enter the forecast of an admitted request."""
+        self.memory.expect(
+            group.number, self.of(group), group.decoding.round_pages(self.config, group.rows, group.params.guided_roles)
+        )
+
+    def learn_answer(self, share: float) -> None:
+        """An answer is complete, and has this share of its `max_tokens`."""
+        self.answer_share += LEARNING * (share - self.answer_share)
+
+    def follow(self, admitted: Sequence[SequenceGroup]) -> None:
+        """Once a step. Every `COUNT_EVERY` steps, count what is held and correct the forecasts of admitted requests."""
+        self._steps += 1
+        if self._steps % COUNT_EVERY:
+            return
+        self.count([group for group in admitted if group.is_running])
+        for group in admitted:
+            self.expect(group)
+
+    def count(self, running: Sequence[SequenceGroup]) -> None:
+        """Learn from what the particles of running requests hold: in each pool all pages grown, less one path a request,
+        less `OWN_TOKENS`. Of exact decoding only the path counts: its rows share all but what is not confirmed."""
+        own = old = 0
+        for role, allocator in self.memory.allocators.items():
+            groups = [group for group in running if role in group.decoding.roles]
+            if not groups:
+                continue
+            slots, prompts = [group.living(self.slots) for group in groups], [group.prompt_size for group in groups]
+            guided = [group for group in groups if role in group.params.guided_roles]
+            slots += [self.slots.unconditional_slots(group.living(self.slots)) for group in guided]
+            prompts += [group.negative_size for group in guided]
+            held_A = self.slots.held_S[role][np.concatenate(slots)]
+            sizes_G = np.array([len(slots_N) for slots_N in slots], dtype=np.int64)
+            # A slot without a particle holds not even a prompt.
+            held_A = np.maximum(held_A - np.repeat(prompts, sizes_G), 0)
+            path_G = np.maximum.reduceat(held_A, np.cumsum(sizes_G) - sizes_G)
+            ends = int(np.minimum(held_A, OWN_TOKENS).sum() - np.minimum(path_G, OWN_TOKENS).sum())
+            apart = int(held_A.sum() - path_G.sum()) - ends
+            old += apart
+            own += min(max(allocator.num_grown - int(path_G.sum()) - ends, 0), apart)
+        if not old:
+            return
+        self._old += LEARNING * (old - self._old)
+        self._own += LEARNING * (own - self._own)

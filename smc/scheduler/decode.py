@@ -27,12 +27,11 @@ import numpy as np
 
 from smc.algorithm.coupling import DrawObservation
 from smc.api.engine_config import EngineConfig
-from smc.executor.executor import RoundExecutor, RoundOutcome
 from smc.executor.messages import Lineage, Pending, RoundResult, Stream
+from smc.executor.model_runner import RoundExecutor, RoundOutcome
 from smc.executor.plan import Program
 from smc.memory.kv_cache import KVCacheManager
-from smc.scheduler.acceptance import Acceptance
-from smc.scheduler.draft_exponents import DraftExponents
+from smc.scheduler.acceptance import Acceptance, DraftExponents
 from smc.scheduler.methods import Decoding, RoundFacts
 from smc.scheduler.round_plan import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from smc.api.limits import MAX_STOP_BYTES
-from smc.api.outputs import FinishReason
+from smc.api.request import FinishReason
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
 from smc.stops import DONE, START, StopMachine

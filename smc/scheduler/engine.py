@@ -17,35 +17,38 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason, Output
-from smc.api.request import Request
+from smc.api.request import FinishReason, Output, Request
 from smc.api.sampling_params import Method
 from smc.constraints import Compiler
-from smc.executor.executor import RoundExecutor, RoundOutcome
 from smc.executor.messages import Pending, Worker
+from smc.executor.model_runner import RoundExecutor, RoundOutcome
 from smc.executor.plan import Program
 from smc.memory.kv_cache import KVCacheManager
 from smc.model.tokenizer import Tokenizer
 from smc.potentials import Potential, load_potentials
 from smc.scheduler.admission import DuplicateRequest, NoDraft, check_queue
-from smc.scheduler.capacity import check_fits
+from smc.scheduler.capacity import PageForecast, check_fits
 from smc.scheduler.decode import MicroBatches, RoundScheduler
 from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.methods import PROGRAMS, Decoding, decoding_of, program_of
-from smc.scheduler.page_forecast import PageForecast
 from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.preemption import Preemption
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
-from smc.scheduler.request_state import RequestState
 from smc.scheduler.results import ResultReporter
 from smc.scheduler.round_plan import DraftSize
-from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.stats import EngineStats
-from smc.scheduler.tree_controller import DraftFallback, TreeController
-from smc.scheduler.tree_policy import CostBasedTreePolicy, ParticlePolicy, ShrinkWhenShort, TreePolicy
+from smc.scheduler.tree_policy import (
+    CostBasedTreePolicy,
+    DraftFallback,
+    ParticlePolicy,
+    ShrinkWhenShort,
+    TreeController,
+    TreePolicy,
+)
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from smc.algorithm.expansion import PopulationKind
+from smc.algorithm.resampling import log_mean_weight, normalise
 from smc.algorithm.selection import final_weights
-from smc.algorithm.weights import log_mean_weight, normalise
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.plan import Program
 from smc.scheduler.acceptance import Acceptance
-from smc.scheduler.checkpoint import Checkpoint, RandomKeys, ShrunkCheckpoint, expand_rows, select_rows
+from smc.scheduler.slots import Checkpoint, RandomKeys, ShrunkCheckpoint, expand_rows, select_rows
 from smc.scheduler.stats import EngineStats, RequestCounters
 from smc.types import ModelRole
 
@@ -353,7 +353,7 @@ class Distinct(Competing, Independent):
 
 
 class Exact(Competing):
-    """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.sample_matching`.
+    """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.verification`.
     Only what the target has drawn is part of the answer: what all rows agree on may still be taken back."""
 
     kind = PopulationKind.BEST
@@ -415,7 +415,7 @@ class Exact(Competing):
 
 
 class Rejection(Exact):
-    """The draft's tokens are kept or replaced, so that the target's distribution comes out: `smc.algorithm.rejection`.
+    """The draft's tokens are kept or replaced, so that the target's distribution comes out: `smc.algorithm.verification`.
     Answers depend on how many chains there are, so there are always as many as were requested."""
 
     kind = PopulationKind.CHAINS

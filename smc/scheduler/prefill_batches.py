@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Alternatives, Answer, PromptToken
+from smc.api.request import Alternatives, Answer, PromptToken
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, TopLogprobsSpec, Worker
 from smc.memory.kv_cache import KVCacheManager

@@ -7,12 +7,11 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from smc.api.outputs import Answer
+from smc.api.request import Answer
 from smc.executor.plan import Program
 from smc.scheduler.decode import MicroBatches
 from smc.scheduler.prefill import PrefillManager
-from smc.scheduler.request_state import RequestState
-from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
 
 

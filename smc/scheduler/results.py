@@ -13,13 +13,12 @@ import numpy as np
 import torch
 
 from smc.algorithm.selection import final_draw
-from smc.api.outputs import Answer, FinishReason, Output, Particle
+from smc.api.request import Answer, FinishReason, Output, Particle
 from smc.philox import Purpose, uniforms
-from smc.scheduler.page_forecast import PageForecast
+from smc.scheduler.capacity import PageForecast
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
-from smc.scheduler.request_state import RequestState
-from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
 
 UNDRAWN = (FinishReason.ERROR, FinishReason.CANCELLED)

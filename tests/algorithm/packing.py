@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smc.algorithm.bounds import Bounds
+from smc.algorithm.resampling import Bounds
 from smc.api.limits import SCHEME_NAMES
 
 

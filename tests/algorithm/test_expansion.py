@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand, inclusion, keep_roots
-from smc.algorithm.sample_matching import match_samples
+from smc.algorithm.verification import match_samples
 
 DISTINCT, BEST = int(PopulationKind.DISTINCT), int(PopulationKind.BEST)
 MASSES = st.lists(st.floats(-40, 3), min_size=1, max_size=12)

@@ -1,6 +1,6 @@
 """Decoding by rejection: whatever the draft's law is, what comes out is drawn from the target's.
 
-Target and draft are tables: a law after every sequence. Axes as in `smc.algorithm.rejection`; S sequences, T tokens of
+Target and draft are tables: a law after every sequence. Axes as in `smc.algorithm.verification`; S sequences, T tokens of
 an output."""
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smc.algorithm.rejection import NO_TOKEN, Chains, verify_by_rejection
-from smc.algorithm.sample_matching import match_samples
+from smc.algorithm.verification import NO_TOKEN, Chains, match_samples, verify_by_rejection
 
 V = 3
 GROUPS = 60_000

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smc.algorithm import selection
-from smc.algorithm.resampling import SCHEMES, assign_slots, offspring
+from smc.algorithm.resampling import SCHEMES, assign_slots, normalise, offspring
 from smc.algorithm.selection import BRANCH_POSITION, Selection, draw_branch, select
-from smc.algorithm.weights import normalise
 from smc.api.limits import SCHEME_NAMES
 from smc.philox import Purpose, uniforms
 from tests.algorithm.packing import Population, pack, random_candidates

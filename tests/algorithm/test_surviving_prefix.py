@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from smc.algorithm.surviving_prefix import surviving_prefix
+from smc.algorithm.selection import surviving_prefix
 
 NONE = -math.inf
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from smc.algorithm.bounds import Bounds
+from smc.algorithm.resampling import Bounds, block_log_weight, log_mean_weight, normalise
 from smc.algorithm.selection import select
-from smc.algorithm.weights import block_log_weight, log_mean_weight, normalise
 from smc.api.limits import SCHEME_NAMES
 from tests.algorithm.packing import lockstep_candidates, lookahead_candidates
 from tests.pairwise import few, one_of

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.algorithm.weights import block_log_weight, effective_sample_size, log_mean_weight, normalise, valid
+from smc.algorithm.resampling import block_log_weight, effective_sample_size, log_mean_weight, normalise, valid
 
 examples = settings(max_examples=25, deadline=None)
 log_weight = st.floats(-50, 50) | st.just(-math.inf)

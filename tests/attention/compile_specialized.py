@@ -13,8 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from smc.attention.kernels import Tuning
 from smc.attention.specialized import REGISTERS, WARPS, prefix_kernel
-from smc.attention.tuning import Tuning
 
 POINTERS = {"q": "*bf16", "keys": "*bf16", "values": "*bf16", "part": "*fp32", "lse": "*fp32"}
 NUMBERS = ("q_stride", "table_stride", "W", "E")

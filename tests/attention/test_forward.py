@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from smc.executor.forward import Rows, StaticForward
 from smc.executor.plan import SHORT_SINGLE, Contexts
 from smc.executor.triton_forward import TritonForward
-from smc.memory.kv_pool import KVPool
+from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import RopeTable
 from tests.attention.packed import DEVICE, PAGES, Built, Case

@@ -16,11 +16,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from smc.attention.kernels import SharedPrefixAttention
+from smc.attention.kernels import SharedPrefixAttention, Tuning, floor_rows
 from smc.attention.step import StepTiling, step_attention
-from smc.attention.tuning import Tuning, floor_rows
 from smc.executor.plan import SHORT, SHORT_SINGLE
-from smc.kernels.kv_store import store_kv
+from smc.kernels.packed_rows import store_kv
 from tests.attention.packed import DEVICE, FOREIGN, PAGES, SMALL, TOLERANCE, Built, Case, error
 from tests.kernels.sizes import SLOTS, possible, rehearsed
 from tests.pairwise import one_of

@@ -1,6 +1,6 @@
 """What comes before attention, in Triton: queries and keys normalised and rotated, keys and values written.
 
-Axes: as in `smc.kernels.kv_store`.
+Axes: as in `smc.kernels.packed_rows`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.pairwise import few_of_pairs
 
 pytest.importorskip("triton")
 
-from smc.kernels.kv_store import store_kv
+from smc.kernels.packed_rows import store_kv
 from smc.model.decoder import rotate
 from tests.attention.packed import DEVICE
 

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smc.attention.base import AttentionBackend, ForwardBatch
-from smc.attention.fused import FusedAttention
-from smc.attention.torch_backend import TorchAttention
-from smc.memory.kv_pool import KVPool
+from smc.attention.backend import AttentionBackend, ForwardBatch, TorchAttention
+from smc.attention.prompts import FusedAttention
+from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from tests.model.tiny import tiny_config
 

@@ -12,8 +12,7 @@ from services.backend import ServingPair
 from services.batch.lines import CHAT, COMPLETIONS, Line, RequestReader, parse_line
 from services.batch.output_file import OutputFile, Survey, rest, survey
 from services.batch.runner import BatchRunner, Limit
-from smc.api.outputs import Answer, FinishReason, Statistics
-from smc.api.request import Request
+from smc.api.request import Answer, FinishReason, Request, Statistics
 
 PRINT = "smc_0"
 KINDS = [

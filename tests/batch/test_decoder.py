@@ -8,8 +8,7 @@ import pytest
 
 from services.backend import Unavailable
 from services.batch.runner import ATTEMPTS, RetryingDecoder, ServiceLost, ServiceState
-from smc.api.outputs import Output
-from smc.api.request import Request
+from smc.api.request import Output, Request
 from tests.batch.asking import answer_of
 
 

@@ -12,7 +12,7 @@ from services.backend import RequestFailed, Unavailable
 from services.batch.lines import RequestReader, answered, refused
 from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason, PromptToken
+from smc.api.request import FinishReason, PromptToken
 from tests.batch.asking import answer_of, chat, completion, line
 
 

@@ -14,7 +14,7 @@ import benchmarks.quality
 from benchmarks.quality import DecodingSetting, QualityRow
 from benchmarks.reports import quality
 from benchmarks.reports.quality import quality_table
-from smc.statistics import Accuracy
+from smc.demo.problems import Accuracy
 
 TINY = (
     "eval",
@@ -181,7 +181,7 @@ def test_a_file_in_the_way_is_not_overwritten(smcserve, tmp_path):
 
 @pytest.mark.slow
 def test_demo(smcserve, monkeypatch):
-    monkeypatch.setattr("services.cli.demo_run.MAX_ANSWER", 24)
+    monkeypatch.setattr("services.cli.demo.MAX_ANSWER", 24)
     ran = smcserve("demo", "--problems", 1)
     assert ran.code == 0
     assert "Question 3 of 3" in ran.out and ("✓ right" in ran.out or "✗ wrong" in ran.out)

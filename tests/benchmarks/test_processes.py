@@ -22,15 +22,15 @@ from benchmarks.load import problem_load, random_load
 from benchmarks.processes import ProcessBackend, RankProcesses, placed, see_only
 from benchmarks.reports.speed import WIDE, SpeedPlan, in_turn, measure_speed
 from benchmarks.speed import ModeTimer, Speed, TimedRounds, median_length, unattended
+from services.launch.cluster import WorkerGroupError
 from services.launch.config import WorkerGroupConfig
-from services.launch.errors import WorkerGroupError
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
-from smc.scheduler.timeline import LANES
+from smc.scheduler.stats import LANES
 from tests.scheduler.harness import answers
 
 pytestmark = pytest.mark.xdist_group("ray")

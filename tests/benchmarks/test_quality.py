@@ -10,10 +10,9 @@ from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.demo.problems import derived_seed, generate
+from smc.demo.problems import Accuracy, derived_seed, generate
 from smc.local_engine import ModelPair, fitted_engine
 from smc.memory.kv_cache import pool_for
-from smc.statistics import Accuracy
 
 
 @pytest.fixture(scope="module")

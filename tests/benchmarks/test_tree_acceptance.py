@@ -12,7 +12,7 @@ from benchmarks.tree_acceptance import (
     write_answers,
 )
 from smc import demo
-from smc.distill.trees import TreeDraft
+from smc.distill.measure import TreeDraft
 from smc.local_engine import ModelPair
 from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from smc import demo, probe
-from smc.api import draft_fit
-from smc.api.outputs import Statistics
+from smc.api.request import Statistics, fit_of_answer
 from smc.api.sampling_params import SamplingParams
 from smc.calibration.latency import ONCE
-from smc.memory.kv_pool import KVPool
+from smc.memory.kv_cache import KVPool
 from smc.model.linear import INT4
 from smc.model.loader import load_model, save_model
 from smc.model.parallel import Shard
@@ -111,13 +110,13 @@ def test_generate_says_that_the_draft_does_not_know_the_text(smcserve, brief, mi
 def test_words_about_an_answer():
     def exact(accepted: float, rounds: int, alone: int = 0) -> str | None:
         statistics = Statistics(8, rounds=rounds, alone_rounds=alone, accepted_per_round=1 + accepted)
-        return draft_fit.of_answer(SamplingParams(method="exact"), statistics, 40)
+        return fit_of_answer(SamplingParams(method="exact"), statistics, 40)
 
     assert "0.10 drafted tokens are accepted a round; --method target is as fast" in (exact(0.1, 10) or "")
     assert exact(0.3, 10) is None and exact(0.0, 3) is None and exact(0.0, 10, alone=8) is None
-    smc = [draft_fit.of_answer(SamplingParams(), Statistics(8, rounds=5, log_z=log_z), 20) for log_z in (-20.0, -1.0)]
+    smc = [fit_of_answer(SamplingParams(), Statistics(8, rounds=5, log_z=log_z), 20) for log_z in (-20.0, -1.0)]
     assert smc[0] is not None and "log Z is -1.00 a token" in smc[0] and smc[1] is None
-    assert draft_fit.of_answer(SamplingParams(method="target"), Statistics(1, rounds=20), 20) is None
+    assert fit_of_answer(SamplingParams(method="target"), Statistics(1, rounds=20), 20) is None
 
 
 @pytest.mark.parametrize("option", [("--particles", 4), ("--temperature", 0.5), ("--threads", 1)])

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from services.batch.run import BatchConfig
-from services.cli import config_file
+from services.cli import options
 from services.cli.options import keys_of
 from services.cli.service_options import (
     BatchOptions,
@@ -111,7 +111,7 @@ def test_a_file_that_is_not_there(smcserve, tmp_path):
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "port: null\n"])
 def test_a_file_may_give_nothing(file, text):
-    given = config_file.read(file(text), ServeOptions)
+    given = options.read_config_file(file(text), ServeOptions)
     assert (worker_group_config(given), gateway_config(given)) == (WorkerGroupConfig(), GatewayConfig(http_port=8000))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.launch.config import WorkerGroupConfig
-from services.launch.gpus import check_gpus
+from services.launch.config import WorkerGroupConfig, check_gpus
 
 NEEDED = "--device cuda needs {}: --target-tp {} and --draft-tp {}, one for each process"
 

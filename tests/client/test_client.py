@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from services.client import Chunk, Client, Message, ServiceError, Statistics
-from smc.api import outputs as library
+from smc.api import request as library
 from tests.gateway.harness import LONG, serving
 
 QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]

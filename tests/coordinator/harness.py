@@ -11,8 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from services.coordinator.process import Coordinator
-from services.coordinator.remote_engine import CoordinatorSpec
+from services.coordinator.process import Coordinator, CoordinatorSpec
 from services.launch.config import WorkerGroupConfig
 from services.launch.worker_group import coordinator_spec, rank_spec
 from services.link.connect import Rendezvous

@@ -19,8 +19,7 @@ from services.protobuf.coordinator import EngineStep
 from services.workers import process
 from services.workers.process import run_rank
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.model_runner import DraftRunner
 from smc.model.parallel import Shard

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from services.coordinator.remote_engine import RemoteEngine
+from services.coordinator.process import RemoteEngine
 from services.launch.config import WorkerGroupConfig
 from services.launch.worker_group import coordinator_spec, rank_spec
 from services.link.base import LinkError

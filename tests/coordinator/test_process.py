@@ -15,8 +15,7 @@ from services.coordinator.client import CoordinatorClient
 from services.coordinator.process import EngineStuck
 from services.protobuf.coordinator import EngineStep
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
-from smc.api.request import Request
+from smc.api.request import FinishReason, Request
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.detokenizer import StopRules, TextStream
 from tests.coordinator.harness import coordinator
@@ -61,7 +60,7 @@ def test_idle_time_is_no_part_of_the_next_round():
 
 
 def test_costs_are_timed_before_anybody_is_served(caplog):
-    caplog.set_level("INFO", logger="services.coordinator.remote_engine")
+    caplog.set_level("INFO", logger="services.coordinator.process")
     with coordinator(replace(ENGINE, drafting="costs")) as (made, _):
         engine = made._remote.engine
         (line,) = [

@@ -11,8 +11,7 @@ import pytest
 from services.coordinator.client import CoordinatorClient
 from smc import demo
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import ModelPair, local_engine
 from tests.coordinator.harness import coordinator

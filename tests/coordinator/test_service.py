@@ -18,8 +18,7 @@ from services.coordinator.client import CoordinatorClient
 from services.coordinator.service import CoordinatorServer
 from services.link.streams import StreamCaller, StreamServer
 from services.protobuf.coordinator import EngineStep
-from smc.api.outputs import Answer, FinishReason, Output, Statistics
-from smc.api.request import Request
+from smc.api.request import Answer, FinishReason, Output, Request, Statistics
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.stats import EngineStats

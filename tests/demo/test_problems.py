@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from smc.demo import problems, tokenizer
+from smc.demo import corpus, problems
 from smc.demo.problems import Problem, generate, grade, split_of
 from smc.model.tokenizer import Tokenizer as ServedTokenizer
 
@@ -22,7 +22,7 @@ SAMPLE = generate(0, 1_000, "train")
 
 @lru_cache(maxsize=1)
 def learned() -> Tokenizer:
-    return tokenizer.build(text for problem in SAMPLE for text in (problem.question, problem.solution))
+    return corpus.build(text for problem in SAMPLE for text in (problem.question, problem.solution))
 
 
 def test_same_arguments_same_problems():
@@ -113,24 +113,24 @@ def test_digits_are_single_tokens(number: int):
 
 
 def test_tokenizer_is_deterministic_and_of_the_stated_size():
-    again = tokenizer.build(text for problem in SAMPLE for text in (problem.question, problem.solution))
+    again = corpus.build(text for problem in SAMPLE for text in (problem.question, problem.solution))
     assert again.to_str() == learned().to_str()
-    assert again.get_vocab_size() == tokenizer.VOCAB_SIZE
-    assert [again.token_to_id(special) for special in tokenizer.SPECIALS] == [0, 1, 2, 3]
+    assert again.get_vocab_size() == corpus.VOCAB_SIZE
+    assert [again.token_to_id(special) for special in corpus.SPECIALS] == [0, 1, 2, 3]
 
 
 def test_too_few_texts_are_refused():
     with pytest.raises(ValueError, match="512 are needed"):
-        tokenizer.build(["no", "variety"])
+        corpus.build(["no", "variety"])
 
 
 def test_served_prompts_are_the_trained_ones(tmp_path):
-    tokenizer.write(learned(), tmp_path, max_context=512)
+    corpus.write(learned(), tmp_path, max_context=512)
     served = ServedTokenizer.load(tmp_path)
     question = SAMPLE[0].question
     prompt = served.chat([{"role": "user", "content": question}])
-    assert prompt == learned().encode(tokenizer.render(question)).ids
-    assert served.eos_ids == (learned().token_to_id(tokenizer.EOS),)
+    assert prompt == learned().encode(corpus.render(question)).ids
+    assert served.eos_ids == (learned().token_to_id(corpus.EOS),)
     assert served.decode(served.encode(SAMPLE[0].solution)) == SAMPLE[0].solution
     with pytest.raises(ValueError, match="user and assistant only"):
         served.chat([{"role": "system", "content": "Be brief."}])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smc.demo import corpus, dense, tokenizer, trainer
+from smc.demo import corpus, train
 from smc.demo.problems import generate
 from smc.demo.train import TARGET_CONFIG
 from smc.model.decoder import RopeTable
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.xdist_group("training")
 TINY = replace(
     TARGET_CONFIG, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16
 )
-RECIPE = trainer.Recipe(TINY, seed=1, batch=6, steps=3, minutes=None, peak_rate=1e-2, warmup=1)
+RECIPE = train.Recipe(TINY, seed=1, batch=6, steps=3, minutes=None, peak_rate=1e-2, warmup=1)
 
 
 @pytest.fixture(scope="module")
 def learned():
     problems = generate(corpus.TOKENIZER_SEED, 300, "train")
-    return tokenizer.build(text for problem in problems for text in (problem.question, problem.solution))
+    return corpus.build(text for problem in problems for text in (problem.question, problem.solution))
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +40,20 @@ def test_labels_are_the_solutions(learned, data):
             answer = [label for label in labels if label != corpus.IGNORED]
             begin = labels.index(answer[0])
             question = learned.decode(tokens[2:begin], skip_special_tokens=False)
-            assert learned.decode(answer, skip_special_tokens=False) == solutions[question] + tokenizer.EOS
+            assert learned.decode(answer, skip_special_tokens=False) == solutions[question] + corpus.EOS
 
 
 def test_training_lowers_the_loss_and_repeats(data):
-    runs = [trainer.DemoTrainer(RECIPE, data, "cpu", compile_loss=False) for _ in range(2)]
+    runs = [train.DemoTrainer(RECIPE, data, "cpu", compile_loss=False) for _ in range(2)]
     before = runs[0].gradients().item()
-    runs[0] = trainer.DemoTrainer(RECIPE, data, "cpu", compile_loss=False)
+    runs[0] = train.DemoTrainer(RECIPE, data, "cpu", compile_loss=False)
     assert [run.run() for run in runs] == [3, 3]
     assert all(torch.equal(a, b) for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters()))
     assert runs[0].gradients().item() < before
 
 
 def test_a_stop_condition_ends_the_run(data):
-    assert trainer.DemoTrainer(RECIPE, data, "cpu", compile_loss=False).run(lambda step, _model: step == 2) == 2
+    assert train.DemoTrainer(RECIPE, data, "cpu", compile_loss=False).run(lambda step, _model: step == 2) == 2
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_rate_rises_then_falls_to_zero():
 
 def test_samples_end_at_eos_whatever_else_is_in_the_batch(learned):
     """A model that prefers one token by far samples it; padding on the right of a shorter prompt changes nothing."""
-    eos = learned.token_to_id(tokenizer.EOS)
-    model = trainer.initialise(TINY, seed=0)
+    eos = learned.token_to_id(corpus.EOS)
+    model = train.initialise(TINY, seed=0)
     rope_SD = RopeTable(TINY, TINY.max_context).table
     torch.nn.init.zeros_(model.embed.weight)
     model.embed.weight.data[:, 0] = 1.0
     model.embed.weight.data[eos, 0] = 100.0
-    assert dense.sample_answers(model, rope_SD, [[5, 6], [7, 8, 9, 10]], eos, seed=0) == [[], []]
+    assert train.sample_answers(model, rope_SD, [[5, 6], [7, 8, 9, 10]], eos, seed=0) == [[], []]
     model.embed.weight.data[eos, 0] = 1.0
     model.embed.weight.data[11, 0] = 100.0
-    assert dense.sample_answers(model, rope_SD, [[5, 6], [7, 8, 9, 10]], eos, seed=0) == [[11] * dense.MAX_ANSWER] * 2
+    assert train.sample_answers(model, rope_SD, [[5, 6], [7, 8, 9, 10]], eos, seed=0) == [[11] * train.MAX_ANSWER] * 2

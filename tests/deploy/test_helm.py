@@ -14,7 +14,7 @@ import promql_parser
 import pytest
 import yaml
 
-from services.cli import config_file
+from services.cli import options
 from services.cli.service_options import BatchOptions, ServeOptions, gateway_config, worker_group_config
 from services.metrics import Metrics
 from smc.scheduler.stats import EngineStats
@@ -445,7 +445,7 @@ def read_config(objects: list[dict], command: str, folder: Path) -> dict:
     """What the command makes of its file; a key that it does not know raises."""
     path = folder / f"{command}.yaml"
     path.write_text(config_of(objects, command))
-    return config_file.read(path, {"serve": ServeOptions, "batch": BatchOptions}[command])
+    return options.read_config_file(path, {"serve": ServeOptions, "batch": BatchOptions}[command])
 
 
 @every_variant

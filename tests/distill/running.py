@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from smc.distill.ranks import Ranks
+from smc.distill.conversations import TalkSettings
 from smc.distill.run import DistillConfig, distill
 from smc.distill.student import StudentSpec, cut
-from smc.distill.talk import TalkSettings
-from smc.distill.trainer import Trainer, TrainingSettings
+from smc.distill.trainer import Ranks, Trainer, TrainingSettings
 from smc.model.decoder import Decoder
 from tests.model.tiny import random_decoder, tiny_config
 

@@ -6,8 +6,7 @@ import struct
 
 import pytest
 
-from smc.distill.card import draw
-from smc.distill.measure import Measurement, TreeMeasurement
+from smc.distill.measure import Measurement, TreeMeasurement, draw
 
 
 @pytest.mark.parametrize(("speed", "panels"), [(None, 2), (1.4, 3)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smc.distill import losses
-from smc.distill.losses import LossMix, chunk_size, head_loss, mix_at
+from smc.distill import trainer
+from smc.distill.trainer import LossMix, chunk_size, head_loss, mix_at
 from tests.model.tiny import random_decoder, tiny_config
 
 VOCAB = 290
@@ -22,7 +22,7 @@ def plain(p_logits: torch.Tensor, q_logits: torch.Tensor, mix: LossMix) -> torch
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 16 * VOCAB)
+    monkeypatch.setitem(trainer.CHUNK_LOGITS, "cpu", 16 * VOCAB)
 
 
 @pytest.mark.parametrize("mix", [LossMix(tv=1.0), LossMix(chi2=1.0), LossMix(kl=1.0), LossMix(0.5, 0.3, 0.2)], ids=str)
@@ -52,7 +52,7 @@ def test_certain_targets_have_finite_gradients():
     """Probabilities that are zero in float32, of either model."""
     p_logits, q_logits = torch.zeros(2, 5), torch.zeros(2, 5)
     p_logits[0, 1], q_logits[1, 2] = 200.0, 200.0
-    values, gradient = losses.divergence(p_logits, q_logits, torch.ones(3), True)
+    values, gradient = trainer.divergence(p_logits, q_logits, torch.ones(3), True)
     assert values.isfinite().all() and gradient.isfinite().all()
     assert gradient.sum(-1).abs().max() < 1e-4
 

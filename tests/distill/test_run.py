@@ -17,13 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from smc.distill.conversations import Conversation, ConversationStore, TalkSettings, replace_file
 from smc.distill.measure import HeldOut
-from smc.distill.ranks import Ranks
 from smc.distill.run import distill, seconds_of_round
-from smc.distill.store import Conversation, ConversationStore, replace_file
 from smc.distill.student import StudentSpec, candidate_layers, choose_layers, cut, make_student, save_student
-from smc.distill.talk import TalkSettings
-from smc.distill.trainer import Trainer, TrainingSettings
+from smc.distill.trainer import Ranks, Trainer, TrainingSettings
 from smc.model.decoder import Decoder
 from smc.model.draft_vocab import load_counts
 from smc.model.loader import load_model, save_model

@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from smc import demo
-from smc.distill.store import Conversation, ConversationStore
+from smc.distill.conversations import (
+    ChatFormat,
+    Conversation,
+    ConversationStore,
+    TalkSettings,
+    TalkWriter,
+    repeated_share,
+)
 from smc.distill.student import cut
-from smc.distill.talk import ChatFormat, TalkSettings, TalkWriter, repeated_share
 from smc.local_engine import ModelPair
 from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer
@@ -159,8 +165,8 @@ def test_what_repeats_itself_is_left_out():
 
 def test_rows_come_back_from_disk(tmp_path, monkeypatch):
     """Over full files, a file in the making, and rows that were not flushed; only so many files are open."""
-    monkeypatch.setattr("smc.distill.store.ROWS_PER_FILE", 4)
-    monkeypatch.setattr("smc.distill.store.OPEN_FILES", 1)
+    monkeypatch.setattr("smc.distill.conversations.ROWS_PER_FILE", 4)
+    monkeypatch.setattr("smc.distill.conversations.OPEN_FILES", 1)
     store = ConversationStore(tmp_path, 6)
     made = [
         Conversation(2 * n, 0.5 * n, tuple(range(n % 6 + 1)), tuple(i % 2 == 1 for i in range(n % 6 + 1)))

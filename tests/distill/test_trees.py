@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from smc.distill.trees import OwnText, TreeDraft, draw_next, target_noise
+from smc.distill.measure import OwnText, TreeDraft, draw_next, target_noise
 from tests.model.dense import dense_logits
 from tests.model.tiny import random_decoder, tiny_config
 

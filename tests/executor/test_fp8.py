@@ -21,7 +21,7 @@ from smc.executor import triton_forward
 from smc.executor.forward import StaticForward
 from smc.executor.plan import Contexts
 from smc.executor.triton_forward import TritonForward
-from smc.memory.kv_pool import KVPool
+from smc.memory.kv_cache import KVPool
 from smc.model.decoder import Decoder, RopeTable
 from tests.attention.packed import DEVICE, PAGES, Built, Case
 from tests.attention.test_forward import FEW, WIDTH, rows_of

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer
+from smc.api.request import Answer
 from smc.executor.graph_runner import StageRunner
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from smc.api.outputs import FinishReason
+from smc.api.request import FinishReason
 from smc.local_engine import local_engine
 from tests.executor.test_same_answers import assert_same, mixed
 from tests.scheduler.harness import (

@@ -21,7 +21,7 @@ from services.launch import supervisor as launch
 from services.launch.config import WorkerGroupConfig
 from services.metrics import Metrics
 from services.protobuf.coordinator import EngineStep, from_response, to_response
-from smc.api.outputs import Answer, FinishReason, Statistics, Times
+from smc.api.request import Answer, FinishReason, Statistics, Times
 from smc.local_engine import local_engine
 from smc.potentials import Prefixes
 from smc.scheduler.stats import EngineStats

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from services.gateway.health import LOG_SECONDS, PAUSE_SECONDS, Watchdog
+from services.gateway.server import LOG_SECONDS, PAUSE_SECONDS, Watchdog
 
 
 def hold(seconds: float) -> None:

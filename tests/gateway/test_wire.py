@@ -29,8 +29,7 @@ from services.protobuf.generation import (
     to_update,
 )
 from smc.api.limits import SCHEME_NAMES
-from smc.api.outputs import Answer, FinishReason, Output, Particle, PromptToken, Statistics
-from smc.api.request import Request
+from smc.api.request import Answer, FinishReason, Output, Particle, PromptToken, Request, Statistics
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams
 from smc.scheduler.stats import EngineStats, PotentialStats, SpecStats
 

@@ -19,10 +19,9 @@ from smc.kernels.norm import round_rows
 from smc.local_engine import ModelPair, local_engine
 from smc.model import linear as models
 from smc.model.linear import FP8, Linear, quantise
-from smc.model.loader import load_model
+from smc.model.loader import load_model, random_model
 from smc.model.padded import padded_model
 from smc.model.presets import preset
-from smc.model.random_model import random_model
 from tests.kernels.test_linear import usual
 from tests.model.dense import dense_logits
 from tests.scheduler.harness import answers

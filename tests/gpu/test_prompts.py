@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from smc.attention.base import AttentionPass, ForwardBatch
-from smc.attention.flashinfer import MOST_TOKENS, FlashInferAttention, kernels_of, obstacle
-from smc.attention.fused import FusedAttention
-from smc.attention.torch_backend import TorchAttention
+from smc.attention.backend import AttentionPass, ForwardBatch, TorchAttention
+from smc.attention.prompts import MOST_TOKENS, FlashInferAttention, FusedAttention, kernels_of, obstacle
 from smc.executor.messages import PromptBatch
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
-from smc.memory.kv_pool import KVPool
+from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.stops import TokenBytes
 from tests.model.tiny import random_decoder, tiny_config

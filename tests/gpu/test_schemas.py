@@ -6,7 +6,7 @@ import pytest
 
 from smc import demo
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
+from smc.api.request import FinishReason
 from smc.local_engine import ModelPair
 from tests.scheduler.test_schemas import METHODS, check
 

@@ -16,7 +16,7 @@ SHAPES = [(1, 2048), (8, 2048), (32, 2048), (1, 8192), (8, 8192), (40, 8192), (7
 def summed(rank: int, degree: int, port: int, results: multiprocessing.Queue) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     from services.link.distributed import make_group
-    from services.workers.tensor_parallel import SymmetricSum
+    from services.workers.rank import SymmetricSum
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     few = SymmetricSum.between(store, "few", rank, degree)

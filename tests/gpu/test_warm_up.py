@@ -13,8 +13,8 @@ from triton import knobs
 from smc.api.engine_config import EngineConfig
 from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans
 from smc.local_engine import ModelPair, local_engine
+from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
-from smc.model.random_model import random_model
 from tests.scheduler.assorted import some_request
 
 CONTEXT = 1024

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from benchmarks.processes import RankProcesses
+from services.launch.cluster import WorkerGroupError
 from services.launch.config import WorkerGroupConfig
-from services.launch.errors import WorkerGroupError
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
-from smc.model.loader import save_model
-from smc.model.random_model import random_model
+from smc.model.loader import random_model, save_model
 from tests.scheduler.harness import answers
 
 FORMS = {"look-ahead": EngineConfig(block=5, branches=4), "lockstep": EngineConfig(form="lockstep", block=8, cohorts=2)}

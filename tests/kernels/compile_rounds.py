@@ -29,10 +29,10 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
-from smc.algorithm.sample_matching import match_samples
+from smc.algorithm.verification import match_samples
 from smc.distributions import DistributionSpec
+from smc.executor.draft_tree import InnerNodes
 from smc.executor.forward import Rows
-from smc.executor.inner_nodes import InnerNodes
 from smc.executor.ops import TorchOps
 from smc.executor.plan import Contexts
 from smc.executor.round_stages import Selector
@@ -42,13 +42,12 @@ from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
 from smc.kernels.experts import experts
 from smc.kernels.int4 import gate_up_int4, linear_int4, widened
-from smc.kernels.token_masks import apply_mask
-from smc.memory.kv_pool import KVPool
-from smc.model.decoder import RopeTable
-from smc.model.experts import Experts
+from smc.kernels.truncation import apply_mask
+from smc.memory.kv_cache import KVPool
+from smc.model.decoder import Experts, RopeTable
 from smc.model.linear import INT4, Linear
+from smc.model.loader import random_model
 from smc.model.quantisation import Int4Format
-from smc.model.random_model import random_model
 from smc.philox import Purpose
 from tests.attention.packed import PAGES, Built, Case
 from tests.kernels.rounds import Round

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import PopulationKind
-from smc.algorithm.sample_matching import match_samples
+from smc.algorithm.verification import match_samples
 from smc.executor.ops import TorchOps
 from smc.executor.round_stages import Selector
 from smc.executor.select import ScoreInputs

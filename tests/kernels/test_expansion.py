@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from smc.algorithm import expansion as reference
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens, Expansion, PopulationKind
-from smc.algorithm.sample_matching import match_samples as reference_match
+from smc.algorithm.verification import match_samples as reference_match
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels import expansion
 from smc.kernels.verify import match_samples

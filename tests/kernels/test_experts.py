@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from smc.kernels.experts import _all_widened, choose, experts
-from smc.model.experts import Experts
+from smc.model.decoder import Experts
 from smc.model.quantisation import Int4Format
 from tests.attention.packed import DEVICE
 from tests.kernels.test_linear import KIND

@@ -10,7 +10,7 @@ import torch
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
 from smc.executor.draft import DraftStep, GrownRows
-from smc.executor.inner_nodes import InnerNodes
+from smc.executor.draft_tree import InnerNodes
 from smc.executor.messages import RoundChoice
 from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.triton_ops import TritonOps

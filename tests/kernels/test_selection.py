@@ -16,7 +16,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.algorithm.bounds import Bounds
+from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import Selection
 from smc.algorithm.selection import select as reference
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smc.api.limits import MAX_STOP_BYTES
-from smc.kernels import stops
-from smc.kernels.stops import StopTensors, after_all
+from smc.kernels import round_tensors
+from smc.kernels.round_tensors import StopTensors, after_all
 from smc.stops import DONE, START, StopMachine, StopProgress, StopTables, TokenBytes
 from smc.stops import grow as reference
 from tests.test_stops import LONG, Letters
@@ -46,7 +46,7 @@ NO_TOKENS = [-1, -(2**31), len(TOKENS), 10**6, 2**31 - 1]
 VOCAB = len(TOKENS) + 2
 """A model draws from more ids than its tokenizer has."""
 
-FINISHED = stops.DONE
+FINISHED = round_tensors.DONE
 
 
 def grow(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smc.executor.masks import apply_mask
-from smc.kernels import token_masks
+from smc.kernels import truncation
 
 COLUMNS, BEYOND = 300, 5
 rng = np.random.default_rng(7)
@@ -51,7 +51,7 @@ def test_rows_are_masked_as_by_the_reference(device, has_head, dtype, fails, blo
     logits_RV = torch.cat((logits_RV, logits_RV), 1).to(dtype)[:, : COLUMNS + BEYOND]
     ids_M = torch.from_numpy(ids).to(device) if has_head else None
     expected_RV = apply_mask(logits_RV, mask_RW, COLUMNS, ids_M, fails=fails)
-    found_RV = token_masks.apply_mask(logits_RV, mask_RW, COLUMNS, ids_M, fails=fails, block=block)
+    found_RV = truncation.apply_mask(logits_RV, mask_RW, COLUMNS, ids_M, fails=fails, block=block)
     torch.testing.assert_close(found_RV, expected_RV, rtol=0, atol=0, equal_nan=True)
     assert expected_RV[1, :COLUMNS].isnan().all() == fails, "nothing is allowed"
     assert set(expected_RV[7, :COLUMNS].tolist()) == {0.0, -np.inf}, "nothing that is allowed is possible"

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import RayTaskError
 
+from services.launch.cluster import WorkerGroupError
 from services.launch.config import WorkerGroupConfig
-from services.launch.errors import WorkerGroupError
 from services.launch.worker_group import WorkerGroup
 
 

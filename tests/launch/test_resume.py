@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from services.backend import Unavailable
-from services.launch.recovery import MOST, resuming
-from smc.api.outputs import Answer, FinishReason, Output, Statistics
-from smc.api.request import Request
+from services.launch.supervisor import MOST, resuming
+from smc.api.request import Answer, FinishReason, Output, Request, Statistics
 from smc.api.sampling_params import SamplingParams
 
 TOKENS = tuple(range(20))

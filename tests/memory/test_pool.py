@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from smc.memory.kv_pool import KVPool
+from smc.memory.kv_cache import KVPool
 from tests.model.tiny import tiny_config
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from smc.memory.kv_cache import PrefixCache, common_blocks
 from smc.memory.pages import PageAllocator
-from smc.memory.prefix_cache import PrefixCache, common_blocks
 
 CAPACITY, BLOCK = 60, 2
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from smc.model.decoder import Decoder, RopeTable
-from smc.model.dense import hidden_states
+from smc.model.decoder import Decoder, RopeTable, hidden_states
 
 
 def attend(layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:

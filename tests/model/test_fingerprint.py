@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from smc import demo
-from smc.model.fingerprint import fingerprint
+from smc.model.files import fingerprint
 
 
 def test_other_weights_have_another_fingerprint(tmp_path):

@@ -17,10 +17,9 @@ from smc import demo
 from smc.model.check import check_pair
 from smc.model.decoder import Decoder
 from smc.model.linear import FP8, FP8_MAX, Linear, pieces, quantise
-from smc.model.loader import load_model, save_model
+from smc.model.loader import load_model, random_model, save_model
 from smc.model.padded import padded_model
 from smc.model.parallel import Shard
-from smc.model.random_model import random_model
 from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import WeightSlice, weight_slices
 from tests.model.compressed import (

@@ -18,7 +18,7 @@ from services.vllm import to_params
 from smc import demo
 from smc.api.sampling_params import SamplingParams, with_defaults
 from smc.model.check import check_pair
-from smc.model.generation_config import sampling_defaults
+from smc.model.config import sampling_defaults
 
 GIVEN = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "max_new_tokens": 5, "pad_token_id": 0}
 TAKEN = {"temperature": 0.6, "top_p": 0.9}

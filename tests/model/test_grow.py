@@ -19,11 +19,11 @@ from smc.model import padded
 from smc.model.check import require_pair
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder
+from smc.model.files import read_headers
 from smc.model.loader import load_model, save_model
 from smc.model.padded import PaddedWeights, padded_config, padded_model, save_padded_model
 from smc.model.parallel import Shard
 from smc.model.presets import PRESETS, preset
-from smc.model.safetensors_files import read_headers
 from smc.model.source import SourcePair
 from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import count_parameters, weight_slices

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from smc import demo
-from smc.model.hub import HubModel
+from smc.model.source import HubModel
 
 COMMIT, OLDER = "c" * 40, "0" * 40
 TOKEN = "hf_right"

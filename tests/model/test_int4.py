@@ -18,13 +18,11 @@ from torch.nn import functional as F
 from smc.local_engine import ModelPair, local_engine
 from smc.model.config import ModelConfig, read_quantisation
 from smc.model.decoder import Decoder
-from smc.model.int4 import dequantise, pack, quantise_int4, unpack
-from smc.model.linear import FP8, INT4, Linear
-from smc.model.loader import load_model, save_model, save_with_config
+from smc.model.linear import FP8, INT4, Linear, dequantise, pack, quantise_int4, unpack
+from smc.model.loader import load_model, random_model, save_model, save_with_config
 from smc.model.padded import padded_model
 from smc.model.parallel import Shard
 from smc.model.quantisation import Quantisation, local_group
-from smc.model.random_model import random_model
 from smc.model.weight_map import WeightSlice, check_weights, int4_formats, rank_bytes, weight_slices
 from tests.model.compressed import compress
 from tests.model.dense import dense_logits

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
-from smc.memory.kv_pool import KVPool
+from smc.memory.kv_cache import KVPool
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.loader import load_model, save_model

@@ -20,8 +20,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import ModelPair, local_engine
-from smc.model.decoder import RopeTable
-from smc.model.dense import hidden_states
+from smc.model.decoder import RopeTable, hidden_states
 from smc.scheduler.detokenizer import StopRules, TextStream
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real pair")]

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from services.client import Client
-from smc.api.outputs import Answer
+from smc.api.request import Answer
 from tests.gateway.harness import Service, local_answer
 from tests.openai.asking import QUESTIONS, chat, is_error, post, user
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import pytest
 
-from services.openai import messages_api, openapi, responses_api
+from services.openai import messages_api, pages, responses_api
 from services.openai.requests import NAMES
 from tests.gateway.harness import serving
 from tests.openai.asking import ask, post, user
@@ -19,13 +19,13 @@ from tests.openai.asking import ask, post, user
 
 def test_it_is_written_once_and_beside_the_loop(pair, monkeypatch):
     """It takes as long as many rounds."""
-    writers, write = [], openapi.document
+    writers, write = [], pages.document
 
     def noted(*args):
         writers.append(threading.current_thread())
         return write(*args)
 
-    monkeypatch.setattr(openapi, "document", noted)
+    monkeypatch.setattr(pages, "document", noted)
     with serving(pair, http_port=0) as service, ThreadPoolExecutor(4) as callers:
         said = list(callers.map(lambda path: ask(service, "GET", path), ["/openapi.json", "/docs"] * 4))
         loop = service._thread

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from services.gateway.config import GatewayConfig
-from services.openai.playground import ELSEWHERE, METHODS, settings_document
+from services.openai.pages import ELSEWHERE, METHODS, settings_document
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams
 from smc.local_engine import ModelPair
 from tests.gateway.harness import Service, serving

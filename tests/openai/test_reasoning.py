@@ -9,8 +9,7 @@ import re
 import pytest
 import tokenizers
 
-from services.openai.messages import message_of
-from services.openai.reasoning import Reasoning, ReasoningReader
+from services.openai.messages import Reasoning, ReasoningReader, message_of
 from services.openai.tool_calls import ToolFormat
 from smc import demo
 from smc.local_engine import ModelPair

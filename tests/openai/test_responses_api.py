@@ -10,8 +10,7 @@ import openai
 import pytest
 
 from services.openai.dialects import Served
-from services.openai.messages import PartBegins, PartEnds, PartGrows, PartReader
-from services.openai.reasoning import Reasoning
+from services.openai.messages import PartBegins, PartEnds, PartGrows, PartReader, Reasoning
 from services.openai.requests import BadRequest
 from services.openai.responses_api import ResponsesDialect
 from services.openai.tool_calls import ToolFormat

@@ -17,7 +17,7 @@ from services.openai.tool_calls import ToolFormat
 from smc import demo
 from smc.api.constraint import Constraint
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
+from smc.api.request import FinishReason
 from smc.constraints import Compiler
 from smc.local_engine import ModelPair, local_engine
 from smc.model.tokenizer import Tokenizer

@@ -15,8 +15,7 @@ from functools import cache
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import ModelPair, local_engine
 from smc.potentials import Potential

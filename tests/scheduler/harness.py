@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer, Output
-from smc.api.request import Request
+from smc.api.request import Answer, Output, Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.forward import Rows, StaticForward
 from smc.executor.graph_runner import StageRunner

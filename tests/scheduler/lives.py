@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer, FinishReason, Output
-from smc.api.request import Request
+from smc.api.request import Answer, FinishReason, Output, Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.admission import QueueFull

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
+from smc.api.request import FinishReason
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.detokenizer import StopRules, TextStream

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
+from smc.api.request import FinishReason
 from smc.local_engine import local_engine
 from tests.scheduler.harness import (
     CASES,

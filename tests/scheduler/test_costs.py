@@ -12,8 +12,8 @@ from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.calibration.latency import BRIEF, TREE, Effort, live_plan, measure_latency
 from smc.calibration.warm_up import warm_up_plans
-from smc.executor.executor import LocalRoundExecutor
 from smc.executor.forward import StaticForward
+from smc.executor.model_runner import LocalRoundExecutor
 from smc.executor.ops import TorchOps
 from smc.executor.plan import Program
 from smc.local_engine import local_engine

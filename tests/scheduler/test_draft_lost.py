@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.messages import ModelLost
 from smc.local_engine import local_engine

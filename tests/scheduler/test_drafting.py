@@ -18,8 +18,15 @@ from smc.local_engine import local_engine
 from smc.scheduler.acceptance import WIDTH_GAIN, Acceptance, tokens_a_round
 from smc.scheduler.decode import MEMORY
 from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
-from smc.scheduler.tree_controller import FADE
-from smc.scheduler.tree_policy import MARGIN, SURE, CostBasedTreePolicy, OtherLoad, ThroughputForecast, TreeRequest
+from smc.scheduler.tree_policy import (
+    FADE,
+    MARGIN,
+    SURE,
+    CostBasedTreePolicy,
+    OtherLoad,
+    ThroughputForecast,
+    TreeRequest,
+)
 from tests.pairwise import one_of
 from tests.scheduler.harness import answers, assert_empty, running
 from tests.scheduler.lives import pair
@@ -461,7 +468,7 @@ def test_a_draft_that_is_of_no_use_is_soon_left_out(form):
 def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     """What is known of it fades where nothing is learnt: here in tens of questions. Otherwise nothing would be drafted
     ever again."""
-    monkeypatch.setattr("smc.scheduler.tree_controller.FADE", 0.94)
+    monkeypatch.setattr("smc.scheduler.tree_policy.FADE", 0.94)
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     engine.latency = made()
     acceptance, alone = engine.rounds_of(Method.EXACT).acceptance, []

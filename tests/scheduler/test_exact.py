@@ -12,7 +12,7 @@ import torch
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
+from smc.api.request import FinishReason
 from smc.api.sampling_params import POPULATIONS, Method, SamplingParams
 from smc.local_engine import local_engine
 from tests.model.tiny import in_fp8

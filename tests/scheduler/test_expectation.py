@@ -8,8 +8,8 @@ import pytest
 
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
+from smc.scheduler.capacity import COUNT_EVERY, OWN_TOKENS
 from smc.scheduler.engine import Engine
-from smc.scheduler.page_forecast import COUNT_EVERY, OWN_TOKENS
 from tests.scheduler.harness import assert_empty, request, running
 from tests.scheduler.lives import assert_same, live, pair, random_requests, small_engine, with_endless_memory
 from tests.scheduler.pairs import tiny_pair

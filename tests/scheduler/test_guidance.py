@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smc.api.outputs import Answer
-from smc.api.request import Request
+from smc.api.request import Answer, Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.forward import StaticForward
 from smc.local_engine import local_engine

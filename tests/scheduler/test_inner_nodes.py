@@ -1,4 +1,4 @@
-"""Look-ahead goes on from inner nodes of a block (`smc.executor.inner_nodes`): rows that were drafted ahead are kept
+"""Look-ahead goes on from inner nodes of a block (`smc.executor.draft_tree`): rows that were drafted ahead are kept
 where the target's draws leave the block, and answers do not depend on it."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_fewer_rounds_miss(monkeypatch):
     pair, config = tiny_pair(), CONFIGS[2]
     found = answers(local_engine(pair, config), requests(method="exact"))
     with monkeypatch.context() as patch:
-        patch.setattr("smc.executor.inner_nodes.KEPT_CANDIDATES", 0)
+        patch.setattr("smc.executor.draft_tree.KEPT_CANDIDATES", 0)
         without = answers(local_engine(pair, config), requests(method="exact"))
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in without.items()}
     rounds, hits = (

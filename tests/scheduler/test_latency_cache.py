@@ -1,4 +1,4 @@
-"""Latency models that commands keep in files (`smc.calibration.latency_cache`)."""
+"""Latency models that commands keep in files (`smc.calibration.latency`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 from smc import demo, local_engine
 from smc.api.engine_config import EngineConfig
-from smc.calibration.latency import ONCE, Effort, measure_latency
-from smc.calibration.latency_cache import cache_directory, cost_key
+from smc.calibration.latency import ONCE, Effort, cache_directory, cost_key, measure_latency
 from smc.local_engine import ModelPair, stored_latency
 from smc.scheduler.engine import Engine
 from smc.scheduler.latency_model import LatencyModel

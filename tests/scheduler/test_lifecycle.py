@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
-from smc.api.request import Request
+from smc.api.request import FinishReason, Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import ModelPair, local_engine
 from tests.scheduler.harness import (

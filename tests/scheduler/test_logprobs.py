@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Output
+from smc.api.request import Output
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from tests.pairwise import few, one_of

@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
-from smc.api.request import Request
+from smc.api.request import FinishReason, Request
 from smc.local_engine import local_engine
 from smc.model.decoder import Decoder
 from tests.scheduler.bank import (

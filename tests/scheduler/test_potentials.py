@@ -15,7 +15,7 @@ from itertools import product
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
+from smc.api.request import FinishReason
 from smc.api.sampling_params import POPULATIONS, SamplingParams
 from smc.executor.graph_runner import StageRunner
 from smc.local_engine import local_engine

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
-from smc.api.request import Request
+from smc.api.request import FinishReason, Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.plan import Program
 from smc.scheduler.engine import Engine

@@ -9,11 +9,10 @@ from hashlib import blake2b
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer, FinishReason
-from smc.api.request import Request
+from smc.api.request import Answer, FinishReason, Request
 from smc.api.sampling_params import POPULATIONS
 from smc.local_engine import ModelPair, local_engine
-from smc.memory import prefix_cache
+from smc.memory import kv_cache
 from smc.scheduler import prefill_batches
 from smc.scheduler.engine import Engine
 from smc.scheduler.prefill_batches import count_pages
@@ -185,9 +184,7 @@ def test_who_waits_is_hashed_once(monkeypatch):
     """Blocks of a prompt are hashed when there may be room for it, and not again: neither while there are no slots, nor
     while there are too few pages, nor when it has been interrupted."""
     hashed, counted = [], []
-    monkeypatch.setattr(
-        prefix_cache, "blake2b", lambda *args, **options: hashed.append(args) or blake2b(*args, **options)
-    )
+    monkeypatch.setattr(kv_cache, "blake2b", lambda *args, **options: hashed.append(args) or blake2b(*args, **options))
     monkeypatch.setattr(prefill_batches, "count_pages", lambda sequences: counted.append(1) or count_pages(sequences))
     engine = local_engine(pair(), EngineConfig(form="lockstep", block=2, max_slots=8, pages=440))
     blocks = 1 + len(PROMPT) // BLOCK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer
+from smc.api.request import Answer
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from tests.pairwise import one_of

@@ -10,11 +10,11 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
 from smc.scheduler.admission import DuplicateRequest, QueueFull
-from smc.scheduler.checkpoint import Checkpoint
 from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.methods import decoding_of
 from smc.scheduler.queue import RequestQueue
 from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.slots import Checkpoint
 from tests.scheduler.harness import answers, assert_empty, request, step_through
 from tests.scheduler.pairs import tiny_pair
 

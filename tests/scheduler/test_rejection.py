@@ -19,7 +19,7 @@ from smc.api.sampling_params import POPULATIONS, SamplingParams
 from smc.executor.model_runner import OBSERVED_ROOTS
 from smc.executor.ops import TorchOps
 from smc.local_engine import local_engine
-from smc.memory.kv_pool import pages_that_fit
+from smc.memory.kv_cache import pages_that_fit
 from smc.model.draft_vocab import DraftVocab
 from smc.scheduler.capacity import sized_for
 from smc.scheduler.engine import Engine

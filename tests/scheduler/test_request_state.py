@@ -14,11 +14,10 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.admission import NoDraft
-from smc.scheduler.checkpoint import SAVED, Checkpoint
 from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.methods import TARGET_ALONE
-from smc.scheduler.request_state import TRANSITIONS, PendingChange, RequestState
-from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.sequence_group import TRANSITIONS, PendingChange, RequestState, SequenceGroup
+from smc.scheduler.slots import SAVED, Checkpoint
 from tests.scheduler.harness import PaddingOps, assert_empty, request
 from tests.scheduler.lives import guided, pair, random_requests
 from tests.scheduler.pairs import tiny_pair

@@ -9,12 +9,11 @@ from itertools import product
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer, FinishReason
+from smc.api.request import Answer, FinishReason
 from smc.api.sampling_params import POPULATIONS
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
-from smc.scheduler.request_state import RequestState
-from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from tests.pairwise import few
 from tests.scheduler.harness import CASES, FORMS, PaddingOps, assert_empty, config_id, request, running
 from tests.scheduler.lives import pair

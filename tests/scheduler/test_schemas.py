@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import FinishReason
+from smc.api.request import FinishReason
 from smc.local_engine import ModelPair, local_engine
 from tests.scheduler.harness import CASES, LOOKAHEAD_FIRST, answers, config_id, request
 from tests.scheduler.pairs import character_pair

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from smc.scheduler.timeline import Timeline, overlap
+from smc.scheduler.stats import Timeline, overlap
 
 MS = 1_000_000
 

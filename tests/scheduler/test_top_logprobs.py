@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Alternatives, FinishReason
-from smc.api.request import Request
+from smc.api.request import Alternatives, FinishReason, Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor import worker as tops
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
-from smc.scheduler.request_state import RequestState
+from smc.scheduler.sequence_group import RequestState
 from tests.scheduler.harness import FORMS, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request
 from tests.scheduler.lives import assert_same, guided, live, random_requests, small_engine, with_endless_memory
 from tests.scheduler.pairs import next_log_probs, tiny_pair

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.api.outputs import Answer, FinishReason
-from smc.api.request import Request
+from smc.api.request import Answer, FinishReason, Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
@@ -128,8 +127,8 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     shape = {"branches": 2} if form == "lookahead" else {"cohorts": 1 + ahead}
     config = EngineConfig(form=form, block=3, **shape, max_slots=60, pages=440, prefill_chunk=24)
     requests = exact_of(random_requests(20, rng, longest=24, budgets=0.1))
-    monkeypatch.setattr("smc.scheduler.tree_controller.EVERY", 1)
-    monkeypatch.setattr("smc.scheduler.tree_controller.REST", 0)
+    monkeypatch.setattr("smc.scheduler.tree_policy.EVERY", 1)
+    monkeypatch.setattr("smc.scheduler.tree_policy.REST", 0)
     engine = small_engine(
         config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)), trees=AnyRows(rng, config)
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 import openai
 
 from smc.demo import DRAFT, TARGET
-from smc.model.fingerprint import fingerprint
+from smc.model.files import fingerprint
 from tests.deploy.chart import of_kind, render
 from tests.deploy.rehearsal.cluster import Cluster
 from tests.deploy.rehearsal.pod import Pod

@@ -1,0 +1,269 @@
+"""The draft tree of exact decoding: which of its rows are verified, and at which of its inner nodes rows ahead start. The
+torch form; `smc.kernels.draft_tree` is the Triton form.
+
+**Rows that are verified** (`choose_rows`). Every step of the draft keeps the likeliest continuations of the group, so
+some of its rows go on in no row of a later step. A row that is verified is a path to any node, of any length, and the
+rows are those that hold most of the tree together: every node has a gain, its share of the group's mass, and a row is
+worth the gains of its nodes that no other row holds. Nodes continue in their heaviest child, the one with most gain
+along its own best path; this divides the tree into paths, of which the heaviest are taken. On a tree this is what
+choosing greedily comes to. In look-ahead the first token of a row is the outcome that it is drafted for. If it comes
+true, it is known without being verified, so it has no gain; and of one outcome at most as many rows are of use as the
+group may have.
+
+**Outcomes at inner nodes** (`keep_nodes`, `with_inner_nodes`). While the target verifies a block, the draft grows rows
+from outcomes: an outcome is the node of the block's tree at which the walk of the target's draws ends, and the token
+that it draws there, which no row has. At the last token of a row every candidate token makes an outcome. At an inner
+node those make one that were candidates when the block was drafted and that no row of the block took. Their scores were
+computed then: `InnerNodes` keeps them from the choice of the rows until the next round, whose first step chooses among
+the outcomes of all nodes. A row ahead from an inner node takes back the rest of its root's block (`cut`). Its keys and
+values continue those of the node, at the positions that the rest has taken in the root.
+
+See the package's legend for axes; M nodes of a tree, K X of them: node k X + x is row x of step k; D = K - 1 inner nodes
+of a row (d + 1 tokens), C candidate tokens of a node, H = A K nodes of all rows: first the last token of a batch
+index's row, then its inner nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
+from smc.executor.draft import GrownRows, TokenTree
+from smc.executor.messages import RoundChoice
+from smc.executor.plan import RoundPlan
+from smc.executor.state import SlotState
+
+
+def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
+    """The rows of groups that are decoded exactly: as many as a step has, at most. Other groups keep those of the last
+    step."""
+    steps, rows = grown.steps, len(plan.branch_pages_XB)
+    gain_KX, alive_KX = _gains(plan, grown, lookahead)
+    worth_KX, leaf_KX, is_top_KX = _paths(grown, gain_KX, alive_KX)
+    is_useful_KX = is_top_KX
+    if lookahead:
+        is_short_M = (leaf_KX < rows).flatten() & ~torch.cat([step.tree.ended_X for step in steps])
+        is_useful_KX = is_top_KX & (~is_short_M.view_as(is_top_KX) | (worth_KX >= LEAD_GAIN))
+    worth_M, leaf_M = worth_KX.flatten(), leaf_KX.flatten()
+    group_M = plan.group_A.long().repeat_interleave(plan.branches).repeat(len(steps))
+    outcome_M = torch.cat([step.tree.outcome_X for step in steps]) if lookahead else torch.zeros_like(group_M)
+    kept_M = is_useful_KX.flatten()
+    if lookahead:
+        kept_M = kept_M & (_rank(worth_M, kept_M, outcome_M) < plan.draws_G.long()[group_M])
+    most_G = plan.size_G.long() * plan.branches
+    kept_M = kept_M & (_rank(worth_M, kept_M, group_M) < most_G[group_M])
+    # Rows of one outcome are beside each other, the heaviest first.
+    order_M = worth_M.sort(descending=True, stable=True).indices
+    for key_M in (outcome_M, group_M, (~kept_M).long()):
+        order_M = order_M[key_M[order_M].sort(stable=True).indices]
+    number_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+    count_G = torch.zeros_like(most_G).index_add(0, group_M, kept_M.long())
+    before_G = count_G.cumsum(0) - count_G
+    to_M = (plan.first_G.long() * plan.branches - before_G)[group_M] + number_M
+    index_X = torch.arange(rows, device=worth_M.device)
+    group_X, last = group_M[:rows], (len(steps) - 1) * rows
+    leaf_X = torch.full_like(index_X, -1).index_copy(0, to_M[kept_M], leaf_M[kept_M])
+    is_best_X = (plan.kind_G == PopulationKind.BEST)[group_X] & (plan.size_G > 0)[group_X]
+    # A row that is not alive repeats the first of its group.
+    first_X = leaf_X[(plan.first_G.long() * plan.branches)[group_X].clamp(max=rows - 1)]
+    is_there_X = leaf_X >= 0
+    leaf_X = torch.where(is_there_X, leaf_X, first_X)
+    leaf_X = torch.where(is_best_X & (leaf_X >= 0), leaf_X, last + index_X)
+    return replace(grown, tree=_taken(grown, leaf_X, is_there_X | ~is_best_X), leaf_X=leaf_X)
+
+
+def _gains(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> tuple[Tensor, Tensor]:
+    """Gain [K, X] of every node, float64, and whether it is of a row that is alive."""
+    steps, branches = grown.steps, plan.branches
+    group_X = plan.group_A.long().repeat_interleave(branches)
+    is_best_X = (plan.kind_G == PopulationKind.BEST)[group_X]
+    alive_KX = torch.stack([step.tree.alive_X for step in steps]) & is_best_X
+    mass_KX = torch.stack([step.tree.mass_X for step in steps])
+    first_mass_X = mass_KX[0].masked_fill(~alive_KX[0], -torch.inf)
+    top_G = torch.full_like(plan.size_G, -torch.inf, dtype=torch.float64)
+    top_X = top_G.scatter_reduce(0, group_X, first_mass_X, "amax")[group_X]
+    # A row that had ended before goes on as itself, without a token.
+    step_K1 = torch.arange(len(steps), device=mass_KX.device)[:, None]
+    is_new_KX = torch.stack([step.tree.count_X for step in steps]) > step_K1
+    if lookahead:
+        is_new_KX = is_new_KX & (step_K1 > 0)
+    gain_KX = torch.where(alive_KX & is_new_KX, (mass_KX - top_X).exp(), 0.0)
+    lead_G = plan.first_G.long() * branches
+    is_lead_X = torch.arange(mass_KX.shape[1], device=mass_KX.device) == lead_G[group_X]
+    return gain_KX + torch.where(alive_KX & is_lead_X, LEAD_GAIN, 0.0), alive_KX
+
+
+def _paths(grown: GrownRows, gain_KX: Tensor, alive_KX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every node: the gains from it along its best path [K, X], the node [K, X] at which that path ends, and whether
+    the path begins here [K, X]."""
+    steps, (k, rows) = grown.steps, gain_KX.shape
+    index_X = torch.arange(rows, device=gain_KX.device)
+    worth, leaf = [gain_KX[-1]], [(k - 1) * rows + index_X]
+    is_top: list[Tensor] = []
+    for step in range(k - 2, -1, -1):
+        parent_X, is_child_X = steps[step + 1].parent_X, alive_KX[step + 1]
+        child_worth_X = torch.where(is_child_X, worth[0], -torch.inf)
+        best_X = torch.full_like(child_worth_X, -torch.inf).scatter_reduce(0, parent_X, child_worth_X, "amax")
+        is_heaviest_X = is_child_X & (child_worth_X == best_X[parent_X])
+        # Of equal ones the first.
+        heaviest_X = torch.full_like(index_X, rows).scatter_reduce(
+            0, parent_X, torch.where(is_heaviest_X, index_X, rows), "amin"
+        )
+        goes_on_X = heaviest_X < rows
+        is_top.insert(0, is_child_X & (heaviest_X[parent_X] != index_X))
+        leaf.insert(0, torch.where(goes_on_X, leaf[0][heaviest_X.clamp(max=rows - 1)], step * rows + index_X))
+        worth.insert(0, gain_KX[step] + torch.where(goes_on_X, best_X, 0.0))
+    return torch.stack(worth), torch.stack(leaf), torch.stack([alive_KX[0], *is_top])
+
+
+def _rank(worth_M: Tensor, exists_M: Tensor, of_M: Tensor) -> Tensor:
+    """Rank [M] of every node among those of the same `of` that exist, by worth: 0 for the heaviest."""
+    order_M = torch.where(exists_M, worth_M, -1.0).sort(descending=True, stable=True).indices
+    order_M = order_M[of_M[order_M].sort(stable=True).indices]
+    sorted_M = of_M[order_M]
+    rank_M = torch.arange(len(of_M), device=of_M.device) - torch.searchsorted(sorted_M, sorted_M)
+    return torch.empty_like(rank_M).scatter_(0, order_M, rank_M)
+
+
+def _taken(grown: GrownRows, leaf_X: Tensor, alive_X: Tensor) -> TokenTree:
+    """The rows that end at these nodes."""
+    trees = [step.tree for step in grown.steps]
+
+    def at_leaf(name: str) -> Tensor:
+        return torch.cat([getattr(tree, name) for tree in trees])[leaf_X]
+
+    values = {name: at_leaf(name) for name in vars(grown.tree) if name != "run_4X"}
+    values["alive_X"] = values["alive_X"] & alive_X
+    values["mass_X"] = torch.where(alive_X, values["mass_X"], -torch.inf)
+    return TokenTree(**values, run_4X=None)
+
+
+KEPT_CANDIDATES = 16
+"""Candidate tokens that are kept of an inner node."""
+
+
+class InnerNodes:
+    """The inner nodes of the block in flight, by slot."""
+
+    def __init__(self, slots: int, block: int, columns: int, device: torch.device) -> None:
+        """`columns`: tokens that a row can go on with."""
+        shape, self.block, most = (slots + 1, block - 1), block, min(KEPT_CANDIDATES, columns)
+        self.token_SDC = torch.zeros(*shape, most, dtype=torch.int32, device=device)
+        self.share_SDC = torch.full((*shape, most), -torch.inf, device=device)
+        """float32 log of the candidate's share of the node's mass; -inf: no outcome."""
+        self.mass_SD = torch.zeros(*shape, dtype=torch.float64, device=device)
+        """float64 log mass of the node, as that of the slot's row."""
+        self.text_SD = torch.zeros(*shape, dtype=torch.int64, device=device)
+        """int64 state of the stop machine at the node."""
+        self.count_S = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        """int64 tokens of the block."""
+
+    def forget(self, slots_N: Tensor) -> None:
+        """These slots begin anew."""
+        self.share_SDC[slots_N] = -torch.inf
+
+
+def keep_nodes(
+    nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice
+) -> None:
+    """Keep the outcomes at inner nodes of the chosen rows, before `advance`. A node that several rows of a group share
+    is kept for the first of them."""
+    slot_A, row_A, count_A = plan.slot_A, choice.row_A, choice.count_A
+    offset_A = state.logw_S[slot_A[choice.ancestor_A]]
+    tokens_AK, width = grown.tree.tokens_XK[row_A].long(), nodes.share_SDC.shape[2]
+    index_A = torch.arange(len(slot_A), device=slot_A.device)
+    is_before_AA = index_A < index_A[:, None]
+    shares_AA = (plan.group_A == plan.group_A[:, None]) & choice.alive_A & plan.has_kind(PopulationKind.BEST)
+    assert grown.leaf_X is not None, "rows of exact decoding have been chosen"
+    rows = len(grown.tree.mass_X)
+    at_A, leaf_step_A = grown.leaf_X[row_A] % rows, grown.leaf_X[row_A] // rows
+    for d in range(nodes.block - 2, -1, -1):
+        before, step = grown.steps[d].tree, grown.steps[d + 1]
+        at_A = torch.where(leaf_step_A > d, step.parent_X[at_A], at_A)
+        token_AC, share_AC = step.candidates.token_RC[at_A, :width], step.candidates.share_RC[at_A, :width]
+        # Rows that go through this node and have a token after it.
+        same_AA = (tokens_AK[:, None, : d + 1] == tokens_AK[None, :, : d + 1]).all(-1)
+        through_AA = shares_AA & same_AA & (count_A > d + 1)
+        is_node_A = through_AA.diagonal() & ~(through_AA & is_before_AA).any(-1)
+        is_child_AC = (through_AA[:, None] & (token_AC[..., None] == tokens_AK[:, d + 1])).any(-1)
+        is_outcome_AC = is_node_A[:, None] & ~is_child_AC
+        nodes.token_SDC[slot_A, d] = token_AC.int()
+        nodes.share_SDC[slot_A, d] = share_AC.masked_fill(~is_outcome_AC, -torch.inf)
+        nodes.mass_SD[slot_A, d] = before.mass_X[at_A] - offset_A
+        nodes.text_SD[slot_A, d] = before.text_X[at_A]
+    nodes.count_S[slot_A] = count_A
+
+
+def limit_outcomes(
+    plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens, has_rest: bool
+) -> CandidateTokens:
+    """The candidates [X, C] without those that are of no use: of one outcome at most as many rows go on as the group
+    may have after the round, those of largest mass. The first candidate of a group's first row stays
+    (`smc.algorithm.expansion`)."""
+    share_XC, device = candidates.share_RC, tree.mass_X.device
+    (rows, width), group_X = share_XC.shape, plan.group_A.repeat_interleave(plan.branches)
+    is_ended_X = tree.ended_X & tree.alive_X
+    ended_X = torch.zeros(rows, dtype=torch.int64, device=device).index_add(0, tree.outcome_X, is_ended_X.long())
+    most_X = plan.draws_G.long()[group_X] - ended_X[tree.outcome_X]
+    is_best_X = (plan.kind_G == PopulationKind.BEST)[group_X]
+    mass_XC = (tree.mass_X[:, None] + share_XC.double()).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    mass_XC = mass_XC.masked_fill((tree.ended_X | ~tree.alive_X)[:, None], -torch.inf)
+    mass_XC = mass_XC.masked_fill(torch.arange(width, device=device) >= width - has_rest, -torch.inf)
+    # By outcome, and of one by mass: of equal ones the first.
+    order_M = mass_XC.flatten().sort(descending=True, stable=True).indices
+    outcome_M = tree.outcome_X.repeat_interleave(width)[order_M]
+    order_M = order_M[outcome_M.sort(stable=True).indices]
+    outcome_M = tree.outcome_X.repeat_interleave(width)[order_M]
+    rank_M = torch.arange(rows * width, device=device) - torch.searchsorted(outcome_M, outcome_M)
+    rank_XC = torch.empty_like(rank_M).scatter_(0, order_M, rank_M).view(rows, width)
+    is_first_X = torch.arange(rows, device=device) == plan.first_G.long()[group_X] * plan.branches
+    is_lead_XC = is_first_X[:, None] & (torch.arange(width, device=device) == 0)
+    too_many_XC = (rank_XC >= most_X[:, None]) & (mass_XC > -torch.inf) & is_best_X[:, None] & ~is_lead_XC
+    return replace(candidates, share_RC=share_XC.masked_fill(too_many_XC, -torch.inf))
+
+
+def with_inner_nodes(
+    nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
+) -> tuple[CandidateTokens, TokenTree, tuple[Tensor, Tensor]]:
+    """Candidates [H, C] at all nodes of the particles, the nodes as rows [H], and the first node of each group and how
+    many it has, from the candidates [A, C] after the particles' last tokens and the particles as rows."""
+    slot_A, k = plan.slot_A, nodes.block
+    most = nodes.share_SDC.shape[2]
+    share_ADC = nodes.share_SDC[slot_A].masked_fill(~plan.has_kind(PopulationKind.BEST)[:, None, None], -torch.inf)
+    token_AKC, logq_AKC, share_AKC = (
+        values_AC[:, None].repeat(1, k, 1)
+        for values_AC in (candidates.token_RC, candidates.logq_RC, candidates.share_RC)
+    )
+    share_AKC[:, 1:] = -torch.inf
+    token_AKC[:, 1:, :most] = nodes.token_SDC[slot_A].to(token_AKC.dtype)
+    logq_AKC[:, 1:, :most] = share_ADC
+    share_AKC[:, 1:, :most] = share_ADC
+    depth_K = torch.arange(k, device=slot_A.device)
+    cut_AK = torch.where(depth_K == 0, 0, nodes.count_S[slot_A][:, None] - depth_K)
+
+    def of_nodes(first_A: Tensor, inner_AD: Tensor) -> Tensor:
+        return torch.cat((first_A[:, None], inner_AD.to(first_A.dtype)), 1).flatten()
+
+    inner_AD = torch.zeros_like(nodes.text_SD[slot_A])
+    rows_H = torch.arange(len(slot_A), device=slot_A.device).repeat_interleave(k)
+    nodes_as_rows = TokenTree(
+        root_X=tree.root_X.repeat_interleave(k),
+        tokens_XK=tree.tokens_XK[rows_H],
+        logq_XK=tree.logq_XK[rows_H],
+        tail_XB=tree.tail_XB[rows_H],
+        count_X=tree.count_X.repeat_interleave(k),
+        alive_X=tree.alive_X.repeat_interleave(k),
+        ended_X=of_nodes(tree.ended_X, inner_AD),
+        before_X=of_nodes(tree.before_X, nodes.text_SD[slot_A]),
+        text_X=of_nodes(tree.text_X, nodes.text_SD[slot_A]),
+        mass_X=of_nodes(tree.mass_X, nodes.mass_SD[slot_A]),
+        last_X=tree.last_X.repeat_interleave(k),
+        next_X=tree.next_X.repeat_interleave(k),
+        cut_X=cut_AK.flatten(),
+        outcome_X=tree.outcome_X.repeat_interleave(k),
+        run_4X=None,
+    )
+    candidates = CandidateTokens(*(values.flatten(0, 1) for values in (token_AKC, logq_AKC, share_AKC)))
+    return candidates, nodes_as_rows, (plan.first_G * k, plan.size_G * k)
