@@ -80,9 +80,11 @@ def end_a_life(group: Running) -> None:
 
 def held() -> Held:
     """What nobody refers to any more, such as the channel of a failed call, may wait for the collector otherwise. Without
-    asyncio's pool of threads: that takes another one whenever the last has not quite become idle."""
+    asyncio's pool of threads: that takes another one whenever the last has not quite become idle. And without threads
+    of libraries in C++: one that calls Python code once, to log something, stays in Python's list after its end."""
     gc.collect()
-    files, threads = Counter[str](), Counter(thread.name for thread in threading.enumerate())
+    known = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+    files, threads = Counter[str](), Counter(thread.name for thread in known)
     for file in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # that of the listing
             files[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{file}"))] += 1
