@@ -18,8 +18,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.latency import Effort, measure_latency, room_for
 from smc.memory.kv_cache import pool_for
-from smc.scheduler.acceptance import WIDTH_GAIN
-from smc.scheduler.latency_model import LatencyModel
+from smc.scheduler.speculation import WIDTH_GAIN, LatencyModel
 from smc.scheduler.stats import EngineStats
 from smc.types import ModelRole
 

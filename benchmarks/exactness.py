@@ -8,7 +8,7 @@ beside SMC requests. It prints the answers that differ from plain decoding, how 
 round. The tests run fewer problems on a smaller pair.
 
 `misses` prints for every temperature and N the share of compared tokens that the target drew differently, and the
-exponent by which it falls with N; tokens a round with F = 4, and with F = 1. `smc.scheduler.acceptance.WIDTH_GAIN` was
+exponent by which it falls with N; tokens a round with F = 4, and with F = 1. `smc.scheduler.speculation.WIDTH_GAIN` was
 taken from it. With 48 problems it takes ten minutes."""
 
 from __future__ import annotations

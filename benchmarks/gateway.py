@@ -30,7 +30,7 @@ from services.gateway.request_handler import ServiceStatus
 from services.gateway.server import Gateway
 from services.launch.service import FRONT_ENDS
 from services.metrics import Metrics
-from services.openai.requests import CHAT
+from services.openai.bodies import CHAT
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc
 from services.protobuf.coordinator import EngineStep

@@ -19,7 +19,7 @@ from smc.algorithm.expansion import PopulationKind
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import KINDS, warm_up, warm_up_plans
 from smc.scheduler.engine import Engine
-from smc.scheduler.latency_model import LatencyModel
+from smc.scheduler.speculation import LatencyModel
 from smc.types import ModelRole
 
 BANDWIDTH = 4.26e12

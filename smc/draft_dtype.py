@@ -26,7 +26,7 @@ from smc.model.parallel import WHOLE, Shard, local_config
 from smc.model.presets import NoText
 from smc.model.source import ModelSource
 from smc.model.weight_map import int4_formats, weight_slices
-from smc.scheduler.latency_model import LatencyModel
+from smc.scheduler.speculation import LatencyModel
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.capacity import check_fits
 from smc.scheduler.engine import Engine
-from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.methods import decoding_of
+from smc.scheduler.speculation import LatencyModel
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 

@@ -44,7 +44,7 @@ from smc.local_engine import ModelPair, local_engine
 from smc.model.draft_vocab import DraftVocab
 from smc.scheduler.admission import NoDraft
 from smc.scheduler.engine import Engine
-from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
+from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
 from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.pairs import letter_tokenizer, peaked, tiny_pair
 

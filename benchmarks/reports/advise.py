@@ -19,7 +19,7 @@ from smc.terminal import err, out
 if TYPE_CHECKING:
     from benchmarks.advise import AcceptanceCurve, PredictedSpeed, TreeShapes
     from benchmarks.backends import PromptBackend
-    from smc.scheduler.latency_model import LatencyModel
+    from smc.scheduler.speculation import LatencyModel
 
 LOADS = (1, 8, 64)
 LEGEND = (

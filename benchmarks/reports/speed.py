@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.speed import Speed, TracedRound
     from smc.api.engine_config import EngineConfig
     from smc.local_engine import ModelPair
-    from smc.scheduler.latency_model import LatencyModel, Point
+    from smc.scheduler.speculation import LatencyModel, Point
 
 MOST_ROWS = 512
 """Rows of the largest draft step whose cost is timed."""
@@ -78,7 +78,7 @@ COST_COLUMNS = {
     "target": ("positions", "target pass ms"),
     "alone": ("sequences", "alone ms"),
 }
-"""Headers of the parts of `smc.scheduler.latency_model.LatencyModel`."""
+"""Headers of the parts of `smc.scheduler.speculation.LatencyModel`."""
 
 
 @dataclass(frozen=True)
@@ -454,7 +454,7 @@ def curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str 
 
 
 def _measured_table(measured: Sequence[MeasuredCosts], on: str) -> Table:
-    from smc.scheduler.latency_model import LatencyCurve
+    from smc.scheduler.speculation import LatencyCurve
 
     samples: dict[str, list[Point]] = {}
     for name, point in (sample for each in measured for sample in each.samples()):

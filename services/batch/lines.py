@@ -12,17 +12,9 @@ from typing import Any
 
 from services.backend import ServingPair
 from services.errors import status_of
+from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, kind_of, parse
 from services.openai.messages import Reasoning
-from services.openai.requests import (
-    CHAT,
-    COMPLETIONS,
-    BadRequest,
-    CompletionRequest,
-    derived_seed,
-    kind_of,
-    parse,
-    understood,
-)
+from services.openai.requests import CompletionRequest, derived_seed, understood
 from services.openai.responses import ResponseHeader, ScoredPrompt, check_scored, choice, reported, response
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.request import Answer, Request

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pydantic import BaseModel
 
 from services.openai import pages, tokenization
-from services.openai.requests import CHAT, COMPLETIONS, NAMES, ChatBody, CompletionBody, Neutral
+from services.openai.bodies import CHAT, COMPLETIONS, NAMES, ChatBody, CompletionBody, Neutral
 from services.openai.server import DIALECTS, HEALTH, LOAD, METRICS, MODELS, PING, VERSION
 
 BEGIN, END = "<!--begin-vllm-->", "<!--end-vllm-->"

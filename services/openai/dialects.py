@@ -7,21 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from services.openai.messages import Reasoning
-from services.openai.requests import (
+from services.openai.bodies import (
     CHAT,
     COMPLETIONS,
     BadRequest,
-    CompletionRequest,
     Refusal,
     Strict,
     UnknownFields,
     given_fields,
     refusal,
     renamed,
-    understood,
     validated,
 )
+from services.openai.messages import Reasoning
+from services.openai.requests import CompletionRequest, understood
 from services.openai.responses import AnswerWriter, CompletionWriter, ResponseHeader
 from smc.api.request import Request
 from smc.api.sampling_params import SETTINGS

@@ -11,18 +11,10 @@ import pydantic_core
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from services.openai.bodies import KIND, BadRequest, Refusal, Strict, kind_of_item, neutral, refusal
 from services.openai.dialects import ApiCall, ChatForm, Served
 from services.openai.messages import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader, Reasoning
-from services.openai.requests import (
-    KIND,
-    BadRequest,
-    CompletionRequest,
-    Refusal,
-    Strict,
-    kind_of_item,
-    neutral,
-    refusal,
-)
+from services.openai.requests import CompletionRequest
 from services.openai.responses import OPENAI_FINISH, ResponseHeader, named_event, smc_block, written
 from smc.api.request import Answer, FinishReason, Output, Request
 from smc.model.tokenizer import Tokenizer

@@ -17,7 +17,8 @@ from pydantic import BaseModel
 
 from services.gateway.request_handler import RequestHandler
 from services.openai import messages_api, responses_api
-from services.openai.requests import CHAT, COMPLETIONS, ChatBody, CompletionBody, Neutral, understood
+from services.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, Neutral
+from services.openai.requests import understood
 from smc.api.constraint import KINDS
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams
 from smc.api.settings import Biases, Holds, Items, OneOf, Scope, Setting

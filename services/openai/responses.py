@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
+from services.openai.bodies import BadRequest
 from services.openai.messages import MessageReader, Reasoning, message_of
-from services.openai.requests import BadRequest, CompletionRequest
+from services.openai.requests import CompletionRequest
 from services.openai.tool_calls import Delta, ToolFormat, call
 from smc.api.request import Alternatives, Answer, FinishReason, Output, Particle, PromptToken, Request
 from smc.api.sampling_params import SamplingParams

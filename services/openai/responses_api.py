@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from services.openai.bodies import KIND, Refusal, Strict, kind_of_item, neutral, refusal
 from services.openai.dialects import ApiCall, ChatForm, Served
 from services.openai.messages import (
     MessagePart,
@@ -20,15 +21,7 @@ from services.openai.messages import (
     PartReader,
     Reasoning,
 )
-from services.openai.requests import (
-    KIND,
-    CompletionRequest,
-    Refusal,
-    Strict,
-    kind_of_item,
-    neutral,
-    refusal,
-)
+from services.openai.requests import CompletionRequest
 from services.openai.responses import (
     OPENAI_FINISH,
     ResponseHeader,

@@ -23,21 +23,12 @@ from services.backend import Unavailable
 from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.request_handler import ApiServer, CallRecord, RequestHandler
 from services.openai import pages
+from services.openai.bodies import BadRequest, BodyTooLarge, Refusal, UnknownFields, named, parse, refusal
 from services.openai.dialects import COMPLETION_DIALECTS, ApiCall, Dialect, Served
 from services.openai.messages import Reasoning
 from services.openai.messages_api import COUNT_TOKENS, MESSAGES, MessagesDialect
 from services.openai.pages import DOCS, OPENAPI, Playground
-from services.openai.requests import (
-    LONGEST,
-    BadRequest,
-    BodyTooLarge,
-    CompletionRequest,
-    Refusal,
-    UnknownFields,
-    named,
-    parse,
-    refusal,
-)
+from services.openai.requests import LONGEST, CompletionRequest
 from services.openai.responses import ResponseHeader, model, models
 from services.openai.responses_api import RESPONSES, ResponsesDialect
 from services.openai.tokenization import DETOKENIZE, TOKENIZE, detokenize, tokenize

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from services.gateway.request_handler import RequestHandler
-from services.openai.requests import BadRequest, understood
+from services.openai.bodies import BadRequest
+from services.openai.requests import understood
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 COMMON = ("model", "add_special_tokens", "return_token_strs")

@@ -1,4 +1,4 @@
-"""Calibration of the latency model (`smc.scheduler.latency_model`): measures what a draft step and a target pass take
+"""Calibration of the latency model (`smc.scheduler.speculation`): measures what a draft step and a target pass take
 on the devices of an engine, before it accepts requests.
 
 Dummy rounds of full rows are timed. Every dummy request reads pages of its own, all over the pool and with whatever
@@ -38,9 +38,9 @@ from smc.calibration.warm_up import REPEATS, padding_plan
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff
 from smc.model.decoder import Decoder
 from smc.scheduler.engine import Engine
-from smc.scheduler.latency_model import PARTS, LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.methods import PROGRAMS
 from smc.scheduler.round_plan import bucket
+from smc.scheduler.speculation import PARTS, LatencyCurve, LatencyModel, ModelLatency
 from smc.stops import START
 from smc.types import ModelRole
 

@@ -33,7 +33,7 @@ from smc.memory.kv_cache import pool_for
 from smc.model.decoder import Decoder, RopeTable, hidden_states
 from smc.philox import Purpose, exponentials, words
 from smc.probe import CONFIG, expected_speed
-from smc.scheduler.latency_model import LatencyModel
+from smc.scheduler.speculation import LatencyModel
 from smc.terminal import finite
 
 

@@ -23,15 +23,7 @@ from smc.kernels.int4 import MOST_TOKENS as FEW_INT4_ROWS
 from smc.kernels.int4 import gate_up_int4, linear_int4, multiply_widened
 from smc.kernels.launch import supports_pdl
 from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
-from smc.kernels.norm import (
-    Residual,
-    add_norm,
-    add_norm_rounded,
-    round_rows,
-    silu_mul,
-    square_sums,
-    whole_norm,
-)
+from smc.kernels.norm import Residual, add_norm, add_norm_rounded, round_rows, silu_mul, square_sums, whole_norm
 from smc.kernels.packed_rows import Groups, Tables, store_kv
 from smc.model.decoder import Experts, Layer
 from smc.model.linear import Linear, QuantisedRows

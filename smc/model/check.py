@@ -16,14 +16,7 @@ from smc.model.files import StoredTensor, read_headers, stored_bytes, tensor_fin
 from smc.model.parallel import Shard, held_sizes, local_config
 from smc.model.quantisation import Int4Quantisation, Quantisation
 from smc.model.tokenizer import Tokenizer
-from smc.model.weight_map import (
-    PLAIN_BYTES,
-    check_weights,
-    count_parameters,
-    int4_formats,
-    rank_bytes,
-    weight_slices,
-)
+from smc.model.weight_map import PLAIN_BYTES, check_weights, count_parameters, int4_formats, rank_bytes, weight_slices
 
 logger = logging.getLogger(__name__)
 

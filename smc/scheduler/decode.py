@@ -31,11 +31,11 @@ from smc.executor.messages import Lineage, Pending, RoundResult, Stream
 from smc.executor.model_runner import RoundExecutor, RoundOutcome
 from smc.executor.plan import Program
 from smc.memory.kv_cache import KVCacheManager
-from smc.scheduler.acceptance import Acceptance, DraftExponents
 from smc.scheduler.methods import Decoding, RoundFacts
 from smc.scheduler.round_plan import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
 from smc.scheduler.slots import Slots
+from smc.scheduler.speculation import Acceptance, DraftExponents
 from smc.scheduler.stats import EngineStats
 from smc.types import ModelRole
 

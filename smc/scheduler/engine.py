@@ -30,7 +30,6 @@ from smc.scheduler.admission import DuplicateRequest, NoDraft, check_queue
 from smc.scheduler.capacity import PageForecast, check_fits
 from smc.scheduler.decode import MicroBatches, RoundScheduler
 from smc.scheduler.detokenizer import StopRules
-from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.methods import PROGRAMS, Decoding, decoding_of, program_of
 from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.preemption import Preemption
@@ -40,6 +39,7 @@ from smc.scheduler.results import ResultReporter
 from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
+from smc.scheduler.speculation import LatencyModel
 from smc.scheduler.stats import EngineStats
 from smc.scheduler.tree_policy import (
     CostBasedTreePolicy,

@@ -21,8 +21,8 @@ from smc.algorithm.selection import final_weights
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.plan import Program
-from smc.scheduler.acceptance import Acceptance
 from smc.scheduler.slots import Checkpoint, RandomKeys, ShrunkCheckpoint, expand_rows, select_rows
+from smc.scheduler.speculation import Acceptance
 from smc.scheduler.stats import EngineStats, RequestCounters
 from smc.types import ModelRole
 

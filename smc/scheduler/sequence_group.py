@@ -41,10 +41,10 @@ from smc.api.request import Request, Times
 from smc.api.sampling_params import SamplingParams
 from smc.executor.messages import Stream
 from smc.executor.state import biased_tokens
-from smc.scheduler.acceptance import Acceptance
 from smc.scheduler.detokenizer import StopRules, TextStream
 from smc.scheduler.methods import TARGET_ALONE, Decoding, decoding_of
 from smc.scheduler.slots import Checkpoint, RandomKeys, Slots
+from smc.scheduler.speculation import Acceptance
 from smc.scheduler.stats import RequestCounters
 from smc.types import ModelRole
 

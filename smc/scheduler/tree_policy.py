@@ -19,13 +19,12 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.plan import Program
-from smc.scheduler.acceptance import WIDTH_GAIN, Acceptance, tokens_a_round
-from smc.scheduler.latency_model import LatencyModel
 from smc.scheduler.methods import TARGET_ALONE, Decoding
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.round_plan import DraftSize, bucket
 from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.speculation import WIDTH_GAIN, Acceptance, LatencyModel, tokens_a_round
 
 
 class ParticlePolicy(Protocol):
@@ -57,7 +56,7 @@ class TreeRequest:
     rows: int = 0
     """Rows that the tree has; 0: the target decodes the request alone."""
     recovery: float = 0.0
-    """Probability that rows ahead go on after a block that missed a token: `smc.scheduler.acceptance`."""
+    """Probability that rows ahead go on after a block that missed a token: `smc.scheduler.speculation`."""
     gain: float = WIDTH_GAIN
     """By how much more rows miss less often: `Acceptance.gain`."""
 

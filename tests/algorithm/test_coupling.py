@@ -9,14 +9,7 @@ import math
 import pytest
 import torch
 
-from smc.algorithm.coupling import (
-    MOST_EXPONENT,
-    SLACK,
-    DrawObservation,
-    ExponentFit,
-    coupled_logp,
-    score_of_exponent,
-)
+from smc.algorithm.coupling import MOST_EXPONENT, SLACK, DrawObservation, ExponentFit, coupled_logp, score_of_exponent
 
 VOCAB = 50
 

@@ -22,8 +22,7 @@ from benchmarks.advise import (
 from benchmarks.backends import CpuBackend
 from smc import demo
 from smc.local_engine import ModelPair
-from smc.scheduler.acceptance import WIDTH_GAIN
-from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
+from smc.scheduler.speculation import WIDTH_GAIN, LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.stats import EngineStats
 
 COSTS = LatencyModel(

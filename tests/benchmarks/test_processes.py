@@ -29,7 +29,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import ModelPair, local_engine
-from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
+from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.stats import LANES
 from tests.scheduler.harness import answers
 

@@ -3,14 +3,7 @@ their own."""
 
 from __future__ import annotations
 
-from benchmarks.tree_acceptance import (
-    demo_problems,
-    held_along,
-    lines_of,
-    lines_of_rounds,
-    rounds_along,
-    write_answers,
-)
+from benchmarks.tree_acceptance import demo_problems, held_along, lines_of, lines_of_rounds, rounds_along, write_answers
 from smc import demo
 from smc.distill.measure import TreeDraft
 from smc.local_engine import ModelPair

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from services.openai.requests import CHAT
+from services.openai.bodies import CHAT
 from smc.demo.problems import generate
 from tests.gateway.harness import Service
 

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from services.openai.requests import COMPLETIONS, parse, understood
+from services.openai.bodies import COMPLETIONS, parse
+from services.openai.requests import understood
 from tests.openai.asking import Said, chat, is_error, post
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.openai import compatibility
-from services.openai.requests import CHAT, NAMES
+from services.openai.bodies import CHAT, NAMES
 from tests.openai.asking import ask, chat, post
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "openai.md"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from services.backend import RequestFailed, StartProgress, Unavailable
-from services.openai.requests import CHAT
+from services.openai.bodies import CHAT
 from tests.gateway.harness import serving, until
 from tests.openai.asking import LONG, Said, ask, chat, connect, events, is_error, post
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from services.openai.bodies import CHAT, HTTP, refusal
 from services.openai.messages_api import MESSAGES
-from services.openai.requests import CHAT, HTTP, refusal
 from services.openai.server import DIALECTS
 from services.pb import generation_pb2 as pb
 from smc.api.engine_config import EngineConfig

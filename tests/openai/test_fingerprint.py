@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from services.launch.config import WorkerGroupConfig
-from services.openai.requests import COMPLETIONS
+from services.openai.bodies import COMPLETIONS
 from smc.api.engine_config import EngineConfig
 from tests.openai.asking import chat, events, post
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.openai.requests import CHAT, COMPLETIONS
+from services.openai.bodies import CHAT, COMPLETIONS
 from tests.gateway.harness import serving
 from tests.openai.asking import chat, connect, is_error, post
 

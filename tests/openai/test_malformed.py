@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.openai import messages_api, responses_api
+from services.openai.bodies import CHAT, COMPLETIONS, NAMES, BadRequest
 from services.openai.dialects import Served
-from services.openai.requests import CHAT, COMPLETIONS, NAMES, BadRequest, understood
+from services.openai.requests import understood
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair

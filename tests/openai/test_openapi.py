@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from services.openai import messages_api, pages, responses_api
-from services.openai.requests import NAMES
+from services.openai.bodies import NAMES
 from tests.gateway.harness import serving
 from tests.openai.asking import ask, post, user
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.openai.requests import BadRequest, CompletionRequest, understood
+from services.openai.bodies import BadRequest
+from services.openai.requests import CompletionRequest, understood
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.model.tokenizer import Tokenizer

@@ -9,9 +9,9 @@ import jsonschema
 import openai
 import pytest
 
+from services.openai.bodies import BadRequest
 from services.openai.dialects import Served
 from services.openai.messages import PartBegins, PartEnds, PartGrows, PartReader, Reasoning
-from services.openai.requests import BadRequest
 from services.openai.responses_api import ResponsesDialect
 from services.openai.tool_calls import ToolFormat
 from tests.openai.asking import ADD, LONG, QUESTIONS, post

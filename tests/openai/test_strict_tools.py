@@ -11,8 +11,9 @@ import jsonschema
 import numpy as np
 import pytest
 
+from services.openai.bodies import BadRequest
 from services.openai.messages import message_of
-from services.openai.requests import BadRequest, understood
+from services.openai.requests import understood
 from services.openai.tool_calls import ToolFormat
 from smc import demo
 from smc.api.constraint import Constraint

@@ -5,7 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
-from services.openai.requests import BadRequest, understood
+from services.openai.bodies import BadRequest
+from services.openai.requests import understood
 from smc.model.tokenizer import Tokenizer
 from tests.openai.asking import QUESTIONS, user
 

@@ -11,8 +11,9 @@ import numpy as np
 import openai
 import pytest
 
+from services.openai.bodies import BadRequest
 from services.openai.messages import message_of
-from services.openai.requests import BadRequest, understood
+from services.openai.requests import understood
 from services.openai.tool_calls import ToolCallReader, ToolFormat
 from smc import demo
 from smc.constraints import Compiler

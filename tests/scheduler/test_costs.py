@@ -18,7 +18,7 @@ from smc.executor.ops import TorchOps
 from smc.executor.plan import Program
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
-from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
+from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
 

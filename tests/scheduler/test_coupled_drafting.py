@@ -13,7 +13,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
-from smc.scheduler.acceptance import Acceptance
+from smc.scheduler.speculation import Acceptance
 from tests.pairwise import one_of
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair

@@ -15,9 +15,8 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import local_engine
-from smc.scheduler.acceptance import WIDTH_GAIN, Acceptance, tokens_a_round
 from smc.scheduler.decode import MEMORY
-from smc.scheduler.latency_model import LatencyCurve, LatencyModel, ModelLatency
+from smc.scheduler.speculation import WIDTH_GAIN, Acceptance, LatencyCurve, LatencyModel, ModelLatency, tokens_a_round
 from smc.scheduler.tree_policy import (
     FADE,
     MARGIN,

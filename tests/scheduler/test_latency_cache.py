@@ -14,7 +14,7 @@ from smc.api.engine_config import EngineConfig
 from smc.calibration.latency import ONCE, Effort, cache_directory, cost_key, measure_latency
 from smc.local_engine import ModelPair, stored_latency
 from smc.scheduler.engine import Engine
-from smc.scheduler.latency_model import LatencyModel
+from smc.scheduler.speculation import LatencyModel
 from smc.types import ModelRole
 
 CONFIG = EngineConfig(block=3, branches=1, max_slots=2)

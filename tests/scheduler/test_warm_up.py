@@ -14,10 +14,10 @@ from smc.calibration.warm_up import REPEATS, rare_requests, warm_up
 from smc.executor.plan import Program, RoundPlan
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
-from smc.scheduler.acceptance import Acceptance
 from smc.scheduler.decode import MEMORY
 from smc.scheduler.engine import Engine
 from smc.scheduler.round_plan import COMMON_KINDS
+from smc.scheduler.speculation import Acceptance
 from tests.kernels.sizes import possible
 from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.harness import answers, assert_empty, request

@@ -87,7 +87,7 @@ def all_are_the_engines_own(client: Client, http_port: int, answers: list) -> No
             assert [logp for _, logp in found] == pytest.approx([logp for _, logp in expected], abs=1e-3)
             assert found[0][0] == expected[0][0] or found[0][1] == pytest.approx(found[1][1], abs=1e-3)
         if completion.statistics is not None:
-            # Exponents of coupled drafting are fitted to all requests (`smc.scheduler.acceptance`): how often the
+            # Exponents of coupled drafting are fitted to all requests (`smc.scheduler.speculation`): how often the
             # draft of an exact request is right depends on who was there before, what is answered does not.
             if params.get("method") != "exact":
                 assert completion.statistics.rounds == answer.statistics.rounds

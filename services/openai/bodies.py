@@ -1,0 +1,475 @@
+"""Bodies of OpenAI's API: JSON parsed strictly, the fields that a body may have, and errors in OpenAI's terms. Knows
+nothing about servers, files or decoding.
+
+Sampling settings are named and checked by the library. Fields that this service does not support are refused unless set
+to their no-op value: no setting is silently ignored. docs/errors.md has the table of errors for users."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from services.errors import TooLarge, status_of
+from smc.api.limits import PromptTooLong
+from smc.api.sampling_params import SETTINGS
+from smc.scheduler.admission import DuplicateRequest
+
+
+def parse(data: bytes) -> Any:
+    """Raises ValueError: no JSON, a field given twice, a number that JSON does not know, or nested too deeply."""
+    try:
+        document = json.loads(data, object_pairs_hook=_once, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is not JSON: {error.msg} at character {error.pos + 1}") from error
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+    except ValueError as error:  # not UTF-8, a number of thousands of digits, or what is refused below
+        raise ValueError(f"this cannot be read as JSON: {error}") from error
+    # Brackets are a bound that costs nothing; some may stand in strings.
+    if data.count(b"[") + data.count(b"{") > MAX_NESTING and _is_deeper(document, MAX_NESTING):
+        raise ValueError(TOO_DEEP)
+    return document
+
+
+MAX_NESTING = 200
+"""Levels of a body: every function that reads or writes one may call itself for each, and libraries end at 255."""
+TOO_DEEP = f"this is nested too deeply to be read; allowed: at most {MAX_NESTING} levels"
+
+
+def _is_deeper(document: Any, most: int) -> bool:
+    """Whether lists and objects stand in each other in more than `most` levels."""
+    level = [document]
+    for _ in range(most):
+        parts = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [part for each in parts for part in each if isinstance(part, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls it."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
+    return kinds.get(type(value), "a number")
+
+
+def is_text(value: Any) -> bool:
+    """Whether every string in `value` has a UTF-8 form: JSON can write half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{name!r} is given twice")
+            seen.add(name)
+    return fields
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+HTTP = {
+    "invalid": (400, "invalid_request_error"),
+    "unauthenticated": (401, "authentication_error"),
+    "slow_sender": (408, "invalid_request_error"),
+    "duplicate": (409, "conflict_error"),
+    "too_large": (413, "invalid_request_error"),
+    "queue_full": (429, "rate_limit_error"),
+    "abort": (499, "aborted_error"),
+    "failed": (500, "server_error"),
+    "internal": (500, "server_error"),
+    "unavailable": (503, "server_error"),
+    "deadline": (504, "timeout_error"),
+}
+"""Status and type, by `services.errors.Status.cause`. A caller that does not read its answer gets none."""
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code, which clients know, for too long a prompt."""
+_FIRST_WORD = re.compile(r"[a-z_]+")
+_OF_PROMPTS = re.compile("the prompt|chat|cannot encode|the chat template")
+
+
+class BadRequest(ValueError):
+    """Something is wrong with the request itself."""
+
+    def __init__(self, message: str, param: str | None = None, http_status: int = 400, code: str | None = None) -> None:
+        """`param`: the field; `code`: OpenAI's word for what is wrong, where it has one."""
+        super().__init__(message)
+        self.param, self.http_status, self.code = param, http_status, code
+
+
+class BodyTooLarge(TooLarge):
+    """The body has more bytes than a prompt that the context holds: its text is not read, let alone tokenised."""
+
+    http_status, code = 400, CONTEXT_LENGTH_EXCEEDED
+
+    def __init__(self, limit: int, context: int, prompt: str) -> None:
+        """`prompt`: the field that holds it."""
+        super().__init__(
+            f"the body has more than {limit} bytes, too long a prompt; allowed: at most {context - 1} tokens"
+        )
+        self.param = prompt
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a caller is sent instead of an answer."""
+
+    http_status: int
+    body: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def refusal(error: Exception) -> Refusal:
+    status = status_of(error)
+    http_status, kind = HTTP[status.cause]
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    body = {"error": {"message": status.message, "type": kind, "param": param, "code": code or status.cause}}
+    # OpenAI's clients retry after most errors unless told otherwise; with a hint a retry makes sense, without one it
+    # does not.
+    headers = {"x-should-retry": str(status.retry_after is not None).lower()}
+    if status.retry_after is not None:
+        headers["retry-after"] = str(math.ceil(status.retry_after))
+    return Refusal(getattr(error, "http_status", http_status), body, headers)
+
+
+def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:
+    """`error` with the field that its message begins with, if it is one of `names`; `prompt`: the field that holds the
+    prompt."""
+    if isinstance(error, (BadRequest, DuplicateRequest)):
+        return error
+    message = str(error)
+    first = _FIRST_WORD.match(message)
+    param = first[0] if first and first[0] in names else prompt if _OF_PROMPTS.match(message) else None
+    return BadRequest(message, param, code=CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None)
+
+
+@dataclass(frozen=True)
+class Neutral(AfterValidator):
+    """Of a field that has no effect."""
+
+    values: tuple[Any, ...] = ()
+    """That it may have."""
+
+
+def neutral(*values: Any, why: str = "there is no such setting here") -> Neutral:
+    """A field that is accepted with one of these values, which change nothing."""
+    written = ", ".join(json.dumps(value) for value in values)
+
+    def check(value: Any) -> Any:
+        # True == 1, which JSON keeps apart.
+        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values):
+            raise PydanticCustomError("neutral", "{allowed}", {"allowed": f"{written}, as {why}; or leave it out"})
+        return value
+
+    return Neutral(check, values)
+
+
+MOST_LOGGED, MAX_LOGGED = 256, 64
+"""Unknown fields, and characters of each."""
+logger = logging.getLogger(__name__)
+KIND = "kind:"
+"""What the tags of unions begin with, which tells them from fields in the path of an error."""
+
+
+def kind_of_item(default: str) -> Discriminator:
+    """Items of a list are told apart by their `type`, `default` if they have none."""
+
+    def kind(item: Any) -> str:
+        given = item.get("type", default) if isinstance(item, dict) else getattr(item, "type", default)
+        return f"{KIND}{given}"
+
+    return Discriminator(kind)
+
+
+def _parts(content: Any) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if content is not None and not isinstance(content, list):
+        raise PydanticCustomError("content", "a string, or a list of parts with text")
+    return content
+
+
+class UnknownFields:
+    """Fields that are ignored instead of refused. Each is logged once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def ignore(self, names: Iterable[str]) -> None:
+        for name in names:
+            if len(self._logged) < MOST_LOGGED and name[:MAX_LOGGED] not in self._logged:
+                self._logged.add(name[:MAX_LOGGED])
+                logger.warning("the field %r of a request is unknown; it is ignored, here and later", name[:MAX_LOGGED])
+
+
+class Strict(BaseModel):
+    """No other fields, unless they are ignored; no other types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stranger(cls, data: Any, info: ValidationInfo) -> Any:
+        """One field that there is not is enough to be refused for; each would cost an error of its own."""
+        if not isinstance(data, dict):
+            return data
+        names = {one.alias or name for name, one in cls.model_fields.items()}
+        strangers = [name for name in data if name not in names]
+        if not strangers:
+            return data
+        known = {name: value for name, value in data.items() if name in names}
+        if isinstance(info.context, UnknownFields):
+            info.context.ignore(strangers)
+            return known
+        return known | {strangers[0]: data[strangers[0]]}
+
+
+class Part(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        Annotated[list[Part], Field(fail_fast=True)] | None,
+        BeforeValidator(_parts, json_schema_input_type=str | list[Part] | None),
+    ] = None
+    """None: of an assistant that only called tools."""
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[Any, neutral(None, [])] = None
+
+
+class Function(Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: Annotated[Any, neutral(False)] = False
+    continuous_usage_stats: Annotated[Any, neutral(False)] = False
+
+
+class Schema(Strict):
+    name: str = ""
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    """None: any object."""
+    strict: bool | None = None
+    """An answer is constrained in any case."""
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
+class Body(Strict):
+    """What chats and completions have in common, but for the settings of `smc.api.sampling_params`, which have the same
+    names. `null` is taken out before: it means that a field is not given."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    request_id: Annotated[str, Field(max_length=256, pattern="^[!-~]*$")] | None = None
+    """Ours: unique among running requests of the same token; a header of the answer."""
+    cache_salt: str = ""
+    priority: int = 0
+    """vLLM's: requests of a lower number are admitted first."""
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Ours: seconds from arrival, after which the call is dropped."""
+    negative_prompt: Any = None
+    """Ours: a string, a list of token ids, or a list of messages; with `guidance_scale`."""
+
+    # Describes the caller, and does not concern decoding.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    best_of: Annotated[Any, neutral(1)] = 1
+    service_tier: Annotated[Any, neutral("auto", "default")] = None
+    store: Annotated[Any, neutral(False)] = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: an object with one of json, json_object, regex, grammar, choice."""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    """These four are the same, by vLLM's older names."""
+    skip_special_tokens: Annotated[Any, neutral(True)] = True
+    spaces_between_special_tokens: Annotated[Any, neutral(True)] = True
+    include_stop_str_in_output: Annotated[Any, neutral(False)] = False
+
+
+class ChatBody(Body):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    max_completion_tokens: Any = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    """False: there is one call at most."""
+    modalities: Annotated[Any, neutral(["text"])] = None
+    functions: Annotated[Any, neutral([])] = None
+    function_call: Annotated[Any, neutral("auto", "none")] = None
+    reasoning_effort: str | None = None
+    """Of a template that has it."""
+    verbosity: Annotated[Any, neutral("medium")] = None
+    add_generation_prompt: bool | None = None
+    """Default: unless the last message is continued."""
+    continue_final_message: bool = False
+
+
+class CompletionBody(Body):
+    prompt: Any
+    """One string or list of token ids, or a list of such."""
+    echo: bool = False
+    suffix: Annotated[Any, neutral("")] = None
+    add_special_tokens: Annotated[Any, neutral(True)] = True
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+AnyBody = ChatBody | CompletionBody
+B = TypeVar("B", bound=BaseModel)
+BODIES: dict[bool, type[ChatBody] | type[CompletionBody]] = {True: ChatBody, False: CompletionBody}
+KINDS = {
+    "model_type": "an object",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "string_type": "a string",
+    "bool_type": "true, false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "none_required": "null",
+}
+"""JSON's names of types, by pydantic's error types."""
+_AROUND = re.compile(r"^(Input should be|(List|String) should have) | after validation, not \d+$")
+"""What pydantic says around what is allowed."""
+NAMES = {chat: frozenset(body.model_fields) | SETTINGS.keys() for chat, body in BODIES.items()}
+"""Of fields: what the library calls a setting has the same name, and the same meaning, in a body."""
+
+
+def given_fields(document: Any) -> dict[str, Any]:
+    """Fields that are given."""
+    if not isinstance(document, dict):
+        raise BadRequest("the body is no JSON object; allowed: an object with the request")
+    given = {name: value for name, value in document.items() if value is not None}
+    if is_text(given):  # once for all fields: a body can name many
+        return given
+    for name, value in given.items():
+        if not is_text(name) or not is_text(value):
+            raise BadRequest(
+                f"{name!r} holds half of a surrogate pair; allowed: valid Unicode text", name if is_text(name) else None
+            )
+    return given
+
+
+def validated(
+    model: type[B], given: dict[str, Any], endpoint: str, names: frozenset[str], unknown: UnknownFields | None
+) -> B:
+    """`names`: fields that a body of `endpoint` may have. Raises BadRequest."""
+    try:
+        return model.model_validate(given, context=unknown)
+    except ValidationError as error:
+        raise _in_our_words(error, endpoint, names) from error
+
+
+def _in_our_words(error: ValidationError, endpoint: str, names: frozenset[str]) -> BadRequest:
+    """The first of what is wrong."""
+    first = error.errors(include_url=False)[0]
+    # After the number of an item, a union names the kind that the item is of.
+    parts = [part for before, part in zip((None, *first["loc"]), first["loc"]) if not _is_kind(before, part)]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
+    param = str(first["loc"][0]) if first["loc"] else None
+    if first["type"] == "extra_forbidden":
+        allowed = f"; allowed: {', '.join(sorted(names))}" if len(parts) == 1 else "; leave it out"
+        return BadRequest(f"{path} is not a field of {endpoint} here{allowed}", path)
+    if first["type"] == "missing":
+        return BadRequest(f"{path} is missing", param)
+    if first["type"] == "union_tag_invalid":
+        kinds = first["ctx"]["expected_tags"].replace("'", "").replace(KIND, "")
+        return BadRequest(f"{path}.type={first['ctx']['tag'].removeprefix(KIND)!r}; allowed: {kinds}", path)
+    allowed = KINDS.get(first["type"]) or _AROUND.sub("", first["msg"])
+    return BadRequest(f"{path}={first['input']!r}; allowed: {allowed}", path)
+
+
+def _is_kind(before: Any, part: Any) -> bool:
+    return isinstance(before, int) and isinstance(part, str) and part.startswith(KIND)
+
+
+def renamed(error: ValueError, names: Mapping[str, str]) -> ValueError:
+    """`error` of a chat in the words of another API; `names`: fields that are called otherwise there."""
+    if not isinstance(error, BadRequest) or error.param is None:
+        return error
+    first = _FIRST_WORD.match(error.param)
+    if first is None or (name := names.get(first[0])) is None:
+        return error
+    message = re.sub(rf"^{first[0]}\b", name, str(error))
+    return BadRequest(message, name, error.http_status, error.code)
