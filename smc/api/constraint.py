@@ -1,4 +1,4 @@
-"""A constraint: the texts that an answer may be. Knows nothing about tokens, nor how a text is followed."""
+"""Constraints: sets of allowed answer texts. Knows nothing about tokens, nor how an answer is kept within them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_BYTES = 64 << 10
-"""Of a constraint's text: a quarter of a second to compile, at most."""
+"""Maximum bytes of a constraint's text; compiling it takes at most a quarter of a second."""
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 SCOPES = ("token", "answer")
 ALLOWED = f"an object with one of {', '.join(KINDS)}"
@@ -16,14 +16,14 @@ ALLOWED = f"an object with one of {', '.join(KINDS)}"
 
 @dataclass(frozen=True)
 class Constraint:
-    """Raises ValueError naming what was given and what is allowed."""
+    """A constraint as a request gives it. Raises ValueError naming what was given and what is allowed."""
 
     kind: str
     """`json_schema`, `json_object`, `regex`, `grammar` (Lark, or GBNF) or `choice`."""
     text: str = ""
-    """The schema, as JSON; the expression; the grammar; a JSON list of strings. Of `json_object` nothing."""
+    """The schema as JSON, the regular expression, the grammar, or a JSON list of strings. Empty for `json_object`."""
     after: int | None = None
-    """Token of the answer after which the constraint holds: the end of a reasoning text. None: from the beginning."""
+    """Token of the answer after which the constraint applies: the end of a reasoning text. None: from the beginning."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -42,7 +42,7 @@ class Constraint:
 
     @property
     def choices(self) -> list[str]:
-        """Of a choice. Raises ValueError."""
+        """The strings of a constraint of kind `choice`. Raises ValueError if the text is not a list of them."""
         found = _parsed(self.kind, self.text)
         if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
             raise ValueError(f"constraint: choice={self.text[:40]!r}; allowed: a list of non-empty strings")
@@ -50,7 +50,8 @@ class Constraint:
 
     @staticmethod
     def of(value: Any) -> Constraint:
-        """From an object with one kind, such as {"regex": "[0-9]+"}. A schema and choices may be objects of JSON."""
+        """Build a constraint from an object with one kind, such as {"regex": "[0-9]+"}. A schema and choices may be
+        JSON objects instead of text."""
         if not isinstance(value, Mapping):
             raise ValueError(f"constraint={value!r:.80}; allowed: {ALLOWED}")
         given = {name: text for name, text in value.items() if text is not None}
@@ -72,7 +73,7 @@ class Constraint:
 
 
 def check_constraint(name: str, value: Any) -> Constraint:
-    """A check of a setting."""
+    """Check and convert the value of the setting `constraint`."""
     return value if isinstance(value, Constraint) else Constraint.of(value)
 
 

@@ -1,4 +1,4 @@
-"""Settings of an engine, for all of its requests. Checked when built."""
+"""Configuration of an engine, common to all of its requests. Checked when built."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from smc.types import ModelRole
 MAX_BLOCK = 32
 MAX_BRANCHES = 32
 MOST_PAGES = 1 << 23
-"""Most pages of a pool: the scheduler keeps a few bytes for each."""
+"""Maximum pages of a pool: the scheduler stores a few bytes for each."""
 MAX_STOPS = 64
-"""Different sets of stop tokens and strings among requests that run in parallel."""
+"""Maximum number of different sets of stop tokens and strings among requests that run in parallel."""
 FLOAT_BYTES = 4
 MAX_PREFILL_SHARE = 100.0
-"""Largest factor by which prompts may lengthen rounds."""
+"""Maximum factor by which prompts may lengthen rounds."""
 DISTRIBUTION_BYTES = 1 << 30
-"""Memory of a model's device for the token distributions of draft chains, where `max_chains` is not set."""
+"""Memory on a model's device for the token distributions of draft chains, if `max_chains` is not set."""
 MAX_POTENTIAL_TIMEOUT = 3600.0
-"""Seconds."""
+"""Maximum of `potential_timeout`, in seconds."""
 
 
 def _pairs(potentials: Mapping[str, str] | tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """Raises ValueError."""
+    """Convert potentials to pairs of a name and a path module:function. Raises ValueError if one of them is
+    malformed."""
     pairs = tuple(potentials.items() if isinstance(potentials, Mapping) else potentials)
     for name, path in pairs:
         if not is_potential(name) or not isinstance(path, str) or not all(path.partition(":")[::2]):
@@ -35,7 +36,7 @@ def _pairs(potentials: Mapping[str, str] | tuple[tuple[str, str], ...]) -> tuple
 
 
 class PrefillSettings(TypedDict):
-    """Fields of `EngineConfig`."""
+    """The fields of `EngineConfig` that concern prompts."""
 
     prefill_chunk: int
     prefill_share: float
@@ -47,52 +48,52 @@ GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.4}
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Raises ValueError naming the field, the value and what is allowed."""
+    """Settings of an engine. Raises ValueError naming the field, the value and what is allowed."""
 
     form: str = "lookahead"
-    """`lockstep`: draft, then score. `lookahead`: draft every outcome of the next block while the target scores this
+    """`lockstep`: draft, then score. `lookahead`: draft branches of the next block while the target scores the current
     one."""
     block: int = 8
-    """K, 1..32: tokens the draft draws per round."""
+    """K, 1..32: tokens that the draft proposes in a round."""
     branches: int = UNSET
-    """F, 1..32: branches of the next block per particle. Look-ahead only; default 4."""
+    """F, 1..32: branches of the next block for each particle. Look-ahead only; default 4."""
     cohorts: int = 1
-    """Sets of requests whose rounds alternate, 1..4. More than one pays in lockstep, where models run in processes of
-    their own."""
+    """Number of micro-batches whose rounds alternate, 1..4. More than one pays in lockstep, if each model has processes
+    of its own."""
     max_slots: int = 64
-    """Particles of all running requests together."""
+    """Maximum number of particles of all running requests together."""
     max_context: int | None = None
-    """Longest prompt plus answer, in tokens; default: what the models were made for."""
+    """Maximum tokens of prompt and answer together; default: the context that the models were made for."""
     pages: int | None = None
-    """Token positions in the KV pool of each model; default: on GPUs as many as there is memory for, up to the longest
-    context in every slot and as much again for the prefix cache; on a CPU 512 a slot, and at least one request of the
-    longest context."""
+    """Token positions in the KV pool of each model. Default on GPUs: as many as memory allows, up to the longest
+    context in every slot and the same again for the prefix cache. Default on a CPU: 512 for each slot, and at least one
+    request of the longest context."""
     prefill_chunk: int = 128
-    """Prompt tokens run per step and model at most, so that a long prompt does not stop the others."""
+    """Maximum prompt tokens that a model runs in one step, so that a long prompt does not block other requests."""
     prefill_share: float | None = None
-    """Most time that prompts take beside rounds, in the mean, as a share of what the rounds take; default: what
+    """Maximum average time spent on prompts beside rounds, as a share of the time of the rounds; default: the time that
     `prefill_chunk` takes."""
     max_queue: int | None = None
-    """Requests that may wait for slots and pages; default: any number."""
+    """Maximum number of requests that wait for slots and pages; default: unlimited."""
     max_queue_pages: int | None = None
-    """KV pages, of both pools together, that waiting requests may ask for; default: any number."""
+    """Maximum KV pages, of both pools together, that waiting requests need; default: unlimited."""
     prefix_cache: bool = True
-    """Keep what has been computed for prompts and answers, for prompts that begin alike."""
+    """Keep the keys and values of prompts and answers, for later prompts that begin with the same tokens."""
     drafting: str = "costs"
-    """What is drafted for exact decoding, whose answers do not depend on it. `costs`: as much as pays, down to nothing,
-    where a service has timed its models; `always`: trees as large as requests ask for."""
+    """How much is drafted in exact decoding; answers (verified by walk) do not depend on it. `costs`: as much as pays,
+    possibly nothing, in a service that has timed its models; `always`: trees as large as requests ask for."""
     max_chains: int | None = None
-    """Chains of all running requests together that are decoded by rejection (smc/executor/verify.py): each takes memory
-    for token distributions over the whole vocabulary, which is set aside. 0: no such requests. Default: as many as take
-    1 GiB at either model; never more than slots."""
+    """Maximum number of chains of all running requests that are verified by rejection (smc/executor/verify.py). For
+    each chain, memory for token distributions over the whole vocabulary is reserved. 0: such requests are refused.
+    Default: as many as take 1 GiB at either model; never more than slots."""
     defensive_share: float = 0.05
     """Share of the untruncated distribution in the proposal of a truncated request (smc/distributions.py)."""
 
     potentials: tuple[tuple[str, str], ...] = ()
-    """Callables that requests may name as their `potential`: name and module:function of each. A mapping is taken,
-    too."""
+    """Callables that requests may name as their `potential`: pairs of a name and module:function. A mapping is
+    accepted, too."""
     potential_timeout: float = 10.0
-    """Seconds that a potential may take each time that it is asked about a request."""
+    """Maximum seconds of each call of a potential for a request."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "potentials", _pairs(self.potentials))
@@ -134,8 +135,8 @@ class EngineConfig:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
 
     def pool_pages(self, context: int, room: int | None = None) -> int:
-        """`pages`, or the default for this context; `room`: pages that a GPU has memory for. Raises ValueError if that
-        is too little."""
+        """Return `pages`, or the default for this context. `room`: pages that a GPU has memory for, None on a CPU.
+        Raises ValueError if memory is too small for one request."""
         least = context + 2 * (self.begin_tokens + self.branches * self.block)
         if self.pages or room is None:
             return self.pages or max(512 * self.max_slots, least)
@@ -148,22 +149,23 @@ class EngineConfig:
 
     @property
     def branch_levels(self) -> tuple[int, ...]:
-        """Values of F that rounds of exact decoding have where costs decide, largest first: all branches, the powers of
-        four below, and one."""
+        """Values of F from which costs choose for rounds of exact decoding, largest first: all branches, smaller powers
+        of four, and one."""
         fewer = (4**power for power in range(3) if 4**power < self.branches)
         return (self.branches, *sorted(fewer, reverse=True))
 
     @property
     def block_levels(self) -> tuple[int, ...]:
-        """Numbers of tokens that rounds of exact decoding draft where costs decide, largest first: in lockstep K, its
-        half rounded up, the half of that, down to one. In look-ahead always K: the draft works while the target does."""
+        """Numbers of drafted tokens from which costs choose for rounds of exact decoding, largest first. In lockstep K,
+        then repeatedly half of the number before, rounded up, down to one. In look-ahead only K, because the draft
+        works while the target does."""
         levels = [self.block]
         while levels[-1] > 1 and not self.lookahead:
             levels.append(-(-levels[-1] // 2))
         return tuple(levels)
 
     def chains(self, vocab: int) -> int:
-        """`max_chains`, or its default for a vocabulary of so many tokens."""
+        """Return `max_chains`, or its default for a vocabulary of this size."""
         most = self.max_chains
         if most is None:
             most = DISTRIBUTION_BYTES // (
@@ -172,39 +174,40 @@ class EngineConfig:
         return min(most, self.max_slots)
 
     def distributions(self, role: ModelRole) -> int:
-        """Distributions over the vocabulary that a model stores for a draft chain. At the target: those that the
-        chain's tokens were drawn from, and its own after each token. At the draft: those of the drafted tokens; in
-        look-ahead of F rows, and twice those of the chain in flight."""
+        """Number of distributions over the vocabulary that a model stores for a draft chain. At the target: those that
+        the chain's tokens were drawn from, and its own after each token. At the draft: those of the drafted tokens, in
+        look-ahead of F rows, plus twice those of the chain in flight."""
         drawn = self.target_tokens - 1
         if role == ModelRole.TARGET:
             return drawn + self.target_tokens
         return drawn * (self.branches + 2) if self.lookahead else drawn
 
     def distribution_bytes(self, role: ModelRole, vocab: int) -> int:
-        """Memory for the distributions of all chains."""
+        """Return the bytes for the distributions of all chains at a model."""
         return self.chains(vocab) * self.distributions(role) * vocab * FLOAT_BYTES
 
     def width(self, context: int) -> int:
-        """Positions of a block table: a block may run past the longest answer, for the sake of a static shape."""
+        """Positions of a block table: a block may extend past the longest answer, which keeps shapes static."""
         return context + self.block + 2
 
     @property
     def target_tokens(self) -> int:
-        """Tokens that the target runs in a round, at most: a block, and in lockstep the seed."""
+        """Maximum tokens of a sequence that the target runs in a round: a block, and in lockstep also the seed."""
         return self.block if self.lookahead else self.block + 1
 
     @property
     def begin_tokens(self) -> int:
-        """Tokens that the draft has not run when a round begins, at most: in lockstep its last one and the bonus."""
+        """Maximum tokens of a sequence that the draft has not run when a round begins: in lockstep the last drafted
+        token and the bonus token."""
         return 1 if self.lookahead else 2
 
     @property
     def max_stops(self) -> int:
-        """Entries of the stop tables: different ends of answers that run in parallel, and one for none."""
+        """Entries of the stop tables: one for each set of stop conditions that run in parallel, and one for none."""
         return min(self.max_slots, MAX_STOPS) + 1
 
     def context(self, longest: int) -> int:
-        """`max_context`, or all that the models were made for. Raises ValueError if it exceeds that."""
+        """Return `max_context`, or the context that the models were made for. Raises ValueError if it exceeds that."""
         context = self.max_context or longest
         if context > longest:
             raise ValueError(f"max_context={context}; allowed: 2..{longest}, what both models were made for")

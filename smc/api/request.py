@@ -1,6 +1,6 @@
-"""A request, and what it returns: outputs while it runs, the answer at its end, and words about a draft that does not know
-the text of an answer. The rules behind these words know numbers only, so that a probe of a pair and the answer to one
-request say the same."""
+"""Requests and their results: outputs while a request runs, the answer at its end, and warnings about a draft that does
+not know the text of an answer. The rules for these warnings work on numbers alone, so that the probe of a pair and the
+answer to one request give the same warning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from smc.api.sampling_params import Method, SamplingParams
 
 MAX_PRIORITY = 1_000_000
-"""Either sign."""
+"""Maximum absolute value of a priority."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,20 @@ class Request:
     cache_salt: str = ""
     """Prompts share cached keys and values only with prompts of the same salt."""
     waited: float = 0.0
-    """Seconds between its arrival and its submission."""
+    """Seconds between the request's arrival and its submission to the engine."""
     negative_prompt: tuple[int, ...] | None = None
     """Prompt that a guided request is steered away from; None: the token that begins texts."""
     priority: int = 0
-    """Requests of a lower number are admitted first; those of one number in order of submission."""
+    """Requests with a lower number are admitted first; requests with the same number in order of submission."""
 
     @property
     def negative_size(self) -> int:
-        """Tokens of the negative prompt; 0: it is not guided."""
+        """Tokens of the negative prompt; 0 if the request is not guided."""
         return 0 if not self.params.guided else 1 if self.negative_prompt is None else len(self.negative_prompt)
 
 
 def check_priority(priority: int) -> None:
-    """Raises ValueError."""
+    """Raise ValueError if the priority is out of range."""
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise ValueError(f"priority={priority}; allowed: {-MAX_PRIORITY} to {MAX_PRIORITY}, the lowest is first")
 
@@ -49,7 +49,7 @@ def check_guidance(params: SamplingParams, has_negative: bool) -> None:
 
 
 Alternatives = tuple[tuple[int, float], ...]
-"""Tokens and their log-probabilities."""
+"""Token ids, each with its log-probability."""
 
 
 class FinishReason(StrEnum):
@@ -58,34 +58,34 @@ class FinishReason(StrEnum):
     STOP_STRING = "stop_string"
     LENGTH = "length"
     TIME_BUDGET = "time_budget"
-    """The request's own time was used up: the answer is the weighted draw among what existed then."""
+    """The request's time budget was used up: the answer is drawn by weight from the particles that existed then."""
     QUEUE_TIME = "queue_time"
-    """Its own time was used up before it had begun: there is no answer."""
+    """The request's time budget was used up before decoding had begun: there is no answer."""
     CANCELLED = "cancelled"
     ERROR = "error"
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What happened to the rows of one request: its particles, or the tree of exact decoding."""
+    """Counters of one request's rows: its particles, or the tree of exact decoding."""
 
     particles: int
     rounds: int = 0
     resamples: int = 0
     collapses: int = 0
-    """Rounds after which every weight was zero: decoding went on from the longest prefix that had weight, or by a
-    potential from before the round, and Z-hat is 0. Often so where the draft does not propose what a truncation leaves."""
+    """Rounds after which every weight was zero. Decoding went on from the longest prefix that had weight, or from
+    before the round if a potential caused it, and Z-hat is 0. Frequent where the draft does not propose the tokens that
+    the target's truncation keeps."""
     particles_left: int = 0
-    """Particles at the end: fewer than `particles` where memory was short and the request allowed it, or where a
-    smaller tree was faster (`exact`)."""
+    """Particles at the end. Fewer than `particles` if memory was short and the request allowed it, or if a smaller tree
+    was faster (`exact`)."""
     preemptions: int = 0
     """How often the request was preempted and resumed."""
     mean_ess: float = 0.0
     """Effective sample size before resampling, averaged over rounds; between 1 and N."""
     min_ess: float = 0.0
     log_z: float = 0.0
-    """log Z-hat, of the estimate of the target's total mass on answers: its exponential has expectation 1 at alpha =
-    1."""
+    """log Z-hat. Z-hat estimates the target's total mass on answers; at alpha = 1 its expectation is 1."""
     draft_tokens: int = 0
     """Tokens drawn by the draft, over all particles and branches."""
     target_tokens: int = 0
@@ -93,48 +93,48 @@ class Statistics:
     committed_lag: float = 0.0
     """Tokens between the committed prefix and the longest particle, averaged over rounds."""
     accepted_per_round: float = 0.0
-    """Of exact decoding: answer tokens that a round confirmed, on average. The first token comes with the prompt, in no
-    round."""
+    """Exact decoding: answer tokens that a round confirmed, on average. The first token is drawn after the prompt and
+    counts in no round."""
     hits: int = 0
-    """Of exact decoding ahead: rounds after which what had been drafted went on as the target did."""
+    """Exact decoding in look-ahead: rounds after which the tokens drafted ahead continued what the target drew."""
     misses: int = 0
-    """Of exact decoding ahead: rounds after which the draft began anew from the target's token."""
+    """Exact decoding in look-ahead: rounds after which the draft started again from the target's token."""
     alone_rounds: int = 0
-    """Of exact decoding: rounds in which nothing was drafted and the target decoded alone. They do not count in
+    """Exact decoding: rounds in which nothing was drafted and the target decoded alone. They do not count in
     `accepted_per_round`, `hits` and `misses`."""
     mean_rows: float = 0.0
-    """Of exact decoding: rows of its tree, averaged over the rounds that drafted."""
+    """Exact decoding: rows of the tree, averaged over the rounds that drafted."""
     draft_exponent: float = 0.0
-    """Of exact decoding: the exponent of coupled drafting (`smc.algorithm.coupling`) at the end. Above 1 the target is
-    more certain than the draft. 0: nothing was drafted so."""
+    """Exact decoding: the exponent of coupled drafting (`smc.algorithm.coupling`) at the end. Above 1 the target is
+    more certain than the draft. 0: no coupled drafting took place."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Where an answer's time went, seconds."""
+    """How an answer's time was spent, in seconds."""
 
     queue: float = 0.0
-    """From the request's arrival until its admission; all of its time if it was never admitted."""
+    """From the request's arrival to its admission; all of its time if it was never admitted."""
     prefill: float = 0.0
     """From the admission to the first token."""
     decode: float = 0.0
-    """From the first token to the end, including the time that preemptions took."""
+    """From the first token to the end, preemptions included."""
 
 
 class PromptToken(NamedTuple):
-    """How likely a token of a prompt is after those before it, by the target: at temperature 1, without any setting of
-    the request."""
+    """How likely the target finds a token of a prompt after the tokens before it: at temperature 1, without any setting
+    of the request."""
 
     logprob: float
     rank: int
-    """How many tokens are at least as likely, itself included."""
+    """Number of tokens that are at least as likely, this one included."""
     likeliest: Alternatives
-    """As many as requested, likeliest first."""
+    """The requested number of alternatives, likeliest first."""
 
 
 @dataclass(frozen=True)
 class Particle:
-    """One of the answers that a request's own was drawn from."""
+    """One of the answers among which the request's answer was drawn."""
 
     tokens: tuple[int, ...]
     text: str
@@ -145,19 +145,19 @@ class Particle:
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of a request."""
+    """The final result of a request."""
 
     request_id: str
     tokens: tuple[int, ...]
     text: str
     finish_reason: FinishReason
     matched: int | str | None
-    """The token id or string that ended the answer, where one did."""
+    """The token id or string that ended the answer, if one did."""
     seed: int
     prompt_tokens: int
     statistics: Statistics
     seconds: float
-    """From submission to this answer."""
+    """Seconds from submission to this answer."""
     logprobs: tuple[float, ...] | None = None
     """Log-probability of every token under the target's distribution, if requested."""
     top_logprobs: tuple[Alternatives, ...] | None = None
@@ -169,10 +169,10 @@ class Answer:
     """Prompt tokens whose keys and values came from the prefix cache."""
     times: Times = field(default=Times(), compare=False)
     particles: tuple[Particle, ...] | None = None
-    """The population that the answer was drawn from by weight, if requested. Independent particles may be equal. Empty
-    where nothing was decoded."""
+    """The population from which the answer was drawn by weight, if requested. Independent particles may be equal. Empty
+    if nothing was decoded."""
     prompt_logprobs: tuple[PromptToken, ...] | None = None
-    """For every token of the prompt but the first, if requested; None where the request was cancelled, failed or ran
+    """For every token of the prompt except the first, if requested; None if the request was cancelled, failed or ran
     out of time before there was an answer."""
 
 
@@ -185,29 +185,32 @@ class Output:
     text: str = ""
     answer: Answer | None = None
     logprobs: tuple[float, ...] = ()
-    """One for each of these tokens, if requested. Those of all outputs together are the answer's."""
+    """One log-probability for each of these tokens, if requested. Concatenated over all outputs, they are the
+    answer's."""
 
 
 LEAST_ACCEPTED = 0.25
-"""Drafted tokens that a round of exact decoding confirms, below which the draft does not know the text."""
+"""Drafted tokens confirmed in a round of exact decoding, on average; with fewer, the draft does not know the text."""
 LEAST_EVIDENCE = -0.3
-"""log Z-hat a token, below which a population is too small: a block of five tokens keeps e^-1.5, 22%, of the target's
+"""log Z-hat per token; below this, a population is too small: a block of five tokens keeps e^-1.5, 22%, of the target's
 probability."""
 LEAST_ROUNDS, LEAST_TOKENS = 4, 8
-"""Rounds of exact decoding with something drafted, and answer tokens of SMC, below which an answer says nothing."""
+"""Minimum rounds of exact decoding that drafted something, and minimum answer tokens of SMC, for a warning to be
+meaningful."""
 LEAST_GAIN = 1.05
 """Speed, as a multiple of plain decoding's, from which drafting pays."""
 
 
 def fit_by_acceptance(accepted: float) -> str | None:
-    """Words about a draft of which so many tokens a round are accepted, with the trees of a request."""
+    """Return a warning if the draft does not know the text, else None. `accepted`: drafted tokens accepted per round,
+    with trees of the size that a request has."""
     if accepted >= LEAST_ACCEPTED:
         return None
     return f"the draft does not know this text: {accepted:.2f} drafted tokens are accepted a round"
 
 
 def fit_by_evidence(log_z_per_token: float, particles: int) -> str | None:
-    """Words about a population with this evidence."""
+    """Return a warning if the population is too small for this log Z-hat per token, else None."""
     if log_z_per_token >= LEAST_EVIDENCE:
         return None
     return (
@@ -217,7 +220,8 @@ def fit_by_evidence(log_z_per_token: float, particles: int) -> str | None:
 
 
 def fit_of_answer(params: SamplingParams, statistics: Statistics, tokens: int) -> str | None:
-    """Words about the draft of one answer, with what to do; None: nothing is to be said, or too little was seen."""
+    """Return a warning about the draft of one answer, with advice; None if the draft fits, or if the answer is too
+    short to tell."""
     method = params.method
     if method is Method.SMC and params.follows_target and statistics.rounds and tokens >= LEAST_TOKENS:
         words = fit_by_evidence(statistics.log_z / tokens, statistics.particles)

@@ -1,6 +1,6 @@
-"""How one request is decoded, in the words of its user.
+"""Sampling parameters: how one request is decoded, as its user specifies it.
 
-Settings are checked when they are built; a setting that the chosen method would ignore is refused.
+Settings are checked when the object is built; a setting that the chosen method would ignore is refused.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from smc.types import ModelRole
 
 MAX_STOPS = 64
 MAX_BIAS = 100.0
-"""Of a logit, in either direction."""
+"""Maximum absolute value of a change to a logit."""
 POPULATIONS = ("distinct", "independent")
 ANSWERS = ("draw", "best")
 VERIFICATIONS = ("walk", "rejection")
 SMALLEST, LARGEST = 1e-6, 1e6
-"""Of temperatures and alpha: beyond, they make infinities and NaN of logits in float32."""
+"""Range of temperatures and of alpha: outside it, logits in float32 become infinite or NaN."""
 MAX_GUIDANCE = 1e3
 SCALES = f"> 0, from {SMALLEST:g} to {LARGEST:g}"
 
@@ -65,15 +65,16 @@ class Method(StrEnum):
 
     SMC = "smc"
     EXACT = "exact"
-    """The target's distribution, many tokens at a time: by default its own draws, so the answer of `target`, sooner."""
+    """The target's distribution, several tokens per round. Verified by walk (the default), the answer is that of
+    `target`."""
     TARGET = "target"
-    """Plain decoding by the target model: the baseline of every table."""
+    """Plain decoding by the target model: the baseline of performance and quality tables."""
     DRAFT = "draft"
-    """Plain decoding by the draft model: the floor of every quality table."""
+    """Plain decoding by the draft model: the lower bound in quality tables."""
 
     @property
     def plain(self) -> bool:
-        """One model decodes by itself: there are no rounds of both."""
+        """Whether one model decodes alone, without the other."""
         return self in (Method.TARGET, Method.DRAFT)
 
 
@@ -101,7 +102,7 @@ class SamplingParams:
             "Maximum number of answer tokens. Default: 256, or the rest of the context if that is less.", "TOKENS"
         ),
     )
-    """Longest answer in tokens, EOS included."""
+    """Maximum tokens of an answer, EOS included."""
     seed: int | None = setting(
         None,
         integer(lambda value: -(2**63) <= value < 2**63, "a 64-bit signed integer"),
@@ -113,8 +114,8 @@ class SamplingParams:
         number(lambda value: value == 0 or is_scale(value), f"{SCALES}; or 0 = greedy"),
         option=Option("Temperature of the target distribution; 0 = greedy, not with --method smc. Default: 1.", "T"),
     )
-    """Of the target distribution, and of the draft's unless `draft_temperature` is given. > 0 for SMC; 0 = greedy
-    otherwise, where exact decoding drafts at 1."""
+    """Temperature of the target's distribution, and of the draft's unless `draft_temperature` is given. > 0 for SMC. 0
+    = greedy for the other methods; exact decoding then drafts at temperature 1."""
     top_k: int = setting(
         0,
         integer(lambda value: 0 <= value < 2**31, ">= 0 (0 = off), < 2**31"),
@@ -138,7 +139,7 @@ class SamplingParams:
         Items(lambda item: isinstance(item, str) and item != "", "non-empty strings", MAX_STOPS, "strings"),
         option=Option("A string that ends the answer; may be repeated.", "TEXT"),
     )
-    """Strings that end the answer; the text ends before the first of them."""
+    """Strings that end the answer; its text ends before the earliest of them."""
     stop_token_ids: tuple[int, ...] = setting(
         (),
         Items(is_token, "token ids >= 0", MAX_STOP_IDS, "ids"),
@@ -146,7 +147,7 @@ class SamplingParams:
     )
     """Token ids that end the answer, besides the model's own EOS."""
     ignore_eos: bool = setting(False, flag(), option=Option("Continue after the model's end-of-text token."))
-    """EOS is a token like any other."""
+    """Treat EOS as a token like any other."""
     min_tokens: int = setting(
         0,
         integer(lambda value: value >= 0, ">= 0"),
@@ -155,23 +156,23 @@ class SamplingParams:
             "TOKENS",
         ),
     )
-    """The first so many tokens of the answer do not end it, at most `max_tokens`: stop tokens and EOS have probability
-    0 under both distributions, and stop strings that are complete by then have no effect."""
+    """Minimum tokens of an answer, at most `max_tokens`. Until then, stop tokens and EOS have probability 0 under both
+    distributions, and stop strings that are complete by then have no effect."""
     logit_bias: tuple[tuple[int, float], ...] = setting((), Biases(MAX_BIASES, MAX_BIAS))
-    """Added to both models' logits of these tokens, by id, before temperature and truncation. Given as a mapping, or as
-    pairs; kept in the order of the ids, without those of 0."""
+    """Numbers added to both models' logits of these token ids, before temperature and truncation. Given as a mapping or
+    as pairs; stored as pairs in ascending order of the ids, without zeros."""
     presence_penalty: float = setting(
         0.0,
         number(lambda value: -2 <= value <= 2, "-2..2 (0 = none)"),
         option=Option("Subtracted from the logit of every token that the answer holds already. Default: 0.", "P"),
     )
-    """Subtracted from both models' logits of tokens that the answer so far holds."""
+    """Subtracted from both models' logits of tokens that occur in the answer so far."""
     frequency_penalty: float = setting(
         0.0,
         number(lambda value: -2 <= value <= 2, "-2..2 (0 = none)"),
         option=Option("Subtracted from a token's logit for each time that the answer holds it. Default: 0.", "P"),
     )
-    """Subtracted from both models' logits of a token as often as the answer so far holds it."""
+    """Subtracted from both models' logits of a token once for each time that it occurs in the answer so far."""
     repetition_penalty: float = setting(
         1.0,
         number(lambda value: 0.01 <= value <= 100, "0.01..100 (1 = none)"),
@@ -179,8 +180,8 @@ class SamplingParams:
             "Divides positive and multiplies negative logits of tokens in the prompt or the answer. Default: 1.", "R"
         ),
     )
-    """Divides both models' positive logits of tokens that the prompt or the answer so far holds, and multiplies
-    negative ones."""
+    """Divides both models' positive logits of tokens that occur in the prompt or the answer so far, and multiplies
+    their negative logits."""
     time_budget: float | None = setting(
         None,
         number(lambda value: value > 0, "> 0 seconds"),
@@ -198,7 +199,8 @@ class SamplingParams:
             ("--particles", "-n"),
         ),
     )
-    """N, 1..64: of SMC particles; of exact decoding rows of the tree, or chains, which decide its speed. Default 8."""
+    """N, 1..64: number of SMC particles; of rows of the tree, or chains, in exact decoding, where N affects speed.
+    Default 8."""
     verification: str | None = setting(
         None,
         OneOf(VERIFICATIONS),
@@ -210,16 +212,16 @@ class SamplingParams:
             "walk|rejection",
         ),
     )
-    """`walk`: the target draws, and drafted tokens that are its draws are confirmed; `rejection`: tokens are drawn from
-    the draft's distribution, and kept or replaced so that the answer follows the target's. Method `exact` only; default
-    `walk`."""
+    """`walk`: the target draws its own tokens and confirms the drafted tokens that match; `rejection`: tokens are drawn
+    from the draft's distribution, and kept or replaced so that the answer follows the target's. Method `exact` only;
+    default `walk`."""
     min_particles: int | None = setting(
         None,
         None,
         scope=Scope.SMC,
         option=Option("Minimum number of particles to keep when KV memory is short. Default: all.", "N"),
     )
-    """Particles that must be left where memory is short, 1..N. SMC only; default N: never fewer."""
+    """Minimum number of particles that remain when memory is short, 1..N. SMC only; default N: none are removed."""
     population: str | None = setting(
         None,
         OneOf(POPULATIONS),
@@ -232,7 +234,7 @@ class SamplingParams:
         ),
     )
     """`distinct`: particles are drawn without replacement; `independent`: each draws for itself, and they are
-    resampled. SMC only; default `distinct`, or `independent` where `ess_threshold` or `resampling` is given."""
+    resampled. SMC only; default `distinct`, or `independent` if `ess_threshold` or `resampling` is given."""
     ess_threshold: float | None = setting(
         None,
         number(lambda value: 0 <= value <= 1, "0..1 (0 = never resample)"),
@@ -256,7 +258,7 @@ class SamplingParams:
             "SCHEME",
         ),
     )
-    """Scheme. Independent particles only; default `systematic`."""
+    """Resampling scheme. Independent particles only; default `systematic`."""
     alpha: float | None = setting(
         None,
         number(is_scale, SCALES),
@@ -267,8 +269,8 @@ class SamplingParams:
             "A",
         ),
     )
-    """Power of the target's probability of whole answers, > 0: above 1 it sharpens them as wholes, where a lower
-    temperature sharpens token by token. SMC only; default 1."""
+    """Power of the target's probability of whole answers, > 0. Above 1 it sharpens the distribution of whole answers,
+    whereas a lower temperature sharpens each token's distribution. SMC only; default 1."""
     potential: str | None = setting(
         None,
         Holds(is_potential, "the name of a potential, of letters, digits and any of _-.:"),
@@ -279,8 +281,8 @@ class SamplingParams:
             "NAME",
         ),
     )
-    """Name of a potential phi (`smc.potentials`): an answer has the target's probability times phi of it, normalised.
-    SMC only; default: none."""
+    """Name of a potential phi (`smc.potentials`): an answer's probability is proportional to its probability under the
+    target times phi of the answer. SMC only; default: none."""
     answer: str | None = setting(
         None,
         OneOf(ANSWERS),
@@ -291,8 +293,9 @@ class SamplingParams:
             "draw|best",
         ),
     )
-    """`draw`: the answer is a particle drawn by weight; `best`: of those with weight, the one of the largest
-    probability under the target, to the power of `alpha` and times the potential. SMC only; default `draw`."""
+    """`draw`: the answer is a particle drawn by weight; `best`: the answer is the particle, among those with weight,
+    with the largest probability under the target, to the power of `alpha` and times the potential. SMC only; default
+    `draw`."""
     draft_temperature: float | None = setting(
         None,
         number(is_scale, SCALES),
@@ -300,8 +303,8 @@ class SamplingParams:
         fill=lambda params: params.temperature or 1.0,
         option=Option("Temperature of the draft's proposal. Default: --temperature.", "T"),
     )
-    """Of the proposal, and corrected for. SMC, and exact decoding by rejection; default: `temperature`, and 1 where
-    that is 0."""
+    """Temperature of the draft's proposal; weights or acceptance correct for it. SMC, and exact decoding by rejection;
+    default: `temperature`, or 1 if that is 0."""
     guidance_scale: float = setting(
         1.0,
         number(lambda value: 1 <= value <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)"),
@@ -309,9 +312,9 @@ class SamplingParams:
             "Strength of classifier-free guidance away from --negative-prompt. Default: 1, no guidance.", "S"
         ),
     )
-    """s of the guided distribution, that of l_u + s (l_c - l_u): l_c are the logits after the prompt, l_u those after
-    the negative prompt; temperature and truncation come afterwards. 1 = none. A guided request takes two slots a row,
-    and twice the pages at the target. Not of `draft`."""
+    """s in the guided logits l_u + s (l_c - l_u), where l_c are the logits after the prompt and l_u those after the
+    negative prompt; temperature and truncation follow. 1 = no guidance. A guided request takes two slots for each row,
+    and twice the pages at the target. Not for method `draft`."""
     bad_words: tuple[str, ...] = setting(
         (),
         Items(
@@ -322,11 +325,11 @@ class SamplingParams:
         ),
         option=Option("A text that the answer must not contain; may be repeated.", "TEXT", ("--bad-word",)),
     )
-    """Texts that are not written, as their tokens at the beginning of an answer or after a blank: the last token of one
-    is never drawn after the others."""
+    """Texts that the answer does not contain, as tokenized at the beginning of an answer or after a blank: the last
+    token of such a text is never drawn directly after its other tokens."""
     constraint: Constraint | None = setting(None, check_constraint)
-    """What the answer may be: a `Constraint`, or an object with one of json_schema, json_object, regex, grammar and
-    choice. It ends where the constraint allows it, or by `max_tokens`, a stop string or a stop token."""
+    """Allowed answers: a `Constraint`, or an object with one of json_schema, json_object, regex, grammar and choice.
+    The answer ends where the constraint allows it, or at `max_tokens`, a stop string or a stop token."""
     constraint_scope: str | None = setting(
         None,
         OneOf(SCOPES),
@@ -338,26 +341,26 @@ class SamplingParams:
             "token|answer",
         ),
     )
-    """`token`: every token has the target's probability given those that are allowed after the tokens before it;
-    `answer`: every answer has the target's probability given that the constraint allows it. SMC with a constraint only;
-    default `token`."""
+    """`token`: every token has the target's probability, given that it is allowed after the tokens before it; `answer`:
+    every answer has the target's probability, given that the constraint allows the whole answer. SMC with a constraint
+    only; default `token`."""
     logprobs: bool = setting(False, flag(), report=True)
     """Report the log-probability of every answer token under the target distribution (after temperature and
     truncation)."""
     top_logprobs: int = setting(
         0, integer(lambda value: 0 <= value <= MAX_TOP_LOGPROBS, f"0..{MAX_TOP_LOGPROBS}"), report=True
     )
-    """Report so many of the likeliest tokens at every position of the answer, too, with their log-probabilities under
-    the same distribution; with `logprobs`. The answer is reported when it has run through the target once more, as a
-    prompt does."""
+    """Also report this many of the likeliest tokens at every position of the answer, with their log-probabilities under
+    the same distribution; requires `logprobs`. The answer is reported after it has run through the target once more, as
+    a prompt does."""
     prompt_logprobs: int | None = setting(
         None, integer(lambda value: 0 <= value <= MAX_TOP_LOGPROBS, f"0..{MAX_TOP_LOGPROBS}"), report=True
     )
-    """Report how likely every token of the prompt is under the target, after those before it, and so many of the
-    likeliest tokens there: at temperature 1, without truncation, biases, penalties, constraint and guidance. The prompt
-    runs through the target once more, in full. Default: none of it."""
+    """Report how likely the target finds every token of the prompt after the tokens before it, and this many of the
+    likeliest tokens at its position: at temperature 1, without truncation, biases, penalties, constraint and guidance.
+    The whole prompt runs through the target once more. Default: no such report."""
     return_particles: bool = setting(False, flag(), report=True)
-    """Report every particle's answer with its weight; where a method has no particles, its answer alone."""
+    """Report every particle's answer with its weight; a method without particles reports its only answer."""
 
     def __post_init__(self) -> None:
         if self.method is None:
@@ -372,66 +375,67 @@ class SamplingParams:
 
     @property
     def rows(self) -> int:
-        """Sequences decoded side by side: the particles, or 1."""
+        """Sequences decoded in parallel: the number of particles, or 1."""
         return self.particles or 1
 
     @property
     def penalised(self) -> bool:
-        """Logits depend on the tokens so far."""
+        """Whether logits depend on the tokens so far through a penalty."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
     def follows_tokens(self) -> bool:
-        """Models keep the tokens of its rows, as logits depend on them."""
+        """Whether the models store the tokens of the request's rows, because logits depend on them."""
         return self.penalised or self.masked
 
     @property
     def masked(self) -> bool:
-        """Which tokens may follow depends on those so far."""
+        """Whether the tokens so far decide which tokens may follow."""
         return self.constraint is not None or bool(self.bad_words)
 
     @property
     def follows_target(self) -> bool:
-        """Answers are to follow the target's distribution, whose total mass is 1; not its power, with a potential, or
-        given a constraint on whole answers."""
+        """Whether answers follow the target's distribution itself, whose total mass is 1: not a power of it, nor its
+        product with a potential, nor its restriction to answers that a constraint allows."""
         return self.alpha in (None, 1.0) and self.potential is None and self.constraint_scope != "answer"
 
     @property
     def keeps_logprobs(self) -> bool:
-        """The log-probability of every token is kept: it is reported, or decides which particle is the answer."""
+        """Whether the log-probability of every token is kept: it is reported, or decides which particle is the
+        answer."""
         return self.logprobs or self.answer == "best"
 
     @property
     def guided(self) -> bool:
-        """Every row has an unconditional row."""
+        """Whether every row has an unconditional row."""
         return self.guidance_scale != 1
 
     @property
     def guided_roles(self) -> tuple[ModelRole, ...]:
-        """Where it has one."""
+        """Models that run the unconditional rows; none without guidance."""
         return (ModelRole.TARGET,) if self.guided else ()
 
     @property
     def slots_per_row(self) -> int:
-        """An unconditional row takes one, too."""
+        """Slots that a row takes: an unconditional row takes one more."""
         return 2 if self.guided else 1
 
     @property
     def least_rows(self) -> int:
-        """As few as the request allows: of exact decoding one will do, unless its draws depend on how many there
-        are."""
+        """Minimum number of rows that the request allows. Exact decoding allows one, unless its draws depend on the
+        number of rows (rejection)."""
         if self.method is Method.EXACT:
             return self.rows if self.verification == "rejection" else 1
         return self.min_particles or self.rows
 
     @property
     def resamples(self) -> bool:
-        """It says how, so its particles are independent."""
+        """Whether a resampling setting is given, which makes the particles independent."""
         return self.ess_threshold is not None or self.resampling is not None
 
     def _settled(self, name: str, known: Setting) -> Any:
-        """A field as it is kept: what the method needs and was not given is filled in, what was given and has no effect
-        is refused."""
+        """Return the value of a field to store: fill in a value that the method needs and that was not given. Raises
+        ValueError if the given value has no effect."""
         value = getattr(self, name)
         idle = self._idle(known.scope)
         if value is None and known.optional:
@@ -443,8 +447,8 @@ class SamplingParams:
         return known.check(name, value) if known.check else value
 
     def _idle(self, scope: Scope) -> str | None:
-        """What a setting of this scope would have no effect with. Fields stand in the order in which this can be
-        said."""
+        """Return the choice that makes a setting of this scope ineffective, for an error message; None if it has an
+        effect. Fields are declared after the fields that this depends on."""
         method = f"method={str(self.method)!r}"
         if scope is Scope.ALL:
             return None
@@ -505,7 +509,7 @@ class SamplingParams:
             )
 
     def _check_stop_bytes(self) -> None:
-        # Characters are cheaper to count than bytes, and there are no more of them.
+        # Counting characters is cheaper than counting bytes, and a text has at least as many bytes.
         if (size := sum(map(len, self.stop))) <= MAX_STOP_BYTES:
             try:
                 size = sum(len(text.encode()) for text in self.stop)
@@ -518,11 +522,11 @@ class SamplingParams:
 
 
 SETTINGS = settings_of(SamplingParams)
-"""Of sampling fields, by name."""
+"""Settings of the sampling fields, by name."""
 
 
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The given settings, and defaults for others by name. A default that contradicts what is given is left out."""
+    """Return the given settings, completed with defaults by name. A default that contradicts them is left out."""
     settings = dict(given)
     for name, value in defaults.items():
         if name not in given:

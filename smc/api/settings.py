@@ -1,8 +1,8 @@
-"""Settings: everything that the service needs to know of a sampling field, declared beside the field.
+"""Settings: everything that the service needs to know about a sampling field, declared beside the field.
 
-A field is made by `setting`; from it follow its check, its option of commands, its name in JSON bodies and its place in
-messages. The fields are in `smc.api.sampling_params.SamplingParams`; this file knows nothing about them, nor about
-commands, bodies or messages."""
+A field is made by `setting`. Its check, its option of commands, its name in JSON bodies and its place in messages
+follow from it. The fields are in `smc.api.sampling_params.SamplingParams`; this file knows nothing about them, nor
+about commands, bodies or messages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ allowed."""
 
 
 class Scope(StrEnum):
-    """Requests that a setting has an effect on; other requests that set it are rejected."""
+    """Requests that a setting applies to; other requests that set it are rejected."""
 
     ALL = "all"
     BOTH = "both"
-    """Methods of both models: SMC and exact decoding."""
+    """Methods that run both models: SMC and exact decoding."""
     EXACT = "exact"
     SMC = "smc"
     PROPOSAL = "proposal"
@@ -36,12 +36,12 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class Option:
-    """A field as an option of commands; its type is that of the field."""
+    """The command-line option of a field; its type is that of the field."""
 
     help: str
     metavar: str = ""
     names: tuple[str, ...] = ()
-    """Default: the field's name."""
+    """Names of the option; default: the field's name."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class Setting:
     """A field's properties besides its name, type and default."""
 
     check: Check | None
-    """None: the class checks the field together with others."""
+    """None: the class checks the field together with other fields."""
     scope: Scope
     fill: Callable[[Any], Any] | None
-    """Value of a field that is not set, for requests that it has an effect on: a function of the other fields."""
+    """Computes the value of a field that is not set, from the other fields, for requests that the field applies to."""
     option: Option | None
-    """None: the field is no option of a command."""
+    """None: commands have no option for this field."""
     optional: bool
     """The value None means that the field is not set."""
     report: bool
-    """The field says what is reported: in the API's messages it stands beside the sampling settings."""
+    """The field selects what is reported: in the API's messages it stands beside the sampling settings."""
 
 
 def setting(
@@ -70,13 +70,13 @@ def setting(
     option: Option | None = None,
     report: bool = False,
 ) -> Any:
-    """A field of a dataclass. See `Setting`."""
+    """Declare a field of a dataclass with a `Setting`; see there."""
     known = Setting(check, scope, fill, option, default is None, report)
     return field(default=default, metadata={"setting": known})
 
 
 def settings_of(kind: type) -> Mapping[str, Setting]:
-    """By name, in the order of the fields."""
+    """Return the settings of a dataclass by name, in the order of its fields."""
     return MappingProxyType({one.name: one.metadata["setting"] for one in fields(kind)})
 
 
@@ -87,7 +87,7 @@ def require(name: str, value: object, ok: bool, allowed: str) -> None:
 
 @dataclass(frozen=True)
 class Holds:
-    """A check: a value for which `holds`."""
+    """A check that accepts a value for which `holds` is true."""
 
     holds: Callable[[Any], bool]
     allowed: str
@@ -98,7 +98,7 @@ class Holds:
 
 
 def number(holds: Callable[[Any], bool], allowed: str) -> Check:
-    """A finite number for which `holds`."""
+    """Make a check that accepts a finite number for which `holds` is true."""
     return Holds(lambda value: is_number(value) and holds(value), allowed)
 
 
@@ -112,7 +112,7 @@ def flag() -> Check:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A check: one of these names. Where messages have an enum, its values have the same names."""
+    """A check that accepts one of these names. Where messages have an enum, its values have the same names."""
 
     names: tuple[str, ...]
 
@@ -123,7 +123,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Items:
-    """A check: a list of at most so many items of one kind, stored as a tuple."""
+    """A check that accepts a list of at most `most` items of one kind, and stores it as a tuple."""
 
     holds: Callable[[Any], bool]
     allowed: str
@@ -147,8 +147,8 @@ class Items:
 
 @dataclass(frozen=True)
 class Biases:
-    """A check: numbers by token id, as a mapping, whose keys may be JSON's strings, or as pairs. They are stored as
-    pairs, ascending, without zeros."""
+    """A check that accepts numbers by token id: a mapping, whose keys may be strings as in JSON, or pairs. They are
+    stored as pairs in ascending order, without zeros."""
 
     most: int
     largest: float
@@ -179,7 +179,7 @@ class Biases:
 
 
 def is_number(value: object) -> bool:
-    """Finite, and not larger than a float can be, as an integer from JSON may be."""
+    """Whether the value is a finite number that fits into a float; an integer from JSON may be too large."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
