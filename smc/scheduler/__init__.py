@@ -1,1 +1,1 @@
-"""The engine: one scheduler that owns every decision, and workers that run rows through a model."""
+"""The scheduler of the engine: it makes every decision; workers and the executor of rounds run rows through a model."""

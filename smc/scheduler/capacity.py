@@ -1,9 +1,9 @@
-"""What an engine of given slots and pages can run: checks of requests, the longest answer, sizes that just suffice, and a
-forecast of the pages that requests will hold.
+"""Capacity: what an engine with given slots and pages can run. Checks requests, computes the longest answer and sizes
+that just suffice, and forecasts the pages that requests will hold.
 
-The forecast is learnt from how long answers get and from how much of them particles share. Both are averages over all
-requests of an engine. Of what requests hold, only sums are known without walking through their pages, and admission
-needs sums only."""
+The forecast learns how long answers become and how much of them particles share, both averaged over all requests of an
+engine. Only the sums of pages over all requests are cheap to maintain: per-request counts would need a walk through the
+pages. Admission needs only sums."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def longest_answer(
     size: int,
     negative: int = 0,
 ) -> int:
-    """Longest answer of such a request after a prompt of `size` tokens and a negative one, at least 1, if nothing else
-    ran."""
+    """Return the maximum tokens of an answer with these settings, if nothing else ran; at least 1. `size`, `negative`:
+    tokens of the prompt and the negative prompt."""
     # The default negative prompt is one token.
     negative = max(negative, int(params.guided))
     decoding, room = decoding_of(params), max(1, context - max(size, negative))
@@ -46,8 +46,8 @@ def longest_answer(
 
 
 def sized_for(config: EngineConfig, params: SamplingParams, requests: int) -> EngineConfig:
-    """The config with just the slots, and room for the distributions of chains, that so many such requests need at
-    once."""
+    """Return the config with just enough slots, and room for the distributions of chains, for this many such requests
+    at once."""
     rows = requests * params.rows
     return replace(config, max_slots=rows * params.slots_per_row, max_chains=decoding_of(params).chains(rows))
 
@@ -91,42 +91,44 @@ def check_fits(
 
 
 LEARNING = 0.1
-"""Weight of the newest answer in the average length of answers, and of the newest count in the average of what
-particles share."""
+"""Weight of the newest answer in the average length of answers, and of the newest count in the averages of shared
+tokens."""
 OWN_TOKENS = 64
-"""Last tokens of a particle, which it shares with no other as a rule. Whether it shares those before is learnt."""
+"""Last tokens of a particle, which are assumed to be shared with no other. For earlier tokens the share is learnt."""
 COUNT_EVERY = 16
-"""Steps between two counts of what is held."""
+"""Number of steps between two counts of held pages."""
 
 
 class PageForecast:
-    """Forecasts for requests that arrive, and for admitted ones, whose forecasts it enters in `KVCacheManager`."""
+    """Forecasts the pages of new and of admitted requests, and enters those of admitted requests in
+    `KVCacheManager`."""
 
     def __init__(self, config: EngineConfig, slots: Slots, memory: KVCacheManager) -> None:
         self.config, self.slots, self.memory = config, slots, memory
         self.answer_share = 1.0
-        """Share of the longest answer that answers have, on average."""
+        """Average length of answers as a share of their `max_tokens`."""
         self._old = self._own = 0.0
-        """Tokens further back than `OWN_TOKENS` of all particles but one a request; and how many of these are not
-        shared."""
+        """`_old`: tokens further back than `OWN_TOKENS`, of all particles except one of each request. `_own`: those of
+        them that no other particle shares. Both are moving averages."""
         self._steps = 0
 
     @property
     def own_share(self) -> float:
-        """Share of a particle's tokens further back than `OWN_TOKENS` that no other particle shares: 0 as long as nothing
-        is known."""
+        """Share of a particle's tokens further back than `OWN_TOKENS` that no other particle shares; 0 until something
+        was counted."""
         return self._own / self._old if self._old else 0.0
 
     def pages(
         self, decoding: Decoding, params: SamplingParams, prompt: int, rows: int, length: int = 0, negative: int = 0
     ) -> dict[ModelRole, int]:
-        """Pages in each pool of so many particles of a request, whose answer has `length` tokens already."""
+        """Forecast the pages in each pool for `rows` particles of a request whose answer has `length` tokens
+        already."""
         answer = max(1, length, round(self.answer_share * params.max_tokens))
         own = min(answer, OWN_TOKENS) + round(self.own_share * max(0, answer - OWN_TOKENS))
         return decoding.expected_pages(self.config, params, prompt, rows, answer, own, negative)
 
     def of(self, group: SequenceGroup) -> dict[ModelRole, int]:
-        """Of a request that is queued or admitted."""
+        """Forecast the pages of a queued or admitted request."""
         if group.checkpoint is not None:
             length = group.checkpoint.longest
         else:
@@ -140,11 +142,12 @@ class PageForecast:
         )
 
     def learn_answer(self, share: float) -> None:
-        """An answer is complete, and has this share of its `max_tokens`."""
+        """Learn from a complete answer, whose length is this share of its `max_tokens`."""
         self.answer_share += LEARNING * (share - self.answer_share)
 
     def follow(self, admitted: Sequence[SequenceGroup]) -> None:
-        """Once a step. Every `COUNT_EVERY` steps, count what is held and correct the forecasts of admitted requests."""
+        """Called once a step: every `COUNT_EVERY` steps, count what is held and update the forecasts of admitted
+        requests."""
         self._steps += 1
         if self._steps % COUNT_EVERY:
             return
@@ -153,8 +156,8 @@ class PageForecast:
             self.expect(group)
 
     def count(self, running: Sequence[SequenceGroup]) -> None:
-        """Learn from what the particles of running requests hold: in each pool all pages grown, less one path a request,
-        less `OWN_TOKENS`. Of exact decoding only the path counts: its rows share all but what is not confirmed."""
+        """Learn from what the particles of running requests hold: in each pool all grown pages, minus one path of each
+        request, minus `OWN_TOKENS`. In exact decoding only the path counts: rows share everything that is confirmed."""
         own = old = 0
         for role, allocator in self.memory.allocators.items():
             groups = [group for group in running if role in group.decoding.roles]

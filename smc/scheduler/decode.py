@@ -1,18 +1,18 @@
-"""Decoding: how running requests advance by rounds. Their state is beside the models (smc/executor); here rounds are
-planned (`smc.scheduler.round_plan`), launched, and their results written to slots and pages.
+"""Decoding: how running requests advance by rounds. Rounds are planned (`smc.scheduler.round_plan`) and launched here,
+and their results are written to slots and pages. The state of the models is in smc/executor.
 
 A round of the draft-target pair, in either form:
-  1. the draft extends open particles by K tokens: the rest of this block (lockstep), or F rows a particle of the next
-  (look-ahead)
-  2. the target scores the block in flight; the distribution after it gives the bonus token, or scores the rows' first
-  tokens
-  3. candidates are weighted and selected, or compared with the target's own draws; both models follow the selection
-Plain decoding is a round of the first kind by one model, whose every token is kept.
+  1. The draft extends open particles by K tokens: the rest of the current block (lockstep), or F rows of the next block
+  for each particle (look-ahead).
+  2. The target scores the block in flight. The distribution after the block gives the bonus token (lockstep), or scores
+  the first tokens of the rows (look-ahead).
+  3. Candidates are weighted and selected, or compared with the target's own draws. Both models follow the selection.
+In plain decoding, a round is step 1 by one model, and all of its tokens are kept.
 
 Requests are in micro-batches whose rounds alternate, so that one is drafted or scored while another is selected from.
-Where a round runs while its result is waited for, a micro-batch's next round is launched before the last is read: the
-models never wait for the scheduler. Answers do not depend on any of it: a request's random numbers depend on its own
-rounds only.
+If rounds run while the scheduler waits for a result, a micro-batch's next round is launched before the last one is
+read, so that the models never wait for the scheduler. Answers do not depend on this: a request's random numbers depend
+only on its own rounds.
 
 Axes: A rows of a batch, G requests, L tokens, Q tokens of a block, W pages of a row."""
 
@@ -40,12 +40,12 @@ from smc.scheduler.stats import EngineStats
 from smc.types import ModelRole
 
 WINDOW = 64
-"""Tokens that are compared at a time, however long ago particles agreed."""
+"""Number of tokens that are compared at a time, however long ago particles agreed."""
 
 
 def commit_tokens(slots: Slots, population: Population) -> None:
     """Advance each request's committed prefix: the answer tokens on which all its particles agree and which its
-    decoding cannot take back, since every later particle is a copy of one of these."""
+    decoding cannot take back. They are final, because every later particle is a copy of one of these."""
     groups, slot_A = population.groups, population.slot_A
     length_A = slots.length_S[slot_A]
     for decoding, at in population.by_decoding():
@@ -54,7 +54,7 @@ def commit_tokens(slots: Slots, population: Population) -> None:
     common_G = population.least(length_A) - committed_G
     width = min(int(common_G.max()), WINDOW)
     while width > 0:
-        # Where a window reaches past the end of a row, it is also past what its request has in common.
+        # Where a window extends past the end of a row, it is also past the common tokens of the request.
         index_AL = np.minimum(committed_G[population.group_A, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)
         tokens_AL = slots.tokens_SL[slot_A[:, None], index_AL]
         agree_AL = tokens_AL == tokens_AL[population.first_G[population.group_A]]
@@ -63,7 +63,7 @@ def commit_tokens(slots: Slots, population: Population) -> None:
         )
         more_G = np.logical_and.accumulate(agree_GL, axis=1).sum(1)
         committed_G += more_G
-        # Requests that agreed on the whole window may agree on what follows; others are settled.
+        # Requests that agree on the whole window may agree on the following tokens; the others are done.
         common_G = np.where(more_G == width, common_G - width, 0)
         width = min(int(common_G.max()), WINDOW)
     lag_G = population.largest(slots.length_S[slot_A]) - committed_G
@@ -73,7 +73,7 @@ def commit_tokens(slots: Slots, population: Population) -> None:
 
 
 MEMORY = 0.997
-"""Weight that the engine's acceptance of earlier rounds keeps after each round of any request."""
+"""Weight that earlier rounds keep in the engine's acceptance after each round of any request."""
 
 
 @dataclass
@@ -84,18 +84,18 @@ class InFlightStep:
     generations: list[int]
     """Generation of each request at the launch."""
     resized: list[bool]
-    """Whether the round changes the number of a request's particles."""
+    """Whether the round changes the number of a request's particles, for each request."""
     pages: list[RoundPages]
     """Pages that were allocated for each request."""
     exponents: list[float]
-    """Of coupled drafting, of each request."""
+    """Exponent of coupled drafting of each request."""
     size: DraftSize
-    """What is drafted."""
+    """Number of branches and steps that are drafted."""
     pending: Pending[RoundOutcome]
 
 
 class RoundScheduler:
-    """Advances the requests of one program by launching rounds; one may be launched before the last has been read."""
+    """Advances the requests of one program by rounds; a round may be launched before the last one has been read."""
 
     def __init__(
         self,
@@ -112,9 +112,9 @@ class RoundScheduler:
         self._planner = RoundPlanner(config, slots, decoding, width, decide)
         self._stats = EngineStats()
         self.acceptance = Acceptance(MEMORY)
-        """Of exact decoding, by all requests."""
+        """Acceptance of exact decoding, averaged over all requests."""
         self.exponents = DraftExponents()
-        """Of coupled drafting, by all requests."""
+        """Exponents of coupled drafting, fitted to all requests."""
         self.pipelined = executor.pipelined
         self.last: Pending[RoundOutcome] | None = None
         """The round that was read last, for timing."""
@@ -122,16 +122,16 @@ class RoundScheduler:
         self.queued = 0.0
         """Seconds spent planning and launching rounds."""
         self.waited = (0, 0)
-        """When the last wait for a round began and ended, nanoseconds of the monotonic clock."""
+        """Begin and end of the last wait for a round, in nanoseconds of the monotonic clock."""
 
     def wants(self, group: SequenceGroup) -> bool:
-        """Whether another round can bring anything, as far as is known before the last one has been read."""
+        """Whether another round of the request is useful, as far as is known before the last one has been read."""
         in_flight = len(group.in_flight)
         if group.params.potential is not None and (in_flight or group.awaits_potential):
-            # The next round depends on what the potential says of this one.
+            # The next round depends on the potential of the particles after this one.
             return False
         if group.switches or (in_flight and group.next_rows is not None):
-            # How far it is, or which of its slots will be left, is known when that round has been read.
+            # The number of confirmed tokens, or which slots remain, is known only after that round has been read.
             return False
         length, block = int(self.slots.length_S[group.slots].max()), int(self.slots.block_S[group.slots].min())
         known = group.decoding.known_tokens(self.config, length=length, block=block, rounds=in_flight)
@@ -158,8 +158,8 @@ class RoundScheduler:
         return step
 
     def read(self, step: InFlightStep) -> None:
-        """Wait for a round, and bring slots and pages up to what the models hold. A request that has released its slots
-        meanwhile is left out."""
+        """Wait for a round, and update slots and pages to what the models hold. Requests that have released their slots
+        since the launch are left out."""
         begin = time.monotonic_ns()
         outcome = step.pending.result()
         self.waited = (begin, time.monotonic_ns())
@@ -176,12 +176,12 @@ class RoundScheduler:
         self._read.append(step.pending)
 
     def take_read(self) -> list[Pending[RoundOutcome]]:
-        """Rounds that have been read since the last call."""
+        """Return the rounds that have been read since the last call."""
         read, self._read = self._read, []
         return read
 
     def take_stats(self) -> EngineStats:
-        """What its rounds have counted since the last call."""
+        """Return what was counted in rounds since the last call."""
         stats, self._stats = self._stats, EngineStats()
         return stats
 
@@ -214,7 +214,7 @@ class RoundScheduler:
         index_A: np.ndarray,
         pages: list[RoundPages],
     ) -> None:
-        """Particles and unconditional rows descend from their ancestors' pages; pages without descendants are free."""
+        """Let particles and unconditional rows continue their ancestors' pages; free pages without descendants."""
         for role, whole in outcome.lineage.items():
             allocator = self.memory.allocators[role]
             lineage = Lineage(whole.path_AW[index_A], whole.kept_A[index_A], whole.dropped_A[index_A])
@@ -254,13 +254,14 @@ class RoundScheduler:
         slots.logw_S[slot_A] = result.logw_A[index_A]
 
     def _write(self, array_SL: np.ndarray, slot_A: np.ndarray, first_A: np.ndarray, values_AQ: np.ndarray) -> None:
-        """Values from `first` on. What does not exist is written too, and overwritten by what does."""
+        """Write values from column `first_A` of each slot on. Columns past the valid values are written, too; valid
+        values overwrite them later."""
         column_AQ = np.minimum(first_A[:, None] + np.arange(values_AQ.shape[1]), array_SL.shape[1] - 1)
         array_SL[slot_A[:, None], column_AQ] = values_AQ
 
     def _observe_draws(self, population: Population, observed_3A: np.ndarray, exponents: list[float]) -> None:
-        """Learn from the target's draws: fit the exponents of coupled drafting, and count how the draft ranks them. All
-        rows of a request saw the same draw."""
+        """Learn from the target's draws: fit the exponents of coupled drafting, and count how the draft ranks the
+        draws. All rows of a request have seen the same draw."""
         seen = np.flatnonzero(np.isfinite(observed_3A).any(0))
         drawn = dict(zip(population.group_A[seen].tolist(), observed_3A[:, seen].T.tolist()))
         for g, (score, information, rank) in drawn.items():
@@ -274,7 +275,7 @@ class RoundScheduler:
     def _drop_slots(
         self, population: Population, resized: list[bool], result: RoundResult[np.ndarray], index_A: np.ndarray
     ) -> None:
-        """Requests that now have another number of particles release the slots without one."""
+        """Release the slots that hold no particle after a round that changed the number of a request's particles."""
         for g, group in enumerate(population.groups):
             if not resized[g]:
                 continue
@@ -285,7 +286,7 @@ class RoundScheduler:
             self.slots.release(dropped)
 
     def _count_work(self, population: Population, size: DraftSize) -> None:
-        """Tokens that the models run in this round, for the particles that were open when it began."""
+        """Count the tokens that the models run in this round, for the particles that were open when it began."""
         slot_A, config, program = population.slot_A, self.config, self.decoding.program
         open_A, steps = ~self.slots.ended_S[slot_A], size.steps or config.block
         if program is Program.PAIR:
@@ -320,7 +321,7 @@ class RoundScheduler:
             *(values_G[current_G] for values_G in (result.ess_G, result.log_z_G)),
             *(resampled_G, collapsed_G, confirmed_G, population.size_G, hit_G & ahead, whole_G, open_G),
         )
-        # One conversion an array costs less than one an element.
+        # Converting whole arrays is cheaper than converting each element.
         return [
             RoundFacts(ess, log_z, resampled, collapsed, confirmed, rows, block, ahead, hit, whole, is_open)
             for ess, log_z, resampled, collapsed, confirmed, rows, hit, whole, is_open in zip(
@@ -345,11 +346,12 @@ class RoundScheduler:
 
 
 AllocatePages = Callable[[list[SequenceGroup]], list[tuple[SequenceGroup, RoundPages]]]
-"""Allocates pages for a round; returns the requests for which there were enough."""
+"""Allocates pages for a round; returns the requests for which there were enough, with their pages."""
 
 
 class MicroBatches:
-    """`count` micro-batches of the requests of one program, as even as new requests can make them."""
+    """`count` micro-batches of the requests of one program, kept as even as possible by adding new requests to the
+    smallest."""
 
     def __init__(self, rounds: RoundScheduler, count: int) -> None:
         self.rounds = rounds
@@ -357,23 +359,23 @@ class MicroBatches:
         self._in_flight: list[InFlightStep | None] = [None] * count
 
     def add(self, group: SequenceGroup) -> None:
-        """The request takes part from its micro-batch's next round on."""
+        """Let the request take part from the next round of its micro-batch on."""
         smallest = min(self._members, key=lambda members: sum(len(g.slots) for g in members))
         smallest.append(group)
 
     def remove(self, group: SequenceGroup) -> None:
-        """A round of the request that is in flight goes on, and its result is discarded."""
+        """Remove a request. If a round of it is in flight, that round continues and its result is discarded."""
         for members in self._members:
             if group in members:
                 members.remove(group)
 
     def abandon(self) -> None:
-        """Rounds that are in flight will not come."""
+        """Forget rounds in flight whose results will not arrive."""
         self._in_flight = [None] * len(self._in_flight)
 
     def step(self, allocate: AllocatePages) -> list[Pending[RoundOutcome]]:
-        """Launch every micro-batch's next round, and read the results of its last: the one before, or where nothing
-        runs meanwhile, this. Returns the rounds that were read."""
+        """Launch the next round of every micro-batch, and read one round of each: the previous one if the executor is
+        pipelined, else the one just launched. Return the rounds that were read."""
         launched = [self._launch(members, allocate) for members in self._members]
         if self.rounds.pipelined:
             launched, self._in_flight = self._in_flight, launched

@@ -1,7 +1,7 @@
-"""Detokenizer: where the text of an answer ends, and how much of it can be streamed. Works on tokens' bytes; knows
-nothing about particles.
+"""Detokenizer: finds where the text of an answer ends, and how much of it can be streamed. Works on the bytes of
+tokens; knows nothing about particles.
 
-Stop strings are matched on bytes, so a match may begin and end anywhere inside tokens, and never in the prompt.
+Stop strings are matched on bytes, so a match may begin and end inside tokens. It never includes parts of the prompt.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from smc.stops import DONE, START, StopMachine
 
 
 class StopRules:
-    """What ends the answer of one request."""
+    """The conditions that end the answer of one request."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for stops that are not in the vocabulary."""
+        """Raises ValueError for tokens outside of the vocabulary, and for `min_tokens` if every token ends the
+        answer."""
         beyond = [t for t in params.stop_token_ids if t >= tokenizer.size]
         if beyond:
             raise ValueError(f"stop_token_ids contains {beyond[0]}; allowed: 0..{tokenizer.size - 1}")
@@ -39,15 +40,15 @@ class StopRules:
             params.constraint,
             _bad_tokens(params.bad_words, tokenizer),
         )
-        """Detects the end of an answer as it grows."""
+        """Detects the end of a growing answer."""
         if beyond := [token for token, _ in params.logit_bias if token >= tokenizer.size]:
             raise ValueError(f"logit_bias contains token {beyond[0]}; allowed: 0..{tokenizer.size - 1}")
         if params.min_tokens and len(stop_ids) >= tokenizer.size:
             raise ValueError(f"min_tokens={params.min_tokens} where every token ends the answer; allowed: 0")
 
     def why(self, tokens: Sequence[int], cap: int) -> tuple[FinishReason, int | str | None]:
-        """Why an ended answer ended, and what matched. A stop that falls on the last allowed token counts as the
-        stop."""
+        """Return why an ended answer ended, and what matched. A stop at the last allowed token counts as the stop.
+        `cap`: the maximum number of tokens."""
         last = tokens[-1]
         if last in self.eos_ids:
             return FinishReason.EOS, last
@@ -61,7 +62,7 @@ class StopRules:
         return FinishReason.LENGTH, None
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The whole text: without terminal tokens, and up to the first stop string."""
+        """Return the whole text: without terminal tokens, and up to the first stop string."""
         data = self.visible_bytes(tokens)
         return data[: self._first_stop(data, self._begin(tokens))].decode("utf-8", errors="replace")
 
@@ -69,7 +70,8 @@ class StopRules:
         return b"".join(self.tokenizer.bytes_of(t) for t in tokens if t not in self.eos_ids and t not in self.token_ids)
 
     def final_size(self, data: bytes) -> int:
-        """How many leading bytes are final: in no stop string, nor in one that may become complete."""
+        """Return how many leading bytes are final: they belong to no stop string, nor to one that may become
+        complete."""
         end = self._first_stop(data)
         if end < len(data):
             return end
@@ -77,19 +79,19 @@ class StopRules:
         return len(data) - max(sizes, default=0)
 
     def state(self, tokens: Sequence[int]) -> int:
-        """State of the stop machine after tokens that did not end the answer."""
+        """Return the state of the stop machine after tokens that did not end the answer."""
         if self.machine.next_XB is None:
             return START
         data = b"".join(map(self.tokenizer.bytes_of, tokens))[self._begin(tokens) :]
         state = START
-        # What lies further back than all strings together are long makes no difference to an answer that goes on.
+        # Bytes further back than the length of all strings together do not matter to an answer that continues.
         for byte in data[-MAX_STOP_BYTES:]:
             state = int(self.machine.next_XB[state, byte])
         return state
 
     def _begin(self, tokens: Sequence[int]) -> int:
-        """Bytes at the beginning in which no stop string that counts begins: one that is complete with a token that
-        cannot end the answer has no effect, and what counts begins after that token."""
+        """Number of leading bytes in which no effective stop string begins. A string that is complete with a token that
+        cannot end the answer has no effect; effective strings begin after that token."""
         early = tokens[: self.min_tokens] if self.strings else ()
         ends = list(accumulate(len(self.visible_bytes((token,))) for token in early))
         data, begin = self.visible_bytes(early), 0
@@ -104,8 +106,8 @@ class StopRules:
 
 
 def _bad_tokens(words: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
-    """Tokens of texts, as vLLM has them: at a beginning, and after a blank if they are as many and begin otherwise.
-    Raises ValueError for a text that has none."""
+    """Convert texts to tokens as vLLM does: as at the beginning of a text, and as after a blank if that gives the same
+    number of tokens with another first one. Raises ValueError for a text without tokens."""
     for word in words:
         plain, after_blank = (tuple(tokenizer.encode(blank + word.lstrip(), add_special=False)) for blank in ("", " "))
         if not plain:
@@ -116,7 +118,8 @@ def _bad_tokens(words: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[in
 
 
 class TextStream:
-    """Text of a growing committed prefix. Streamed text is never taken back: what may become a stop string is kept."""
+    """Text of a growing committed prefix. Streamed text is never taken back: what may become a stop string is held
+    back."""
 
     def __init__(self, rules: StopRules) -> None:
         self._rules = rules
@@ -124,12 +127,13 @@ class TextStream:
         self._kept = b""
         self._sent = 0
         self._left = rules.min_tokens if rules.strings else 0
-        """Coming tokens that cannot end the answer."""
+        """Number of coming tokens that cannot end the answer."""
         self._state = START
-        """State of the stop machine after these."""
+        """State of the stop machine after the tokens that could not end the answer."""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Text that these further tokens make final; a character whose bytes are incomplete is kept too."""
+        """Return the text that these further tokens make final. A character whose bytes are incomplete is held back,
+        too."""
         begin = self._read_early(tokens[: self._left])
         self._kept += self._rules.visible_bytes(tokens[self._left :])
         self._left = max(self._left - len(tokens), 0)
@@ -140,8 +144,8 @@ class TextStream:
         return text
 
     def _read_early(self, tokens: Sequence[int]) -> int:
-        """Keep the bytes of tokens that cannot end the answer. Returns how many of those that are kept are before what
-        counts."""
+        """Append the bytes of tokens that cannot end the answer. Return the number of held bytes after which effective
+        stop strings may begin."""
         begin, next_XB = 0, self._rules.machine.next_XB
         for token in tokens:
             data = self._rules.visible_bytes((token,))
@@ -154,5 +158,5 @@ class TextStream:
         return begin
 
     def finish(self, text: str) -> str:
-        """What is left to send of the answer's whole text."""
+        """Return the part of the answer's whole text that has not been sent."""
         return text[self._sent :]

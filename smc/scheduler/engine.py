@@ -1,11 +1,11 @@
-"""The engine: continuous batching of requests, from submission to the final draw. It alone decides which request runs
-when.
+"""The engine: continuous batching of requests, from submission to the final draw. It alone decides when each request
+runs.
 
     submit -> queue -> admit (slots and pages) -> prefill (once per model, in chunks) -> rounds -> final draw
 
-One `step` advances everything once: a chunk of prompts and a round of all running requests are scheduled, and the
-results of earlier ones are processed. The engine talks to two workers, which run prompts, and to the executor of rounds
-(smc/executor). Whether these live here, in other processes or on other machines makes no difference to it."""
+One `step` advances everything once: it schedules a chunk of prompts and a round of all running requests, and processes
+the results of earlier ones. The engine talks to two workers, which run prompts, and to the executor of rounds
+(smc/executor). They may live in this process, in other processes or on other machines."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ class Engine:
         constraints: Compiler | None = None,
         potentials: Mapping[str, Potential] = NO_POTENTIALS,
     ) -> None:
-        """`pages` are the capacities of both pools; `clock` gives seconds; `policy` and `trees` decide how many
-        particles requests of SMC have, and rows those of exact decoding; `constraints` checks those of requests, where
-        that has not been done before; `potentials` are those that requests may name, besides those of `config`. Raises
-        ValueError for one that cannot be imported."""
+        """`pages`: capacities of both pools. `clock`: time in seconds. `policy`: decides the number of particles of SMC
+        requests; `trees`: the number of rows of exact decoding. `constraints`: checks the constraints of requests, if
+        they have not been checked before. `potentials`: those that requests may name, besides those of `config`. Raises
+        ValueError if a potential cannot be imported."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self._constraints = constraints
         self.workers, self.executor = workers, executor
         self.latency: LatencyModel | None = None
-        """What steps and passes take on its devices; None: not measured."""
+        """Times of steps and passes on the engine's devices; None: not measured."""
         self.slots = Slots(config.max_slots, context + config.block + 1, config.chains(tokenizer.size))
         self.memory = KVCacheManager(pages, prefix_cache=config.prefix_cache)
         self.forecast = PageForecast(config, self.slots, self.memory)
@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing queued, nothing running, nothing left to report."""
+        """Whether nothing is queued, running or left to report."""
         return not self.registry.groups and not self.results
 
     @property
@@ -128,12 +128,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests past their prefill."""
+        """Number of requests past their prefill."""
         return self.registry.num_running
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for a request that this engine could never run or an id in use, QueueFull
-        or NoDraft if it must come later."""
+        """Queue a request. Raises ValueError if this engine could never run it or if its id is in use; QueueFull or
+        NoDraft if it may be submitted again later."""
         if request.request_id in self.registry.groups:
             raise DuplicateRequest(
                 f"request_id={request.request_id!r} is already in use; it must be unique among running requests"
@@ -157,8 +157,8 @@ class Engine:
         self._admit()
 
     def abort(self, request_id: str) -> bool:
-        """End a request, in whatever state: its slots and pages are free when this returns. False if it is not
-        known."""
+        """End a request in any state; its slots and pages are free when this returns. Return False if the id is
+        unknown."""
         group = self.registry.groups.get(request_id)
         if group is None:
             return False
@@ -166,8 +166,7 @@ class Engine:
         return True
 
     def step(self) -> list[Output]:
-        """Advance everything once. Returns what became final: at most one Output per request, in order of
-        submission."""
+        """Advance everything once. Return new final output: at most one Output per request, in order of submission."""
         self._end_expired()
         self.forecast.follow(self.registry.admitted)
         self._admit()
@@ -183,8 +182,8 @@ class Engine:
                 self.results.finish(group, FinishReason.TIME_BUDGET if group.has_begun else FinishReason.QUEUE_TIME)
 
     def _admit(self) -> None:
-        """Strictly in order: a large request at the head is not overtaken until it fits. Requests that were preempted
-        come first."""
+        """Admit queued requests strictly in order: a large request at the head is not overtaken until it fits. Requests
+        that were preempted come first."""
         self.prefill.admit_rescoring()
         while (group := self.registry.queue.first) is not None:
             self.trees.begin(
@@ -194,7 +193,7 @@ class Engine:
                 break
 
     def _schedule_prefill(self) -> None:
-        """A chunk of prompts, after the changes of running requests that are due."""
+        """Schedule a chunk of prompts, after the pending changes of running requests."""
         admitted, queue = self.registry.admitted, self.registry.queue
         first = queue.first
         waiting = queue.groups if first is not None and self.prefill.lacks_slots(first) else ()
@@ -204,7 +203,7 @@ class Engine:
         self.prefill.schedule(beside=self.registry.num_running > 0)
 
     def _run_decode_step(self) -> list[Pending[RoundOutcome]]:
-        """Launch rounds of all running requests. Returns the rounds that were read."""
+        """Launch rounds of all running requests. Return the rounds whose results were read."""
         batches = self.registry.batches.values()
         return [outcome for of_program in batches for outcome in of_program.step(self.preemption.allocate)]
 
@@ -218,26 +217,26 @@ class Engine:
         self.results.report_all()
 
     def run(self, requests: Iterable[Request]) -> Iterator[Output]:
-        """Submit all, step until idle, yield what becomes final as it does."""
+        """Submit all requests, step until idle, and yield outputs as they become final."""
         for request in requests:
             self.submit(request)
         while not self.idle:
             yield from self.step()
 
     def forget(self) -> None:
-        """Drop what warm-up requests have shown of acceptance and of the draft, and what they have counted."""
+        """Discard measurements and counters of warm-up requests: acceptance, draft exponents, statistics."""
         self.trees.forget()
         for batches in self.registry.batches.values():
             batches.rounds.exponents.forget()
         self.take_stats()
 
     def resize(self, request_id: str, particles: int) -> None:
-        """Let a running SMC request have so many particles from its next round on. Raises ValueError outside of what it
-        allows.
+        """Change the number of particles of a running SMC request from its next round on. Raises ValueError for a
+        number outside of what the request allows.
 
-        The latest call holds. While another change is under way it waits for that; for a request that has been
-        preempted, until it resumes; and for slots, if others have taken them by then. Only a request that has too few
-        pages for more particles, although no other could be preempted, stays as it is."""
+        The latest call replaces earlier ones. The change waits while another one is under way, while the request is
+        preempted, and while other requests hold the slots. It is dropped only if the request has too few pages for more
+        particles and no other request could be preempted."""
         group = self.registry.groups.get(request_id)
         if group is None or not group.has_particles or not group.decoding.resizable:
             raise ValueError(f"request_id={request_id!r} names no running request of method='smc'")
@@ -249,9 +248,10 @@ class Engine:
         self.prefill.grant(group)
 
     def detach_draft(self) -> list[str]:
-        """The draft is gone, with its keys and values and the rounds in which it took part. Exact decoding falls back
-        to the target; other requests that need the draft are dropped without an answer: returns their ids. For when
-        `step` has raised ModelLost, or the loss is known before."""
+        """Continue without the draft after its loss: its keys and values, and the rounds in which it took part, are
+        gone. Exact decoding falls back to the target; other requests that need the draft are dropped without an answer.
+        Return the ids of the dropped requests. Called after `step` has raised ModelLost, or when the loss is known
+        earlier."""
         self.fallback.has_draft = False
         self.results.report_ended()
         for program in (Program.PAIR, Program.DRAFT):
@@ -270,8 +270,8 @@ class Engine:
         return dropped
 
     def attach_draft(self, pages: int) -> None:
-        """Another draft is there, which holds nothing yet, with so many pages. Requests that fell back to the target
-        get their draft back; where the latency model decides, when it says so."""
+        """Use a new draft, which holds no keys and values yet and has room for `pages` pages. Requests that fell back
+        to the target get a draft again; if the latency model decides for a request, then when drafting pays."""
         self.memory.renew(ModelRole.DRAFT, pages)
         self.fallback.has_draft = True
         for group in self.registry.groups.values():
@@ -279,7 +279,8 @@ class Engine:
                 self.fallback.reenable_draft(group)
 
     def _with_negative_prompt(self, request: Request) -> Request:
-        """The default is the token that begins texts. Raises ValueError where the model has none."""
+        """Complete a guided request: the default negative prompt is the token that begins texts. Raises ValueError if
+        the model has no such token."""
         if not request.params.guided or request.negative_prompt is not None:
             return request
         if self.tokenizer.start_id is None:
@@ -290,7 +291,7 @@ class Engine:
         return replace(request, negative_prompt=(self.tokenizer.start_id,))
 
     def _decoding_now(self, request: Request) -> Decoding:
-        """How a request that arrives now begins. Raises NoDraft."""
+        """Return how a request that arrives now begins. Raises NoDraft if it needs the lost draft."""
         decoding = decoding_of(request.params)
         if self.fallback.has_draft:
             return decoding
@@ -302,7 +303,7 @@ class Engine:
         return decoding.without_draft
 
     def take_stats(self) -> EngineStats:
-        """The state now, and what happened since the last call."""
+        """Return the current state, and the counters since the last call."""
         stats, alone = (
             self.registry.batches[program].rounds.take_stats() for program in (Program.PAIR, Program.TARGET)
         )
@@ -325,11 +326,11 @@ class Engine:
         return stats
 
     def rounds_of(self, method: Method) -> RoundScheduler:
-        """The scheduler of a method's rounds, for timing."""
+        """Return the scheduler of a method's rounds, for timing."""
         return self.registry.batches[program_of(method)].rounds
 
     def check_books(self) -> None:
-        """When idle, all but what is cached must be free again. Raises AssertionError otherwise."""
+        """Check that an idle engine has freed everything except the prefix cache. Raises AssertionError otherwise."""
         assert self.idle and not self.num_queued and not self.registry.queue.pages and not self.registry.admitted, (
             "requests are still waiting or running"
         )

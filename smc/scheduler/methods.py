@@ -1,7 +1,7 @@
-"""Methods of decoding: what each asks of the models in a round, what it may hold, and how its answer grows.
+"""Methods of decoding: what each asks of the models in a round, how many pages it may hold, and how its answer grows.
 
-Everything in which methods differ on the scheduler's side is here. Other files of the scheduler call these verbs and
-never ask which method a request has.
+This file contains every difference between methods on the scheduler's side. Other files of the scheduler call these
+functions and never ask which method a request has.
 
 Axes: N rows of one request."""
 
@@ -27,7 +27,7 @@ from smc.scheduler.stats import EngineStats, RequestCounters
 from smc.types import ModelRole
 
 ROUNDS_IN_FLIGHT = 2
-"""Rounds of one request that may be in flight at once: the one that is read, and the next."""
+"""Maximum rounds of one request in flight: the one whose result is read, and the next."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,31 @@ class PagesPerRow:
     target: int = 0
     """Tokens that the target runs."""
     begin: int = 0
-    """Pending tokens that the draft, or the model that decodes alone, begins with."""
+    """Pending tokens that the draft, or the model that decodes alone, runs at the beginning of the round."""
     branches: int = 0
     branch: int = 0
     """Tokens of each branch that are run within the round."""
 
     def scored(self, steps: int | None) -> int:
-        """Tokens that the target runs where so many are drafted of every row; None: all of a block."""
+        """Tokens that the target runs if `steps` tokens are drafted for every row; None: all of a block."""
         return self.target if steps is None else min(self.target, steps + 1)
 
 
 class Progress(NamedTuple):
-    """How far a particle is."""
+    """How far a particle has advanced."""
 
     length: int
     """Tokens of its answer."""
     block: int
-    """Index at which the block in flight begins."""
+    """Index of the first token of the block in flight."""
     ended: bool
     rounds: int
     """Rounds that its request has had."""
 
 
 class CountedRequest(Protocol):
-    """What a method counts rounds in: `smc.scheduler.sequence_group.SequenceGroup`."""
+    """The parts of a request that `Decoding.count_round` uses. `smc.scheduler.sequence_group.SequenceGroup` has
+    them."""
 
     slots: np.ndarray
     lag: int
@@ -84,22 +85,22 @@ class RoundFacts(NamedTuple):
     """Answer tokens that became certain."""
     rows: int
     block: int
-    """Tokens that were drafted for each row, at most."""
+    """Maximum number of tokens that were drafted for a row."""
     ahead: bool
-    """The round drafted the next block while the target scored this one."""
+    """Whether the round drafted the next block while the target scored the current one."""
     hit: bool
-    """What had been drafted ahead continued the target's own tokens."""
+    """Whether tokens drafted ahead continued what the target drew."""
     whole: bool
-    """A block was right to its end."""
+    """Whether a block was accepted to its end."""
     open: bool
-    """A row of the request has not ended."""
+    """Whether a row of the request has not ended."""
 
 
 class Decoding(ABC):
     """How requests of one method are decoded."""
 
     program: Program
-    """Rounds that its requests take part in."""
+    """The kind of rounds that its requests take part in."""
     roles: tuple[ModelRole, ...]
     """Models that run its prompts."""
     first: ModelRole
@@ -107,28 +108,27 @@ class Decoding(ABC):
     kind = PopulationKind.INDEPENDENT
     """How rows are continued."""
     coupled = False
-    """Drafted rows are coupled to the target's draws (`smc.algorithm.coupling`)."""
+    """Whether drafted rows are coupled to the target's draws (`smc.algorithm.coupling`)."""
     needs_every_mask = True
-    """Of a constrained request the draft must propose what is allowed, in every step."""
+    """Whether the draft, for a constrained request, must propose allowed tokens at every step."""
     resizable = False
-    """The caller, or a shortage of pages, may change the number of particles."""
+    """Whether the caller, or a shortage of pages, may change the number of particles."""
 
     @property
     def without_draft(self) -> Decoding | None:
-        """How its requests go on while there is no draft; None: they cannot."""
+        """How its requests continue while there is no draft; None: they cannot."""
         return None if ModelRole.DRAFT in self.roles else self
 
     def adaptive(self, params: SamplingParams) -> bool:
-        """Whether the number of rows, or whether anything is drafted, decides the speed of a request and nothing
-        else."""
+        """Whether the number of rows, and whether anything is drafted, affect only the speed of a request."""
         return False
 
     def rows(self, params: SamplingParams) -> int:
-        """Sequences of a request that are decoded in parallel."""
+        """Number of sequences of a request that are decoded in parallel."""
         return params.rows
 
     def chains(self, rows: int) -> int:
-        """Draft chains among so many rows whose token distributions are stored."""
+        """Number of draft chains among `rows` rows for which token distributions are stored."""
         return 0
 
     def draft_temperature(self, params: SamplingParams) -> float:
@@ -136,27 +136,28 @@ class Decoding(ABC):
 
     @abstractmethod
     def stride(self, config: EngineConfig) -> int:
-        """Tokens by which an open answer grows in a round, at most."""
+        """Maximum number of tokens by which an open answer grows in a round."""
 
     def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
-        """Tokens of an open answer that will have been scored after so many in-flight rounds: of `length` now, the
-        block in flight from index `block` on."""
+        """Number of scored tokens of an open answer after all of its `rounds` in flight. `length`: tokens now; `block`:
+        index of the first token of the block in flight."""
         return length + self.stride(config) * rounds
 
     def ahead(self, config: EngineConfig) -> bool:
-        """Whether the tokens of a round are scored in the next one."""
+        """Whether the tokens drafted in a round are scored in the next one."""
         return False
 
     def settled(self, length_N: np.ndarray, block_N: np.ndarray) -> np.ndarray:
-        """Leading tokens of each row that later rounds cannot take back."""
+        """Leading tokens of each row that later rounds cannot take back [N]."""
         return length_N
 
     def drafting(self, open_A: np.ndarray, any_open_A: np.ndarray) -> np.ndarray:
-        """Rows that the draft extends in a round, of those that are open and of those whose request has an open row."""
+        """Rows that the draft extends in a round [A]. `open_A`: rows that have not ended; `any_open_A`: rows of
+        requests with at least one such row."""
         return open_A
 
     def alive(self, logw_N: np.ndarray) -> np.ndarray:
-        """Which rows hold a particle."""
+        """Which rows hold a particle [N]."""
         return np.ones(len(logw_N), dtype=bool)
 
     def living(self, slots_N: np.ndarray, logw_N: np.ndarray) -> np.ndarray:
@@ -164,7 +165,7 @@ class Decoding(ABC):
         return slots_N[self.alive(logw_N)]
 
     def kept_rows(self, alive_N: np.ndarray, rows: int) -> np.ndarray:
-        """Which rows stay after the round that leaves a request so many."""
+        """Which rows stay after a round that leaves a request `rows` of them."""
         return alive_N
 
     @abstractmethod
@@ -173,12 +174,12 @@ class Decoding(ABC):
 
     @abstractmethod
     def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
-        """Answer tokens of a particle that a model has keys and values of. An ended particle needs none at the draft,
-        or where one model decodes alone."""
+        """Answer tokens of a particle whose keys and values a model must have. Those of an ended particle are not
+        needed at the draft, or if one model decodes alone."""
 
     def round_pages(self, config: EngineConfig, rows: int, guided: Collection[ModelRole] = ()) -> dict[ModelRole, int]:
-        """Pages that one round allocates in each pool: the first model drafts, or decodes alone. A `guided` model needs
-        as many again."""
+        """Pages that one round allocates in each pool. The first model of `roles` drafts, or decodes alone. `guided`
+        models need twice as many."""
         shape = self.shape(config)
         drafting, *scoring = self.roles
         pages = {drafting: rows * (shape.begin + shape.branches * shape.branch)} | dict.fromkeys(
@@ -189,8 +190,8 @@ class Decoding(ABC):
     def most_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
     ) -> dict[ModelRole, int]:
-        """Pages that so many particles of a request, by default as few as it allows, may hold at once if they share
-        nothing of their answers. `prompt`, `negative`: tokens of its prompts."""
+        """Maximum pages in each pool that `rows` particles of a request hold at once, if their answers share nothing.
+        Default of `rows`: as few as the request allows. `prompt`, `negative`: tokens of the prompts."""
         n, answer = rows or params.least_rows, params.max_tokens
         few, all_rows = (self.round_pages(config, size, params.guided_roles) for size in (n, self.rows(params)))
         begins, answers = self._prompts(params, prompt, negative), self._sequences(params, n * answer)
@@ -203,8 +204,8 @@ class Decoding(ABC):
     def ample_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, negative: int = 0
     ) -> dict[ModelRole, int]:
-        """Pages with which no round of all its rows waits for any. `most_pages` suffices if rounds may run one after
-        the other."""
+        """Pages in each pool with which no round of all of the request's rows waits for pages. `most_pages` suffices if
+        rounds may run one after the other."""
         most = self.most_pages(config, params, prompt, negative=negative)
         few, all_rows = (
             self.round_pages(config, n, params.guided_roles) for n in (params.least_rows, self.rows(params))
@@ -221,8 +222,8 @@ class Decoding(ABC):
         own: int,
         negative: int = 0,
     ) -> dict[ModelRole, int]:
-        """Pages that `rows` particles are likely to hold, where each but the first shares all but `own` of the `answer`
-        tokens."""
+        """Pages in each pool that `rows` particles are likely to hold, if each but the first shares all but `own` of
+        the `answer` tokens."""
         rounds, begins = self.round_pages(config, rows, params.guided_roles), self._prompts(params, prompt, negative)
         held = self._sequences(params, answer + own * (rows - 1))
         most = self.most_pages(config, params, prompt, self._rows_apart(rows), negative)
@@ -230,35 +231,35 @@ class Decoding(ABC):
         return {role: min(pages, max(most[role], begins[role])) for role, pages in likely.items()}
 
     def _rows_apart(self, rows: int) -> int | None:
-        """Rows whose answers may share nothing, of so many; None: as few as the request allows."""
+        """Number of rows whose answers may share nothing; None: as few as the request allows."""
         return rows
 
     def _prompts(self, params: SamplingParams, prompt: int, negative: int) -> dict[ModelRole, int]:
-        """Tokens of prompts at each model."""
+        """Tokens of the prompts at each model."""
         return {role: prompt + negative * (role in params.guided_roles) for role in self.roles}
 
     def _sequences(self, params: SamplingParams, tokens: int) -> dict[ModelRole, int]:
-        """Pages of so many answer tokens at each model, with those of unconditional rows."""
+        """Pages of `tokens` answer tokens at each model, including those of unconditional rows."""
         return {role: tokens * (1 + (role in params.guided_roles)) for role in self.roles}
 
     def log_z(self, logw_N: np.ndarray, count: int) -> float:
-        """Log of what a population's weights estimate of the target's total mass on answers."""
+        """Log of the estimate of the target's total mass on answers that the weights of a population give."""
         return 0.0
 
     def population(self, logw_N: np.ndarray) -> list[tuple[int, float]]:
-        """Particles and their normalised weights; empty where a method has no population."""
+        """Indices of particles with their normalised weights; empty if the method has no population."""
         return []
 
     def count_round(self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
-        """Record what a round did: for the request, and in the stats and the acceptance of the whole engine."""
+        """Record what a round did: for the request, and in the statistics and the acceptance of the whole engine."""
         return
 
     def trim_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Drop from a checkpoint what the request must not go on from."""
+        """Remove from a checkpoint what the request must not continue from."""
         return
 
     def shrink(self, checkpoint: Checkpoint, rows: int, params: SamplingParams, keys: RandomKeys) -> ShrunkCheckpoint:
-        """A smaller saved population, by the unbiased choice of a round."""
+        """Reduce a saved population to `rows` particles, by the unbiased choice that rounds use."""
         return select_rows(checkpoint, rows, params.resampling, keys)
 
 
@@ -281,7 +282,7 @@ class DraftTargetDecoding(Decoding):
     def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
         if role is ModelRole.TARGET:
             return particle.block
-        # In lockstep, after its first round, neither the draft's last token nor the bonus.
+        # In lockstep, after its first round, the draft has run neither its last token nor the bonus token.
         pending = config.begin_tokens if particle.rounds else 1
         return 0 if particle.ended else max(particle.length - pending, 0)
 
@@ -294,11 +295,11 @@ class Independent(DraftTargetDecoding):
     def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
         if not config.lookahead:
             return super().known_tokens(config, length=length, block=block, rounds=rounds)
-        # What was drafted in a round is scored in the next.
+        # The tokens drafted in a round are scored in the next one.
         return length + self.stride(config) * (rounds - 1) if rounds else block
 
     def settled(self, length_N: np.ndarray, block_N: np.ndarray) -> np.ndarray:
-        # What the target has not scored is taken back if no particle has weight then.
+        # Tokens that the target has not scored are taken back if no particle has weight after the scoring.
         return np.minimum(length_N, block_N + 1)
 
     def log_z(self, logw_N: np.ndarray, count: int) -> float:
@@ -313,19 +314,19 @@ class Independent(DraftTargetDecoding):
         stats.count_round(self._ess_share(facts.ess, len(group.slots)), group.lag, facts.resampled, facts.collapsed)
 
     def _ess_share(self, ess: float, particles: int) -> float | None:
-        """Effective sample size before resampling, as a share of the particles."""
+        """Effective sample size before resampling, as a share of the particles; None if it is not recorded."""
         return ess / particles
 
 
 class Competing(DraftTargetDecoding):
-    """Rows are assigned among all of a request, so that a row may be without a particle: it then repeats another, and
-    has no weight: `smc.algorithm.expansion`."""
+    """All candidates of a request compete for its rows: `smc.algorithm.expansion`. If there are fewer particles than
+    rows, a row without a particle repeats another one and has no weight."""
 
     def alive(self, logw_N: np.ndarray) -> np.ndarray:
         return logw_N > -np.inf
 
     def kept_rows(self, alive_N: np.ndarray, rows: int) -> np.ndarray:
-        # It has fewer particles than it may have, whenever there were no more.
+        # If there are fewer particles than `rows`, rows without a particle stay, too.
         return alive_N | (np.cumsum(~alive_N) <= rows - alive_N.sum())
 
     def drafting(self, open_A: np.ndarray, any_open_A: np.ndarray) -> np.ndarray:
@@ -344,17 +345,18 @@ class Distinct(Competing, Independent):
         return normalise(torch.from_numpy(logw_N)[None])[1].item()
 
     def population(self, logw_N: np.ndarray) -> list[tuple[int, float]]:
-        # Rows without weight are without a particle, too.
+        # Rows without weight hold no particle.
         return [(n, weight) for n, weight in super().population(logw_N) if weight]
 
     def _ess_share(self, ess: float, particles: int) -> float | None:
-        # Distinct particles are of unequal weight by construction: their effective number says little.
+        # Distinct particles have unequal weights by construction, so their effective sample size says little.
         return None
 
 
 class Exact(Competing):
-    """The target draws its own tokens; what was drafted decides how many at a time: `smc.algorithm.verification`.
-    Only what the target has drawn is part of the answer: what all rows agree on may still be taken back."""
+    """The target draws its own tokens; the drafted tokens decide how many it draws in a round:
+    `smc.algorithm.verification`. Only tokens that the target has drawn are part of the answer. Other tokens may be
+    taken back, even if all rows agree on them."""
 
     kind = PopulationKind.BEST
     coupled = True
@@ -365,11 +367,11 @@ class Exact(Competing):
         return TARGET_ALONE
 
     def adaptive(self, params: SamplingParams) -> bool:
-        # A guided request runs two positions for one, which the latency model does not cover.
+        # A guided request runs two positions for each token, which the latency model does not cover.
         return not params.guided
 
     def draft_temperature(self, params: SamplingParams) -> float:
-        # Greedy decoding drafts at 1: a distribution with all mass on one token has no second row.
+        # Greedy decoding drafts at temperature 1: a distribution with all mass on one token offers no second row.
         return super().draft_temperature(params) or 1.0
 
     def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
@@ -379,15 +381,15 @@ class Exact(Competing):
         return block_N + 1
 
     def living(self, slots_N: np.ndarray, logw_N: np.ndarray) -> np.ndarray:
-        # Rows differ in nothing that is confirmed.
+        # All rows have the same confirmed tokens.
         return super().living(slots_N, logw_N)[:1]
 
     def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
-        # When resumed, one sequence goes on from its last confirmed token.
+        # A resumed request continues as one sequence from its last confirmed token.
         return particle.length - 1
 
     def _rows_apart(self, rows: int) -> int | None:
-        # Rows share all but what has not been confirmed.
+        # Rows share all tokens that have been confirmed.
         return None
 
     def count_round(self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
@@ -401,7 +403,8 @@ class Exact(Competing):
                 counted.count(min(confirmed, block), missed, facts.rows)
                 if ahead and not facts.whole:
                     counted.count_broken(hit)
-        # The token that the target draws after them is its own, unless rows that begin with it had been drafted ahead.
+        # The last confirmed token is a draw of the target that was not drafted, unless rows drafted ahead begin with
+        # it.
         accepted = confirmed if hit else max(confirmed - 1, 0)
         verification = group.params.verification
         assert verification is not None, "the verification of exact decoding is filled in"
@@ -415,8 +418,8 @@ class Exact(Competing):
 
 
 class Rejection(Exact):
-    """The draft's tokens are kept or replaced, so that the target's distribution comes out: `smc.algorithm.verification`.
-    Answers depend on how many chains there are, so there are always as many as were requested."""
+    """The draft's tokens are kept or replaced such that answers follow the target's distribution:
+    `smc.algorithm.verification`. Answers depend on the number of chains, so it is always the requested one."""
 
     kind = PopulationKind.CHAINS
     coupled = False
@@ -430,8 +433,8 @@ class Rejection(Exact):
     def most_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
     ) -> dict[ModelRole, int]:
-        # In look-ahead, chains that are equal go on from pages of their own as long as all are right; what the last
-        # round that was read has left of the others is not more than it was given.
+        # In look-ahead, equal chains continue on separate pages as long as all of their tokens are accepted. Other
+        # chains hold, from the last round that was read, no more pages than that round was given.
         chains = self.rows(params)
         rounds, copies = self.round_pages(config, chains, params.guided_roles), chains if config.lookahead else 1
         begins, answers = self._prompts(params, prompt, negative), self._sequences(params, copies * params.max_tokens)
@@ -439,7 +442,7 @@ class Rejection(Exact):
 
 
 class SingleModelDecoding(Decoding):
-    """One model decodes by itself, token after token."""
+    """One model decodes alone, token after token."""
 
     def __init__(self, role: ModelRole) -> None:
         self.program, self.roles, self.first = Program(role), (role,), role
@@ -458,7 +461,7 @@ class SingleModelDecoding(Decoding):
 
 
 TARGET_ALONE = SingleModelDecoding(ModelRole.TARGET)
-"""Plain decoding, and exact decoding while nothing is drafted: their draws are the same."""
+"""Plain decoding, and exact decoding while nothing is drafted: both draw the same tokens."""
 DECODINGS: dict[tuple[Method, str | None], Decoding] = {
     (Method.SMC, "independent"): Independent(),
     (Method.SMC, "distinct"): Distinct(),
@@ -467,16 +470,16 @@ DECODINGS: dict[tuple[Method, str | None], Decoding] = {
     (Method.TARGET, None): TARGET_ALONE,
     (Method.DRAFT, None): SingleModelDecoding(ModelRole.DRAFT),
 }
-"""By method and population, or verification."""
+"""Decodings by method and by population or verification."""
 PROGRAMS: dict[Program, Decoding] = {decoding.program: decoding for decoding in DECODINGS.values()}
-"""A decoding of every program: all of a program have rounds of the same shape."""
+"""One decoding of each program: all decodings of a program have rounds of the same shape."""
 
 
 def decoding_of(params: SamplingParams) -> Decoding:
-    """How a request is decoded, unless exact decoding falls back to `TARGET_ALONE`."""
+    """Return how a request is decoded, unless exact decoding falls back to `TARGET_ALONE`."""
     return DECODINGS[params.method, params.population or params.verification]
 
 
 def program_of(method: Method) -> Program:
-    """Rounds that requests of a method take part in."""
+    """Return the kind of rounds that requests of a method take part in."""
     return next(decoding.program for (name, _), decoding in DECODINGS.items() if name is method)

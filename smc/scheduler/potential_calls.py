@@ -1,9 +1,9 @@
-"""Potentials of running requests (`smc.potentials`): after each round of a request its potential is asked about all of
-its particles in one call, in a thread of its own, and their weights change by what it says. Rounds of other requests go
-on meanwhile; the request itself waits, as its next round depends on the weights.
+"""Potentials of running requests (`smc.potentials`). After each round of a request, its potential is asked about all of
+its particles in one call, in a separate thread, and the particles' weights change accordingly. Meanwhile rounds of
+other requests continue; the request itself waits, because its next round depends on the weights.
 
-An error of a potential, or one that takes too long, ends its request alone. A thread cannot be stopped: one that takes
-too long runs on, and once there are many, requests with that potential fail at once. What depends on the size of a
+If a potential fails or takes too long, only its request ends. A thread cannot be stopped: a call that takes too long
+continues, and if there are many of them, requests with that potential fail at once. Work that grows with the size of a
 prompt or of answers is done in the thread of the call.
 
 Axes: N slots of a request, L answer positions."""
@@ -24,19 +24,19 @@ from smc.scheduler.slots import Slots
 from smc.scheduler.stats import MOST_SAMPLES, PotentialStats
 
 GRACE = 0.001
-"""Seconds that a step waits for the calls that it has made itself. Most calls end within this time, and their requests
+"""Seconds that a step waits for the calls that it has started. Most calls end within this time, so that their requests
 take part in the next round."""
 IDLE = 0.01
-"""Seconds that a step waits where nothing else runs."""
+"""Seconds that a step waits if all requests wait for their potentials."""
 MOST_REDRAWS = 8
-"""Times in a row that tokens are drawn again of which a potential leaves no particle with weight."""
+"""Maximum number of times in a row that tokens are drawn again because a potential left no particle with weight."""
 MOST_OVERDUE = 16
-"""Calls of one potential that took too long and still run."""
+"""Number of overdue calls of one potential from which further requests with it fail."""
 
 
 @dataclass(eq=False)
 class PotentialCall:
-    """A question that a potential has been asked."""
+    """One call of a potential about the particles of one request."""
 
     name: str
     group: SequenceGroup
@@ -47,19 +47,19 @@ class PotentialCall:
     ended_N: np.ndarray
     began: float
     ended: float = 0.0
-    """Of the monotonic clock, once there is a result."""
+    """Time at which the result arrived, on the monotonic clock."""
     logphi_N: Future[np.ndarray] = field(default_factory=Future)
 
     @property
     def is_current(self) -> bool:
-        """Its request still waits for it."""
+        """Whether the request still waits for this call."""
         return self.group.awaits_potential and self.generation == self.group.generation
 
     def run(self, potential: Potential) -> None:
-        """Ask the potential, in a thread of the call's own."""
+        """Ask the potential, in the thread of the call."""
         try:
             logphi_N = self._ask(potential)
-        except BaseException as error:  # its own, whatever it is
+        except BaseException as error:  # of any type: a potential is foreign code
             self.ended = time.monotonic()
             failed = RuntimeError(f"potential {self.name!r} failed ({type(error).__name__}: {error})")
             self.logphi_N.set_exception(error if isinstance(error, ValueError) else failed)
@@ -68,7 +68,8 @@ class PotentialCall:
             self.logphi_N.set_result(logphi_N)
 
     def _ask(self, potential: Potential) -> np.ndarray:
-        """log phi of each slot. Raises ValueError for what is no log phi, and whatever the potential raises."""
+        """Return log phi of each slot. Raises ValueError for values that are no log phi, and any exception of the
+        potential."""
         rows = zip(self.tokens_NL.tolist(), self.length_N.tolist(), self.ended_N.tolist())
         held = [(tuple(tokens[:length]), ended) for tokens, length, ended in rows]
         index = {one: i for i, one in enumerate(dict.fromkeys(held))}
@@ -82,28 +83,28 @@ class PotentialCalls:
     """Asks the potentials of an engine's requests."""
 
     def __init__(self, potentials: Mapping[str, Potential], limit: float, slots: Slots) -> None:
-        """`limit`: seconds that a call may take."""
+        """`limit`: maximum seconds of a call."""
         self._potentials, self._limit, self._slots = potentials, limit, slots
         self._calls: list[PotentialCall] = []
-        """All that have not ended, those of requests that no longer wait for them included."""
+        """All calls that have not ended, including those whose requests no longer wait for them."""
         self._stats = PotentialStats()
 
     def check(self, name: str) -> None:
-        """Raises ValueError for a potential that there is not."""
+        """Raise ValueError if there is no potential of this name."""
         if name not in self._potentials:
             allowed = ", ".join(sorted(self._potentials)) or "none, as the configuration names no potentials"
             raise ValueError(f"potential={name!r}; allowed: {allowed}")
 
     def take_stats(self) -> PotentialStats:
-        """What has been counted since the last call."""
+        """Return the statistics since the last call."""
         stats, self._stats = self._stats, PotentialStats()
         del stats.seconds[:-MOST_SAMPLES]
         return stats
 
     def follow(self, admitted: Iterable[SequenceGroup]) -> list[SequenceGroup]:
-        """Once a step: ask about requests whose particles have changed, and weigh those about which there is an answer.
-        Waits where no request could go on otherwise. Returns requests whose last round is to be drawn again, as it has
-        left no particle with weight."""
+        """Once a step, start calls for requests whose particles have changed, and apply the results of calls that have
+        ended. Waits if no request could continue otherwise. Returns the requests whose last round must be drawn again,
+        because it left no particle with weight."""
         if not self._potentials:
             return []
         groups = list(admitted)
@@ -117,7 +118,7 @@ class PotentialCalls:
         return [call.group for call in list(self._calls) if self._finish(call)]
 
     def _ask(self, group: SequenceGroup) -> PotentialCall | None:
-        """The call that was made, if one is needed and allowed."""
+        """Start a call for a request and return it; None if it is not needed or not allowed."""
         name, slots = group.params.potential, self._slots
         assert name is not None, "of requests with a potential"
         if self._num_overdue(name) >= MOST_OVERDUE:
@@ -138,15 +139,15 @@ class PotentialCalls:
         return call
 
     def _num_overdue(self, name: str) -> int:
-        """Calls of a potential that have not ended in the time that they had."""
+        """Number of unfinished calls of a potential that exceed the time limit."""
         return sum(call.name == name and not call.logphi_N.done() and self._is_late(call) for call in self._calls)
 
     def _is_late(self, call: PotentialCall) -> bool:
         return time.monotonic() - call.began > self._limit
 
     def _finish(self, call: PotentialCall) -> bool:
-        """Weigh what an ended call was asked about; end the request of a call that takes too long. Whether the
-        request's last round is to be drawn again."""
+        """Apply the result of an ended call to the weights; fail the request of a call that takes too long. Return
+        whether the request's last round must be drawn again."""
         group, is_current = call.group, call.is_current
         if not call.logphi_N.done():
             if is_current and self._is_late(call):
@@ -164,8 +165,8 @@ class PotentialCalls:
         return self._weigh(call, call.logphi_N.result())
 
     def _weigh(self, call: PotentialCall, logphi_N: np.ndarray) -> bool:
-        """Weights change by the factor phi(new) / phi(old). Where all would be zero, Z-hat is 0, and the round is to be
-        drawn again: returns True. Where that has been done often enough, weights stay as they are."""
+        """Multiply weights by phi(new) / phi(old). If all would become zero, Z-hat is 0 and the round must be drawn
+        again: return True. After `MOST_REDRAWS` such attempts the weights stay as they are."""
         group, slots, at = call.group, self._slots, call.slots_N
         logw_N = slots.logw_S[at] + logphi_N - slots.logphi_S[at]
         if (logw_N == -np.inf).all():

@@ -1,5 +1,5 @@
-"""Pages for rounds, and what is preempted where there are too few: first particles that policies may drop, then the
-youngest request."""
+"""Allocation of pages for rounds, and preemption if there are too few: policies may first reduce the particles of
+requests, then the youngest request is preempted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from smc.types import ModelRole
 
 
 class Preemption:
-    """`policy` decides how many particles requests of SMC keep where memory is short."""
+    """Allocates pages for rounds and preempts requests. `policy` decides how many particles SMC requests keep if memory
+    is short."""
 
     def __init__(
         self, registry: RequestRegistry, prefill: PrefillManager, reports: ResultReporter, policy: ParticlePolicy
@@ -28,13 +29,13 @@ class Preemption:
         self._shrinks = 0
 
     def take_shrinks(self) -> int:
-        """Populations that became smaller since the last call."""
+        """Return the number of populations that became smaller since the last call."""
         count, self._shrinks = self._shrinks, 0
         return count
 
     def allocate(self, wanting: list[SequenceGroup]) -> list[tuple[SequenceGroup, RoundPages]]:
-        """Pages for a round of each request, oldest first. Requests that get none are left out; if no request could go
-        on then, the youngest is preempted."""
+        """Allocate pages for a round of each request, oldest first. Requests for which there are too few pages are left
+        out; if no request could run then, the youngest is preempted."""
         wanting = sorted(wanting, key=attrgetter("number"))
         given = self._give(wanting)
         while len(given) < len(wanting) and (
@@ -66,7 +67,7 @@ class Preemption:
         return group.decoding.round_pages(self._config, len(group.slots), group.params.guided_roles)
 
     def _shrink(self, group: SequenceGroup) -> None:
-        """In the round that is about to be launched, as far as the policy wants it."""
+        """Reduce the particles in the round that is about to be launched, to the number that the policy wants."""
         if group.decoding.resizable and group.next_rows is None:
             particles = self._policy.wanted(group, short=True)
             if particles < group.count:
@@ -74,9 +75,9 @@ class Preemption:
                 self._shrinks += 1
 
     def _make_room(self, first: SequenceGroup) -> bool:
-        """If nothing is in flight that would free pages, and not even the first request has enough: preempt the
-        youngest of those that hold pages where they are short. False: something is in flight, an answer is rescored, or
-        older requests are not ready for a round yet."""
+        """Preempt a request if even `first`, the oldest request, has too few pages and nothing in flight will free any:
+        the youngest request that holds pages in a pool that is short. Return False if something is in flight, an answer
+        is rescored, or older requests are not ready for a round yet."""
         admitted = self._registry.admitted
         if self._prefill.num_rescoring or any(group.in_flight for group in admitted):
             return False
@@ -84,11 +85,11 @@ class Preemption:
         *older, youngest = (group for group in admitted if set(short) & set(group.decoding.roles))
         if youngest is first and older:
             return False
-        # One that was about to have more particles loses these with its slots.
+        # A request that was about to get more particles loses the slots for them.
         grows = len(youngest.slots) > youngest.count
         self._registry.preempt(youngest)
         if youngest is first:
-            # No other request is left to preempt, so it may not try to grow again.
+            # No other request is left to preempt, so this one may not try to grow again.
             first.cancel_change()
         if youngest is first and not grows:
             rows = max(first.params.least_rows, first.count // 2)

@@ -1,7 +1,7 @@
-"""Prefill: how requests come to run and how they stop running. Slots and pages are claimed, prompts are scheduled in
-chunks, particles are handed to the models (`Handoff`: what the slots of a request hold when it begins or resumes, and
-what each model is told of its particles), and everything is released again. A resumed request comes the same way, with
-the checkpoint of its particles in place of first tokens. Answers that are rescored run among the prompts."""
+"""Prefill: how requests start and stop running. Slots and pages are claimed, prompts are scheduled in chunks, particles
+are handed to the models (`Handoff`: it fills the slots of a request that begins or resumes, and sends its particles to
+each model), and everything is released again. A resumed request takes the same path, with the checkpoint of its
+particles instead of first tokens. Answers that are rescored run among the prompts."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class Handoff:
         self._config, self._slots, self._memory, self._executor = config, slots, memory, executor
         self._token_bytes = token_bytes
         self._known: set[tuple[ModelRole, int]] = set()
-        """Models and entries of their stop tables whose machine is there."""
+        """Pairs of a model and an entry of its stop table, for entries whose stop machine the model has."""
 
     def forget(self, role: ModelRole) -> None:
-        """The model has lost its state."""
+        """Record that a model has lost its state."""
         self._known = {(name, stops) for name, stops in self._known if name != role}
 
     def forget_stops(self, entry: int) -> None:
-        """Another machine takes the entry."""
+        """Record that the entry gets another stop machine."""
         self._known -= {(role, entry) for role in ModelRole}
 
     def first_tokens(self, job: PrefillRequest) -> None:
-        """Every particle gets its first token."""
+        """Write the first token of every particle to its slot. Waits for the draw."""
         assert job.first is not None, "scheduled with the last chunk"
         group, result = job.group, job.first.result()
         n, rules, slots = len(group.slots), group.rules, self._slots
@@ -64,7 +64,7 @@ class Handoff:
         if np.isnan(log_z):
             group.fail(group.decoding.first)
         logw_N = result.logw_RD[job.batch_index, :n]
-        # Slots without a particle repeat one that has.
+        # Slots without a particle repeat the first one, which has a particle.
         like_N = np.where(group.decoding.alive(logw_N), np.arange(n), 0)
         tokens_N, logp_N = tokens_N[like_N], logp_N[like_N]
         text_N = rules.machine.after(np.full(n, START), tokens_N, self._token_bytes, early=group.params.min_tokens > 0)
@@ -75,7 +75,7 @@ class Handoff:
         commit_tokens(slots, Population([group]))
 
     def set_heads(self, job: PrefillRequest) -> None:
-        """Every particle refers to the last page of its sequence, and so does its unconditional row."""
+        """Let every particle, and every unconditional row, refer to the last page of its sequence."""
         group, slots = job.group, self._slots
         for stream, rows in job.rows.items():
             role = stream.role
@@ -108,7 +108,7 @@ class Handoff:
         end_N, ended_N = prompt + slots.length_S[slots_N], slots.ended_S[slots_N]
         pending_N = end_N - slots.held_S[role][slots_N]
         if role == ModelRole.DRAFT:
-            # Of a particle that has ended no model needs more than that its last token was not run.
+            # Of an ended particle, models only need to know that its last token was not run.
             pending_N = np.where(ended_N, 1, pending_N)
         first_N = slots.length_S[slots_N] - pending_N
         column_NQ = np.minimum(first_N[:, None] + np.arange(self._config.block + 2), slots.tokens_SL.shape[1] - 1)
@@ -133,17 +133,17 @@ class Handoff:
         )
 
     def add_empty(self, group: SequenceGroup, slots_N: np.ndarray) -> None:
-        """Slots of a group that hold no particle before its next round's choice."""
+        """Register slots of a group at its models that hold no particle until the next round fills them."""
         nothing_XL, unconditional_slots = np.zeros((1, 1), dtype=np.int32), self._slots.unconditional_slots(slots_N)
         for stream in group.streams:
             role, there_N = stream.role, unconditional_slots if stream.unconditional else slots_N
             self._slots.head_S[role][there_N] = 0
             self._slots.held_S[role][there_N] = 0
-            # They take over whole sequences, with the pages of the prompt.
+            # The round copies whole sequences there, with the pages of the prompt.
             self._executor.join(role, _table(there_N, group, nothing_XL, 0))
 
     def _text(self, group: SequenceGroup, length_N: np.ndarray) -> np.ndarray:
-        """States of the stop machine after so many of the particles' tokens."""
+        """States of the stop machine after the first `length` tokens of each particle."""
         tokens_SL, rules = self._slots.tokens_SL, group.rules
         return np.array(
             [
@@ -154,7 +154,8 @@ class Handoff:
 
 
 def _table(slots_N: np.ndarray, group: SequenceGroup, pages_XL: np.ndarray, base: int) -> SequenceHandoff:
-    """Slots of a request without particles yet, or of unconditional rows: only their block tables count."""
+    """Make a handoff of slots of which only the block tables count: slots without particles, or of unconditional
+    rows."""
     n = len(slots_N)
     return SequenceHandoff(
         slots_N=slots_N,
@@ -176,12 +177,13 @@ def _table(slots_N: np.ndarray, group: SequenceGroup, pages_XL: np.ndarray, base
 
 
 def _pages(rows: list[PromptRow], size: int) -> np.ndarray:
-    """int32 [N, L] pages of every row's positions; page 0 where there is none. [1, L] where all rows have the same."""
+    """Pages of the positions of every row, int32 [N, L], with page 0 past a row's end; [1, L] if all share
+    one row."""
     return _of_rows(rows, size, "pages_L")
 
 
 def _of_rows(rows: list[PromptRow], size: int, name: str) -> np.ndarray:
-    """As `_pages`, of an array of each row."""
+    """Like `_pages`, for the attribute `name` of each row."""
     row_N = row_of_batch(len(rows), size)
     values = [getattr(rows[row], name) for row in (row_N if len(rows) > 1 else row_N[:1])]
     out_XL = np.zeros((len(values), max(map(len, values))), dtype=np.int32)
@@ -191,41 +193,41 @@ def _of_rows(rows: list[PromptRow], size: int, name: str) -> np.ndarray:
 
 
 LEAST = 256
-"""Tokens of a chunk beside rounds, where prompts have as many left: a pass of fewer takes hardly less time, for it
-reads all weights."""
+"""Minimum tokens of a chunk beside rounds, if the prompts have that many left: a pass of fewer takes hardly less time,
+because it reads all weights."""
 IN_FLIGHT = 2
-"""Chunks of a model that are scheduled before the one before them has been run. More would delay the next round."""
+"""Maximum number of chunks in flight at a model. More would delay the next round."""
 
 Spans = Mapping[str, tuple[int, int]]
-"""Begin and end of each piece of work, nanoseconds; the passes of models have the names of their roles."""
+"""Begin and end of each piece of work, in nanoseconds. The names of models' passes are their roles."""
 Job = TypeVar("Job", bound=PrefillJob)
 
 
 class PrefillBudget:
-    """How many tokens of prompts a step may schedule, from what chunks and rounds have been seen to take.
+    """Computes how many prompt tokens a step may schedule, from measured times of chunks and rounds.
 
-    Prompts beside rounds take turns with them on the models. Rounds accrue a time budget: `prefill_share` of what they
-    take themselves. A chunk is scheduled once its expected time has accrued. So a round is, on average, at most 1 +
-    `prefill_share` times as long as it would be alone, whatever chunks cost. With `prefill_share` None a step may
-    schedule `prefill_chunk` tokens whatever runs beside them."""
+    Prompts and rounds take turns on the models. Rounds accrue a time budget: `prefill_share` of their own time. A chunk
+    is scheduled once its expected time has accrued. So the average round takes at most 1 + `prefill_share` times as
+    long as without prompts, whatever chunks cost. If `prefill_share` is None, every step may schedule `prefill_chunk`
+    tokens."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._most, self._share = config.prefill_chunk, config.prefill_share
-        # In look-ahead both models work at the same time, in lockstep one after the other.
+        # In look-ahead the models work at the same time, in lockstep one after the other.
         self._together = max if config.lookahead else sum
         self._in_flight: dict[ModelRole, deque[tuple[int, Pending[PromptResult[np.ndarray]]]]] = {
             role: deque() for role in ModelRole
         }
         self._cost = dict.fromkeys(ModelRole, 0.0)
-        """Seconds of a token in the last chunk that was run, of at least `LEAST` tokens."""
+        """Seconds per token of each model's last finished chunk, which is taken to have at least `LEAST` tokens."""
         self._accrued = 0.0
-        """Seconds."""
+        """Accrued time budget in seconds; negative if more was spent."""
         self._saw_rounds = False
-        """The last step has read rounds."""
+        """Whether the last step has read rounds with measured times."""
 
     def most(self, beside: bool) -> int:
-        """Tokens of each model that may be scheduled now; `beside`: requests are in rounds. Waits while too many chunks
-        are in flight."""
+        """Return how many tokens may be scheduled at each model now. `beside`: whether requests are in rounds. Waits
+        while too many chunks are in flight."""
         self.settle(IN_FLIGHT - 1)
         if self._share is None or not beside:
             return self._most
@@ -235,36 +237,38 @@ class PrefillBudget:
         return min(self._most, max(LEAST, int(self._accrued / cost))) if self._accrued >= LEAST * cost else 0
 
     def settle(self, left: int = 0) -> None:
-        """Wait until at most so many chunks of a model are in flight."""
+        """Wait until at most `left` chunks of each model are in flight."""
         for role, chunks in self._in_flight.items():
             while len(chunks) > left:
                 self._learn(role, *chunks.popleft())
 
     def forget(self, role: ModelRole) -> None:
-        """Chunks of this model that are in flight will not come."""
+        """Drop the model's chunks in flight, whose results will not arrive."""
         self._in_flight[role].clear()
 
     def spend(
         self, scheduled: Mapping[ModelRole, Sequence[tuple[int, Pending[PromptResult[np.ndarray]]]]], beside: bool
     ) -> None:
-        """Chunks of either model that have been scheduled: tokens, and their pending result."""
+        """Charge the chunks that have been scheduled at each model: pairs of the number of tokens and the pending
+        result."""
         for role, chunks in scheduled.items():
             self._in_flight[role].extend(chunks)
         if beside:
             took = self._together(
                 sum(max(tokens, LEAST) for tokens, _ in scheduled[role]) * self._cost[role] for role in ModelRole
             )
-            # What was scheduled beyond the budget is owed, but no more than a chunk.
+            # Time spent beyond the budget is owed, but at most that of one chunk.
             self._accrued = max(-LEAST * self._together(self._cost.values()), self._accrued - took)
 
     def accrue(self, rounds: Iterable[Pending]) -> None:
-        """Rounds that a step has read. Without a `prefill_share` their times are not asked for."""
+        """Accrue time for the rounds that a step has read. Without a `prefill_share` their times are not used."""
         if self._share is None:
             return
         spans = [outcome.spans() for outcome in rounds]
         took = [self._together(_length(of_round, role) for role in ModelRole) for of_round in spans]
         self._saw_rounds, accrued = bool(took), self._share * sum(took)
-        # What is not spent pays for one chunk, or the prompts of a busy moment would stop all other requests.
+        # At most the time of one chunk is carried over; otherwise the prompts of a busy moment would block all other
+        # requests.
         self._accrued = min(self._accrued, LEAST * self._together(self._cost.values())) + accrued
 
     def _learn(self, role: ModelRole, tokens: int, pending: Pending[PromptResult[np.ndarray]]) -> None:
@@ -274,21 +278,21 @@ class PrefillBudget:
 
 
 def _length(spans: Spans, name: str) -> float:
-    """Seconds."""
+    """Duration of a span in seconds; 0 if there is none."""
     begin, end = spans.get(name, (0, 0))
     return 1e-9 * (end - begin)
 
 
 class StopEntries:
-    """Entries 1..count of the workers' stop tables. Requests that end alike share one. An unused entry keeps its stop
-    machine until another machine needs the place."""
+    """Assigns entries 1..count of the workers' stop tables. Requests with equal stop machines share an entry. An unused
+    entry keeps its machine until another machine needs it."""
 
     def __init__(self, count: int) -> None:
         self._machines: dict[int, StopMachine] = {}
         self._users = dict.fromkeys(range(1, count + 1), 0)
 
     def claim(self, machine: StopMachine) -> tuple[int, bool] | None:
-        """(entry, whether the machine has yet to be put there), or None while all entries are in use."""
+        """Return (entry, whether the workers still need the machine), or None while all entries are in use."""
         entry = next((e for e, there in self._machines.items() if there == machine), None)
         is_new = entry is None
         if entry is None:
@@ -330,15 +334,15 @@ class PrefillManager:
         self._jobs: list[PrefillJob] = []
         """Jobs that hold pages, in the order of their admission."""
         self._rescoring: list[RescoringJob] = []
-        """Jobs that wait for pages, oldest request first."""
+        """Rescoring jobs that wait for pages, oldest request first."""
 
     @property
     def num_rescoring(self) -> int:
-        """Answers that hold pages to be rescored."""
+        """Number of answers being rescored, which hold pages."""
         return sum(isinstance(job, RescoringJob) for job in self._jobs)
 
     def admit(self, group: SequenceGroup, now: float) -> bool:
-        """Give a queued request slots, and pages for what it starts from; False if there are not enough of either."""
+        """Give a queued request slots, and pages for its sequences. Return False if there are not enough of either."""
         job = PrefillRequest(group, self.config)
         if group.slots_needed > self.slots.num_free or not self._has_room(job):
             return False
@@ -358,7 +362,7 @@ class PrefillManager:
         return True
 
     def lacks_slots(self, group: SequenceGroup) -> bool:
-        """Slots alone keep it from being admitted."""
+        """Whether only a lack of slots keeps the request from being admitted."""
         return group.slots_needed > self.slots.num_free and self._has_room(PrefillRequest(group, self.config))
 
     def _has_room(self, job: PrefillRequest) -> bool:
@@ -367,10 +371,10 @@ class PrefillManager:
         return self.memory.admits(self._forecast.of(job.group)) and self.prefixes.has_room(job)
 
     def schedule(self, beside: bool) -> None:
-        """Schedule a chunk of what is to run at each model. `beside`: requests are in rounds."""
+        """Schedule a chunk of the pending sequences at each model. `beside`: whether requests are in rounds."""
         jobs = self._unblocked()
         if not jobs:
-            # The last prompt's first tokens have been read, so that hardly anything is left to wait for.
+            # The first tokens of the last prompt have been read, so there is hardly anything left to wait for.
             self.budget.settle()
         else:
             chunk = self.budget.most(beside)
@@ -378,7 +382,7 @@ class PrefillManager:
             self.budget.spend(steps, beside)
 
     def _unblocked(self) -> list[PrefillJob]:
-        """All jobs but those that wait for what an earlier one is about to run for both."""
+        """Jobs that may run now: all except those that begin with tokens that an earlier job is about to run."""
         found: list[PrefillJob] = []
         alike: defaultdict[bytes, list[PrefillJob]] = defaultdict(list)
         for job in self._jobs:
@@ -395,11 +399,11 @@ class PrefillManager:
         return found
 
     def finish(self, now: float) -> list[SequenceGroup]:
-        """Requests whose last chunk has been scheduled: they run from now on. Waits for their first tokens."""
+        """Let requests run whose last chunk has been scheduled, and return them. Waits for their first tokens."""
         ready = [job for job in self._jobs_of(PrefillRequest) if job.scheduled]
         for job in ready:
             if job.first is not None:
-                # A result that may be lost is waited for before anything is changed.
+                # Wait for results, which may be lost, before anything is changed.
                 job.first.result()
         for job in ready:
             self._jobs.remove(job)
@@ -430,21 +434,21 @@ class PrefillManager:
             self._jobs.append(self._rescoring.pop(0))
 
     def finish_rescoring(self) -> list[tuple[SequenceGroup, Answer]]:
-        """Requests that have been rescored, with their complete answers. Waits for them."""
+        """Return requests whose rescoring is scheduled, with their complete answers. Waits for the results."""
         ready = [job for job in self._jobs_of(RescoringJob) if job.scheduled]
         return [(job.group, job.rescored()) for job in ready]
 
     def answer_of(self, group: SequenceGroup) -> Answer:
-        """The drawn answer of a request that is rescored."""
+        """Return the drawn answer of a request that is rescored."""
         return next(job.answer for job in (*self._rescoring, *self._jobs_of(RescoringJob)) if job.group is group)
 
     def forget(self, role: ModelRole) -> None:
-        """A model has lost its state, and what was scheduled at it will not come."""
+        """Record that a model has lost its state, and that results scheduled at it will not arrive."""
         self.budget.forget(role)
         self._handoff.forget(role)
 
     def preempt(self, group: SequenceGroup) -> None:
-        """Release a request's slots and pages, with a checkpoint of the particles that it may have."""
+        """Release a request's slots and pages; a running request keeps a checkpoint of its particles."""
         checkpoint = group.save(self.slots) if group.is_running else None
         self.release(group)
         group.preempt(checkpoint)
@@ -455,7 +459,7 @@ class PrefillManager:
         group.redraw()
 
     def release(self, group: SequenceGroup) -> None:
-        """Release what an admitted or rescored request holds."""
+        """Release everything that an admitted or rescored request holds."""
         if group.state is RequestState.RESCORING:
             self._rescoring = [job for job in self._rescoring if job.group is not group]
         else:
@@ -467,9 +471,9 @@ class PrefillManager:
         self.memory.no_longer_expect(group.number)
 
     def switch(self, group: SequenceGroup, decoding: Decoding, rows: int) -> bool:
-        """Let a running request of exact decoding go on by another decoding, from what is confirmed. What a model has
-        of that and still needs stays in its pages; the rest is run as if the request resumed. False if there are not
-        enough slots or pages."""
+        """Let a running request of exact decoding continue by another decoding, from its confirmed tokens. A model that
+        has run them and is still needed keeps its pages; the other models run them as for a resumed request. Return
+        False if there are not enough slots or pages."""
         checkpoint = group.save(self.slots)
         length = checkpoint.longest
         expected = self._forecast.pages(decoding, group.params, group.prompt_size, rows, length, group.negative_size)
@@ -491,16 +495,16 @@ class PrefillManager:
         return True
 
     def fall_back(self, group: SequenceGroup, alone: Decoding) -> None:
-        """During its prefill, a request of the draft-target pair comes to be decoded by one model: it needs no more of
-        the other."""
+        """During the prefill of a request of the draft-target pair, let one model decode it alone. The pages at the
+        other model are released."""
         job = next(job for job in self._jobs_of(PrefillRequest) if job.group is group)
         self.prefixes.drop(job, [stream for stream in group.streams if stream not in group.streams_by(alone)])
         self._narrow(group, alone)
         self.slots.release_distributions(group.slots)
 
     def grant(self, group: SequenceGroup) -> None:
-        """Let the next round bring the number of rows that is pending, if no other change is under way and there are
-        slots. A request that has had no round yet begins with fewer at once."""
+        """Apply a pending number of rows: the next round brings it, if no other change is under way and there are
+        slots. A request whose first tokens are yet to be drawn is reduced at once."""
         change = group.pending
         if change is None or change.switches:
             return
@@ -514,8 +518,8 @@ class PrefillManager:
             self.resize(group, change.rows)
 
     def resize(self, group: SequenceGroup, particles: int) -> None:
-        """The request has so many particles after its next round, by an unbiased choice; slots for more are claimed
-        now."""
+        """Let the next round leave the request `particles` particles, by an unbiased choice. Additional slots are
+        claimed now."""
         more = max(0, particles - len(group.slots))
         new = self.slots.claim(more, group.params.guided)
         if more:

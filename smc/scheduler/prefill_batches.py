@@ -1,9 +1,9 @@
-"""What requests run through the models before their rounds, or after them, and the batches of it: prompts, answers of
-resumed requests, and answers and prompts that are rescored.
+"""Prefill jobs and their batches: sequences of requests that run through the models before the requests' rounds, or
+after them. They are prompts, answers of resumed requests, and answers and prompts that are rescored.
 
-Sequences of a request share the pages of what they have in common. A prompt is run once per model; the last chunk of it
-also draws the first tokens of all particles, independently, from the target. Nothing here waits: a chunk is scheduled
-beside the rounds of other requests, and what it draws is read when those have been scheduled, too."""
+Sequences of a request share the pages of their common beginning. A prompt is run once per model. Its last chunk also
+draws the first tokens of all particles, independently, from the target. Nothing here waits: a chunk is scheduled beside
+the rounds of other requests, and its draws are read after those rounds have been scheduled."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from smc.types import ModelRole
 
 @dataclass
 class PromptRow:
-    """A sequence that is to have keys and values at one model."""
+    """A sequence whose keys and values one model is to compute."""
 
     tokens_L: np.ndarray
     pages_L: np.ndarray
-    """int32 page of every position."""
+    """Page of every position, int32."""
     known: int
     """Positions that were cached, or scheduled by other requests, when pages were allocated."""
     done: int = field(init=False)
-    """Positions that are there, or have been scheduled."""
+    """Positions that are computed or scheduled."""
 
     def __post_init__(self) -> None:
         self.done = self.known
@@ -53,15 +53,15 @@ class PrefillJob:
     group: SequenceGroup
     config: EngineConfig
     rows: dict[Stream, list[PromptRow]] = field(init=False, default_factory=dict)
-    """By stream, once pages have been allocated."""
+    """Rows by stream, once pages have been allocated."""
     begun: bool = field(init=False, default=False)
-    """Some of it has been scheduled."""
+    """Whether some of the job has been scheduled."""
     waited: bool = field(init=False, default=False)
-    """It waited for what an earlier job has in common with it, and has not looked at the cache since."""
+    """Whether the job waited for a common beginning that an earlier job runs, and has not searched the cache since."""
 
     @property
     def scheduled(self) -> bool:
-        """All of it has been scheduled."""
+        """Whether all of the job has been scheduled."""
         return not any(row.left for rows in self.rows.values() for row in rows)
 
     @property
@@ -70,40 +70,40 @@ class PrefillJob:
 
     @property
     def round_pages(self) -> dict[ModelRole, int]:
-        """Pages that the first round after it allocates."""
+        """Pages that the first round after the job allocates."""
         group = self.group
         return group.decoding.round_pages(self.config, group.rows, group.params.guided_roles)
 
     def on(self, role: ModelRole) -> list[PromptRow]:
-        """What a model is to run."""
+        """Rows that a model is to run."""
         return [*self.rows.get(Stream(role), ()), *self.rows.get(Stream(role, unconditional=True), ())]
 
     def pages(self, stream: Stream) -> int:
-        """Pages that its sequences need."""
+        """Number of pages for the job's sequences of a stream."""
         raise NotImplementedError
 
     def sequences(self, stream: Stream) -> list[np.ndarray]:
-        """Tokens that are to have keys and values."""
+        """Tokens of each sequence of a stream whose keys and values are needed."""
         raise NotImplementedError
 
     def most_cached(self, stream: Stream) -> int:
-        """Tokens of the prompt that may come from the prefix cache: the last one runs where its logits are needed."""
+        """Maximum number of prompt tokens from the prefix cache: tokens whose logits are needed must run."""
         raise NotImplementedError
 
     def count_cached(self, tokens: int) -> None:
-        """So many tokens of the prompt need not be run."""
+        """Record that this many tokens of the prompt need not be run."""
 
 
 class PrefillRequest(PrefillJob):
-    """A request between its admission and its first round: its prompt, or what it resumes from."""
+    """A request between its admission and its first round: its prompt, or the sequences that it resumes from."""
 
     first: Pending[PromptResult[np.ndarray]] | None = None
-    """First tokens, scheduled with the last chunk of the prompt."""
+    """First tokens, drawn in the batch of the prompt's last chunk."""
     batch_index: int = 0
     """Row of the request in the batch that draws its first tokens."""
 
     def draws_at(self, role: ModelRole) -> bool:
-        """First tokens are drawn from this model."""
+        """Whether first tokens are drawn from this model."""
         return role is self.group.decoding.first and self.group.draws_first_token
 
     def pages(self, stream: Stream) -> int:
@@ -135,15 +135,15 @@ class PrefillRequest(PrefillJob):
 
 @dataclass(eq=False)
 class RescoringJob(PrefillJob):
-    """A prompt and an answer that has been drawn, which run through the target once more, as a prompt does: for how
-    likely the prompt's tokens are, and for the likeliest tokens at each position of the answer. It takes part in no
-    round and holds no slot."""
+    """A prompt and a drawn answer that run through the target once more, as a prompt does. This gives the
+    log-probabilities of the prompt's tokens, or the likeliest tokens at each position of the answer. The job takes part
+    in no round and holds no slot."""
 
     answer: Answer
     results: list[tuple[Pending[PromptResult[np.ndarray]], slice]] = field(init=False, default_factory=list)
-    """Results in the order of the answer's tokens, and where in each its own are."""
+    """Results in the order of the answer's tokens, each with the slice of its tokens that belong to this job."""
     prompt_results: list[tuple[Pending[PromptResult[np.ndarray]], slice]] = field(init=False, default_factory=list)
-    """The same of the prompt's tokens."""
+    """Likewise for the prompt's tokens."""
 
     @property
     def streams(self) -> tuple[Stream, ...]:
@@ -161,24 +161,25 @@ class RescoringJob(PrefillJob):
 
     @property
     def expected_pages(self) -> dict[ModelRole, int]:
-        """Pages that it is likely to hold."""
+        """Pages that the job is likely to hold."""
         return {ModelRole.TARGET: sum(map(self.pages, self.streams))}
 
     def pages(self, stream: Stream) -> int:
-        # Nothing comes after the last token, so that it need not run.
+        # Nothing follows the last token, so it need not run.
         return len(self.group.prompt_of(stream)) + len(self.scored_answer) - 1
 
     def sequences(self, stream: Stream) -> list[np.ndarray]:
         return [np.array((*self.group.prompt_of(stream), *self.scored_answer)[:-1], dtype=np.int64)]
 
     def most_cached(self, stream: Stream) -> int:
-        # What comes from the cache is not scored.
+        # Tokens from the cache are not scored.
         if self.group.params.prompt_logprobs is not None and not stream.unconditional:
             return 0
         return len(self.group.prompt_of(stream)) - 1
 
     def rescored(self) -> Answer:
-        """The answer with what was asked for. Waits for it. Fails the request if the model's logits are NaN."""
+        """Return the answer with the requested log-probabilities. Waits for them. Fails the request if the model's
+        logits are NaN."""
         return replace(self.answer, top_logprobs=self._top_logprobs(), prompt_logprobs=self._prompt_logprobs())
 
     def _top_logprobs(self) -> tuple[Alternatives, ...] | None:
@@ -201,7 +202,7 @@ class RescoringJob(PrefillJob):
         return tuple(found)
 
     def _likeliest(self, result: PromptResult[np.ndarray], at: slice, count: int) -> list[Alternatives]:
-        """So many at each of these positions."""
+        """The `count` likeliest tokens at each of these positions."""
         token_YK, logp_YK = result.top_YK[at, :count], result.top_logp_YK[at, :count]
         if np.isnan(result.top_logp_YK[at]).any():
             self.group.fail(ModelRole.TARGET)
@@ -210,21 +211,21 @@ class RescoringJob(PrefillJob):
         return [tuple(zip(*row[:2]))[: row[2]] for row in zip(token_YK.tolist(), logp_YK.tolist(), count_Y.tolist())]
 
     def prompt_left(self, rows: list[PromptRow]) -> int:
-        """Tokens that are left to run after which tokens of the prompt come that are to be scored."""
+        """Number of tokens still to run that are followed by a token of the prompt to score."""
         if self.group.params.prompt_logprobs is None:
             return 0
         return max(0, self.group.prompt_size - 1 - rows[0].done)
 
     def before_answer(self, rows: list[PromptRow]) -> list[int]:
-        """Tokens that are left to run in each row after which no token of the answer comes."""
+        """Number of tokens of each row still to run that are not followed by a token of the answer."""
         return [max(0, row.left - len(self.scored_answer)) for row in rows]
 
     def next_part(
         self, rows: list[PromptRow], chunk: int, plain: list[tuple[PromptRow, int]], scored: list[ScoredPart]
     ) -> int:
-        """Add what is scheduled next: to `scored`, of a prompt that is scored; to `plain`, of what else comes before
-        the answer; or if all of that fits, to `scored`, with as many of the answer's tokens, of all rows alike, as fit.
-        Returns how many tokens this is."""
+        """Add the job's next part, of at most about `chunk` tokens, and return its number of tokens. Tokens of a scored
+        prompt are added to `scored`. Other tokens before the answer are added to `plain`, unless all of them and tokens
+        of the answer fit: then `scored` gets both, with as many of the answer's tokens as fit, the same in all rows."""
         if not rows or not chunk:
             return 0
         if left := self.prompt_left(rows):
@@ -248,7 +249,7 @@ class RescoringJob(PrefillJob):
 
 @dataclass(frozen=True, eq=False)
 class ScoredPart:
-    """Tokens that a chunk scores: of a prompt, or of an answer."""
+    """Tokens of a prompt or an answer that a chunk scores."""
 
     job: RescoringJob
     count: int
@@ -260,7 +261,7 @@ class ScoredPart:
 
 
 def count_pages(sequences: Sequence[np.ndarray]) -> int:
-    """Pages that sequences of one group need."""
+    """Number of pages that the sequences of one group need."""
     total = 0
     for i, tokens_L in enumerate(sequences):
         total += len(tokens_L) - max([0, *(common_length(tokens_L, other) for other in sequences[:i])])
@@ -274,10 +275,11 @@ def allocate_from_cache(
     cached: tuple[int, int],
     new_pages: np.ndarray,
 ) -> list[PromptRow]:
-    """Pages for sequences that all begin with the `cached` (positions, page); what they have in common they share.
+    """Assign pages to sequences that all begin with the `cached` (positions, page); sequences share the pages of common
+    beginnings.
 
-    `new_pages`: unassigned pages, as many as `count_pages` says less the cached ones. The caller holds one reference to
-    the last page of every sequence."""
+    `new_pages`: unassigned pages, `count_pages` minus the cached positions. The caller holds one reference to the last
+    page of every sequence."""
     allocator = memory.allocators[role]
     rows: list[PromptRow] = []
     for i, tokens_L in enumerate(sequences):
@@ -296,7 +298,7 @@ def allocate_from_cache(
 
 
 def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
-    """Leading tokens that two sequences have in common."""
+    """Number of leading tokens that two sequences have in common."""
     size = min(len(one_L), len(other_L))
     different = np.flatnonzero(one_L[:size] != other_L[:size])
     return int(different[0]) if len(different) else size
@@ -305,8 +307,8 @@ def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
 def prefill_step(
     jobs: list[PrefillJob], worker: Worker, role: ModelRole, chunk: int
 ) -> list[tuple[int, Pending[PromptResult[np.ndarray]]]]:
-    """Schedule up to `chunk` tokens at one model, oldest job first. Returns what was scheduled: tokens, and their
-    pending result."""
+    """Schedule up to `chunk` tokens at one model, oldest job first. Return what was scheduled: pairs of the number of
+    tokens and the pending result."""
     scheduled: list[tuple[int, Pending[PromptResult[np.ndarray]]]] = []
     plain: list[tuple[PromptRow, int]] = []
     drawing: list[PrefillRequest] = []
@@ -346,15 +348,15 @@ def prefill_step(
 def _next_part(
     job: PrefillRequest, role: ModelRole, chunk: int, plain: list[tuple[PromptRow, int]], drawing: list[PrefillRequest]
 ) -> int:
-    """Add what is scheduled next of a request: to `drawing` if first tokens are drawn after it, else to `plain`.
-    Returns what is left of the chunk."""
+    """Add the next part of a request: to `drawing` if first tokens are drawn after it, else to `plain`. Return the rest
+    of the chunk."""
     rows, draws = job.on(role), job.draws_at(role)
     left = sum(row.left for row in rows)
     if draws and chunk and 0 < left <= max(chunk, len(rows)):
         drawing.append(job)
         return max(0, chunk - left)
     for row in rows:
-        # First tokens of a guided request depend on both of its rows: their last tokens run together.
+        # First tokens of a guided request depend on both of its rows, so the last tokens of both run together.
         count = min(row.left - (draws and len(rows) > 1), chunk)
         if count > 0:
             chunk -= count
@@ -363,14 +365,15 @@ def _next_part(
 
 
 def _last_parts(drawing: list[PrefillRequest], role: ModelRole) -> list[tuple[PromptRow, int]]:
-    """What is left of prompts after which tokens are drawn, then of their unconditional rows."""
+    """Remaining tokens of prompts after which first tokens are drawn, then those of their unconditional rows."""
     rows = [job.rows[Stream(role)][0] for job in drawing]
     unconditional = [job.rows[Stream(role, True)][0] for job in drawing if job.group.params.guided]
     return [(row, row.left) for row in (*rows, *unconditional)]
 
 
 def _scored_rows(scored: list[ScoredPart]) -> list[tuple[PromptRow, int]]:
-    """Rows that are scored, then unconditional ones, those of answers with what comes before the answer."""
+    """Rows with scored tokens, then their unconditional rows. Rows with scored answers include the remaining tokens
+    before the answer."""
     rows = [(part.job.rows[Stream(ModelRole.TARGET)], part) for part in scored]
     rows += [(part.job.rows[Stream(ModelRole.TARGET, unconditional=True)], part) for part in scored if part.guided]
     return [
@@ -413,7 +416,7 @@ def _top_logprobs_spec(scored: list[ScoredPart]) -> TopLogprobsSpec:
 
 
 def _given(part: ScoredPart) -> np.ndarray:
-    """Tokens of the prompt that come after those of this part, or as many zeros."""
+    """The prompt tokens that follow each token of this part; zeros for a part of an answer."""
     if not part.of_prompt:
         return np.zeros(part.count, dtype=np.int64)
     first = part.job.rows[Stream(ModelRole.TARGET)][0].done + 1
@@ -421,7 +424,7 @@ def _given(part: ScoredPart) -> np.ndarray:
 
 
 def _plain_where(distribution: DistributionSpec[np.ndarray], plain_R: np.ndarray) -> DistributionSpec[np.ndarray]:
-    """Where it says so, the model's own distribution: at temperature 1, and without truncation."""
+    """Replace the distribution where `plain_R` by the model's own: temperature 1, without truncation."""
     return replace(
         distribution,
         temperature_R=np.where(plain_R, np.float32(1), distribution.temperature_R),
@@ -455,7 +458,8 @@ def _first_draws(groups: list[SequenceGroup]) -> Draws:
 
 
 def _guidance(groups: list[SequenceGroup], is_guided: list[bool]) -> dict[str, np.ndarray]:
-    """Which unconditional row belongs to each row that is guided: they come after all rows."""
+    """Index of the unconditional row of each guided row, which follow after all rows, and the guidance scales. Empty if
+    no row is guided."""
     guided = np.array(is_guided)
     if not guided.any():
         return {}

@@ -1,5 +1,5 @@
-"""What the prefix caches have of the sequences that requests begin with: pages for prompts and for the answers of
-resumed requests, and what is cached of them for later requests."""
+"""Prefix reuse: allocates pages for prompts and for the answers of resumed requests, starting from what the prefix
+caches hold, and caches sequences for later requests."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from smc.types import ModelRole
 
 
 class PrefixReuse:
-    """Sequences of tokens that requests have before their rounds, and at their end."""
+    """Allocates and caches the sequences that requests have before their rounds and at their end."""
 
     def __init__(self, config: EngineConfig, slots: Slots, memory: KVCacheManager) -> None:
         self.config, self.slots, self.memory = config, slots, memory
 
     def has_room(self, job: PrefillJob) -> bool:
-        """Whether it could start if everything cached was evicted, or was its own; the cache is not searched for
-        that."""
+        """Whether the job could start if everything cached were evicted or belonged to it; does not search the
+        cache."""
         memory = self.memory
         pages = _by_role({stream: job.pages(stream) for stream in job.streams})
         spare = memory.spare(job.round_pages)
         return all(count + spare[role] <= memory.room(role) for role, count in pages.items())
 
     def allocate(self, job: PrefillJob) -> bool:
-        """Allocate rows of all streams; False if there are too few pages."""
+        """Allocate rows for all streams. Return False if there are too few pages."""
         memory, streams = self.memory, job.streams
         cached = {stream: self._match(job, stream) for stream in streams}
         try:
@@ -50,20 +50,20 @@ class PrefixReuse:
         except OutOfPages:
             return False
         finally:
-            # Rows refer to what they need by now.
+            # By now the rows hold references to the cached pages that they need.
             for stream, (_, page) in cached.items():
                 memory.allocators[stream.role].release([page])
 
     def reallocate(self, job: PrefillJob) -> None:
-        """Where more is cached by now of what a job begins with, of which nothing has been scheduled, that replaces its
-        own pages."""
+        """Replace pages of a job that has not begun, if by now more of its beginning is cached than when they were
+        allocated."""
         memory = self.memory
         for stream, rows in job.rows.items():
             role = stream.role
             count, page = self._match(job, stream)
             if count > rows[0].known:
                 self._release(stream, rows)
-                # Pages that have not been run are not shared: more than these have just become free.
+                # Pages that have not been run are not shared, so more pages were just freed than are needed.
                 new_pages = memory.allocate({role: job.pages(stream) - count})
                 job.rows[stream] = allocate_from_cache(
                     memory, role, job.sequences(stream), (count, page), new_pages[role]
@@ -75,9 +75,9 @@ class PrefixReuse:
     def carry(
         self, group: SequenceGroup, decoding: Decoding, rows: int, answer: np.ndarray
     ) -> dict[Stream, list[PromptRow]] | None:
-        """Rows of a running request's prompt and confirmed `answer`, for another decoding: complete for a model that
-        has run them already. None if there are too few pages for the others. What a model has that takes no part any
-        more is cached."""
+        """Return rows of a running request's prompt and confirmed `answer` for another decoding: complete at a model
+        that has run them already. Return None if there are too few pages for the other models. The pages at a model
+        that is no longer needed are cached."""
         memory, slot, streams = self.memory, int(group.living(self.slots)[0]), group.streams_by(decoding)
         either = dict.fromkeys((*group.streams, *streams))
         sequences = {
@@ -113,21 +113,23 @@ class PrefixReuse:
         return carried
 
     def release(self, job: PrefillJob) -> None:
-        """A job refers to no pages any longer."""
+        """Release all pages of a job."""
         self.drop(job, list(job.rows))
 
     def drop(self, job: PrefillJob, streams: Sequence[Stream]) -> None:
-        """Nor in these streams, which it is not to run."""
+        """Release the pages of a job in these streams, which it does not run."""
         for stream in streams:
             self._release(stream, job.rows.pop(stream))
 
     def beginning(self, job: PrefillJob) -> bytes | None:
-        """Jobs of another beginning have no block in common; None: the job has no whole block."""
+        """Key of the first block of a job's prompt. Jobs with different keys have no block in common. None: the prompt
+        is shorter than a block."""
         keys = self._keys(job.group, Stream(ModelRole.TARGET))
         return keys[0] if keys else None
 
     def awaits(self, job: PrefillJob, earlier: list[PrefillJob]) -> bool:
-        """Whether an earlier job is about to run what this one begins with, too. What has been scheduled is cached."""
+        """Whether an earlier job is about to run tokens that this one begins with, too. Common tokens that are
+        scheduled already are cached."""
         for other in [] if job.begun else earlier:
             for stream in set(job.rows) & set(other.rows):
                 row, keys, role = other.rows[stream][0], self._keys(other.group, stream), stream.role
@@ -140,20 +142,21 @@ class PrefixReuse:
         return False
 
     def remember_prompt(self, job: PrefillRequest) -> None:
-        """Cache the prompts, whose rows have been run in every stream."""
+        """Cache the prompts, after their rows have been run in every stream."""
         for stream, rows in job.rows.items():
             size = len(job.group.prompt_of(stream))
             self.memory.remember(stream.role, self._keys(job.group, stream), rows[0].pages_L[:size])
 
     def remember_answer(self, group: SequenceGroup, particle: int, tokens: tuple[int, ...]) -> None:
-        """Cache what the models have computed of a request's answer."""
+        """Cache the pages that the models have computed for a request's answer."""
         keys = self.memory.keys((*group.request.prompt, *tokens), group.request.cache_salt)
         slot, size = int(group.slots[particle]), group.prompt_size + len(tokens)
         for role in group.decoding.roles:
             self._remember(role, keys, self._path(role, slot)[:size])
 
     def forget_prompt(self, group: SequenceGroup) -> None:
-        """A model has returned NaN after it: later requests must not go on from there."""
+        """Remove the request's prompts from the cache: a model has returned NaN after them, so later requests must not
+        reuse them."""
         for stream in group.streams:
             self.memory.forget(self._keys(group, stream))
 
@@ -161,7 +164,7 @@ class PrefixReuse:
         return self.memory.match(stream.role, self._keys(job.group, stream), job.most_cached(stream))
 
     def _allocate(self, wanted: dict[Stream, int], spare: dict[ModelRole, int]) -> dict[Stream, np.ndarray]:
-        """Unassigned pages for streams, as `KVCacheManager.allocate`."""
+        """Allocate unassigned pages for streams, as `KVCacheManager.allocate` does for models."""
         new_pages = self.memory.allocate(_by_role(wanted), spare)
         found = {}
         for stream, count in wanted.items():
@@ -169,19 +172,19 @@ class PrefixReuse:
         return found
 
     def _path(self, role: ModelRole, slot: int) -> np.ndarray:
-        """Pages of all positions of a particle whose keys and values a model has."""
+        """Pages of all positions of a particle for which a model has keys and values."""
         return self.memory.allocators[role].path(int(self.slots.head_S[role][slot]), int(self.slots.held_S[role][slot]))
 
     def _release(self, stream: Stream, rows: list[PromptRow]) -> None:
         self.memory.allocators[stream.role].release([row.pages_L[-1] for row in rows])
 
     def _remember(self, role: ModelRole, keys: list[bytes], pages: np.ndarray) -> None:
-        # Cached pages stay when no particle holds them any longer.
+        # Cached pages remain after no particle holds them any longer.
         self.memory.allocators[role].count_grown(pages, False)
         self.memory.remember(role, keys, pages)
 
     def _keys(self, group: SequenceGroup, stream: Stream) -> list[bytes]:
-        """Of its prompt's blocks."""
+        """Cache keys of the blocks of the stream's prompt."""
         kind = "negative" if stream.unconditional else "prompt"
         if kind not in group.keys:
             group.keys[kind] = self.memory.keys(group.prompt_of(stream), group.request.cache_salt)
@@ -189,7 +192,7 @@ class PrefixReuse:
 
 
 def _by_role(pages: dict[Stream, int]) -> dict[ModelRole, int]:
-    """Sums over the streams of each model."""
+    """Sum the pages of each model's streams."""
     found: dict[ModelRole, int] = {}
     for stream, count in pages.items():
         found[stream.role] = found.get(stream.role, 0) + count

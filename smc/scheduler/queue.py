@@ -1,5 +1,5 @@
-"""Which requests there are and where they stand: in the queue, holding slots and pages, or in rounds. Requests are kept
-in the orders that a step needs, so that none is searched."""
+"""The registry of unfinished requests, by where they stand: in the queue, holding slots and pages, or in rounds.
+Requests are kept in the orders that a step needs, so that no step searches for one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from smc.scheduler.slots import Slots
 
 
 class RequestQueue:
-    """Requests that wait to be admitted, the next one first: those that resume from a checkpoint, then the others by
-    their priority, each in order of submission."""
+    """Requests that wait to be admitted, the next one first: requests that resume from a checkpoint, then the others by
+    priority, each in order of submission."""
 
     def __init__(self) -> None:
         self._groups: list[SequenceGroup] = []
         self.pages = 0
-        """Pages that these were likely to need when they were submitted, in all pools together."""
+        """Pages that the queued requests were likely to need when they were submitted, in all pools together."""
 
     def __len__(self) -> int:
         return len(self._groups)
 
     @property
     def groups(self) -> Sequence[SequenceGroup]:
-        """The next one first."""
+        """The queued requests, the next one first."""
         return self._groups
 
     @property
@@ -48,7 +48,7 @@ class RequestQueue:
 
 
 class Deadlines:
-    """When the time budgets of requests end."""
+    """Requests with a time budget, in the order in which their budgets end."""
 
     def __init__(self) -> None:
         self._ends: list[tuple[float, int, SequenceGroup]] = []
@@ -62,14 +62,14 @@ class Deadlines:
             del self._ends[bisect_left(self._ends, self._end(group))]
 
     def passed(self, now: float) -> list[SequenceGroup]:
-        """Requests whose time is used up, in order of submission."""
+        """Return the requests whose time budget is used up, in order of submission."""
         count = bisect_right(self._ends, now, key=lambda end: end[0])
         return [group for _, _, group in sorted(self._ends[:count], key=lambda end: end[1])]
 
     @staticmethod
     def _end(group: SequenceGroup) -> tuple[float, int, SequenceGroup]:
         assert group.params.time_budget is not None
-        # No two have the same number, so groups themselves are never compared.
+        # No two requests have the same number, so groups themselves are never compared.
         return group.submitted + group.params.time_budget, group.number, group
 
 
@@ -95,11 +95,11 @@ class RequestRegistry:
 
     @property
     def num_running(self) -> int:
-        """Requests past their prefill."""
+        """Number of requests past their prefill."""
         return sum(group.is_running for group in self.admitted)
 
     def complete(self, group: SequenceGroup) -> bool:
-        """It runs, all its particles have ended, and all their tokens are scored."""
+        """Whether the request runs, all its particles have ended, and all their tokens are scored."""
         if not group.is_running or group.awaits_potential:
             return False
         return bool(self._slots.ended_S[group.slots].all()) and not self._slots.unscored(group.slots).any()
@@ -110,7 +110,7 @@ class RequestRegistry:
         self.queue.push(group)
 
     def admit(self, group: SequenceGroup, now: float) -> bool:
-        """A queued request gets slots and pages; False if there are not enough."""
+        """Give a queued request slots and pages. Return False if there are not enough."""
         if not self._prefill.admit(group, now):
             return False
         self.queue.remove(group)
@@ -118,12 +118,12 @@ class RequestRegistry:
         return True
 
     def run(self, group: SequenceGroup) -> None:
-        """It takes part in rounds, unless it has ended already."""
+        """Let a request take part in rounds, unless it has ended already."""
         if not group.error and not self.complete(group):
             self.batches[group.decoding.program].add(group)
 
     def preempt(self, group: SequenceGroup) -> None:
-        """It releases its slots and pages, and waits to be admitted again."""
+        """Release a request's slots and pages, and queue it to be admitted again."""
         if group.is_running:
             self.batches[group.decoding.program].remove(group)
         self._prefill.preempt(group)
@@ -132,25 +132,25 @@ class RequestRegistry:
         self._preemptions += 1
 
     def redraw(self, group: SequenceGroup) -> None:
-        """It waits to be admitted again, and goes on from before its last round."""
+        """Release a request's slots and pages, and queue it to continue from before its last round."""
         self.batches[group.decoding.program].remove(group)
         self._prefill.redraw(group)
         self.admitted.remove(group)
         self.queue.push(group)
 
     def take_preemptions(self) -> int:
-        """Preemptions since the last call."""
+        """Return the number of preemptions since the last call."""
         count, self._preemptions = self._preemptions, 0
         return count
 
     def rescore(self, group: SequenceGroup, answer: Answer) -> None:
-        """Its answer is drawn, and waits for its top logprobs."""
+        """Withdraw a request whose answer is drawn, and run the answer or the prompt through the target once more."""
         self._withdraw(group)
         group.rescore()
         self._prefill.rescore(group, answer)
 
     def release(self, group: SequenceGroup) -> None:
-        """It ends, and everything that it holds is free."""
+        """End a request and release everything that it holds."""
         self._withdraw(group)
         group.finish()
         self.deadlines.remove(group)

@@ -1,5 +1,5 @@
-"""Results of requests: the draw of the answer among its particles, and the outputs that its caller gets while it runs
-and when it ends. Knows nothing about when they are asked for."""
+"""Results of requests: the draw of the answer among the particles, and the outputs that a caller gets while a request
+runs and when it ends. Knows nothing about when results are reported."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
 
 UNDRAWN = (FinishReason.ERROR, FinishReason.CANCELLED)
-"""Ends at which no answer is drawn: it is what has been streamed."""
+"""Reasons for which no answer is drawn: the answer is what has been streamed."""
 
 
 def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> tuple[int, tuple[int, ...]]:
-    """The drawn particle and its tokens. If `reason` ends it early: those that have been weighed, and whatever has been
-    streamed."""
+    """Return the drawn particle and its tokens. If `reason` ends the request early, these are only the tokens that have
+    been weighted, but at least those that have been streamed."""
     if not group.has_particles:
         return 0, ()
     if reason in UNDRAWN:
@@ -44,10 +44,10 @@ def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None)
 def make_answer(
     group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...]
 ) -> Answer:
-    """The answer of a particle and its tokens. How long it took is not known yet."""
+    """Make the answer of a particle with these tokens. Its `seconds` are set later."""
     logp, matched, log_z = None, None, group.log_z
     if group.params.logprobs:
-        # What has been streamed stays: particles are scored in different rows, whose last bits may differ.
+        # Streamed log-probabilities are kept: particles are scored in different rows, and the last bits may differ.
         logp = tuple(group.logprobs)
         if tokens:
             logp += tuple(group.array(slots, "logp_SL")[particle, group.streamed : len(tokens)].tolist())
@@ -75,7 +75,7 @@ def make_answer(
 
 
 def cut_answer(answer: Answer, group: SequenceGroup, reason: FinishReason) -> Answer:
-    """What is left of a drawn answer whose rescoring fails or is cancelled: what has been streamed."""
+    """Reduce a drawn answer whose rescoring failed or was cancelled to what has been streamed."""
     tokens = answer.tokens[: group.streamed]
     return replace(
         answer,
@@ -92,7 +92,7 @@ def cut_answer(answer: Answer, group: SequenceGroup, reason: FinishReason) -> An
 def _particles(
     group: SequenceGroup, slots: Slots, reason: FinishReason | None, drawn: tuple[int, ...]
 ) -> tuple[Particle, ...]:
-    """The population that the answer `drawn` was drawn from; the answer itself where its method has none."""
+    """The population that the answer `drawn` was drawn from; the answer alone if its method has no population."""
     if not drawn or reason in UNDRAWN:
         return ()
     population = group.decoding.population(group.array(slots, "logw_S"))
@@ -112,7 +112,7 @@ def _particle(group: SequenceGroup, tokens: tuple[int, ...], reason: FinishReaso
 
 
 def _best(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> int:
-    """The likeliest particle of those with weight, under the distribution that was asked for; the first of equals."""
+    """Likeliest particle of those with weight, under the requested distribution; the first one of equals."""
     logw_N, logphi_N = group.array(slots, "logw_S"), group.array(slots, "logphi_S")
     sizes = [len(_scored(group, slots, reason, n)) for n in range(len(logw_N))]
     logp_N = np.array([np.nansum(row_L[:size]) for row_L, size in zip(group.array(slots, "logp_SL"), sizes)])
@@ -122,8 +122,8 @@ def _best(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> in
 
 
 def _scored(group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int) -> tuple[int, ...]:
-    """A particle's tokens. If `reason` ends it early: those that the target has scored and the potential, if there is
-    one, has been asked about, and whatever has been streamed."""
+    """A particle's tokens. If `reason` ends the request early: only tokens that the target has scored and the
+    potential, if any, has been asked about, but at least those that have been streamed."""
     tokens = _tokens(group, slots, particle)
     if reason is None:
         return tokens
@@ -142,7 +142,7 @@ logger = logging.getLogger(__name__)
 
 
 class ResultReporter:
-    """Outputs, until they are taken."""
+    """Collects outputs until they are taken."""
 
     def __init__(
         self,
@@ -154,19 +154,19 @@ class ResultReporter:
         self._registry, self._prefill, self._forecast, self._clock = registry, prefill, forecast, clock
         self._slots = prefill.slots
         self._ready: list[tuple[int, Output]] = []
-        """With the numbers of their requests."""
+        """Outputs with the numbers of their requests."""
 
     def __len__(self) -> int:
         return len(self._ready)
 
     def take(self) -> list[Output]:
-        """Outputs since the last call, in order of submission."""
+        """Return the outputs since the last call, in order of submission."""
         ready, self._ready = self._ready, []
         return [output for _, output in sorted(ready, key=itemgetter(0))]
 
     def report_all(self) -> None:
-        """Stream what is new of every admitted request, and finish those that have ended. An error in one request ends
-        this request alone."""
+        """Stream new tokens of every admitted request, and finish requests that have ended. An error in one request
+        ends only that request."""
         for group in list(self._registry.admitted):
             try:
                 self._report(group)
@@ -183,15 +183,16 @@ class ResultReporter:
                 self._answer(group, answer)
 
     def report_ended(self) -> bool:
-        """Finish what has ended in this step already, so that it is not preempted. True if anything has."""
+        """Finish requests that have already ended in this step, so that they are not preempted. Return whether there
+        were any."""
         ended = [group for group in self._registry.admitted if group.error or self._registry.complete(group)]
         for group in ended:
             self._report(group)
         return bool(ended)
 
     def finish(self, group: SequenceGroup, reason: FinishReason | None) -> None:
-        """The final draw and the last Output, and the release of everything that the request holds. `reason` None: it
-        is complete. An answer that is to have top logprobs, or those of its prompt, is rescored first."""
+        """Draw the answer, report the last Output and release everything that the request holds. `reason` None: the
+        answer is complete. If `top_logprobs` or `prompt_logprobs` are requested, the request is rescored first."""
         if group.state is RequestState.RESCORING:
             assert reason is not None, "a drawn answer is complete already"
             if group.error:
@@ -223,7 +224,8 @@ class ResultReporter:
             self._ready.append((group.number, Output(group.id, new, group.text.push(new), logprobs=logp)))
 
     def _committed_logprobs(self, group: SequenceGroup) -> tuple[float, ...]:
-        """Of tokens that are about to be streamed, if requested. What is committed has been scored."""
+        """Log-probabilities of the tokens that are about to be streamed, if requested. Committed tokens have been
+        scored."""
         if not group.params.logprobs:
             return ()
         # A row without a particle has no scores of its own.

@@ -1,9 +1,9 @@
-"""Plans of rounds: what the models are told of a round, as arrays. All of it follows from the state of the requests
-when the round is launched; nothing depends on results that are in flight. Changes nothing.
+"""Plans of rounds: the inputs of a round for the models, as arrays. They follow from the state of the requests when the
+round is launched and do not depend on results in flight. Changes nothing.
 
-A guided request has an unconditional row for every row, in a slot of its own, of which only its pages count. In a round
-every page that is allocated for a row has one for its unconditional row beside it, so the row's lineage says what
-becomes of either.
+A guided request has an unconditional row for each of its rows, in a separate slot, of which only the pages count.
+Whenever a round allocates a page for a row, it also allocates one for the unconditional row. The lineage of a row
+therefore applies to the pages of both.
 
 Axes: A rows of a batch, G requests, H guided ones, U unconditional rows of a batch, C chains, Q tokens of a block, W
 pages of a row, T pages."""
@@ -36,7 +36,7 @@ class Population:
     def __init__(
         self, groups: Sequence[SequenceGroup], members: Sequence[tuple[np.ndarray, np.ndarray]] | None = None
     ) -> None:
-        """`members`: slots and particles of every request, where they are not its current ones."""
+        """`members`: slots and particles of every request; default: its current ones."""
         self.groups = list(groups)
         self._members = members or [(g.slots, g.particles) for g in self.groups]
         slots, particles = zip(*self._members)
@@ -49,7 +49,7 @@ class Population:
         self.seed_G = np.array([g.seed for g in self.groups], dtype=np.int64)
 
     def take(self, index_G: np.ndarray) -> Population:
-        """Some of the requests, with the slots that they have here."""
+        """Return the population of the requests with these indices, with the slots that they have here."""
         return Population([self.groups[g] for g in index_G], [self._members[g] for g in index_G])
 
     @property
@@ -63,14 +63,14 @@ class Population:
 
     @property
     def draft_distribution(self) -> DistributionSpec[np.ndarray]:
-        """Token distribution of the proposal, per request; of a draft that decodes alone, its own."""
+        """Token distribution of the proposal, per request; for a draft that decodes alone, the draft's own."""
         return self._distribution([g.method.draft_temperature(g.params) for g in self.groups])
 
     def distribution_of(self, role: ModelRole) -> DistributionSpec[np.ndarray]:
         return self.draft_distribution if role is ModelRole.DRAFT else self.target_distribution
 
     def by_decoding(self) -> list[tuple[Decoding, np.ndarray | slice]]:
-        """Decodings of the requests, and which of the A slots are decoded so."""
+        """Return each decoding of the requests with the indices of the slots that it decodes, out of A."""
         decodings = list(dict.fromkeys(g.decoding for g in self.groups))
         if len(decodings) == 1:
             return [(decodings[0], slice(None))]
@@ -85,7 +85,7 @@ class Population:
         return np.array([default if value is None else value for value in values], dtype=dtype)
 
     def least(self, values_A: np.ndarray) -> np.ndarray:
-        """The smallest value of every group."""
+        """Smallest value of every group [G]."""
         return np.minimum.reduceat(values_A, self.first_G)
 
     def largest(self, values_A: np.ndarray) -> np.ndarray:
@@ -107,8 +107,8 @@ class Population:
 
 
 def room(count: int, size: int) -> int:
-    """Unconditional rows of a round of `size` rows, padded, of which `count` are guided. Few sizes: a round runs at
-    most twice the rows that are guided, and never more than it has."""
+    """Padded number of unconditional rows for `count` guided rows in a batch of `size` rows: the next power of two, at
+    most `size`. So there are few sizes, and at most twice the rows that are guided."""
     return min(1 << (count - 1).bit_length(), size)
 
 
@@ -122,9 +122,9 @@ def plan_unconditional_rows(
     dummy: int,
     width: int | None,
 ) -> UnconditionalRows[np.ndarray] | None:
-    """Unconditional rows of the requests of a round that are guided at a model, for a batch of `size` rows; None: there
-    are none. `shared_G`: shared positions of the conditional rows; `dummy`: slot of padding; `width`: pages of a row that
-    the round uses; None: all."""
+    """Plan the unconditional rows of requests that are guided at a model, for a batch of `size` rows; None if no
+    request is. `shared_G`: shared positions of the conditional rows; `dummy`: slot of padding; `width`: pages of a row
+    that the round uses, None: all."""
     groups, group_A, stream = population.groups, population.group_A, Stream(role, unconditional=True)
     guided_G = np.array([stream in given for given in pages])
     if not guided_G.any():
@@ -160,8 +160,8 @@ def remap_unconditional_rows(
     lineage: Lineage[np.ndarray],
     pages: list[RoundPages],
 ) -> None:
-    """In the pool of one model, unconditional rows of a population's particles descend from those of the
-    particles in slots `source`, by the pages beside those of the particles' own `lineage`."""
+    """In the pool of one model, let unconditional rows of a population's particles continue those of the particles in
+    slots `source_A`: by the pages that were allocated beside those of the particles' own `lineage`."""
     stream = Stream(role, unconditional=True)
     is_guided_A = np.array([stream in given for given in pages])[population.group_A]
     if not is_guided_A.any():
@@ -172,14 +172,14 @@ def remap_unconditional_rows(
         values_A[is_guided_A] for values_A in (lineage.path_AW, lineage.kept_A, lineage.dropped_A)
     )
     order_T = np.argsort(own_T)
-    # What is not kept may be any page.
+    # Entries of the path that are not kept may be any page.
     at_AW = np.searchsorted(own_T, path_AW, sorter=order_T).clip(max=len(own_T) - 1)
     to_A, of_A = (slots.unconditional_S[slot_A[is_guided_A]] for slot_A in (population.slot_A, source_A))
     slots.descend(role, allocator, to_A, of_A, Lineage(theirs_T[order_T[at_AW]], kept_A, dropped_A), theirs_T)
 
 
 def padded(values_A: np.ndarray, size: int, fill: float) -> np.ndarray:
-    """`size` rows; those past the values hold `fill`."""
+    """Extend an array to `size` rows filled with `fill`."""
     if len(values_A) == size:
         return values_A
     padded = np.full((size, *values_A.shape[1:]), fill, dtype=values_A.dtype)
@@ -188,21 +188,21 @@ def padded(values_A: np.ndarray, size: int, fill: float) -> np.ndarray:
 
 
 COMMON_KINDS = frozenset({PopulationKind.INDEPENDENT, PopulationKind.DISTINCT, PopulationKind.BEST})
-"""Rounds of more than one kind count as rounds of all of these, so that few kinds of rounds are captured."""
+"""A round with several kinds is treated as having all of these, so that graphs are captured for few combinations."""
 
 
 class DraftSize(NamedTuple):
-    """What is drafted in a round."""
+    """How much is drafted in a round."""
 
     branches: int
-    """F, rows that every row of the batch is continued by."""
+    """F, the number of rows that continue each row of the batch."""
     steps: int | None
-    """Tokens of each; None: all K of a block."""
+    """Tokens that are drafted for each row; None: all K of a block."""
 
 
 DecideSize = Callable[[Sequence[SequenceGroup], int, int], DraftSize]
-"""Decides what is drafted for these requests, which all have an adaptive tree, in a round of so many rows and tokens of
-context: up to the config's F and K, which other requests have."""
+"""Decides how much is drafted in a round. Arguments: the requests, all with an adaptive tree; the number of rows; the
+tokens of context. Results are at most the config's F and K, which other requests get."""
 
 
 class RoundPlanner:
@@ -216,7 +216,8 @@ class RoundPlanner:
         width: int,
         decide: DecideSize | None = None,
     ) -> None:
-        """`width`: positions of the models' block tables."""
+        """`width`: positions of the models' block tables. `decide`: called for rounds in which all requests are
+        adaptive."""
         self.config, self.slots, self.decoding = config, slots, decoding
         self.shape, self.width = decoding.shape(config), width
         self._decide = decide
@@ -229,7 +230,7 @@ class RoundPlanner:
         prompt_G = np.array([g.prompt_size for g in groups], dtype=np.int64)
         length_A = slots.length_S[population.slot_A]
         flying_G = np.array([len(g.in_flight) for g in groups], dtype=np.int64)
-        # Later particles are copies of the ones that the host knows of an earlier round.
+        # Particles of rounds in flight are copies of those that the host knows, so they share the same positions.
         shared_G = prompt_G + np.minimum([g.committed for g in groups], population.least(length_A) - 1)
         longest_G = np.maximum(prompt_G, [g.negative_size for g in groups])
         columns = (
@@ -243,8 +244,8 @@ class RoundPlanner:
         begun = own[ModelRole.DRAFT] if ModelRole.DRAFT in own else own[ModelRole.TARGET]
         decide = self._decide if all(g.adaptive for g in groups) else None
         branches, steps = decide(groups, size, int(shared_G.sum())) if decide else DraftSize(shape.branches, None)
-        # The target runs no more than has been drafted. Pages that are left over, and those of branches beyond these,
-        # are freed with those of branches that are not taken.
+        # The target runs no more tokens than are drafted. Unused pages, and those of branches beyond `branches`, are
+        # freed together with those of branches that are not selected.
         target_pages_AQ = own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32)
         target_pages_AQ = target_pages_AQ[:, : shape.scored(steps)]
         branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(
@@ -299,7 +300,8 @@ class RoundPlanner:
         )
 
     def _weights(self, population: Population, size: int) -> np.ndarray | None:
-        """Weights of requests with a potential, which has changed them since the models knew them."""
+        """Weights of requests with a potential, which has changed them since the last round; NaN for other requests
+        [A]."""
         params = population.params
         if not any(p.potential for p in params):
             return None
@@ -308,10 +310,11 @@ class RoundPlanner:
         return padded(np.where(has_potential_G[population.group_A], logw_A, np.nan), size, np.nan)
 
     def _biased(self, population: Population) -> int:
-        """Tokens whose logits are changed, at most; 0 once all answers are longer than their `min_tokens`."""
+        """Maximum number of tokens whose logits a request changes; 0 if no logit is changed any more: there are no
+        biases and all answers are longer than their `min_tokens`."""
         if not any(group.params.logit_bias or group.params.min_tokens for group in population.groups):
             return 0
-        # Tokens after the first of a block may still be drawn or scored.
+        # Tokens after the first one of a block may still be drawn or scored.
         next_G = population.least(self.slots.block_S[population.slot_A]) + 1
         widths = [
             width_of(group.rules.machine)
@@ -322,7 +325,7 @@ class RoundPlanner:
 
 
 def _penalties(population: Population, size: int) -> Penalties[np.ndarray] | None:
-    """Per batch index; None where no group has any."""
+    """Penalties by batch index; None if no group has any."""
     params, group_A = population.params, population.group_A
     if not any(p.penalised for p in params):
         return None
@@ -338,7 +341,7 @@ def _penalties(population: Population, size: int) -> Penalties[np.ndarray] | Non
 
 
 def _constraints(population: Population, size: int) -> ConstrainedRows[np.ndarray] | None:
-    """Per batch index; None where no group has any."""
+    """Constraints by batch index; None if no group has any."""
     groups, group_A = [g if g.params.masked else None for g in population.groups], population.group_A
     constrained = [g for g in groups if g is not None]
     if not constrained:
@@ -356,11 +359,11 @@ def _constraints(population: Population, size: int) -> ConstrainedRows[np.ndarra
 
 
 def bucket(count: int) -> int:
-    """The next of few sizes, four for each doubling: never more than a quarter above."""
+    """Round up to one of few sizes, four for each doubling: at most a quarter larger."""
     step = 1 << max(0, (count - 1).bit_length() - 3)
     return -(-count // step) * step
 
 
 def _spread(distribution: DistributionSpec[np.ndarray], group_A: np.ndarray, size: int) -> DistributionSpec[np.ndarray]:
-    """A token distribution per request -> one per row."""
+    """Expand a token distribution per request to one per row."""
     return distribution.take(padded(group_A, size, 0))

@@ -1,8 +1,8 @@
-"""A sequence group: one request inside the engine. Its state machine, the slots of its particles, and what has been
-committed and streamed.
+"""A sequence group: one request inside the engine, with its state machine, the slots of its particles, and the tokens
+that have been committed and streamed.
 
-Other files read its attributes and call its transitions; only this file assigns what belongs to the state machine. The
-states, and which transitions between them are legal:
+Other files read its attributes and call its transitions; only this file assigns the fields of the state machine. The
+states and the legal transitions between them:
 
     submit -> WAITING --- admit ---> PREFILL --- run ---> RUNNING
                  ^                   | ^ | ^               | | |
@@ -20,11 +20,11 @@ states, and which transitions between them are legal:
 
     every state --- finish ---> FINISHED
 
-Whether a request of exact decoding is decoded by the draft-target pair or by the target alone is not a state: it has
-either in each of them. A request that loses its draft takes the same `switch` as one that the latency model stops
-drafting for.
+A request of exact decoding is decoded by the draft-target pair or by the target alone. This choice is not a state: each
+state has both. A request that loses its draft takes the same `switch` as a request for which drafting does not pay.
 
-Besides its state a request has at most one pending change, which waits until no round of the request is in flight."""
+Besides its state, a request has at most one pending change, which is applied when no round of the request is in
+flight."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ from smc.types import ModelRole
 
 class RequestState(Enum):
     WAITING = "waiting"
-    """It is queued, and holds nothing."""
+    """Is queued, without slots and pages."""
     PREFILL = "prefill"
-    """It holds slots and pages; its prompt, or what it resumes from, runs through the models."""
+    """Holds slots and pages; the prompt, or what the request resumes from, runs through the models."""
     RUNNING = "running"
-    """It takes part in rounds."""
+    """Takes part in rounds."""
     PREEMPTED = "preempted"
-    """It is queued with a checkpoint of its particles, and holds neither slots nor pages."""
+    """Is queued with a checkpoint of its particles, without slots and pages."""
     RESCORING = "rescoring"
-    """Its answer is drawn, and runs through the target once more, or its prompt does: for `top_logprobs` and
-    `prompt_logprobs`. It holds no slots."""
+    """The answer is drawn. For `top_logprobs` the answer, for `prompt_logprobs` the prompt runs through the target once
+    more. The request holds no slots."""
     FINISHED = "finished"
-    """The engine has forgotten it."""
+    """Has left the engine."""
 
 
 QUEUED = frozenset({RequestState.WAITING, RequestState.PREEMPTED})
@@ -92,28 +92,29 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.RESCORING: frozenset({RequestState.FINISHED}),
     RequestState.FINISHED: frozenset(),
 }
-"""States that may follow each state."""
+"""For each state, the states that may follow it."""
 
 
 class PendingChange(NamedTuple):
-    """What a request changes to as soon as no round of it is in flight."""
+    """A change that is applied to a request as soon as no round of it is in flight."""
 
     rows: int
-    """Rows of the tree, or particles, that it is to have. 0: the target decodes it alone."""
+    """Number of rows of the tree, or of particles, after the change. 0: the target decodes alone."""
     switches: bool
-    """Between the draft-target pair and the target alone; otherwise only the number of rows changes."""
+    """Whether the request switches between the draft-target pair and the target alone; otherwise only its number of
+    rows changes."""
 
 
 MEMORY = 0.97
-"""Weight that the acceptance of a request's earlier rounds keeps after each round."""
+"""Factor by which the counts of a request's earlier rounds in its `acceptance` decay with each round."""
 
 RoundPages = dict[Stream, np.ndarray]
 """Pages that a round has allocated for a request, by stream."""
 
 
 class WeighedParticles(NamedTuple):
-    """The particles of a request as its potential last left them with weight, from which the round after it can be
-    drawn again."""
+    """The particles of a request with their weights at the last time that its potential left any particle with weight.
+    The next round can be drawn again from them."""
 
     checkpoint: Checkpoint
     particles: np.ndarray
@@ -122,7 +123,7 @@ class WeighedParticles(NamedTuple):
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """Mutable state of one request. Particles are in `Slots`; this holds what they have in common."""
+    """Mutable state of one request. Its particles are in `Slots`; this class holds what is common to them."""
 
     request: Request
     seed: int
@@ -135,11 +136,11 @@ class SequenceGroup:
     """KV pages in each pool that the request was likely to need when it was submitted."""
     state: RequestState = field(init=False, default=RequestState.WAITING)
     pending: PendingChange | None = field(init=False, default=None)
-    """The change that is applied when no round of the request is in flight."""
+    """The change to apply when no round of the request is in flight."""
     method: Decoding = field(init=False)
     """How the request's method decodes it while there is a draft."""
     decoding: Decoding = field(init=False)
-    """How it is decoded now: by its method, or exact decoding by the target alone."""
+    """How the request is decoded now: by its method, or exact decoding by the target alone."""
     checkpoint: Checkpoint | None = field(init=False, default=None)
     """The particles that the request resumes from, while they hold no slots."""
     slots: np.ndarray = field(init=False, default_factory=lambda: np.zeros(0, dtype=np.int32))
@@ -148,11 +149,12 @@ class SequenceGroup:
     count: int = field(init=False, default=0)
     """Slots that hold a particle."""
     next_rows: int | None = field(init=False, default=None)
-    """Particles after the next round, if that round changes their number."""
+    """Number of particles after the next round, if that round changes it."""
     most_rows: int = field(init=False)
-    """Rows that the request may have: fewer than requested where there was too little memory for more."""
+    """Maximum number of rows: fewer than requested if memory was too short for more."""
     generation: int = field(init=False, default=0)
-    """How often the request has released its slots; results of rounds of an earlier generation are discarded."""
+    """Number of times that the request has released its slots; results of rounds of an earlier generation are
+    discarded."""
     in_flight: deque[RoundPages] = field(init=False, default_factory=deque)
     """Pages of every round in flight, oldest first."""
     rounds: int = field(init=False, default=0)
@@ -164,29 +166,30 @@ class SequenceGroup:
     stop_entry: int = 0
     """Entry of the workers' stop tables that holds the request's stop machine."""
     cached_tokens: int = 0
-    """Prompt tokens that need not be run, at the model where they are fewest."""
+    """Prompt tokens that came from the prefix cache, at the model with the fewest."""
     keys: dict[str, list[bytes]] = field(default_factory=dict)
-    """Prefix cache keys of the blocks of its prompts, by `prompt` and `negative`, once they have been computed."""
+    """Prefix cache keys of the blocks of the prompts, by `prompt` and `negative`, once computed."""
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY))
     """How often drafted tokens were accepted (exact decoding)."""
     exponent: ExponentFit | None = None
-    """Of coupled drafting; None: it has not been drafted so."""
+    """Fit of the exponent of coupled drafting; None: no coupled round has run."""
     committed: int = 0
     """Answer tokens on which all particles agree."""
     streamed: int = 0
     """Answer tokens that have been reported to the caller."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probabilities that have been reported, if requested: one for each of these tokens."""
+    """Log-probabilities of the streamed tokens, if requested."""
     lag: int = 0
     """Tokens between the committed prefix and the longest particle."""
     log_z: float = 0.0
     """Running log of the estimate of the target's total mass on answers."""
     weighed: bool = False
-    """Its potential is in the weights that its particles have now."""
+    """Whether the weights of the current particles include the potential."""
     last_weighed: WeighedParticles | None = field(init=False, default=None)
-    """None: it has no potential, or this has left no particle with weight yet."""
+    """Particles to draw the next round from again; None: no potential, or it has left no particle with weight yet."""
     redraws: int = field(init=False, default=0)
-    """How often its last tokens have been drawn again, because its potential left no particle with weight."""
+    """Number of times in a row that the last tokens were drawn again, because the potential left no particle with
+    weight."""
     error: str | None = None
     """Why the request fails; the next report ends it."""
     text: TextStream = field(init=False)
@@ -200,18 +203,18 @@ class SequenceGroup:
 
     @property
     def draft_exponent(self) -> float:
-        """Exponent of coupled drafting; 0: its rows are not coupled."""
+        """Exponent of coupled drafting; 0 if the current decoding does not couple rows."""
         return self.fitted_exponent if self.decoding.coupled else 0.0
 
     @property
     def fitted_exponent(self) -> float:
-        """Exponent of coupled drafting, also while the target decodes alone; 0: nothing was drafted so."""
+        """Exponent of coupled drafting, also while the target decodes alone; 0 if no coupled round has run."""
         return self.exponent.exponent if self.exponent is not None else 0.0
 
     # Transitions.
 
     def admit(self, slots: np.ndarray, now: float) -> None:
-        """It gets slots, one for each of its `rows`, and pages."""
+        """Enter PREFILL with slots, one for each of the request's `rows`."""
         if self.state is RequestState.WAITING:
             self._have_rows(self.rows)
         self._enter(RequestState.PREFILL, QUEUED)
@@ -219,7 +222,7 @@ class SequenceGroup:
         self.admitted_at = now if self.admitted_at is None else self.admitted_at
 
     def run(self, now: float) -> None:
-        """Its particles are in slots, and it takes part in rounds."""
+        """Enter RUNNING: the particles are in slots, and the request takes part in rounds."""
         self._enter(RequestState.RUNNING, {RequestState.PREFILL})
         last = self.last_weighed
         self.weighed = last is not None and self.checkpoint is last.checkpoint
@@ -227,8 +230,8 @@ class SequenceGroup:
         self.first_token_at = now if self.first_token_at is None else self.first_token_at
 
     def preempt(self, checkpoint: Checkpoint | None = None) -> None:
-        """It has released slots and pages, and waits to be admitted again. `checkpoint`: of the particles of a running
-        request."""
+        """Return to the queue after slots and pages were released. `checkpoint`: the particles of a running request;
+        None for other requests."""
         assert (checkpoint is not None) == (self.state is RequestState.RUNNING), "only what runs is saved"
         if checkpoint is not None:
             self.checkpoint = checkpoint
@@ -241,15 +244,15 @@ class SequenceGroup:
         self.counters.preemptions += 1
 
     def switch(self, decoding: Decoding, rows: int, checkpoint: Checkpoint, slots: np.ndarray) -> None:
-        """It has released its slots for others, in which it goes on by another decoding from what is confirmed."""
+        """Continue by another decoding, in other slots, from the confirmed tokens. The old slots were released."""
         self._enter(RequestState.PREFILL, {RequestState.RUNNING})
         self.checkpoint = checkpoint
         self._decode_by(decoding, rows)
         self.slots = slots
 
     def redraw(self) -> None:
-        """It has released slots and pages, and waits to go on from before its last round, or before its first tokens:
-        its potential leaves no particle with weight."""
+        """Return to the queue after slots and pages were released, to continue from before the last round, or from
+        before the first tokens: the potential left no particle with weight."""
         last = self.last_weighed
         self._enter(RequestState.WAITING if last is None else RequestState.PREEMPTED, {RequestState.RUNNING})
         self.redraws += 1
@@ -258,7 +261,7 @@ class SequenceGroup:
             self.checkpoint, self.particles, self.count = last.checkpoint, last.particles, len(last.particles)
 
     def rescore(self) -> None:
-        """Its answer is drawn; slots and pages are released."""
+        """Enter RESCORING: the answer is drawn, and slots and pages are released."""
         assert self.has_particles, "an answer is rescored that was not drawn"
         self._enter(RequestState.RESCORING, {*ADMITTED, RequestState.PREEMPTED})
         self.pending = self.checkpoint = None
@@ -270,12 +273,14 @@ class SequenceGroup:
     # Changes within a state.
 
     def choose(self, decoding: Decoding, rows: int | None = None) -> None:
-        """While it is queued: how it is decoded from its admission on; `rows` if not as many as it asks for."""
+        """While queued, set how the request is decoded from its admission on. `rows`: number of rows; by default as
+        many as the request asks for."""
         assert self.state in QUEUED, f"a request changes its decoding while it is {self.state.value}"
         self._decode_by(decoding, rows)
 
     def narrow(self, decoding: Decoding, rows: int | None = None) -> np.ndarray:
-        """During prefill: it needs no more slots than these rows. Returns the slots that it does not need."""
+        """During prefill, reduce the request to the rows of this decoding. Return the slots that are no longer
+        needed."""
         assert self.state is RequestState.PREFILL, f"a request begins with fewer rows while it is {self.state.value}"
         self._decode_by(decoding, rows)
         spare = self.slots[self.count :]
@@ -283,7 +288,7 @@ class SequenceGroup:
         return spare
 
     def shrink_checkpoint(self, rows: int) -> None:
-        """While it is preempted: fewer particles than it had, by an unbiased choice."""
+        """While preempted, reduce the saved particles to `rows` by an unbiased choice."""
         assert self.state is RequestState.PREEMPTED, "a request that is preempted"
         assert self.checkpoint is not None, "a preempted request has a checkpoint"
         keys = RandomKeys(self.seed, self.counters.preemptions)
@@ -294,12 +299,12 @@ class SequenceGroup:
         self.log_z += log_z
 
     def request_rows(self, rows: int) -> None:
-        """It is to have so many rows; replaces any other pending change."""
+        """Request this number of rows; replaces any other pending change."""
         self.pending = PendingChange(rows, switches=False)
 
     def request_switch(self, rows: int) -> None:
-        """It is to be decoded by the draft-target pair with so many rows, or by the target alone: 0. Replaces any other
-        pending change."""
+        """Request a switch to the draft-target pair with this number of rows, or with 0 to the target alone. Replaces
+        any other pending change."""
         assert self.state in ADMITTED, f"a request switches while it is {self.state.value}"
         self.pending = PendingChange(rows, switches=True)
 
@@ -311,7 +316,7 @@ class SequenceGroup:
             self.pending = None
 
     def begin_resize(self, rows: int, new_slots: np.ndarray) -> None:
-        """The next round leaves it so many particles; `new_slots` hold those that it has not had before."""
+        """Let the next round leave the request `rows` particles; `new_slots`: additional slots for them."""
         assert self.state is RequestState.RUNNING and self.next_rows is None, "one change of rows at a time"
         self.next_rows = rows
         if len(new_slots):
@@ -320,7 +325,7 @@ class SequenceGroup:
             self.slots = np.concatenate((self.slots, new_slots))
 
     def end_resize(self, kept_N: np.ndarray) -> np.ndarray:
-        """The round has left it the particles in these of its slots. Returns the others."""
+        """Record that the round has left particles in the slots `kept_N`. Return the other slots."""
         assert self.next_rows is not None, "the number of its particles was not to change"
         dropped = self.slots[~kept_N]
         self.slots, self.particles, self.next_rows = self.slots[kept_N], self.particles[kept_N], None
@@ -328,7 +333,7 @@ class SequenceGroup:
         return dropped
 
     def release_slots(self) -> None:
-        """Slots and pages are no longer its own; rounds in flight are discarded."""
+        """Record that slots and pages were released; rounds in flight are discarded."""
         assert self.state in ADMITTED, f"slots of a request that is {self.state.value}"
         # Slots that were to hold a particle after the next round hold none yet.
         self.particles = self.particles[: self.count]
@@ -342,7 +347,8 @@ class SequenceGroup:
         self.in_flight.append(pages)
 
     def end_potential(self, slots: Slots | None = None) -> None:
-        """Its potential is in the weights of its particles. Where these have weight, they are kept from `slots`."""
+        """Record that the weights include the potential. `slots`: given if particles have weight; they are saved from
+        there."""
         assert self.state is RequestState.RUNNING and not self.in_flight, "particles that a round changes"
         self.weighed = True
         if slots is not None:
@@ -357,7 +363,7 @@ class SequenceGroup:
         self.counters.alone_rounds += self.alone
 
     def fail(self, role: ModelRole) -> None:
-        """The request ends with an error that names the model."""
+        """Let the request end with an error that names the model."""
         why = "its weights or its numeric type are at fault"
         if self.params.constraint is not None:
             why += ", or the constraint has become too complex to be followed"
@@ -396,66 +402,66 @@ class SequenceGroup:
 
     @property
     def awaits_potential(self) -> bool:
-        """Its potential is to be asked about its particles before anything else happens to them."""
+        """Whether the potential must be asked about the particles before their next round or the end of the request."""
         unweighed = self.params.potential is not None and not self.weighed and not self.error
         return unweighed and self.is_running and not self.in_flight
 
     @property
     def alone(self) -> bool:
-        """The target decodes it, although its method would draft."""
+        """Whether the target decodes the request alone, although its method would draft."""
         return self.decoding is not self.method
 
     @property
     def switches(self) -> bool:
-        """It changes between the draft-target pair and the target alone as soon as no round of it is in flight."""
+        """Whether a switch between the draft-target pair and the target alone is pending."""
         return self.pending is not None and self.pending.switches
 
     @property
     def after_switch(self) -> tuple[Decoding, int]:
-        """How it is decoded after its pending switch, and with how many rows."""
+        """Decoding and number of rows after the pending switch."""
         assert self.pending is not None and self.pending.switches, "a switch is pending"
         return (self.method, self.pending.rows) if self.pending.rows else (TARGET_ALONE, 1)
 
     @property
     def tree_rows(self) -> int:
-        """Rows that are drafted for it after all changes; 0: the target decodes it alone."""
+        """Rows that are drafted for the request after all changes; 0: the target decodes it alone."""
         if self.pending is not None:
             return self.pending.rows
         return 0 if self.alone else self.next_rows or self.count
 
     @property
     def has_particles(self) -> bool:
-        """In slots, or in a checkpoint."""
+        """Whether the request has particles, in slots or in a checkpoint."""
         return self.state is RequestState.RUNNING or self.checkpoint is not None
 
     @property
     def draws_first_token(self) -> bool:
-        """Its prefill ends with the draw of first tokens; otherwise it resumes from a checkpoint."""
+        """Whether the prefill ends with the draw of first tokens; otherwise the request resumes from a checkpoint."""
         return self.checkpoint is None
 
     @property
     def has_begun(self) -> bool:
-        """It has been admitted at least once."""
+        """Whether the request has been admitted at least once."""
         return self.admitted_at is not None
 
     @property
     def adaptive(self) -> bool:
-        """A policy decides how many rows it has, and whether anything is drafted."""
+        """Whether a policy decides the number of rows, and whether anything is drafted."""
         return self.method.adaptive(self.params)
 
     @property
     def rows(self) -> int:
-        """Slots that it has, or is to have."""
+        """Slots of the request without those of unconditional rows: those that it has, or will get."""
         return len(self.particles) or self.decoding.rows(self.params)
 
     @property
     def slots_needed(self) -> int:
-        """Slots of its rows, with those of unconditional rows."""
+        """Slots of the request, including those of unconditional rows."""
         return self.rows * self.params.slots_per_row
 
     @property
     def chains_needed(self) -> int:
-        """Draft chains whose token distributions are stored."""
+        """Draft chains of the request, for which token distributions are stored."""
         return self.decoding.chains(self.rows)
 
     @property
@@ -469,13 +475,13 @@ class SequenceGroup:
 
     @property
     def is_rescored(self) -> bool:
-        """Its answer or its prompt runs through the target once more, when the answer has been drawn. The first token of
-        a prompt has no log-probability."""
+        """Whether the answer or the prompt runs through the target once more after the answer has been drawn. A prompt
+        of one token does not: its first token has no log-probability."""
         return self.params.top_logprobs > 0 or (self.params.prompt_logprobs is not None and self.prompt_size > 1)
 
     @cached_property
     def prompt_text(self) -> str:
-        """For its potential; made when first asked for, in the thread of a call."""
+        """The prompt as text, for the potential. Computed at first use, in the thread of the potential's call."""
         return self.rules.tokenizer.decode(self.request.prompt)
 
     @property
@@ -485,16 +491,16 @@ class SequenceGroup:
 
     @property
     def context(self) -> int:
-        """Tokens of the prompt and of the committed prefix."""
+        """Tokens of the prompt and of the committed prefix together."""
         return self.prompt_size + self.committed
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """What the models run for it."""
+        """Streams of sequences that the models run for the request."""
         return self.streams_by(self.decoding)
 
     def streams_by(self, decoding: Decoding) -> tuple[Stream, ...]:
-        """What the models would run for it, decoded so."""
+        """Streams that the models would run for the request under this decoding."""
         guided = (role for role in decoding.roles if role in self.params.guided_roles)
         return (*map(Stream, decoding.roles), *(Stream(role, unconditional=True) for role in guided))
 
@@ -505,32 +511,32 @@ class SequenceGroup:
         return self.request.negative_prompt
 
     def living(self, slots: Slots) -> np.ndarray:
-        """Its slots whose particles differ from each other."""
+        """Slots of the request whose particles differ from each other."""
         slots_N = self.slots[: self.count]
         return self.decoding.living(slots_N, slots.logw_S[slots_N])
 
     def save(self, slots: Slots) -> Checkpoint:
-        """A checkpoint of the particles that a running request has; of exact decoding, of what is confirmed."""
+        """Return a checkpoint of a running request's particles; in exact decoding, of its confirmed tokens."""
         checkpoint = Checkpoint.of(slots, self.living(slots))
         self.decoding.trim_checkpoint(checkpoint)
         return checkpoint
 
     def array(self, slots: Slots, name: str) -> np.ndarray:
-        """Rows of an array of `Slots` that are its particles, in slots or in its checkpoint."""
+        """Return the request's rows of an array of `Slots`, from its slots or its checkpoint."""
         return self.checkpoint[name] if self.checkpoint is not None else getattr(slots, name)[self.slots]
 
     def first_biases(self) -> list[tuple[int, float]]:
-        """What is added to the logits that its first token is drawn from, by token."""
+        """Return the biases of the logits that the first token is drawn from: pairs of token and bias."""
         if not self.params.min_tokens:
             return list(self.params.logit_bias)
         return [(token, early) for token, (early, _) in biased_tokens(self.rules.machine).items()]
 
     def repeated_tokens(self) -> list[int]:
-        """Tokens of the prompt, each once, if its first token has a repetition penalty."""
+        """Return the distinct tokens of the prompt if the request has a repetition penalty, else no tokens."""
         return sorted(set(self.request.prompt)) if self.params.repetition_penalty != 1 else []
 
     def times(self, now: float) -> Times:
-        """Seconds in the queue, in prefill and in decoding, until `now` by the engine's clock."""
+        """Return the seconds in the queue, in prefill and in decoding, until `now` by the engine's clock."""
         admitted = now if self.admitted_at is None else self.admitted_at
         began = now if self.first_token_at is None else self.first_token_at
         return Times(admitted - self.submitted, began - admitted, now - began)

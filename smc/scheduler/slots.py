@@ -1,14 +1,14 @@
-"""Slots: the host's record of every particle, as arrays indexed by slot. The models have their own (smc/executor). Also
-the checkpoint of a request's particles while they hold no slots: what a preempted request resumes from, and what a
-request goes on from when it changes between the draft-target pair and the target alone.
+"""Slots: the host's record of every particle, as arrays indexed by slot. The models have arrays of their own
+(smc/executor). Also the checkpoint of a request's particles while they hold no slots: a preempted request resumes from
+it, and a request that switches between the draft-target pair and the target alone continues from it.
 
 A request claims its slots when it is admitted and holds them until it ends, is preempted, or has fewer particles.
-Resampling overwrites their content, never their ownership. Between rounds a particle has a block in flight, whose
-first token is already counted in its weight:
+Resampling overwrites the content of slots, never their ownership. Between rounds a particle has a block in flight,
+whose first token is already counted in its weight:
   lockstep    the seed
   look-ahead  [d_1..d_K], drafted while the block before it was being scored
 
-A particle of a guided request has a second slot, of its unconditional row, of which only pages count
+A particle of a guided request has a second slot, for its unconditional row, of which only the pages count
 (smc/executor/guidance.py).
 
 Axes: S slots, X chosen slots, L answer positions."""
@@ -32,36 +32,38 @@ from smc.types import ModelRole
 
 
 class Slots:
-    """`count` slots for answers of up to `width` tokens, and room for the token distributions of so many draft
-    `chains`."""
+    """`count` slots for answers of up to `width` tokens, with room for the token distributions of `chains` draft
+    chains."""
 
     def __init__(self, count: int, width: int, chains: int = 0) -> None:
         self.tokens_SL = np.zeros((count, width), dtype=np.int32)
         self.logp_SL = np.full((count, width), np.nan, dtype=np.float32)
-        """Log-probability of every token under the target distribution, NaN where not known yet; kept up only for
-        requests that ask."""
+        """Log-probability of every token under the target's distribution, NaN if not known yet; maintained only for
+        requests that need it."""
         self.logq_SL = np.zeros((count, width), dtype=np.float32)
-        """Log-probability under the proposal; kept for the block in flight, from which a request resumes."""
+        """Log-probability of every token under the proposal; valid in the block in flight, from which a request
+        resumes."""
         self.length_S = np.zeros(count, dtype=np.int32)
-        """Tokens of the answer so far, block in flight included."""
+        """Tokens of the answer so far, including the block in flight."""
         self.block_S = np.zeros(count, dtype=np.int32)
-        """Index of the block's first token."""
+        """Index of the first token of the block in flight."""
         self.logw_S = np.zeros(count, dtype=np.float64)
         self.logphi_S = np.zeros(count, dtype=np.float64)
-        """Log of the potential that is in the weight; 0 where there is none."""
+        """Log of the potential that the weight includes; 0 without a potential."""
         self.weighed_S = np.zeros(count, dtype=np.int32)
         """Tokens of the answer that the potential has been asked about."""
         self.ended_S = np.zeros(count, dtype=bool)
-        """The last token is terminal: EOS, a stop, or the length cap."""
+        """Whether the last token is terminal: EOS, a stop, or the length limit. True as well for slots without a
+        particle."""
         self.head_S = {role: np.zeros(count, dtype=np.int32) for role in ModelRole}
-        """Page of the last position whose keys and values a model has. The slot holds a reference to it, and so to all
-        pages before it."""
+        """Page of the last position whose keys and values a model has. The slot holds a reference to it, and thereby to
+        all pages before it."""
         self.held_S = {role: np.zeros(count, dtype=np.int32) for role in ModelRole}
-        """Positions, the prompt's included, whose keys and values a model has."""
+        """Positions, including the prompt's, whose keys and values a model has."""
         self.unconditional_S = np.full(count, -1, dtype=np.int32)
         """Slot of the particle's unconditional row; -1: it has none."""
         self.distribution_S = np.full(count, -1, dtype=np.int32)
-        """Index at which the draft stores the token distributions of the particle, which is a draft chain; -1: it is
+        """Index at which the draft stores the token distributions of the particle, if it is a draft chain; -1: it is
         none."""
         self.chains = chains
         self._free, self._free_distributions = list(range(count - 1, -1, -1)), list(range(chains - 1, -1, -1))
@@ -72,12 +74,12 @@ class Slots:
 
     @property
     def num_free_chains(self) -> int:
-        """Draft chains whose token distributions there is room for."""
+        """Draft chains for whose token distributions there is still room."""
         return len(self._free_distributions)
 
     def claim(self, count: int, guided: bool = False, *, chained: bool = False) -> np.ndarray:
-        """Slots for `count` particles of one request, int32; of a `guided` one with as many for unconditional rows, of
-        a `chained` one with room for token distributions. The caller has checked that there are enough."""
+        """Claim slots for `count` particles of one request, int32. `guided`: as many further slots for unconditional
+        rows; `chained`: room for token distributions, too. The caller has checked that there are enough."""
         slots = self._claim(count)
         if guided:
             self.unconditional_S[slots] = self._claim(count)
@@ -101,18 +103,19 @@ class Slots:
         self._free.extend([*unconditional_slots.tolist(), *slots.tolist()])
 
     def release_distributions(self, slots_X: np.ndarray) -> None:
-        """The particles of these slots are no longer draft chains."""
+        """Free the room for token distributions: the particles of these slots are no longer draft chains."""
         distribution_X = self.distribution_S[slots_X]
         self._free_distributions.extend(distribution_X[distribution_X >= 0].tolist())
         self.distribution_S[slots_X] = -1
 
     def unconditional_slots(self, slots_X: np.ndarray) -> np.ndarray:
-        """Slots of the unconditional rows of particles: one for each of a guided request, none of another."""
+        """Slots of the unconditional rows of these particles: one for each particle of a guided request, none for
+        others."""
         slot_X = self.unconditional_S[slots_X]
         return slot_X[slot_X >= 0]
 
     def release_pages(self, slots_X: np.ndarray, allocators: dict[ModelRole, PageAllocator]) -> None:
-        """The particles of these slots no longer refer to pages."""
+        """Release the pages that the particles of these slots refer to."""
         for held_X in (slots_X, self.unconditional_slots(slots_X)):
             for role, allocator in allocators.items():
                 allocator.release(self.head_S[role][held_X])
@@ -127,8 +130,8 @@ class Slots:
         lineage: Lineage[np.ndarray],
         given_T: np.ndarray,
     ) -> None:
-        """At a model, slots refer to pages that continue those of the slots `source`, all at once; of the `given` pages
-        those not kept are freed."""
+        """At a model, let slots refer to pages that continue those of the slots `source_X`, all at once. Of the pages
+        `given_T`, those that are not kept are freed."""
         head_S, held_S = self.head_S[role], self.held_S[role]
         path_XW, kept_X, dropped_X = map(np.asarray, (lineage.path_AW, lineage.kept_A, lineage.dropped_A))
         before_X, after_X = (
@@ -142,22 +145,22 @@ class Slots:
         head_S[slot_X] = after_X
 
     def vacate(self, slots_X: np.ndarray) -> None:
-        """These slots hold no particle: no tokens come there, and the weight is zero."""
+        """Mark slots as holding no particle: no tokens are added there, and the weight is zero."""
         self.ended_S[slots_X] = True
         self.block_S[slots_X] = self.length_S[slots_X] - 1
         self.logw_S[slots_X] = -np.inf
 
     def unscored(self, slots_X: np.ndarray) -> np.ndarray:
-        """Tokens of the block in flight that the target has not scored yet, [X]."""
+        """Number of tokens of the block in flight that the target has not scored yet [X]."""
         return self.length_S[slots_X] - 1 - self.block_S[slots_X]
 
     def begin(self, slots_X: np.ndarray, tokens_X: np.ndarray, logp_X: np.ndarray, ended_X: np.ndarray) -> None:
-        """First tokens, and whether they were the last."""
+        """Set first tokens, and whether they end the answers."""
         self.tokens_SL[slots_X, 0], self.logp_SL[slots_X, 0] = tokens_X, logp_X
         self.length_S[slots_X], self.ended_S[slots_X] = 1, ended_X
 
     def copy(self, dst_X: np.ndarray, src_X: np.ndarray) -> None:
-        """Each slot of `dst` takes over the particle of `src`, all at once. Ownership stays; weights and pages are set
+        """Copy the particles of slots `src_X` to `dst_X`, all at once. Ownership stays; weights and pages are set
         elsewhere."""
         width = int(self.length_S[src_X].max(initial=0))
         for array in (self.tokens_SL, self.logp_SL, self.logq_SL):
@@ -169,12 +172,12 @@ class Slots:
 SAVED = ("tokens_SL", "logp_SL", "logq_SL", "length_S", "block_S", "logw_S", "logphi_S", "weighed_S", "ended_S")
 """Arrays of `Slots` that a checkpoint copies."""
 SHRINK_ROUND = 1 << 30
-"""Choices between rounds number their random numbers from here on, so that they use none of a round's."""
+"""First round number for the random numbers of choices between rounds, so that they differ from those of rounds."""
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """Rows of particles, as arrays of `Slots` by name."""
+    """Saved particles: rows of the arrays of `Slots`, by name."""
 
     arrays: dict[str, np.ndarray]
     _pages: dict[object, int] = field(default_factory=dict)
@@ -191,7 +194,7 @@ class Checkpoint:
         return self.arrays[name]
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.arrays["length_S"])
 
     @property
@@ -200,13 +203,14 @@ class Checkpoint:
         return int(self.arrays["length_S"].max())
 
     def pages(self, key: object, count: Callable[[], int]) -> int:
-        """Pages that are needed to resume, as far as `key` tells: counted once."""
+        """Number of pages needed to resume, in the circumstances that `key` identifies. `count` computes it at the
+        first call."""
         if key not in self._pages:
             self._pages[key] = count()
         return self._pages[key]
 
     def restore(self, slots: Slots, slots_N: np.ndarray) -> None:
-        """Write the rows back. Slots beyond them repeat the first row and hold no particle."""
+        """Write the rows to slots. Further slots repeat the first row and hold no particle."""
         row_N = row_of_batch(len(self), len(slots_N))
         for name, values in self.arrays.items():
             there = getattr(slots, name)
@@ -219,17 +223,17 @@ class Checkpoint:
 
 
 def row_of_batch(rows: int, size: int) -> np.ndarray:
-    """Row that each index of a batch takes: its own, or the first where there are too few."""
+    """Row for each index of a batch of `size`: its own, or the first if there are fewer rows [N]."""
     index_N = np.arange(size)
     return np.where(index_N < rows, index_N, 0)
 
 
 class RandomKeys(NamedTuple):
-    """What the random numbers of a choice between rounds depend on."""
+    """Keys of the random numbers of a choice between rounds."""
 
     seed: int
     choice: int
-    """Number of the choice, of one request."""
+    """Number of the choice within its request."""
 
 
 class ShrunkCheckpoint(NamedTuple):
@@ -237,11 +241,11 @@ class ShrunkCheckpoint(NamedTuple):
     kept_X: np.ndarray
     """Indices of the particles that stay."""
     log_z: float
-    """Increment of the request's log Z."""
+    """Increment of the request's log Z-hat."""
 
 
 def expand_rows(checkpoint: Checkpoint, rows: int, kind: PopulationKind, keys: RandomKeys) -> ShrunkCheckpoint:
-    """Keep `rows` of a population that is drawn without replacement: `smc.algorithm.expansion`."""
+    """Keep `rows` particles of a population drawn without replacement: `smc.algorithm.expansion`."""
     logw_N = torch.from_numpy(checkpoint["logw_S"])
     n, one_G = len(logw_N), torch.ones(1, dtype=torch.int64)
     random = (torch.tensor([keys.seed]), one_G * (SHRINK_ROUND + keys.choice), 0)

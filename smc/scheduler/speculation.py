@@ -1,14 +1,14 @@
-"""What drafting costs and what it brings.
+"""What drafting costs and how many tokens it brings.
 
-**Latency model**: what a draft step and a target pass take, as curves through measured points, and what reading contexts
-adds. It knows nothing about how they were measured.
+**Latency model**: seconds of a draft step and of a target pass, as curves through measured points, and the additional
+seconds for reading contexts. It knows nothing about how they were measured.
 
-**Acceptance** of drafted tokens: how often they are the target's own draws, as seen of a request, and what other trees
-would bring. A token at depth d, after d that were right, is missing from a tree of N rows with probability about
+**Acceptance** of drafted tokens: how often they equal the target's own draws in a request, and how many tokens trees of
+other sizes would bring. After d accepted tokens, the next one is missing from a tree of N rows with probability about
 miss rate / N^gain; each depth has a miss rate of its own. The gain follows from how the draft ranks the target's draws:
-how often the first of its tokens is wrong, and how often the first four are. Exponents of coupled drafting
+how often the draft's first token is wrong, and how often its first four are. Exponents of coupled drafting
 (`smc.algorithm.coupling`) are learnt from the same draws: one for each temperature, fitted to all requests, and one for
-each request, which begins with the former.
+each request, which starts from that of its temperature.
 
 Axes: G requests, L numbers of rows, D depths."""
 
@@ -27,15 +27,15 @@ import numpy as np
 from smc.algorithm.coupling import FIRST_EXPONENT, FIRST_GREEDY_EXPONENT, DrawObservation, ExponentFit
 
 Point = tuple[int, float]
-"""Size and seconds."""
+"""A size and its time in seconds."""
 
 
 @dataclass(frozen=True)
 class LatencyCurve:
-    """Seconds by size: never falling, linear between points. Raises ValueError for other points."""
+    """Seconds as a function of size: never decreasing, linear between points. Raises ValueError for invalid points."""
 
     points: tuple[Point, ...]
-    """By size, at least one."""
+    """At least one point, in ascending order of sizes."""
 
     def __post_init__(self) -> None:
         sizes, seconds = [size for size, _ in self.points], [each for _, each in self.points]
@@ -46,8 +46,8 @@ class LatencyCurve:
 
     @staticmethod
     def through(samples: Iterable[Point]) -> LatencyCurve:
-        """A curve near samples in any order: the median of each size, and where a larger size took less time, the mean
-        of both."""
+        """Make a curve from samples in any order: the median for each size; where a larger size took less time, the
+        mean of both."""
         found: dict[int, list[float]] = {}
         for size, seconds in samples:
             found.setdefault(size, []).append(seconds)
@@ -61,8 +61,9 @@ class LatencyCurve:
         return LatencyCurve(tuple((size, seconds) for seconds, sizes in levels for size in sizes))
 
     def at(self, size: float) -> float:
-        """Seconds. Below the first point its seconds, which reading the weights takes. Beyond the last, as steep as the
-        last piece and at least in proportion, so that no policy prefers sizes that were never measured."""
+        """Return the seconds for a size. Below the first point: its seconds, which are spent on reading the weights.
+        Beyond the last point: as steep as the last segment and at least in proportion, so that no policy prefers sizes
+        that were never measured."""
         sizes = [each for each, _ in self.points]
         (first, least), (last, most) = self.points[0], self.points[-1]
         if size <= first:
@@ -85,16 +86,16 @@ class ModelLatency:
     """Seconds of one step or pass of a model. Raises ValueError for an impossible `read`."""
 
     curve: LatencyCurve
-    """Seconds by size, of sequences without context."""
+    """Seconds by size, for sequences without context."""
     read: float = 0.0
-    """Seconds that every token of context adds. The context of a request counts once, however many rows it has."""
+    """Additional seconds for every token of context. The context of a request counts once, for all of its rows."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.read < math.inf:
             raise ValueError(f"read={self.read!r}; allowed: finite, >= 0")
 
     def at(self, size: int, context: float) -> float:
-        """Seconds; `context`: tokens of all requests together."""
+        """Return the seconds for a size. `context`: tokens of the contexts of all requests together."""
         return self.curve.at(size) + self.read * context
 
 
@@ -103,14 +104,14 @@ class LatencyModel:
     """Latencies of one model pair on its devices."""
 
     draft: ModelLatency
-    """A step of the draft, by rows."""
+    """A step of the draft; its size is the number of rows."""
     target: ModelLatency
-    """A pass of the target over what was drafted, by positions."""
+    """A pass of the target over drafted tokens; its size is the number of positions."""
     alone: ModelLatency
-    """A pass of the target where it decodes alone, by sequences: as many contexts are read."""
+    """A pass of the target that decodes alone; its size is the number of sequences, each of which reads its context."""
     round_overhead: float
-    """Seconds of a round besides the draft's steps and the target's pass: the selection, messages, and host work that is
-    not hidden."""
+    """Seconds of a round besides the draft's steps and the target's pass: selection, messages, and host work that does
+    not overlap with them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.round_overhead < math.inf:
@@ -126,7 +127,7 @@ class LatencyModel:
 
     @staticmethod
     def from_json(text: str) -> LatencyModel:
-        """What `to_json` has written. Raises ValueError, KeyError or TypeError for other text."""
+        """Parse the output of `to_json`. Raises ValueError, KeyError or TypeError for other text."""
         found = json.loads(text)
         parts = {
             name: ModelLatency(LatencyCurve(tuple(map(tuple, found[name]["points"]))), found[name]["read"])
@@ -148,55 +149,55 @@ NAMES = {
     "target": "a target pass by positions",
     "alone": "the target alone by sequences",
 }
-"""Description of each part, and the unit of its size."""
+"""Description of each part, and of its size."""
 PARTS = tuple(NAMES)
 
 
 WIDTH_GAIN = 0.6
-"""Gain before anything has been seen: eight rows miss 3.5 times less often than one. So it was on the shipped pair
-before drafting was coupled to the target's noise; at temperature 1 it is 0.29 now (`python -m benchmarks.exactness
-misses --problems 24`)."""
+"""Gain before anything was observed: eight rows miss 3.5 times less often than one, as on the shipped pair before
+drafting was coupled to the target's noise. With coupling, the gain at temperature 1 is 0.29 (`python -m
+benchmarks.exactness misses --problems 24`)."""
 MOST_GAIN = 1.5
 WIDE, WIDE_TOKENS = 8, 4
-"""A tree of eight rows has about four tokens at its first depth: its rows share them."""
+"""A tree of eight rows has about four distinct tokens at its first depth, because rows share them."""
 PRIOR_MISSES = 4.0
-"""Draws that the first token missed for which the gain before counts."""
+"""Weight of the initial gain, in draws that the draft's first token missed."""
 PRIOR_MISS_RATE = 0.03
-"""Miss rate before anything has been seen, that of a good draft: a draft that is never asked cannot be measured."""
+"""Miss rate before anything was observed, that of a good draft: a draft that is never used cannot be measured."""
 PRIOR_WEIGHT = 4.0
-"""Tokens of one row that the prior counts for."""
+"""Weight of the prior, in tokens of one row."""
 UNTRIED = 0.1
-"""Share of a round by which a depth that the round did not reach is forgotten. Where little is drafted, deep tokens are
-rarely tried: the engine remembers their miss rates for many rounds, and forgets them in the end."""
+"""Share of a round by which a depth that the round did not reach is forgotten. If little is drafted, deep tokens are
+rarely tried: their miss rates are then remembered for many rounds, but not for ever."""
 FORGOTTEN = 1e-3
-"""Tokens of trees of some width, below which they are no longer kept apart."""
+"""Number of tried tokens for a width of trees below which the width is dropped."""
 PRIOR_RECOVERY = 0.3
-"""Share of the rounds in which a block missed a token, and rows ahead from an inner node go on, before anything has been
-seen."""
+"""Recovery before anything was observed: the share of rounds with a missed token after which rows drafted ahead from an
+inner node continue."""
 
 
 @dataclass
 class Acceptance:
-    """A moving average over rounds."""
+    """How often drafted tokens are accepted, as moving averages over rounds."""
 
     memory: float
     """Weight that earlier rounds keep after every round."""
     misses_D: list[float] = field(default_factory=list)
-    """Of tokens at each depth that was tried, those that were missing."""
+    """Missing tokens at each depth that was tried."""
     tried_D: list[dict[int, float]] = field(default_factory=list)
-    """Tokens that were tried, by the number of rows of their tree, rounded up to a power of two."""
+    """Tried tokens at each depth, by the number of rows of their tree, rounded up to a power of two."""
     missed_first: float = 0.0
     """Draws of the target that were not the draft's first token."""
     missed_wide: float = 0.0
-    """Those of them that were none of its first `WIDE_TOKENS`."""
+    """Draws of the target that were none of the draft's first `WIDE_TOKENS` tokens."""
     broken: float = 0.0
     """Rounds in which a block missed a token (look-ahead)."""
     recovered: float = 0.0
-    """Those of them after which rows ahead from an inner node go on."""
+    """Rounds in which a block missed a token and rows drafted ahead from an inner node continue."""
 
     def count(self, tried: int, missed: bool, rows: int) -> None:
-        """Count a round whose tree had so many rows and in which so many tokens were tried: only the last can have been
-        missing."""
+        """Count a round whose tree had `rows` rows and in which `tried` tokens were tried. `missed`: whether the last
+        of them was missing; the ones before were not."""
         width = 1 << (rows - 1).bit_length()
         for depth in range(max(tried, len(self.misses_D))):
             if depth == len(self.misses_D):
@@ -215,22 +216,23 @@ class Acceptance:
             self.misses_D[tried - 1] += missed
 
     def count_rank(self, rank: float) -> None:
-        """Count a draw of the target that this many tokens were more likely to be, as the draft saw it."""
+        """Count a draw of the target. `rank`: number of tokens that the draft ranked above it."""
         self.missed_first = self.memory * self.missed_first + (rank >= 1)
         self.missed_wide = self.memory * self.missed_wide + (rank >= WIDE_TOKENS)
 
     def gain(self) -> float:
-        """By how much more rows miss less often: trees of N rows miss N^gain times less often than one row."""
+        """Return the gain: trees of N rows miss N^gain times less often than one row."""
         missed = self.missed_first + PRIOR_MISSES
         still_missed = self.missed_wide + PRIOR_MISSES * WIDE**-WIDTH_GAIN
         return min(math.log(missed / still_missed) / math.log(WIDE), MOST_GAIN)
 
     def count_broken(self, recovered: bool) -> None:
-        """Count a look-ahead round in which the block missed a token, and whether rows ahead go on."""
+        """Count a look-ahead round in which the block missed a token. `recovered`: whether rows drafted ahead
+        continue."""
         self.broken, self.recovered = self.memory * self.broken + 1, self.memory * self.recovered + recovered
 
     def fade(self, share: float) -> None:
-        """Keep only this share of what was seen."""
+        """Keep only this share of all counts."""
         self.misses_D = [share * value for value in self.misses_D] if share else []
         self.tried_D = (
             [{rows: share * tried for rows, tried in of_depth.items()} for of_depth in self.tried_D] if share else []
@@ -241,15 +243,15 @@ class Acceptance:
         self.recovered *= share
 
     def miss_rates(self, prior_D: Sequence[float] = (PRIOR_MISS_RATE,), gain: float = WIDTH_GAIN) -> tuple[float, ...]:
-        """Probabilities that a token is missing from one row, by depth; below the last, as there. `prior`: likewise,
-        their values where little has been seen. Where a depth is better or worse than its prior, so are those below
-        it, until they have been seen. `gain`: of more rows."""
+        """Return the probabilities, by depth, that a token is missing from one row; at greater depths the last one
+        applies. `prior_D`: likewise, the values where little was observed. If a depth is better or worse than its
+        prior, so are greater depths until they are observed. `gain`: that of trees with more rows."""
         rates: list[float] = []
         ratio, share = 1.0, cache(lambda rows: rows**-gain)
         for depth in range(max(len(self.misses_D), len(prior_D))):
             is_known = depth < len(self.misses_D)
             misses, of_depth = (self.misses_D[depth], self.tried_D[depth]) if is_known else (0.0, {})
-            # Tokens of one row that would have been missing as often.
+            # Number of tokens of one row with the same expected number of misses.
             exposure = sum(tried * share(rows) for rows, tried in of_depth.items())
             prior = prior_D[min(depth, len(prior_D) - 1)]
             rate = (misses + ratio * prior * PRIOR_WEIGHT) / (exposure + PRIOR_WEIGHT)
@@ -258,7 +260,7 @@ class Acceptance:
         return tuple(rates)
 
     def recovery(self, prior: float = PRIOR_RECOVERY) -> float:
-        """Probability that rows ahead go on after a block that missed a token."""
+        """Return the probability that rows drafted ahead continue after a block that missed a token."""
         return (self.recovered + prior * PRIOR_WEIGHT) / (self.broken + PRIOR_WEIGHT)
 
 
@@ -270,8 +272,8 @@ def tokens_a_round(
     recovery_G: np.ndarray | float = 0.0,
     gain_G: np.ndarray | float = WIDTH_GAIN,
 ) -> np.ndarray:
-    """Tokens that a round of `block` drafted tokens confirms on average [G, L], of requests with these miss rates by
-    depth, recoveries, gains and trees of so many rows."""
+    """Return the average number of tokens that a round confirms [G, L]. `miss_rate_GD`: miss rates of each request by
+    depth; `rows_GL`: rows of its tree; `block`: drafted tokens of a row; recoveries and gains as in `Acceptance`."""
     gain_G1 = np.broadcast_to(gain_G, len(miss_rate_GD))[:, None]
     right_GLD = 1 - np.minimum(miss_rate_GD[:, None, :block] / (rows_GL**gain_G1)[:, :, None], 1.0)
     all_right_GLD = np.cumprod(right_GLD, axis=2)
@@ -286,29 +288,29 @@ def tokens_a_round(
 
 
 SHARED_MEMORY, REQUEST_MEMORY = 0.999, 0.99
-"""Weight that earlier draws keep after each draw."""
+"""Weight that earlier draws keep after each draw, in the fit of all requests and in that of one request."""
 INHERITED = 16.0
-"""Information that a request takes over from the requests before it, at most: about as many draws."""
+"""Maximum information that a request takes over from the fit of all requests: about as many draws."""
 
 
 class DraftExponents:
-    """Of one engine."""
+    """Exponents of coupled drafting of one engine, by temperature."""
 
     def __init__(self) -> None:
         self._by_temperature: dict[float, ExponentFit] = {}
 
     def begin(self, temperature: float) -> ExponentFit:
-        """The fit that a request of this temperature begins with."""
+        """Return the fit that a request of this temperature starts with."""
         shared = self._shared(temperature)
         return replace(shared, memory=REQUEST_MEMORY, information=min(shared.information, INHERITED))
 
     def observe(self, temperature: float, own: ExponentFit, draw: DrawObservation) -> None:
-        """Follow a draw of a request whose own fit is `own`."""
+        """Update both fits by a draw of the target: that of the request, `own`, and that of its temperature."""
         own.observe(draw)
         self._shared(temperature).observe(draw)
 
     def forget(self) -> None:
-        """Forget what requests so far have shown."""
+        """Discard what was learnt from requests so far."""
         self._by_temperature.clear()
 
     def _shared(self, temperature: float) -> ExponentFit:

@@ -1,6 +1,6 @@
-"""Statistics of an engine: its state now, and what happened since the last reading. Also the timeline of its rounds: when
-each model worked and when the coordinator waited, and a Chrome trace of all of it, in nanoseconds of the coordinator's
-monotonic clock."""
+"""Statistics of an engine: its current state, and counters since the last reading. Also the timeline of its rounds:
+when each model worked, when the coordinator waited, and a Chrome trace of both. Times are in nanoseconds of the
+coordinator's monotonic clock."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from smc.api.sampling_params import VERIFICATIONS
 from smc.types import ModelRole, is_mask_span
 
 MOST_SAMPLES = 4096
-"""Rounds whose values are kept one by one between two readings."""
+"""Number of newest individual values that are kept between two readings."""
 
 
 @dataclass
 class SpecStats:
-    """Rounds of exact decoding with something drafted, since the last reading."""
+    """Counters of exact decoding since the last reading, over rounds that drafted something."""
 
     rounds: int = 0
     """A round counts once for each request that took part."""
     draft_tokens: int = 0
-    """Tokens that one path of a tree has, over those rounds."""
+    """Drafted tokens of one path of each tree, summed over those rounds."""
     accepted_tokens: int = 0
-    """Drafted tokens that were the target's own draws, or were kept."""
+    """Drafted tokens that equal the target's own draws (walk), or that were kept (rejection)."""
     accepted_by_position: list[int] = field(default_factory=list)
-    """Rounds in which at least so many tokens were accepted, from 1 on."""
+    """Entry i: rounds in which more than i tokens were accepted."""
     hits: int = 0
-    """Rounds after which rows that had been drafted ahead went on (look-ahead)."""
+    """Rounds after which rows that had been drafted ahead continued (look-ahead)."""
     misses: int = 0
     rows: int = 0
     """Rows of the trees, or chains, of all those rounds."""
 
     @property
     def accepted_by_depth(self) -> tuple[float, ...]:
-        """Share of rounds in which the first, the first two, .. drafted tokens were accepted."""
+        """Share of rounds in which the first, the first two, ... drafted tokens were accepted."""
         return tuple(count / self.rounds for count in self.accepted_by_position)
 
     @property
     def tokens_a_round(self) -> float | None:
-        """Tokens that a pass of the target confirms, on average: a round ends with the target's own draw, unless that
-        had been drafted ahead."""
+        """Average number of tokens that a pass of the target confirms: a round ends with the target's own draw, unless
+        that was drafted ahead. None if there were no rounds."""
         return (self.accepted_tokens - self.hits) / self.rounds + 1 if self.rounds else None
 
     def count(self, accepted: int, block: int, rows: int, ahead: bool, hit: bool) -> None:
-        """Count a round in which so many of at most `block` drafted tokens were accepted."""
+        """Count a round in which `accepted` of at most `block` drafted tokens were accepted."""
         self.rounds += 1
         self.rows += rows
         self.draft_tokens += block
@@ -61,21 +61,21 @@ class SpecStats:
 
 @dataclass
 class PotentialStats:
-    """Calls of potentials, since the last reading."""
+    """Calls of potentials since the last reading."""
 
     seconds: list[float] = field(default_factory=list)
-    """Calls that have ended."""
+    """Duration of each call that has ended."""
     errors: int = 0
-    """Requests that ended because their potential failed, or returned what is no log phi."""
+    """Requests that ended because their potential failed or returned an invalid log phi."""
     timeouts: int = 0
     """Requests that ended because their potential took too long."""
     collapses: int = 0
-    """Calls after which no particle of a request would have had weight."""
+    """Calls after which no particle of the request would have had weight."""
 
 
 @dataclass
 class EngineStats:
-    """State after a step, and sums since the last reading."""
+    """State after a step, and counters since the last reading."""
 
     queued: int = 0
     """Requests that wait to be admitted."""
@@ -85,54 +85,54 @@ class EngineStats:
     pages_used: dict[ModelRole, int] = field(default_factory=dict)
     """Pages that requests, the prefix cache or both hold."""
     pages_cached: dict[ModelRole, int] = field(default_factory=dict)
-    """Positions that the prefix cache keeps; requests may hold them, too."""
+    """Positions in the prefix cache; requests may hold them, too."""
     pages_total: dict[ModelRole, int] = field(default_factory=dict)
     pages_leaked: dict[ModelRole, int] = field(default_factory=dict)
-    """Pages that were held the last time nothing ran."""
+    """Pages still held although no request was left, at the last reading without requests."""
     prefix_queries: dict[ModelRole, int] = field(default_factory=dict)
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: dict[ModelRole, int] = field(default_factory=dict)
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens that were found in the prefix cache."""
     preemptions: int = 0
     """Preemptions of requests."""
     shrinks: int = 0
-    """Populations that were made smaller because memory was short."""
+    """Populations that were reduced because memory was short."""
     resamples: int = 0
     collapses: int = 0
     ess_shares: list[float] = field(default_factory=list)
-    """ESS / N before resampling, one per SMC request of independent particles and round."""
+    """ESS / N before resampling, one value for each round of each SMC request with independent particles."""
     committed_lags: list[int] = field(default_factory=list)
-    """Tokens between the committed prefix and the longest particle, one per SMC request and round."""
+    """Tokens between the committed prefix and the longest particle, one value for each round of each SMC request."""
     mask_seconds: list[float] = field(default_factory=list)
-    """Masks of constrained requests, one per round and model."""
+    """Seconds spent on masks of constrained requests, one value per round and model."""
     potentials: PotentialStats = field(default_factory=PotentialStats)
 
     spec: dict[str, SpecStats] = field(default_factory=lambda: {name: SpecStats() for name in VERIFICATIONS})
-    """Exact decoding by verification."""
+    """Counters of exact decoding, by verification."""
     spec_alone_rounds: int = 0
     """Rounds of requests of exact decoding in which nothing was drafted."""
 
     def count_masks(self, spans: Mapping[str, tuple[int, int]]) -> None:
-        """What was done for a round with constrained requests, nanoseconds."""
+        """Record the durations of masks among the spans of a round (begin and end in nanoseconds)."""
         self.mask_seconds += [1e-9 * (end - begin) for name, (begin, end) in spans.items() if is_mask_span(name)]
         del self.mask_seconds[: -2 * MOST_SAMPLES]
 
     def count_round(self, ess_share: float | None, lag: int, resampled: bool, collapsed: bool) -> None:
-        """A round of SMC. `ess_share`: None of distinct particles, whose weights are as unequal as the distribution
-        that they are drawn from."""
+        """Count a round of an SMC request. `ess_share` is None for distinct particles, whose weights are as unequal as
+        the distribution that they are drawn from."""
         if ess_share is not None:
             self.ess_shares.append(ess_share)
         self.committed_lags.append(lag)
         self.resamples += resampled
         self.collapses += collapsed
         if len(self.committed_lags) > 2 * MOST_SAMPLES:
-            # They are not read often enough: the newest suffice.
+            # They are not read often enough; keep the newest.
             del self.ess_shares[:-MOST_SAMPLES], self.committed_lags[:-MOST_SAMPLES]
 
 
 @dataclass
 class RequestCounters:
-    """Running sums behind Statistics."""
+    """Running sums from which `Statistics` are computed."""
 
     particles: int
     rounds: int = 0
@@ -193,21 +193,21 @@ class RequestCounters:
 
 
 MAX_EVENTS = 400_000
-"""A trace stops growing here: an hour of one request's rounds."""
+"""Maximum spans of a trace: about an hour of one request's rounds."""
 LANES = {"coordinator": 0, "draft": 1, "target": 2}
 
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Seconds of one engine step in which a model worked."""
+    """Parts of one engine step in which a model worked, in seconds."""
 
     whole: float
     draft: float
     target: float
     link: float
-    """The coordinator waited and neither model worked: messages were in flight."""
+    """Time in which the coordinator waited and neither model worked: messages were in flight."""
     coordinator: float
-    """The coordinator did not wait."""
+    """Time in which the coordinator did not wait."""
     draft_stall: float
     target_stall: float
 
@@ -221,7 +221,7 @@ class Span:
 
 
 class Timeline:
-    """Collects spans of the step that is under way; keeps all of them only if a trace is wanted."""
+    """Collects the spans of the current step; keeps those of earlier steps only if a trace is wanted."""
 
     def __init__(self, trace: bool = False) -> None:
         self._step: list[Span] = []
@@ -230,7 +230,7 @@ class Timeline:
 
     def worked(self, role: ModelRole, name: str, begin: int, end: int) -> None:
         if is_mask_span(name):
-            # Beside the model.
+            # Masks are made beside the model's work.
             return
         self._step.append(Span(role, name, begin, end))
 
@@ -238,11 +238,11 @@ class Timeline:
         self._waits.append((begin, end))
 
     def forget(self) -> None:
-        """Drop the spans since the last step: they belong to no round."""
+        """Drop the spans since the last step, which belong to no round."""
         self._step, self._waits = [], []
 
     def end_step(self, begin: int, end: int) -> RoundTimes | None:
-        """The step's times by part; None if no model worked."""
+        """End the step and return its times by part; None if no model worked."""
         spans, waits = self._step, self._waits
         self._step, self._waits = [], []
         if not spans:
@@ -263,7 +263,7 @@ class Timeline:
         self._trace += [Span("coordinator", "work", a, b) for a, b in zip(edges[::2], edges[1::2]) if b > a]
 
     def write(self, path: Path) -> None:
-        """The spans as a Chrome trace (chrome://tracing, Perfetto). Needs `trace=True`."""
+        """Write the spans as a Chrome trace (chrome://tracing, Perfetto). Needs `trace=True`."""
         assert self._trace is not None
         events = [
             {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
@@ -276,7 +276,7 @@ class Timeline:
 
 
 def overlap(interval: tuple[int, int], others: list[tuple[int, int]]) -> int:
-    """How much of `interval` is covered by the union of `others`."""
+    """Length of the part of `interval` that the union of `others` covers."""
     covered, position = 0, interval[0]
     for begin, end in sorted(others):
         begin, end = max(begin, position), min(end, interval[1])

@@ -1,8 +1,8 @@
-"""How many rows requests have: particles of SMC, and trees of exact decoding.
+"""Policies for the number of rows of requests: particles of SMC, and rows of trees of exact decoding.
 
-The default particle policy shrinks populations only where memory is short. The default tree policy weighs the latency
-model against the miss rate of the draft: trees of few rows or many, or nothing drafted. Policies are pure functions of
-their arguments; they know nothing about slots, rounds or answers. `TreeController` asks the tree policy, and
+The default particle policy reduces populations only if memory is short. The default tree policy compares the latency
+model with the miss rate of the draft and chooses small trees, large trees, or no drafting. Policies are pure functions
+of their arguments; they know nothing about slots, rounds or answers. `TreeController` calls the tree policy, and
 `DraftFallback` carries out the switches between the draft-target pair and the target alone.
 
 Axes: G requests, L numbers of rows, M rows added one after another."""
@@ -29,13 +29,13 @@ from smc.scheduler.speculation import WIDTH_GAIN, Acceptance, LatencyModel, toke
 
 class ParticlePolicy(Protocol):
     def wanted(self, group: SequenceGroup, *, short: bool) -> int:
-        """Particles that a request should have after its next round, between its `min_particles` and `particles`;
-        `short`: there are too few pages for the rounds of all requests."""
+        """Return the number of particles that a request should have after its next round, between its `min_particles`
+        and `particles`. `short`: whether there are too few pages for the rounds of all requests."""
         ...
 
 
 class ShrinkWhenShort:
-    """Halves a population when memory is short, down to what its request allows."""
+    """Halves a population when memory is short, down to the minimum of its request."""
 
     def wanted(self, group: SequenceGroup, *, short: bool) -> int:
         if not short:
@@ -45,20 +45,20 @@ class ShrinkWhenShort:
 
 @dataclass(frozen=True)
 class TreeRequest:
-    """What a policy is told of a request of exact decoding."""
+    """The properties of a request of exact decoding that a policy uses."""
 
     most: int
-    """Rows that the tree may have."""
+    """Maximum number of rows of the tree."""
     miss_rates: tuple[float, ...]
     """Probabilities, by depth, that the target's draw is missing from one row: `Acceptance.miss_rates`."""
     context: int
     """Tokens of the prompt and of the answer so far."""
     rows: int = 0
-    """Rows that the tree has; 0: the target decodes the request alone."""
+    """Current number of rows of the tree; 0: the target decodes the request alone."""
     recovery: float = 0.0
-    """Probability that rows ahead go on after a block that missed a token: `smc.scheduler.speculation`."""
+    """Probability that rows drafted ahead continue after a block that missed a token: `Acceptance.recovery`."""
     gain: float = WIDTH_GAIN
-    """By how much more rows miss less often: `Acceptance.gain`."""
+    """How much more rows lower the miss rate: `Acceptance.gain`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class TreePolicy(Protocol):
     def begin(
         self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
     ) -> int | None:
-        """Rows, up to its `most`, that a request is to start with; 0: the target decodes it alone. None: no change."""
+        """Return the number of rows, at most `tree.most`, with which a request starts; 0: the target decodes it alone.
+        None: no change."""
         ...
 
     def change(
@@ -95,29 +96,30 @@ class TreePolicy(Protocol):
         beside: OtherLoad,
         costs: LatencyModel | None,
     ) -> Sequence[int] | None:
-        """Rows that each running request is to have from now on. None: no change. `waiting`: requests that lack slots
-        only, of which a tree takes one for each row."""
+        """Return the number of rows that each running request should have from now on. None: no change. `waiting`:
+        requests that wait only for slots, of which a tree takes one for each row."""
         ...
 
     def draft_size(
         self, trees: Iterable[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
     ) -> DraftSize:
-        """What is drafted in a round of these requests, of so many rows and tokens of context together. Asked in every
-        round: `trees` cost something only where they are looked at."""
+        """Return how much is drafted in a round of these requests. `batch_size`: rows of the round; `context`: tokens
+        of their contexts together. Called for every round; `trees` is iterable so that it costs nothing if it is not
+        used."""
         ...
 
 
 FREE = 1.01
-"""A round drafts as many branches as make it longer by no more than this factor."""
+"""A round drafts as many branches as lengthen it by no more than this factor."""
 MARGIN = 1.1
-"""Throughput that other trees must promise, as a multiple of the throughput that is expected without a change."""
+"""Throughput that new trees must promise, as a multiple of the throughput that is expected without a change."""
 SURE = 1.05
-"""Throughput that trees must keep promising, as a multiple of plain decoding's: forecasts err by some per cent, and
+"""Throughput that trees must keep promising, as a multiple of plain decoding's. Forecasts err by some per cent, and
 drafting must not be slower than plain decoding."""
 
 
 class CostBasedTreePolicy:
-    """Maximises the throughput of all requests together. Without a latency model nothing changes."""
+    """Maximises the throughput of all requests together. Without a latency model it changes nothing."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -129,10 +131,10 @@ class CostBasedTreePolicy:
         if costs is None:
             return None
         forecast, rows = self._forecast(costs), [other.rows for other in others]
-        # It does as all running requests do: whether all should do otherwise is decided by `change`.
+        # The request does as all running requests do; `change` decides whether all should do otherwise.
         if rows and not any(rows):
             return 0
-        # Its share of the slots if all requests began now.
+        # The request's share of the slots if all requests began now.
         most = forecast.best([*others, tree], beside, self._config.max_slots - beside.slots)[-1]
         if rows and all(rows):
             return most
@@ -179,11 +181,11 @@ class ThroughputForecast:
 
     def __init__(self, config: EngineConfig, costs: LatencyModel) -> None:
         self._config, self._costs = config, costs
-        # The caches have as many entries as a round can have rows.
+        # The caches have at most as many entries as a round can have rows.
         self._padded, self._models = cache(bucket), cache(self._models_of)
 
     def speed(self, trees: Sequence[TreeRequest], rows: Sequence[int], beside: OtherLoad) -> float:
-        """Tokens a second of all requests, with trees of so many rows."""
+        """Return the tokens per second of all requests, with trees of these numbers of rows."""
         config, rows_G, context_G = self._config, np.array(rows), np.array([tree.context for tree in trees])
         drafted_G = rows_G > 0
         drafted = [tree for tree, is_drafted in zip(trees, drafted_G) if is_drafted]
@@ -201,7 +203,8 @@ class ThroughputForecast:
         )
 
     def steps(self, trees: Iterable[TreeRequest], batch_size: int, context: int) -> int:
-        """Tokens that a round of the pair should draft of every row: those of the highest throughput."""
+        """Return the number of tokens that a round of the pair should draft for each row: the one with the highest
+        throughput."""
         levels = self._config.block_levels
         if len(levels) == 1:
             return levels[0]
@@ -216,11 +219,12 @@ class ThroughputForecast:
         )
 
     def _depths(self, beside: OtherLoad) -> tuple[int, ...]:
-        """Tokens that rounds may draft of every row: other methods than exact decoding need all of a block."""
+        """Numbers of tokens that rounds may draft for each row: methods other than exact decoding need all of a
+        block."""
         return self._config.block_levels[:1] if beside.pair else self._config.block_levels
 
     def _confirmed(self, trees: Sequence[TreeRequest], rows_GL: np.ndarray, steps: int) -> np.ndarray:
-        """Tokens of the requests that a round confirms [G, L], of trees of so many rows and depth."""
+        """Tokens that a round confirms for each request [G, L], with trees of `rows_GL` rows and `steps` tokens."""
         if not trees:
             return np.zeros(rows_GL.shape)
         rates = [(*tree.miss_rates, *tree.miss_rates[-1:] * steps)[:steps] for tree in trees]
@@ -228,14 +232,14 @@ class ThroughputForecast:
         return tokens_a_round(np.array(rates), rows_GL, steps, self._config.lookahead, recovery_G, gain_G)
 
     def best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int) -> list[int]:
-        """Rows of each tree, at least one, and together as many as there are slots. Rows go to the trees for which they
-        bring most tokens, as long as the throughput of all grows."""
+        """Return the rows of each tree: at least one, and together at most as many as there are slots. Rows are given
+        to the trees for which they bring most tokens, as long as the throughput of all requests grows."""
         return max(
             (self._best(trees, beside, slots, steps) for steps in self._depths(beside)), key=lambda best: best[0]
         )[1]
 
     def _best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int, steps: int) -> tuple[float, list[int]]:
-        """Tokens a second, and the rows of each tree, where rows have so many drafted tokens."""
+        """Tokens per second and the rows of each tree, if `steps` tokens are drafted for each row."""
         config, level_L = self._config, np.array(_levels(max(tree.most for tree in trees)))
         most_G1 = np.array([[tree.most] for tree in trees])
         rows_GL = np.minimum(level_L, most_G1)
@@ -257,7 +261,7 @@ class ThroughputForecast:
     def _seconds_of_pair(
         self, rows_M: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad, steps: int
     ) -> np.ndarray:
-        """Seconds of a round in which all trees are drafted for, by rows of the pair."""
+        """Seconds of a round that drafts for all trees, by the pair's number of rows [M]."""
         by_itself = self._by_itself(beside.target, beside.target_context)
         context, mixed = sum(tree.context for tree in trees) + beside.pair_context, beside.pair > 0
         padded_M = [self._padded(rows) for rows in rows_M.tolist()]
@@ -267,13 +271,14 @@ class ThroughputForecast:
         return np.array([seconds[batch_size] for batch_size in padded_M])
 
     def _by_itself(self, sequences: int, context: int) -> float:
-        """Seconds of the passes of the target over sequences that it decodes alone, one for each token of a block."""
+        """Seconds of the target's passes over sequences that it decodes alone, one pass for each token of a block."""
         return self._config.block * self._costs.alone.at(self._padded(sequences), context) if sequences else 0.0
 
     def branches(self, batch_size: int, context: int) -> int:
-        """As many branches as cost nothing, since the target takes longer. More branches hit more often, which decides
-        where the target is uncertain. On the shipped pair, whose target is not, rounds with F=1 confirm 0 to 2% fewer
-        tokens than with F=4 (temperatures 1 to 2, N from 1 to 8; `benchmarks.exactness`)."""
+        """Return the largest number of branches that does not lengthen the round, because the target takes longer
+        anyway. More branches hit more often, which matters if the target is uncertain. On the shipped pair, whose
+        target is certain, rounds with F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to
+        8; `benchmarks.exactness`)."""
         *levels, least = self._config.branch_levels
         if not levels:
             return least
@@ -285,18 +290,19 @@ class ThroughputForecast:
         return next((n for n in levels if seconds(n) <= most), least)
 
     def _seconds(self, batch_size: int, context: int, by_itself: float, steps: int, mixed: bool) -> float:
-        """Seconds from a round of the pair to the next. `mixed`: some rows are of other methods."""
+        """Seconds from one round of the pair to the next. `mixed`: whether some rows belong to other methods."""
         branches = self._config.branches if mixed else self.branches(batch_size, context)
         return self.seconds_of_round(batch_size, context, by_itself, DraftSize(branches, steps))
 
     def seconds_of_round(self, batch_size: int, context: int, by_itself: float, size: DraftSize) -> float:
-        """Seconds of a round of the pair with so many rows and tokens of context, which drafts so much, beside which
-        the target decodes other sequences for `by_itself` seconds."""
+        """Return the seconds of a round of the pair. `batch_size`: rows; `context`: tokens of their contexts together;
+        `by_itself`: seconds for which the target decodes other sequences in the same step; `size`: how much is
+        drafted."""
         config, costs, steps = self._config, self._costs, size.steps or self._config.block
         draft, target = self._models(batch_size, size.branches, steps)
         draft += steps * costs.draft.read * context
         target += costs.target.read * context + by_itself
-        # The target's own sequences run beside the draft's steps in look-ahead only.
+        # Passes over the target's own sequences overlap with the draft's steps in look-ahead only.
         return (max(draft, target) if config.lookahead else draft + target) + costs.round_overhead
 
     def _models_of(self, batch_size: int, branches: int, steps: int) -> tuple[float, float]:
@@ -307,7 +313,7 @@ class ThroughputForecast:
 
 
 def _levels(most: int) -> list[int]:
-    """Numbers of rows that are considered: powers of two, and the largest."""
+    """Numbers of rows that are considered: the powers of two below `most`, and `most`."""
     return [*(1 << n for n in range((most - 1).bit_length())), most]
 
 
@@ -319,8 +325,8 @@ class DraftFallback:
         self.has_draft = True
 
     def fall_back(self, group: SequenceGroup) -> None:
-        """From now on the target decodes it by itself, whatever state it is in. The draft runs nothing more for it;
-        rounds of both models that are in flight are not waited for, and their results are discarded."""
+        """Let the target decode a request alone from now on, whatever state the request is in. The draft runs nothing
+        more for it. Rounds of both models in flight are not waited for, and their results are discarded."""
         group.cancel_switch()
         if group.alone or group.error:
             return
@@ -332,9 +338,9 @@ class DraftFallback:
             self._prefill.fall_back(group, TARGET_ALONE)
 
     def reenable_draft(self, group: SequenceGroup, rows: int | None = None) -> None:
-        """As soon as no round of it is in flight, the draft runs what it lacks, and the request takes part in rounds of
-        the pair again, with so many rows or all it may have. Without enough slots or pages, or without a draft, it
-        stays as it is."""
+        """Return a request to rounds of the draft-target pair, as soon as no round of it is in flight and the draft has
+        run the tokens that it lacks. `rows`: rows of its tree, by default its maximum. Without enough slots or pages,
+        or without a draft, nothing changes."""
         if not self.has_draft or not group.alone or not self._fits_pair(group):
             return
         rows = rows or group.most_rows
@@ -344,14 +350,14 @@ class DraftFallback:
             group.request_switch(rows)
 
     def apply_switches(self) -> None:
-        """Switch the requests that are to, and of which no round is in flight."""
+        """Carry out pending switches of requests that have no round in flight."""
         for group in [group for group in self._registry.admitted if group.switches]:
             if group.is_running and not group.in_flight:
                 self._switch(group, *group.after_switch)
                 group.cancel_switch()
 
     def _fits_pair(self, group: SequenceGroup) -> bool:
-        """Another draft may have fewer pages than the one that a request was admitted with."""
+        """Whether the pools can hold the request; a new draft may have fewer pages than the one at its admission."""
         config, capacity = self._prefill.config, self._prefill.memory.capacity
         needs = group.method.most_pages(config, group.params, group.prompt_size, negative=group.negative_size)
         return all(pages <= capacity[role] for role, pages in needs.items())
@@ -363,34 +369,34 @@ class DraftFallback:
 
 
 EVERY = 8
-"""Steps between two questions about the same requests."""
+"""Steps between two calls of the policy about the same requests."""
 FIRST = 3
-"""Steps between the first and the second: a draft that is of no use shows it in its first rounds."""
+"""Steps between the first and the second call about new requests: a useless draft shows in its first rounds."""
 REST = 16
-"""Steps after a change, in which its effect shows, as long as half of the requests are still the same."""
+"""Steps without a call after a change, so that its effect can show, unless fewer than half of the requests remain."""
 FADE = 0.999
-"""Share of what is known of acceptance that is left after each step in which nothing is drafted, and so nothing learnt:
-a draft that was bad for other requests is tried again after thousands of steps."""
+"""Share of the acceptance counts that is left after each step in which nothing is drafted, and so nothing is learnt: a
+draft that was bad for earlier requests is tried again after thousands of steps."""
 
 
 class TreeController:
-    """Asks a policy, and switches requests to the target alone or back to the pair."""
+    """Calls a policy, and switches requests to the target alone or back to the pair."""
 
     def __init__(self, policy: TreePolicy, acceptance: Acceptance, fallback: DraftFallback) -> None:
-        """`acceptance`: of all requests together."""
+        """`acceptance`: that of all requests together."""
         self._policy, self._acceptance, self._fallback = policy, acceptance, fallback
         self._known: list[SequenceGroup] = []
-        """Requests of the last question."""
+        """Requests of the last call."""
         self._left = 0
-        """Steps until the next question about these."""
+        """Steps until the next call about the same requests."""
         self._since = 0
-        """Steps since the last question."""
+        """Steps since the last call."""
 
     def begin(
         self, group: SequenceGroup, running: Sequence[SequenceGroup], share: int, costs: LatencyModel | None
     ) -> None:
-        """Decide what an adaptive request begins with that waits and has not begun. `share`: of the free slots, if all
-        waiting requests get as many."""
+        """Decide how an adaptive request starts that waits and has not begun. `share`: number of free slots per waiting
+        request."""
         if not group.adaptive or group.has_begun:
             return
         tree, *others = self._trees([group, *_adaptive(running)])
@@ -405,8 +411,8 @@ class TreeController:
     def follow(
         self, running: Sequence[SequenceGroup], waiting: Sequence[SequenceGroup], costs: LatencyModel | None
     ) -> None:
-        """Once a step: ask about running requests, where it is time to, and change those that should change. `waiting`:
-        requests that lack slots only."""
+        """Called once a step: call the policy about running requests if it is time, and apply its changes. `waiting`:
+        requests that wait only for slots."""
         groups, self._left, self._since = _adaptive(running), self._left - 1, self._since + 1
         if not groups or self._left > self._patience(groups):
             return
@@ -424,22 +430,22 @@ class TreeController:
     def draft_size(
         self, groups: Sequence[SequenceGroup], batch_size: int, context: int, costs: LatencyModel | None
     ) -> DraftSize:
-        """What is drafted in a round of these requests, of so many rows and tokens of context."""
+        """Return how much is drafted in a round of these requests: see `TreePolicy.draft_size`."""
         return self._policy.draft_size(self._trees(groups), batch_size, context, costs)
 
     def forget(self) -> None:
-        """Forget what requests so far have shown of acceptance."""
+        """Discard the acceptance counts."""
         self._acceptance.fade(0.0)
 
     def _patience(self, groups: Sequence[SequenceGroup]) -> float:
-        """Steps that may be left when the policy is asked about these."""
+        """Maximum of the steps that are left at which the policy is called about these requests."""
         if groups == self._known:
             return 0
         still = len(set(groups) & set(self._known))
         return EVERY if 2 * still >= max(len(groups), len(self._known)) else math.inf
 
     def _change(self, group: SequenceGroup, rows: int) -> None:
-        """As soon as no round of it is in flight."""
+        """Change a request to `rows` rows, 0: to the target alone, as soon as no round of it is in flight."""
         if group.alone and rows:
             self._fallback.reenable_draft(group, rows)
         elif rows:
@@ -470,7 +476,7 @@ def _adaptive(groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
 
 
 def _load(groups: Sequence[SequenceGroup]) -> OtherLoad:
-    """What the models run besides adaptive requests."""
+    """Summarise the requests that are not adaptive."""
     others = [group for group in groups if not group.adaptive]
     of_pair = [group for group in others if group.decoding.program is Program.PAIR]
     of_target = [group for group in others if group.decoding.program is Program.TARGET]
