@@ -1,8 +1,8 @@
-"""Constraints over tokens: which tokens may follow, by the library llguidance, which is imported here alone.
+"""Constraints over tokens: computes which tokens may follow, with the library llguidance, which only this file imports.
 
-A `Follower` reads the tokens of answers to one request. It goes back to what the next answer has in common with the one
-before and reads on from there, so positions of a tree cost little when they come in order. Knows nothing about models,
-slots and rounds.
+A `Follower` reads the tokens of answers to one request. For each answer it returns to the beginning that the answer
+shares with the previous one and continues from there, so positions of a tree cost little in the right order. Knows
+nothing about models, slots and rounds.
 
 Axes: L tokens of an answer, W words of 32 tokens each, R rows."""
 
@@ -27,42 +27,42 @@ from smc.api.constraint import Constraint
 from smc.stops import StopMachine, TokenBytes
 
 LIMITS = llguidance.LLParserLimits(verbose_errors=False)
-"""Otherwise the library's own: a million steps of regular expressions, half a million symbols, 50,000 items a mask."""
+"""The library's own limits: a million steps of regular expressions, half a million symbols, 50,000 items a mask."""
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,40}"
-"""Between tokens of JSON, at most: a space, or a line end and an indentation. Small models write blanks for ever where
-they may. A schema can say otherwise (`x-guidance`)."""
+"""Maximum whitespace between tokens of JSON: a space, or a line end and an indentation. Small models write blanks for
+ever where they are allowed. A schema can change this (`x-guidance`)."""
 MOST_KEPT = 256
-"""Compiled constraints, those used last."""
+"""Maximum number of compiled constraints that are kept: the most recently used ones."""
 MOST_THREADS = 4
-"""That compute masks."""
+"""Maximum number of threads that compute masks."""
 NEVER = sys.maxsize
-"""Tokens before what an answer does not have."""
+"""Position of a token that an answer does not contain."""
 MOST_COMPILED = 2.0
-"""Seconds that compiling may take. The library counts steps, not seconds, so this is seen afterwards."""
+"""Maximum seconds for compiling. The library counts steps, not seconds, so the limit is checked afterwards."""
 
 
 class CompilerCounts:
-    """What a compiler has done since the last `take`."""
+    """Counts the work of a compiler since the last `take`."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
         self._hits = 0
 
     def count(self, seconds: float | None) -> None:
-        """A constraint was asked for: compiled in so many seconds, or kept already (None)."""
+        """Count a request for a constraint, which took this many seconds to compile, or was cached (None)."""
         if seconds is None:
             self._hits += 1
         else:
             self._seconds.append(seconds)
 
     def take(self) -> tuple[list[float], int]:
-        """Seconds of every constraint that was compiled, and how many were kept already."""
+        """Return the seconds of every compiled constraint, and how many requests were served from the cache."""
         found, self._seconds, self._hits = (self._seconds, self._hits), [], 0
         return found
 
 
 class Compiler:
-    """Compiles constraints for one vocabulary, and keeps them. Several threads may use it."""
+    """Compiles constraints for one vocabulary, and caches them. Thread-safe."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._bytes = token_bytes
@@ -79,16 +79,16 @@ class Compiler:
 
     @property
     def words(self) -> int:
-        """W: words of a mask, with a bit after the vocabulary's own for the end."""
+        """W, the number of words of a mask. The bit after those of the vocabulary stands for the end of the answer."""
         return self.vocab // 32 + 1
 
     @property
     def eos_ids(self) -> np.ndarray:
-        """int64 tokens that end an answer."""
+        """Tokens that end an answer, int64."""
         return np.array(self._bytes.eos_ids, dtype=np.int64)
 
     def check(self, constraint: Constraint) -> None:
-        """Compile it. Raises ValueError, in the library's own words where it is the library that refuses it."""
+        """Compile a constraint. Raises ValueError, with the library's message if the library refuses it."""
         self._start(constraint)
 
     def warm(self) -> None:
@@ -97,17 +97,17 @@ class Compiler:
             self._vocabulary()
 
     def follower(self, machine: StopMachine) -> Follower:
-        """Reads answers from their beginning. Raises ValueError."""
+        """Return a follower that reads answers from their beginning. Raises ValueError if the constraint is refused."""
         return Follower(machine, None if machine.constraint is None else self._start(machine.constraint), self)
 
     def write_masks(self, needed: Iterable[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> None:
-        """Write masks of several requests, int32 in a contiguous array. A mask is of all tokens where none is
-        needed, and where the answer is none that the constraint allows, so that nothing may depend on it; of no token in
-        the whole path where the library has reached a limit."""
+        """Write the masks of several requests, int32, into a contiguous array. Rows without a mask allow all tokens, as
+        do rows after an answer that violates the constraint; nothing may depend on the latter. If the library reaches a
+        limit, all rows of the path allow no token."""
         masks_RW[:] = -1
         ends = _MaskEnds(self)
         walks = [follower.walk(paths, ends) for follower, paths in needed]
-        # One chain of every request at once, without the interpreter's lock.
+        # Compute one chain of every request at a time, without holding the interpreter's lock.
         address, size = masks_RW.ctypes.data, 4 * self.words
         while walks:
             found = [(walk, next(walk, None)) for walk in walks]
@@ -122,7 +122,7 @@ class Compiler:
         ends.write(masks_RW)
 
     def _start(self, constraint: Constraint) -> llguidance.LLMatcher:
-        """The constraint at its beginning; others have it, too."""
+        """Return the matcher of a constraint at its beginning. It is shared: copy it before use."""
         if not len(self._bytes.data_B):
             raise ValueError("constraint is given, but the model's tokens stand for no text; leave it out")
         if not self._bytes.eos_ids:
@@ -136,7 +136,7 @@ class Compiler:
         return matcher
 
     def _compiled(self, constraint: Constraint) -> llguidance.LLMatcher | str:
-        """At its beginning, or why it is refused."""
+        """Return the constraint's matcher at its beginning, or the reason why it is refused."""
         key = (constraint.kind, constraint.text)
         if key in self._kept:
             self._kept.move_to_end(key)
@@ -145,7 +145,7 @@ class Compiler:
         vocabulary, begin = self._vocabulary(), time.perf_counter()
         found: llguidance.LLMatcher | str
         try:
-            # Without the interpreter's lock, as long as it takes.
+            # The library releases the interpreter's lock meanwhile.
             found = llguidance.LLMatcher(vocabulary, _grammar(constraint), log_level=0, limits=LIMITS)
             if found.is_error():
                 found = found.get_error().strip()
@@ -162,28 +162,28 @@ class Compiler:
 
     def _vocabulary(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
-            # One token more than there are is the end: a model may have several that end texts.
+            # An additional token stands for the end, because a model may have several tokens that end texts.
             wrapper = llguidance.TokenizerWrapper(_Vocabulary(self._bytes))
             self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.vocab + 1, eos_token=self.vocab)
         return self._tokenizer
 
 
 class MaskPath(NamedTuple):
-    """Masks that are needed along an answer, in consecutive rows."""
+    """Masks along an answer, to be written to consecutive rows."""
 
     answer_L: np.ndarray
-    """int64."""
+    """Tokens of the answer, int64."""
     first: int
-    """Tokens of the answer before the first mask; before each later one there is one more."""
+    """Number of tokens before the first mask; before each further mask there is one more."""
     row: int
     """Row of the first mask."""
     masks: int
-    """How many."""
+    """Number of masks."""
 
 
 class _Chain(NamedTuple):
-    """Masks that the library computes at once: of where a matcher is, and after each of these tokens. It returns to
-    where it was."""
+    """Masks that the library computes in one call: at the matcher's position, and after each of these tokens. The
+    matcher then returns to its position."""
 
     matcher: llguidance.LLMatcher
     row: int
@@ -191,13 +191,13 @@ class _Chain(NamedTuple):
 
 
 class _MaskEnds:
-    """What is written once the library's masks are there, all rows at once: whether answers may end, bad words, and
-    masks that are there already."""
+    """Collects what is written after the library has computed its masks, for all rows at once: whether answers may end,
+    bad words, and masks copied from other rows."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._vocab, self._eos_ids = compiler.vocab, compiler.eos_ids
         self.computed: list[range] = []
-        """Rows of the library, which says by a token of its own whether the answer may end."""
+        """Rows computed by the library, which reports by an additional token whether the answer may end."""
         self.open: list[range] = []
         """Rows of answers that must not end."""
         self.complete: list[range] = []
@@ -205,9 +205,9 @@ class _MaskEnds:
         self.failed: list[range] = []
         """Rows in which nothing is allowed."""
         self.copies: list[tuple[int, int, int]] = []
-        """First row, of how many, and first of those that they are equal to, which may have been copied before."""
+        """First row, number of rows, and first row to copy from, which may be a copy itself."""
         self.bad_words: list[tuple[Follower, MaskPath, range]] = []
-        """Rows of a path from which bad words are taken."""
+        """Rows of a path from which bad words are removed."""
 
     def write(self, masks_RW: np.ndarray) -> None:
         words_RW = masks_RW.view(np.uint32)
@@ -232,15 +232,16 @@ def _order(path: MaskPath) -> bytes:
 
 
 def _flat(ranges: list[range]) -> np.ndarray:
-    """int64 rows of all of them."""
+    """All rows of the ranges, int64."""
     return np.fromiter(itertools.chain.from_iterable(ranges), np.int64)
 
 
 class Follower:
-    """Reads answers to one request, and says which tokens may follow."""
+    """Reads answers to one request, and computes which tokens may follow."""
 
     def __init__(self, machine: StopMachine, matcher: llguidance.LLMatcher | None, compiler: Compiler) -> None:
-        """`matcher`: of the constraint, at its beginning; others have it, too."""
+        """`matcher`: that of the constraint at its beginning, shared with other followers; None without a
+        constraint."""
         self._start, self._bad_words = matcher, machine.bad_words
         self._after = None if machine.constraint is None else machine.constraint.after
         self._compiler, self._eos_ids = compiler, frozenset(compiler.eos_ids.tolist())
@@ -249,21 +250,22 @@ class Follower:
     def _reset(self) -> None:
         self._matcher = None if self._start is None else self._start.deep_copy()
         self._answer_L = np.zeros(0, dtype=np.int64)
-        """The last answer."""
+        """Tokens of the last answer."""
         self._begin = 0 if self._after is None else NEVER
-        """Its tokens before the text."""
+        """Number of its tokens before the constrained text."""
         self._end = NEVER
-        """Its tokens before the first that ends the text."""
+        """Number of its tokens before the first token that ends the text."""
         self._held = 0
-        """Tokens of its text that the matcher has read."""
+        """Number of tokens of its text that the matcher has read."""
 
     def masks(self, answer_L: np.ndarray, first: int, masks_RW: np.ndarray) -> None:
-        """As `Compiler.write_masks`: row r, of what may come after the answer's first `first + r` tokens."""
+        """Write masks as `Compiler.write_masks` does: row r for the token after the answer's first `first + r`
+        tokens."""
         self._compiler.write_masks([(self, [MaskPath(answer_L, first, 0, len(masks_RW))])], masks_RW)
 
     def walk(self, paths: Sequence[MaskPath], ends: _MaskEnds) -> Iterator[_Chain]:
-        """What the library has to compute, a chain after another; what else is to be written is noted. Answers go in an
-        order in which equal beginnings are neighbours: masks after these are computed once."""
+        """Yield the chains that the library has to compute, and record in `ends` what else is to be written. Answers
+        are sorted so that those with equal beginnings are neighbours: masks after common tokens are computed once."""
         before: MaskPath | None = None
         for path in sorted(paths, key=_order) if len(paths) > 1 else paths:
             same = self._take(path.answer_L)
@@ -282,18 +284,19 @@ class Follower:
                     before = None
 
     def _copied(self, before: MaskPath, path: MaskPath, same: int) -> int:
-        """Masks of a path that are those of the path before, with which it has so many tokens in common."""
+        """Number of leading masks of a path that equal those of the path before. `same`: tokens common to their
+        answers."""
         first = path.first
         if before.first > first:
             return 0
         last = min(same, before.first + before.masks - 1, first + path.masks - 1)
         if before.first < first:
-            # What follows an end depends on where a path begins, if its text is not allowed.
+            # Masks after the end depend on where a path begins, if its text is not allowed.
             last = min(last, self._end)
         return max(last - first + 1, 0)
 
     def _compute(self, matcher: llguidance.LLMatcher, path: MaskPath, copied: int, ends: _MaskEnds) -> Iterator[_Chain]:
-        """The other masks of a path."""
+        """Yield the chains for the masks of a path that are not copied."""
         answer_L, first, row, count = path
         begin, end, shift = self._begin, min(self._end, len(answer_L)), row - first
         after, last = first + copied, first + count - 1
@@ -311,7 +314,7 @@ class Follower:
             ends.complete.append(range(after + shift, last + 1 + shift))
 
     def take_out(self, path: MaskPath, rows: range, masks_RW: np.ndarray) -> None:
-        """Tokens that would complete a bad word, unless nothing were left of what the constraint allows."""
+        """Forbid tokens that would complete a bad word, unless the constraint then allows no token at all."""
         longest = max(map(len, self._bad_words)) - 1
         size = path.first + rows.start - path.row
         begin = max(size - longest, 0)
@@ -333,12 +336,12 @@ class Follower:
         for token in tokens:
             bits_W[token // 32] &= ~np.uint32(1 << token % 32)
         last_W = mask_W.copy()
-        last_W[-1] &= (1 << self._compiler.vocab % 32) - 1  # the library's own end is no token
+        last_W[-1] &= (1 << self._compiler.vocab % 32) - 1  # ignore the library's own end token
         if not last_W.any():
             mask_W[:] = before_W
 
     def _take(self, answer_L: np.ndarray) -> int:
-        """Go on with an answer, and go back to what it has in common with the last one: how many tokens."""
+        """Switch to another answer, and go back to the tokens that it shares with the last one. Return their number."""
         last_L = self._answer_L
         size = min(len(last_L), len(answer_L))
         differs_L = last_L[:size] != answer_L[:size]
@@ -357,7 +360,8 @@ class Follower:
         return same
 
     def _read(self, matcher: llguidance.LLMatcher, size: int) -> bool:
-        """Have the matcher where the answer has so many tokens; whether the text is allowed so far."""
+        """Move the matcher to the position after `size` tokens of the answer. Return whether the text is allowed so
+        far."""
         size -= self._begin
         if size < self._held:
             self._go_back(matcher, size)
@@ -371,7 +375,7 @@ class Follower:
         self._held = held
 
     def ends(self, answer_L: np.ndarray) -> bool:
-        """Whether an answer may end so. What ends it may be in it."""
+        """Return whether an answer may end here. It may include the token that ends it."""
         self._take(answer_L[~np.isin(answer_L, list(self._eos_ids))])
         if self._matcher is None:
             return True
@@ -380,7 +384,7 @@ class Follower:
 
 
 def _grammar(constraint: Constraint) -> str:
-    """In the library's form. Raises ValueError."""
+    """Convert a constraint to the library's form. Raises ValueError if it is invalid."""
     if constraint.kind in ("json_object", "json_schema"):
         schema = constraint.text or '{"type": "object"}'
         has_own = '"x-guidance"' in schema
@@ -396,12 +400,12 @@ def _grammar(constraint: Constraint) -> str:
 
 @cache
 def _executor() -> llguidance.LLExecutor:
-    """Threads that compute masks; they sleep between rounds. Half of the cores are left to what runs beside them."""
+    """Threads that compute masks; they sleep between rounds. Half of the cores are left to other work."""
     return llguidance.LLExecutor(max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2)))
 
 
 class _Vocabulary:
-    """As llguidance reads one."""
+    """The vocabulary in the form that llguidance reads."""
 
     bos_token_id = None
 
@@ -409,7 +413,7 @@ class _Vocabulary:
         offset_V, data = token_bytes.offset_V.tolist(), token_bytes.data_B.tobytes()
         self.eos_token_id = len(offset_V) - 1
         tokens = [data[begin:end] for begin, end in pairwise(offset_V)]
-        # What stands for no text, and what ends an answer, is in no text.
+        # Tokens without text, and tokens that end answers, occur in no text.
         special = {token for token, text in enumerate(tokens) if not text} | set(token_bytes.eos_ids)
         self.special_token_ids = [*sorted(special), self.eos_token_id]
         self.tokens = [f"<{token}>".encode() if token in special else text for token, text in enumerate(tokens)]
@@ -418,8 +422,8 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of a text, the longest first. The library asks for those of texts that a grammar forces; masks do not
-        depend on them."""
+        """Split a text into tokens, longest first. The library uses this for texts that a grammar forces; masks do not
+        depend on it."""
         return list(self._split(text))
 
     def _split(self, text: bytes) -> Iterator[int]:

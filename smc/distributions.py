@@ -1,18 +1,15 @@
-"""From logits to the distribution a token is drawn from, and the draw. Knows nothing about models, requests or
+"""Converts logits to the distribution that a token is drawn from, and draws. Knows nothing about models, requests or
 particles.
 
-Whatever is added to logits has been added before (`smc.executor.state`).
-Two distributions share the same processors, in this order: temperature, top-k, top-p, min-p, renormalise.
-  target distribution    p = processed softmax, zero outside the truncation (design: truncation belongs to the target
-  distribution)
+Biases and penalties have been added to the logits before (`smc.executor.state`). Both distributions use the same
+processors, in this order: temperature, top-k, top-p, min-p, renormalise.
+  target distribution    p = processed softmax, zero outside the truncation, which belongs to the target distribution
   proposal distribution  q = (1 - share) * processed + share * softmax(logits / temperature): a defensive mixture
-  (Hesterberg
-  1995),
-                so that q covers every token the target may allow and weights p/q stay bounded. A draft whose head has
-                rows for some tokens alone has such a proposal over these, and others beside it:
-                `smc.executor.sampling`. Every log-probability that leaves this module is of exactly the distribution
-                the token
-                was or would be drawn from.
+                         (Hesterberg 1995), so that q covers every token that the target may allow and the weights p/q
+                         stay bounded
+A draft whose head has rows only for some tokens uses such a proposal over these tokens, and adds the others separately:
+`smc.executor.sampling`. Every log-probability that leaves this module is that of exactly the distribution that the
+token was, or would be, drawn from.
 
 Axes: R rows, V vocabulary, D draws a row.
 """
@@ -45,10 +42,10 @@ class DistributionSpec(Generic[Array]):
     min_p_R: Array
     """float32 in [0, 1); 0 = off."""
     alpha_R: Array
-    """float32 > 0; exponent of the distribution that draws are made from; 1 = the distribution itself. Proposals ignore
-    it."""
+    """float32 > 0; exponent of the distribution that tokens are drawn from; 1 = the distribution itself. Proposals
+    ignore it."""
     active: frozenset[str]
-    """Processors that some row uses; the others are left out altogether."""
+    """Processors that at least one row uses; the others are skipped."""
 
     @staticmethod
     def of(
@@ -73,15 +70,15 @@ class DistributionSpec(Generic[Array]):
         )
 
     def canonical(self) -> DistributionSpec[Array]:
-        """The same distributions, with processors counted as in use that need not be: rounds of few kinds are worth
-        more than few operations."""
+        """Return the same distributions, with more processors marked as active than necessary: having few kinds of
+        rounds matters more than having few operations."""
         truncation = self.active & {"top_k", "top_p", "min_p"}
         if len(truncation) > 1:
             truncation = frozenset({"top_k", "top_p", "min_p"})
         return replace(self, active=truncation | (self.active & {"alpha"}) | {"temperature", "greedy"})
 
     def to(self: DistributionSpec[np.ndarray], device: torch.device) -> DistributionSpec[Tensor]:
-        """The same on a device."""
+        """Return the same specification on a device."""
         return DistributionSpec(
             to_device(self.temperature_R, device),
             to_device(self.top_k_R, device),
@@ -104,7 +101,7 @@ class DistributionSpec(Generic[Array]):
 
 
 class Distributions:
-    """A DistributionSpec on a device, with the processors that no row uses left out."""
+    """Applies a DistributionSpec on a device, without the processors that no row uses."""
 
     def __init__(self, spec: DistributionSpec[Any], device: torch.device = _CPU) -> None:
         def column(name: str, values_R: np.ndarray) -> Tensor | None:
@@ -123,7 +120,7 @@ class Distributions:
         return self._truncated(log_softmax_RV)
 
     def proposal(self, logits_RV: Tensor, share: float) -> Tensor:
-        """log q [R, V] of the defensive mixture; `share` in [0, 1) is the untruncated part's."""
+        """log q [R, V] of the defensive mixture; `share` in [0, 1) is the weight of the untruncated part."""
         log_softmax_RV = self._tempered(logits_RV)
         truncated_RV = self._truncated(log_softmax_RV)
         if truncated_RV is log_softmax_RV or share == 0:
@@ -131,7 +128,7 @@ class Distributions:
         return torch.logaddexp(truncated_RV + np.log1p(-share), log_softmax_RV + np.log(share))
 
     def powered(self, logp_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """p^alpha normalised, and its log normaliser log Z [R] (None where alpha is 1 for every row: Z = 1)."""
+        """p^alpha normalised, and its log normaliser log Z [R] (None if alpha is 1 for every row: Z = 1)."""
         if self.alpha is None:
             return logp_RV, None
         raised_RV = torch.where(self.alpha == 1, logp_RV, logp_RV * self.alpha)
@@ -144,7 +141,7 @@ class Distributions:
         log_softmax_RV = torch.log_softmax(logits_RV, dim=-1)
         if self.greedy is None:
             return log_softmax_RV
-        # NaN logits must stay visible: adding the softmax's own NaN keeps them.
+        # NaN logits must stay visible: keeping the softmax's own NaN preserves them.
         one_hot = torch.full_like(logits_RV, -torch.inf).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 0.0)
         return torch.where(self.greedy, torch.where(log_softmax_RV.isnan(), log_softmax_RV, one_hot), log_softmax_RV)
 
@@ -158,7 +155,7 @@ class Distributions:
             keep_RV &= (self.top_k == 0) | (rank_V < self.top_k)
         if self.top_p is not None:
             kept_RV = torch.where(keep_RV, sorted_RV, -torch.inf).softmax(-1)
-            # A token stays while the mass before it is short of top_p, so the smallest sufficient set is kept.
+            # A token is kept while the mass before it is below top_p, so the smallest sufficient set is kept.
             keep_RV &= (kept_RV.cumsum(-1) - kept_RV < self.top_p) | (self.top_p >= 1)
         if self.min_p is not None:
             keep_RV &= sorted_RV >= sorted_RV[..., :1] + self.min_p.log()
@@ -169,6 +166,6 @@ class Distributions:
 
 
 def draw(log_dist_RV: Tensor, exponential_RDV: Tensor) -> Tensor:
-    """One token per variate row, [R, D]: the entry that wins the exponential race E_v / p_v (Gumbel-max in other
-    words)."""
+    """Draw one token per row of variates, [R, D]: the entry that wins the exponential race E_v / p_v, which is
+    equivalent to Gumbel-max."""
     return (exponential_RDV / log_dist_RV.exp().unsqueeze(-2)).argmin(dim=-1)

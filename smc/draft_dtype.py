@@ -1,8 +1,9 @@
-"""The type that a draft is loaded in with `--draft-dtype auto`: its own, FP8 or int4, by what a draft step takes in each.
+"""Chooses the type that a draft is loaded in with `--draft-dtype auto`: its own, FP8 or int4, by the time of a draft
+step in each.
 
-On a GPU a step is measured with random weights of the draft's shape, once: the costs are kept in files
-(`smc.calibration.latency`). A narrower type makes steps cheaper and proposals a little worse; it changes no answer
-of exact decoding. It is chosen if a step gains more than the narrower type is expected to lose (`LOSS`)."""
+On a GPU, a step is measured once with random weights of the draft's shape, and the times are cached in files
+(`smc.calibration.latency`). A narrower type makes steps cheaper and proposals slightly worse; it changes no answer of
+exact decoding. It is chosen if a step gains more time than the narrower type is expected to lose (`LOSS`)."""
 
 from __future__ import annotations
 
@@ -31,17 +32,18 @@ from smc.scheduler.speculation import LatencyModel
 logger = logging.getLogger(__name__)
 
 LOSS = {"fp8": 0.05, "int4": 0.25}
-"""Share of a step that rounding to a type must gain at least, because fewer drafted tokens are accepted: what a lockstep
-round loses of its tokens, over the half of its time that the draft's steps take. Measured on a real pair, int4 loses an
-eighth of a round's tokens and FP8 about a hundredth (benchmarks/notes/distill.md)."""
+"""Minimum gain, as a share of a step, for which a narrower type is chosen, because fewer drafted tokens are accepted:
+the share of tokens that a lockstep round loses, divided by the share of its time that the draft's steps take, one half.
+On a real pair, int4 loses an eighth of a round's tokens and FP8 about a hundredth (benchmarks/notes/distill.md)."""
 ROWS = 8
-"""Rows of the step that decides."""
+"""Rows of the step that is measured."""
 EFFORT = Effort(seconds=5.0, factor=8, repeats=3, untimed=3, crowd=1, context=64)
 BLOCK, PAGES_PER_ROW, MOST_CONTEXT = 5, 512, 4096
 
 
 def draft_dtype(source: ModelSource, device: torch.device | str, dtype: str, shard: Shard = WHOLE) -> str:
-    """`dtype`, or what `auto` chooses for a draft, or one rank's shard of it, on a device. Logs the choice."""
+    """Return `dtype`, or for `auto` the type chosen for a draft, or one rank's shard of it, on a device. Logs the
+    choice."""
     if dtype != AUTO_DTYPE:
         return dtype
     device = torch.device(device)
@@ -63,7 +65,8 @@ def draft_dtype(source: ModelSource, device: torch.device | str, dtype: str, sha
 
 
 def choose(own: str, seconds: Mapping[str, float]) -> str:
-    """The type with the cheapest step, where rounding to another than the checkpoint's own counts as `LOSS` says."""
+    """Return the type with the cheapest step; a step in a type other than the checkpoint's own is taken to cost more by
+    `LOSS`."""
     costs = {name: each / (1 - (0.0 if name == own else LOSS[name])) for name, each in seconds.items()}
     return min(costs, key=costs.__getitem__, default=own)
 
@@ -71,8 +74,8 @@ def choose(own: str, seconds: Mapping[str, float]) -> str:
 def step_seconds(
     config: ModelConfig, device: torch.device, own: str, shard: Shard = WHOLE, *, may_be_int4: bool = True
 ) -> dict[str, float]:
-    """Seconds of a draft step in each type that the device and the shape have, the checkpoint's own first. Empty if
-    there is no memory for measuring."""
+    """Return the seconds of a draft step in each type that the device and the shape support, the checkpoint's own
+    first. Empty if there is no memory for measuring."""
     found = {}
     for dtype in dict.fromkeys((own, *LOSS)):
         if dtype != own and not (dtype == "fp8" or may_be_int4):
@@ -82,7 +85,7 @@ def step_seconds(
                 require_fp8(device)
             elif dtype == "int4" and own != "int4":
                 int4_formats(weight_slices(config, shard), shard)
-        except ValueError:  # that it does not have
+        except ValueError:  # not supported
             continue
         try:
             latency = _latency(local_config(config, shard), device, dtype)
@@ -95,7 +98,8 @@ def step_seconds(
 
 
 def _latency(config: ModelConfig, device: torch.device, dtype: str) -> LatencyModel | None:
-    """Of a pair of which both models are the draft; the sum over ranks is not timed, which all types need alike."""
+    """Latency model of a pair of which both models are the draft. Sums over ranks are not timed; all types need them
+    alike."""
     key = {
         "version": version("smcserve"),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Chooses and loads the model pair of a command. Imports torch only for loading, so that errors are reported before."""
+"""Chooses and loads the model pair of a command. Imports torch only to load, so that errors are reported before."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CONFIG = "config.json"
 
 
 def pair_directories(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
-    """Directories of target and draft, given as directories or by their names on the hub, or the demo pair's. Raises
-    ValueError if only one is given, or if a model cannot be downloaded."""
+    """Return the directories of target and draft, which are given as directories or as names on the hub; by default
+    those of the demo pair. Raises ValueError if only one is given, or if a model cannot be downloaded."""
     if (target is None) != (draft is None):
         given, missing = ("--target", "--draft") if draft is None else ("--draft", "--target")
         raise ValueError(f"{given} is given without {missing}; give both, or neither for the demo pair")
@@ -34,7 +34,7 @@ def pair_directories(target: Path | None, draft: Path | None) -> tuple[Path, Pat
 
 
 def require_directories(directories: tuple[Path, Path]) -> None:
-    """Raises ValueError for a directory without a config.json. The model itself is checked when it is loaded."""
+    """Raise ValueError for a directory without a config.json. The model itself is checked when it is loaded."""
     missing = [
         f"{role}: {directory / CONFIG} is missing"
         for role, directory in zip(("target", "draft"), directories)
@@ -65,8 +65,8 @@ def loaded_models(
     draft_vocab: int | None = None,
     draft_vocab_text: Path | None = None,
 ) -> LoadedModels:
-    """`load` is one of `smc.model.source.LOADS`. Raises ValueError if the device is not available, or if the pair or an
-    option is invalid."""
+    """Return the models of a pair, to be loaded on first use. `load`: one of `smc.model.source.LOADS`. Raises
+    ValueError if the device is not available, or if the pair or an option is invalid."""
     if device not in DEVICES:
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")
     for option, value in (("dtype", dtype), ("target-dtype", target_dtype), ("draft-dtype", draft_dtype)):
@@ -88,7 +88,8 @@ class LoadedModels:
     """The models of a pair. Each is loaded on first use, once per device."""
 
     def __init__(self, sources: SourcePair, dtypes: dict[str, str]) -> None:
-        """`dtypes`: model role -> name in `smc.model.linear.DTYPES`; a draft's may be `auto`, until it is loaded."""
+        """`dtypes`: model role -> name in `smc.model.linear.DTYPES`. That of the draft may be `auto` until it is
+        loaded."""
         self.sources, self.dtypes = sources, {**dtypes}
         self.tokenizer = sources.target.tokenizer()
         self._loaded: dict[tuple[str, str], Decoder] = {}
@@ -123,7 +124,7 @@ class LoadedModels:
 
 def use_threads(count: int | None, directories: tuple[Path, Path]) -> None:
     """Set torch's number of threads to `count`. Without `count`: 1 for the demo models, which gain nothing from more,
-    else torch's default."""
+    else torch's default. Raises ValueError if `count` is below 1."""
     if count is not None and count < 1:
         raise ValueError(f"--threads {count}; allowed: >= 1")
     if count or directories == DEMO:

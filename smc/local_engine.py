@@ -1,4 +1,5 @@
-"""An engine whose workers live in this process. Loads a model pair once; engines of different settings can share it."""
+"""An engine whose workers live in this process. A model pair is loaded once; engines with different settings can share
+it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class ModelPair:
     max_context: int
     """The shorter of both contexts, in tokens."""
     draft_head: DraftHead | None = None
-    """Output head that the draft proposes with, if not with its own."""
+    """Reduced output head of the draft; None: the draft uses its own."""
 
     @staticmethod
     def load(
@@ -54,8 +55,8 @@ class ModelPair:
         draft_dtype: torch.dtype | None = None,
         device: str = "cpu",
     ) -> ModelPair:
-        """`draft_dtype`: of the draft, if it has one of its own. Raises ValueError, before reading weights, if the two
-        directories cannot serve as a pair."""
+        """Load a pair from two directories. `draft_dtype`: that of the draft, by default `dtype`. Raises ValueError,
+        before reading weights, if the two directories cannot serve as a pair."""
         report = require_pair(target_dir, draft_dir)
         target = load_model(target_dir, dtype=dtype, device=device)
         return ModelPair(
@@ -67,7 +68,7 @@ class ModelPair:
 
 
 def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_options) -> Engine:
-    """An engine over `pair`; `engine_options` are passed on to Engine."""
+    """Make an engine over `pair`; `engine_options` are passed on to Engine."""
     config = config or EngineConfig()
     context = config.context(pair.max_context)
     pages = config.pool_pages(context, _room(pair, config))
@@ -99,8 +100,8 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
 def fitted_engine(
     pair: ModelPair, config: EngineConfig, requests: Sequence[Request], concurrency: int = 1, **engine_options
 ) -> Engine:
-    """An engine with exactly the slots and pages that `concurrency` of these requests need at once, so that none of
-    them waits for memory. `engine_options` are passed on to Engine.
+    """Make an engine with exactly the slots and pages that `concurrency` of these requests need at once, so that none
+    of them waits for memory. `engine_options` are passed on to Engine.
 
     `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request is too large for the models."""
     needs = [decoding_of(r.params).ample_pages(config, r.params, len(r.prompt), r.negative_size) for r in requests]
@@ -115,14 +116,14 @@ def fitted_engine(
 
 
 TIMED_SLOTS = 8
-"""Rows that are timed at most, or as many as the engine has, if those are more."""
+"""Maximum number of rows that are timed, unless the engine has more slots."""
 TIMED_TOKENS = 512
 """Pages of the engine that is timed, for each of its slots."""
 
 
 def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineConfig) -> LatencyModel | None:
-    """The latency model of a pair that was loaded from these directories, as this machine has measured it before, or
-    does now (`smc.calibration.latency`). None, and a warning, if there is no memory for measuring; None if
+    """Return the latency model of a pair that was loaded from these directories: as measured on this machine before, or
+    else now (`smc.calibration.latency`). Return None, with a warning, if there is no memory for measuring, and None if
     contexts are too short for a round. Call it before another engine takes memory."""
     slots = max(TIMED_SLOTS, config.max_slots)
     config = replace(config, max_slots=slots, max_context=None, pages=pool_for(slots * TIMED_TOKENS))
@@ -138,7 +139,7 @@ def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineC
 
 
 def _room(pair: ModelPair, config: EngineConfig) -> int | None:
-    """Pages that both pools have memory for; None on a CPU."""
+    """Number of pages for which there is memory in both pools; None on a CPU."""
     page_bytes: Counter[torch.device] = Counter()
     distribution_bytes: Counter[torch.device] = Counter()
     for role in ModelRole:
@@ -153,7 +154,7 @@ def _room(pair: ModelPair, config: EngineConfig) -> int | None:
 
 
 def ops_for(device: torch.device) -> RoundOps:
-    """The operations of rounds on a device: in Triton, or in plain torch on a CPU."""
+    """Return the operations of rounds on a device: in Triton, or on a CPU in torch."""
     if device.type == "cpu":
         return TorchOps()
     from smc.executor.triton_ops import TritonOps  # needs triton

@@ -73,8 +73,8 @@ def uniforms(seed_X: np.ndarray, round_X: np.ndarray, position_P: np.ndarray, pu
 
 
 def exponentials(w0_X: Tensor, w1_X: Tensor, size: int, ids_V: Tensor | None = None) -> Tensor:
-    """Standard exponential variates [X, size], float32, from two words per row: of the first `size` entries, or of
-    those that `ids` names.
+    """Standard exponential variates [X, size], float32, from two words per row: of the first `size` entries, or of the
+    entries `ids_V`.
 
     The index is hashed to 31 bits by two multiply-xorshift rounds; one word is mixed in before the first and one
     between the two. Small values keep full relative precision, because the minimum over the vocabulary decides the

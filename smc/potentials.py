@@ -1,13 +1,13 @@
-"""Potentials: callables that weigh what particles have written, and those that ship.
+"""Potentials: callables that weight the answers of particles, and the ones that are shipped.
 
-A request with a potential phi is answered from p(x) phi(x), normalised, where p is the target's distribution of answers.
-After each round of the request, the engine asks the potential about the answers of all particles, finished or not, and
-multiplies the weight of each particle by phi(new) / phi(old). Only the values of finished answers define the
-distribution. The values of unfinished answers cancel: they decide which particles survive, and so how many particles a
+The answer to a request with a potential phi follows p(x) phi(x), normalised, where p is the target's distribution of
+answers. After each round of the request, the engine asks the potential about the answers of all particles, finished or
+not, and multiplies the weight of each particle by phi(new) / phi(old). Only the values of finished answers define the
+distribution. The values of unfinished answers cancel; they decide which particles survive, and so how many particles a
 good estimate needs.
 
-A potential takes `Prefixes` and returns log phi of each: -inf for what cannot become an answer. Every call has a thread
-of its own, and calls of several requests overlap."""
+A potential takes `Prefixes` and returns log phi of each: -inf if a prefix cannot become an answer. Every call has a
+thread of its own, and calls for several requests overlap."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What the particles of one request hold, each text once."""
+    """The distinct answers so far of the particles of one request."""
 
     prompt: str
-    """As text, with what the chat template has added."""
+    """The prompt as text, including what the chat template has added."""
     texts: tuple[str, ...]
-    """Answers so far, without what ends them."""
+    """Answers so far, without the tokens or strings that end them."""
     tokens: tuple[tuple[int, ...], ...]
     ended: tuple[bool, ...]
-    """The answer is whole."""
+    """Whether each answer is complete."""
 
 
 Potential = Callable[[Prefixes], Sequence[float]]
-"""log phi of each prefix."""
+"""Returns log phi of each prefix."""
 
 
 def must_match(expression: str) -> Potential:
-    """phi is 1 of answers in which the regular expression is found, else 0. Raises ValueError for one that is none."""
+    """Make a potential that is 1 for answers in which the regular expression is found, else 0. Raises ValueError if the
+    expression is invalid."""
     pattern = _compiled(expression)
 
     def potential(prefixes: Prefixes) -> list[float]:
@@ -47,11 +48,12 @@ def must_match(expression: str) -> Potential:
 
 
 _LOOKS_AROUND = re.compile(r"\$|\(\?|\\[bBZz]")
-"""Of expressions that may be found in a prefix of a text in which they are not found."""
+"""Parts of expressions that may match in a prefix of a text without matching in the whole text."""
 
 
 def must_not_match(expression: str) -> Potential:
-    """phi is 0 of answers in which the regular expression is found, else 1. Raises ValueError for one that is none."""
+    """Make a potential that is 0 for answers in which the regular expression is found, else 1. Raises ValueError if the
+    expression is invalid."""
     pattern, looks_around = _compiled(expression), _LOOKS_AROUND.search(expression) is not None
 
     def potential(prefixes: Prefixes) -> list[float]:
@@ -65,7 +67,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def must_end_with(number: float) -> Potential:
-    """phi is 1 of answers whose last number is this, else 0."""
+    """Make a potential that is 1 for answers whose last number is `number`, else 0."""
 
     def potential(prefixes: Prefixes) -> list[float]:
         last = [(_NUMBER.findall(text.replace(",", "")) or ["nan"])[-1] for text in prefixes.texts]
@@ -75,13 +77,14 @@ def must_end_with(number: float) -> Potential:
 
 
 def load_potential(path: str) -> Potential:
-    """The callable that `module:function` names. Raises ValueError."""
+    """Return the callable that `module:function` names. Raises ValueError if it cannot be imported or is not
+    callable."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ValueError(f"potential {path!r}; allowed: module:function")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the module raises
+    except Exception as error:  # of any type: the module is foreign code
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"potential {path!r} cannot be imported ({why}); is its directory on PYTHONPATH?") from error
     if not callable(found):
@@ -90,12 +93,13 @@ def load_potential(path: str) -> Potential:
 
 
 def load_potentials(paths: Iterable[tuple[str, str]]) -> Mapping[str, Potential]:
-    """By name. Raises ValueError."""
+    """Return the callables by name. Raises ValueError as `load_potential` does."""
     return {name: load_potential(path) for name, path in paths}
 
 
 def log_values(name: str, found: object, count: int) -> list[float]:
-    """log phi of so many prefixes, as a potential has returned them. Raises ValueError for anything else."""
+    """Check what a potential has returned for `count` prefixes, and return it as floats. Raises ValueError if it is not
+    log phi of each."""
     try:
         values = [float(value) for value in found]  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:

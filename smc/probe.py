@@ -1,5 +1,5 @@
-"""Measures on a few prompts whether a draft suits a target: how near its distributions are, how many of its tokens exact
-decoding accepts, whether a population of SMC represents the target, and what that means for speed on this machine.
+"""Measures on a few prompts whether a draft suits a target: how close their distributions are, how many drafted tokens
+exact decoding accepts, how well an SMC population represents the target, and the speed to expect on this machine.
 
 Axes: S positions of a text, V vocabulary."""
 
@@ -30,9 +30,10 @@ PROMPTS = (
     "Translate into French: Where is the station?",
 )
 TOKENS = 32
-"""Of each answer, at most."""
+"""Maximum tokens of each answer."""
 CONFIG = EngineConfig(form="lockstep", block=5, drafting="always")
-"""In lockstep every round drafts from the target's own token: acceptance is that of the models, not of guesses."""
+"""In lockstep every round drafts from the target's own token: acceptance depends on the models, not on guesses
+ahead."""
 
 
 @dataclass(frozen=True)
@@ -45,33 +46,33 @@ class Probe:
     block: int
     """K."""
     positions: int
-    """Answer tokens at which both distributions were compared."""
+    """Number of answer tokens at which both distributions were compared."""
     kl: float
-    """KL divergence of the draft's distribution from the target's, nats a token."""
+    """KL divergence of the draft's distribution from the target's, in nats per token."""
     overlap: float
     """Sum over tokens of min(p, q)."""
     same_likeliest: float
     """Share of positions at which both models have the same likeliest token."""
     accepted_by_depth: tuple[float, ...]
-    """Share of rounds of exact decoding in which the first, the first two, .. drafted tokens were accepted."""
+    """Share of rounds of exact decoding in which the first, the first two, ... drafted tokens were accepted."""
     tokens_a_round: float
-    """Tokens of a round of exact decoding, the target's own included."""
+    """Tokens of a round of exact decoding, including the target's own."""
     log_evidence: float
-    """log Z-hat of SMC, a token."""
+    """log Z-hat of SMC per token."""
     exact_speed: float | None
-    """Expected speed of exact decoding by measured costs, of one request in lockstep on this machine, as a multiple of the
-    target's alone; None: costs are not known."""
+    """Expected speed of exact decoding by measured costs, for one request in lockstep on this machine, as a multiple of
+    the target's alone; None: costs are unknown."""
     smc_speed: float | None
-    """The same of SMC."""
+    """Expected speed of SMC, likewise."""
 
     @property
     def accepted(self) -> float:
-        """Drafted tokens that a round of exact decoding accepts."""
+        """Number of drafted tokens that a round of exact decoding accepts."""
         return self.tokens_a_round - 1
 
     @property
     def recommendation(self) -> tuple[str, ...]:
-        """Sentences."""
+        """Advice on the method, one sentence for each of exact decoding and SMC."""
         exact, smc = self._of_exact(), fit_by_evidence(self.log_evidence, self.particles)
         return (
             exact,
@@ -100,7 +101,8 @@ def probe_pair(
     particles: int = 8,
     temperature: float = 1.0,
 ) -> Probe:
-    """Run prompts, of token ids, through both models. Raises ValueError for a draft and prompts that do not fit."""
+    """Run prompts, given as token ids, through both models and measure. Raises ValueError if the draft or the prompts
+    do not fit."""
     longest = max(map(len, prompts)) + TOKENS
     slots = max(len(prompts), particles)
     engine = local_engine(
@@ -146,7 +148,7 @@ def _answers(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingP
 def _compare(
     pair: ModelPair, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], temperature: float
 ) -> Iterator[Tensor]:
-    """KL divergence, overlap and whether the likeliest tokens are equal, at every answer token."""
+    """Yield KL divergence, overlap and whether the likeliest tokens are equal, for every answer token."""
     for prompt, answer in zip(prompts, answers):
         tokens = [*prompt, *answer.tokens]
         logp_SV, logq_SV = (
@@ -168,6 +170,7 @@ def _logits(model: Decoder, tokens: Sequence[int], first: int, vocab: int) -> Te
 
 
 def expected_speed(costs: LatencyModel, tokens: float, particles: int) -> float:
-    """Of one request in lockstep whose rounds bring so many tokens, as a multiple of plain decoding's."""
+    """Expected speed of one request in lockstep whose rounds bring `tokens` tokens, as a multiple of plain
+    decoding's."""
     drafted = ThroughputForecast(CONFIG, costs).seconds_of_round(particles, 0, 0.0, DraftSize(CONFIG.branches, None))
     return tokens * costs.alone.at(1, 0) / drafted

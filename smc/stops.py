@@ -1,12 +1,12 @@
-"""What ends an answer: stop tokens, and stop strings as a machine over bytes that is in `DONE` once one of them is
-complete.
+"""The conditions that end an answer: stop tokens, and stop strings as a machine over bytes that enters `DONE` when one
+of them is complete.
 
 The machine is that of Aho and Corasick (Communications of the ACM 18, 1975). It reads the bytes of tokens, which are
-kept once for a vocabulary, so what a request costs does not depend on the vocabulary. Knows nothing about slots, rounds
-or requests.
+stored once per vocabulary, so the cost of a request does not depend on the size of the vocabulary. Knows nothing about
+slots, rounds or requests.
 
-Axes: X states, B bytes (256 values, or all bytes of a vocabulary), V vocabulary, E entries of the tables (what
-different requests end at), P particles, A batch indices, K tokens."""
+Axes: X states, B bytes (256 values, or all bytes of a vocabulary), V vocabulary, E entries of the tables (different
+stop machines), P particles, A batch indices, K tokens."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MAX_STATES = 1024
 
 @dataclass(frozen=True, eq=False)
 class TokenBytes:
-    """The bytes of every token of a vocabulary, one after another."""
+    """The bytes of all tokens of a vocabulary, concatenated."""
 
     data_B: np.ndarray
-    """uint8."""
+    """Bytes, uint8."""
     offset_V: np.ndarray
-    """int32 [V + 1]: where each token's bytes begin, and where the last one's end."""
+    """Offset of each token's bytes, and the end of the last one's, int32 [V + 1]."""
     eos_ids: tuple[int, ...] = ()
     """Tokens that end texts."""
 
@@ -49,27 +49,28 @@ class TokenBytes:
         return TokenBytes(np.frombuffer(b"".join(tokens), dtype=np.uint8).copy(), offset_V, tokenizer.eos_ids)
 
     def to(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(data [B], offset [V + 1]) there."""
+        """Copy to a device: (data [B], offset [V + 1])."""
         return to_device(self.data_B, device), to_device(self.offset_V, device)
 
 
 @dataclass(frozen=True)
 class StopMachine:
-    """What ends the answers of a request. Equal for equal stop tokens and strings, in whatever order they were
-    given."""
+    """The conditions that end the answers of a request. Machines with equal stop tokens and strings are equal, in
+    whatever order these were given."""
 
     stop_ids: tuple[int, ...]
-    """Ascending."""
+    """Stop tokens, ascending."""
     strings: tuple[bytes, ...]
-    """Ascending."""
+    """Stop strings, ascending."""
     next_XB: np.ndarray | None = field(compare=False, repr=False)
-    """int16 [X, 256] state after a byte; None without strings."""
+    """State after a byte, int16 [X, 256]; None without strings."""
     biases: tuple[tuple[int, float], ...] = ()
-    """What is added to logits, by token, ascending: as what ends an answer, it is kept beside the models."""
+    """Numbers added to logits: pairs of token and number, ascending. They are part of the machine because the models
+    store them with it."""
     constraint: Constraint | None = None
-    """What an answer may be."""
+    """The constraint on the answer."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Tokens of texts that it must not contain, ascending."""
+    """Token sequences that the answer must not contain, ascending."""
 
     @staticmethod
     def of(
@@ -79,7 +80,8 @@ class StopMachine:
         constraint: Constraint | None = None,
         bad_words: Iterable[tuple[int, ...]] = (),
     ) -> StopMachine:
-        """`strings` are not empty. Raises ValueError if they are longer than `MAX_STOP_BYTES` together."""
+        """Make a machine. `strings` must not be empty. Raises ValueError if they are longer than `MAX_STOP_BYTES`
+        together."""
         if (size := sum(map(len, strings))) > MAX_STOP_BYTES:
             raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
         different = tuple(sorted(set(strings)))
@@ -94,19 +96,20 @@ class StopMachine:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What it was made of: `StopMachine.of(*key)` is equal to it."""
+        """Arguments that the machine was made from: `StopMachine.of(*key)` is equal to it."""
         return self.stop_ids, self.strings, self.biases, self.constraint, self.bad_words
 
     @property
     def masks(self) -> bool:
-        """Which tokens may follow depends on those before."""
+        """Whether the tokens so far decide which tokens may follow."""
         return self.constraint is not None or bool(self.bad_words)
 
     def after(
         self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes, *, early: bool = False
     ) -> np.ndarray:
-        """int64 states after one token each. A stop token leads to `DONE`; an id that no token has leads nowhere.
-        `early`: the token cannot end the answer; what is complete with it is not looked for again."""
+        """Return the states after one token each, int64. A stop token leads to `DONE`; an unknown id leaves the state
+        as it is. `early`: the token cannot end the answer; a string that is complete with it is ignored, and matching
+        starts again."""
         state_P = self._after(state_P, tokens_P, token_bytes)
         return np.where(state_P == DONE, START, state_P) if early else state_P
 
@@ -126,7 +129,7 @@ class StopMachine:
 
 
 def _byte_machine(strings: Sequence[bytes]) -> np.ndarray:
-    """Next state, int16 [X, 256]: `START` and `DONE`, then a state for every proper beginning of a string."""
+    """Next state, int16 [X, 256]: `START` and `DONE`, then a state for every proper prefix of a string."""
     children = _trie(strings)
     next_XB = np.zeros((len(children), 256), dtype=np.int16)
     next_XB[DONE] = DONE
@@ -137,7 +140,7 @@ def _byte_machine(strings: Sequence[bytes]) -> np.ndarray:
         row_B = next_XB[state]
         row_B[:] = next_XB[shorter]
         for byte, child in children[state].items():
-            # Where a shorter string is complete, so is the answer: what is longer is never reached.
+            # A shorter string that is complete ends the answer, so longer ones are never reached.
             if (fallback := int(row_B[byte])) == DONE:
                 continue
             row_B[byte] = child
@@ -147,8 +150,8 @@ def _byte_machine(strings: Sequence[bytes]) -> np.ndarray:
 
 
 def _trie(strings: Sequence[bytes]) -> list[dict[int, int]]:
-    """Children by byte of each state; every string ends in `DONE`. They are in order, so one that another begins with
-    comes first."""
+    """Children of each state by byte; every string ends in `DONE`. `strings` are sorted, so a string precedes those
+    that begin with it."""
     children: list[dict[int, int]] = [{}, {}]
     for string in strings:
         state = START
@@ -165,7 +168,7 @@ def _trie(strings: Sequence[bytes]) -> list[dict[int, int]]:
 
 
 class StopTables:
-    """Stop machines on a device, by entry. Entry 0 is of answers that nothing ends but their length."""
+    """Stop machines on a device, by entry. Entry 0 is for answers that only their length ends."""
 
     def __init__(self, entries: int, vocab: int, token_bytes: TokenBytes, device: torch.device) -> None:
         self.device = device
@@ -173,11 +176,11 @@ class StopTables:
         self.is_stop_EV = torch.zeros(entries, vocab, dtype=torch.bool, device=device)
         self.has_strings_E = torch.zeros(entries, dtype=torch.bool, device=device)
         self.next_EXB = self._new_next() if device.type != "cpu" else None
-        """int16 [E, MAX_STATES, 256], made once: recorded CUDA graphs refer to it. On a CPU there is none before the
+        """int16 [E, MAX_STATES, 256], allocated once: captured CUDA graphs refer to it. On a CPU it is None until the
         first string."""
 
     def set(self, entry: int, machine: StopMachine) -> None:
-        """Raises nothing for stop tokens beyond the vocabulary: they are never drawn."""
+        """Set the machine of an entry. Stop tokens outside of the vocabulary are ignored: they are never drawn."""
         assert 0 < entry < len(self.has_strings_E)
         self.is_stop_EV[entry].fill_(False)
         drawable = [token for token in machine.stop_ids if token < self.is_stop_EV.shape[1]]
@@ -187,7 +190,7 @@ class StopTables:
         if machine.next_XB is not None:
             if self.next_EXB is None:
                 self.next_EXB = self._new_next()
-            # What an earlier machine left in further states stays: none of this one leads there.
+            # Further states of an earlier machine remain; no state of this machine leads there.
             self.next_EXB[entry, : len(machine.next_XB)] = to_device(machine.next_XB, self.device)
 
     def _new_next(self) -> Tensor:
@@ -196,14 +199,14 @@ class StopTables:
 
 @dataclass(frozen=True)
 class StopProgress:
-    """What became of tokens that were appended to answers."""
+    """Result of appending tokens to answers."""
 
     count_A: Tensor
-    """int64: how many exist, up to the first that ends the answer or fills its room."""
+    """Number of tokens that count, int64: up to the first that ends the answer or fills its room."""
     ends_A: Tensor
-    """bool: the last of them ends it. True where there is no room."""
+    """Whether the last of them ends the answer, bool. True if there is no room."""
     text_A: Tensor
-    """int64 state of the machine after them; `DONE` after a stop token too."""
+    """State of the machine after them, int64; `DONE` after a stop token, too."""
 
 
 def grow(
@@ -214,9 +217,10 @@ def grow(
     room_A: Tensor,
     early_A: Tensor | None = None,
 ) -> StopProgress:
-    """Tokens appended to answers in state `text` that have room for `room` more, of which the first `early` end none
-    (None: no such); all integers. An id that no token has has no bytes and ends nothing, and an answer in `DONE` ends
-    with any token. The reference: `smc.kernels.round_tensors.after_all` does the same within kernels."""
+    """Append tokens to answers in state `text_A` with room for `room_A` more tokens. The first `early_A` of them cannot
+    end the answer (None: all can). All arguments are integers. An unknown id has no bytes and ends nothing, and an
+    answer in `DONE` ends with any token. Reference for `smc.kernels.round_tensors.after_all`, which does the same
+    within kernels."""
     k = tokens_AK.shape[1]
     entry_A = entry_A.long()
     states = [text_A.long()]

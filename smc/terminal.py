@@ -41,11 +41,11 @@ def progress_bar() -> Progress:
 
 
 def check_drawing() -> None:
-    """Raises ValueError if matplotlib is not installed, as in the serving images."""
+    """Raise ValueError if matplotlib is not installed, as in the serving images."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("pictures are drawn by matplotlib, which is not installed here; pip install 'smcserve[plots]'")
 
 
 def option(panel: str, text: str, *names: str, metavar: str | None = None, show_default: bool | str = True):
-    """A command-line option in a panel of `--help`."""
+    """Declare a command-line option in a panel of `--help`."""
     return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, show_default=show_default)

@@ -1,4 +1,4 @@
-"""What every training of a model shares: the learning rate over time, AdamW on float32 weights, and clipping.
+"""Parts that all trainings of models share: the learning rate over time, AdamW on float32 weights, and clipping.
 
 Knows nothing about data, losses or files."""
 
@@ -20,10 +20,10 @@ class LearningRate:
 
     peak: float
     warmup: int
-    """Steps."""
+    """Number of steps of the warm-up."""
 
     def at(self, step: int, progress: float) -> float:
-        """Of a step; `progress`: the completed fraction of the run."""
+        """Return the learning rate of a step; `progress`: the completed fraction of the run."""
         return self.peak * min(1, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
@@ -33,7 +33,7 @@ class Optimizer:
     Weights in bfloat16 have float32 masters: the optimiser changes these, and the model holds them rounded."""
 
     def __init__(self, weights: Iterable[nn.Parameter], rate: LearningRate, weight_decay: float, clip: float) -> None:
-        """`clip`: largest norm of all gradients together."""
+        """`clip`: maximum norm of all gradients together. Raises ValueError if no weight is trainable."""
         self.weights = [weight for weight in weights if weight.requires_grad]
         if not self.weights:
             raise ValueError("the model has no trainable weights")
@@ -55,7 +55,7 @@ class Optimizer:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Gradients of all weights, in order; zeros where nothing depends on a weight."""
+        """Gradients of all weights, in order; zeros for weights that nothing depends on."""
         for weight in self.weights:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
@@ -63,7 +63,7 @@ class Optimizer:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all weights are."""
+        """Whether all weights are finite."""
         return bool(torch.stack([master.detach().isfinite().all() for master in self.masters]).all())
 
     def clear(self) -> None:
@@ -72,7 +72,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, step: int, progress: float) -> None:
-        """Change the weights by their gradients; `progress`: the completed fraction of the run."""
+        """Update the weights by their gradients; `progress`: the completed fraction of the run."""
         for group in self._adam.param_groups:
             group["lr"] = self._rate.at(step, progress)
         rounded = [pair for pair in zip(self.weights, self.masters) if pair[0] is not pair[1]]
@@ -83,7 +83,7 @@ class Optimizer:
         _round_into(rounded)
 
     def state(self) -> dict:
-        """All that a run must restore to go on with the same bits."""
+        """Return everything that a run must restore to continue with identical bits."""
         return {"masters": [master.detach() for master in self.masters], "adam": self._adam.state_dict()}
 
     @torch.no_grad()

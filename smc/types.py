@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = TypeVar("Array", "np.ndarray", "Tensor")
-"""What the host has, and what is where the model is."""
+"""A NumPy array on the host, or a tensor on the model's device."""
 
 
 class ModelRole(StrEnum):
-    """Which of the two models. Compares equal to its name, so it can be a key of what is sent as text."""
+    """One of the two models. Compares equal to its name, so it can be a key in messages that are sent as text."""
 
     DRAFT = "draft"
     TARGET = "target"
 
 
 def mask_span(role: ModelRole) -> str:
-    """Name of the span in which masks of constrained requests were made beside a model."""
+    """Name of the span in which masks of constrained requests were computed beside a model's work."""
     return f"masks of {role}"
 
 
@@ -31,7 +31,7 @@ def is_mask_span(span: str) -> bool:
 
 
 class TensorOptions(TypedDict):
-    """What torch is told of a new tensor beside its shape."""
+    """Options of a new tensor besides its shape."""
 
     dtype: torch.dtype
     device: torch.device
