@@ -51,7 +51,7 @@ class Constraint:
     @staticmethod
     def of(value: Any) -> Constraint:
         """Build a constraint from an object with one kind, such as {"regex": "[0-9]+"}. A schema and choices may be
-        JSON objects instead of text."""
+        JSON values instead of text. Raises ValueError."""
         if not isinstance(value, Mapping):
             raise ValueError(f"constraint={value!r:.80}; allowed: {ALLOWED}")
         given = {name: text for name, text in value.items() if text is not None}

@@ -61,7 +61,7 @@ class EngineConfig:
     """Number of micro-batches whose rounds alternate, 1..4. More than one pays in lockstep, if each model has processes
     of its own."""
     max_slots: int = 64
-    """Maximum number of particles of all running requests together."""
+    """Slots of all running requests together: one for each particle or row, two if the request is guided."""
     max_context: int | None = None
     """Maximum tokens of prompt and answer together; default: the context that the models were made for."""
     pages: int | None = None
@@ -71,8 +71,8 @@ class EngineConfig:
     prefill_chunk: int = 128
     """Maximum prompt tokens that a model runs in one step, so that a long prompt does not block other requests."""
     prefill_share: float | None = None
-    """Maximum average time spent on prompts beside rounds, as a share of the time of the rounds; default: the time that
-    `prefill_chunk` takes."""
+    """Maximum average time spent on prompts beside rounds, as a share of the time of the rounds; default: only
+    `prefill_chunk` limits it."""
     max_queue: int | None = None
     """Maximum number of requests that wait for slots and pages; default: unlimited."""
     max_queue_pages: int | None = None

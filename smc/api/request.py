@@ -58,9 +58,9 @@ class FinishReason(StrEnum):
     STOP_STRING = "stop_string"
     LENGTH = "length"
     TIME_BUDGET = "time_budget"
-    """The request's time budget was used up: the answer is drawn by weight from the particles that existed then."""
+    """The request's time budget was used up: the answer is chosen among the particles as they were then."""
     QUEUE_TIME = "queue_time"
-    """The request's time budget was used up before decoding had begun: there is no answer."""
+    """The request's time budget was used up before the request was admitted: there is no answer."""
     CANCELLED = "cancelled"
     ERROR = "error"
 
@@ -157,7 +157,7 @@ class Answer:
     prompt_tokens: int
     statistics: Statistics
     seconds: float
-    """Seconds from submission to this answer."""
+    """Seconds from the request's arrival to this answer."""
     logprobs: tuple[float, ...] | None = None
     """Log-probability of every token under the target's distribution, if requested."""
     top_logprobs: tuple[Alternatives, ...] | None = None

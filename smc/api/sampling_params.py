@@ -108,7 +108,8 @@ class SamplingParams:
         integer(lambda value: -(2**63) <= value < 2**63, "a 64-bit signed integer"),
         option=Option("The same seed gives the same answer. Default: a random seed, which is reported.", "SEED"),
     )
-    """64-bit; the same seed gives the same answer. Default: drawn by the engine and reported with the answer."""
+    """Seed of the request's random numbers, 64-bit: the same seed gives the same answer. Default: drawn by the engine
+    and reported with the answer."""
     temperature: float = setting(
         1.0,
         number(lambda value: value == 0 or is_scale(value), f"{SCALES}; or 0 = greedy"),
