@@ -156,8 +156,9 @@ class PageForecast:
             self.expect(group)
 
     def count(self, running: Sequence[SequenceGroup]) -> None:
-        """Learn from what the particles of running requests hold: in each pool all grown pages, minus one path of each
-        request, minus `OWN_TOKENS`. In exact decoding only the path counts: rows share everything that is confirmed."""
+        """Learn from the pages that the particles of running requests hold: in each pool all grown pages, minus one
+        path of each request, minus the last `OWN_TOKENS` of every other particle. In exact decoding only the path
+        counts: rows share everything that is confirmed."""
         own = old = 0
         for role, allocator in self.memory.allocators.items():
             groups = [group for group in running if role in group.decoding.roles]

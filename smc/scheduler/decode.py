@@ -3,9 +3,9 @@ and their results are written to slots and pages. The state of the models is in 
 
 A round of the draft-target pair, in either form:
   1. The draft extends open particles by K tokens: the rest of the current block (lockstep), or F rows of the next block
-  for each particle (look-ahead).
+     for each particle (look-ahead).
   2. The target scores the block in flight. The distribution after the block gives the bonus token (lockstep), or scores
-  the first tokens of the rows (look-ahead).
+     the first tokens of the rows (look-ahead).
   3. Candidates are weighted and selected, or compared with the target's own draws. Both models follow the selection.
 In plain decoding, a round is step 1 by one model, and all of its tokens are kept.
 
@@ -181,7 +181,7 @@ class RoundScheduler:
         return read
 
     def take_stats(self) -> EngineStats:
-        """Return what was counted in rounds since the last call."""
+        """Return the statistics of its rounds since the last call."""
         stats, self._stats = self._stats, EngineStats()
         return stats
 

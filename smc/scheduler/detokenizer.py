@@ -118,8 +118,8 @@ def _bad_tokens(words: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[in
 
 
 class TextStream:
-    """Text of a growing committed prefix. Streamed text is never taken back: what may become a stop string is held
-    back."""
+    """Text of a growing committed prefix. Streamed text is never taken back: bytes that may become a stop string are
+    held back."""
 
     def __init__(self, rules: StopRules) -> None:
         self._rules = rules

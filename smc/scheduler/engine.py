@@ -271,7 +271,7 @@ class Engine:
 
     def attach_draft(self, pages: int) -> None:
         """Use a new draft, which holds no keys and values yet and has room for `pages` pages. Requests that fell back
-        to the target get a draft again; if the latency model decides for a request, then when drafting pays."""
+        to the target get a draft again: at once, or when drafting pays if the latency model decides for them."""
         self.memory.renew(ModelRole.DRAFT, pages)
         self.fallback.has_draft = True
         for group in self.registry.groups.values():

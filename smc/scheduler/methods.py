@@ -174,8 +174,8 @@ class Decoding(ABC):
 
     @abstractmethod
     def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
-        """Answer tokens of a particle whose keys and values a model must have. Those of an ended particle are not
-        needed at the draft, or if one model decodes alone."""
+        """Number of leading answer tokens of a resumed particle whose keys and values a model needs. Those of an ended
+        particle are not needed at the draft, or if one model decodes alone."""
 
     def round_pages(self, config: EngineConfig, rows: int, guided: Collection[ModelRole] = ()) -> dict[ModelRole, int]:
         """Pages that one round allocates in each pool. The first model of `roles` drafts, or decodes alone. `guided`

@@ -75,9 +75,9 @@ class Preemption:
                 self._shrinks += 1
 
     def _make_room(self, first: SequenceGroup) -> bool:
-        """Preempt a request if even `first`, the oldest request, has too few pages and nothing in flight will free any:
-        the youngest request that holds pages in a pool that is short. Return False if something is in flight, an answer
-        is rescored, or older requests are not ready for a round yet."""
+        """Preempt the youngest request that holds pages in a pool that is short. Called if not even `first`, the oldest
+        request that wants a round, got pages. Return False if pages may become free without it: something is in flight,
+        an answer is rescored, or older requests are not ready for a round yet."""
         admitted = self._registry.admitted
         if self._prefill.num_rescoring or any(group.in_flight for group in admitted):
             return False

@@ -108,7 +108,7 @@ class Handoff:
         end_N, ended_N = prompt + slots.length_S[slots_N], slots.ended_S[slots_N]
         pending_N = end_N - slots.held_S[role][slots_N]
         if role == ModelRole.DRAFT:
-            # Of an ended particle, models only need to know that its last token was not run.
+            # For an ended particle, models only need to know that its last token was not run.
             pending_N = np.where(ended_N, 1, pending_N)
         first_N = slots.length_S[slots_N] - pending_N
         column_NQ = np.minimum(first_N[:, None] + np.arange(self._config.block + 2), slots.tokens_SL.shape[1] - 1)
@@ -133,7 +133,7 @@ class Handoff:
         )
 
     def add_empty(self, group: SequenceGroup, slots_N: np.ndarray) -> None:
-        """Register slots of a group at its models that hold no particle until the next round fills them."""
+        """Register slots of a group at its models. They hold no particle until the next round fills them."""
         nothing_XL, unconditional_slots = np.zeros((1, 1), dtype=np.int32), self._slots.unconditional_slots(slots_N)
         for stream in group.streams:
             role, there_N = stream.role, unconditional_slots if stream.unconditional else slots_N
@@ -154,8 +154,7 @@ class Handoff:
 
 
 def _table(slots_N: np.ndarray, group: SequenceGroup, pages_XL: np.ndarray, base: int) -> SequenceHandoff:
-    """Make a handoff of slots of which only the block tables count: slots without particles, or of unconditional
-    rows."""
+    """Make a handoff of slots that only need block tables: slots without particles, and those of unconditional rows."""
     n = len(slots_N)
     return SequenceHandoff(
         slots_N=slots_N,
@@ -177,8 +176,7 @@ def _table(slots_N: np.ndarray, group: SequenceGroup, pages_XL: np.ndarray, base
 
 
 def _pages(rows: list[PromptRow], size: int) -> np.ndarray:
-    """Pages of the positions of every row, int32 [N, L], with page 0 past a row's end; [1, L] if all share
-    one row."""
+    """Pages of the positions of every row, int32 [N, L], with page 0 past a row's end; [1, L] if all share one row."""
     return _of_rows(rows, size, "pages_L")
 
 
@@ -313,7 +311,7 @@ class StopEntries:
 
 
 class PrefillManager:
-    """Requests between the queue and their rounds."""
+    """Manages requests between the queue and their rounds."""
 
     def __init__(
         self,

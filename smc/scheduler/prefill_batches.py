@@ -135,9 +135,9 @@ class PrefillRequest(PrefillJob):
 
 @dataclass(eq=False)
 class RescoringJob(PrefillJob):
-    """A prompt and a drawn answer that run through the target once more, as a prompt does. This gives the
-    log-probabilities of the prompt's tokens, or the likeliest tokens at each position of the answer. The job takes part
-    in no round and holds no slot."""
+    """A prompt and a drawn answer that run through the target once more, as a prompt does. This gives, as requested,
+    the log-probabilities of the prompt's tokens and the likeliest tokens at each position of the answer. The job takes
+    part in no round and holds no slot."""
 
     answer: Answer
     results: list[tuple[Pending[PromptResult[np.ndarray]], slice]] = field(init=False, default_factory=list)

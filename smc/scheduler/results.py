@@ -22,7 +22,7 @@ from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
 
 UNDRAWN = (FinishReason.ERROR, FinishReason.CANCELLED)
-"""Reasons for which no answer is drawn: the answer is what has been streamed."""
+"""Reasons for which no answer is drawn: the answer is then the part that has been streamed."""
 
 
 def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> tuple[int, tuple[int, ...]]:
@@ -75,7 +75,7 @@ def make_answer(
 
 
 def cut_answer(answer: Answer, group: SequenceGroup, reason: FinishReason) -> Answer:
-    """Reduce a drawn answer whose rescoring failed or was cancelled to what has been streamed."""
+    """Reduce a drawn answer whose rescoring failed or was cancelled to the part that has been streamed."""
     tokens = answer.tokens[: group.streamed]
     return replace(
         answer,

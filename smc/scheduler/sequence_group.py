@@ -113,8 +113,8 @@ RoundPages = dict[Stream, np.ndarray]
 
 
 class WeighedParticles(NamedTuple):
-    """The particles of a request with their weights at the last time that its potential left any particle with weight.
-    The next round can be drawn again from them."""
+    """The particles of a request, saved when its potential last left any of them with weight. The next round can be
+    drawn again from them."""
 
     checkpoint: Checkpoint
     particles: np.ndarray
@@ -166,7 +166,7 @@ class SequenceGroup:
     stop_entry: int = 0
     """Entry of the workers' stop tables that holds the request's stop machine."""
     cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache, at the model with the fewest."""
+    """Number of prompt tokens that came from the prefix cache, at the model that had the fewest."""
     keys: dict[str, list[bytes]] = field(default_factory=dict)
     """Prefix cache keys of the blocks of the prompts, by `prompt` and `negative`, once computed."""
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(MEMORY))
@@ -174,9 +174,9 @@ class SequenceGroup:
     exponent: ExponentFit | None = None
     """Fit of the exponent of coupled drafting; None: no coupled round has run."""
     committed: int = 0
-    """Answer tokens on which all particles agree."""
+    """Length of the committed prefix, in tokens."""
     streamed: int = 0
-    """Answer tokens that have been reported to the caller."""
+    """Number of answer tokens that have been reported to the caller."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of the streamed tokens, if requested."""
     lag: int = 0
@@ -382,7 +382,7 @@ class SequenceGroup:
         self.particles = np.arange(rows)
         self.count = rows
 
-    # What others read.
+    # Properties for other files.
 
     @property
     def id(self) -> str:

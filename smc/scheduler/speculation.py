@@ -310,7 +310,7 @@ class DraftExponents:
         self._shared(temperature).observe(draw)
 
     def forget(self) -> None:
-        """Discard what was learnt from requests so far."""
+        """Discard all fits."""
         self._by_temperature.clear()
 
     def _shared(self, temperature: float) -> ExponentFit:

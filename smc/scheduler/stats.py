@@ -88,7 +88,8 @@ class EngineStats:
     """Positions in the prefix cache; requests may hold them, too."""
     pages_total: dict[ModelRole, int] = field(default_factory=dict)
     pages_leaked: dict[ModelRole, int] = field(default_factory=dict)
-    """Pages still held although no request was left, at the last reading without requests."""
+    """References to pages and unassigned pages without an owner (see `KVCacheManager.leaked`); only set while there are
+    no requests."""
     prefix_queries: dict[ModelRole, int] = field(default_factory=dict)
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: dict[ModelRole, int] = field(default_factory=dict)

@@ -438,7 +438,8 @@ class TreeController:
         self._acceptance.fade(0.0)
 
     def _patience(self, groups: Sequence[SequenceGroup]) -> float:
-        """Maximum of the steps that are left at which the policy is called about these requests."""
+        """Maximum of `_left` at which the policy is called about these requests: 0 for the requests of the last call,
+        `EVERY` if at least half of the requests are the same, else infinite."""
         if groups == self._known:
             return 0
         still = len(set(groups) & set(self._known))
