@@ -98,8 +98,8 @@ def step_seconds(
 
 
 def _latency(config: ModelConfig, device: torch.device, dtype: str) -> LatencyModel | None:
-    """Latency model of a pair of which both models are the draft. Sums over ranks are not timed; all types need them
-    alike."""
+    """Latency model of a pair in which the draft is both models. Sums over ranks are not timed, because all types need
+    them alike."""
     key = {
         "version": version("smcserve"),
         "torch": torch.__version__,

@@ -55,8 +55,8 @@ class TokenBytes:
 
 @dataclass(frozen=True)
 class StopMachine:
-    """The conditions that end the answers of a request. Machines with equal stop tokens and strings are equal, in
-    whatever order these were given."""
+    """The conditions that end the answers of a request, with its changes of logits. Machines are equal if they were
+    made from equal arguments, whatever the order of stop tokens, strings and bad words."""
 
     stop_ids: tuple[int, ...]
     """Stop tokens, ascending."""
