@@ -3,7 +3,7 @@ replacement.
 
 Every row has candidate tokens, each with a mass. `BEST` keeps the candidates of largest mass (exact decoding, where
 masses are log-probabilities under the draft: `smc.algorithm.coupling`), and always the most probable continuation of
-the first row. `DISTINCT` samples R candidates such that candidate j is chosen with
+the first row. `DISTINCT` samples as many candidates as there may be rows, such that candidate j is chosen with
 probability pi_j = min(1, c m_j), by one systematic draw over the candidates in the order of their rows. A chosen
 candidate gets the mass m_j / pi_j, which keeps the expectation of the weighted sum of every function (Fearnhead and
 Clifford, "On-line inference for hidden Markov models via particle filters", 2003). Knows nothing about models, requests
@@ -29,12 +29,12 @@ CANDIDATES_PER_ROW = 32
 """Number of most likely tokens that become candidates of a row. One more token, drawn from the rest of the
 distribution, represents that rest."""
 LEAD = 1e300
-"""Log mass above every other, of candidates that are kept in any case."""
+"""Log mass, above every other, of the candidates that are always kept."""
 LEAD_GAIN = 1e9
-"""Mass above that of every path of a draft tree, of the nodes of its first rows: every tree holds the row that it would
-have if it had one alone (`smc.executor.draft_tree`)."""
+"""Gain of the nodes of the first row of every step of a draft tree, above the gains of every other path. So every tree
+holds the row that a tree of a single row would have (`smc.executor.draft_tree`)."""
 EXPANSION_POSITION = 2 << 20
-"""Position of the first uniform for sampling without replacement; the step of the round is added."""
+"""Position of the first uniform for sampling without replacement; the index of the step is added."""
 
 
 class PopulationKind(IntEnum):
@@ -57,18 +57,18 @@ class CandidateTokens:
     token_RC: Tensor
     """Token ids, int64."""
     logq_RC: Tensor
-    """float32 log-probability of the token under the distribution that it comes from."""
+    """float32 log-probability of the token under the distribution that it was taken from."""
     share_RC: Tensor
     """float32 log of the candidate's share of the row's mass: 0 for the whole mass, -inf for no candidate."""
 
     @staticmethod
     def whole(like_R: Tensor) -> CandidateTokens:
-        """One candidate per row, which stands for the row itself."""
+        """Return one candidate per row, which stands for the row itself."""
         zero_R1 = torch.zeros_like(like_R, dtype=torch.float32)[:, None]
         return CandidateTokens(zero_R1.long(), zero_R1, zero_R1)
 
     def mask_ended(self, ended_R: Tensor) -> CandidateTokens:
-        """Give rows that have ended one candidate, which stands for the row itself."""
+        """Return the candidates, but for each row that has ended only one, which stands for the row itself."""
         first_C = torch.arange(self.token_RC.shape[1], device=ended_R.device) == 0
         only_RC = torch.where(first_C, 0.0, -torch.inf)
         ended_R1 = ended_R[:, None]
@@ -116,7 +116,7 @@ def expand(
     rows.
 
     `mass_R`: float64 log mass of the source rows; `there_R`: whether the source row exists. `sources`, `rows`: first
-    and size [G] of every group's source rows and kept rows, with `total` kept rows; a padding group has size 0.
+    index and number [G] of every group's source rows and kept rows, with `total` kept rows; a padding group has size 0.
     `most_G`: maximum number of rows kept. `keys`: seed [G], round [G] and the number of this step. `least`: see
     `inclusion`. Source rows that have `ended` have one candidate, which stands for the row itself. `has_rest`: the last
     candidate of a row represents the rest of its distribution, which `BEST` ignores. Synchronises with the host."""
@@ -175,9 +175,9 @@ def expand(
 
 
 def _lead_first(mass_HM: Tensor, best_H: Tensor) -> Tensor:
-    """The masses by which candidates are ranked. With `best`, the first candidate that has mass is always kept: it is
-    the most probable continuation of the first row, which was the first candidate itself a step before. So the draft
-    chain that a single row would be is part of every tree, however many rows there are."""
+    """Return the masses by which candidates are ranked. With `best`, the first candidate that has mass is always kept:
+    it is the most probable continuation of the first row, which in turn is the first candidate of the step before. So
+    the draft chain that a tree of a single row would be is part of every tree, whatever the number of rows."""
     has_mass_HM = mass_HM > -torch.inf
     lead_H1 = has_mass_HM.long().argmax(-1, keepdim=True)
     is_lead_HM = torch.zeros_like(has_mass_HM).scatter(1, lead_H1, best_H[:, None]) & has_mass_HM
@@ -185,8 +185,8 @@ def _lead_first(mass_HM: Tensor, best_H: Tensor) -> Tensor:
 
 
 def inclusion(mass_HM: Tensor, most_H: Tensor, best_H: Tensor, least: float = 0.0) -> Tensor:
-    """log pi [H, M] for candidates with these log masses: pi = min(1, c m) with sum `most`, or 1 for all if there are
-    at most `most` candidates.
+    """Return log pi [H, M] for candidates with these log masses: pi = min(1, c m) with sum `most`, or 1 for all if
+    there are at most `most` candidates.
 
     `least` limits pi to m / (least * mean), where the mean is the total mass over `most`, so candidates of very small
     mass are chosen less often and fewer than `most` may be chosen. With `best`: 1 for the `most` candidates of largest
@@ -196,7 +196,7 @@ def inclusion(mass_HM: Tensor, most_H: Tensor, best_H: Tensor, least: float = 0.
     heaviest_HM = (rank_M < most_H[:, None]) & (sorted_HM > -torch.inf)
     best_HM = torch.where(heaviest_HM, 0.0, -torch.inf).double()
     # c is found from the largest masses: the first k candidates are certain as soon as the next one's share of the
-    # remaining mass is at most 1 / (R - k).
+    # remaining mass is at most 1 / (most - k).
     relative_HM = (sorted_HM - sorted_HM[:, :1]).nan_to_num(nan=-torch.inf).exp()
     tail_HM = relative_HM.flip(-1).cumsum(-1).flip(-1)
     left_HM = (most_H[:, None] - rank_M).clamp(min=0).double()
@@ -214,8 +214,8 @@ def inclusion(mass_HM: Tensor, most_H: Tensor, best_H: Tensor, least: float = 0.
 
 
 def _take(log_pi_HM: Tensor, most_H: Tensor, uniform_H1: Tensor) -> Tensor:
-    """Systematic draw: the candidates chosen [H, M]. Each has an interval of length pi on the line from 0 to the sum of
-    pi and is chosen if the interval contains one of the points u, u + 1, ..."""
+    """Choose candidates by a systematic draw; returns bool [H, M]. Each candidate has an interval of length pi on the
+    line from 0 to the sum of pi, and is chosen if the interval contains one of the points u, u + 1, ..."""
     reach_HM = log_pi_HM.exp().cumsum(-1) - uniform_H1
     passed_HM = torch.cat((torch.floor(-uniform_H1), torch.floor(reach_HM)), 1)
     taken_HM = (passed_HM.diff(dim=1) > 0) | (log_pi_HM == 0)
@@ -231,14 +231,14 @@ def keep_roots(
     indices: tuple[Tensor, Tensor],
     total: int,
 ) -> tuple[Tensor, Tensor]:
-    """Assign kept rows to batch indices such that no index is both copied from and overwritten: the row at every batch
-    index [A], and whether there is one [A].
+    """Assign kept rows to batch indices such that no index is both copied from and overwritten. Returns the row at
+    every batch index [A], and whether there is one [A].
 
     `root_R`: batch index whose history a source row continues; `parent_X`: source of each row; `rows`, `indices`: first
-    and size [G] of every group's rows and batch indices; `total` batch indices. The first row that continues an index
-    stays at it; further rows take, in order, the indices that no row continues. There are at most as many alive rows as
-    indices. An index without a row repeats the first index of its group that has one, or, if there is none, the group's
-    first row. Synchronises with the host."""
+    index and number [G] of every group's rows and batch indices; `total`: number of batch indices. The first row that
+    continues an index stays at it; further rows take, in order, the indices that no row continues. There are at most as
+    many alive rows as indices. An index without a row repeats the first index of its group that has one, or, if there
+    is none, the group's first row. Synchronises with the host."""
     used_H = ((rows[1] > 0) & (indices[1] > 0)).nonzero()[:, 0]
     row_A = torch.zeros(total, dtype=torch.int64, device=parent_X.device)
     alive_A = row_A > 0
@@ -262,8 +262,8 @@ def keep_roots(
 
 
 def grid(first_H: Tensor, size_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of every group's rows [H, N], 0 in padding, and whether each exists [H, N]. Synchronises with the
-    host."""
+    """Return the indices of every group's rows [H, N], 0 in padding, and whether each exists [H, N]. Synchronises with
+    the host."""
     n = max(1, int(size_H.max()))
     index_N = torch.arange(n, device=first_H.device)
     exists_HN = index_N < size_H[:, None]

@@ -20,34 +20,34 @@ from smc.api.limits import SCHEME_NAMES
 
 
 def block_log_weight(logp_XK: Tensor, logq_XK: Tensor, counts_X: Tensor, alpha_X: Tensor) -> Tensor:
-    """Log-weight increment [X] of a block, float64: the sum of alpha * log p - log q over its first `counts` tokens.
+    """Return the log-weight increment [X] of a block, float64: the sum of alpha * log p - log q over its first `counts`
+    tokens.
 
-    Later tokens follow EOS, a stop string or the length limit and are ignored, whatever their values.
-    """
+    Later tokens follow EOS, a stop string or the length limit and are ignored, whatever their values."""
     exists_XK = torch.arange(logp_XK.shape[-1], device=logp_XK.device) < counts_X[:, None]
     term_XK = alpha_X[:, None] * logp_XK.double() - logq_XK.double()
     return torch.where(exists_XK, term_XK, 0.0).sum(-1)
 
 
 def valid(size_G: Tensor, n: int) -> Tensor:
-    """Mask [G, n] of the entries that are not padding."""
+    """Return a mask [G, n] of the entries that are not padding."""
     return torch.arange(n, device=size_G.device) < size_G[:, None]
 
 
 def normalise(logw_GN: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalised weights [G, N] and the log of the sum of weights [G], in float64. If all weights of a group are zero:
-    zeros and -inf."""
+    """Return the normalised weights [G, N] and the log of the sum of weights [G], in float64. If all weights of a group
+    are zero: zeros and -inf."""
     logw_GN = logw_GN.double()
     return logw_GN.softmax(-1).nan_to_num(0.0), logw_GN.logsumexp(-1)
 
 
 def effective_sample_size(weights_GN: Tensor) -> Tensor:
-    """ESS = 1 / sum w^2 of normalised weights [G], between 1 and N; 0 for an all-zero group."""
+    """Return ESS = 1 / sum w^2 of normalised weights [G], between 1 and N; 0 for an all-zero group."""
     return weights_GN.square().sum(-1).reciprocal().nan_to_num(posinf=0.0)
 
 
 def log_mean_weight(log_sum_G: Tensor, size_G: Tensor) -> Tensor:
-    """logsumexp(log w) - log N [G]: the increment of the running log Z-hat at each resampling and at the end."""
+    """Return logsumexp(log w) - log N [G]: the increment of the running log Z-hat at each resampling and at the end."""
     return log_sum_G - size_G.double().log()
 
 
@@ -66,15 +66,15 @@ class Bounds:
     """Number of particles after selection. At most the size."""
 
     def used(self) -> tuple[Tensor, Bounds]:
-        """Indices of the non-empty groups [H], and their bounds. Synchronises with the host."""
+        """Return the indices of the non-empty groups [H], and their bounds. Synchronises with the host."""
         index_H = (self.size_G > 0).nonzero()[:, 0]
         return index_H, Bounds(
             self.first_G[index_H], self.size_G[index_H], self.count_G[index_H], self.draws_G[index_H]
         )
 
     def grid(self) -> tuple[Tensor, Tensor]:
-        """Batch indices of every group [G, N], 0 in padding, and whether each entry exists [G, N]. N is the largest
-        size, at least 1. Synchronises with the host."""
+        """Return the batch indices of every group [G, N], 0 in padding, and whether each entry exists [G, N]. N is the
+        largest size, at least 1. Synchronises with the host."""
         n = max(1, int(self.size_G.max())) if len(self.size_G) else 1
         exists_GN = valid(self.size_G, n)
         index_GN = self.first_G.long()[:, None] + torch.arange(n, device=exists_GN.device)
@@ -87,24 +87,24 @@ systematic resampling 1, the other schemes `most`."""
 
 
 def systematic(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
-    """An even grid of n points over the cumulative weights, shifted by one uniform."""
+    """Count n evenly spaced points over the cumulative weights, shifted by one uniform."""
     grid_GN = torch.arange(most, device=weights_GM.device) + uniforms_GU[:, :1]
     return _count(weights_GM, grid_GN / draws_G[:, None], draws_G)
 
 
 def stratified(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
-    """One uniform in each of n equal strata."""
+    """Count n points, one drawn uniformly in each of n equal strata."""
     grid_GN = torch.arange(most, device=weights_GM.device) + uniforms_GU[:, :most]
     return _count(weights_GM, grid_GN / draws_G[:, None], draws_G)
 
 
 def multinomial(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
-    """n independent draws."""
+    """Count n independent draws."""
     return _count(weights_GM, uniforms_GU[:, :most], draws_G)
 
 
 def residual(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
-    """floor(n w) certain copies; the rest are independent draws from the residual weights."""
+    """Give floor(n w) certain copies; the rest are independent draws from the residual weights."""
     expected_GM = weights_GM * draws_G[:, None]
     sure_GM = expected_GM.floor()
     left_G = draws_G - sure_GM.sum(-1).long()
@@ -114,8 +114,8 @@ def residual(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor
 
 
 def ssp(weights_GM: Tensor, draws_G: Tensor, _most: int, uniforms_GU: Tensor) -> Tensor:
-    """Srinivasan sampling process: fractional parts are combined in pairs, and one of each pair becomes an integer.
-    Inherently sequential."""
+    """Apply the Srinivasan sampling process: fractional parts are combined in pairs, and one of each pair becomes an
+    integer. Inherently sequential."""
     expected = (weights_GM * draws_G[:, None]).tolist()
     uniforms = uniforms_GU.tolist()
     counts = [_ssp_one(row, int(n), u) for row, n, u in zip(expected, draws_G.tolist(), uniforms)]
@@ -153,8 +153,8 @@ assert tuple(SCHEMES) == SCHEME_NAMES
 
 
 def offspring(scheme_G: Tensor, weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
-    """Offspring counts [G, M] with a scheme for each group, an index into `SCHEME_NAMES`. Each group's weights must sum
-    to one."""
+    """Return offspring counts [G, M] by each group's scheme, an index into `SCHEME_NAMES`. Each group's weights must
+    sum to one."""
     named = [SCHEME_NAMES[scheme] for scheme in scheme_G.tolist()]
     if len(set(named)) == 1:
         return SCHEMES[named[0]](weights_GM, draws_G, most, uniforms_GU)
@@ -166,7 +166,8 @@ def offspring(scheme_G: Tensor, weights_GM: Tensor, draws_G: Tensor, most: int, 
 
 
 def assign_slots(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Assign every chosen candidate to a slot: (ancestor [G, N], branch [G, N], whether the slot is filled [G, N]).
+    """Assign every chosen candidate to a slot. Returns (ancestor [G, N], branch [G, N], whether the slot is filled
+    [G, N]).
 
     A particle with a chosen candidate keeps its slot with the first of them; further copies fill, in order, the slots
     of particles without one. Padding and empty slots have themselves as ancestor and branch 0."""
@@ -200,8 +201,8 @@ def _scatter(index_GN: Tensor, values_GN: Tensor, n: int) -> Tensor:
 
 
 def _count(weights_GM: Tensor, points_GN: Tensor, draws_G: Tensor) -> Tensor:
-    """Count, for each weight, the points in its part of the unit interval, of each group's first `draws` points in
-    [0, 1)."""
+    """Count, for each weight, the points that fall into its part of the unit interval, among each group's first `draws`
+    points in [0, 1)."""
     cumulative_GM = weights_GM.cumsum(-1)
     # Points below 1, scaled by the total, stay below it: none falls past the last entry with weight.
     points_GN = points_GN.clamp(max=1 - 2.0**-52) * cumulative_GM[:, -1:]

@@ -26,8 +26,8 @@ EQUAL = 1e-6
 """Relative tolerance of the ESS threshold. With a threshold of 1, rounding in the weights of identical particles must
 not trigger resampling."""
 BRANCH_POSITION = 1 << 20
-"""Position of the first uniform that chooses a branch. Resampling uses positions from 0, so neither depends on the
-number of the other."""
+"""Position of the first uniform that chooses a branch. Resampling uses positions from 0, so neither depends on how many
+uniforms the other uses."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Selection:
     resampled_G: Tensor
     """bool: the group was resampled."""
     collapsed_G: Tensor
-    """bool: every weight was zero (or NaN): see `smc.algorithm.selection`."""
+    """bool: every weight was zero (or NaN); the group then continues from a prefix of a block (`surviving_prefix`)."""
 
 
 def select(
@@ -65,12 +65,12 @@ def select(
     """Choose the candidate at every batch index. Expected weights are preserved, so Z-hat stays unbiased for any F >=
     1.
 
-    A particle's family is all its branches, `candidates_AF` their log-weights. A group is resampled if the ESS of its
-    family weights is below threshold * count, or if its number of particles changes: `draws` candidates are drawn by
-    its scheme (an index into `SCHEME_NAMES`) and get log-weight 0. Otherwise each particle keeps one branch, drawn in
-    proportion to the branch's weight, with the weight of the whole family. Uniforms are keyed by (seed, round), int64.
-    Candidates at indices without a particle (`alive` false) are ignored. A group without any weight keeps its first
-    `draws` particles. Synchronises with the host."""
+    A particle's family consists of all its branches; `candidates_AF` are their log-weights. A group is resampled if the
+    ESS of its family weights is below threshold * count, or if its number of particles changes: `draws` candidates are
+    drawn by its scheme (an index into `SCHEME_NAMES`) and get log-weight 0. Otherwise each particle keeps one branch,
+    drawn in proportion to the branch's weight, with the weight of the whole family. Uniforms are keyed by (seed,
+    round), int64. Candidates at indices without a particle (`alive` false) are ignored. A group without any weight
+    keeps its first `draws` particles. Synchronises with the host."""
     used_H, own = groups.used()
     index_HN, exists_HN = own.grid()
     alive_HN = exists_HN & alive_A[index_HN]
@@ -118,7 +118,8 @@ def _assign(
     seed_G: Tensor,
     round_G: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The continuation of every slot of a grid: (ancestor [G, N], branch [G, N], whether it has a particle [G, N])."""
+    """Return the continuation of every slot of a grid: (ancestor [G, N], branch [G, N], whether it has a particle
+    [G, N])."""
     _, n, branches = candidates_GNF.shape
     schemes = {SCHEME_NAMES[scheme] for scheme in scheme_G.tolist()}
     count = n * branches if "ssp" in schemes else n if schemes - {"systematic"} else 1
@@ -140,7 +141,7 @@ def _assign(
 
 
 def draw_branch(candidates_GNF: Tensor, uniforms_GN: Tensor) -> Tensor:
-    """One branch per particle [G, N], drawn in proportion to its weight; branch 0 if all weights are zero."""
+    """Draw one branch per particle [G, N] in proportion to its weight; branch 0 if all weights are zero."""
     if candidates_GNF.shape[-1] == 1:
         return torch.zeros_like(uniforms_GN, dtype=torch.int64)
     # If all weights are zero the shares are NaN, every comparison is false, and branch 0 is chosen.
@@ -150,7 +151,8 @@ def draw_branch(candidates_GNF: Tensor, uniforms_GN: Tensor) -> Tensor:
 
 
 def final_weights(logw_N: Tensor) -> Tensor:
-    """softmax(log w) [N], float64: the probability of each particle to be the answer. Equal if all weights are zero."""
+    """Return softmax(log w) [N], float64: the probability of each particle to be the answer. Equal if all weights are
+    zero."""
     weights_N, log_sum = normalise(logw_N[None])
     if log_sum.item() == -torch.inf:
         weights_N = torch.full_like(weights_N, 1 / weights_N.shape[-1])
@@ -158,7 +160,7 @@ def final_weights(logw_N: Tensor) -> Tensor:
 
 
 def final_draw(logw_N: Tensor, uniform: float) -> int:
-    """Draw the answer's particle in proportion to its weight."""
+    """Draw the particle that becomes the answer, in proportion to its weight. Returns its index."""
     cumulative_N = final_weights(logw_N).cumsum(-1)
     # Scaled by the last cumulative sum itself: a sum that rounds differently could put the point past the last particle
     # with weight.
@@ -166,18 +168,18 @@ def final_draw(logw_N: Tensor, uniform: float) -> int:
 
 
 PREFIX_POSITION = 3 << 20
-"""Position of the uniform by which a prefix is drawn."""
+"""Position of the uniform that draws a prefix."""
 
 
 def surviving_prefix(
     step_AQ: Tensor, count_A: Tensor, logw_A: Tensor, groups: tuple[Tensor, Tensor], uniform_G: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """For every batch index, the block of its group that was drawn [A] and how many of its tokens are kept, including
-    the block's first [A].
+    """Draw, for each group, the prefix of a block from which a group without weight continues. Returns for every batch
+    index the drawn block of its group [A] and how many of the block's tokens are kept, including its first [A].
 
-    `step_AQ`: log-weight that the token after each brings, -inf where the target cannot write it; the tokens of a block
-    are `count`. `logw_A`: log-weight of the block's first token, -inf where there is no block. `groups`: first and size
-    [G]. If no block of a group has weight, the first is taken. Synchronises with the host."""
+    `step_AQ`: log-weight increment of the token after each token, -inf where the target cannot write it; the tokens of
+    a block are `count`. `logw_A`: log-weight of the block's first token, -inf where there is no block. `groups`: first
+    index and size [G]. If no block of a group has weight, the first is taken. Synchronises with the host."""
     exists_AQ = torch.arange(step_AQ.shape[1], device=step_AQ.device) < count_A[:, None] - 1
     step_AQ = torch.where(exists_AQ, step_AQ.double(), 0.0)
     survives_AQ = (step_AQ > -torch.inf).long().cumprod(-1) > 0

@@ -9,8 +9,8 @@ rejected (Leviathan et al., "Fast Inference from Transformers via Speculative De
 order, each against the residual of the trials before (Miao et al., "SpecInfer", ASPLOS 2024). The resulting tokens are
 distributed as p for any q. They replace the target's own draws in sample matching.
 
-Axes: A batch indices, Q tokens of a block, L = Q - 1 tokens but the last, V vocabulary, G groups, H non-empty groups, N
-batch indices of a group."""
+Axes: A batch indices, Q tokens of a block, L = Q - 1: all tokens but the last, V vocabulary, G groups, H non-empty
+groups, N batch indices of a group."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from smc.algorithm.expansion import grid
 def match_samples(
     tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """For every batch index, the block of its group with the longest match (the first among equals) [A], and the number
-    of matching tokens, including the block's first [A].
+    """Find the block of each group with the longest match. Returns for every batch index that block (the first among
+    equals) [A], and the number of its matching tokens, including its first [A].
 
     `tokens_AQ`: blocks of `count` tokens, of which the first is already accepted. `drawn_AQ`: the target's draw after
-    each token. `groups`: first and size [G]. A padding index is its own best block, with one token. Synchronises with
-    the host."""
+    each token. `groups`: first index and size [G]. A padding index is its own best block, with one token. Synchronises
+    with the host."""
     q = tokens_AQ.shape[1]
     exists_AQ = torch.arange(1, q, device=tokens_AQ.device) < count_A[:, None]
     agrees_AQ = (tokens_AQ[:, 1:] == drawn_AQ[:, :-1]) & exists_AQ
@@ -46,7 +46,7 @@ def match_samples(
 
 
 NO_TOKEN = -1
-"""Value after a token that is not on the accepted path. Matches no token."""
+"""Value for a token that is not on the accepted path. Matches no token."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ class Chains:
     logp_AQV: Tensor
     """Log-probabilities of the target after each token."""
     logq_ALV: Tensor
-    """Log-probabilities of the draft that the next token was drawn from."""
+    """Log-probabilities of the draft from which the next token was drawn."""
 
 
 def verify_by_rejection(
     chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise_HQV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The target's token after each token on the accepted path [A, Q], `NOTHING` elsewhere, and its log-probability
-    under the target [A, Q].
+    """Return the target's token after each token on the accepted path [A, Q], `NO_TOKEN` elsewhere, and its
+    log-probability under the target [A, Q].
 
-    `groups`: first and size [G]. `uniform_AQ`: uniforms in [0, 1) for the trial of the next token. `noise_HQV`: Gumbel
-    variates of the non-empty groups, in order. The final draw after token j is argmax(log r + noise), where r is the
-    residual of p. Synchronises with the host."""
+    `groups`: first index and size [G]. `uniform_AQ`: uniforms in [0, 1) for the trial of the next token. `noise_HQV`:
+    Gumbel variates of the non-empty groups, in order. The final draw after token j is argmax(log r + noise), where r is
+    the residual of p. Synchronises with the host."""
     token_AQ = torch.full_like(chains.tokens_AQ, NO_TOKEN)
     logp_AQ = torch.full(token_AQ.shape, torch.nan, dtype=torch.float32, device=token_AQ.device)
     used_H = (groups[1] > 0).nonzero()[:, 0]
@@ -96,7 +96,7 @@ def verify_by_rejection(
 def _next(
     chains: Chains, index_HN: Tensor, on_path_HN: Tensor, j: int, uniform_A: Tensor, noise_HV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The next token of each group [H] after token j of the chains on the path, and its log-probability [H]."""
+    """Return the next token of each group [H] after token j of the chains on the path, and its log-probability [H]."""
     first_H1 = on_path_HN.long().argmax(-1, keepdim=True)
     lead_H = index_HN.gather(1, first_H1)[:, 0]
     logp_HV = chains.logp_AQV[lead_H, j].double()
@@ -117,7 +117,7 @@ def _next(
 
 
 def residual_distribution(left_HV: Tensor, draft_HV: Tensor) -> Tensor:
-    """Residual distribution max(0, left - draft), normalised; `left` if rounding makes the residual zero."""
+    """Return the residual distribution max(0, left - draft), normalised; `left` if rounding makes the residual zero."""
     rest_HV = (left_HV - draft_HV).clamp(min=0.0)
     sum_H1 = rest_HV.sum(-1, keepdim=True)
     return torch.where(sum_H1 > 0, rest_HV / sum_H1, left_HV)

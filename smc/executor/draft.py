@@ -1,19 +1,21 @@
-"""The draft stage of a round, beside running the model: rows of K tokens grow for every group, and afterwards the
-chosen rows become the particles. The torch form; `smc.kernels.draft` is the Triton form. Knows nothing of the target.
+"""The draft stage of a round, except for running the model: rows of K tokens grow for every group, and afterwards the
+chosen rows become the particles. This is the torch form; the Triton form is `smc.kernels.draft`. Knows nothing about
+the target.
 
-Rows grow step by step: each of a round's X = F A rows continues a row of the step before with one more token. An
-independent row continues itself. The rows of other groups (`smc.algorithm.expansion`) are reparented, which permutes
-page numbers and moves no key: every row has a page of its own for each step, which the plan names.
+Rows grow step by step: each of a round's X = F A rows continues a row of the step before by one token. An independent
+row continues itself. The rows of other groups (`smc.algorithm.expansion`) are reparented, which permutes page numbers
+and moves no keys: every row has its own page for each step, named by the plan.
 
-Draft chains are rows that draw their own tokens from one root, for decoding by rejection (`smc.algorithm.verification`).
-Every row of such a group continues one of its particles at the first step, and itself from then on. In lockstep all its
-tokens are drawn. In look-ahead its first token is a guess of the token that the target will accept after the particle's
-block, one of the likeliest; the others are drawn, so that rows after the right guess are as good as drawn afterwards.
-Random numbers are keyed by seed, position and chain, and by no round: what chains off the path have drawn for a
-position has decided nothing when the path reaches it.
+Draft chains are rows that draw their own tokens from one root, for decoding by rejection
+(`smc.algorithm.verification`). At the first step every row of such a group continues one of the group's particles, and
+from then on itself. In lockstep all its tokens are drawn. In look-ahead its first token is a guess, one of the
+likeliest, of the token that the target will accept after the particle's block. The other tokens are drawn, so rows
+after a right guess have the same distribution as rows drawn after the target's pass. Random numbers are keyed by seed,
+position and chain, not by the round. A position may be drawn again with the same numbers, because chains off the
+accepted path have decided nothing for it.
 
-See the package's legend for axes; S rows of the step before, C batch indices of groups of chains, Y = C F rows of
-theirs."""
+See the package's legend for axes; S rows of the step before, C batch indices of groups of chains, Y = C F rows of these
+groups."""
 
 from __future__ import annotations
 
@@ -38,67 +40,67 @@ from smc.stops import grow
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Rows in the making, or the particles that they continue."""
+    """Rows while they grow, or the particles that they continue."""
 
     root_X: Tensor
-    """int64 batch index whose particle a row continues."""
+    """int64 batch index whose particle the row continues."""
     tokens_XK: Tensor
-    """int64; of these the first steps' exist."""
+    """int64 tokens; those of the steps so far exist."""
     logq_XK: Tensor
     tail_XB: Tensor
-    """int32 pages of the tokens, all but the last."""
+    """int32 pages of all tokens but the last."""
     count_X: Tensor
-    """int64 tokens that exist."""
+    """int64 number of tokens that exist."""
     alive_X: Tensor
     ended_X: Tensor
-    """The sequence has ended; it takes no further token."""
+    """The sequence has ended and takes no further token."""
     before_X: Tensor
     """int64 state of the stop machine before the last token."""
     text_X: Tensor
-    """int64 state after it."""
+    """int64 state of the stop machine after the last token."""
     mass_X: Tensor
     """float64 log mass."""
     last_X: Tensor
     """int64 last token."""
     next_X: Tensor
-    """int64 position of the token that comes next."""
+    """int64 position of the next token."""
     cut_X: Tensor
-    """int64 tokens of the root that the row takes back first: it begins at an inner node of the root's block
-    (`smc.executor.draft_tree`)."""
+    """int64 number of the root's last tokens that the row rolls back first: it begins at an inner node of the root's
+    block (`smc.executor.draft_tree`)."""
     outcome_X: Tensor
-    """int64 row of the first step that it continues: rows of one are beside each other."""
+    """int64 row of the first step that it continues. Rows with the same outcome are adjacent."""
     run_4X: Tensor | None
-    """int32, for the pass over the last tokens: slot, position of the first of the row's own tokens, of the last one,
-    and whether it is run. None: particles, of which more may be pending."""
+    """int32 inputs of the pass over the last tokens: slot, position of the row's first own token, position of its last
+    token, and whether it runs. None: the rows are particles, which may have several pending tokens."""
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What a drafter makes of every batch index."""
+    """What a drafter drafts for every batch index."""
 
     block: int
-    """K."""
+    """K: tokens of a row."""
     by_round: bool
-    """Random numbers are keyed by the round, too; else by the position alone."""
+    """Random numbers are keyed by the round and the position; otherwise by the position alone."""
     guesses: bool = False
     """Chains begin with a guess (look-ahead)."""
 
 
 @dataclass(frozen=True)
 class CandidateLayout:
-    """What stays the same of rows that propose tokens, however they are re-parented: one a batch index at the first
-    step, later F."""
+    """Properties of the rows that propose tokens, as far as reparenting does not change them. There is one row for each
+    batch index at the first step, and F later."""
 
     group_S: Tensor
-    """int32."""
+    """int32 group."""
     sources: tuple[Tensor, Tensor]
-    """First row and how many, int32 [G] each."""
+    """First row of each group and number of its rows, int32 [G] each."""
     rows: tuple[Tensor, Tensor]
-    """The same of those that continue them."""
+    """The same for the rows that continue them."""
     rank_S1: Tensor
-    """int64 number of the row in its group."""
+    """int64 index of the row in its group."""
     stream_SD: Tensor
-    """int64, of independent rows: the numbers of those that continue each."""
+    """int64 random streams, for independent groups: one for each of the D rows that continue the row."""
     seed_S: Tensor
     round_S: Tensor
     seed_G: Tensor
@@ -108,41 +110,41 @@ class CandidateLayout:
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """The particles, whose pending tokens are to be run."""
+    """The particles with the pending tokens that are to be run."""
 
     tokens_AP: Tensor
     rows: Rows
     last_A: Tensor
-    """int64: which of the A P tokens is the last of each."""
+    """int64 index of each particle's last pending token among the A P tokens."""
     tree: TokenTree
     """The particles as rows."""
     first: CandidateLayout
-    """Of the particles."""
+    """Layout of the particles."""
     later: CandidateLayout
-    """Of the rows that continue them."""
+    """Layout of the rows that continue them."""
 
 
 @dataclass(frozen=True)
 class ChainAssignment:
-    """Which particle every row of chains continues; int64."""
+    """The particle that every row of chains continues; int64."""
 
     row_Y: Tensor
-    """Of all X rows."""
+    """Index of the row among all X rows."""
     source_Y: Tensor
-    """Batch index."""
+    """Batch index of the particle."""
     guess_Y: Tensor
-    """Which of the likeliest tokens it begins with, where it begins with a guess."""
+    """Index, among the likeliest tokens, of the token that the row guesses first, if it begins with a guess."""
     rank_Y: Tensor
-    """Number of the row in its group."""
+    """Index of the row in its group."""
 
     def spread(self, values_Y: Tensor, others_X: Tensor) -> Tensor:
-        """Values of these rows among those of all."""
+        """Return `others` with the values of these rows in their positions."""
         return others_X.index_copy(0, self.row_Y, values_Y.to(others_X.dtype))
 
 
 @dataclass(frozen=True)
 class ChainDraws:
-    """What all rows go on with, of which those of chains are used."""
+    """Continuations of chains, as arrays over all rows. Only the entries of chains are used."""
 
     parent_X: Tensor
     """int64 row of the step before."""
@@ -152,69 +154,70 @@ class ChainDraws:
 
 @dataclass(frozen=True)
 class Continuation:
-    """How rows go on: those of trees as chosen among the candidates of the whole group, the others as each has drawn,
-    chains from what they were dealt. None: there are none such."""
+    """How rows continue: in trees as chosen among the candidates of the whole group, in independent groups with a token
+    that each row draws, in chains with their own draws or guesses. None: the round has no such rows."""
 
     chosen: tuple[Expansion, CandidateTokens] | None
-    """And what it was chosen among."""
+    """The choice, and the candidates that it was made from."""
     own: tuple[Tensor, Tensor] | None
-    """Tokens and their log q, [S, D] each: D rows continue each of the S there are."""
+    """Tokens and their log q, [S, D] each: D rows continue each of the S rows."""
     chains: ChainDraws | None = None
 
 
 @dataclass(frozen=True)
 class ResumedSequences:
-    """How sequences go on, by batch index after the choice."""
+    """How sequences continue at the draft, by batch index after the choice."""
 
     lineage: Lineage[Tensor]
     end_A: Tensor
-    """int64 tokens of the sequence."""
+    """int64 number of tokens of the sequence."""
     tokens_AW: Tensor
-    """int64: the last of them; as many as may be pending."""
+    """int64 pending tokens, the last of the sequence; as many columns as tokens may be pending."""
     pending_A: Tensor
-    """int64: how many of those have not been run."""
+    """int64 number of tokens that are pending: they have not been run."""
     text_A: Tensor
-    """int64 state of the stop machine before them."""
+    """int64 state of the stop machine before the pending tokens."""
 
 
 @dataclass(frozen=True)
 class DraftStep:
-    """One step of the draft with rows of exact decoding."""
+    """One step of the draft in a round with draft trees."""
 
     tree: TokenTree
-    """The rows that it has kept."""
+    """The rows that the step has kept."""
     parent_X: Tensor
-    """int64 row of the step before; at the first step, node."""
+    """int64 row of the step before that each row continues; at the first step, the node."""
     candidates: CandidateTokens
-    """Of the rows of the step before."""
+    """Candidate tokens of the rows of the step before."""
 
 
 @dataclass(frozen=True)
 class GrownRows:
-    """What a round has drafted."""
+    """The rows that a round has drafted."""
 
     tree: TokenTree
     steps: tuple[DraftStep, ...]
-    """All K of exact decoding; else none."""
+    """All steps, in a round with draft trees of exact decoding; otherwise empty."""
     leaf_X: Tensor | None = None
-    """int64 node that each row ends at: step times X, and row of that step (`smc.executor.draft_tree`). None: rows are
-    those of the last step."""
+    """int64 node at which each row ends: step times X, plus the row of that step (`smc.executor.draft_tree`). None: the
+    rows are those of the last step."""
 
 
 def begin(
     state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape
 ) -> DraftInputs:
-    """Pages of pending tokens are in the block tables from now on."""
+    """Return the particles as inputs of the draft, and enter the pages of their pending tokens into the block
+    tables."""
     slot_A, pages_AP = plan.slot_A, plan.begin_pages_AP
     queries = pages_AP.shape[1]
     pending_A, ended_A = state.pending_S[slot_A], state.ended_S[slot_A]
     held_A = state.held(slot_A)
-    # Past what will be held, whatever is written is written over later.
+    # Entries past the pending tokens are overwritten later.
     state.table_SL[slot_A[:, None], held_A[:, None] + torch.arange(queries, device=state.device)] = pages_AP
     tokens_AP = state.pending_SQ[slot_A, :queries]
     index_A = torch.arange(len(slot_A), device=state.device)
     zero_A = torch.zeros_like(index_A)
-    # What is pending has been found not to end the answer.
+    # Pending tokens are known not to end the answer.
     text_A = grow(
         state.stops, state.entry_S[slot_A], state.text_S[slot_A], tokens_AP, pending_A, state.least_S[slot_A] - held_A
     ).text_A
@@ -256,7 +259,7 @@ def begin(
 def _candidate_layout(
     plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape, width: int
 ) -> CandidateLayout:
-    """Of `width` rows a batch index."""
+    """Return the layout of `width` rows for each batch index."""
     index_S, f = plan.index_of_rows(width), plan.branches
     group_S = plan.group_A[index_S]
     rank_S = torch.arange(len(index_S), device=index_S.device) - plan.first_G[group_S] * width
@@ -277,14 +280,14 @@ def _candidate_layout(
 
 
 def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
-    """Rows of every group in the order of its particles, each of which gets as many. No choice depends on what has been
-    drawn."""
+    """Assign the rows of every group to its particles in order, equally many to each. The assignment does not depend on
+    what has been drawn."""
     device, index_C, branches = plan.chain_C.device, plan.chain_C, plan.branches
     first_G, size_G = plan.first_G.long(), plan.size_G.long()
     row_Y = (index_C[:, None] * branches + torch.arange(branches, device=device)).flatten()
     group_Y = plan.group_A[index_C].repeat_interleave(branches)
     rank_Y, rows_Y = row_Y - first_G[group_Y] * branches, size_G[group_Y] * branches
-    # Particles one after another, and how many there are before each group's.
+    # Batch indices with a particle come first. `before_G`: their number before each group.
     order_A, before_A = (~alive_A).long().argsort(stable=True), alive_A.long().cumsum(0)
     before_G = torch.where(first_G > 0, before_A[(first_G - 1).clamp(min=0)], 0)
     until_G = before_A[(first_G + size_G - 1).clamp(0, len(alive_A) - 1)]
@@ -292,7 +295,7 @@ def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
     which_Y = rank_Y * count_Y // rows_Y
     begin_Y = -(-which_Y * rows_Y // count_Y)
     source_Y = order_A[(before_G[group_Y] + which_Y).clamp(max=len(alive_A) - 1)]
-    # Where a group has no particle, its rows continue what is at their own batch indices: nothing.
+    # Without a particle in the group, a row continues its own batch index, which holds nothing.
     is_own_Y = plan.group_A[source_Y] == group_Y
     source_Y = torch.where(is_own_Y & alive_A[source_Y], source_Y, row_Y // branches)
     return ChainAssignment(row_Y, source_Y, (rank_Y - begin_Y) % branches, rank_Y)
@@ -301,8 +304,8 @@ def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
 def reparent(
     tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int
 ) -> TokenTree:
-    """The rows with their next token: at the first step (0) `branches` for each batch index. The reference:
-    `smc.kernels.draft.reparent` does the same in one launch."""
+    """Extend the rows by their next token. The first step (0) makes `branches` rows for each batch index. This is the
+    reference: `smc.kernels.draft.reparent` does the same in one launch."""
     parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan, branches)
     root_X, ended_X, text_X, count_X, cut_X = (
         values_S[parent_X] for values_S in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X, tree.cut_X)
@@ -320,7 +323,7 @@ def reparent(
         root_X=root_X,
         tokens_XK=torch.where(is_now_K, token_X[:, None], tree.tokens_XK[parent_X]),
         logq_XK=torch.where(is_now_K, logq_X[:, None], tree.logq_XK[parent_X]),
-        # Pages of the tokens so far go with them; those of later ones are this row's own.
+        # Pages of earlier tokens are the parent's; pages of later tokens are this row's own.
         tail_XB=torch.where(is_known_B, tree.tail_XB[parent_X], plan.branch_pages_XB),
         count_X=count_X + (~ended_X).long(),
         alive_X=alive_X,
@@ -337,12 +340,12 @@ def reparent(
 
 
 def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
-    """Row that every row continues [X], its token [X], its log q [X] and the row's log mass [X]."""
+    """Return for every row [X]: the row that it continues, its token, its log q and its log mass."""
     parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     if more.own is not None:
         token_SD, logq_SD = more.own
         parent_X = torch.arange(len(token_SD), device=token_SD.device).repeat_interleave(token_SD.shape[1])
-        # Where nodes are beside them, particles are the first of each batch index's.
+        # If inner nodes are among the rows, the particle is the first row of each batch index.
         parent_X = parent_X * (len(tree.root_X) // len(token_SD))
         own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
         parts.append((plan.kind_G >= 0, own))
@@ -366,18 +369,18 @@ def _chosen(
         for values_SC in (candidate_tokens.token_RC, candidate_tokens.logq_RC)
     )
     logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
-    # A draft that returns NaN must be seen, where what it says matters.
+    # NaN of the draft must be reported in groups where the draft's outputs count.
     is_nan_X = chosen.nan_G[plan.group_A].repeat_interleave(branches)
     return chosen.parent_X, token_X, torch.where(is_nan_X, torch.nan, logq_X), chosen.mass_X
 
 
 def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
-    """What the target is sent. The share of independent rows: F of each particle, or of one that has ended one
-    alone."""
+    """Pack the rows for the target. An independent row has the share 1 / F of its particle; if the particle has ended,
+    its first row has the whole share."""
     slot_X, branches = plan.slot_A[tree.root_X], plan.branches
     share_X = tree.mass_X - state.logw_S[slot_X]
     if PopulationKind.CHAINS in plan.kinds:
-        # All are the same until the target has spoken, but for those that continue nothing.
+        # Chains have equal shares until they are verified, except rows that continue nothing.
         of_chains_X = torch.where(tree.alive_X, 0.0, -torch.inf)
         share_X = torch.where(plan.has_kind(PopulationKind.CHAINS).repeat_interleave(branches), of_chains_X, share_X)
     if PopulationKind.INDEPENDENT in plan.kinds:
@@ -397,9 +400,10 @@ def observe_draws(
     kept_BV: Tensor,
     coupling: Coupling,
 ) -> Tensor:
-    """What the target's draws after the roots of the drafted rows say of the exponent of coupled drafting, and at some
-    positions their rank: float32 [3, A], see `DraftReport`. A draw is seen where the block before the root was accepted
-    as a whole, which does not depend on the draw. `kept`: log q after the first B roots. Before `advance`."""
+    """Return what the target's draws after the roots of the drafted rows tell about the exponent of coupled drafting,
+    and at some positions their rank: float32 [3, A], see `DraftReport`. A draw is seen only if the block before the
+    root was accepted as a whole, which does not depend on the draw. `kept`: log q after the first B roots. Call it
+    before `advance`."""
     root_A = choice.ancestor_A
     token_A = torch.where(choice.count_A > 0, tree.tokens_XK[choice.row_A, 0], choice.bonus_A)
     slot_A, exponent_A = plan.slot_A[root_A], plan.exponent_A[root_A]
@@ -413,7 +417,7 @@ def observe_draws(
     is_missing_A = ~is_seen_A | ~is_drawn_AV.any(-1) | ~observed_2A[0].isfinite()
     score_AV = exponent_A[:, None] * kept_AV + noise_AV
     drawn_A1 = score_AV.masked_fill(~is_drawn_AV, -torch.inf).amax(-1, keepdim=True)
-    # A token that the draft cannot draw, or that its head does not have, is after all of its tokens.
+    # A token that the draft cannot draw, or that its head lacks, ranks after all tokens that it can draw.
     is_above_AV = (score_AV > drawn_A1) | (drawn_A1 == -torch.inf)
     rank_A = is_above_AV.sum(-1).float().masked_fill(~is_seen_A | ~is_ranked(position_A), torch.nan)
     return torch.cat((observed_2A.masked_fill(is_missing_A, torch.nan), rank_A[None]))
@@ -422,21 +426,21 @@ def observe_draws(
 def resume(
     state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
 ) -> ResumedSequences:
-    """`steps`: tokens of a whole row. Pages follow the choice; what else becomes of the slots is returned: others read
-    them yet."""
+    """Remap the block tables to the chosen rows. The other new values of the slots are returned, because the present
+    ones are still read. `steps`: tokens of a whole row."""
     slot_A, row_A = plan.slot_A, choice.row_A
     ancestor_A, taken_A, cut_A = choice.ancestor_A, choice.count_A, choice.cut_A
     source_A = slot_A[ancestor_A]
     end_A, pending_A = state.end_S[source_A], state.pending_S[source_A]
-    # One that had ended goes on where its end is taken back.
+    # A particle that had ended continues if its end is rolled back.
     open_A = ~state.ended_S[source_A] | (cut_A > 0)
     has_bonus_A = choice.bonus_A >= 0
     tail_AB = tree.tail_XB[row_A]
     path_AW = torch.cat((plan.begin_pages_AP[ancestor_A], tail_AB), 1)
     left_A = end_A - cut_A
     remap_block_table(state.table_SL, slot_A, source_A, state.base_S[slot_A], left_A, tail_AB, plan.columns)
-    # The last token of a whole row has not been run, and one that ends an answer never is. That of a shorter row has
-    # been; it is run again, on a page of the next round, where no other token is pending.
+    # The last token of a whole row has not been run, and a token that ends an answer never is. The last token of a
+    # shorter row has been run. It runs again, on a page of the next round, if no bonus token is pending.
     last_A = (taken_A == steps) | (~has_bonus_A & (taken_A > 0))
     run_A = taken_A - last_A.long()
     bonus_A, last_token_A = choice.bonus_A.clamp(min=0), tree.tokens_XK[row_A, (taken_A - 1).clamp(min=0)]
@@ -457,8 +461,8 @@ def resume(
 def _lineage(
     plan: RoundPlan[Tensor], path_AW: Tensor, stays_A: Tensor, kept_A: Tensor, dropped_A: Tensor
 ) -> Lineage[Tensor]:
-    """Those of a particle's pending tokens that stay, of which there may be fewer than columns for them, then its
-    row's."""
+    """Return the pages in order: those of a particle's pending tokens that stay, of which there may be fewer than
+    columns, then those of its row."""
     column_W = torch.arange(path_AW.shape[1], device=path_AW.device)
     skipped_A1 = (plan.begin_pages_AP.shape[1] - stays_A)[:, None]
     shifted_AW = torch.where(column_W < stays_A[:, None], column_W, column_W + skipped_A1)

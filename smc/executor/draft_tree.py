@@ -1,26 +1,26 @@
-"""The draft tree of exact decoding: which of its rows are verified, and at which of its inner nodes rows ahead start. The
-torch form; `smc.kernels.draft_tree` is the Triton form.
+"""The draft tree of exact decoding: chooses the rows that are verified, and the inner nodes at which rows ahead start.
+This is the torch form; the Triton form is `smc.kernels.draft_tree`.
 
 **Rows that are verified** (`choose_rows`). Every step of the draft keeps the likeliest continuations of the group, so
-some of its rows go on in no row of a later step. A row that is verified is a path to any node, of any length, and the
-rows are those that hold most of the tree together: every node has a gain, its share of the group's mass, and a row is
-worth the gains of its nodes that no other row holds. Nodes continue in their heaviest child, the one with most gain
-along its own best path; this divides the tree into paths, of which the heaviest are taken. On a tree this is what
-choosing greedily comes to. In look-ahead the first token of a row is the outcome that it is drafted for. If it comes
-true, it is known without being verified, so it has no gain; and of one outcome at most as many rows are of use as the
-group may have.
+some rows of a step have no continuation in a later step. A row that is verified is a path to any node, of any length.
+The chosen rows hold as much of the tree together as possible: every node has a gain, its share of the group's mass, and
+a row is worth the gains of those of its nodes that no other row holds. Nodes continue in their heaviest child, the one
+with the most gain along its own best path. This divides the tree into paths, of which the heaviest are taken; on a tree
+this equals greedy selection. In look-ahead the first token of a row is the outcome that the row is drafted for. If the
+outcome comes true, it is known without verification, so it has no gain; and for one outcome at most as many rows are
+useful as the group may have.
 
 **Outcomes at inner nodes** (`keep_nodes`, `with_inner_nodes`). While the target verifies a block, the draft grows rows
-from outcomes: an outcome is the node of the block's tree at which the walk of the target's draws ends, and the token
-that it draws there, which no row has. At the last token of a row every candidate token makes an outcome. At an inner
-node those make one that were candidates when the block was drafted and that no row of the block took. Their scores were
-computed then: `InnerNodes` keeps them from the choice of the rows until the next round, whose first step chooses among
-the outcomes of all nodes. A row ahead from an inner node takes back the rest of its root's block (`cut`). Its keys and
-values continue those of the node, at the positions that the rest has taken in the root.
+from outcomes. An outcome is the node of the block's tree at which the walk of the target's draws ends, and the token
+that the target draws there, which no row has. At the last token of a row every candidate token makes an outcome. At an
+inner node, outcomes are the tokens that were candidates when the block was drafted and that no row of the block took.
+Their scores were computed then: `InnerNodes` keeps them from the choice of the rows until the next round, whose first
+step chooses among the outcomes of all nodes. A row ahead that starts at an inner node rolls back the rest of its root's
+block (`cut`). Its keys and values continue those of the node, at the positions of the root's rolled-back tokens.
 
-See the package's legend for axes; M nodes of a tree, K X of them: node k X + x is row x of step k; D = K - 1 inner nodes
-of a row (d + 1 tokens), C candidate tokens of a node, H = A K nodes of all rows: first the last token of a batch
-index's row, then its inner nodes."""
+See the package's legend for axes; M = K X nodes of a tree: node k X + x is row x of step k; D = K - 1 inner nodes of a
+row (the d-th has d + 1 tokens), C candidate tokens of a node, H = A K nodes of all rows: for each batch index the last
+token of its row, then its inner nodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from smc.executor.state import SlotState
 
 
 def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
-    """The rows of groups that are decoded exactly: as many as a step has, at most. Other groups keep those of the last
+    """Choose the rows of groups with draft trees: at most as many as a step has. Other groups keep the rows of the last
     step."""
     steps, rows = grown.steps, len(plan.branch_pages_XB)
     gain_KX, alive_KX = _gains(plan, grown, lookahead)
@@ -54,7 +54,7 @@ def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> G
         kept_M = kept_M & (_rank(worth_M, kept_M, outcome_M) < plan.draws_G.long()[group_M])
     most_G = plan.size_G.long() * plan.branches
     kept_M = kept_M & (_rank(worth_M, kept_M, group_M) < most_G[group_M])
-    # Rows of one outcome are beside each other, the heaviest first.
+    # Rows with the same outcome are adjacent, the heaviest first.
     order_M = worth_M.sort(descending=True, stable=True).indices
     for key_M in (outcome_M, group_M, (~kept_M).long()):
         order_M = order_M[key_M[order_M].sort(stable=True).indices]
@@ -75,7 +75,8 @@ def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> G
 
 
 def _gains(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> tuple[Tensor, Tensor]:
-    """Gain [K, X] of every node, float64, and whether it is of a row that is alive."""
+    """Return the gain of every node, float64 [K, X], and whether the node belongs to a live row of a draft tree
+    [K, X]."""
     steps, branches = grown.steps, plan.branches
     group_X = plan.group_A.long().repeat_interleave(branches)
     is_best_X = (plan.kind_G == PopulationKind.BEST)[group_X]
@@ -84,7 +85,7 @@ def _gains(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> tuple[
     first_mass_X = mass_KX[0].masked_fill(~alive_KX[0], -torch.inf)
     top_G = torch.full_like(plan.size_G, -torch.inf, dtype=torch.float64)
     top_X = top_G.scatter_reduce(0, group_X, first_mass_X, "amax")[group_X]
-    # A row that had ended before goes on as itself, without a token.
+    # A row that ended at an earlier step continues as itself, without a token.
     step_K1 = torch.arange(len(steps), device=mass_KX.device)[:, None]
     is_new_KX = torch.stack([step.tree.count_X for step in steps]) > step_K1
     if lookahead:
@@ -96,8 +97,8 @@ def _gains(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> tuple[
 
 
 def _paths(grown: GrownRows, gain_KX: Tensor, alive_KX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every node: the gains from it along its best path [K, X], the node [K, X] at which that path ends, and whether
-    the path begins here [K, X]."""
+    """Return for every node [K, X]: the sum of gains from it along its best path, the node at which that path ends, and
+    whether a path begins at the node."""
     steps, (k, rows) = grown.steps, gain_KX.shape
     index_X = torch.arange(rows, device=gain_KX.device)
     worth, leaf = [gain_KX[-1]], [(k - 1) * rows + index_X]
@@ -107,7 +108,7 @@ def _paths(grown: GrownRows, gain_KX: Tensor, alive_KX: Tensor) -> tuple[Tensor,
         child_worth_X = torch.where(is_child_X, worth[0], -torch.inf)
         best_X = torch.full_like(child_worth_X, -torch.inf).scatter_reduce(0, parent_X, child_worth_X, "amax")
         is_heaviest_X = is_child_X & (child_worth_X == best_X[parent_X])
-        # Of equal ones the first.
+        # Among equals, the first.
         heaviest_X = torch.full_like(index_X, rows).scatter_reduce(
             0, parent_X, torch.where(is_heaviest_X, index_X, rows), "amin"
         )
@@ -119,7 +120,7 @@ def _paths(grown: GrownRows, gain_KX: Tensor, alive_KX: Tensor) -> tuple[Tensor,
 
 
 def _rank(worth_M: Tensor, exists_M: Tensor, of_M: Tensor) -> Tensor:
-    """Rank [M] of every node among those of the same `of` that exist, by worth: 0 for the heaviest."""
+    """Return the rank [M] of every node by worth, among the existing nodes with the same `of`: 0 for the heaviest."""
     order_M = torch.where(exists_M, worth_M, -1.0).sort(descending=True, stable=True).indices
     order_M = order_M[of_M[order_M].sort(stable=True).indices]
     sorted_M = of_M[order_M]
@@ -128,7 +129,7 @@ def _rank(worth_M: Tensor, exists_M: Tensor, of_M: Tensor) -> Tensor:
 
 
 def _taken(grown: GrownRows, leaf_X: Tensor, alive_X: Tensor) -> TokenTree:
-    """The rows that end at these nodes."""
+    """Return the rows that end at these nodes."""
     trees = [step.tree for step in grown.steps]
 
     def at_leaf(name: str) -> Tensor:
@@ -141,35 +142,35 @@ def _taken(grown: GrownRows, leaf_X: Tensor, alive_X: Tensor) -> TokenTree:
 
 
 KEPT_CANDIDATES = 16
-"""Candidate tokens that are kept of an inner node."""
+"""Number of candidate tokens that are kept for an inner node."""
 
 
 class InnerNodes:
     """The inner nodes of the block in flight, by slot."""
 
     def __init__(self, slots: int, block: int, columns: int, device: torch.device) -> None:
-        """`columns`: tokens that a row can go on with."""
+        """`columns`: number of tokens that the draft can propose."""
         shape, self.block, most = (slots + 1, block - 1), block, min(KEPT_CANDIDATES, columns)
         self.token_SDC = torch.zeros(*shape, most, dtype=torch.int32, device=device)
         self.share_SDC = torch.full((*shape, most), -torch.inf, device=device)
-        """float32 log of the candidate's share of the node's mass; -inf: no outcome."""
+        """float32 log of the candidate's share of the node's mass; -inf: not an outcome."""
         self.mass_SD = torch.zeros(*shape, dtype=torch.float64, device=device)
-        """float64 log mass of the node, as that of the slot's row."""
+        """float64 log mass of the node, on the same scale as the mass of the slot's row."""
         self.text_SD = torch.zeros(*shape, dtype=torch.int64, device=device)
         """int64 state of the stop machine at the node."""
         self.count_S = torch.zeros(slots + 1, dtype=torch.int64, device=device)
-        """int64 tokens of the block."""
+        """int64 number of tokens of the block."""
 
     def forget(self, slots_N: Tensor) -> None:
-        """These slots begin anew."""
+        """Remove the outcomes of slots that new particles take."""
         self.share_SDC[slots_N] = -torch.inf
 
 
 def keep_nodes(
     nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice
 ) -> None:
-    """Keep the outcomes at inner nodes of the chosen rows, before `advance`. A node that several rows of a group share
-    is kept for the first of them."""
+    """Keep the outcomes at inner nodes of the chosen rows. A node that several rows of a group share is kept for the
+    first of them. Call it before `advance`."""
     slot_A, row_A, count_A = plan.slot_A, choice.row_A, choice.count_A
     offset_A = state.logw_S[slot_A[choice.ancestor_A]]
     tokens_AK, width = grown.tree.tokens_XK[row_A].long(), nodes.share_SDC.shape[2]
@@ -199,8 +200,8 @@ def keep_nodes(
 def limit_outcomes(
     plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens, has_rest: bool
 ) -> CandidateTokens:
-    """The candidates [X, C] without those that are of no use: of one outcome at most as many rows go on as the group
-    may have after the round, those of largest mass. The first candidate of a group's first row stays
+    """Return the candidates [X, C] without useless ones: of each outcome, only the candidates of largest mass continue,
+    at most as many as the group may have rows after the round. The first candidate of a group's first row stays
     (`smc.algorithm.expansion`)."""
     share_XC, device = candidates.share_RC, tree.mass_X.device
     (rows, width), group_X = share_XC.shape, plan.group_A.repeat_interleave(plan.branches)
@@ -211,7 +212,7 @@ def limit_outcomes(
     mass_XC = (tree.mass_X[:, None] + share_XC.double()).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     mass_XC = mass_XC.masked_fill((tree.ended_X | ~tree.alive_X)[:, None], -torch.inf)
     mass_XC = mass_XC.masked_fill(torch.arange(width, device=device) >= width - has_rest, -torch.inf)
-    # By outcome, and of one by mass: of equal ones the first.
+    # Sorted by outcome, then by mass; among equals, the first.
     order_M = mass_XC.flatten().sort(descending=True, stable=True).indices
     outcome_M = tree.outcome_X.repeat_interleave(width)[order_M]
     order_M = order_M[outcome_M.sort(stable=True).indices]
@@ -227,8 +228,8 @@ def limit_outcomes(
 def with_inner_nodes(
     nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
 ) -> tuple[CandidateTokens, TokenTree, tuple[Tensor, Tensor]]:
-    """Candidates [H, C] at all nodes of the particles, the nodes as rows [H], and the first node of each group and how
-    many it has, from the candidates [A, C] after the particles' last tokens and the particles as rows."""
+    """Return the candidates [H, C] at all nodes of the particles, the nodes as rows [H], and the first node and the
+    number of nodes of each group. `tree`: the particles as rows; `candidates`: [A, C] after their last tokens."""
     slot_A, k = plan.slot_A, nodes.block
     most = nodes.share_SDC.shape[2]
     share_ADC = nodes.share_SDC[slot_A].masked_fill(~plan.has_kind(PopulationKind.BEST)[:, None, None], -torch.inf)

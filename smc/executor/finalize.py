@@ -1,5 +1,5 @@
-"""The last stage of a round at the target: what becomes of every batch index, and what the host learns of it. The torch
-form; `smc.kernels.finalize` is the Triton form. See the package's legend for axes."""
+"""The last stage of a round at the target: decides how every batch index continues, and makes the host's report. This
+is the torch form; the Triton form is `smc.kernels.finalize`. See the package's legend for axes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ Finalized = tuple[RoundChoice, RoundResult[Tensor]]
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """What goes on at each batch index."""
+    """The continuation of each batch index."""
 
     row_A: Tensor
-    """int64, of the candidates."""
+    """int64 index of the candidate."""
     ancestor_A: Tensor
     """int64 batch index whose particle it continues."""
     block_A: Tensor
-    """int64 batch index whose block it continues: in look-ahead the ancestor."""
+    """int64 batch index whose block it continues; in look-ahead this is the ancestor."""
     alive_A: Tensor
     bonus_A: Tensor
-    """int64 token of the target's own that is appended to what is kept of the block; -1: none."""
+    """int64 token of the target that is appended to the kept part of the block; -1: none."""
     logp_A: Tensor
-    """float32 log p of the first token after what is kept of the block."""
+    """float32 log p of the first token after the kept part of the block."""
     logw_A: Tensor
     misses_A: Tensor
-    """bool: none of the drafted rows goes on (exact decoding in look-ahead)."""
+    """bool: none of the drafted rows continues, after a miss of exact decoding or because no particle of the group has
+    weight."""
     log_z_G: Tensor
     ess_G: Tensor
     resampled_G: Tensor
@@ -47,13 +48,13 @@ class SelectedRows:
 def finalize(
     inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
 ) -> Finalized:
-    """What becomes of every batch index, and what the host learns of it. `own`: of independent particles; `trees`: of
-    the others."""
+    """Return the choice for every batch index, and the report to the host. `own`: the selection of independent
+    particles; `trees`: that of the other groups."""
     return Finalizer(inputs, candidates).of(own, trees)
 
 
 class Finalizer:
-    """What has been decided for groups, for all of their batch indices."""
+    """Applies the groups' choices to all batch indices."""
 
     def __init__(self, inputs: ScoreInputs, candidates: Candidates) -> None:
         self.inputs, self.candidates, self.plan = inputs, candidates, inputs.plan
@@ -149,8 +150,8 @@ class Finalizer:
         )
 
     def _matched(self, taken: SelectedRows) -> SelectedRows:
-        """Of groups that are decoded exactly: where nothing that was drafted goes on, the block that agrees longest
-        does, and the token that the target says after it."""
+        """Complete the groups that are decoded exactly. If no drafted row of a group continues, the block that agrees
+        longest does, followed by the target's next token."""
         plan, blocks, is_exact_A = self.plan, self.blocks, self.is_exact_A
         best_A, right_A = self.inputs.matched
         any_A = plan.any_of_group(taken.alive_A[None], plan.group_A)[0][plan.group_A]
@@ -165,7 +166,8 @@ class Finalizer:
         changed = {
             "row_A": taken.row_A if self.lookahead else torch.where(misses_A, best_A, taken.row_A),
             "ancestor_A": ancestor_A,
-            # What follows a block that is right to its end keeps its own, be it one of several of the same tokens.
+            # A row after a block that agrees as a whole keeps its own block, even if several blocks have the same
+            # tokens.
             "block_A": torch.where(misses_A if self.lookahead else is_exact_A, best_A, taken.block_A),
             "alive_A": torch.where(misses_A, index_A == ancestor_A, taken.alive_A),
             "bonus_A": torch.where(is_exact_A, torch.where(has_next_A, next_A, -1), taken.bonus_A),
@@ -176,9 +178,9 @@ class Finalizer:
         return SelectedRows(**(vars(taken) | changed))
 
     def _redrawn(self, taken: SelectedRows, right_A: Tensor) -> tuple[SelectedRows, Tensor]:
-        """Groups of particles none of which has weight go on from a prefix of a block (`surviving_prefix`), and from the
-        token that the target says after it: a population of independent particles as copies of it, another as one row.
-        Also how many tokens of each block are kept."""
+        """Let groups in which no particle has weight continue from a prefix of a block (`surviving_prefix`), followed
+        by the token that the target draws after it: independent populations as copies of it, distinct ones as one row.
+        Returns the rows, and the number of tokens that are kept of each block."""
         plan, blocks, scored = self.plan, self.blocks, self.scored
         lost_A = (taken.collapsed_G & ~plan.is_exact_G)[plan.group_A] & (plan.size_G > 0)[plan.group_A]
         if not lost_A.any():
@@ -209,8 +211,8 @@ class Finalizer:
         return SelectedRows(**(vars(taken) | redrawn)), torch.where(lost_A, kept_A, right_A)
 
     def _grown(self, taken: SelectedRows, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Whether what goes on has ended [A], the stop machine's state after what is kept of the blocks [A], and how
-        many drafted tokens each batch index takes [A]."""
+        """Return whether each continuation has ended [A], the stop machine's state after the kept part of its block
+        [A], and the number of drafted tokens that it takes [A]."""
         state, blocks, drafted = self.inputs.state, self.blocks, self.drafted
         slot_A = self.plan.slot_A[taken.ancestor_A]
         entry_A, early_A = state.entry_S[slot_A], state.least_S[slot_A] - state.held(slot_A)

@@ -1,5 +1,5 @@
-"""Passes through a decoder: of few packed rows, and of prompts. The torch form, which leaves padding out;
-`smc.executor.triton_forward` is the Triton form. See the package's legend for axes; E hidden size."""
+"""Forward passes through a decoder: of few packed rows, and of prompts. This is the torch form, which leaves padding
+out; the Triton form is `smc.executor.triton_forward`. See the package's legend for axes; E hidden size."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from smc.model.linear import Linear
 
 
 class Reader(Protocol):
-    """What a pass runs through: a `ModelWorker`, or as much of one."""
+    """The parts of a `ModelWorker` that a pass needs."""
 
     model: Decoder
     pool: KVPool
     rope: RopeTable
     device: torch.device
     width: int
-    """Positions of a sequence, at most."""
+    """Maximum number of positions of a sequence."""
 
     @property
     def attention(self) -> AttentionBackend: ...
@@ -35,8 +35,8 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """R rows of Q tokens each; the rows of a group stand together. A row of count 0 is padding or has ended, and leaves
-    no trace.
+    """R rows of Q tokens each; the rows of a group are adjacent. A row of count 0 is padding or has ended, and writes
+    nothing.
 
     The page of a row's position p is tail_RB[r, p - tail_R[r]] from tail_R[r] on, and table_SL[slot_R[r], p] before it.
     Tensors are int32, on the model's device."""
@@ -44,37 +44,38 @@ class Rows:
     table_SL: Tensor
     """Block tables of slots."""
     slot_R: Tensor
-    """Which of them a row reads."""
+    """Slot whose block table the row reads."""
     tail_RB: Tensor | None
-    """Pages that a row has for itself; None: all are in the table."""
+    """The row's own pages; None: all its pages are in the table."""
     tail_R: Tensor | None
-    """Position of the first of these."""
+    """Position of the first of the row's own pages."""
     start_R: Tensor
     """Position of a row's first token."""
     count_R: Tensor
-    """Tokens that exist, 0..Q."""
+    """Number of tokens that exist, 0..Q."""
     group_R: Tensor
-    """Group of every row; that of padding may be any."""
+    """Group of every row; any group for padding."""
     first_G: Tensor
     """First row of each group."""
     size_G: Tensor
-    """Rows of each group, ended ones among them; 0 where there is no group."""
+    """Number of rows of each group, ended ones included; 0 for a padding group."""
     shared_G: Tensor
-    """Upper bound of the leading positions that all live rows of a group have in common."""
+    """Upper bound of the number of leading positions that all live rows of a group have in common."""
     queries: int
-    """Q."""
+    """Q: tokens of a row."""
     contexts: Contexts
 
 
 class StaticForward:
-    """A decoder with its pool and rotary table."""
+    """A decoder with its KV pool and rotary table."""
 
     def __init__(self, model: Decoder, pool: KVPool, rope: RopeTable) -> None:
         self.model, self.pool, self.rope = model, pool, rope
         self._attention = TorchAttention()
 
     def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
-        """Hidden states [T, E], zero where there is no token; keys and values are stored."""
+        """Run the tokens of rows and store their keys and values. Returns hidden states [T, E], zero where there is no
+        token."""
         live_R = np.flatnonzero(to_host(rows.count_R))
         hidden_TE = tokens_T.new_zeros(
             len(tokens_T), self.model.config.hidden_size, dtype=self.model.embed.weight.dtype
@@ -88,7 +89,8 @@ class StaticForward:
         return hidden_TE
 
     def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
-        """[R, V], in whatever type; the columns past the vocabulary are padding. With a `head`, of its rows."""
+        """Return logits [R, V] of any float type; columns past the vocabulary are padding. With a `head`, the logits
+        have a column for each of its rows."""
         if head is None:
             return self.model.logits(hidden_RE)
         return self.model.finish_logits(head(hidden_RE).float())
@@ -103,7 +105,7 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: 
 
 
 def _without_padding(rows: Rows, live_X: np.ndarray) -> tuple[ForwardBatch, np.ndarray]:
-    """The rows that have tokens, and where those tokens are among all."""
+    """Return the rows that have tokens, and the indices of these tokens among all."""
     counts_X, starts_X = to_host(rows.count_R)[live_X], to_host(rows.start_R)[live_X]
     table_XL = _tables(rows, live_X, int((starts_X + counts_X).max()))
     row_T = np.repeat(np.arange(len(live_X)), counts_X)
@@ -121,7 +123,7 @@ def _without_padding(rows: Rows, live_X: np.ndarray) -> tuple[ForwardBatch, np.n
 
 
 def _tables(rows: Rows, live_X: np.ndarray, end: int) -> np.ndarray:
-    """Pages [X, end] of the leading positions of some rows."""
+    """Return the pages [X, end] of the leading positions of the rows `live`."""
     index_X = to_device(live_X, rows.slot_R.device)
     known = min(end, rows.table_SL.shape[1])
     table_XL = np.full((len(live_X), end), DUMMY_PAGE, dtype=np.int32)

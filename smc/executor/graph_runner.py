@@ -1,5 +1,5 @@
-"""Stages of a round on one device: run as they are, or recorded as CUDA graphs and replayed. Knows nothing about what
-they do."""
+"""Runs the stages of a round on one device: directly, or recorded as CUDA graphs and replayed. Knows nothing about what
+the stages do."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from torch import Tensor
 from smc.executor.plan import IN_FLIGHT
 
 Event = int | torch.cuda.Event
-"""A point in a device's work: of a CPU, nanoseconds of the monotonic clock."""
+"""A point in a device's work; on a CPU, nanoseconds of the monotonic clock."""
 Spans = dict[str, tuple[Event, Event]]
 Made = TypeVar("Made")
 MOST_KEYS = 512
-"""Kinds of rounds whose recordings are kept."""
+"""Maximum number of kinds of rounds whose recordings are kept."""
 MOST_BYTES = 3 << 30
-"""Of the device's memory, for recordings."""
+"""Maximum device memory of recordings, in bytes."""
 
 
 class AsyncResult:
-    """A dataclass of tensors on its way to the host, as NumPy arrays there."""
+    """A dataclass of tensors that is being copied to the host, where it has NumPy arrays."""
 
     def __init__(self, result: Any, arrived: Event, spans: Spans) -> None:
         self._result, self._arrived, self._at = result, arrived, 0
         self._spans = spans
 
     def result(self) -> Any:
-        """Waits for it."""
+        """Wait for the copy and return the dataclass with NumPy arrays."""
         if not isinstance(self._arrived, int):
             self._arrived.synchronize()
             self._at = time.monotonic_ns()
         return _map(self._result, lambda tensor: tensor.numpy())
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """What was done, and when it began and ended, nanoseconds of the monotonic clock; the pass of a model has the
-        name of its side. After `result`: as near as that has waited for it."""
+        """Return when each piece of work began and ended, in nanoseconds of the monotonic clock. The pass of a model
+        has the name of its role. Call it after `result`: times count back from the moment at which that wait ended."""
         return {name: (self._nanoseconds(begin), self._nanoseconds(end)) for name, (begin, end) in self._spans.items()}
 
     def _nanoseconds(self, event: Event) -> int:
@@ -66,57 +66,57 @@ class _Kept:
 
 
 class StageRunner:
-    """Runs every stage as it is, at once. What rounds of one key have in common is kept for the keys used last."""
+    """Runs every stage directly. Keeps what the rounds of one key share, for the most recently used keys."""
 
     records = False
-    """Stages are recorded, once for each key."""
+    """Whether stages are recorded, once for each key."""
 
     def __init__(self, device: torch.device, most_keys: int = MOST_KEYS, most_bytes: int = MOST_BYTES) -> None:
         self.device = device
         self._keys: OrderedDict[tuple, _Kept] = OrderedDict()
         self._most = (most_keys, most_bytes)
         self.evicted = 0
-        """Keys for which what was kept has been released."""
+        """Number of keys that have been evicted."""
 
     @property
     def recorded_keys(self) -> int:
-        """Kinds of rounds that are kept."""
+        """Number of kinds of rounds that are kept."""
         return len(self._keys)
 
     @property
     def recorded_bytes(self) -> int:
-        """Of the device's memory, for recordings."""
+        """Device memory of recordings, in bytes."""
         return sum(kept.nbytes for kept in self._keys.values())
 
     def working(self) -> AbstractContextManager:
-        """Around everything that this device is asked to do."""
+        """Return the context in which all work is requested from this device."""
         return contextlib.nullcontext()
 
     def run(self, key: tuple, name: str, stage: Callable[[], Any]) -> Any:
-        """Stage `name` of rounds of this key: always the same operations on the same tensors, but for what is in
-        them."""
+        """Run stage `name` of rounds of this key: always the same operations on the same tensors, whose values may
+        differ."""
         return stage()
 
     def keep(self, key: tuple, name: str, make: Callable[[], Made]) -> Made:
-        """What rounds of one key have in common, made once for as long as the key is kept."""
+        """Return an object that the rounds of one key share. `make` makes it once for as long as the key is kept."""
         made = self._of(key).made
         if name not in made:
             made[name] = make()
         return made[name]
 
     def event(self) -> Event:
-        """A point in this device's work that another may wait for."""
+        """Mark a point in this device's work that another device may wait for."""
         return time.monotonic_ns()
 
     def wait(self, event: Event) -> None:
-        """Do nothing further before that point has been reached."""
+        """Let later work on this device wait until that point has been reached."""
 
     def copy_of(self, key: tuple, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of the other side, here; in rounds of one key always the same."""
+        """Return the other model's tensor on this device; in rounds of one key it is always the same tensor."""
         return tensor
 
     def read(self, key: tuple, result: Any, spans: Spans) -> AsyncResult:
-        """Bring a dataclass of tensors to the host."""
+        """Start copying a dataclass of tensors to the host."""
         return AsyncResult(result, self.event(), spans)
 
     def _of(self, key: tuple) -> _Kept:
@@ -132,12 +132,12 @@ class StageRunner:
         return self._keys[key]
 
     def _finish_work(self) -> None:
-        """What is kept may still be at work: wait for it."""
+        """Wait for work that may still use what is kept."""
 
 
 class _NoGarbage:
-    """Nothing is collected meanwhile, by any thread: among garbage may be recordings of an engine that is gone, and to
-    give one up ends a recording that is being made."""
+    """Turns garbage collection off, for all threads. The garbage may include recordings of an engine that is gone, and
+    to free a recording breaks off a capture that is in progress."""
 
     def __init__(self) -> None:
         self._lock, self._inside, self._collects = threading.Lock(), 0, False
@@ -160,11 +160,10 @@ _NO_GARBAGE = _NoGarbage()
 
 
 class GraphRunner(StageRunner):
-    """One stream of a GPU. A stage runs as it is the first time, which compiles its kernels, and is recorded the second
-    time.
+    """Runs stages on one stream of a GPU. A stage runs directly the first time, which compiles its kernels, and is
+    recorded the second time.
 
-    What is kept is counted, and released where it is more than `most_keys` kinds or `most_bytes`: those not used for
-    longest first."""
+    If more than `most_keys` kinds or `most_bytes` are kept, the least recently used are released first."""
 
     records = True
 
@@ -191,8 +190,8 @@ class GraphRunner(StageRunner):
             ):
                 outputs = stage()
             recorded.graphs[name] = (graph, outputs)
-            # What a capture gives back, the next one uses: what stays is its outputs. Counted by their shapes, all
-            # ranks agree.
+            # The next capture reuses what a capture has freed, so only its outputs remain. They are counted by their
+            # shapes, so that all ranks agree.
             recorded.nbytes += _nbytes(outputs)
         graph, outputs = recorded.graphs[name]
         graph.replay()
@@ -225,7 +224,8 @@ class GraphRunner(StageRunner):
 
 
 def _map(values: Any, function: Callable[..., Any], *others: Any) -> Any:
-    """The same dataclass with every tensor replaced, those of other dataclasses of its kind beside it."""
+    """Return the same dataclass with `function` applied to every tensor, together with the tensors at its place in
+    `others`."""
     columns = {f.name: [getattr(one, f.name) for one in (values, *others)] for f in fields(values)}
     return type(values)(
         **{n: _map(c[0], function, *c[1:]) if is_dataclass(c[0]) else function(*c) for n, c in columns.items()}
@@ -233,7 +233,7 @@ def _map(values: Any, function: Callable[..., Any], *others: Any) -> Any:
 
 
 def _nbytes(values: Any) -> int:
-    """Of all tensors in tuples and dataclasses."""
+    """Return the bytes of all tensors in tuples and dataclasses."""
     if isinstance(values, Tensor):
         return values.nbytes
     if isinstance(values, tuple):

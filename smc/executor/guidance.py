@@ -1,11 +1,12 @@
-"""Guidance: beside a sequence runs its unconditional row, the same answer after the negative prompt, and the
-distribution is that of l_u + s (l_c - l_u), l_c the logits after the prompt and l_u those after the negative one.
+"""Guidance: beside a sequence runs its unconditional row, which is the same answer after the negative prompt. The
+guided logits are l_u + s (l_c - l_u), with l_c the logits after the prompt and l_u those after the negative prompt.
 
-Logits, not log-probabilities: the two differ by a constant of the row, which the softmax after it takes away, so
-nothing is normalised twice. Temperature and truncation come afterwards. Unconditional rows are further rows of the same
-pass: at the target, for every guided request. A round names a page beside each page that it gives a guided batch index,
-so unconditional rows follow wherever names of pages go: through trees that are re-parented and after the choice. See
-the package's legend for axes; U unconditional rows of batch indices, Y unconditional rows of their rows."""
+The formula uses logits instead of log-probabilities: the two differ by a constant for each row, which the softmax
+afterwards removes, so nothing is normalised twice. Temperature and truncation come afterwards. Unconditional rows are
+further rows of the same pass, at the target, for every guided request. The plan of a round names a page beside each
+page of a guided batch index, so unconditional rows follow wherever page numbers go: through trees that are reparented
+and after the choice. See the package's legend for axes; U unconditional rows of batch indices, Y unconditional rows of
+their rows."""
 
 from __future__ import annotations
 
@@ -24,30 +25,30 @@ from smc.types import ModelRole
 
 @dataclass(frozen=True)
 class GuidedPass:
-    """A model's logits for the tokens of rows, guided where the plan says so: then the unconditional rows of theirs run
-    with them. Every batch index has equally many rows."""
+    """Computes a model's logits for the tokens of rows, guided where the plan says so: then the unconditional rows run
+    in the same pass. All batch indices have equally many rows."""
 
     forward: StaticForward
     logits: Callable[[Tensor], Tensor]
-    """Of hidden states, [R, V], or [R, M] of a head of its own."""
+    """Maps hidden states to logits [R, V], or to [R, M] with a head of its own."""
     state: SlotState
     guide: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """See `smc.executor.sampling.Sampling.guide`."""
     ops: RoundOps
     role: ModelRole
     beside_P: Tensor
-    """int32: of every page of a guided batch index in this round, the unconditional row's page beside it."""
+    """int32: for every page of a guided batch index in this round, the unconditional row's page beside it."""
     page_tokens: PageTokens
 
     def begin(self, plan: RoundPlan[Tensor], pending_AP: Tensor, pages_AW: Tensor) -> None:
-        """A round begins that gives its batch indices pages: for pending tokens, which are run from the tables, and for
-        what is run after them."""
+        """Begin a round that gives its batch indices pages: `pending` for pending tokens, which are read from the block
+        tables, and `pages` for the tokens that run after them."""
         unconditional, state = plan.unconditional_at(self.role), self.state
         if unconditional is None:
             return
         index_U, slot_U1, theirs_UW = unconditional.index_U, unconditional.slot_U[:, None], unconditional.pages_UW
         own_UW, pending = torch.cat((pending_AP[index_U], pages_AW[index_U]), 1), pending_AP.shape[1]
-        # Padding stands beside the dummy page.
+        # Padding maps the dummy page only.
         own_UW = torch.where(_exist(unconditional)[:, None], own_UW, 0)
         self.beside_P.index_copy_(0, own_UW.flatten().long(), theirs_UW.flatten())
         held_U1 = (state.held(plan.slot_A[index_U]) + unconditional.shift_U)[:, None]
@@ -61,8 +62,8 @@ class GuidedPass:
         output_R: Tensor | None = None,
         root_R: Tensor | None = None,
     ) -> Tensor:
-        """Logits after all tokens [T, V], or after one of each row [R, V], the `output`-th of the T. `root_R`: the
-        batch index whose particle a row continues, if not its own."""
+        """Return logits after all tokens [T, V], or after one token of each row [R, V], the `output`-th of the T.
+        `root_R`: the batch index whose particle a row continues, if not its own."""
         logits_TV = self._guided(plan, tokens_T, rows, output_R, root_R)
         if plan.penalties is not None or plan.constraints is not None:
             self.page_tokens.store(tokens_T, rows)
@@ -94,9 +95,9 @@ class GuidedPass:
     def follow(
         self, plan: RoundPlan[Tensor], ancestor_A: Tensor, pages_XB: Tensor, row_A: Tensor, *, pending: bool
     ) -> None:
-        """After the choice, before sequences have moved on: the unconditional rows of batch indices continue those of
-        batch indices `ancestor`, then with what is beside the pages of this round that row `row` has, after the
-        `pending` tokens if these were given pages of their own."""
+        """Remap the unconditional rows after the choice, before sequences have advanced. The unconditional row of each
+        batch index continues that of batch index `ancestor`, by the pages beside this round's pages of row `row`. With
+        `pending`, pending tokens had pages of their own, and these new pages come after them."""
         unconditional, state = plan.unconditional_at(self.role), self.state
         if unconditional is None:
             return
@@ -110,10 +111,11 @@ class GuidedPass:
     def _with_unconditional(
         self, unconditional: UnconditionalRows[Tensor], rows: Rows, row_Y: Tensor, root_R: Tensor | None
     ) -> Rows:
-        """The rows, and after them the unconditional rows of those in `row`: the same tokens, each at its own position.
+        """Return the rows, followed by the unconditional rows of those in `row`: the same tokens, each at its own
+        position.
 
-        What an unconditional row holds is in the table of its own slot; of pages that a row has for itself, it has
-        those beside them."""
+        The block table of an unconditional row is that of its own slot. For every page that its row has for itself, it
+        has the page beside that one."""
         width = len(row_Y) // len(unconditional.index_U)
         shift_Y, exist_Y = (
             values_U.repeat_interleave(width) for values_U in (unconditional.shift_U, _exist(unconditional))
@@ -142,16 +144,17 @@ class GuidedPass:
 
 
 def _slots_of(unconditional: UnconditionalRows[Tensor], index_Y: Tensor, own_Y: Tensor) -> Tensor:
-    """int64 [Y]: slots of the unconditional rows of batch indices; where there is none but padding, its own."""
+    """Return the slots of the unconditional rows of batch indices, int64 [Y]; padding rows keep their `own` slots."""
     exist_Y = _exist(unconditional).repeat_interleave(len(own_Y) // len(unconditional.index_U))
     return torch.where(exist_Y, unconditional.slot_U[unconditional.of_A[index_Y]], own_Y)
 
 
 def _rows(index_U: Tensor, width: int) -> Tensor:
-    """int64 [U * width]: where everything comes `width` times, the batch indices of what these have."""
+    """Return the entries of these batch indices, int64 [U * width], in arrays with `width` entries for each batch
+    index."""
     return (index_U[:, None] * width + torch.arange(width, device=index_U.device)).flatten()
 
 
 def _exist(unconditional: UnconditionalRows[Tensor]) -> Tensor:
-    """bool [U]: all but padding."""
+    """Return bool [U]: true except for padding."""
     return unconditional.size_U[unconditional.group_U] > 0

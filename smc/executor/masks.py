@@ -1,12 +1,13 @@
 """Masks of constrained requests: which tokens may follow each row, computed on the host while a model runs.
 
-A model's stage is cut in two: what it is going to run is read, the pass is queued, masks are computed by the tokens
-(`smc.constraints`) and brought to the device, and what draws and scores waits for them. What a row holds is read from
-the tokens of its pages (`smc.executor.state`), so that it follows from its block table wherever that goes.
+A model's stage is divided. The tokens that it is going to run are copied to the host, and the pass is queued. The host
+computes masks from the tokens (`smc.constraints`) and copies them to the device, where drawing and scoring wait for
+them. A row's tokens are read from its pages (`smc.executor.state`), so they follow its block table wherever that goes.
 
-Every method draws from the target's distribution p with what is not allowed taken out, renormalised. A population
-whose distribution is that of whole answers given the constraint (`by_answer`) counts the mass Z that is left at every
-token in its weights: p(x) = p(x | allowed) Z. There the truncation is that of p itself.
+Every method draws from p(x | allowed): the target's distribution p without the forbidden tokens, renormalised. A
+population whose distribution is that of whole answers given the constraint (`by_answer`) multiplies its weights at
+every token by the mass Z of the allowed tokens: p(x) = p(x | allowed) Z. For such a population p is truncated before it
+is masked, for all others afterwards.
 
 See the package's legend for axes; V columns of logits, W words of 32 tokens, C constrained batch indices, M masks that
 are needed, or columns of a draft's own head."""
@@ -34,17 +35,18 @@ from smc.stops import StopMachine
 from smc.types import ModelRole, mask_span
 
 Fetched = Callable[[], list[np.ndarray]]
-"""Waits for what is on its way to the host."""
+"""Waits for arrays that are being copied to the host, and returns them."""
 Paths = Iterator[tuple[int, MaskPath]]
-"""Masks that are needed, each with a batch index of the request."""
+"""The masks that are needed, each with a batch index of its request."""
 
 
 class HeldAnswers:
-    """Tokens of the answers so far, by constrained batch index, each put together when it is needed."""
+    """Tokens of the answers so far, by constrained batch index. Each answer is put together when it is first read."""
 
     def __init__(self, index_C: np.ndarray, prompt_C: np.ndarray, arrays: list[np.ndarray], *, pending: bool) -> None:
-        """`arrays`: tokens [C, L] that models hold after the prompt, positions [C] that they hold, pending tokens
-        [C, Q], how many [C], and whether the particle is alive and goes on [C]; `pending`: with these tokens."""
+        """`arrays`: tokens [C, L] that the model holds after the prompt, number of positions [C] that it holds, pending
+        tokens [C, Q] and their number [C], and whether the particle is alive and has not ended [C]. `pending`: answers
+        include the pending tokens."""
         self._tokens_CL, self._held_C, self._pending_CQ, self._pending_C, self._open_C = arrays
         self._prompt_C, self._pending = prompt_C, pending
         self._found: dict[int, np.ndarray] = {}
@@ -57,7 +59,7 @@ class HeldAnswers:
         return index in self._c
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """int64."""
+        """Return the tokens of the answer, int64."""
         if index not in self._found:
             c = self._c[index]
             answer_L = self._tokens_CL[c, : self._held_C[c] - self._prompt_C[c]].astype(np.int64)
@@ -67,24 +69,24 @@ class HeldAnswers:
         return self._found[index]
 
     def is_open(self, index: int) -> bool:
-        """Whether anything may follow."""
+        """Whether tokens may follow."""
         return bool(self._open_C[self._c[index]])
 
 
 class TokenMasks:
-    """Masks at one model."""
+    """Computes the masks at one model."""
 
     def __init__(self, compiler: Compiler, state: SlotState, page_tokens: PageTokens, stages: StageRunner) -> None:
         self._compiler, self._state, self._tokens, self._stages = compiler, state, page_tokens, stages
         self._machines: dict[int, StopMachine] = {}
-        """By entry of the stop tables, those that mask tokens."""
+        """Stop machines that mask tokens, by entry of the stop tables."""
         self._followers: dict[int, Follower] = {}
-        """By slot; slots of one request have the same."""
+        """Followers by slot; the slots of one request share one."""
         self._turn = 0
         self._began, self._nanoseconds = 0, 0
 
     def join(self, group: SequenceHandoff) -> None:
-        """Slots begin anew."""
+        """Forget the requests that had these slots before."""
         for slot in group.slots_N.tolist():
             self._followers.pop(slot, None)
         if group.machine is not None:
@@ -93,18 +95,20 @@ class TokenMasks:
                 self._machines[group.stops] = group.machine
 
     def take_span(self, role: ModelRole) -> Spans:
-        """What all masks since the last call took together, as if made at once with the last."""
+        """Return the time that all masks since the last call took together, as one span that starts when the last mask
+        did."""
         began, took, self._nanoseconds = self._began, self._nanoseconds, 0
         return {mask_span(role): (began, began + took)} if took else {}
 
     def particles(self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor]) -> Callable[[], HeldAnswers]:
-        """Answers of particles with what is pending, by batch index; read before any of it runs."""
+        """Return a function that gives the answers of particles, with their pending tokens, by batch index. Call it
+        before any of these tokens runs."""
         return self._answers(plan, here, pending=True)
 
     def of_particles(
         self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], particles: Callable[[], HeldAnswers]
     ) -> Tensor:
-        """Masks [A, W] of what may follow each particle."""
+        """Return masks [A, W] of the tokens that may follow each particle."""
         held = particles()
         paths = ((index, MaskPath(held[index], len(held[index]), index, 1)) for index in held if held.is_open(index))
         return self._masks(plan, "particles", len(here.slot_A), paths)
@@ -117,7 +121,8 @@ class TokenMasks:
         step: int,
         particles: Callable[[], HeldAnswers],
     ) -> Callable[[], Tensor]:
-        """Masks [X, W] of what may follow rows of so many tokens, which continue `particles`."""
+        """Return a function that computes masks [X, W] of the tokens that may follow rows of `step` tokens, which
+        continue `particles`."""
         assert tree.run_4X is not None, "rows that have been re-parented"
         fetched = self._fetch([tree.root_X, tree.cut_X, tree.run_4X[3], tree.tokens_XK[:, :step]])
 
@@ -136,7 +141,8 @@ class TokenMasks:
         return masks
 
     def of_blocks(self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], blocks: Blocks) -> Callable[[], Tensor]:
-        """Masks [T, W] of what may follow each token of blocks that are about to run."""
+        """Return a function that computes masks [T, W] of the tokens that may follow each token of blocks. Call it
+        before the blocks run."""
         answers = self._answers(plan, here, pending=False)
         fetched = self._fetch([blocks.origin_A, blocks.tokens_AQ, blocks.run_A])
 
@@ -158,7 +164,8 @@ class TokenMasks:
     def _answers(
         self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], *, pending: bool
     ) -> Callable[[], HeldAnswers]:
-        """Tokens of the answers so far, by batch index, of what models hold, with or without what is pending."""
+        """Return a function that gives the answers so far, by batch index: the tokens that the model holds, with or
+        without the pending ones."""
         constraints, state = plan.constraints, self._state
         assert constraints is not None, "a round with constrained requests"
         index_C = np.flatnonzero(constraints.entry_A)
@@ -175,7 +182,8 @@ class TokenMasks:
         return cache(lambda: HeldAnswers(index_C, prompt_C, fetched(), pending=pending))
 
     def _masks(self, plan: RoundPlan[np.ndarray], name: str, total: int, paths: Paths) -> Tensor:
-        """[total, W] on the device: always the same tensor for rounds of one key. All tokens where nothing is said."""
+        """Return masks [total, W] on the device, in a tensor that is always the same for rounds of one key. Rows that
+        are in no path allow all tokens."""
         words, device = self._compiler.words, self._state.device
         pinned = device.type == "cuda"
 
@@ -193,7 +201,7 @@ class TokenMasks:
         self._turn += 1
         began = time.monotonic_ns()
         host, row_M = hosts[self._turn % len(hosts)]
-        # Masks that are needed are written one after another. Most rows need none where many are without a particle.
+        # Only needed masks are written, one after another: most rows need none if many batch indices have no particle.
         needed: dict[int, list[MaskPath]] = {}
         count, numbers_M = 0, row_M.numpy()
         for index, path in paths:
@@ -216,7 +224,7 @@ class TokenMasks:
         return there
 
     def _follower(self, plan: RoundPlan[np.ndarray], group: int) -> Follower | None:
-        """Of a request; None: its constraint cannot be followed."""
+        """Return the follower of a group's request; None: its constraint cannot be followed."""
         assert plan.constraints is not None, "a round with constrained requests"
         first, size = int(plan.first_G[group]), int(plan.size_G[group])
         slots = plan.slot_A[first : first + size].tolist()
@@ -225,13 +233,13 @@ class TokenMasks:
             machine = self._machines[int(plan.constraints.entry_A[first])]
             try:
                 follower = self._compiler.follower(machine)
-            except ValueError:  # it was compiled before it came here, by a process with more time
+            except ValueError:  # another process has compiled it before, with more time
                 return None
         self._followers |= dict.fromkeys(slots, follower)
         return follower
 
     def _fetch(self, tensors: list[Tensor]) -> Fetched:
-        """Bring tensors to the host as they are now."""
+        """Copy tensors to the host as they are now. Returns a function that waits for the copies."""
         if self._state.device.type == "cpu":
             arrays = [tensor.clone().numpy() for tensor in tensors]
             return lambda: arrays
@@ -249,7 +257,7 @@ class TokenMasks:
 
 
 def allowed_tokens(mask_RW: Tensor, vocab: int, ids_M: Tensor | None = None) -> Tensor:
-    """bool [R, vocab], or [R, M] of these tokens."""
+    """Return which tokens a mask allows, bool [R, vocab], or [R, M] for the tokens `ids`."""
     bit_8 = torch.arange(8, dtype=torch.uint8, device=mask_RW.device)
     bytes_RB1 = mask_RW.view(torch.uint8)[:, :, None]
     allowed_RV = ((bytes_RB1 >> bit_8) & 1).flatten(1).bool()
@@ -259,9 +267,9 @@ def allowed_tokens(mask_RW: Tensor, vocab: int, ids_M: Tensor | None = None) -> 
 def apply_mask(
     logits_RV: Tensor, mask_RW: Tensor, columns: int, ids_M: Tensor | None = None, *, fails: bool = True
 ) -> Tensor:
-    """Logits without what is not allowed; the Triton form is in `smc.kernels.truncation`. Where nothing that is allowed is
-    possible, as a bias forbids it, all that is allowed is equally likely. Where nothing is allowed at all, logits are NaN
-    if the row `fails`, or as they were."""
+    """Return logits that exclude forbidden tokens; the Triton form is in `smc.kernels.truncation`. If all allowed
+    tokens are impossible, for example because of a bias, they become equally likely. If no token is allowed, the row's
+    logits become NaN with `fails`, and otherwise stay as they were."""
     own_RV, beyond_RX = logits_RV.float().split((columns, logits_RV.shape[1] - columns), 1)
     allowed_RV = allowed_tokens(mask_RW, columns, ids_M)
     masked_RV = torch.where(allowed_RV, own_RV, -torch.inf)
@@ -280,16 +288,16 @@ def given_constraint(
     distribution_T: DistributionSpec[Tensor],
     by_answer_T: Tensor | None,
 ) -> tuple[Tensor, DistributionSpec[Tensor], Tensor | None]:
-    """Logits and distributions of what the target says given the constraint; and where some rows are `by_answer` the log
-    of the mass [T] that their mask leaves of the distribution, 0 of other rows. `masked`: logits as `apply_mask` has
-    them."""
+    """Return the target's logits and distributions given the constraint. If some rows are `by_answer`, also return the
+    log of the mass [T] that their mask leaves of the distribution, 0 for other rows. `masked`: logits after
+    `apply_mask`."""
     if by_answer_T is None:
         return masked_TV, distribution_T, None
     logp_TV = Distributions(distribution_T, logits_TV.device).target(logits_TV[:, :vocab].float())
     allowed_TV = allowed_tokens(mask_TW, vocab)
     logp_TV = torch.where(allowed_TV, logp_TV, -torch.inf)
     mass_T = logp_TV.logsumexp(-1)
-    # Where a truncation leaves nothing that is allowed, what is drawn is allowed, and without weight.
+    # If a truncation leaves no allowed token, an allowed token is drawn all the same, and has no weight.
     is_given_T1 = (by_answer_T & (mass_T > -torch.inf))[:, None]
     own_TV = torch.where(is_given_T1, logp_TV, masked_TV[:, :vocab])
     mass_T = torch.where(by_answer_T, torch.where(allowed_TV.any(-1), mass_T, torch.nan), 0.0)
@@ -297,8 +305,8 @@ def given_constraint(
 
 
 def neutral(distribution_R: DistributionSpec[Tensor], rows_R: Tensor) -> DistributionSpec[Tensor]:
-    """The distributions without temperature and truncation in these rows, whose logits are log-probabilities that have
-    been through both."""
+    """Return the distributions without temperature and truncation in these rows, whose logits are log-probabilities
+    that already include both."""
     given = distribution_R
 
     def without(value_R: Tensor, none: float) -> Tensor:

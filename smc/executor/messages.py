@@ -1,10 +1,10 @@
-"""What passes between the scheduler and a worker besides plans of rounds: prompts, as a flat batch of rows, and what the two
-models tell each other and the host in a round. NumPy on the host's side, so that a link can ship the bytes; tensors on
-the models'.
+"""Messages between the scheduler and the workers, except plans of rounds (`smc.executor.plan`): prompts, as a flat
+batch of rows, and what the two models send to each other and to the host in a round. On the host they are NumPy arrays,
+so that a link can ship the bytes; at the models they are tensors.
 
-A worker learns nothing of requests, particles or weights from prompts.
+A worker learns nothing about requests, particles or weights from prompts.
 
-See the package's legend for axes; of prompts R rows, T tokens (row after row), X pages (row after row), D draws, Y
+See the package's legend for axes. In prompts: R rows, T tokens (row after row), X pages (row after row), D draws, Y
 tokens that are scored, K top_logprobs."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class Stream(NamedTuple):
-    """A sequence that a model runs for each row of a request, with pages of its pool: the row itself, or of a guided
-    request the unconditional one after the negative prompt (`smc.executor.guidance`)."""
+    """A sequence that a model runs for each row of a request, in pages of that model's pool: the row itself or, for a
+    guided request, the unconditional row after the negative prompt (`smc.executor.guidance`)."""
 
     role: ModelRole
     unconditional: bool = False
@@ -36,76 +36,78 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Pending(Protocol, Generic[Result]):
-    """A result on its way."""
+    """A result that may not have arrived yet."""
 
     def result(self) -> Result:
-        """Waits for it."""
+        """Wait for the result and return it."""
         ...
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """What was done for it, and when it began and ended, nanoseconds of the monotonic clock: the pass of a model in
-        a round has the name of its role, that of prompts is `prompt`. After `result`."""
+        """Return when each piece of work for this result began and ended, in nanoseconds of the monotonic clock. In a
+        round the pass of a model has the name of its role; the run of a prompt batch is named `prompt`. Call it after
+        `result`."""
         ...
 
 
 @dataclass(frozen=True)
 class Draws:
-    """D tokens to be drawn after the last one of each row, from p^alpha normalised, and with which random numbers
-    (smc/philox.py)."""
+    """D tokens to draw after the last token of each row, from the normalised p^alpha, with the keys of their random
+    numbers (smc/philox.py)."""
 
     distribution: DistributionSpec[np.ndarray]
     seed_R: np.ndarray
-    """int64."""
+    """int64 seed of the row's request."""
     round_R: np.ndarray
     """int64 count of rounds of the row's request."""
     stream_RD: np.ndarray
-    """int64 number that tells apart draws of the same request, round and position."""
+    """int64 number that distinguishes draws of the same request, round and position."""
     purpose: Purpose
     count_R: np.ndarray
-    """int32: how many of the D are wanted."""
+    """int32 number of draws, out of D, that are wanted."""
     kind_R: np.ndarray
-    """int32 `smc.algorithm.expansion.PopulationKind`: `DISTINCT` ones are drawn without replacement."""
+    """int32 `smc.algorithm.expansion.PopulationKind`; rows of kind `DISTINCT` draw without replacement."""
     biased_2Y: np.ndarray
-    """int32: rows and tokens whose logits are changed, each pair once."""
+    """int32 rows and tokens whose logits are changed; each pair occurs once."""
     bias_Y: np.ndarray
-    """float32: what is added to these."""
+    """float32 value that is added to each of these logits."""
     unconditional_R: np.ndarray | None = None
-    """int32 which row of the batch guides this one (`smc.executor.guidance`); itself: none does. None: no row is
-    guided."""
+    """int32 index of the batch's row that guides this one (`smc.executor.guidance`), or the row's own index if no row
+    does. None: no row is guided."""
     scale_R: np.ndarray | None = None
-    """float32 scale of guidance; 1: none."""
+    """float32 scale of guidance; 1: no guidance."""
     seen_2Z: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int32))
-    """int32: rows and tokens of their prompts, each pair once, of rows with a repetition penalty."""
+    """int32 rows with a repetition penalty, and tokens of their prompts; each pair occurs once."""
     repetition_Z: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    """float32: the penalty."""
+    """float32 repetition penalty of each of these pairs."""
     machines: tuple[StopMachine | None, ...] = ()
-    """What each row's constraint and bad words are of; None: it has none. Empty: no row has any."""
+    """Stop machine with each row's constraint and bad words; None: the row has neither. Empty: no row has any."""
     by_answer_R: np.ndarray | None = None
-    """bool: see `smc.executor.masks`."""
+    """bool: the distribution is that of whole answers, given the constraint (`smc.executor.masks`)."""
 
 
 @dataclass(frozen=True)
 class TopLogprobsSpec:
-    """The likeliest tokens after each of the last tokens of rows, under the distribution of what comes there. Axis R is
-    of the first rows of the batch, those that are scored; those after them only guide. Axis Y is of their scored
-    tokens, row after row."""
+    """Request for the likeliest tokens after each of the last tokens of rows, under the distribution of the next token.
+    Axis R covers the first rows of the batch, which are scored; the rows after them only guide. Axis Y covers the
+    scored tokens, row after row."""
 
     distribution: DistributionSpec[np.ndarray]
     count: int
-    """K, or the whole vocabulary if that has fewer."""
+    """K; the whole vocabulary if that has fewer tokens."""
     scored_R: np.ndarray
-    """int32: of how many of its last tokens; of all rows of the batch. A row that guides another is scored as
-    often."""
+    """int32 number of the row's last tokens that are scored, for all rows of the batch. It is the same for a row and
+    the row that guides it."""
     least_R: np.ndarray
-    """int32 position up to which what comes does not end the answer."""
+    """int32: the token at a position below this must not end the answer."""
     machines: tuple[StopMachine | None, ...]
-    """What is added to each row's logits, and ends its answer (`smc.executor.state`); None: nothing is added."""
+    """Stop machine with each row's biases and the tokens that end its answer (`smc.executor.state`); None: nothing is
+    added to the row's logits."""
     unconditional_R: np.ndarray | None = None
-    """As of `Draws`."""
+    """As in `Draws`."""
     scale_R: np.ndarray | None = None
     given_Y: np.ndarray | None = None
-    """int64: tokens that come, whose log-probabilities and ranks are reported besides; 0 where they are not wanted.
-    None: of no row."""
+    """int64 tokens that actually follow, whose log-probabilities and ranks are reported as well; 0 where they are not
+    wanted. None: they are wanted for no row."""
 
 
 @dataclass(frozen=True)
@@ -115,43 +117,45 @@ class PromptBatch:
     pages_X: np.ndarray
     """int32 pages of all positions of every row, those of its new tokens last."""
     starts_R: np.ndarray
-    """int32 positions whose keys and values are there already, or will be once the rows before have been stored."""
+    """int32 number of leading positions whose keys and values are already stored, or will be once the rows before this
+    one have been."""
     counts_R: np.ndarray
-    """int32 new tokens of each row, at least 1."""
+    """int32 number of new tokens of each row, at least 1."""
     tokens_T: np.ndarray
     """int64 token ids, row after row."""
     draws: Draws | None = None
-    """After the first rows; those after them only guide."""
+    """Draws after the first rows; the rows after these only guide."""
     top_logprobs: TopLogprobsSpec | None = None
-    """In place of draws."""
+    """Replaces draws."""
 
 
 @dataclass(frozen=True)
 class PromptResult(Generic[Array]):
-    """Draws [R, 0] where none were asked for, and no `top_logprobs`."""
+    """Result of a prompt batch. Without draws, their arrays are [R, 0]; without a `TopLogprobsSpec`, the arrays of axis
+    Y are empty."""
 
     drawn_RD: Array
-    """int32."""
+    """int32 drawn tokens."""
     drawn_logp_RD: Array
-    """float32 log-probability of each drawn token under p itself, whatever alpha."""
+    """float32 log-probability of each drawn token under p itself, for any alpha."""
     logw_RD: Array
-    """float64 log-weight that a particle begins with; -inf where nothing was drawn."""
+    """float64 initial log-weight of the particle that begins with the token; -inf where nothing was drawn."""
     log_z_R: Array
-    """float32 log normaliser of p^alpha after the last token; NaN if the model's logits were."""
+    """float32 log normaliser of p^alpha after the last token; NaN if the model's logits were NaN."""
     top_YK: Array
-    """int32: likeliest first, of every token that has `top_logprobs`, row after row."""
+    """int32 likeliest tokens after every scored token, in descending order, row after row."""
     top_logp_YK: Array
-    """float32 log-probabilities of these: -inf outside of a truncation, NaN if the model's logits were."""
+    """float32 log-probabilities of these tokens: -inf outside a truncation, NaN if the model's logits were NaN."""
     given_logp_Y: Array
-    """float32 log-probabilities of the tokens that come, NaN if the model's logits were; [0] unless they were asked
-    for."""
+    """float32 log-probabilities of the tokens in `TopLogprobsSpec.given_Y`, NaN if the model's logits were NaN; [0] if
+    there are none."""
     given_rank_Y: Array
-    """int32: how many tokens are at least as likely as these, themselves included; [0] unless they were asked
-    for."""
+    """int32 ranks of these tokens: how many tokens are at least as likely, the token itself included; [0] if there are
+    none."""
 
 
 class ModelLost(RuntimeError):
-    """The worker of a model is gone, with its keys and values and all that it was asked for; the other goes on."""
+    """The worker of one model is gone, with its keys and values and all its queued work; the other model continues."""
 
     def __init__(self, role: ModelRole, why: str) -> None:
         super().__init__(f"the {role} model is lost: {why}")
@@ -162,23 +166,23 @@ class ModelLost(RuntimeError):
 
 
 class Worker(Protocol):
-    """One model with its KV memory. Calls are carried out in the order they are made."""
+    """One model with its KV memory. Calls are carried out in order."""
 
     def run_prompts(self, batch: PromptBatch) -> Pending[PromptResult[np.ndarray]]: ...
 
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """What the draft sends the target: rows of K tokens, F for every batch index, each group's in the order of the
-    batch indices they come from."""
+    """Message from the draft to the target: rows of K tokens, F for every batch index. The rows of each group are in
+    the order of the batch indices that they continue."""
 
     all_WX: Tensor
-    """int32, in one piece, as it travels: tokens, the bits of their log q, root, count, whether ended, cut, the bits of
+    """int32, one tensor for the transfer: tokens, the bits of their log q, root, count, whether ended, cut, the bits of
     the share."""
 
     @staticmethod
     def width(block: int) -> int:
-        """W: numbers of a row of so many tokens."""
+        """Return W: how many numbers describe a row of `block` tokens."""
         return 2 * block + 5
 
     @staticmethod
@@ -199,27 +203,27 @@ class DraftedRows:
 
     @property
     def block(self) -> int:
-        """K."""
+        """K: tokens of a row."""
         return (len(self.all_WX) - 5) // 2
 
     @property
     def tokens_XK(self) -> Tensor:
-        """int32."""
+        """int32 token ids."""
         return self.all_WX[: self.block].t()
 
     @property
     def logq_XK(self) -> Tensor:
-        """float32."""
+        """float32 log-probability of each token under the proposal."""
         return self.all_WX[self.block : -5].view(torch.float32).t()
 
     @property
     def root_X(self) -> Tensor:
-        """int32 batch index whose particle a row continues."""
+        """int32 batch index whose particle the row continues."""
         return self.all_WX[-5]
 
     @property
     def count_X(self) -> Tensor:
-        """int64: how many tokens exist; 0 where the particle had ended."""
+        """int64 number of tokens that exist; 0 if the particle had ended."""
         return self.all_WX[-4].long()
 
     @property
@@ -229,22 +233,23 @@ class DraftedRows:
 
     @property
     def cut_X(self) -> Tensor:
-        """int64: how many of the root's last tokens the row takes back; above 0, it begins at an inner node."""
+        """int64 number of the root's last tokens that the row rolls back; if above 0, the row begins at an inner
+        node."""
         return self.all_WX[-2].long()
 
     @property
     def share_X(self) -> Tensor:
-        """float64 log of the row's mass over its root's, without what its tokens' log q are weighed with; -inf where
+        """float64 log of the row's share of its root's mass, before its tokens are weighted by p^alpha / q; -inf where
         there is no row."""
         return self.all_WX[-1].view(torch.float32).double()
 
 
 @dataclass(frozen=True)
 class RoundChoice:
-    """What the target sends the draft: how each batch index goes on. By batch index after the choice."""
+    """Message from the target to the draft: how each batch index continues. By batch index after the choice."""
 
     all_9A: Tensor
-    """int64, in one piece, as it travels."""
+    """int64, one tensor for the transfer: the properties below in their order, `mass` by its bits."""
 
     @staticmethod
     def of(
@@ -258,7 +263,7 @@ class RoundChoice:
         text_A: Tensor,
         mass_A: Tensor,
     ) -> RoundChoice:
-        """`bonus`: a token, or -1 where none is appended."""
+        """Pack a choice. `bonus`: a token, or -1 where none is appended."""
         mass_A = mass_A.double().view(torch.int64)
         return RoundChoice(
             torch.stack(
@@ -278,27 +283,27 @@ class RoundChoice:
 
     @property
     def ancestor_A(self) -> Tensor:
-        """Batch index whose particle goes on here."""
+        """Batch index whose particle continues here."""
         return self.all_9A[0]
 
     @property
     def row_A(self) -> Tensor:
-        """Which drafted row it goes on with."""
+        """Index of the drafted row that it continues with."""
         return self.all_9A[1]
 
     @property
     def count_A(self) -> Tensor:
-        """How many tokens of that row it takes."""
+        """Number of tokens that it takes from that row."""
         return self.all_9A[2]
 
     @property
     def cut_A(self) -> Tensor:
-        """How many of the ancestor's last tokens are taken back first."""
+        """Number of the ancestor's last tokens that are rolled back first."""
         return self.all_9A[3]
 
     @property
     def bonus_A(self) -> Tensor:
-        """Token of the target's own that is appended last; -1: none."""
+        """Token drawn by the target that is appended last; -1: none."""
         return self.all_9A[4]
 
     @property
@@ -308,7 +313,7 @@ class RoundChoice:
 
     @property
     def ended_A(self) -> Tensor:
-        """bool: it runs nothing any more, or holds nothing."""
+        """bool: the particle has ended, or there is none."""
         return self.all_9A[6] > 0
 
     @property
@@ -324,61 +329,61 @@ class RoundChoice:
 
 @dataclass(frozen=True)
 class Lineage(Generic[Array]):
-    """Pages that particles have more or less than their ancestors had, by batch index after the choice. Tensors where
-    the model is."""
+    """Pages by which particles differ from their ancestors, by batch index after the choice."""
 
     path_AW: Array
-    """int32."""
+    """int32 new pages, in the order of positions."""
     kept_A: Array
-    """int32: how many of them hold keys and values of the particle's tokens."""
+    """int32: how many of the first of these pages hold keys and values of the particle's tokens."""
     dropped_A: Array
-    """int32: how many of the ancestor's last pages are released."""
+    """int32 number of the ancestor's last pages that are released."""
 
 
 @dataclass(frozen=True)
 class DraftReport(Generic[Array]):
-    """What the host learns of the draft's part in a round of both models. Tensors where the model is."""
+    """The draft's report to the host about a round of both models."""
 
     lineage: Lineage[Array]
-    """At the draft."""
+    """Pages at the draft."""
     observed_3A: Array
-    """float32, by batch index after the choice: what the target's draw after the root of the drafted rows says of
-    the exponent of coupled drafting, score and information (`smc.algorithm.coupling.DrawObservation`), and how many
-    tokens the draft thought more likely to be drawn; NaN: nothing was seen, or the rank was not looked for."""
+    """float32, by batch index after the choice, about the target's draw after the root of the drafted rows: its score
+    and information for the exponent of coupled drafting (`smc.algorithm.coupling.DrawObservation`), and its rank, the
+    number of tokens that the draft considered more likely to be drawn. NaN: no draw was seen, or the rank was not
+    computed."""
 
 
 @dataclass(frozen=True)
 class RoundResult(Generic[Array]):
-    """What the host learns of a round. By batch index, after the choice, unless said otherwise. Tensors where the model
-    is."""
+    """The report to the host about a round, from the target or from the model that decodes alone. By batch index, after
+    the choice, unless stated otherwise."""
 
     ancestor_A: Array
-    """Batch index."""
+    """Batch index whose particle continues here."""
     alive_A: Array
-    """bool: the batch index holds a particle. One that does not repeats another of its group, and has ended."""
+    """bool: the batch index holds a particle. One without a particle repeats another of its group and has ended."""
     cut_A: Array
-    """How many of the ancestor's last tokens were taken back."""
+    """Number of the ancestor's last tokens that were rolled back."""
     grown_AQ: Array
-    """Tokens that came after those."""
+    """Tokens that were then appended."""
     count_A: Array
-    """How many of them exist."""
+    """Number of appended tokens that exist."""
     ended_A: Array
     logw_A: Array
-    """float64."""
+    """float64 log-weight."""
     logq_AQ: Array
-    """float32 log q of the tokens that came."""
+    """float32 log q of the appended tokens."""
     logp_AQ: Array
-    """float32 log p of the tokens after the first of the block that was scored, as far as they stay; NaN beyond."""
+    """float32 log p of the tokens after the first of the scored block, as far as they are kept; NaN beyond."""
     first_logp_A: Array
-    """float32 log p of the token that follows the scored block; NaN where none does."""
+    """float32 log p of the token that follows the kept part of the scored block; NaN if none does."""
     log_z_G: Array
     ess_G: Array
     resampled_G: Array
     collapsed_G: Array
     draft_nan_G: Array
-    """bool: the draft returned NaN among tokens that exist."""
+    """bool: the draft returned NaN for tokens that exist."""
     target_nan_G: Array
     hit_G: Array
-    """bool: rows that were drafted ahead go on (exact decoding)."""
+    """bool: the round was a hit; rows that were drafted ahead continue (exact decoding)."""
     lineage: Lineage[Array]
-    """At the target, or the model that decodes alone."""
+    """Pages at the target, or at the model that decodes alone."""

@@ -1,11 +1,14 @@
-"""The two sides of a round, each over the memory of one worker, in one process or in two: what is run when, and what they
-send each other. Also the executor of rounds as the scheduler sees it, and the pair whose sides are both in this process.
+"""Runners of the two models in a round: each runs the stages of its model in order, on the memory of one worker, and
+exchanges messages with the other. Both may be in one process or in two. Also the interface through which the scheduler
+requests rounds, and its form with both models in this process.
 
-draft -> target   rows     what has been drafted
-target -> draft   choice   which of it goes on, and how
+draft -> target   rows            the drafted rows
+draft -> target   distributions   that the tokens of chains were drawn from, if there are chains
+target -> draft   choice          the rows that continue, and how
 
-On GPUs nothing here waits: a round is queued on the side's stream, and the host waits for its result alone. From its
-second time on, a stage of a round is the replay of a CUDA graph."""
+On GPUs the runners do not wait, except for the masks of constrained requests: a round is queued on the model's stream,
+and the host waits only when it reads the result. From its second run on, a stage of a round is the replay of a CUDA
+graph."""
 
 from __future__ import annotations
 
@@ -40,43 +43,44 @@ from smc.philox import Purpose
 from smc.types import ModelRole
 
 OBSERVED_ROOTS = 64
-"""Roots of a round whose log q is kept, at most, to fit the exponent of coupled drafting: others follow what these
-show."""
+"""Maximum number of roots of a round whose log q is kept, to fit the exponent of coupled drafting. Draws after further
+roots are not observed."""
 
 
 class Channel(Protocol):
-    """One side's end. Tensors are on this side's device; every call is made in its `Stages.working()`, and none waits
-    for a GPU."""
+    """One model's end of the connection between the models. Tensors are on this model's device. Every call is made
+    inside `StageRunner.working()`, and none waits for a GPU."""
 
     def send(self, name: str, tensor: Tensor) -> None:
-        """It must stay as it is until `settle`."""
+        """Send a tensor under a name. It must not change until `settle`."""
         ...
 
     def receive(
         self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        """What the other side sent by this name: `into` this tensor, or by default one that is always the same in
-        rounds of one key."""
+        """Return the tensor that the other model sent under this name: in `into`, or by default in a tensor that is
+        always the same in rounds of one key."""
         ...
 
     def share(self, tensor: Tensor) -> Tensor:
-        """The leader's values, in place, on every rank that holds a part of this side's model."""
+        """Replace the tensor's values by those of the leader, on every rank that holds a part of this model. Returns
+        the tensor."""
         ...
 
     def settle(self) -> None:
-        """Work that is asked for after this may overwrite what was sent."""
+        """Let work that is queued after this call overwrite what was sent."""
         ...
 
 
 class LocalChannel:
-    """One end of a channel inside a process, between two devices or two streams of one."""
+    """One end of a channel within a process, between two devices or two streams of one device."""
 
     def __init__(self, stages: StageRunner) -> None:
         self._stages = stages
         self._other = self
         self._sent: dict[str, tuple[Tensor, Event]] = {}
         self._kept: list[Tensor] = []
-        """What was sent, until the other side has its copy: memory that is released is used again at once."""
+        """Sent tensors, until the other end has copied them: memory that is freed is reused at once."""
         self._received: Event | None = None
 
     @staticmethod
@@ -111,14 +115,14 @@ class LocalChannel:
 
 
 class ModelRunner:
-    """One model's part in rounds: the state of all slots, and decoding alone."""
+    """One model's part in rounds: the state of all slots, and decoding with this model alone."""
 
     def __init__(
         self, config: EngineConfig, worker: ModelWorker, ops: RoundOps, stages: StageRunner, pending: int
     ) -> None:
-        """`pending`: tokens at most that are to be run when a round begins."""
+        """`pending`: maximum number of tokens that are still to be run when a round begins."""
         self.config, self.worker, self.stages = config, worker, stages
-        # Prompts are run where rounds are: what is written is there for what is asked for later.
+        # Prompts use the same runner as rounds, so that later work finds what they have written.
         worker.stages, worker.ops = stages, ops
         stop_tables = stops.StopTables(config.max_stops, worker.vocab_size, worker.token_bytes, worker.device)
         self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device)
@@ -137,14 +141,15 @@ class ModelRunner:
             state=self.state,
             ops=ops,
             biases=self._biases,
-            # Plain decoding of a target must not depend on rounds: exact decoding makes the same draws in others.
+            # The target's plain decoding must not depend on the round's number: exact decoding makes the same draws in
+            # other rounds.
             shape=DraftShape(config.block, by_round=worker.name == ModelRole.DRAFT),
             mixture=0.0,
             purpose=Purpose.TARGET,
         )
 
     def join(self, group: SequenceHandoff) -> None:
-        """Particles take part from the next round on."""
+        """Let particles take part from the next round on."""
         with self.stages.working():
             if group.tokens_XL is not None:
                 pages_XL, tokens_XL = (
@@ -158,7 +163,7 @@ class ModelRunner:
         self.state.join(group)
 
     def _load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
-        """The plan, on the device. Called at work."""
+        """Return the plan on the device. Call it inside `working()`."""
         here = self.stages.keep(plan.key, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
         if plan.weights_A is not None:
             self.stages.run(plan.key, "reweigh", lambda: self.state.reweigh(here))
@@ -193,11 +198,11 @@ class ModelRunner:
         here: RoundPlan[Tensor],
         distribution: DistributionSpec[Tensor],
     ) -> tuple[DraftedRows, GrownRows]:
-        """As `Drafter.draft`, with masks. On GPUs the masks of later steps, for which the host waits in every step, are
-        made only where the plan says so."""
+        """Run `Drafter.draft` with masks. On GPUs the masks of later steps are made only if the plan says so, because
+        the host waits for the device in each of these steps."""
         run, masks = partial(self.stages.run, plan.key), self._masks
         assert plan.constraints is not None and here.constraints is not None, "a round with constrained requests"
-        # Read before anything else is queued: the host waits for it, and for nothing of this round.
+        # This copy is queued before everything else of the round, so the host waits for nothing of this round.
         particles = masks.particles(plan, here)
         begun = run("begin", lambda: drafter.begin(here, distribution))
         logits_AV = run("pass 0", lambda: drafter.run_pending(here, begun))
@@ -260,7 +265,7 @@ class ModelRunner:
 
 
 class DraftRunner(ModelRunner):
-    """Drafts rows, then follows what the target chose."""
+    """The draft's part in rounds: drafts rows, then follows the target's choice."""
 
     def __init__(
         self, config: EngineConfig, worker: ModelWorker, ops: RoundOps, stages: StageRunner, channel: Channel
@@ -279,7 +284,7 @@ class DraftRunner(ModelRunner):
             sampling = ops.head_sampling(head.vocab, worker.device)
             biases = BiasTables(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
             self.state.biases.append(biases)
-        # Made once, for as many chains as there may be. Nothing is read of them that has not been written.
+        # Allocated once, for the maximum number of chains. Entries are read only after they have been written.
         chains, length, ahead = config.chains(worker.vocab_size), config.target_tokens - 1, config.lookahead
         rooms = (chains * config.branches, *((chains, chains) if ahead else (0, 0)))
         self._dists_YLV, self._kept_MLV, self._sent_CLV = (
@@ -303,7 +308,8 @@ class DraftRunner(ModelRunner):
         self._round: tuple[RoundPlan[Tensor], GrownRows, tuple] | None = None
 
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
-        """Queue the draft's part of a round. What comes back of a round of the pair is a `DraftReport`."""
+        """Queue the draft's part of a round. The result is a `DraftReport` for a round of both models, otherwise a
+        `RoundResult`."""
         if plan.program is Program.DRAFT:
             return self._decode(plan)
         self.draft(plan)
@@ -311,7 +317,7 @@ class DraftRunner(ModelRunner):
 
     @torch.inference_mode()
     def draft(self, plan: RoundPlan[np.ndarray]) -> None:
-        """Queue the draft's part of a round of the pair up to the choice."""
+        """Queue the draft's part of a round of both models, up to the choice."""
         stages, drafter, key = self.stages, self._drafter, plan.key
         with stages.working():
             self._channel.settle()
@@ -333,7 +339,7 @@ class DraftRunner(ModelRunner):
 
     @torch.inference_mode()
     def follow(self) -> AsyncResult:
-        """Queue the rest of it: the chosen rows become the particles."""
+        """Queue the rest of the round that `draft` began: the chosen rows become the particles."""
         assert self._round is not None, "what is followed has been drafted"
         plan, grown, span = self._round
         with self.stages.working():
@@ -343,7 +349,7 @@ class DraftRunner(ModelRunner):
 
     def _follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         if self.config.lookahead and len(plan.chain_C):
-            # The distributions go with the rows. What was sent has arrived: the choice was made by it.
+            # The distributions follow the rows. Those that were sent have arrived, because the target chose by them.
             index_C, f = plan.chain_C, plan.branches
             chain_A = torch.zeros_like(plan.slot_A).index_copy(
                 0, index_C, torch.arange(len(index_C), device=index_C.device)
@@ -359,27 +365,28 @@ class DraftRunner(ModelRunner):
             self._drafter.nodes.forget(slots_N)
 
     def _pick_distributions(self, dists_YLV: Tensor, index_C: Tensor) -> tuple[()]:
-        """Some distributions, to where they are sent from. Nothing is kept of it by rounds' recordings."""
+        """Copy the distributions at these indices to the tensor from which they are sent. Returns nothing, so that
+        recordings keep nothing of it."""
         torch.index_select(dists_YLV, 0, index_C, out=self._sent_CLV[: len(index_C)])
         return ()
 
 
 @dataclass(frozen=True)
 class QueuedPass:
-    """The target's pass of a constrained round, while the host makes masks."""
+    """The target's queued pass of a constrained round, for which the host still makes masks."""
 
     plan: RoundPlan[Tensor]
     inputs: VerifyInputs
     logits_TV: Tensor
-    """After all tokens."""
+    """Logits after all tokens."""
     masks: Callable[[], Tensor]
-    """Waits for what these depend on, and makes them."""
+    """Waits for the tokens that the masks depend on, and returns the masks."""
     span: tuple[Event, Event]
     """When the pass began and ended."""
 
 
 class TargetRunner(ModelRunner):
-    """Scores blocks and chooses."""
+    """The target's part in rounds: scores blocks and chooses."""
 
     def __init__(
         self, config: EngineConfig, worker: ModelWorker, ops: RoundOps, stages: StageRunner, channel: Channel
@@ -393,12 +400,13 @@ class TargetRunner(ModelRunner):
         )
         self._selector = Selector(sampling, state, ops, lookahead=config.lookahead)
         self._queued: QueuedPass | None = None
-        """What `begin` has queued."""
+        """The pass that `begin` has queued."""
 
     @torch.inference_mode()
     def begin(self, plan: RoundPlan[np.ndarray]) -> None:
-        """Queue the pass of a constrained round in look-ahead, which needs nothing that the round drafts. The target works
-        while the host waits for what the draft's masks depend on. Other rounds begin in `round`."""
+        """Queue the pass of a constrained round in look-ahead, which needs nothing that this round drafts. So the
+        target works while the host waits for the tokens that the draft's masks depend on. Other rounds begin in
+        `round`."""
         self._queued = None
         if plan.program is not Program.PAIR or plan.constraints is None or not self.config.lookahead:
             return
@@ -408,8 +416,8 @@ class TargetRunner(ModelRunner):
 
     @torch.inference_mode()
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
-        """Queue the target's part of a round, or what `begin` has left of it: in look-ahead the pass comes first, in
-        lockstep what it is over."""
+        """Queue the target's part of a round, or what remains of it after `begin`. In look-ahead the pass comes before
+        the drafted rows are received; in lockstep it runs over them."""
         if plan.program is Program.TARGET:
             return self._decode(plan)
         if self._queued is None:
@@ -459,7 +467,7 @@ class TargetRunner(ModelRunner):
         self._scorer.join(group, self.state.join(group))
 
     def _receive_distributions(self, key: tuple, plan: RoundPlan[Tensor]) -> None:
-        """What chains were drawn from, if there are any."""
+        """Receive the distributions that chains were drawn from, if there are any."""
         here_CLV = self._scorer.drawn_CLV[: len(plan.chain_C)]
         if here_CLV.numel():
             self._channel.receive(key, "distributions", tuple(here_CLV.shape), here_CLV.dtype, here_CLV)
@@ -471,32 +479,32 @@ class TargetRunner(ModelRunner):
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """What came of a round."""
+    """What the host learns of a round from all models that took part."""
 
     result: RoundResult[np.ndarray]
     lineage: dict[ModelRole, Lineage[np.ndarray]]
-    """By side."""
+    """Changes of pages, by model."""
     observed_3A: np.ndarray | None = None
-    """Of `DraftReport`; None: the draft took no part."""
+    """As in `DraftReport`; None: the draft took no part."""
 
 
 class RoundExecutor(Protocol):
-    """What carries out rounds. Everything is done in the order in which it is asked for."""
+    """Carries out rounds, in the order in which they are requested."""
 
     pipelined: bool
-    """A round goes on while its result is waited for, so that the next can be asked for."""
+    """A round runs without waiting for its result to be read, so that the next one can be requested meanwhile."""
 
     def join(self, role: ModelRole, group: SequenceHandoff) -> None:
-        """Particles take part on this side from the next round on."""
+        """Let particles take part at this model from the next round on."""
         ...
 
     def round(self, plan: RoundPlan[np.ndarray]) -> Pending[RoundOutcome]:
-        """Ask for a round."""
+        """Request a round."""
         ...
 
 
 class LocalRoundExecutor:
-    """Both sides in this process: on one device, or on two."""
+    """Both models in this process: on one device, or on two."""
 
     def __init__(self, config: EngineConfig, workers: dict[ModelRole, ModelWorker], ops: RoundOps) -> None:
         self.stages = {role: ops.stage_runner(worker.device) for role, worker in workers.items()}
@@ -524,18 +532,18 @@ class LocalRoundExecutor:
 
 @dataclass(frozen=True)
 class LocalRound:
-    """A round that its sides have been asked for."""
+    """A round that has been requested from its models."""
 
     readings: dict[ModelRole, Pending | AsyncResult]
 
     def result(self) -> RoundOutcome:
-        """Waits for it."""
-        # In this order each says when it came, by the clock of its own device.
+        """Wait for the round and return its outcome."""
+        # Each result takes the time at which its own wait ends, from which `spans` counts back.
         values = {role: reading.result() for role, reading in self.readings.items()}
         result = next(value for value in values.values() if isinstance(value, RoundResult))
         observed_3A = next((value.observed_3A for value in values.values() if isinstance(value, DraftReport)), None)
         return RoundOutcome(result, {role: value.lineage for role, value in values.items()}, observed_3A)
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """See `Reading.spans`."""
+        """See `Pending.spans`."""
         return {name: span for reading in self.readings.values() for name, span in reading.spans().items()}

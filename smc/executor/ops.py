@@ -1,6 +1,6 @@
-"""What a round does on a device, one method an operation: `RoundOps`, and `TorchOps`, the reference in plain torch that
-CPUs run. `smc.executor.triton_ops` has what GPUs run. Both give the same results: tests compare them, operation by
-operation. See the package's legend for axes."""
+"""Operations of a round on a device: the interface `RoundOps`, with one method for each operation, and `TorchOps`, the
+reference in plain torch, which CPUs run. GPUs run `smc.executor.triton_ops`. Both give the same results: tests compare
+them, operation by operation. See the package's legend for axes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, lay_ou
 from smc.model.draft_vocab import DraftVocab
 
 Groups = tuple[Tensor, Tensor]
-"""First of each group, and how many, integers [G] each."""
+"""First entry of each group and number of its entries, integers [G] each."""
 
 
 class RoundOps(Protocol):
@@ -41,11 +41,11 @@ class RoundOps(Protocol):
     # Running models.
 
     def stage_runner(self, device: torch.device) -> StageRunner:
-        """What runs the stages of rounds on a device: as they are, or as CUDA graphs."""
+        """Return the runner of stages on a device: it runs them directly or as CUDA graphs."""
         ...
 
     def forward(self, reader: Reader) -> StaticForward:
-        """The pass of few packed rows through a model."""
+        """Return the forward pass of few packed rows through a model."""
         ...
 
     def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: Tensor) -> Tensor:
@@ -56,11 +56,11 @@ class RoundOps(Protocol):
     # Logits and draws.
 
     def sampling(self, vocab: int) -> Sampling:
-        """Draws from logits, of which the first `vocab` columns count."""
+        """Return the sampling from logits whose first `vocab` columns are tokens."""
         ...
 
     def head_sampling(self, vocab: DraftVocab, device: torch.device) -> HeadSampling:
-        """Draws from the logits of a draft whose head has rows for part of the vocabulary."""
+        """Return the sampling from the logits of a draft whose head covers only part of the vocabulary."""
         ...
 
     def add_biases(

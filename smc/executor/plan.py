@@ -1,7 +1,7 @@
-"""What the host tells the two models about rounds. NumPy on the host's side, tensors on the models'.
+"""Messages from the host to the two models about rounds: the plan of a round, and particles that join. NumPy arrays on
+the host, tensors at the models.
 
-See the package's legend for axes.
-"""
+See the package's legend for axes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from smc.types import Array, ModelRole
 
 ALIGNMENT = 16
 SHORT, SHORT_SINGLE = 384, 640
-"""Positions up to which it is cheaper that each row reads them by itself, in general and where hardly any row shares
-them."""
+"""Numbers of positions up to which it is cheaper that each row reads them separately: in general, and if hardly any
+rows share positions."""
 PARTS = ("target_distribution", "draft_distribution", "target_unconditional", "penalties", "constraints")
-"""Of a plan, those that hold arrays themselves."""
+"""Fields of a plan that are dataclasses of arrays."""
 IN_FLIGHT = 9
-"""Rounds of one shape whose memory must not be used again yet: two for each of at most four micro-batches, and the
-next."""
+"""Number of buffers for the rounds of one shape, so that no round overwrites memory that is still in use: two for each
+of at most four micro-batches, and one for the next round."""
 
 
 class Program(StrEnum):
-    """Which models a round runs, and how."""
+    """The models that a round runs."""
 
     PAIR = "pair"
-    """The draft proposes, the target weighs and chooses."""
+    """The draft proposes; the target scores and chooses."""
     TARGET = "target"
     """The target decodes alone."""
     DRAFT = "draft"
@@ -42,167 +42,170 @@ class Program(StrEnum):
 
 
 class Contexts(StrEnum):
-    """How a round's rows read the positions before their tokens. What comes of it is the same."""
+    """How a round's rows read the positions before their tokens. Results do not depend on it."""
 
     SHORT = "short"
     """Few positions, which each row reads by itself."""
     SINGLE = "single"
-    """More, of groups with hardly more than one batch index each: few queries read the same."""
+    """More positions, in groups with hardly more than one batch index each, so that few queries read the same
+    positions."""
     SHARED = "shared"
-    """More, of groups with several batch indices, for which what they share is read once."""
+    """More positions, in groups with several batch indices; positions that a group shares are read once."""
 
     @staticmethod
     def of(columns: int, batch_size: int, groups: int) -> Contexts:
-        """Where no row holds more than `columns` positions when the round ends."""
+        """Choose the fastest way for a round at whose end no row holds more than `columns` positions."""
         short, longer = (SHORT_SINGLE, Contexts.SINGLE) if 2 * batch_size < 3 * groups else (SHORT, Contexts.SHARED)
         return Contexts.SHORT if columns <= short else longer
 
 
 @dataclass(frozen=True)
 class SequenceHandoff:
-    """Particles that take part on one side from the next round on: a request that starts, or one that is
-    resumed."""
+    """Particles that take part at one model from the next round on. Their request starts or is resumed."""
 
     slots_N: np.ndarray
-    """int32."""
+    """int32 slots."""
     pages_XL: np.ndarray
-    """int32 [N, L], or [1, L] where all have the same: page of every position whose keys and values are there."""
+    """int32 page of every position whose keys and values are stored: [N, L], or [1, L] if all particles have the
+    same."""
     base: int
-    """Leading positions whose pages no round will change: the prompt's."""
+    """Number of leading positions whose pages no round changes: those of the prompt."""
     limit: int
-    """Tokens, prompt included, that a sequence may have."""
+    """Maximum number of tokens of a sequence, prompt included."""
     least: int
-    """Of a sequence's tokens, prompt included, the first so many do not end the answer."""
+    """Number of leading tokens of a sequence, prompt included, that must not end the answer."""
     end_N: np.ndarray
-    """int32 tokens of the sequence so far, prompt included."""
+    """int32 number of tokens of the sequence so far, prompt included."""
     pending_NQ: np.ndarray
-    """int32: the last of them, whose keys and values are not there yet."""
+    """int32 last tokens of the sequence, whose keys and values are not stored yet."""
     pending_N: np.ndarray
-    """int32: how many those are; at least 1."""
+    """int32 number of these tokens, at least 1."""
     logq_NQ: np.ndarray
-    """float32 log-probability of those under the proposal; the first one's is not used."""
+    """float32 log-probability of these tokens under the proposal; that of the first one is not used."""
     ended_N: np.ndarray
     """bool: the last token is terminal."""
     alive_N: np.ndarray
-    """bool: the slot holds a particle; one that does not has ended, too."""
+    """bool: the slot holds a particle. A slot without one counts as ended."""
     text_N: np.ndarray
     """int32 state of the stop machine before the pending tokens."""
     logw_N: np.ndarray
-    """float64."""
+    """float64 log-weight."""
     stops: int
-    """Entry of the stop tables."""
+    """Entry of the request in the stop tables."""
     machine: StopMachine | None
-    """What belongs there; None: it is there already."""
+    """Stop machine to write to that entry; None: it is already there."""
     tokens_XL: np.ndarray | None = None
-    """int32 token of every page of `pages_XL`, for a request with penalties or a constraint; None: it has none."""
+    """int32 token of every page of `pages_XL`, for a request with penalties or a constraint; None for other
+    requests."""
 
 
 @dataclass(frozen=True)
 class UnconditionalRows(Generic[Array]):
-    """Of a round with guided requests, at one model: the U sequences that guided batch indices have there besides,
-    after the negative prompts, group after group. See `smc.executor.guidance`. U is padded, and so is the number of
-    their groups, to as many: a padding one is of the dummy slot, of batch index 0 and of the last group, which has none
-    then."""
+    """The U unconditional sequences (after negative prompts) that guided batch indices have at one model in a round,
+    group after group. See `smc.executor.guidance`. U is padded, and the number of their groups is padded to U. A
+    padding row belongs to the dummy slot, to batch index 0 and to the last group, which then has size 0."""
 
     scale_A: Array
-    """float32 scale of guidance; 1: none."""
+    """float32 scale of guidance; 1: no guidance."""
     of_A: Array
-    """int64 which of the U is the batch index's; 0 where a batch index has none."""
+    """int64 index, among the U, of the batch index's unconditional row; 0 if it has none."""
     index_U: Array
-    """int64 the batch index that it is of."""
+    """int64 batch index that the unconditional row belongs to."""
     slot_U: Array
-    """int64 slot of which the block table is the unconditional row's."""
+    """int64 slot whose block table is the unconditional row's."""
     shift_U: Array
-    """int64 positions by which its sequence is longer than the batch index's; below 0, shorter."""
+    """int64 number of positions by which its sequence is longer than that of the batch index; negative if it is
+    shorter."""
     group_U: Array
-    """int64 which of their groups it belongs to."""
+    """int64 group of the unconditional row, counted among groups of such rows."""
     first_U: Array
     """int32 first unconditional row of each group."""
     size_U: Array
-    """int32 unconditional rows of each group."""
+    """int32 number of unconditional rows of each group."""
     shared_U: Array
-    """int32 leading positions at which the unconditional rows of a group have the same tokens."""
+    """int32 number of leading positions at which the unconditional rows of a group have the same tokens."""
     pages_UW: Array
-    """int32 pages beside those that its batch index is given for the round, pending tokens first."""
+    """int32 pages of the unconditional row, one for each page that its batch index gets for the round; those for
+    pending tokens come first."""
 
 
 @dataclass(frozen=True)
 class Penalties(Generic[Array]):
-    """Of a round with penalised requests, per batch index; see `smc.executor.state`."""
+    """Penalties of a round with penalised requests, per batch index; see `smc.executor.state`."""
 
     presence_A: Array
-    """float32; 0: none."""
+    """float32 presence penalty; 0: none."""
     frequency_A: Array
-    """float32; 0: none."""
+    """float32 frequency penalty; 0: none."""
     repetition_A: Array
-    """float32; 1: none."""
+    """float32 repetition penalty; 1: none."""
     prompt_A: Array
-    """int64 tokens of the prompt."""
+    """int64 number of tokens of the prompt."""
 
 
 @dataclass(frozen=True)
 class ConstrainedRows(Generic[Array]):
-    """Of a round with constrained requests, per batch index; see `smc.executor.masks`."""
+    """Constraints of a round with constrained requests, per batch index; see `smc.executor.masks`."""
 
     entry_A: Array
     """int32 entry of the stop tables, whose machine has the constraint; 0: none."""
     prompt_A: Array
-    """int64 tokens of the prompt."""
+    """int64 number of tokens of the prompt."""
     by_answer_A: Array
     """bool: the distribution is that of whole answers, given the constraint."""
     every_step: bool
-    """The draft waits for the masks of all of its steps; else of the first."""
+    """The draft waits for the masks of all its steps; otherwise only for those of the first step."""
     has_answers: bool
-    """`by_answer` holds somewhere."""
+    """`by_answer` is true for some batch index."""
 
 
 @dataclass(frozen=True)
 class RoundPlan(Generic[Array]):
-    """One round of G groups on A batch indices: everything about it that does not depend on what a model says. Arrays,
-    or tensors where the model is. Both numbers are padded: a padding batch index is of the dummy slot and of a padding
-    group, which has no batch indices."""
+    """Plan of one round of G groups on A batch indices: everything about the round that does not depend on the models'
+    outputs. Both numbers are padded: a padding batch index belongs to the dummy slot and to a padding group, whose size
+    is 0."""
 
     program: Program
     contexts: Contexts
     columns: int
-    """Positions that any row holds when the round ends, at most."""
+    """Maximum number of positions that any row holds when the round ends."""
     kinds: frozenset[PopulationKind]
-    """How groups may be continued; where more than one is, all three that are common."""
+    """How groups may be continued. A round with more than one kind counts as one of all three common kinds."""
     target_distribution: DistributionSpec[Array]
-    """Per batch index."""
+    """The target's distributions, per batch index."""
     draft_distribution: DistributionSpec[Array]
     slot_A: Array
-    """int64."""
+    """int64 slot."""
     group_A: Array
-    """int64."""
+    """int64 group."""
     particle_A: Array
-    """int64 number of the particle in its group."""
+    """int64 index of the particle in its group."""
     seed_A: Array
-    """int64."""
+    """int64 seed of the request."""
     round_A: Array
     """int64, from 1: part of the key of random numbers."""
     alpha_A: Array
-    """float64."""
+    """float64 power to which the target's distribution is raised."""
     exponent_A: Array
-    """float32 exponent of coupled drafting (`smc.algorithm.coupling`); 0: the group is not drafted so."""
+    """float32 exponent of coupled drafting (`smc.algorithm.coupling`); 0: the group's rows are not coupled."""
     first_G: Array
-    """int32 first batch index."""
+    """int32 first batch index of each group."""
     size_G: Array
-    """int32 batch indices."""
+    """int32 number of batch indices of each group."""
     count_G: Array
-    """int32 particles before the round's choice."""
+    """int32 number of particles before the round's choice."""
     draws_G: Array
-    """int32 particles after it."""
+    """int32 number of particles after the round's choice."""
     shared_G: Array
-    """int32 leading positions at which all particles of a group have the same tokens."""
+    """int32 number of leading positions at which all particles of a group have the same tokens."""
     threshold_G: Array
-    """float64 share of N below which the effective sample size leads to resampling."""
+    """float64: an effective sample size below this share of N leads to resampling."""
     kind_G: Array
     """int32 `smc.algorithm.expansion.PopulationKind`: how the group is continued."""
     chain_C: Array
-    """int64 batch indices of groups whose rows are chains, group after group; padded by repeating the first."""
+    """int64 batch indices of groups whose rows are chains, group after group; padded by repeating the first one."""
     distribution_C: Array
-    """int64 where the draft keeps the distributions of each."""
+    """int64 index at which the draft keeps the distributions of each of these chains."""
     scheme_G: Array
     """int32 index of `smc.algorithm.resampling.SCHEME_NAMES`."""
     target_pages_AQ: Array
@@ -210,24 +213,26 @@ class RoundPlan(Generic[Array]):
     begin_pages_AP: Array
     """int32 pages for a particle's pending tokens, at the draft or the model that decodes alone."""
     branch_pages_XB: Array
-    """int32 pages for the tokens of branches that are run within the round, branch after branch."""
+    """int32 pages for those tokens of branches that run within the round, branch after branch."""
     biased: int = 0
-    """Tokens at most whose logits are changed for a row, of `smc.executor.state.WIDTHS`; 0: of no row."""
+    """Maximum number of tokens whose logits are changed for a row, one of `smc.executor.state.WIDTHS`; 0: no row has
+    any."""
     steps: int | None = None
-    """Tokens that the draft extends every row by; None: all K of a block. Fewer in rounds of exact decoding alone."""
+    """Number of tokens by which the draft extends every row; None: all K of a block. Only rounds of exact decoding
+    alone have fewer."""
     target_unconditional: UnconditionalRows[Array] | None = None
-    """None: no row is guided."""
+    """Unconditional rows at the target; None: no row is guided."""
     penalties: Penalties[Array] | None = None
     """None: no row is penalised."""
     constraints: ConstrainedRows[Array] | None = None
     """None: no row is constrained."""
     weights_A: Array | None = None
-    """float64 log-weights that particles have had since the last round, as potentials were applied to them; NaN: as the
-    models have them. None: no request has a potential."""
+    """float64 log-weights that the host has set since the last round by applying potentials; NaN: the models' own
+    weights stay. None: no request has a potential."""
 
     @property
     def branches(self) -> int:
-        """F: rows that the draft makes of every batch index."""
+        """F: number of rows that the draft grows for every batch index."""
         return len(self.branch_pages_XB) // len(self.slot_A)
 
     @property
@@ -244,7 +249,7 @@ class RoundPlan(Generic[Array]):
 
     @property
     def key(self) -> tuple:
-        """Rounds of the same key run the same operations on the same shapes."""
+        """Key of recorded rounds: rounds with the same key run the same operations on the same shapes."""
         return (
             self.program,
             self.contexts,
@@ -268,7 +273,7 @@ class RoundPlan(Generic[Array]):
         return self.target_unconditional if role is ModelRole.TARGET else None
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays, by name."""
+        """Return all arrays by name; an array of a part is named `part.name`."""
         own = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         parts = {name: getattr(self, name) for name in PARTS}
         within = {
@@ -277,7 +282,7 @@ class RoundPlan(Generic[Array]):
         return own | {name: value for name, value in within.items() if isinstance(value, np.ndarray)}
 
     def with_arrays(self, tensors: dict[str, Tensor]) -> RoundPlan[Tensor]:
-        """The same plan over tensors of the same names."""
+        """Return the same plan over tensors of the same names."""
         parts: dict[str, dict[str, Tensor]] = {name: {} for name in PARTS}
         for name, tensor in tensors.items():
             if "." in name:
@@ -303,7 +308,7 @@ class RoundPlan(Generic[Array]):
         )
 
     def has_kind(self: RoundPlan[Tensor], kind: PopulationKind) -> Tensor:
-        """bool [A]: the batch index's group is continued so."""
+        """Return bool [A]: the batch index's group is of this kind."""
         return (self.kind_G == kind)[self.group_A]
 
     @property
@@ -317,20 +322,20 @@ class RoundPlan(Generic[Array]):
 
     @property
     def has_exact(self) -> bool:
-        """Some group may be decoded exactly."""
+        """Whether any group may be decoded exactly."""
         return max(self.kinds) >= PopulationKind.BEST
 
     @property
     def all_exact(self) -> bool:
-        """No group is decoded otherwise."""
+        """Whether all groups are decoded exactly."""
         return min(self.kinds) >= PopulationKind.BEST
 
     def index_of_rows(self: RoundPlan[Tensor], width: int) -> Tensor:
-        """int64 [X]: where every batch index has `width` rows, the batch index that each belongs to."""
+        """Return the batch index that each row belongs to, int64 [X], if every batch index has `width` rows."""
         return torch.arange(len(self.slot_A), device=self.slot_A.device).repeat_interleave(width)
 
     def any_of_group(self: RoundPlan[Tensor], mask_XR: Tensor, group_R: Tensor) -> Tensor:
-        """Whether a mask holds anywhere in a group, bool [X, G]; `group_R` names the group of every entry."""
+        """Return whether a mask holds anywhere in a group, bool [X, G]; `group_R` is the group of every entry."""
         counts_XG = torch.zeros(len(mask_XR), len(self.first_G), device=mask_XR.device)
         return counts_XG.index_add(1, group_R, mask_XR.float()) > 0
 
@@ -339,7 +344,7 @@ class RoundPlan(Generic[Array]):
 
 
 class PlanBuffer:
-    """A plan's arrays in one piece of memory, so that one copy brings them to a device; for plans of one key."""
+    """Memory for the arrays of plans of one key, in one piece, so that one copy brings a plan to a device."""
 
     def __init__(self, plan: RoundPlan[np.ndarray], device: torch.device) -> None:
         offset = 0
@@ -349,7 +354,7 @@ class PlanBuffer:
             self._spans[name] = (offset, array.nbytes)
             offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         self.nbytes = offset
-        # In turn: the next plan is written while those before it are still on their way.
+        # Used in turn: the next plan is written while those before it are still being copied.
         pinned = device.type == "cuda"
         self._hosts = [
             torch.zeros(offset, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)
@@ -359,7 +364,7 @@ class PlanBuffer:
         self._tensors = {name: self._view(self._there, name, array) for name, array in arrays.items()}
 
     def load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
-        """Bring a plan of the key to the device: always the same tensors."""
+        """Copy a plan to the device. Returns it over tensors that are the same in every call."""
         host = self._hosts[self._turn]
         self._turn = (self._turn + 1) % len(self._hosts)
         for name, array in plan.arrays().items():

@@ -1,5 +1,5 @@
-"""The remap stage of a round: sequences, block tables and slots follow what was chosen. The torch form;
-`smc.kernels.remap` is the Triton form. See the package's legend for axes; W tokens that are pending afterwards."""
+"""The remap stage of a round: sequences, block tables and slots follow the choice. This is the torch form; the Triton
+form is `smc.kernels.remap`. See the package's legend for axes; W tokens that are pending after the round."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def remap_block_table(
     tail_AB: Tensor | None,
     columns: int,
 ) -> None:
-    """Positions from `base` up to `end` of the slots become those of `source`; `tail` are the pages of those from `end`
-    on.
+    """Replace the pages of the slots' positions from `base` up to `end` by those of `source`, and enter `tail` as the
+    pages from `end` on. Positions below `base` already have the same pages.
 
-    A source keeps its own: no slot that is read is written. `columns` bounds what any row holds, tail included.
-    """
+    A slot that others copy from copies from itself, so no page that is read is overwritten. `columns`: maximum number
+    of positions that any row holds, including `tail`."""
     table_SL[slot_A, :columns] = table_SL[source_A, :columns]
     if tail_AB is not None:
         column_AB = end_A[:, None] + torch.arange(tail_AB.shape[1], device=table_SL.device)
@@ -35,14 +35,14 @@ def remap_block_table(
 
 @dataclass(frozen=True)
 class Followed:
-    """How sequences go on, by batch index after the choice."""
+    """How sequences continue at the target, by batch index after the choice."""
 
     end_A: Tensor
-    """int64 tokens of the sequence."""
+    """int64 number of tokens of the sequence."""
     tokens_AW: Tensor
-    """int64: the next block, in look-ahead K tokens; in lockstep one, the seed of it."""
+    """int64 tokens of the next block: K in look-ahead; in lockstep one, its seed."""
     pending_A: Tensor
-    """int64: how many of these exist."""
+    """int64 number of these tokens that exist."""
 
 
 def follow(
@@ -53,8 +53,8 @@ def follow(
     choice: RoundChoice,
     lookahead: bool,
 ) -> Followed:
-    """Pages follow the choice, and so does log q of what is pending; what else becomes of the slots is returned: others
-    read them yet."""
+    """Remap the block tables, and log q of the pending tokens, to the choice. The other new values of the slots are
+    returned, because the present ones are still read."""
     slot_A, source_A = plan.slot_A, plan.slot_A[choice.ancestor_A]
     block_A = choice.ancestor_A if lookahead else choice.row_A
     has_bonus_A = choice.bonus_A >= 0
@@ -75,7 +75,7 @@ def follow(
     else:
         tokens_AW, logq_AW, count_A = bonus_A1, torch.zeros_like(bonus_A1, dtype=torch.float32), torch.ones_like(end_A)
     logq_SQ[slot_A, : logq_AW.shape[1]] = logq_AW
-    # Of a particle that had ended, its last token remains; nothing of it is run or scored again.
+    # A particle that had ended keeps its last token, which is neither run nor scored again.
     return Followed(end_A, tokens_AW, count_A.clamp(min=1))
 
 
@@ -88,16 +88,15 @@ def advance(
     pending_A: Tensor,
     text_A: Tensor,
 ) -> None:
-    """Sequences end at `end`, with so many pending tokens of these; `text` is the state of the stop machine before
-    them."""
+    """Write the new state of the slots: sequences end at `end`, and the first `pending` of `tokens` are pending; `text`
+    is the state of the stop machine before them."""
     state.end_S[slot_A] = end_A
     state.pending_SQ[slot_A, : tokens_AW.shape[1]] = tokens_AW
     state.pending_S[slot_A] = pending_A
     state.text_S[slot_A] = text_A
     state.ended_S[slot_A], state.alive_S[slot_A] = choice.ended_A, choice.alive_A
     state.logw_S[slot_A] = choice.mass_A
-    # Padding has written to the dummy slot like any other; it must stay ended, and short.
-    # Fills: an assignment would copy from the host.
+    # Padding has written to the dummy slot, too; it must stay ended, and short.
     state.alive_S[state.dummy :].fill_(False)
     state.logw_S[state.dummy :].fill_(0.0)
     state.ended_S[state.dummy :].fill_(True)

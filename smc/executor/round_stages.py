@@ -1,7 +1,7 @@
-"""The stages of a round that run a model or sample: `Drafter`, `Scorer` and `Selector`. What each does beside that is
-in `smc.executor.draft`, `verify`, `select`, `finalize` and `remap`, in torch or in Triton (`RoundOps`).
+"""Stages of a round that run a model or sample from its logits: `Drafter`, `Scorer` and `Selector`. Their other
+operations are in `smc.executor.draft`, `verify`, `select`, `finalize` and `remap`, in torch or in Triton (`RoundOps`).
 
-See the package's legend for axes; C batch indices of groups of chains, Y = C F rows of theirs, V vocabulary."""
+See the package's legend for axes; C batch indices of groups of chains, Y = C F rows of these groups, V vocabulary."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from smc.types import TensorOptions
 
 @dataclass(frozen=True)
 class Begun:
-    """A round of a drafter, before its first step."""
+    """A drafter's round before its first step."""
 
     inputs: DraftInputs
     chains: ChainAssignment | None
@@ -53,40 +53,41 @@ class Begun:
 
 @dataclass(frozen=True)
 class GrownStep:
-    """Rows after a step."""
+    """Rows after a step of the draft."""
 
     tree: TokenTree
     chosen: tuple[Expansion, CandidateTokens] | None
-    """What was chosen of the candidates, if anything was."""
+    """The choice among candidates, and these candidates; None: the step chose nothing."""
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """A model that drafts. Without a target it keeps all it drafts, with one row a particle: plain decoding."""
+    """A model that drafts. Without a target it keeps everything that it drafts, one row for each particle: plain
+    decoding."""
 
     run: GuidedPass
     sampling: Sampling | HeadSampling
-    """Over its logits."""
+    """Sampling from its logits."""
     state: SlotState
     ops: RoundOps
     biases: BiasTables
-    """Of these logits."""
+    """Biases of these logits."""
     shape: DraftShape
     mixture: float
     """Share of the untruncated distribution in the proposal."""
     purpose: Purpose = Purpose.PROPOSAL
     kept_BV: Tensor | None = None
-    """Room for log q after the first B roots of exact decoding, which the target's draws are compared with. None: the
+    """Buffer for log q after the first B roots of exact decoding, with which the target's draws are compared. None: the
     drafter has no target."""
     nodes: InnerNodes | None = None
-    """Of blocks in flight, from which rows ahead may begin. None: there are no rows ahead."""
+    """Inner nodes of the blocks in flight, at which rows ahead may begin. None: there are no rows ahead."""
     dists_YLV: Tensor | None = None
-    """Room for the log-distributions that tokens of chains are drawn from: L = K, or where the first is a guess K - 1.
-    None: it has none."""
+    """Buffer for the log-distributions that the tokens of chains are drawn from: L = K, or K - 1 if the first token is
+    a guess. None: the drafter has no chains."""
 
     def draft(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> tuple[DraftedRows, GrownRows]:
-        """Run the pending tokens of every particle, then extend rows by K tokens, or as many as the plan says. The
-        distributions of chains are written to the room for them."""
+        """Run the pending tokens of every particle, then extend rows by K tokens or by `plan.steps`. The distributions
+        of chains are written to `dists_YLV`."""
         begun = self.begin(plan, distribution)
         first = self.extend(plan, begun, self.run_pending(plan, begun), 0)
         return self.finish(plan, begun, (first,))
@@ -98,13 +99,13 @@ class Drafter:
         return Begun(inputs, chains)
 
     def run_pending(self, plan: RoundPlan[Tensor], begun: Begun) -> Tensor:
-        """Logits [A, V] after the pending tokens of every particle."""
+        """Return logits [A, V] after the pending tokens of every particle."""
         inputs = begun.inputs
         last_A = inputs.last_A if inputs.rows.queries > 1 else None
         return self.run(plan, inputs.tokens_AP.flatten(), inputs.rows, last_A)
 
     def run_rows(self, plan: RoundPlan[Tensor], begun: Begun, tree: TokenTree) -> Tensor:
-        """Logits [X, V] after the last tokens of rows."""
+        """Return logits [X, V] after the last tokens of rows."""
         return self._run(plan, begun.inputs.later, tree)
 
     def extend(
@@ -116,7 +117,8 @@ class Drafter:
         before: GrownStep | None = None,
         mask_SW: Tensor | None = None,
     ) -> GrownStep:
-        """Rows with one more token: `before` those of the last step, if any; `mask`: of tokens that may follow."""
+        """Extend rows by one token. `before`: the rows after the last step, None at the first; `mask`: tokens that may
+        follow."""
         inputs = begun.inputs
         layout, tree = (inputs.first, inputs.tree) if before is None else (inputs.later, before.tree)
         return GrownStep(*self._extend(plan, layout, logits_SV, tree, step, begun.chains, mask_SW))
@@ -124,7 +126,7 @@ class Drafter:
     def finish(
         self, plan: RoundPlan[Tensor], begun: Begun, grown: tuple[GrownStep, ...]
     ) -> tuple[DraftedRows, GrownRows]:
-        """The steps that are left, and what the target is sent."""
+        """Run the remaining steps. Returns the message to the target and the rows."""
         steps = list(grown)
         for step in range(len(grown), plan.steps or self.shape.block):
             steps.append(self.extend(plan, begun, self.run_rows(plan, begun, steps[-1].tree), step, steps[-1]))
@@ -137,7 +139,7 @@ class Drafter:
         return self.ops.pack_rows(self.state, plan, rows.tree), rows
 
     def follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
-        """Let the chosen rows be the particles."""
+        """Make the chosen rows the particles."""
         tree = grown.tree
         observed_3A = self.state.nan.expand(3, len(plan.slot_A))
         if self.kept_BV is not None and PopulationKind.BEST in plan.kinds:
@@ -150,7 +152,7 @@ class Drafter:
         return DraftReport(next_.lineage, observed_3A)
 
     def _run(self, plan: RoundPlan[Tensor], layout: CandidateLayout, tree: TokenTree) -> Tensor:
-        """Logits [X, V] after the rows' last tokens."""
+        """Return logits [X, V] after the rows' last tokens."""
         assert tree.run_4X is not None, "rows, of which the last token alone is run"
         slot_X, begin_X, last_X, runs_X = tree.run_4X
         rows = Rows(
@@ -179,8 +181,9 @@ class Drafter:
         assigned: ChainAssignment | None,
         mask_SW: Tensor | None,
     ) -> tuple[TokenTree, tuple[Expansion, CandidateTokens] | None]:
-        """Every row continues one of those before it with a token: at the first step a particle or an inner node, later
-        a row. Returns the rows, and what was chosen of the group's candidates, if anything was."""
+        """Extend rows by one token. Every new row continues a particle or an inner node at the first step, and a row of
+        the step before at later steps. Returns the rows, and the choice among the group's candidates if there was
+        one."""
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
             logits_SV = self.ops.add_biases(
@@ -213,7 +216,8 @@ class Drafter:
         assigned: ChainAssignment,
         width: int,
     ) -> ChainDraws:
-        """Chains draw their next tokens, or guess. `width`: rows that may be continued for each of the `tree`'s."""
+        """Draw the next tokens of chains, or guess them. `width`: number of nodes into which each row of `tree` was
+        split; its first node is the row itself."""
         begins, branches = step == 0, plan.branches
         at_Y = assigned.source_Y if begins else assigned.row_Y
         logits_YV = logits_SV[at_Y]
@@ -241,8 +245,9 @@ class Drafter:
     def _expanded(
         self, plan: RoundPlan[Tensor], layout: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
     ) -> tuple[tuple[Expansion, CandidateTokens], TokenTree]:
-        """The rows of a group are chosen among the candidate tokens of all of them; what was chosen, and the rows that
-        it continues. The best are those that are likely themselves, which nothing that stands for others is."""
+        """Choose a group's rows among the candidate tokens of all its rows. Returns the choice with the candidates, and
+        the rows that it continues. Groups of kind `BEST` keep only tokens that are likely themselves, so they never use
+        the candidate that stands for the rest."""
         has_rest = PopulationKind.DISTINCT in plan.kinds
         coupling = self._coupling(plan) if PopulationKind.BEST in plan.kinds else None
         keys = DrawKeys(layout.seed_S, layout.round_S, layout.rank_S1, tree.next_X, self.purpose)
@@ -265,7 +270,7 @@ class Drafter:
 
 
 class Scorer:
-    """A model that scores."""
+    """A model that scores blocks."""
 
     def __init__(
         self,
@@ -279,24 +284,25 @@ class Scorer:
         lookahead: bool,
         chains: int,
     ) -> None:
-        """`block`: K; in lockstep the seed is scored with it. `chains`: at most, in a round."""
+        """`block`: K; in lockstep the seed is scored, too. `chains`: maximum number of chains in a round."""
         self.run, self.sampling, self.state = run, sampling, state
         self._ops, self._biases, self.lookahead = ops, biases, lookahead
         self.queries = block if lookahead else block + 1
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
-        """log q of the pending tokens."""
-        # Nothing is read of these that has not been written.
+        """log q of the pending tokens of each slot."""
+        # Entries are read only after they have been written.
         distributions: TensorOptions = {"dtype": torch.float32, "device": state.device}
         vocab = sampling.vocab
         self.drawn_CLV = torch.empty(chains, self.queries - 1, vocab, **distributions)
-        """Log-distributions that all tokens of chains but the first were drawn from, in every round anew."""
+        """Log-distributions that the tokens of chains, except the first ones, were drawn from; rewritten in every
+        round."""
         self._dist_TV = torch.empty(chains * self.queries, vocab, **distributions)
 
     def join(self, group: SequenceHandoff, slots_N: Tensor) -> None:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
 
     def score(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyOutputs:
-        """Run blocks: in look-ahead those that are pending, in lockstep those that have just been `drafted`."""
+        """Run and verify blocks: in look-ahead the pending ones, in lockstep those that have just been `drafted`."""
         inputs = self.lay_out(plan, drafted)
         return self.verify(plan, inputs, self.run_blocks(plan, inputs))
 
@@ -304,7 +310,7 @@ class Scorer:
         return self._ops.lay_out_blocks(self.state, self.logq_SQ, plan, drafted)
 
     def run_blocks(self, plan: RoundPlan[Tensor], inputs: VerifyInputs) -> Tensor:
-        """Logits [T, V] after all tokens."""
+        """Return logits [T, V] after all tokens of the blocks."""
         self.run.begin(plan, plan.target_pages_AQ[:, :0], plan.target_pages_AQ)
         logits_TV = self.run(plan, inputs.blocks.tokens_AQ.flatten(), inputs.rows, root_R=inputs.blocks.origin_A)
         if plan.biased:
@@ -321,7 +327,7 @@ class Scorer:
     def verify(
         self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, mask_TW: Tensor | None = None
     ) -> VerifyOutputs:
-        """What logits say of blocks; `mask`: of tokens that may follow each."""
+        """Compute the target's outputs for blocks from its logits. `mask`: tokens that may follow each token."""
         distribution_T, log_mass_T = inputs.distribution_T, None
         if mask_TW is not None and plan.constraints is not None:
             by_answer_T = None
@@ -337,10 +343,10 @@ class Scorer:
             labelled_T = self.sampling.score(logits_TV, distribution_T, inputs.label_T[:, None])[:, 0]
             next_AV = logits_TV[inputs.last_A]
         if plan.kinds != {PopulationKind.CHAINS}:
-            # Exact decoding follows it; a population in which no particle has weight goes on with it.
+            # Exact decoding follows these draws; a population in which no particle has weight continues with them.
             drawn = self.sampling.bonus(logits_TV, distribution_T, inputs.keys)
         if log_mass_T is not None:
-            # What has probability p given the constraint has that much less before.
+            # Without the constraint, log p is log p given the constraint plus the log mass that it allows.
             if labelled_T is not None:
                 labelled_T = labelled_T + torch.where(inputs.label_T >= 0, log_mass_T, 0.0)
             if drawn is not None:
@@ -353,7 +359,7 @@ class Scorer:
     def _verified(
         self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
     ) -> TargetDraws:
-        """What the target has drawn itself, and of chains what it keeps."""
+        """Return the target's draws, with the results of rejection sampling in the place of those for chains."""
         index_C, q = plan.chain_C, inputs.rows.queries
         token_C = (index_C[:, None] * q + torch.arange(q, device=index_C.device)).flatten()
         logp_TV = self._dist_TV[: len(token_C)]
@@ -371,12 +377,12 @@ class Scorer:
         return (
             token_T1.index_copy(0, token_C, token_CQ.view(-1, 1).to(token_T1.dtype)),
             logp_T1.index_copy(0, token_C, logp_CQ.view(-1, 1)),
-            # Of a distribution that is NaN anywhere, every entry is.
+            # If a distribution has a NaN, every entry of it is NaN.
             log_z_T.index_copy(0, token_C, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
         )
 
     def follow(self, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice) -> Tensor:
-        """The chosen candidates become the particles. Returns how many tokens of each are pending [A]."""
+        """Make the chosen candidates the particles. Returns the number of pending tokens of each [A]."""
         block_A = choice.ancestor_A if self.lookahead else choice.row_A
         self.run.follow(plan, choice.ancestor_A, plan.target_pages_AQ, block_A, pending=False)
         next_ = self._ops.follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
@@ -385,13 +391,14 @@ class Scorer:
 
 
 class Selector:
-    """Chooses, round after round."""
+    """Chooses how every batch index continues."""
 
     def __init__(self, sampling: Sampling, state: SlotState, ops: RoundOps, *, lookahead: bool) -> None:
         self.sampling, self.state, self.ops, self.lookahead = sampling, state, ops, lookahead
 
     def choose(self, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows) -> Finalized:
-        """`drafted`: what may follow the blocks (look-ahead), or the blocks themselves."""
+        """Choose among candidates. `drafted`: the rows that may follow the blocks (look-ahead), or the blocks
+        themselves (lockstep)."""
         best_A = right_A = own = trees = None
         if plan.has_exact:
             blocks, groups = scored.blocks, (plan.first_G, plan.size_G)
@@ -410,14 +417,14 @@ class Selector:
         return self.ops.finalize(inputs, candidates, own, trees)
 
     def _selected(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
-        """Independent particles: `smc.algorithm.selection`."""
+        """Select among independent particles (`smc.algorithm.selection`)."""
         sizes = candidates.sizes
         bounds = Bounds(plan.first_G, sizes.own_size_G, plan.count_G, plan.draws_G)
         random = (plan.threshold_G, plan.scheme_G, sizes.seed_G, sizes.round_G)
         return self.ops.select(candidates.weight_X.view(len(plan.slot_A), -1), candidates.alive_A, bounds, *random)
 
     def _regrown(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
-        """Particles that are never the same, and exact decoding: `smc.algorithm.expansion`."""
+        """Select for distinct populations and for exact decoding (`smc.algorithm.expansion`)."""
         sizes, rows, batch_size = candidates.sizes, (plan.first_G, plan.size_G), len(plan.slot_A)
         weights, sources = (candidates.weight_X, candidates.there_X), (sizes.source_first_G, sizes.source_size_G)
         random = (sizes.seed_G, sizes.round_G, step)

@@ -1,9 +1,10 @@
-"""The select stage of a round: candidates get weights, from the target's outputs, and groups choose among them. The
-torch form; `smc.kernels.select` is the Triton form. What becomes of the choice: `smc.executor.finalize`.
+"""The select stage of a round: computes the candidates' weights from the target's outputs, so that groups can choose
+among them (`smc.algorithm`). This is the torch form; the Triton form is `smc.kernels.select`. `smc.executor.finalize`
+applies the choice.
 
-In look-ahead candidates are the rows that the draft made while the target scored the blocks before them; in lockstep
-they are the blocks themselves, each with a token of the target's own after it. In exact decoding, candidates that do
-not follow the target's own draws are left out.
+In look-ahead, candidates are the rows that the draft grew while the target scored the blocks before them. In lockstep
+they are the blocks themselves, each followed by a token of the target. In exact decoding, candidates that do not follow
+the target's own draws are left out.
 
 See the package's legend for axes; C candidate tokens of a row."""
 
@@ -24,29 +25,29 @@ from smc.executor.verify import VerifyOutputs
 from smc.philox import Purpose
 
 LEAST_SHARE = 0.1
-"""Distinct particles of less than this share of the mean weight lose their place more often than not: an answer waits
-for all of them."""
+"""Distinct particles of less than this share of the mean weight are kept with a probability that is proportional to
+their weight: an answer waits for all of its particles."""
 
 
 @dataclass(frozen=True)
 class TargetOutputs:
-    """What the target says of the token after every block; None: it has not been asked."""
+    """The target's outputs for the token after every block; None: not computed."""
 
     logp_X: Tensor | None = None
-    """float32 log p of the first token of each row ahead (look-ahead), or of the token that it draws itself
+    """float32 log p of the first token of each row ahead (look-ahead), or of the token that the target draws
     (lockstep)."""
     bonus_A: Tensor | None = None
-    """Integers: the tokens that it draws for independent rows."""
+    """Integers: the tokens that the target draws for independent rows."""
     log_z_A: Tensor | None = None
-    """float32 log Z of the distribution that it draws from; NaN where its logits are."""
+    """float32 log Z of the distribution that the target draws from; NaN if its logits are NaN."""
     candidate_tokens: CandidateTokens | None = None
-    """Candidate tokens after each block, of which distinct rows are made."""
+    """Candidate tokens after each block, from which distinct rows are chosen."""
     candidate_logp_AC: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """All that a choice is made from. Candidates are the rows ahead (look-ahead), or the blocks themselves."""
+    """All inputs of a choice. Candidates are the rows ahead (look-ahead), or the blocks themselves (lockstep)."""
 
     plan: RoundPlan[Tensor]
     state: SlotState
@@ -54,39 +55,39 @@ class ScoreInputs:
     drafted: DraftedRows
     target: TargetOutputs
     best_A: Tensor | None
-    """int64, of groups that are decoded exactly: the block that agrees longest with the target's draws. None: there are
-    none."""
+    """int64, for groups that are decoded exactly: the block that agrees longest with the target's draws. None: there
+    are no such groups."""
     right_A: Tensor | None
-    """int64: and how many of its tokens do."""
+    """int64 number of its tokens that agree."""
     lookahead: bool
 
     @property
     def width(self) -> int:
-        """F: rows of a batch index."""
+        """F: number of rows of a batch index."""
         return self.drafted.all_WX.shape[1] // len(self.plan.slot_A)
 
     @property
     def matched(self) -> tuple[Tensor, Tensor]:
-        """`best` and `right`, of a round in which some are decoded exactly."""
+        """`best` and `right`, in a round with groups that are decoded exactly."""
         assert self.best_A is not None and self.right_A is not None, "no group is decoded exactly"
         return self.best_A, self.right_A
 
     @property
     def open_X(self) -> Tensor:
-        """bool: the block that a row stands for, or continues, has not ended."""
+        """bool: the block that a row is (lockstep) or continues (look-ahead) has not ended."""
         return self.scored.blocks.open_A[self.drafted.root_X] if self.lookahead else self.scored.blocks.open_A
 
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """What deciders are told of the groups; integers."""
+    """Sizes and random keys of groups, for the choice; integers."""
 
     own_size_G: Tensor
-    """Batch indices of groups of independent particles, 0 of others."""
+    """Number of batch indices of groups of independent particles; 0 for other groups."""
     source_first_G: Tensor
-    """First candidate."""
+    """First candidate of each group."""
     source_size_G: Tensor
-    """Candidates."""
+    """Number of candidates of each group."""
     seed_G: Tensor
     round_G: Tensor
 
@@ -96,13 +97,14 @@ class Candidates:
     """X rows: one for each batch index (lockstep), or F for each of them (look-ahead)."""
 
     root_X: Tensor
-    """int64 batch index whose particle a row continues."""
+    """int64 batch index whose particle the row continues."""
     weight_X: Tensor
-    """float64 log-weight, -inf where that is NaN; of exact decoding, the draft's log-likelihood."""
+    """float64 log-weight, -inf where it would be NaN; in exact decoding, the draft's log-likelihood."""
     there_X: Tensor
     """bool: the row may be chosen."""
     candidate_tokens: CandidateTokens
-    """Of the token after the block, where it is chosen, too; or the row itself."""
+    """Candidates for the token after the block, if that is chosen together with the row; otherwise one candidate, which
+    is the row itself."""
     alive_A: Tensor
     """bool: the batch index held a particle before the round."""
     target_nan_G: Tensor
@@ -112,21 +114,21 @@ class Candidates:
 
 @dataclass(frozen=True)
 class SelectedTrees:
-    """How groups whose rows are never the same, and those that are decoded exactly, go on."""
+    """The choice for distinct populations and for groups that are decoded exactly."""
 
     chosen: Expansion
     pick_A: Tensor
-    """int64: which of the chosen rows goes on at each batch index."""
+    """int64 index of the chosen row that continues at each batch index."""
     alive_A: Tensor
-    """bool: whether any does."""
+    """bool: a row continues at the batch index."""
 
 
 def target_outputs(
     sampling: Sampling, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows, lookahead: bool
 ) -> TargetOutputs:
-    """Ask for what a choice depends on."""
+    """Compute the target's outputs that a choice depends on."""
     if plan.all_exact:
-        # What the target drew itself decides.
+        # The target's own draws decide.
         return TargetOutputs()
     next_AV, mass_A = scored.next_AV, scored.next_mass_A
     assert next_AV is not None, "kept unless all are decoded exactly"
@@ -152,8 +154,8 @@ def target_outputs(
 
 
 def _with_mass(target: TargetOutputs, mass_A: Tensor, alpha_A: Tensor) -> TargetOutputs:
-    """Of the distribution itself, where what the target says is of it given a constraint that leaves it this log
-    mass."""
+    """Convert outputs given a constraint into those of the distribution itself, by adding the log mass that the
+    constraint allows."""
 
     def added(values: Tensor | None, mass: Tensor) -> Tensor | None:
         return None if values is None else values + mass
@@ -167,7 +169,7 @@ def _with_mass(target: TargetOutputs, mass_A: Tensor, alpha_A: Tensor) -> Target
 
 
 def score_candidates(inputs: ScoreInputs) -> Candidates:
-    """Candidates and their weights."""
+    """Return the candidates and their weights."""
     return CandidateScorer(inputs).candidates()
 
 
@@ -177,7 +179,7 @@ class CandidateScorer:
     def __init__(self, inputs: ScoreInputs) -> None:
         self.inputs, self.plan, self.scored, self.drafted = inputs, inputs.plan, inputs.scored, inputs.drafted
         self.index_X = self.plan.index_of_rows(inputs.width)
-        """Batch index that every row belongs to: its group is that of its root."""
+        """Batch index that every row belongs to; it is in the same group as the row's root."""
         self.group_X = self.plan.group_A[self.index_X]
 
     def candidates(self) -> Candidates:
@@ -202,9 +204,9 @@ class CandidateScorer:
         return Candidates(root_X, weight_X, there_X, candidate_tokens, alive_A, target_nan_G, draft_nan_G, sizes)
 
     def _rows_ahead(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Look-ahead: the rows that were drafted while the blocks were scored. A row's weight is that of its block, the
-        share that it has of its root, and what the target says of its first token. Weights [X], rows that are there
-        [X], NaN of target and draft [2, X]."""
+        """Score the rows that were drafted while the blocks were scored (look-ahead). A row's weight is the product of
+        its block's weight, its share of its root, and the target/draft ratio of its first token. Returns weights [X],
+        which rows exist [X], and NaN of target and draft [2, X]."""
         scored, drafted, root_X, open_X = self.scored, self.drafted, self.drafted.root_X, self.inputs.open_X
         logq_X = drafted.logq_XK[:, 0]
         logp_X = torch.zeros_like(logq_X) if self.inputs.target.logp_X is None else self.inputs.target.logp_X
@@ -217,7 +219,8 @@ class CandidateScorer:
         )
 
     def _blocks_with_bonus(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Lockstep: the blocks themselves, and what the target says after them."""
+        """Score the blocks themselves with the target's normaliser after them (lockstep). Returns the same as
+        `_rows_ahead`."""
         scored, weight_A = self.scored, self._weight_of_blocks()
         log_z_A = self.inputs.target.log_z_A
         log_z_A = torch.zeros_like(weight_A) if log_z_A is None else torch.where(scored.blocks.open_A, log_z_A, 0.0)
@@ -225,9 +228,9 @@ class CandidateScorer:
         return weight_A + log_z_A, scored.blocks.alive_A, torch.stack((nan_A, torch.zeros_like(nan_A)))
 
     def _matching(self, weight_X: Tensor, there_X: Tensor, nan_2G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of groups that are decoded exactly, only what follows the target's own draws is left: in lockstep the block
-        that agrees longest; in look-ahead rows that begin where it ceases to agree, with what the target says
-        there."""
+        """Keep, in groups that are decoded exactly, only the candidates that follow the target's own draws: in lockstep
+        the block that agrees longest; in look-ahead the rows that begin where it ceases to agree, with the token that
+        the target draws there."""
         plan, scored, index_X = self.plan, self.scored, self.index_X
         best_A, right_A = self.inputs.matched
         is_exact_X = plan.is_exact_A[index_X]
@@ -238,8 +241,8 @@ class CandidateScorer:
             matches_X = self.drafted.tokens_XK[:, 0] == next_A[index_X]
             cut_X = self.drafted.cut_X
             agrees_X = self._agrees_up_to(cut_X) & matches_X & (scored.blocks.open_A[root_X] | (cut_X > 0))
-        # What the draft says is of no consequence here, be it NaN; nor what the target would say after tokens that are
-        # wrong.
+        # The draft's outputs do not change exact answers, even if they are NaN, and neither do the target's outputs
+        # after wrong tokens.
         column_Q = torch.arange(scored.nan_AQ.shape[1], device=index_X.device)
         nan_A = (scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
         is_exact_G = plan.is_exact_G
@@ -252,8 +255,8 @@ class CandidateScorer:
         )
 
     def _agrees_up_to(self, cut_X: Tensor) -> Tensor:
-        """bool [X]: the block that a row continues, without its last `cut` tokens, is what the target says, and the
-        target says something else after it. Of chains several blocks may be so, with the same tokens."""
+        """Return bool [X]: the block that a row continues, without its last `cut` tokens, is exactly the prefix that
+        agrees with the target's draws. Among chains this may hold for several blocks with the same tokens."""
         blocks, root_X, (best_A, right_A) = self.scored.blocks, self.drafted.root_X, self.inputs.matched
         best_X, right_X = best_A[self.index_X], right_A[self.index_X]
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=best_A.device)
@@ -268,17 +271,17 @@ class CandidateScorer:
         )
 
     def _nan_of_blocks(self) -> Tensor:
-        """bool [X]: there is a NaN of the draft in the block of the row's batch index."""
+        """Return bool [X]: the draft returned NaN in the block of the row's batch index."""
         blocks = self.scored.blocks
         exists_AQ = torch.arange(blocks.logq_AQ.shape[1], device=self.index_X.device) < blocks.count_A[:, None]
         nan_X = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)[self.index_X]
         if PopulationKind.DISTINCT in self.plan.kinds:
-            # Rows of NaN have given way to others, on which the draft has left a mark.
+            # Other rows have replaced those with NaN; the draft has marked them by a log q of NaN.
             nan_X = nan_X | (
                 torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.has_kind(PopulationKind.DISTINCT)[self.index_X]
             )
         return nan_X
 
     def _of_group(self, mask_NX: Tensor) -> Tensor:
-        """Whether masks hold anywhere in a group, bool [N, G]."""
+        """Return whether masks hold anywhere in a group, bool [N, G]."""
         return self.plan.any_of_group(mask_NX, self.group_X)

@@ -1,18 +1,18 @@
-"""What each model keeps per slot between rounds, and what changes logits before they become a token distribution:
-penalties, the biases of requests, and -inf for tokens that would end an answer too early. The last slot is a dummy that
-padding points to.
+"""State that each model keeps for every slot between rounds, and changes of logits before they become a token
+distribution: penalties, the biases of requests, and -inf for tokens that would end an answer too early. The last slot
+is a dummy that padding points to.
 
 Both models' logits are changed alike, so proposals stay close to the target's distribution, and every log-probability
-is of the distribution after the change. Only rounds of requests that ask for it do so. `add_biases` is the torch form;
-`smc.kernels.sampling` has the Triton form.
+is of the distribution after the change. Only rounds with requests that need it do so. `add_biases` is the torch form;
+the Triton form is in `smc.kernels.sampling`.
 
-Penalties change logits by the tokens that the prompt and the answer hold,
+Penalties change logits by the tokens of the prompt and the answer,
 
-    l' = l / r if l > 0, l r otherwise    of tokens in the prompt or in the answer so far (repetition),
-    l' - f n - p [n > 0]                  of tokens that the answer so far holds n times (frequency f, presence p),
+    l' = l / r if l > 0, l r otherwise    for tokens in the prompt or in the answer so far (repetition),
+    l' - f n - p [n > 0]                  for tokens that occur n times in the answer so far (frequency f, presence p),
 
-before biases, temperature and truncation. Each model keeps the token of every page, as it keeps keys and values; so what
-a row holds follows it wherever its block table goes. They are plain torch of fixed shape on every device.
+before biases, temperature and truncation. Each model stores the token of every page, as it stores keys and values; so
+the tokens of a row follow from its block table. Penalties are plain torch of fixed shape on every device.
 
 See the package's legend for axes; E entries of the tables, B tokens of an entry, R rows, V columns, M columns of a
 draft's own head, L positions of a block table."""
@@ -36,34 +36,35 @@ from smc.types import TensorOptions
 
 MAX_EOS = 64
 WIDTHS = (16, 256, MAX_STOP_IDS + MAX_BIASES + MAX_EOS)
-"""Tokens of an entry that rounds look at: rounds of few kinds are worth more than few operations."""
+"""Numbers of tokens of an entry that a round may read. They are few, because fewer kinds of rounds save more than fewer
+operations."""
 
 
 def biased_tokens(machine: StopMachine) -> dict[int, tuple[float, float]]:
-    """What is added to a token's logit while the answer must not end, and afterwards."""
+    """Return for each token what is added to its logit while the answer must not end, and what is added afterwards."""
     found = {token: (bias, bias) for token, bias in machine.biases}
     return found | {token: (-np.inf, found.get(token, (0.0, 0.0))[1]) for token in machine.stop_ids}
 
 
 def width_of(machine: StopMachine) -> int:
-    """The width of rounds with a request of this machine."""
+    """Return the width of rounds that have a request with this machine."""
     count = len({token for token, _ in machine.biases}.union(machine.stop_ids))
     return next(width for width in WIDTHS if count <= width)
 
 
 class BiasTables:
-    """What is added on one device, by entry of the stop tables."""
+    """Values that are added to logits on one device, by entry of the stop tables."""
 
     def __init__(self, entries: int, columns: int, device: torch.device, ids_M: np.ndarray | None = None) -> None:
-        """`columns`: of the logits; `ids_M`: the token of each, ascending, where they are not all tokens in their
-        order."""
+        """`columns`: number of columns of the logits; `ids_M`: the token of each column, ascending; None: column v is
+        token v."""
         self.device, self._columns, self._ids_M = device, columns, ids_M
         self.column_EB = torch.zeros(entries, WIDTHS[-1], dtype=torch.int32, device=device)
         self.early_EB, self.late_EB = torch.zeros(2, entries, WIDTHS[-1], device=device)
         self.count_E = torch.zeros(entries, dtype=torch.int32, device=device)
 
     def set(self, entry: int, machine: StopMachine) -> None:
-        """Tokens that have no column are left out."""
+        """Write a machine's biases to an entry. Tokens that have no column are left out."""
         added = biased_tokens(machine)
         token_B = np.array(sorted(added), dtype=np.int64)
         column_B = token_B
@@ -74,7 +75,7 @@ class BiasTables:
         values_B2 = np.array([added[token] for token in token_B[is_there_B].tolist()], dtype=np.float32).reshape(-1, 2)
         count = len(values_B2)
         self.count_E[entry].fill_(count)
-        # Past them a row adds 0, to whichever column.
+        # The rest of the entry adds 0 to column 0.
         early_B, late_B = np.ascontiguousarray(values_B2.T)
         for table_EB, values_B in (
             (self.column_EB, column_B[is_there_B]),
@@ -86,14 +87,14 @@ class BiasTables:
 
 
 SlotEntries = tuple[Tensor, Tensor]
-"""Of all slots: entries, and how many tokens of the sequence do not end it."""
+"""For all slots: the entry, and the number of leading tokens of the sequence that must not end it."""
 
 
 def add_biases(
     tables: BiasTables, entries: SlotEntries, logits_RV: Tensor, slot_X: Tensor, position_R: Tensor, width: int
 ) -> Tensor:
-    """Logits of rows, as many for each of X slots, whose next token is at `position` of the sequence. They may be
-    changed in place."""
+    """Return logits with the biases of their rows, equally many rows for each of X slots. `position`: that of the row's
+    next token in the sequence. The logits may be changed in place."""
     entry_S, least_S = entries
     slot_R = slot_X.long().repeat_interleave(len(logits_RV) // len(slot_X))
     entry_R, is_early_R1 = entry_S[slot_R], (position_R < least_S[slot_R])[:, None]
@@ -102,8 +103,8 @@ def add_biases(
 
 
 class SlotState:
-    """Sequences of `slots` particles, as one model knows them: keys and values of all positions but the last `pending`
-    are there."""
+    """Sequences of `slots` particles at one model. Keys and values are stored for all positions but the last
+    `pending`."""
 
     def __init__(
         self,
@@ -113,39 +114,39 @@ class SlotState:
         stops: StopTables,
         device: torch.device,
     ) -> None:
-        """`width`: positions of a block table; `pending`: tokens at most whose keys and values are not there between
+        """`width`: positions of a block table; `pending`: maximum number of tokens without keys and values between
         rounds."""
         integers: TensorOptions = {"dtype": torch.int64, "device": device}
         self.device, self.dummy, self.stops = device, slots, stops
         self.table_SL = torch.full((slots + 1, width), DUMMY_PAGE, dtype=torch.int32, device=device)
         self.base_S = torch.zeros(slots + 1, **integers)
-        """Leading positions whose pages no round changes."""
+        """Number of leading positions whose pages no round changes."""
         self.end_S = torch.ones(slots + 1, **integers)
-        """Tokens of the sequence, the prompt's included."""
+        """Number of tokens of the sequence, prompt included."""
         self.limit_S = torch.ones(slots + 1, **integers)
-        """Tokens that it may have."""
+        """Maximum number of tokens of the sequence."""
         self.least_S = torch.zeros(slots + 1, **integers)
-        """Of its tokens, the first so many do not end the answer."""
+        """Number of leading tokens of the sequence that must not end the answer."""
         self.pending_SQ = torch.zeros(slots + 1, pending, **integers)
-        """The sequence's last tokens, in their order."""
+        """Pending tokens: the sequence's last tokens, in order."""
         self.pending_S = torch.ones(slots + 1, **integers)
-        """How many of those have no keys and values yet."""
+        """Number of pending tokens, which have no keys and values yet."""
         self.ended_S = torch.ones(slots + 1, dtype=torch.bool, device=device)
         """The last token is terminal, or the slot holds no particle."""
         self.alive_S = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-        """The slot holds a particle, be it without weight."""
+        """The slot holds a particle, with or without weight."""
         self.text_S = torch.full((slots + 1,), START, **integers)
         """State of the group's stop machine before the pending tokens."""
         self.logw_S = torch.zeros(slots + 1, dtype=torch.float64, device=device)
-        """Log-weight of the particle; at the draft, what rows are dealt out by."""
+        """Log-weight of the particle; at the draft, the log mass by which groups distribute their rows."""
         self.entry_S = torch.zeros(slots + 1, **integers)
-        """The group's entry of the stop tables, and of those of biases."""
+        """The group's entry of the stop tables and the bias tables."""
         self.biases: list[BiasTables] = []
         self.nan = torch.full((1, 1), torch.nan, device=device)
-        """For reports of draws that were not seen, without a launch."""
+        """For reports without seen draws; allocated once, which saves a launch."""
 
     def join(self, group: SequenceHandoff) -> Tensor:
-        """Take over particles. Returns their slots as an index."""
+        """Write particles to their slots. Returns the slots as an index."""
         slots_N = self._here(group.slots_N)
         self.table_SL[slots_N, : group.pages_XL.shape[1]] = to_device(group.pages_XL, self.device)
         self.base_S[slots_N] = group.base
@@ -166,7 +167,8 @@ class SlotState:
         return slots_N
 
     def reweigh(self, plan: RoundPlan[Tensor]) -> tuple[()]:
-        """Particles get the log-weights of the plan, where it has any. A distinct particle without weight is none."""
+        """Replace the particles' log-weights by those of the plan, where it has any. A distinct particle that has lost
+        its weight is removed."""
         if plan.weights_A is None:
             return ()
         slot_A, given_A = plan.slot_A, ~torch.isnan(plan.weights_A)
@@ -178,11 +180,11 @@ class SlotState:
 
     @property
     def entries(self) -> SlotEntries:
-        """What biases depend on."""
+        """The slots' entries, as `add_biases` takes them."""
         return self.entry_S, self.least_S
 
     def held(self, slot_A: Tensor) -> Tensor:
-        """Positions [A] whose keys and values are there."""
+        """Return the number of positions [A] whose keys and values are stored."""
         return self.end_S[slot_A] - self.pending_S[slot_A]
 
     def _here(self, values: np.ndarray) -> Tensor:
@@ -191,19 +193,19 @@ class SlotState:
 
 @dataclass(frozen=True)
 class PageTokens:
-    """The token of every page, of requests with penalties."""
+    """The token of every page, for requests with penalties or constraints."""
 
     token_P: Tensor
-    """int32."""
+    """int32 token of every page."""
     vocab: int
     ids_M: Tensor | None = None
-    """int64 token of each column of the logits; None: columns are tokens."""
+    """int64 token of each column of the logits; None: column v is token v."""
 
     def set(self, pages_XL: Tensor, tokens_XL: Tensor) -> None:
         self.token_P[pages_XL.flatten().long()] = tokens_XL.flatten().int()
 
     def store(self, tokens_T: Tensor, rows: Rows) -> None:
-        """Keep the tokens that rows run."""
+        """Store the tokens that rows run."""
         column_Q = torch.arange(rows.queries, device=tokens_T.device)
         page_RQ = _pages(rows, rows.start_R[:, None].long() + column_Q)
         page_RQ = torch.where(column_Q < rows.count_R[:, None], page_RQ, DUMMY_PAGE)
@@ -212,7 +214,8 @@ class PageTokens:
     def penalise(
         self, logits_TV: Tensor, penalties: Penalties[Tensor], tokens_T: Tensor, rows: Rows, output_R: Tensor | None
     ) -> Tensor:
-        """Logits after all tokens, [T, V], or after one of each row, [R, V], the `output`-th of the T."""
+        """Return the penalised logits after all tokens [T, V], or after one token of each row [R, V], the `output`-th
+        of the T."""
         q, device = rows.queries, tokens_T.device
         index_R = torch.arange(len(rows.slot_R), device=device) // (len(rows.slot_R) // len(penalties.prompt_A))
         prompt_R1, start_R1 = penalties.prompt_A[index_R, None], rows.start_R[:, None].long()
@@ -248,12 +251,12 @@ class PageTokens:
 
 
 def repeated(logits: Tensor, seen: Tensor, repetition: Tensor) -> Tensor:
-    """Logits with the repetition penalty where a token has been `seen`."""
+    """Apply the repetition penalty to the logits of tokens that have been `seen`."""
     return torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
 
 
 def _pages(rows: Rows, position_RX: Tensor) -> Tensor:
-    """int64 pages [R, X] of rows at positions; past what a row has, any."""
+    """Return the int64 pages [R, X] of rows at positions; past the end of a row, any pages."""
     held_RX = position_RX.clamp(max=rows.table_SL.shape[1] - 1)
     page_RX = rows.table_SL[rows.slot_R[:, None].long(), held_RX]
     if rows.tail_RB is not None and rows.tail_R is not None and rows.tail_RB.shape[1]:

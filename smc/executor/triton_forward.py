@@ -1,7 +1,8 @@
-"""Passes through a decoder on a GPU: of few packed rows, and of prompts. The Triton form of `smc.executor.forward`.
+"""Forward passes through a decoder on a GPU: of few packed rows, and of prompts. The Triton form of
+`smc.executor.forward`.
 
-Matrix products of few rows are bound by reading weights, so everything around them is fused. See the package's legend
-for axes."""
+The time of matrix products of few rows is that of reading weights, so everything around them is fused. See the
+package's legend for axes."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ from smc.model.decoder import Experts, Layer
 from smc.model.linear import Linear, QuantisedRows
 
 FEW_ROWS, FEW_WIDE_ROWS = 64, 32
-"""Up to here our own products read weights at least as fast as the library's; the latter where rows are wide."""
+"""Up to these numbers of rows, our own products read weights at least as fast as the library's; the second is for wide
+rows."""
 FEW_FP8_ROWS, FP8_INPUTS = 512, 32
-"""The same of FP8 (timed for the 1B and 8B shapes); and what our products of it take inputs by."""
+"""The same number for FP8 (timed for the 1B and 8B shapes); and the number of inputs that our FP8 products take at a
+time, which must divide the number of input features."""
 WIDE = 8192
-"""Features."""
+"""Features from which rows are wide."""
 
 Activations = Tensor | QuantisedRows
 Attend = Callable[[Layer, Tensor, Tensor], None]
@@ -41,9 +44,9 @@ Attend = Callable[[Layer, Tensor, Tensor], None]
 
 
 class TritonForward(StaticForward):
-    """A decoder of one reader. With `own_products` matrix products of few rows are ours too, but not of weights in
-    float32, which tensor cores would round; without `pdl` no kernel begins before the one before has ended, which it
-    does where the device can (`smc.kernels.launch`). Raises ValueError for heads that the kernels cannot do."""
+    """A decoder of one reader. With `own_products`, matrix products of few rows are ours too, except for float32
+    weights, which tensor cores would round. With `pdl`, kernels may begin before the one before has ended, if the
+    device supports it (`smc.kernels.launch`). Raises ValueError for heads that the kernels do not support."""
 
     def __init__(self, reader: Reader, *, own_products: bool = True, pdl: bool = True) -> None:
         super().__init__(reader.model, reader.pool, reader.rope)
@@ -59,7 +62,7 @@ class TritonForward(StaticForward):
 
     @property
     def workspace_bytes(self) -> int:
-        """What attention of all shapes seen so far keeps for itself."""
+        """Memory of the workspaces of attention, for all shapes seen so far."""
         return sum(attention.workspace_bytes for attention in self._attentions.values())
 
     def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
@@ -121,7 +124,7 @@ class TritonForward(StaticForward):
         matrix: Linear | None,
         residual: Residual,
     ) -> Activations:
-        """What `matrix` multiplies, or experts do."""
+        """Return the input of `matrix`, or of experts."""
         weight_E = None if norm is None else norm.weight
         take_in = add_norm_rounded if matrix is not None and matrix.is_fp8 else add_norm
         return take_in(x_TE, parts, weight_E, self.model.config.rms_eps, self._pdl, residual)
@@ -131,7 +134,8 @@ class TritonForward(StaticForward):
         return qkv if layer.whole_widths is None else normalise_whole(layer, qkv, self._dtype)
 
     def _experts(self, layer: Layer, module: Experts, x: Activations) -> Tensor:
-        """Partial sums of what all ranks' shares return, or their sum."""
+        """Return the experts' output: partial sums [C, T, E] of this rank, or with several ranks the sum over all of
+        them."""
         assert isinstance(x, Tensor)
         parts_CTE = experts(module, x, pdl=self._pdl)
         if layer.reduce is None:
@@ -151,7 +155,8 @@ class TritonForward(StaticForward):
         return silu_mul(self._by_library(hidden, matrix), gelu=layer.gelu)
 
     def _product(self, x: Activations, matrix: Linear, splits: int | None = None) -> Tensor:
-        """x W^T, perhaps as partial sums [S, T, N]. What an FP8 matrix multiplies is rounded, if it has not been."""
+        """Return x W^T, perhaps as partial sums [S, T, N]. The input of an FP8 matrix is rounded here, if it is not
+        yet."""
         if matrix.is_fp8 and not isinstance(x, QuantisedRows):
             x = round_rows(x, pdl=self._pdl)
         if self._few(x, matrix):
@@ -169,7 +174,7 @@ class TritonForward(StaticForward):
         return matrix(x) if out_TN is None else torch.mm(x, matrix.weight.t(), out=out_TN)
 
     def _sum(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
-        """`_product` of all ranks' shares."""
+        """Return `_product`, summed over all ranks."""
         if layer.reduce is None:
             return self._product(x_TK, matrix)
         room_TN = layer.reduce.room(len(x_TK), matrix.out_features, x_TK.dtype)
@@ -193,8 +198,8 @@ class TritonForward(StaticForward):
 
     def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
         config, groups, count = self.model.config, len(rows.first_G), len(rows.start_R)
-        # Every batch index has equally many rows, and there is room for as many groups as batch indices. Some group may
-        # have more than one batch index.
+        # Every batch index has equally many rows, and the number of groups is padded to that of batch indices, so this
+        # is the number of rows of a batch index. Some groups may have more than one batch index.
         together = count // groups if rows.contexts is Contexts.SINGLE else count
         shape = (groups, count, together, rows.queries)
         if shape not in self._attentions:
@@ -211,9 +216,8 @@ def _tables(rows: Rows) -> Tables:
 
 @torch.inference_mode()
 def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: Tensor) -> Tensor:
-    """See `smc.executor.forward.run_prompt`. Matrix products and attention are by libraries, with one launch between
-    two of them. Of the last layer only the tokens that are asked about are computed once its keys and values are
-    stored."""
+    """See `smc.executor.forward.run_prompt`. Libraries compute matrix products and attention, with one launch between
+    two of them. In the last layer only the `output` tokens are computed once its keys and values are stored."""
     model, config, planned = reader.model, reader.model.config, reader.attention.plan(reader.pool, batch)
     position_T, page_T = (
         to_device(array_T.astype(np.int32), reader.device) for array_T in (batch.positions_T, batch.pages_T)
@@ -253,12 +257,12 @@ def weight_of(norm: RMSNorm | None) -> Tensor | None:
 
 
 def residual_of(layer: Layer, out_norm: RMSNorm | None) -> Residual:
-    """How an output of a layer is added."""
+    """Return how an output of a layer is added to the residual."""
     return Residual(weight_of(out_norm), layer.residual_multiplier, layer.norm_offset)
 
 
 def head_norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
-    """Weights of the norms of single heads, as attention's kernels take them."""
+    """Return the weights of the norms of single heads, as attention's kernels take them."""
     weights = layer.head_norms
     if not layer.norm_offset:
         return weights
@@ -267,7 +271,7 @@ def head_norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
 
 
 def normalise_whole(layer: Layer, qkv: Tensor, dtype: torch.dtype) -> Tensor:
-    """`Layer.normalise_whole` of a product [T, N] or partials of it."""
+    """Apply `Layer.normalise_whole` to a product [T, N] or to its partial sums."""
     assert layer.q_norm is not None and layer.k_norm is not None and layer.whole_widths is not None
     widths, tokens = (len(layer.q_norm.weight), len(layer.k_norm.weight)), qkv.shape[-2]
     if layer.reduce is None:
@@ -281,14 +285,14 @@ def normalise_whole(layer: Layer, qkv: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _prompt_product(matrix: Linear, x_TK: Tensor) -> Tensor:
-    """What `matrix` returns, with activations rounded in one launch if it is FP8, and weights widened in one if it is
-    int4."""
+    """Return the product with `matrix`. For FP8 one launch rounds the activations; for int4 one launch widens the
+    weights."""
     if matrix.group:
         return multiply_widened(x_TK, matrix)
     return matrix(x_TK) if matrix.scale is None else matrix.multiply_quantised(round_rows(x_TK)).to(x_TK.dtype)
 
 
 def _prompt_sum(layer: Layer, matrix: Linear, x_TK: Tensor) -> Tensor:
-    """Of all ranks' shares."""
+    """Return `_prompt_product`, summed over all ranks."""
     part_TE = _prompt_product(matrix, x_TK)
     return part_TE if layer.reduce is None else layer.reduce(part_TE)

@@ -1,5 +1,5 @@
-"""What a round does on a GPU: `RoundOps` as Triton kernels. This module packs tensors as arguments of the launchers in
-`smc.kernels` and names what these return. See the package's legend for axes."""
+"""The operations of a round on a GPU: `RoundOps` as Triton kernels. This module packs tensors into arguments of the
+launchers in `smc.kernels` and names what these return. See the package's legend for axes."""
 
 from __future__ import annotations
 
@@ -479,7 +479,7 @@ def _step_tensors(step: DraftStep) -> StepTensors:
 
 
 def _scored(inputs: ScoreInputs) -> tuple[PlanTensors, BlockTensors, VerifyTensors, Tensor]:
-    """What scoring and finalizing read of the blocks."""
+    """Return what scoring and finalizing read of the blocks."""
     scored = inputs.scored
     return (
         fields_of(PlanTensors, inputs.plan),
@@ -490,7 +490,7 @@ def _scored(inputs: ScoreInputs) -> tuple[PlanTensors, BlockTensors, VerifyTenso
 
 
 def _matched(inputs: ScoreInputs) -> MatchTensors | None:
-    """Of groups that are decoded exactly."""
+    """Return the matches of groups that are decoded exactly; None: there are no such groups."""
     return contiguous(MatchTensors(*inputs.matched)) if inputs.plan.has_exact else None
 
 
@@ -512,7 +512,7 @@ def _tree_selection(trees: SelectedTrees | None) -> TreeSelection | None:
 
 
 class TritonSampling(Sampling):
-    """Distributions by the kernels: no array of a distribution is ever written, but for chains."""
+    """Sampling by kernels, which do not write the array of a distribution, except for chains."""
 
     def propose(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], mixture: float, keys: DrawKeys
@@ -558,7 +558,7 @@ class TritonSampling(Sampling):
         if "alpha" not in distribution.active:
             candidate_tokens = self._propose_candidates(logits_RV, distribution.temperature_R, keys, cut)
             return candidate_tokens, candidate_tokens.logq_RC, candidate_tokens.logq_RC[:, 0] * 0.0
-        # As of a bonus. The likeliest token's log-probability is finite for any distribution.
+        # As in `bonus`. The likeliest token's log-probability is finite in any distribution.
         candidate_tokens = self._propose_candidates(
             logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut
         )
@@ -585,7 +585,7 @@ class TritonSampling(Sampling):
         if "alpha" not in distribution.active:
             token_RD, logp_RD, lse_R = self._draw(logits_RV, distribution.temperature_R, keys, cut)
             return token_RD, logp_RD, lse_R * 0.0
-        # p^alpha is p at 1 / alpha of the temperature, and what it takes to normalise shows in any of its tokens.
+        # p^alpha is p at the temperature divided by alpha, and its normaliser follows from any of its tokens.
         token_RD, powered_RD, lse_R = self._draw(
             logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut
         )
@@ -638,7 +638,7 @@ class TritonSampling(Sampling):
 
 
 class TritonHeadSampling(HeadSampling):
-    """One launch makes tokens of columns."""
+    """Turns columns into tokens in one launch."""
 
     def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, keys.purpose)

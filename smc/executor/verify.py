@@ -1,10 +1,10 @@
-"""The verify stage of a round: what the target runs, and what its logits say of it. The torch form;
-`smc.kernels.verify` is the Triton form. What is chosen afterwards, and how: `smc.executor.select`.
+"""The verify stage of a round: lays out the tokens that the target runs, and reads its outputs from the logits. This is
+the torch form; the Triton form is `smc.kernels.verify`. The choice that follows is in `smc.executor.select`.
 
-A block is a particle's last tokens, whose first is already counted in its weight, or known to be the target's own draw.
-In look-ahead it was drafted in the round before, and its batch index is the particle's; in lockstep it has just been
-drafted, and continues the particle of its root. Draft chains (`smc.executor.draft`) are verified against the target's
-distribution (`smc.algorithm.verification`).
+A block consists of the last tokens of a particle. Its first token is already counted in the particle's weight, or is
+known to be the target's own draw. In look-ahead a block was drafted one round earlier, and its batch index is that of
+its particle. In lockstep it has just been drafted, and continues the particle of its root. Draft chains
+(`smc.executor.draft`) are verified against the target's distribution (`smc.algorithm.verification`).
 
 See the package's legend for axes; C batch indices of groups of chains, V vocabulary."""
 
@@ -29,77 +29,79 @@ from smc.philox import STREAMS_PER_PARTICLE, Purpose, exponentials, words
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the target scores, by batch index."""
+    """Blocks that the target scores, by batch index."""
 
     origin_A: Tensor
     """int64 batch index whose particle the block continues; in look-ahead its own."""
     tokens_AQ: Tensor
     logq_AQ: Tensor
     count_A: Tensor
-    """Tokens that exist; at least 1."""
+    """Number of tokens that exist, at least 1."""
     ended_A: Tensor
-    """bool: the last of them ends the answer."""
+    """bool: the block's last token ends the answer."""
     alive_A: Tensor
     logw_A: Tensor
-    """float64 log-weight before what the target says of it."""
+    """float64 log-weight before the target's scores."""
     open_A: Tensor
-    """bool: the particle goes on after its block."""
+    """bool: the particle continues after its block."""
     run_A: Tensor
-    """Tokens of the block that the model runs: of one that has ended all but the last."""
+    """Number of tokens of the block that the model runs: if the block has ended, all but the last."""
     position_A: Tensor
-    """int64 of the token after the block, counted from the beginning of the sequence."""
+    """int64 position of the token after the block, counted from the beginning of the sequence."""
     stream_A: Tensor
-    """int64: which random numbers an independent particle's bonus is drawn by."""
+    """int64 random stream of the bonus token of an independent particle."""
     rank_A: Tensor
-    """int64 number of the batch index in its group."""
+    """int64 index of the batch index in its group."""
 
 
 @dataclass(frozen=True)
 class VerifyInputs:
-    """What is run of blocks, and asked of the logits."""
+    """Inputs of the pass over blocks, and of sampling from its logits."""
 
     blocks: Blocks
     rows: Rows
     distribution_T: DistributionSpec[Tensor]
     label_T: Tensor
-    """Integers: the token of the block after this one; -1: there is none."""
+    """Integers: the block's token after this one; -1: there is none."""
     keys: DrawKeys
-    """Of the target's own draws after each token: those of plain decoding, which know the answer's position, and no
-    round."""
+    """Keys of the target's own draws after each token: those of plain decoding, which depend on the position and not on
+    the round."""
     last_A: Tensor
-    """int64: which of all T tokens is the block's last."""
+    """int64 index of the block's last token among all T tokens."""
 
 
 @dataclass(frozen=True)
 class VerifyOutputs:
-    """The target's verdict on blocks, by batch index."""
+    """The target's outputs for blocks, by batch index."""
 
     blocks: Blocks
     logp_AQ: Tensor
-    """log p of the tokens after the block's first; 0 where there is none. Where the target draws for itself: of what it
-    drew."""
+    """log p of the block's token after each token; 0 where there is none. In groups that are decoded exactly: log p of
+    the token that the target drew."""
     drawn_AQ: Tensor
-    """int64: what the target says after each token (exact decoding): its own draw, or what it keeps."""
+    """int64 token that the target takes after each token: its own draw, or for chains the result of rejection
+    sampling."""
     drawn_logp_AQ: Tensor
-    """float32 log p of these."""
+    """float32 log p of these tokens."""
     next_AV: Tensor | None
     """Logits after the block; None: no stage reads them."""
     nan_A: Tensor
-    """bool: the target's logits were NaN."""
+    """bool: the target's logits were NaN for a token of the block."""
     nan_AQ: Tensor
-    """bool: so were those that it drew from for itself."""
+    """bool: the logits that the target drew from were NaN."""
     next_mass_A: Tensor | None = None
-    """float32 log of the mass that a constraint leaves of the distribution after the block, whose logits are given the
-    constraint; None: no stage reads it."""
+    """float32 log of the mass that a constraint allows in the distribution after the block; `next_AV` has the logits
+    given the constraint. None: no stage reads it."""
 
 
 TargetDraws = tuple[Tensor, Tensor, Tensor]
-"""Tokens [T, 1], their log p [T, 1], and log Z [T], as of `smc.executor.sampling.Sampling.bonus`."""
+"""Tokens [T, 1], their log p [T, 1], and log Z [T], as returned by `smc.executor.sampling.Sampling.bonus`."""
 
 
 def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
-    """What the target runs: what is pending (look-ahead), or the seed and what has just been drafted. The last token of
-    a block that has ended is scored, never run. `logq_SQ`: log q of the pending tokens."""
+    """Lay out what the target runs: the pending tokens (look-ahead), or the seed and what has just been drafted
+    (lockstep). The last token of a block that has ended is scored, but never run. `logq_SQ`: log q of the pending
+    tokens."""
     known = _pending(state, logq_SQ, plan) if drafted is None else _drafted(state, logq_SQ, plan, drafted)
     alive_A, ended_A, count_A, (_, q) = known["alive_A"], known["ended_A"], known["count_A"], known["tokens_AQ"].shape
     slot_A = plan.slot_A[known["origin_A"]]
@@ -140,7 +142,7 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
 
 
 def _pending(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor]) -> dict[str, Tensor]:
-    """Look-ahead: blocks that were drafted in the round before."""
+    """Return the blocks of look-ahead, which were drafted one round earlier."""
     slot_A = plan.slot_A
     return {
         "origin_A": torch.arange(len(slot_A), device=state.device),
@@ -154,19 +156,19 @@ def _pending(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor]) -> dict
 
 
 def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows) -> dict[str, Tensor]:
-    """Lockstep: the seed, and what has just been drafted for each batch index."""
+    """Return the blocks of lockstep: the seed and what has just been drafted for each batch index."""
     root_A = drafted.root_X.long()
     slot_A = plan.slot_A[root_A]
     alive_A = state.alive_S[slot_A] & (drafted.share_X > -torch.inf)
     count_A, ended_A = 1 + drafted.count_X, drafted.ended_X
     if plan.has_exact:
-        # A draft that proposes nothing, such as one that returns NaN, leaves the seed alone.
+        # If the draft proposes nothing, for example because it returns NaN, the block is the seed alone.
         nothing_G = plan.is_exact_G & ~plan.any_of_group(alive_A[None], plan.group_A)[0]
         lone_A = nothing_G[plan.group_A] & state.alive_S[plan.slot_A]
         root_A, slot_A = torch.where(lone_A, plan.index_of_rows(1), root_A), torch.where(lone_A, plan.slot_A, slot_A)
         count_A, ended_A = torch.where(lone_A, 1, count_A), torch.where(lone_A, state.ended_S[plan.slot_A], ended_A)
         alive_A = alive_A | lone_A
-    # There are pages for as many as have been drafted.
+    # The plan has pages for exactly as many tokens as have been drafted.
     steps = plan.target_pages_AQ.shape[1] - 1
     return {
         "origin_A": root_A,
@@ -186,8 +188,8 @@ def verify(
     drawn: TargetDraws | None,
     next_AV: Tensor | None,
 ) -> VerifyOutputs:
-    """The verdict: `labelled_T`, log p of the labels, 0 where there is none, unless all groups are decoded exactly;
-    `drawn`, what the target drew itself."""
+    """Return the target's outputs. `labelled_T`: log p of the labels, 0 where there is none; None if all groups are
+    decoded exactly. `drawn`: the target's own draws. `next_AV`: logits after the blocks."""
     blocks, shape = inputs.blocks, inputs.blocks.tokens_AQ.shape
     column_Q = torch.arange(shape[1], device=blocks.count_A.device)
     is_run_AQ = column_Q < blocks.run_A[:, None]
@@ -207,7 +209,7 @@ def verify(
 
 
 def chain_groups(plan: RoundPlan[Tensor]) -> tuple[Tensor, Tensor]:
-    """First chain, of all C, and how many, of every group [G]."""
+    """Return the first chain, counted among all C, and the number of chains of every group [G]."""
     size_G = torch.where(plan.kind_G == PopulationKind.CHAINS, plan.size_G, 0).long()
     return size_G.cumsum(0) - size_G, size_G
 
@@ -215,11 +217,11 @@ def chain_groups(plan: RoundPlan[Tensor]) -> tuple[Tensor, Tensor]:
 def verify_chains(
     plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What the target says after every token of chains [C, Q], and its log-probability [C, Q], as
-    `smc.algorithm.verification.verify_by_rejection`.
+    """Verify chains by rejection sampling. Returns the target's token after every token of the chains [C, Q] and its
+    log-probability [C, Q], as `smc.algorithm.verification.verify_by_rejection` does.
 
-    `logp`: the target's log-distribution after every token; `logq`: what the next was drawn from, of all but the
-    last."""
+    `logp`: the target's log-distribution after every token; `logq`: the log-distribution that the next token was drawn
+    from, after all tokens but the last."""
     blocks, index_C, vocab = inputs.blocks, plan.chain_C, logp_CQV.shape[-1]
     first_G, size_G = chain_groups(plan)
     q = blocks.tokens_AQ.shape[1]

@@ -1,10 +1,10 @@
-"""Runs prompts through one model: weights and the memory of keys and values live here. Knows nothing about particles.
+"""Runs prompts through one model, and holds its weights and KV memory. Knows nothing about particles.
 
-`top_logprobs` and `prompt_logprobs` are computed here, too: the likeliest tokens at positions of a sequence, and how
-likely its own are. They are plain torch on every device, because an answer asks for them once.
+Also computes `top_logprobs` and `prompt_logprobs`: the likeliest tokens at positions of a sequence, and how likely its
+own tokens are. This is plain torch on every device, because an answer needs it once.
 
-Axes: R rows, T tokens, V vocabulary, E hidden size, D draws; Y tokens that are scored (row after row), X those
-and, after them, their unconditional tokens, S a slice of Y, K top_logprobs."""
+Axes: R rows, T tokens, V vocabulary, E hidden size, D draws; Y tokens that are scored (row after row), X the same
+followed by the tokens of unconditional rows, S a slice of Y, K top_logprobs."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from smc.stops import TokenBytes
 from smc.types import ModelRole
 
 SLICE = 32
-"""Tokens whose distributions exist at the same time: whole vocabularies of more would take memory that has not been set
-aside."""
+"""Number of tokens whose distributions exist at the same time: distributions of more would take memory that is not
+reserved."""
 
 
 def last_tokens(counts_R: np.ndarray, scored_R: np.ndarray) -> np.ndarray:
-    """Index [X] of the last `scored` of every row's `count` tokens, which stand row after row."""
+    """Return the index [X] of the last `scored` of every row's `counts` tokens; tokens are stored row after row."""
     end_X = np.repeat(np.cumsum(counts_R), scored_R)
     return end_X - np.repeat(scored_R, scored_R) + offsets(scored_R)
 
 
 def offsets(count_R: np.ndarray) -> np.ndarray:
-    """0, 1, .. within each row."""
+    """Return 0, 1, .. within each row, row after row."""
     return np.arange(count_R.sum()) - np.repeat(np.cumsum(count_R) - count_R, count_R)
 
 
 def likeliest(
     logits: Callable[[Tensor], Tensor], sampling: Sampling, spec: TopLogprobsSpec, hidden_XE: Tensor, ends_R: np.ndarray
 ) -> tuple[Tensor, ...]:
-    """Tokens int32 [Y, K] and their log p [Y, K], then log p and ranks of given tokens, as `PromptResult` has them.
-    `ends_R`: positions of every row after this pass."""
+    """Return the likeliest tokens int32 [Y, K] and their log p [Y, K], then log p and ranks of the given tokens, as in
+    `PromptResult`. `ends_R`: number of positions of every row after this pass."""
     device, rows = hidden_XE.device, len(spec.distribution.temperature_R)
     scored_R, ends_R = spec.scored_R[:rows], ends_R[:rows]
     row_Y = np.repeat(np.arange(rows), scored_R)
@@ -82,7 +82,7 @@ def likeliest(
 
 
 def _given(spec: TopLogprobsSpec, part: slice, dist_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """Log p [S] and ranks int32 [S] of the given tokens; [0] where there are none."""
+    """Return log p [S] and ranks int32 [S] of the given tokens; [0] if there are none."""
     if spec.given_Y is None:
         return dist_SV[:0, 0], dist_SV[:0, 0].int()
     logp_S1 = dist_SV.gather(-1, to_device(spec.given_Y[part], dist_SV.device)[:, None])
@@ -90,8 +90,8 @@ def _given(spec: TopLogprobsSpec, part: slice, dist_SV: Tensor) -> tuple[Tensor,
 
 
 def _unconditional_tokens(spec: TopLogprobsSpec, row_Y: np.ndarray, offset_Y: np.ndarray) -> np.ndarray | None:
-    """Index [Y] of the token beside each, in the row that guides its row; itself where none does. None: no row is
-    guided."""
+    """Return for each scored token the index [Y] of the corresponding token in the row that guides its row, or its own
+    index if no row does. None: no row is guided."""
     if spec.unconditional_R is None:
         return None
     begin_R = np.cumsum(spec.scored_R) - spec.scored_R
@@ -99,7 +99,7 @@ def _unconditional_tokens(spec: TopLogprobsSpec, row_Y: np.ndarray, offset_Y: np
 
 
 def _tables(spec: TopLogprobsSpec, vocab: int, device: torch.device) -> BiasTables | None:
-    """What is added, a row of the batch an entry; None where nothing is."""
+    """Return bias tables with an entry for each row of the batch; None if nothing is added."""
     if not any(spec.machines):
         return None
     tables = BiasTables(len(spec.machines), vocab, device)
@@ -110,11 +110,11 @@ def _tables(spec: TopLogprobsSpec, vocab: int, device: torch.device) -> BiasTabl
 
 
 FIRST_STEP = 1 << 10
-"""Random numbers of first tokens are not those of any step of a round."""
+"""Step in the keys of the random numbers of first tokens; no step of a round has it."""
 
 
 class ModelWorker:
-    """A decoder, its pool of `pages` token positions, for sequences of up to `width` positions."""
+    """A decoder and its pool of `pages` token positions, for sequences of up to `width` positions."""
 
     def __init__(
         self,
@@ -128,8 +128,9 @@ class ModelWorker:
         draft_head: DraftHead | None = None,
         context: int | None = None,
     ) -> None:
-        """`context`: tokens of the longest sequence, if not `width`; `token_bytes`: of the vocabulary's tokens, in which
-        stop strings are looked for; `draft_head`: what a draft proposes with, if not with all of its head."""
+        """`context`: tokens of the longest sequence, if not `width`; `token_bytes`: bytes of the vocabulary's tokens,
+        in which stop strings are searched; `draft_head`: the part of its head that a draft proposes with, if not all of
+        it."""
         weight = model.embed.weight
         self.name, self.model, self.device = name, model, weight.device
         self.width, self.pages = width, pages
@@ -145,14 +146,13 @@ class ModelWorker:
             windows=bool(config.window_layers),
         )
         self.stages = StageRunner(self.device)
-        """In order with which the device is asked to run prompts."""
+        """Runs prompts, in the order in which they are requested."""
         self.ops: RoundOps = TorchOps()
-        """How prompts run through the model, and first tokens are masked and drawn without replacement."""
+        """Runs prompts through the model, masks first tokens, and draws them without replacement."""
 
     @torch.inference_mode()
     def run_prompts(self, batch: PromptBatch) -> AsyncResult:
-        """Queue prompts. Raises ValueError for positions, pages or tokens that cannot be, before anything is
-        written."""
+        """Queue prompts. Raises ValueError for impossible positions, pages or tokens, before anything is written."""
         with self.stages.working():
             began = self.stages.event()
             last_R = np.cumsum(batch.counts_R) - 1
@@ -179,7 +179,7 @@ class ModelWorker:
             return AsyncResult(result, arrived, {"prompt": (began, arrived)})
 
     def _forward(self, batch: PromptBatch, output_X: np.ndarray) -> Tensor:
-        """Hidden states [X, E] of the tokens at index `output`; keys and values of all are stored."""
+        """Store keys and values of all tokens. Returns hidden states [X, E] of the tokens at index `output`."""
         ends_R = batch.starts_R + batch.counts_R
         if ends_R.max() > self.width or len(batch.pages_X) != ends_R.sum():
             raise ValueError(
@@ -208,7 +208,8 @@ class ModelWorker:
         )
 
     def _guided(self, draws: Draws, logits_XV: Tensor) -> Tensor:
-        """Logits [R, V] of the rows that are drawn after, of those [X, V] of all."""
+        """Return the guided logits [R, V] of the rows that tokens are drawn after, from the logits [X, V] of all
+        rows."""
         own_RV = logits_XV[: len(draws.seed_R)]
         if draws.unconditional_R is None or draws.scale_R is None:
             return own_RV
@@ -218,9 +219,9 @@ class ModelWorker:
         return Sampling(self.vocab_size).guide(own_RV, logits_XV, unconditional_R.long(), scale_R)
 
     def _draw(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a `PromptResult` has, on the device."""
+        """Return the drawn tokens, their log p, log-weights and log Z of a `PromptResult`, on the device."""
         numbers = (draws.seed_R, draws.round_R, draws.stream_RD, position_R.astype(np.int64))
-        # On the host, where words are made from them: asking the device for them would wait for it.
+        # On the host, where the random words are computed: reading the keys from the device would wait for it.
         seed_R, round_R, stream_RD, drawn_at_R = map(torch.from_numpy, numbers)
         keys = DrawKeys(seed_R, round_R, stream_RD, drawn_at_R, draws.purpose)
         if len(draws.repetition_Z):
@@ -241,11 +242,12 @@ class ModelWorker:
         weight_R = log_z_R.double()
         if mass_R is not None:
             logp_RD = logp_RD + mass_R[:, None]
-            # Where a truncation leaves nothing, particles begin without weighing it: there would be none.
+            # If a truncation leaves no allowed token, its mass does not count in the weight: otherwise no particle
+            # would have weight.
             weight_R = weight_R + torch.where(mass_R > -torch.inf, distribution.alpha_R * mass_R, 0.0)
         first_D = torch.arange(token_RD.shape[1], device=token_RD.device) == 0
         kind_R = to_device(draws.kind_R, self.device)
-        # A group that is decoded exactly begins with one draw of the target's.
+        # A group that is decoded exactly begins with one draw of the target.
         none_RD = (kind_R >= PopulationKind.BEST)[:, None] & ~first_D
         logw_RD = weight_R[:, None].expand(token_RD.shape).masked_fill(none_RD, -torch.inf)
         if (draws.kind_R == PopulationKind.DISTINCT).any():
@@ -259,14 +261,14 @@ class ModelWorker:
         return token_RD.int(), logp_RD, logw_RD, log_z_R
 
     def _constrained(self, draws: Draws, logits_RV: Tensor) -> tuple[Tensor, DistributionSpec[Tensor], Tensor | None]:
-        """As `given_constraint`, of the first tokens of answers."""
+        """Apply `given_constraint` to the first tokens of answers."""
         compiler = Compiler.of(self.token_bytes)
         masks_RW = np.full((len(draws.machines), compiler.words), -1, dtype=np.int32)
         for mask_1W, machine in zip(masks_RW[:, None], draws.machines):
             if machine is not None:
                 try:
                     compiler.follower(machine).masks(np.zeros(0, dtype=np.int64), 0, mask_1W)
-                except ValueError:  # it was compiled before it came here, by a process with more time
+                except ValueError:  # another process has compiled it before, with more time
                     mask_1W[:] = 0
         by_answer_R = None
         if draws.by_answer_R is not None and draws.by_answer_R.any():
@@ -290,8 +292,8 @@ class ModelWorker:
         most: int,
         weight_R: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws without replacement: tokens [R, D], their log p [R, D] and log-weights [R, D]. `weight`: log of the mass
-        of all."""
+        """Draw without replacement. Returns tokens [R, D], their log p [R, D] and log-weights [R, D]. `weight`: log of
+        each row's total mass."""
         seed_R, round_R = torch.from_numpy(draws.seed_R), torch.from_numpy(draws.round_R)
         keys = DrawKeys(
             seed_R,

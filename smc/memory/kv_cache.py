@@ -1,9 +1,9 @@
-"""KV memory of a pair: the pools that hold keys and values of every layer, indexed by page, on the models' devices; the
-prefix cache, which maps blocks of tokens at the beginning of prompts and answers to the pages that hold their keys and
-values; and the KV cache manager, which alone decides page numbers. Workers get them with their work.
+"""KV memory of a pair of models. The pools hold keys and values of every layer, indexed by page, on the models'
+devices. The prefix cache maps blocks of tokens at the beginning of prompts and answers to the pages that hold their
+keys and values. The KV cache manager alone decides page numbers; workers receive them with their work.
 
-A released page may be allocated again at once, since a worker carries out its work in order.
-Every entry of the prefix cache holds one reference on the last page of its block; lineage keeps the pages before it."""
+A released page may be allocated again at once, since a worker carries out its work in order. Every entry of the prefix
+cache holds one reference to the last page of its block; lineage keeps the pages before it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Tokens = np.ndarray | Sequence[int]
 
 
 def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """Leading blocks that two sequences have in common. The key of a block covers all before it, so that a binary
-    search finds the last common one."""
+    """Return the number of leading blocks that two sequences have in common. The key of a block covers all blocks
+    before it, so a binary search finds the last common one."""
     if not one or not other or one[0] != other[0]:
         return 0
     return bisect_left(
@@ -38,8 +38,8 @@ def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 
 
 class PrefixCache:
-    """Cached blocks of one pool. The key of a block covers all tokens before it and a salt: what differs in either
-    shares nothing."""
+    """Cached blocks of one pool. The key of a block covers a salt and all tokens up to its end: sequences share a block
+    only if both are equal."""
 
     def __init__(self, allocator: PageAllocator, block: int = 16) -> None:
         if block < 1:
@@ -47,11 +47,12 @@ class PrefixCache:
         self.allocator = allocator
         self.block = block
         self.queried_tokens = 0
-        """Tokens that `match` was asked about."""
+        """Number of tokens that were looked up."""
         self.hit_tokens = 0
-        """Tokens that `match` found."""
+        """Number of tokens that were found."""
         self._pages: OrderedDict[bytes, int] = OrderedDict()
-        """Last page of a block, by key, least recently used first. A block stands after all that continue it."""
+        """Last page of each block, by key, least recently used first. A block comes after all blocks that continue
+        it."""
 
     @property
     def entries(self) -> int:
@@ -59,25 +60,25 @@ class PrefixCache:
 
     @property
     def pages(self) -> int:
-        """Cached positions, each of them a page; requests may hold some of these, too."""
+        """Number of cached positions, each of which is a page; requests may hold some of these pages, too."""
         return len(self._pages) * self.block
 
     def keys(self, tokens: Tokens, salt: str = "") -> list[bytes]:
-        """Keys of the whole blocks of `tokens`, in order."""
+        """Return the keys of the whole blocks of `tokens`, in order."""
         return list(self._keys(tokens, len(tokens), salt))
 
     def match(self, tokens: Tokens, salt: str = "", most: int | None = None) -> tuple[int, int]:
-        """`find` for tokens: at most the first `most` of them. They are counted, too."""
+        """Look up at most the first `most` tokens by `find`, and count the match. Returns the same as `find`."""
         length = len(tokens) if most is None else max(0, min(len(tokens), most))
         found, page = self.find(self._keys(tokens, length, salt))
         self.count(len(tokens), found)
         return found, page
 
     def find(self, keys: Iterable[bytes]) -> tuple[int, int]:
-        """(Number of leading tokens that are cached; page of the last of them, or 0).
+        """Return the number of leading tokens that are cached, and the page of the last of them, or 0.
 
-        Marks them as used now. A caller that wants to keep the page must `hold` it before anything is evicted.
-        """
+        Marks their blocks as just used. A caller that wants to keep the page must `hold` it before anything is
+        evicted."""
         known = []
         for key in keys:
             if key not in self._pages:
@@ -88,21 +89,21 @@ class PrefixCache:
         return len(known) * self.block, self._pages[known[-1]] if known else DUMMY_PAGE
 
     def count(self, queried: int, hit: int) -> None:
-        """Count the tokens of a match that its caller uses."""
+        """Count the tokens of a match that the caller uses."""
         self.queried_tokens += queried
         self.hit_tokens += hit
 
     def insert(self, tokens: Tokens, head_pages: Pages, salt: str = "") -> None:
-        """Keep every whole block of `tokens`. `head_pages` [len(tokens)]: the pages of their positions, in lineage
+        """Cache every whole block of `tokens`. `head_pages` [len(tokens)]: the pages of their positions, in lineage
         order.
 
-        A block that is known keeps its page. Blocks after it may then descend from other pages than that one: lineage
-        keeps those."""
+        A block that is already cached keeps its page. Later blocks may then descend from other pages than that one:
+        lineage keeps those pages."""
         assert len(head_pages) == len(tokens), "a sequence was cached that has not one page a token"
         self.keep(self.keys(tokens, salt), head_pages)
 
     def keep(self, keys: Sequence[bytes], head_pages: Pages) -> None:
-        """`insert` for the keys of a sequence."""
+        """Cache the blocks with these keys, as `insert` does for tokens."""
         last_pages = np.asarray(head_pages)[self.block - 1 :: self.block].tolist()
         new_pages = []
         for key, page in zip(reversed(keys), reversed(last_pages), strict=True):
@@ -113,8 +114,8 @@ class PrefixCache:
         self.allocator.hold(new_pages)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Drop these blocks, as far as they are cached. Blocks that continue them are not found until these are cached
-        again."""
+        """Drop these blocks, if they are cached. Blocks that continue them are not found until the dropped blocks are
+        cached again."""
         self.allocator.release([self._pages.pop(key) for key in keys if key in self._pages])
 
     def evict(self, count: int) -> int:
@@ -127,7 +128,7 @@ class PrefixCache:
         return self.allocator.num_free - before
 
     def take_counts(self) -> tuple[int, int]:
-        """(`queried_tokens`, `hit_tokens`), which begin again at 0."""
+        """Return (`queried_tokens`, `hit_tokens`) and reset both to 0."""
         counts = self.queried_tokens, self.hit_tokens
         self.queried_tokens = self.hit_tokens = 0
         return counts
@@ -136,16 +137,17 @@ class PrefixCache:
         self._drop(len(self._pages))
 
     def _drop(self, count: int) -> None:
-        """Drop the `count` least recently used blocks; together, because a release of many costs little more than one
-        of one."""
+        """Drop the `count` least recently used blocks together, because releasing many pages costs little more than
+        releasing one."""
         count = min(count, len(self._pages))
         self.allocator.release([self._pages.popitem(last=False)[1] for _ in range(count)])
 
     def _keys(self, tokens: Tokens, length: int, salt: str) -> Iterator[bytes]:
-        """Keys of the whole blocks of the first `length` tokens, in order."""
+        """Return the keys of the whole blocks of the first `length` tokens, in order."""
         whole = length // self.block * self.block
         text = memoryview(np.asarray(tokens[:whole], dtype=np.int64).tobytes())
-        # `person` keeps salts apart from blocks, so that no salt can be made up that continues another caller's text.
+        # `person` keeps salts apart from blocks, so that no salt can be constructed that continues another caller's
+        # text.
         key = blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"salt").digest()
         size = 8 * self.block
         for start in range(0, len(text), size):
@@ -154,18 +156,18 @@ class PrefixCache:
 
 
 RESERVED_BYTES = 5 << 30
-"""Memory of a GPU for activations and captured graphs."""
+"""Memory of a GPU that is reserved for activations and captured graphs."""
 
 
 def pages_that_fit(page_bytes: int, device: torch.device, distribution_bytes: int = 0) -> int:
-    """Pages of so many bytes that a GPU has memory for, besides what is allocated already and what the token
-    distributions of draft chains are going to need."""
+    """Return the number of pages that fit into a GPU's free memory, after reserving memory for activations, captured
+    graphs and the token distributions of draft chains (`distribution_bytes`)."""
     free, _ = torch.cuda.mem_get_info(device)
     return max(0, free - RESERVED_BYTES - distribution_bytes) // page_bytes
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose memory, on a CPU, is allocated page by page when it is written; an allocator might clear all of
+    """Return zeros. On a CPU their memory is allocated page by page when it is written; an allocator might clear all of
     it."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -179,13 +181,13 @@ class KVPool:
     def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (config.num_layers, capacity + 1, config.num_kv_heads, config.head_dim)
         self.windows = tuple(config.window_of(layer) for layer in range(config.num_layers))
-        """Positions that a token sees in each layer, itself included; None: all."""
+        """Number of positions that a token sees in each layer, itself included; None: all."""
         # Zeros, because a masked position still takes part in a product, and 0 * NaN is NaN.
         self.keys, self.values = (_zeros(shape, dtype, torch.device(device)) for _ in range(2))
 
     @staticmethod
     def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-        """Bytes that one token position takes over all layers."""
+        """Return the bytes that one token position takes over all layers."""
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
@@ -194,12 +196,12 @@ WATERMARK = 0.05
 
 
 def pool_for(pages: int) -> int:
-    """Size of a pool in which requests that need so many pages run in parallel."""
+    """Return the size of a pool in which requests that need `pages` pages run in parallel."""
     return math.ceil(pages / (1 - WATERMARK))
 
 
 class KVCacheManager:
-    """An allocator and a prefix cache for each model."""
+    """A page allocator and a prefix cache for each model."""
 
     def __init__(self, capacity: dict[ModelRole, int], *, prefix_cache: bool) -> None:
         self.capacity = dict(capacity)
@@ -208,14 +210,14 @@ class KVCacheManager:
             {role: PrefixCache(allocator) for role, allocator in self.allocators.items()} if prefix_cache else {}
         )
         self.expected = dict.fromkeys(capacity, 0)
-        """Pages that admitted requests are likely to hold."""
+        """Number of pages that admitted requests are likely to hold."""
         self.next_round = dict.fromkeys(capacity, 0)
-        """Pages that a round of all admitted requests allocates."""
+        """Number of pages that a round of all admitted requests allocates."""
         self._shares: dict[int, tuple[dict[ModelRole, int], dict[ModelRole, int]]] = {}
         """Share of each admitted request in `expected` and `next_round`."""
 
     def renew(self, role: ModelRole, pages: int) -> None:
-        """A model has another pool, of so many pages, which is empty. No request refers to pages of the old one."""
+        """Replace a model's pool by an empty one of `pages` pages. No request may refer to pages of the old one."""
         if role in self.caches:
             self.caches[role].clear()
         allocator = self.allocators[role]
@@ -226,15 +228,16 @@ class KVCacheManager:
             self.caches[role] = PrefixCache(self.allocators[role])
 
     def admits(self, pages: dict[ModelRole, int]) -> bool:
-        """Whether the forecast leaves the watermark free; a request alone is always admitted."""
+        """Return whether the forecast leaves the watermark free if a request with these pages is added. A request alone
+        is always admitted."""
         return all(
             not self.expected[role] or self.expected[role] + count <= (1 - WATERMARK) * self.capacity[role]
             for role, count in pages.items()
         )
 
     def expect(self, request: int, pages: dict[ModelRole, int], round_pages: dict[ModelRole, int]) -> None:
-        """Enter or replace the forecast of an admitted request: pages that it is likely to hold, and pages of a
-        round."""
+        """Enter or replace the forecast of an admitted request: `pages` that it is likely to hold, and `round_pages`
+        that one of its rounds allocates."""
         self.no_longer_expect(request)
         self._shares[request] = pages, round_pages
         self._add(pages, round_pages, 1)
@@ -249,8 +252,8 @@ class KVCacheManager:
             self.next_round[role] += sign * round_pages[role]
 
     def spare(self, round_pages: dict[ModelRole, int]) -> dict[ModelRole, int]:
-        """Pages that a request must leave free when it starts, so that no other is preempted at once: none if it is
-        alone."""
+        """Return the number of pages that a request must leave free when it starts, so that no other request is
+        preempted at once; 0 if it is alone."""
         least = {role: round(WATERMARK * self.capacity[role]) for role in round_pages}
         return {
             role: max(self.next_round[role] + count, least[role]) if self.expected[role] else 0
@@ -260,10 +263,11 @@ class KVCacheManager:
     def allocate(
         self, pages: dict[ModelRole, int], spare: dict[ModelRole, int] | None = None
     ) -> dict[ModelRole, np.ndarray]:
-        """Unassigned pages of both pools or of none; cached ones that no request holds are evicted. Raises OutOfPages.
+        """Allocate unassigned pages in all of these pools or in none; cached pages that no request holds are evicted if
+        necessary. Raises OutOfPages.
 
-        `spare`: pages of each pool that must stay free, for a request that can wait: nothing is evicted if that would
-        not suffice."""
+        `spare`: number of pages of each pool that must stay free, for a request that can wait; nothing is evicted if
+        that would not suffice."""
         wanted = pages if spare is None else {role: count + spare[role] for role, count in pages.items()}
         hopeless = [] if spare is None else [role for role, count in wanted.items() if count > self.room(role)]
         for role in hopeless or self.short(wanted):
@@ -271,7 +275,8 @@ class KVCacheManager:
         return {role: self.allocators[role].allocate(count) for role, count in pages.items()}
 
     def short(self, pages: dict[ModelRole, int]) -> list[ModelRole]:
-        """Pools with fewer free pages than these, after the cache has evicted as many as it can and must."""
+        """Return the pools that have fewer free pages than these, after the cache has evicted as many as necessary and
+        possible."""
         for role, count in pages.items():
             missing = count - self.allocators[role].num_free
             if missing > 0 and role in self.caches:
@@ -279,19 +284,19 @@ class KVCacheManager:
         return [role for role, count in pages.items() if count > self.allocators[role].num_free]
 
     def room(self, role: ModelRole) -> int:
-        """Pages, approximately, that are free or would be if the cache was evicted: all of a pool that no request
-        uses."""
+        """Return approximately how many pages are free or would be if the cache were evicted: all pages of a pool that
+        no request uses."""
         if not self.expected[role]:
             return self.capacity[role]
         return self.allocators[role].num_free + (self.caches[role].pages if role in self.caches else 0)
 
     def held(self, role: ModelRole) -> int:
-        """Pages that are not free, including those that only the cache holds."""
+        """Return the number of pages that are not free, including those that only the cache holds."""
         return self.capacity[role] - self.allocators[role].num_free
 
     def leaked(self) -> dict[ModelRole, int]:
-        """References and unassigned pages without an owner, while no request runs: only the cache may hold pages
-        then."""
+        """Return the number of references and unassigned pages without an owner. Call it while no request runs: then
+        only the cache may hold pages."""
         cached = {role: self.caches[role].entries if role in self.caches else 0 for role in self.allocators}
         return {
             role: allocator.num_unassigned + allocator.num_holds - cached[role]
@@ -299,12 +304,12 @@ class KVCacheManager:
         }
 
     def keys(self, tokens: Sequence[int] | np.ndarray, salt: str) -> list[bytes]:
-        """Keys of the blocks of a sequence, for either model's cache."""
+        """Return the keys of the blocks of a sequence, for either model's cache."""
         return next((cache.keys(tokens, salt) for cache in self.caches.values()), [])
 
     def match(self, role: ModelRole, keys: list[bytes], most: int) -> tuple[int, int]:
-        """`PrefixCache.find` in at most so many tokens. The caller holds the page from now on, and calls `count_match`
-        if it uses the match."""
+        """Look up at most `most` tokens by `PrefixCache.find`. The caller holds the page from now on, and calls
+        `count_match` if it uses the match."""
         if role not in self.caches:
             return 0, DUMMY_PAGE
         cache = self.caches[role]
@@ -313,7 +318,8 @@ class KVCacheManager:
         return count, page
 
     def common(self, role: ModelRole, one: list[bytes], other: list[bytes], most: int) -> int:
-        """Tokens, at most so many, that two sequences have in common, in whole blocks of the cache."""
+        """Return how many leading tokens, at most `most`, two sequences have in common, in whole blocks of the
+        cache."""
         if role not in self.caches:
             return 0
         block = self.caches[role].block
@@ -324,7 +330,7 @@ class KVCacheManager:
             self.caches[role].count(queried, hit)
 
     def remember(self, role: ModelRole, keys: list[bytes], pages: np.ndarray) -> None:
-        """Cache a sequence as far as there are pages; blocks that are cached already stay."""
+        """Cache a sequence as far as it has pages; blocks that are already cached stay."""
         if role in self.caches:
             cache = self.caches[role]
             cache.keep(keys[: len(pages) // cache.block], pages)
