@@ -2,10 +2,10 @@
 rows. Knows nothing about models or CUDA graphs, though all launches may be captured in a graph.
 
 Attention takes two launches a layer, which overlap where kernels may start early (`smc.kernels.launch`).
-`_prefix_kernel` attends a tile of a group's queries to one split of the group's prefix (flash decoding: Dao et al.
-2023; the cascade of Ye et al. 2024) and writes a normalised output and a base-2 log-sum-exp per query and split.
-`_own_kernel` attends each row's queries to its own positions and merges the splits into the result. The tiles and
-splits were determined beforehand, once for all layers (`smc.kernels.packed_rows`). For short contexts
+`_prefix_kernel` computes the attention of a tile of a group's queries to one split of the group's prefix (flash
+decoding: Dao et al. 2023; the cascade of Ye et al. 2024). It writes a normalised output and a base-2 log-sum-exp per
+query and split. `_own_kernel` computes the attention of each row's queries to the row's own positions and merges the
+splits into it. `smc.kernels.packed_rows` has determined the tiles and splits, once for all layers. For short contexts
 `smc.attention.step` does everything in one launch, row by row: reading the prefix from the L2 cache for every row then
 costs less than a second launch and a merge. On Hopper GPUs most tiles of 64 queries have a prefix kernel of their own
 (`smc.attention.specialized`). Shapes are static; everything that changes between replays of a graph (groups, lengths,
@@ -153,8 +153,8 @@ def _prefix_kernel(
     N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one piece of one key/value head. Empty pieces come last, so that each non-empty piece gets a
-    multiprocessor. With PDL, `_own_kernel` may start once every program here has waited for the queries; its programs
+    """Compute attention to one piece, for one key/value head. Empty pieces come last, so that each non-empty piece gets
+    a multiprocessor. With PDL, `_own_kernel` may start once every program here has waited for the queries; its programs
     run beside these, or wait for room."""
     j, piece = tl.program_id(0), piece_6W + tl.program_id(1)
     x0, queries, slot = tl.load(piece), tl.load(piece + W), tl.load(piece + 2 * W)
@@ -207,8 +207,8 @@ def _own_kernel(
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attend BLOCK_M queries of a row and key/value head to the row's own positions, then wait for the splits of its
-    prefix and merge them."""
+    """Compute the attention of BLOCK_M queries of a row and key/value head to the row's own positions, then wait for
+    the splits of its prefix and merge them."""
     # Tensor cores take at least 16 queries; those past BLOCK_M see nothing.
     BLOCK_Y: tl.constexpr = max(16, BLOCK_M)
     PARTS: tl.constexpr = BLOCK_Y // BLOCK_M
@@ -363,8 +363,8 @@ class SharedPrefixAttention:
         out_THD: Tensor,
         window: int | None = None,
     ) -> Tensor:
-        """Attend, writing to contiguous `out_THD` [T, H, D], with zeros for padding. Launches two kernels and allocates
-        nothing.
+        """Compute the attention into contiguous `out_THD` [T, H, D], with zeros for padding. Launches two kernels and
+        allocates nothing.
 
         q_THD is rotated, its tokens at any stride; keys, values [P + 1, J, D] already hold the new tokens. Query i <
         count_R of a row is at position start_R + i and sees positions 0 .. start_R + i, or the last `window` of

@@ -26,7 +26,7 @@ QUERIES = 64
 WARPS = 4
 """Number of warps of each kind."""
 REGISTERS, COPIER_REGISTERS = 96, 40
-"""Average number of registers of a thread, and that of a copying thread, which leaves the others more. Two programs
+"""Registers of a thread on average, and of a copying thread; copying threads leave the rest to the others. Two programs
 then fit on a multiprocessor, and with narrow heads a program of `_own_kernel` beside them."""
 
 _QUERIES = gl.constexpr(QUERIES)
@@ -136,7 +136,7 @@ def prefix_kernel(
     N: gl.constexpr, J: gl.constexpr, D: gl.constexpr, SCALE: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Attend to one piece of one key/value head."""
+    """Compute attention to one piece, for one key/value head."""
     DTYPE: gl.constexpr = q.dtype.element_ty
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_P, D], DTYPE)
     QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_QUERIES, D], DTYPE)

@@ -1,5 +1,5 @@
 """Attention over short contexts in one launch: rotates queries and keys of new tokens, stores their keys and values,
-and attends every row.
+and computes the attention of every row.
 
 For contexts so short that reading the prefix from the L2 cache for every row costs less than another launch (see
 `smc.attention.kernels`). For longer contexts `smc.kernels.packed_rows` and `SharedPrefixAttention` do the same in three
@@ -82,7 +82,7 @@ def step_attention(
     tiling: StepTiling | None = None,
     pdl: bool = False,
 ) -> None:
-    """Attend, writing to contiguous `out_THD`. Tokens past a row's count get zeros and store nothing.
+    """Compute the attention into contiguous `out_THD`. Tokens past a row's count get zeros and store nothing.
 
     qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [pages + 1, J, D]; rope [positions,
     D] float32 as made by `RopeTable`. The first count_R of a row's Q tokens are at positions from start_R on. `tables`
@@ -137,7 +137,8 @@ def _step_kernel(
     BLOCK_Y: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attend BLOCK_Y queries of a row and key/value head to all positions that the row holds, shared or not."""
+    """Compute the attention of BLOCK_Y queries of a row and key/value head to all positions that the row holds, shared
+    or not."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     WIDTH: tl.constexpr = (H + 2 * J) * D
     N: tl.constexpr = H // J

@@ -118,7 +118,7 @@ class ChainTokens(NamedTuple):
 
 
 class BeginOutputs(NamedTuple):
-    """Written by `begin`."""
+    """Outputs of `begin`. Below a packed tensor is what each entry of its first axis holds."""
 
     numbers_6A: Tensor
     """Batch index, 0, text state, end, index of the last pending token, number in the group."""
@@ -141,7 +141,7 @@ class BeginOutputs(NamedTuple):
 
 
 class ResumeOutputs(NamedTuple):
-    """Written by `resume`."""
+    """Outputs of `resume`. Below a packed tensor is what each entry of its first axis holds."""
 
     numbers_3A: Tensor
     """End, pending tokens, text state."""

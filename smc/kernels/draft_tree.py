@@ -321,8 +321,8 @@ def _number_rows(scratch, leaf_X, is_there_X, first, size, rows, K: tl.constexpr
 
 @triton.jit
 def _before(worth_J, m_J, of_J, worth_I, m_I, of_I):
-    """Count [I] the nodes J that represent a path, have the same `of`, and are heavier, or equally heavy and
-    earlier."""
+    """For each of the nodes [I], count the nodes J that represent a path, have the same `of`, and are heavier, or
+    equally heavy and earlier."""
     is_heavier_IJ = worth_J[None, :] > worth_I[:, None]
     is_heavier_IJ = is_heavier_IJ | ((worth_J[None, :] == worth_I[:, None]) & (m_J[None, :] < m_I[:, None]))
     is_heavier_IJ = is_heavier_IJ & (of_J[None, :] == of_I[:, None]) & (worth_J[None, :] >= 0)
@@ -414,7 +414,7 @@ class OutcomeRows(NamedTuple):
 
 
 class NodeRows(NamedTuple):
-    """Written by `with_inner_nodes`."""
+    """Outputs of `with_inner_nodes`. Below a packed tensor is what each entry of its first axis holds."""
 
     numbers_4H: Tensor
     """Root, 0, text state, tokens of the root that are taken back."""
@@ -481,8 +481,8 @@ def limit_outcomes(plan: PlanTensors, rows: OutcomeRows, branches: int, has_rest
 def _limit_outcomes(
     plan, rows, share_XC, log_mass_M, total, width, rest, F: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Write the shares of rows. In a group with a draft tree, the first row of an outcome writes those of all its
-    rows."""
+    """Write the candidates' log shares, -inf for those that are dropped. In a group with a draft tree, the first row of
+    an outcome does so for all rows of the outcome."""
     first = tl.program_id(0)
     group = tl.load(plan.group_A + first // F)
     is_best = tl.load(plan.kind_G + group) == BEST

@@ -203,8 +203,9 @@ def _bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.
     """Return what decides among more candidates than may be kept: a log mass above which all are certain, how many of
     those that equal it are certain, and the factor that turns the others' relative mass into their probability.
 
-    With `is_best`, the log mass is the `most`-th largest. Otherwise it is the largest that is not made certain by c,
-    which is chosen so that probabilities sum to `most`: m (most - k) <= the sum of all but the k masses above m."""
+    With `is_best`, the log mass is the `most`-th largest. Otherwise c is chosen so that probabilities sum to `most`,
+    and the log mass is the largest that c does not make certain: m (most - k) <= the sum of all but the k masses above
+    m."""
     high, over = tl.full((), float("inf"), tl.float64), 0
     low, under, tail = tl.full((), -float("inf"), tl.float64), 0, tl.full((), 1, tl.float64)
     following = lowest

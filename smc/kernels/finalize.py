@@ -64,7 +64,7 @@ class TreeSelection(NamedTuple):
 
 
 class FinalizeOutputs(NamedTuple):
-    """Written by `finalize`."""
+    """Outputs of `finalize`. Below a packed tensor is what each entry of its first axis holds."""
 
     choice_9A: Tensor
     flags_2A: Tensor

@@ -98,7 +98,7 @@ class PieceShape:
     min_tiles: int
     """Minimum length of a piece, in units of `block_p`."""
     longest: int
-    """Maximum number of positions that are attended together."""
+    """Maximum number of positions that a group attends to together."""
 
     def bound(self, groups: int, rows: int, queries: int) -> int:
         """Return the maximum number of pieces: each of T * N queries is in one tile, and each group's last tile may be
@@ -120,12 +120,12 @@ class Prepared:
     start_R: Tensor
     count_R: Tensor
     position_T: Tensor
-    """0 where there is no token."""
+    """Position of every token; 0 where there is no token."""
     page_T: Tensor
-    """0, the dummy page, where there is no token."""
+    """Page of every token; 0, the dummy page, where there is no token."""
     row_4R: Tensor
-    """For every row: number of leading positions that its group attends together, first entry, distance in entries from
-    one split to the next, number of splits."""
+    """For every row: number of leading positions that its group attends to together, first entry, distance in entries
+    from one split to the next, number of splits."""
     piece_6W: Tensor
     """For every piece: first query among all T * N, number of queries, slot whose table names the prefix, first
     position, end, entry of the first query."""
@@ -144,8 +144,8 @@ def prepare(
     """Compute everything of a pass that does not depend on the layer. Indices are int32.
 
     `queries` is Q. Tokens of a row are at positions from `start` on; those past its `count` go to the dummy page. A
-    group attends its first min(shared, start and tail of its live rows) positions together, by the table of its first
-    live row."""
+    group attends to its first min(shared, start and tail of its live rows) positions together, by the table of its
+    first live row."""
     rows, device = len(start_R), start_R.device
     assert all(x.is_contiguous() for x in (start_R, count_R, *groups))
     room, longest = shape.bound(len(groups.first_G), rows, queries), min(shape.longest, tables.table_SL.shape[1])
@@ -171,7 +171,7 @@ class PrepareOutputs(NamedTuple):
     """Written by `prepare`; see `Prepared`."""
 
     new_2T: Tensor
-    """Position, page."""
+    """Rows of the tensor: position, page."""
     row_4R: Tensor
     piece_6W: Tensor
     pieces_1: Tensor

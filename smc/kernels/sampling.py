@@ -39,7 +39,7 @@ from smc.kernels.truncation import (
 )
 
 EXTRA = 64
-"""Number of further tokens of a row for which the same kernel has room, however few there are."""
+"""Minimum room for further tokens of a row, so that one compiled kernel serves any number of them up to this."""
 
 
 def draw(

@@ -52,7 +52,8 @@ class ScoreTensors(NamedTuple):
 
 
 class CandidateTensors(NamedTuple):
-    """Written by `score_candidates`. See `smc.executor.select.Candidates`."""
+    """Outputs of `score_candidates`, see `smc.executor.select.Candidates`. Below a packed tensor is what each entry of
+    its first axis holds."""
 
     root_X: Tensor
     weight_X: Tensor

@@ -43,7 +43,7 @@ INDICES = 16
 
 
 class LayoutOutputs(NamedTuple):
-    """Written by `lay_out`."""
+    """Outputs of `lay_out`. Below a packed tensor is what each entry of its first axis holds."""
 
     numbers_7A: Tensor
     """Origin, count, tokens to run, position after the block, random stream, number in the group, index of the last
