@@ -39,7 +39,7 @@ class Cut:
     that equal it up to column `last`."""
 
     key_R: Tensor
-    """int32 `order_key` of the last kept entry."""
+    """int32 `order_key` at which the kept entries end."""
     last_R: Tensor
     """int32 last kept column of the entries that equal the key; -1: none of them is kept."""
     drop_R: Tensor
@@ -69,7 +69,7 @@ def inverse_temperature(temperature_R, row):
 @triton.jit
 def order_key(raw):
     """Return int32 keys in the order of the given logits, equal for equal logits; 16 bits for bfloat16."""
-    # Adding 0 makes the two zeros one. The bits of negative numbers are in descending order.
+    # Adding 0 turns -0 into 0. The bits of negative numbers are in descending order.
     bits = (raw.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if raw.dtype == tl.bfloat16:
