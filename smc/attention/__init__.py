@@ -1,1 +1,1 @@
-"""Attention over paged keys and values: one small interface, one backend per way of computing it."""
+"""Attention over paged keys and values: one small interface, and one backend for each way of computing it."""

@@ -1,8 +1,8 @@
-"""The interface between the model runner and attention backends, and the reference backend, in plain torch: other backends
-are tested against it.
+"""The interface between the model runner and attention backends, and the reference backend in plain torch, with which
+tests compare the other backends.
 
-In the reference, a segment's shared prefix is gathered and multiplied once for all its rows; what a row has for itself
-is gathered per row. Scores of both parts meet in one softmax.
+The reference gathers and multiplies a segment's shared prefix once for all its rows, and every row's own positions per
+row. One softmax combines the scores of both parts.
 
 Axes: R rows, Q new tokens of a row (padded to the longest), T = all new tokens, J key/value heads, H query heads, D
 head dimension, S segments, M rows of a segment (padded), P prefix positions, O own positions, X queries of one
@@ -30,13 +30,13 @@ class ForwardBatch:
     prefix."""
 
     table_RL: np.ndarray
-    """Page of every position of each row; past its last new token, whatever there is."""
+    """Page of every position of each row; undefined past its last new token."""
     starts_R: np.ndarray
-    """Positions each row held before this pass."""
+    """Number of positions that each row held before this pass."""
     counts_R: np.ndarray
-    """New tokens of each row, at least 1."""
+    """Number of new tokens of each row, at least 1."""
     pages_T: np.ndarray
-    """Page of every new token; the dummy page for one whose keys and values are there already."""
+    """Page of every new token; the dummy page for a token whose keys and values are already stored."""
     positions_T: np.ndarray
     """Position of every new token."""
     bounds_S: np.ndarray
@@ -46,14 +46,14 @@ class ForwardBatch:
 
 
 class NewEntries:
-    """Keys and values that a pass brings, and where they go. The dummy page stays zero: every reader masks it, and
-    0 * NaN is NaN."""
+    """Stores the keys and values that a pass brings. The dummy page stays zero: its scores are masked, but its values
+    are multiplied by zero weights, and 0 * NaN is NaN."""
 
     def __init__(self, batch: ForwardBatch, device: torch.device) -> None:
         stored_T = None if batch.pages_T.all() else np.flatnonzero(batch.pages_T)
         self.pages_X = to_device(batch.pages_T if stored_T is None else batch.pages_T[stored_T], device)
         self.index_X = None if stored_T is None else to_device(stored_T, device)
-        """Tokens that are stored; None: all."""
+        """Indices of the tokens that are stored; None: all."""
 
     def store(self, keys: Tensor, values: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> None:
         if self.index_X is not None:
@@ -62,7 +62,7 @@ class NewEntries:
 
 
 class AttentionPass(ABC):
-    """One forward pass, planned: all that does not depend on the layer has been done."""
+    """One planned forward pass: everything that does not depend on the layer has been computed."""
 
     def __init__(self, pool: KVPool, batch: ForwardBatch) -> None:
         self.pool, self.batch = pool, batch
@@ -72,15 +72,15 @@ class AttentionPass(ABC):
         return NewEntries(self.batch, self.pool.keys.device)
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
-        """Store the new tokens' keys and values, then `read`: what a decoder asks of each layer
+        """Store the new tokens' keys and values, then `read`. This is what a decoder calls for each layer
         (`smc.model.decoder.Attend`)."""
         self.new.store(self.pool.keys[layer], self.pool.values[layer], k_TJD, v_TJD)
         return self.read(layer, q_THD)
 
     @abstractmethod
     def read(self, layer: int, q_THD: Tensor) -> Tensor:
-        """Causal attention [T, H, D] over the pages of every row, on which the new tokens' keys and values are by
-        now."""
+        """Return causal attention [T, H, D] over the pages of every row, which already hold the new tokens' keys and
+        values."""
 
 
 class AttentionBackend(ABC):
@@ -88,7 +88,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
-        """Once per pass; what it returns is used once per layer."""
+        """Plan a pass. Called once per pass; the result is used once per layer."""
 
 
 ToDevice = Callable[[np.ndarray], Tensor]
@@ -114,7 +114,7 @@ class TorchAttention(AttentionBackend):
 
 
 class _Prefix:
-    """What the rows of each segment share: read once per segment."""
+    """The prefixes that the rows of each segment share, read once per segment."""
 
     def __init__(
         self, pages_SP: Tensor, outside_SP: Tensor | None, shape_SM: tuple[int, int], member_R: Tensor | None
@@ -145,7 +145,7 @@ class _Prefix:
         return self._by_row(self._by_segment(weights_RJXP) @ values[self.pages_SP].transpose(1, 2))
 
     def _by_segment(self, x_RJXY: Tensor) -> Tensor:
-        """[S, J, M * X, Y]: the rows of a segment side by side, so that one product reads its prefix for all of
+        """Return [S, J, M * X, Y], the rows of a segment side by side, so that one product reads the prefix for all of
         them."""
         _, j, x, y = x_RJXY.shape
         if self.member_R is not None:
@@ -160,7 +160,7 @@ class _Prefix:
 
 
 class _TorchPass(AttentionPass):
-    """What every query sees."""
+    """A pass of `TorchAttention`: pages and masks of every query."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class _TorchPass(AttentionPass):
         self.outside_RQO: Tensor | None = None
         """Own positions outside a query's window, if some layers have one."""
         self.outside_RQP: Tensor | None = None
-        """The same of prefix positions."""
+        """Prefix positions outside a query's window, if some layers have one."""
 
     def read(self, layer: int, q_THD: Tensor) -> Tensor:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
@@ -207,7 +207,7 @@ class _TorchPass(AttentionPass):
         return scores.masked_fill(hidden_RQP[:, None, None], -torch.inf).flatten(2, 3)
 
     def _queries(self, q_THD: Tensor, kv_heads: int) -> Tensor:
-        """[R, J, X, D] with X = (query heads of one key/value head) * Q, scaled."""
+        """Return scaled queries [R, J, X, D] with X = (query heads of one key/value head) * Q."""
         heads, dim = q_THD.shape[1:]
         q_THD = q_THD * dim**-0.5
         if self.slot_T is not None:
@@ -224,8 +224,8 @@ class _TorchPass(AttentionPass):
 
 
 def _own_pages(batch: ForwardBatch, shared_R: np.ndarray, own: int) -> np.ndarray:
-    """Pages [R, O] of each row's positions after its shared prefix; past its end the dummy page, to be hidden: what
-    another page holds there may be NaN, which no mask undoes."""
+    """Return pages [R, O] of each row's positions after its shared prefix. Past the row's end it is the dummy page, to
+    be masked: another page may hold NaN there, which no mask removes."""
     column_RO = shared_R[:, None] + np.arange(own)
     beyond_RO = column_RO >= (batch.starts_R + batch.counts_R)[:, None]
     pages_RO = np.take_along_axis(batch.table_RL, np.minimum(column_RO, batch.table_RL.shape[1] - 1), axis=1)
@@ -238,6 +238,6 @@ def _mover(pool: KVPool) -> ToDevice:
 
 
 def _padded_slots(sizes: np.ndarray, width: int) -> np.ndarray:
-    """Where item i of ragged groups lands in a [len(sizes), width] grid, flattened."""
+    """Return the index of item i of ragged groups in a flattened [len(sizes), width] grid."""
     offset = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.repeat(np.arange(len(sizes)) * width, sizes) + offset

@@ -1,15 +1,15 @@
-"""Triton kernels: attention of few rows over paged keys and values, a group's shared prefix read once for all its rows.
-Knows nothing about models or CUDA graphs, though all may be captured in one.
+"""Triton kernels: attention of few rows over paged keys and values, reading a group's shared prefix once for all its
+rows. Knows nothing about models or CUDA graphs, though all launches may be captured in a graph.
 
-Attention takes two launches a layer, which are at work at once where kernels may begin early (`smc.kernels.launch`).
-`_prefix_kernel` attends a tile of a group's queries to one split of the group's prefix (flash decoding: Dao et al.
-2023; the cascade of Ye et al. 2024), leaving a normalised output and a base-2 log-sum-exp per query and split.
-`_own_kernel` attends each row's queries to its own positions and merges the splits into that. Which tiles and splits
-there are was found beforehand, once for all layers (`smc.kernels.packed_rows`). Where contexts are short,
-`smc.attention.step` does it in one launch, row by row: reading the prefix from the L2 cache for every row then costs
-less than a second launch and a merge. On Hopper GPUs most tiles of 64 queries have a prefix kernel of their own
-(`smc.attention.specialized`). Shapes are static; all that changes between replays of a graph (groups, lengths, pages)
-is read on the device. `Tuning` has the sizes of tiles and launches; it knows nothing but shapes.
+Attention takes two launches a layer, which overlap where kernels may start early (`smc.kernels.launch`).
+`_prefix_kernel` computes the attention of a tile of a group's queries to one split of the group's prefix (flash
+decoding: Dao et al. 2023; the cascade of Ye et al. 2024). It writes a normalised output and a base-2 log-sum-exp per
+query and split. `_own_kernel` computes the attention of each row's queries to the row's own positions and merges the
+splits into it. `smc.kernels.packed_rows` has determined the tiles and splits, once for all layers. For short contexts
+`smc.attention.step` does everything in one launch, row by row: reading the prefix from the L2 cache for every row then
+costs less than a second launch and a merge. On Hopper GPUs most tiles of 64 queries have a prefix kernel of their own
+(`smc.attention.specialized`). Shapes are static; everything that changes between replays of a graph (groups, lengths,
+pages) is read on the device. `Tuning` holds the sizes of tiles and launches; it depends on shapes alone.
 
 Axes: R rows, Q queries of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J,
 D head dimension, G groups, L positions of a table, S splits, W pieces (a tile and a split), E entries of the workspace
@@ -31,73 +31,76 @@ from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
 from smc.kernels.packed_rows import Groups, PieceShape, Prepared, RowSpans, Tables, page_at, prepare, row_tables
 
 PAIRED = 512
-"""Queries of a group and a key/value head, up to which wide heads are read by programs of 64."""
+"""Maximum number of queries of a group and key/value head for which programs of 64 queries, two on a multiprocessor,
+read wide heads."""
 FEW = 8
-"""Queries of a group, up to which narrow heads have tiles of their own."""
+"""Maximum number of queries of a group and key/value head for which narrow heads use the tile sizes of several small
+groups."""
 SPECIALIZED = 256
-"""Queries of a group and a key/value head, up to which wide heads are read by warps of two kinds; of more, warps of one
-were faster."""
+"""Maximum number of queries of a group and key/value head for which warps of two kinds read wide heads; for more
+queries, warps of one kind were faster."""
 
 
 def floor_rows(rows: int) -> int:
-    """Rows by which sizes are chosen: the power of two at or below. Guided rounds have more rows than batch indices;
-    so they bring one size at most, and kernels to compile: that of the most rows, which is warmed up
-    (`smc.calibration.warm_up`)."""
+    """Return the number of rows by which sizes are chosen: the power of two at or below `rows`. Guided rounds have more
+    rows than batch indices; so they add at most one size with its compiled kernels, that of the most rows, which the
+    warm-up covers (`smc.calibration.warm_up`)."""
     return 1 << (rows.bit_length() - 1)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes that change speed only. `choose` guesses them; a benchmark may know better."""
+    """Sizes that change speed only. `choose` estimates them; a benchmark may find better ones."""
 
     block_x: int
-    """Queries of a prefix program: as many as a group has, at most 64, or 128 where there are so many that loading keys
-    again would cost more than two programs on a multiprocessor gain."""
+    """Queries of a prefix program: as many as a group has, at most 64; 128 where a group has so many that loading its
+    keys again would cost more than running two programs on a multiprocessor gains."""
     block_p: int
     """Prefix positions of a tile."""
     pieces: int
-    """Pairs (tile of queries, split of the prefix) that a key/value head has work for: about one program for each
-    multiprocessor, two where two find room on one, or groups are several. With more splits, merging costs more than the
-    reading gains."""
+    """Target number of pieces (tile of queries, split of the prefix) of a key/value head: about one program for each
+    multiprocessor, or two where two fit on one or there are several groups. With more splits, merging costs more than
+    faster reading gains."""
     min_tiles: int
-    """Tiles of a split at least: merging one more split costs more than reading a few more tiles."""
+    """Minimum number of tiles of a split: merging one more split costs more than reading a few more tiles."""
     specialized: bool
-    """Whether warps of two kinds read prefixes (`smc.attention.specialized`), on GPUs that can: 64 queries by four and
-    four warps."""
+    """Whether warps of two kinds read prefixes (`smc.attention.specialized`) on GPUs that support it: 64 queries, four
+    warps of each kind."""
     warps: int
     """Warps of a prefix program; 4 form one tensor-core group of 64 queries (Hopper's wgmma; below 64 queries it is
     mma)."""
     stages: int
     """Depth of the prefix kernel's load pipeline."""
     own_y: int
-    """Queries of an own program: few where there are few rows, since it is latency and not reading that costs them."""
+    """Queries of a program of the own kernel: few where there are few rows, since latency, not reading, limits
+    these."""
     block_o: int
-    """Own positions of a tile: mostly there is one, read in one go."""
+    """Own positions of a tile: mostly one tile holds all of them."""
     block_s: int
-    """Splits merged at once, by registers."""
+    """Number of splits merged at once, limited by registers."""
     own_warps: int
-    """Warps of an own program: one, where registers suffice, finds room on a multiprocessor that is full of a prefix's
-    programs."""
+    """Warps of a program of the own kernel. Where registers suffice it is one, which fits on a multiprocessor that is
+    full of prefix programs."""
     own_stages: int
-    """Depth of the own kernel's load pipeline; 1 is none."""
+    """Depth of the own kernel's load pipeline; 1: no pipeline."""
     partial: torch.dtype
-    """Type of the splits' outputs in the workspace."""
+    """Dtype of the splits' outputs in the workspace."""
 
     @staticmethod
     def choose(
         rows: int, together: int, queries: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
     ) -> Tuning:
-        """`together`: rows that a group has, at most or mostly; how many groups share the rows is known on the device
-        alone."""
+        """Choose sizes. `together`: number of rows of a group, at most or typically; only the device knows how many
+        groups share the rows."""
         (h, j), wide, rows = heads, dtype.itemsize == 4, floor_rows(rows)
         y = queries * h // j
         narrow = not wide and head_dim <= 64
-        # Of several groups with few queries each, nothing is loaded twice, and what counts is how much is on its way.
-        # Narrow heads of more than a few are no slower in tiles of many.
+        # If several groups have few queries each, no keys are loaded twice, and speed depends on how many loads are in
+        # flight. Narrow heads with more than FEW queries are no slower in tiles of many queries.
         several = not wide and together < rows and (not narrow or together * y <= FEW)
         x = together * y if several else rows * y
-        # Of two programs of 64 queries on a multiprocessor one computes while the other waits; one of a single row's
-        # has little to compute.
+        # Two programs of 64 queries on a multiprocessor overlap: one computes while the other waits. A program with the
+        # queries of a single row has too little to compute for that.
         pairs = narrow or (not wide and head_dim <= 128 and not several and x <= PAIRED)
         block_x = min(32 if wide else 64 if pairs else 128, max(16, triton.next_power_of_2(x)))
         block_p = 32 if wide else 128 if narrow and not several else 64
@@ -121,18 +124,19 @@ class Tuning:
         )
 
 
-LOWEST = tl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
+LOWEST = tl.constexpr(-1e30)  # Finite: for a query that sees nothing yet, infinity would give inf - inf.
 LOG2_E = 1.4426950408889634
 SPECIALIZED_CAPABILITY = (9, 0)
-"""Of GPUs: those with the tensor cores that it is written for; later ones have others."""
+"""Compute capability with the tensor cores for which the specialised kernel is written; later GPUs have others."""
 SPECIALIZED_TRITONS = ("3.6", "3.7")
-"""Versions whose Gluon it is written in: that changes from one to the next. With others the kernel here does it."""
+"""Versions of Triton for whose Gluon the specialised kernel is written: Gluon changes between versions. With other
+versions `_prefix_kernel` is used."""
 
 
 @triton.jit
 def take_in(q_XD, k_PD, v_PD, visible_XP, masked, m_X, l_X, acc_XD, SCALE: tl.constexpr):
-    """One tile more in the online softmax, of which m is the largest base-2 logit, l the sum and acc the weighted
-    values. Unless `masked`, all is visible."""
+    """Add one tile to the online softmax: m is the largest base-2 logit, l the sum and acc the weighted values. Unless
+    `masked`, every position is visible."""
     s_XP = tl.dot(q_XD, tl.trans(k_PD), input_precision="ieee")
     if masked:
         s_XP = tl.where(visible_XP, s_XP, -float("inf"))
@@ -149,9 +153,9 @@ def _prefix_kernel(
     N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One piece of one key/value head. Pieces that there are none of come last, so that the others get a multiprocessor
-    each. With PDL, `_own_kernel` may come when each program has seen that queries are there: it finds room beside
-    these, or waits for it."""
+    """Compute attention to one piece, for one key/value head. Empty pieces come last, so that each non-empty piece gets
+    a multiprocessor. With PDL, `_own_kernel` may start once every program here has waited for the queries; its programs
+    run beside these, or wait for room."""
     j, piece = tl.program_id(0), piece_6W + tl.program_id(1)
     x0, queries, slot = tl.load(piece), tl.load(piece + W), tl.load(piece + 2 * W)
     first, last, entry = tl.load(piece + 3 * W), tl.load(piece + 4 * W), tl.load(piece + 5 * W)
@@ -162,7 +166,7 @@ def _prefix_kernel(
     i, d = tl.arange(0, BLOCK_X), tl.arange(0, D)
     p = tl.arange(0, BLOCK_P)
     if WINDOW:
-        # The first position that each query sees; the tiles before that of the first query are left out.
+        # The first position that each query sees; tiles before that of the first query are skipped.
         from_X = tl.load(position_T + (x0 + i) // N, mask=i < queries, other=2147483647 // 2) - (WINDOW - 1)
         first += tl.maximum(0, tl.min(from_X, 0) - first) // BLOCK_P * BLOCK_P
     pages = table_SL + slot.to(tl.int64) * table_stride + p
@@ -177,8 +181,8 @@ def _prefix_kernel(
     for p0 in tl.range(first, last, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
-        # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that
-        # matter.
+        # Pages are loaded one tile ahead: otherwise the pipeline would spend its depth on this load before it could
+        # start the loads of keys and values.
         page = tl.load(pages + p0 + BLOCK_P, mask=p0 + BLOCK_P + p < last, other=0)
         if WINDOW:
             visible_XP = (p0 + p < last)[None, :] & ((p0 + p)[None, :] >= from_X[:, None])
@@ -189,7 +193,7 @@ def _prefix_kernel(
             )
     at_X = j * E + entry + i
     if WINDOW:
-        # A query whose window begins after this piece: its share weighs nothing, and must not be NaN.
+        # A query whose window begins after this piece gets weight zero here, and its result must not be NaN.
         acc_XD = tl.where((l_X > 0)[:, None], acc_XD, 0.0)
         m_X, l_X = tl.where(l_X > 0, m_X, -float("inf")), tl.where(l_X > 0, l_X, 1.0)
     tl.store(lse + at_X, m_X + tl.log2(l_X), mask=real_X)
@@ -203,9 +207,9 @@ def _own_kernel(
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of a row and key/value head, over the row's own positions, merged with the splits of its prefix:
-    these are waited for last."""
-    # Tensor cores take 16 queries at least; those past BLOCK_M see nothing.
+    """Compute the attention of BLOCK_M queries of a row and key/value head to the row's own positions, then wait for
+    the splits of its prefix and merge them."""
+    # Tensor cores take at least 16 queries; those past BLOCK_M see nothing.
     BLOCK_Y: tl.constexpr = max(16, BLOCK_M)
     PARTS: tl.constexpr = BLOCK_Y // BLOCK_M
     SCALE: tl.constexpr = D**-0.5 * 1.4426950408889634
@@ -226,7 +230,7 @@ def _own_kernel(
     acc_YD = tl.zeros([BLOCK_Y, D], tl.float32)
     begin = 0
     if WINDOW:
-        # What the row's first query of this program does not see, none sees.
+        # Positions that the program's first query does not see are seen by none of its queries.
         begin = tl.maximum(0, start - shared + first // N - (WINDOW - 1)) // BLOCK_O * BLOCK_O
     for o0 in tl.range(begin, own, BLOCK_O, num_stages=STAGES):
         o = o0 + tl.arange(0, BLOCK_O)
@@ -238,7 +242,7 @@ def _own_kernel(
         m_Y, l_Y, acc_YD = take_in(
             q_YD, tl.load(keys + at_OD), tl.load(values + at_OD), visible_YO, True, m_Y, l_Y, acc_YD, SCALE
         )
-    # Without those that see nothing, whose sums are zero.
+    # Drop the queries past BLOCK_M, whose sums are zero.
     m_M, l_M = tl.max(tl.reshape(m_Y, (PARTS, BLOCK_M)), 0), tl.sum(tl.reshape(l_Y, (PARTS, BLOCK_M)), 0)
     acc_MD = tl.sum(tl.reshape(acc_YD, (PARTS, BLOCK_M, D)), 0)
     if PDL:
@@ -260,7 +264,7 @@ def _own_kernel(
 
 
 class RowSplits(NamedTuple):
-    """Where the splits of rows' prefixes are: `Prepared.row_4R`, rows, and entries of the workspace."""
+    """The location of the splits of rows' prefixes: `Prepared.row_4R`, number of rows, and entries of the workspace."""
 
     row_4R: Tensor
     rows: int
@@ -268,7 +272,7 @@ class RowSplits(NamedTuple):
 
 
 def check_heads(heads: tuple[int, int], head_dim: int) -> None:
-    """Heads (H, J). Raises ValueError for what the kernels cannot do."""
+    """Check heads (H, J) and their dimension. Raises ValueError for shapes that the kernels do not support."""
     if heads[0] % heads[1] or head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
         raise ValueError(
             f"heads {heads} and dimension {head_dim}: want H a multiple of J, and a power of two from 16 to 256"
@@ -276,12 +280,12 @@ def check_heads(heads: tuple[int, int], head_dim: int) -> None:
 
 
 def compiles_specialized() -> bool:
-    """Whether the kernel of `smc.attention.specialized` is written for this version of Triton."""
+    """Return whether the kernel of `smc.attention.specialized` is written for this version of Triton."""
     return ".".join(triton.__version__.split(".")[:2]) in SPECIALIZED_TRITONS
 
 
 def supports_specialized(device: torch.device | str) -> bool:
-    """Whether that kernel runs on a device."""
+    """Return whether that kernel runs on a device."""
     device = torch.device(device)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != SPECIALIZED_CAPABILITY:
         return False
@@ -289,7 +293,7 @@ def supports_specialized(device: torch.device | str) -> bool:
 
 
 def _prefix_launch(tune: Tuning, device: torch.device | str) -> tuple[Any, dict[str, Any]]:
-    """The kernel that reads prefixes on a device, and its own keywords."""
+    """Return the kernel that reads prefixes on a device, and its specific keywords."""
     sizes = {"BLOCK_P": tune.block_p, "STAGES": tune.stages}
     if not (tune.specialized and supports_specialized(device)):
         return _prefix_kernel, _tile_keywords(tune)
@@ -300,13 +304,13 @@ def _prefix_launch(tune: Tuning, device: torch.device | str) -> tuple[Any, dict[
 
 
 def _tile_keywords(tune: Tuning) -> dict[str, Any]:
-    """Keywords of `_prefix_kernel`."""
+    """Return the keywords of `_prefix_kernel`."""
     return {"BLOCK_P": tune.block_p, "STAGES": tune.stages, "BLOCK_X": tune.block_x, "num_warps": tune.warps}
 
 
 class SharedPrefixAttention:
-    """Causal attention of R rows of Q queries each, in at most G groups, for one static shape. Holds the splits'
-    workspace, which layers share one after another; two passes that may run at once need one each."""
+    """Causal attention of R rows of Q queries each, in at most G groups, for one static shape. Holds the workspace of
+    the splits, which layers use one after another; two passes that may run at once need one each."""
 
     def __init__(
         self,
@@ -322,9 +326,10 @@ class SharedPrefixAttention:
         pdl: bool = False,
         **tuning: Any,
     ) -> None:
-        """`together`: rows that a group has, at most or mostly, which matters for speed alone; `heads` (H, J);
-        `max_context` bounds the positions that a group attends together; with `pdl` kernels, and whatever is launched
-        next, begin before the one before has ended (`smc.kernels.launch`); `tuning` replaces fields of Tuning."""
+        """`together`: number of rows of a group, at most or typically, which affects speed only. `heads`: (H, J).
+        `max_context` bounds the positions that a group attends to together. With `pdl`, the kernels, and the kernel
+        launched after them, may start before the previous kernel has ended (`smc.kernels.launch`). `tuning` replaces
+        fields of Tuning."""
         check_heads(heads, head_dim)
         h, j = heads
         self.groups, self.rows, self.queries, self.heads, self.head_dim = groups, rows, queries, heads, head_dim
@@ -345,7 +350,7 @@ class SharedPrefixAttention:
         return self.part_JED.nbytes + self.lse_JE.nbytes
 
     def prepare(self, tables: Tables, groups: Groups, start_R: Tensor, count_R: Tensor) -> Prepared:
-        """Everything that does not depend on the layer, in one launch; indices int32."""
+        """Compute everything that does not depend on the layer, in one launch. Indices are int32."""
         assert len(start_R) == self.rows and len(groups.first_G) <= self.groups
         return prepare(tables, start_R, count_R, self.queries, groups, self.pieces)
 
@@ -358,10 +363,12 @@ class SharedPrefixAttention:
         out_THD: Tensor,
         window: int | None = None,
     ) -> Tensor:
-        """Attend, into `out_THD` [T, H, D] contiguous; zeros for padding. Launches two kernels and allocates nothing.
+        """Compute the attention into contiguous `out_THD` [T, H, D], with zeros for padding. Launches two kernels and
+        allocates nothing.
 
-        q_THD rotated, tokens at any stride; keys, values [P + 1, J, D] hold the new tokens already. Query i < count_R
-        of a row is at position start_R + i and sees positions 0 .. start + i, or the last `window` of them."""
+        q_THD is rotated, its tokens at any stride; keys, values [P + 1, J, D] already hold the new tokens. Query i <
+        count_R of a row is at position start_R + i and sees positions 0 .. start_R + i, or the last `window` of
+        them."""
         assert q_THD.shape == (self.rows * self.queries, self.heads[0], self.head_dim) and q_THD.stride()[1:] == (
             self.head_dim,
             1,
@@ -376,7 +383,7 @@ class SharedPrefixAttention:
         entries, spans = self.lse_JE.shape[1], RowSpans(prepared.start_R, prepared.count_R)
         kernel, keywords = self.prefix_kernel, self._prefix_keywords
         more: tuple[Tensor, ...] = ()
-        if window is not None and kernel is not _prefix_kernel:  # the kernel for Hopper knows no windows
+        if window is not None and kernel is not _prefix_kernel:  # the kernel for Hopper does not support windows
             kernel, keywords = _prefix_kernel, self._tile_keywords
         if kernel is _prefix_kernel:
             more, keywords = (prepared.position_T,), keywords | {"WINDOW": window or 0}

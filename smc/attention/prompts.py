@@ -1,13 +1,13 @@
-"""Attention of prompts: by flashinfer's kernels where it is installed and has one for the model, by torch's fused kernels
-elsewhere.
+"""Attention of prompts: by flashinfer's kernels where it is installed and supports the model, otherwise by torch's
+fused kernels.
 
-flashinfer reads keys and values where they lie. A pool has one position a page, which its kernels know as pages of size
-1. What is called is that of flashinfer 0.6.12 (`BatchPrefillWithPagedKVCacheWrapper`; Ye et al. 2025): a plan on the
-host, once per pass, then a run per layer. Two of its kernels are used: `fa3` for Hopper, a tile of queries of one head
-at a time over all that they see, and `fa2`, which takes the query heads of a key/value head together and splits long
+flashinfer reads keys and values in place. A pool has one position a page, so its kernels see pages of size 1. The
+interface used is that of flashinfer 0.6.12 (`BatchPrefillWithPagedKVCacheWrapper`; Ye et al. 2025): a plan on the host,
+once per pass, then a run per layer. Two of its kernels are used. `fa3`, for Hopper, takes a tile of queries of one head
+at a time over all positions that they see. `fa2` takes the query heads of a key/value head together and splits long
 contexts between multiprocessors, so that a few queries occupy a GPU.
 
-torch's kernels run row by row: nothing is shared between prompts, and none is padded."""
+torch's kernels run row by row: prompts share nothing, and none is padded."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 FEW_QUERIES = 256
-"""Of a row, in the mean: below this fa2 is faster (benchmarks/passes.py)."""
+"""Mean number of queries per row below which fa2 is faster (benchmarks/passes.py)."""
 MOST_TOKENS, MOST_ROWS, MOST_HEADS = 1 << 16, 1 << 10, 128
-"""Of a pass: what the plan of any batch within these takes fits into the wrapper's 8 MiB of integers (28 bytes a head
-and tile)."""
+"""Limits of a pass: the plan of any batch within them fits into the wrapper's 8 MiB of integers (28 bytes a head and
+tile)."""
 PLANS = 3
-"""In flight: a plan is copied from pinned memory, which the next but two may write again."""
+"""Wrappers of each kernel, used in turn. A plan is copied from its wrapper's pinned memory, which the third plan after
+it overwrites."""
 TILE = 128
 """Queries of fa2's largest tile."""
 
@@ -46,8 +47,8 @@ TILE = 128
 def obstacle(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device, windows: bool = False
 ) -> str | None:
-    """Why `FlashInferAttention` cannot be used, or None. Loads its kernels, so that none is found missing in the middle
-    of a pass. `windows`: whether some layers have one."""
+    """Return why `FlashInferAttention` cannot be used, or None. Loads its kernels, so that a missing one is noticed
+    here and not in the middle of a pass. `windows`: whether some layers have one."""
     if head_dim not in HEAD_DIMS or dtype not in DTYPES:
         return (
             f"head dimension {head_dim} in {dtype}: flashinfer is used for {', '.join(map(str, HEAD_DIMS))} "
@@ -62,31 +63,32 @@ def obstacle(
 
         for kernel in kernels_of(device):
             for window in (False, True) if windows else (False,):
-                # Of q, k and v, out, index; dimensions; no encoding of positions, no cap, no sums in float16.
+                # Dtypes of q, of k and v, of the output, of indices; dimensions; no positional encoding; window; no
+                # cap; no sums in float16.
                 get_batch_prefill_module(
                     kernel, dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, window, False, False
                 )
-    except Exception as error:  # It imports, compiles and loads what others wrote, in whatever way that fails.
+    except Exception as error:  # Third-party code is imported, compiled and loaded, which may fail in any way.
         return f"flashinfer cannot be loaded: {type(error).__name__}: {error}"
     return None
 
 
 def kernels_of(device: torch.device) -> tuple[str, ...]:
-    """That a GPU runs, those for few queries first."""
+    """Return the kernels that run on a GPU, the one for few queries first."""
     return ("fa2", "fa3") if torch.cuda.get_device_capability(device)[0] == 9 else ("fa2",)
 
 
 @dataclass
 class _Planner:
-    """A wrapper, and when its last plan had been copied."""
+    """A wrapper, and the event recorded when its last plan had been copied."""
 
     wrapper: BatchPrefillWithPagedKVCacheWrapper
     copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
 class FlashInferAttention(AttentionBackend):
-    """For one shape of heads on one GPU, where `obstacle` finds none. Its passes are to be run one after another, on
-    one stream."""
+    """Attention by flashinfer, for one shape of heads on one GPU where `obstacle` returns None. Its passes must run one
+    after another, on one stream."""
 
     def __init__(self, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -103,12 +105,12 @@ class FlashInferAttention(AttentionBackend):
 
     @property
     def workspace_bytes(self) -> int:
-        """Of the device's memory, whatever is asked of it."""
+        """Bytes of device memory, the same for all batches."""
         wrappers = [planner.wrapper for planners in self._planners.values() for planner in planners]
         return self._splits.nbytes + sum(w._int_workspace_buffer.nbytes + w._kv_lens_buffer.nbytes for w in wrappers)
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether there is room for the plan of a batch."""
+        """Return whether the plan of a batch fits into the wrapper's memory."""
         return len(batch.pages_T) <= MOST_TOKENS and len(batch.starts_R) <= MOST_ROWS
 
     def kernel(self, batch: ForwardBatch) -> str:
@@ -119,7 +121,7 @@ class FlashInferAttention(AttentionBackend):
         return self.plan_with(self.kernel(batch), pool, batch)
 
     def plan_with(self, kernel: str, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
-        """`plan`, by this kernel."""
+        """Plan a pass with this kernel."""
         assert (
             self.takes(batch)
             and pool.keys.dtype == self.dtype
@@ -156,12 +158,12 @@ class _FlashInferPass(AttentionPass):
     def __init__(
         self, pool: KVPool, batch: ForwardBatch, planned: dict[int | None, BatchPrefillWithPagedKVCacheWrapper]
     ) -> None:
-        """`planned`: for layers with each window."""
+        """`planned`: the planned wrapper for each window size that a layer has."""
         super().__init__(pool, batch)
         self.planned = planned
 
     def read(self, layer: int, q_THD: Tensor) -> Tensor:
-        # [pages, 1, J, D]: the second axis is that of positions of a page.
+        # [pages, 1, J, D]: the second axis is the positions of a page.
         keys, values = self.pool.keys[layer][:, None], self.pool.values[layer][:, None]
         return self.planned[self.pool.windows[layer]].run(
             q_THD, (keys, values), out=torch.empty_like(q_THD), enable_pdl=False
@@ -169,19 +171,20 @@ class _FlashInferPass(AttentionPass):
 
 
 def _bounds(counts_R: np.ndarray) -> Tensor:
-    """[R + 1] int32, on the host, where plans are made."""
+    """Return cumulative counts [R + 1], int32, on the host, where plans are made."""
     return torch.from_numpy(np.concatenate(([0], np.cumsum(counts_R))).astype(np.int32))
 
 
 def _split_bytes(heads: tuple[int, int], head_dim: int, device: torch.device) -> int:
-    """What fa2 leaves of splits in float32: it splits no further than into two programs for each multiprocessor and
-    key/value head."""
+    """Return the bytes of the partial results of fa2's splits, in float32. fa2 splits into at most two programs for
+    each multiprocessor, over all key/value heads."""
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count // heads[1]
     return 4 * heads[0] * programs * TILE * (head_dim + 1) + 64
 
 
 class FusedAttention(AttentionBackend):
-    """For rows of many new tokens. That segments share a prefix is of no account to it."""
+    """Attention by torch's fused kernels, for rows of many new tokens. It does not use the prefixes that segments
+    share."""
 
     def plan(self, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
         return _FusedPass(pool, batch)
@@ -205,14 +208,14 @@ class _FusedPass(AttentionPass):
 
 
 def _seen(keys: Tensor, values: Tensor, pages_L: Tensor, queries: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """Keys and values of the positions that any of the last queries sees."""
+    """Return the keys and values of all positions that at least one of the last `queries` positions sees."""
     if window is not None:
         pages_L = pages_L[max(0, len(pages_L) - queries - window + 1) :]
     return keys[pages_L], values[pages_L]
 
 
 def _row(q_QHD: Tensor, k_LJD: Tensor, v_LJD: Tensor, window: int | None) -> Tensor:
-    """The queries are the last Q of L positions."""
+    """Return the attention [Q, H, D] of the queries at the last Q of L positions."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_QHD, k_LJD, v_LJD))
     grouped = q_QHD.shape[1] != k_LJD.shape[1]
     if window is not None and len(k_LJD) > window:
@@ -231,9 +234,9 @@ def _row(q_QHD: Tensor, k_LJD: Tensor, v_LJD: Tensor, window: int | None) -> Ten
 
 
 def _last_queries(queries: int, positions: int, device: torch.device) -> Tensor:
-    """What lets each of the last `queries` of so many positions see all up to itself."""
+    """Return a mask with which each of the last `queries` of `positions` positions sees all positions up to itself."""
     if device.type == "cuda":
-        # Takes seconds to import, and knows kernels that need no mask.
+        # Imported only here, since that takes seconds. This bias selects kernels that need no mask.
         from torch.nn.attention.bias import causal_lower_right
 
         return causal_lower_right(queries, positions)
@@ -244,7 +247,8 @@ logger = logging.getLogger(__name__)
 
 
 class PromptAttention(AttentionBackend):
-    """Whichever backend is fastest for a batch. On a GPU it says why, where flashinfer cannot be used."""
+    """Attention of prompts by flashinfer where it can take a batch, otherwise by torch. On a GPU, logs why flashinfer
+    cannot be used."""
 
     def __init__(
         self,
@@ -266,7 +270,7 @@ class PromptAttention(AttentionBackend):
 
     @property
     def workspace_bytes(self) -> int:
-        """Of the device's memory."""
+        """Bytes of device memory."""
         return 0 if self.flashinfer is None else self.flashinfer.workspace_bytes
 
     def plan(self, pool: KVPool, batch: ForwardBatch) -> AttentionPass:

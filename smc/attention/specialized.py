@@ -1,13 +1,12 @@
 """Attention to long prefixes on Hopper GPUs, by warps of two kinds: some copy, others multiply and weigh.
 
-Does for a tile of 64 queries what `_prefix_kernel` of `smc.attention.kernels` does for any. Four warps copy keys and
-values to a ring in shared memory, as far ahead as it has room; four others take them from there, and are kept from
-their work by no address and no load (Shah et al. 2024, FlashAttention-3). So a prefix is on its way before the queries
-are there. It is written in Gluon, since Triton leaves to no author which warp does what; without Hopper's tensor cores,
-or in Triton's interpreter, it cannot run.
+Does for a tile of 64 queries what `_prefix_kernel` of `smc.attention.kernels` does for any tile. Four warps copy keys
+and values to a ring in shared memory, as far ahead as it has room. Four other warps take them from the ring, and
+compute no address and issue no load of keys and values (Shah et al. 2024, FlashAttention-3). So the copies of a prefix
+begin before the queries have been computed. The kernel is written in Gluon, because Triton does not let the author
+assign work to warps. Without Hopper's tensor cores, or in Triton's interpreter, it cannot run.
 
-Axes: as in `smc.attention.kernels`; S stages of the ring.
-"""
+Axes: as in `smc.attention.kernels`; S stages of the ring."""
 
 from __future__ import annotations
 
@@ -23,27 +22,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 QUERIES = 64
-"""Of a program: what four warps give the tensor cores at once."""
+"""Queries of a program: as many as four warps give the tensor cores at once."""
 WARPS = 4
-"""Of either kind."""
+"""Number of warps of each kind."""
 REGISTERS, COPIER_REGISTERS = 96, 40
-"""Of a thread in the mean, and of those that copy, which leave the others theirs: two programs find room on a
-multiprocessor, and where heads are narrow one of rows' own attention beside them."""
+"""Registers of a thread on average, and of a copying thread; copying threads leave the rest to the others. Two programs
+then fit on a multiprocessor, and with narrow heads a program of `_own_kernel` beside them."""
 
 _QUERIES = gl.constexpr(QUERIES)
 _WARPS = gl.constexpr(WARPS)
 _COPIER_REGISTERS = gl.constexpr(COPIER_REGISTERS)
-_LOWEST = gl.constexpr(-1e30)  # Finite: a query that sees nothing yet would otherwise meet inf - inf.
+_LOWEST = gl.constexpr(-1e30)  # Finite: for a query that sees nothing yet, infinity would give inf - inf.
 _LANES = gl.constexpr(16)
-"""Columns that maxima and sums of a tile are first made for: else they are one chain as long as all that a thread has
-of a row."""
+"""Number of partial maxima and sums of a tile's row, which are reduced last. One direct reduction would be a dependent
+chain over all numbers of a row that a thread holds."""
 
 
 @gluon.jit
 def _copy(work, J: gl.constexpr, D: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr):
-    """Keys and values to the ring. They are older than the kernel before, so nothing is waited for but room. Tensor
-    cores may read what these copies wrote once their barrier has completed, without a fence between the two, as in
-    Triton's own pipelines."""
+    """Copy keys and values to the ring. Earlier passes stored them, so the copies wait only for room. Tensor cores may
+    read the copies once their barrier has completed, without a fence in between, as in Triton's own pipelines."""
     keys, values, pages, first, last, j, k_SPD, v_SPD, k_full, v_full, empty = work
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
     p = gl.arange(0, BLOCK_P, gl.SliceLayout(1, WIDE))
@@ -66,8 +64,8 @@ def _copy(work, J: gl.constexpr, D: gl.constexpr, BLOCK_P: gl.constexpr, STAGES:
 
 @gluon.jit
 def _weigh(s_XP, m_X, l_X, SCALE: gl.constexpr):
-    """A tile more in the online softmax: its weights, the largest base-2 logit and the sum with it, what earlier sums
-    are worth by now."""
+    """Add one tile to the online softmax. Returns the tile's weights, the largest base-2 logit and the sum including
+    the tile, and the factor for earlier sums."""
     X: gl.constexpr = s_XP.shape[0]
     LENGTH: gl.constexpr = s_XP.shape[1] // _LANES
     OF_SCORES: gl.constexpr = m_X.type.layout
@@ -84,7 +82,7 @@ def _attend(
     work, N: gl.constexpr, D: gl.constexpr, SCALE: gl.constexpr,
     BLOCK_P: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax of `take_in` (`smc.attention.kernels`) over what comes through the ring."""
+    """Compute the online softmax of `take_in` (`smc.attention.kernels`) over the tiles in the ring."""
     q, part, lse, x0, queries, first, last, entry, j, q_stride, q_XD, k_SPD, v_SPD, k_full, v_full, empty = work
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_P, 16])
@@ -138,13 +136,13 @@ def prefix_kernel(
     N: gl.constexpr, J: gl.constexpr, D: gl.constexpr, SCALE: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """One piece of one key/value head."""
+    """Compute attention to one piece, for one key/value head."""
     DTYPE: gl.constexpr = q.dtype.element_ty
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_P, D], DTYPE)
     QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_QUERIES, D], DTYPE)
     j, w = gl.program_id(0), gl.program_id(1)
     exists, piece = w < gl.load(pieces_1), piece_6W + w
-    # Of a piece that there is none of numbers are undefined: it has no query and no position.
+    # The numbers of a piece that does not exist are undefined: it gets no query and no position.
     x0, slot = gl.load(piece), gl.where(exists, gl.load(piece + 2 * W), 0)
     queries = gl.where(exists, gl.load(piece + W), 0)
     first, last = gl.where(exists, gl.load(piece + 3 * W), 0), gl.where(exists, gl.load(piece + 4 * W), 0)
@@ -157,13 +155,13 @@ def prefix_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # Every thread that copies says when its own copies are there.
+        # Every copying thread signals when its own copies have arrived.
         mbarrier.init(k_full.index(stage), count=32 * _WARPS)
         mbarrier.init(v_full.index(stage), count=32 * _WARPS)
         mbarrier.init(empty.index(stage), count=1)
     attend = (q, part, lse, x0, queries, first, last, entry, j, q_stride, q_XD, k_SPD, v_SPD, k_full, v_full, empty)
     copy = (keys, values, pages, first, last, j, k_SPD, v_SPD, k_full, v_full, empty)
-    # Constants stay constants only within the call.
+    # Constants remain constants only if the call itself lists them.
     gl.warp_specialize(
         [(_attend, (attend, N, D, SCALE, BLOCK_P, STAGES, PDL)), (_copy, (copy, J, D, BLOCK_P, STAGES))],
         [_WARPS],

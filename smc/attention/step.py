@@ -1,8 +1,9 @@
-"""Attention over short contexts in one launch: queries and keys of new tokens rotated, their keys and values stored,
-every row attended.
+"""Attention over short contexts in one launch: rotates queries and keys of new tokens, stores their keys and values,
+and computes the attention of every row.
 
 For contexts so short that reading the prefix from the L2 cache for every row costs less than another launch (see
-`smc.attention.kernels`); what `smc.kernels.packed_rows` and `SharedPrefixAttention` do in three launches.
+`smc.attention.kernels`). For longer contexts `smc.kernels.packed_rows` and `SharedPrefixAttention` do the same in three
+launches.
 
 Axes: R rows, Q tokens of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J,
 D head dimension, P positions of a tile, S parts of a split product; Y = (query, head of N) of a row, for one key/value
@@ -24,7 +25,7 @@ from smc.kernels.norm import sum_parts
 from smc.kernels.packed_rows import RowSpans, Tables, page_at, row_tables
 
 LEAST_Y = 16
-"""Queries of a program at least: what tensor cores take."""
+"""Minimum number of queries of a program: what tensor cores take."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class StepTiling:
     """Positions read at a time."""
     warps: int
     stages: int
-    """Tiles whose loads are in flight or in use."""
+    """Number of tiles whose loads are in flight or in use."""
 
     @staticmethod
     def choose(queries: int, y: int, pairs: int, head_dim: int, item_size: int) -> StepTiling:
-        """The best of those tried on an H200, for so many pairs of a row and a key/value head, which has `y` queries:
-        few programs must hurry, many hide each other's waits."""
+        """Return the best tiling of those tried on an H200. `pairs`: number of pairs (row, key/value head); `y`:
+        queries of each. With few programs each one must be fast; many programs hide each other's waits."""
         few = pairs * triton.cdiv(y, LEAST_Y) <= 2 * MULTIPROCESSORS
         if item_size == 4:
             return StepTiling(16, 32, 2, 1)
@@ -52,7 +53,7 @@ class StepTiling:
             return StepTiling(16, 128 if head_dim <= 128 and pairs <= MULTIPROCESSORS else 64, 4, 3)
         if few or y <= LEAST_Y:
             return StepTiling(LEAST_Y, 64, 8 if head_dim > 64 else 4, 3)
-        # Of the widest heads 64 queries find no room in shared memory.
+        # With the widest heads, 64 queries do not fit into shared memory.
         return StepTiling(32 if y <= 32 or head_dim > 128 else 64, 64, 4, 3)
 
 
@@ -81,12 +82,13 @@ def step_attention(
     tiling: StepTiling | None = None,
     pdl: bool = False,
 ) -> None:
-    """Attend, into `out_THD` contiguous; zeros for tokens that there are none of, which leave no trace.
+    """Compute the attention into contiguous `out_THD`. Tokens past a row's count get zeros and store nothing.
 
     qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [pages + 1, J, D]; rope [positions,
-    D] float32 as of `RopeTable`. Row r's first count_R of Q tokens are at positions from start_R on, on pages that
-    `tables` name, and so are the tokens before them, none of which is another row's new one. Indices int32; q_norm,
-    k_norm [D] or neither. `window`: positions that a token sees, itself included; None: all."""
+    D] float32 as made by `RopeTable`. The first count_R of a row's Q tokens are at positions from start_R on. `tables`
+    name the pages of these tokens and of all tokens before them, none of which may be a new token of another row.
+    Indices are int32; q_norm, k_norm [D] or neither. `window`: number of positions that a token sees, itself included;
+    None: all."""
     (tokens, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
     queries, norm = tokens // rows, None
     if q_norm is not None and k_norm is not None:
@@ -113,8 +115,8 @@ def _rotated(
     at_X, position_X, rope, d, split_stride, norm, eps, mask_X,
     D: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads [X, D] that lie at `at_X`, of tokens at these positions, normalised and rotated. Arithmetic is in float32,
-    rounded as a product that was never split would be, and once more at the end."""
+    """Load heads [X, D] at `at_X`, normalise and rotate them for their tokens' positions. Arithmetic is float32. Inputs
+    are rounded as an unsplit product would be, and results are rounded once more."""
     # The other half of a head's dimensions: (x, y) -> (x cos - y sin, y cos + x sin).
     other, mask = (d + D // 2) % D, mask_X[:, None]
     angle = rope + position_X.to(tl.int64)[:, None] * D + d % (D // 2)
@@ -135,12 +137,13 @@ def _step_kernel(
     BLOCK_Y: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_Y queries of a row and key/value head, over all that the row holds, shared or not."""
+    """Compute the attention of BLOCK_Y queries of a row and key/value head to all positions that the row holds, shared
+    or not."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     WIDTH: tl.constexpr = (H + 2 * J) * D
     N: tl.constexpr = H // J
     SCALE: tl.constexpr = D**-0.5 * 1.4426950408889634
-    # One new key is compared number by number, several by tensor cores.
+    # One new key is compared by elementwise products, several by tensor cores.
     KEYS: tl.constexpr = 1 if Q == 1 else BLOCK_Q
     j, r, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     y, i, p, d = (
@@ -155,7 +158,7 @@ def _step_kernel(
     real_Y, new_Q = query_Y < count, i < count
     begin = 0
     if WINDOW:
-        # What the program's first query does not see, none of its queries sees.
+        # Positions that the program's first query does not see are seen by none of its queries.
         begin = tl.maximum(0, start + tile * BLOCK_Y // N - (WINDOW - 1)) // BLOCK_P * BLOCK_P
     page = page_at(begin + p, begin + p < held, table, tail, tail_start, tables, pages)
     here_Q = page_at(start + i, new_Q, table, tail, tail_start, tables, pages)
@@ -171,7 +174,7 @@ def _step_kernel(
         q_YD = _rotated(at_Y, position_Y, rope, d, split_stride, None, 0.0, real_Y, D, SPLITS, DTYPE)
         k_QD = _rotated(at_Q, position_Q, rope, d, split_stride, None, 0.0, new_Q, D, SPLITS, DTYPE)
     v_QD = sum_parts((at_Q + J * D)[:, None] + d, split_stride, new_Q[:, None], SPLITS).to(DTYPE)
-    # The dummy page stays as it is: a masked position must not read a NaN.
+    # The dummy page keeps its content: a masked position must not read a NaN.
     to_QD, stored = (here_Q.to(tl.int64) * J + j)[:, None] * D + d, (here_Q != 0)[:, None] & (tile == 0)
     tl.store(keys + to_QD, k_QD, mask=stored)
     tl.store(values + to_QD, v_QD, mask=stored)
@@ -188,8 +191,8 @@ def _step_kernel(
     for p0 in tl.range(begin, held, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
         k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
-        # A tile ahead: the pipeline would otherwise spend its depth on this load before it may start the two that
-        # matter.
+        # Pages are loaded one tile ahead: otherwise the pipeline would spend its depth on this load before it could
+        # start the loads of keys and values.
         next_p = p0 + BLOCK_P + p
         page = page_at(next_p, next_p < held, table, tail, tail_start, tables, pages)
         visible_YP = (p0 + p < held)[None, :]

@@ -1,2 +1,2 @@
-"""What an engine does before it accepts requests: it measures latencies, compiles kernels, and captures CUDA graphs of
-the usual sizes."""
+"""Preparations of an engine before it accepts requests: it measures latencies, compiles kernels, and captures CUDA
+graphs of the usual sizes."""

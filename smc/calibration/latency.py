@@ -1,15 +1,15 @@
-"""Calibration of the latency model (`smc.scheduler.speculation`): measures what a draft step and a target pass take
-on the devices of an engine, before it accepts requests.
+"""Calibration of the latency model (`smc.scheduler.speculation`): measures the time of a draft step and of a target
+pass on the devices of an engine, before it accepts requests.
 
-Dummy rounds of full rows are timed. Every dummy request reads pages of its own, all over the pool and with whatever
-they hold, since reading one page for all would take other times. All write to the dummy page, so that nothing is
-changed. Sizes are timed after short contexts, one of them after long ones, too: the difference is the cost of reading.
-A real request shows what a round takes besides.
+Dummy rounds that draft and verify whole blocks are timed. Every dummy request reads its own pages, spread over the
+pool, whatever they contain, because reading one page for all requests would take a different time. All write to the
+dummy page, so that no cached keys and values change. Every size is timed after a short context, and one size after a
+long context, too: the difference is the cost of reading. A real request shows the remaining time of a round.
 
-Commands that run once keep latency models in files (`LatencyCache`): the first use on a machine measures a pair, later
-ones read what it found. A file is for one pair of models, as its files are now, in one setting of the engine on one
-machine. It is in `$XDG_CACHE_HOME/smcserve/latency`, by default `~/.cache/smcserve/latency`, and may be deleted at any
-time."""
+Commands that run once keep latency models in files (`LatencyCache`): the first use on a machine measures a pair of
+models, later uses read the result. A file is valid for one pair, with its present files, one setting of the engine and
+one machine. It is in `$XDG_CACHE_HOME/smcserve/latency`, by default `~/.cache/smcserve/latency`, and may be deleted at
+any time."""
 
 from __future__ import annotations
 
@@ -45,48 +45,50 @@ from smc.stops import START
 from smc.types import ModelRole
 
 SHORT_CONTEXT = 64
-"""Context of a timed row, in tokens, except where reading is timed; shorter where there is no room for it."""
+"""Context of a timed row, in tokens, except where reading is timed; shorter if there is no room for it."""
 TREE = 8
-"""Most rows of a timed tree."""
+"""Maximum number of rows of a timed tree."""
 LIKELY_GROWTH = 2
-"""Factor by which the next size is expected to take longer than the last."""
+"""Factor by which the next size is expected to take longer than the previous one."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is timed. The smallest sizes are always timed."""
+    """Amount of timing. The smallest sizes are always timed."""
 
     seconds: float
-    """Budget of timed rounds: no larger size is begun that is likely to exceed it."""
+    """Budget of timed rounds: a larger size is not begun if it is likely to exceed the budget."""
     factor: int
-    """Factor between sizes."""
+    """Factor between consecutive sizes."""
     repeats: int
-    """Timed rounds of a size, of which the median counts."""
+    """Timed rounds of each size; their median counts."""
     untimed: int
-    """Untimed rounds of a size before the timed ones."""
+    """Untimed rounds of each size before the timed ones."""
     crowd: int
-    """Requests that reading is timed with, if there are slots for so many: fewer read too little to be measured."""
+    """Requests with which reading is timed, if there are enough slots: fewer requests read too little to be
+    measured."""
     context: int
-    """Tokens that each of these requests reads, if there is room for so many."""
+    """Tokens that each of these requests reads, if there is room for them."""
 
 
 BRIEF = Effort(0.4, 8, 2, 0, 4, 256)
 """For engines that compile nothing and must start quickly."""
 ONCE = Effort(10.0, 8, 2, 0, 4, 256)
-"""For costs that are kept: of one size alone, a slow model's trees would look as dear as if each row cost the same."""
+"""For latency models that are stored. The budget allows several sizes even for a slow model: extrapolated from a single
+size, its time would grow in proportion to the rows, and trees would look too expensive."""
 STEADY = Effort(10.0, 2, 5, 1, 32, 1024)
-"""For engines that compile nothing, where there is time."""
+"""For engines that compile nothing and have time."""
 THOROUGH = Effort(20.0, 2, 5, REPEATS, 64, 1024)
 """For engines that capture graphs."""
 
 
 def room_for(context: int, block: int) -> int:
-    """Positions of a sequence that is timed after so many tokens of context."""
+    """Return the positions of a sequence that is timed after `context` tokens."""
     return context + 3 * block + 4
 
 
 def measure_latency(engine: Engine, effort: Effort) -> LatencyModel | None:
-    """The latency model of an idle engine. None if its contexts are too short for a round of full rows."""
+    """Measure the latency model of an idle engine. Returns None if its contexts are too short for a timed round."""
     assert engine.idle, "requests are running"
     long = min(effort.context, engine.context - room_for(0, engine.config.block))
     if long < 2:
@@ -103,11 +105,12 @@ class CostSample:
     size: int
     seconds: float
     context: int
-    """Context tokens that were read."""
+    """Context tokens that were read, summed over requests."""
 
 
 def _cost(samples: list[CostSample], read: float) -> ModelLatency:
-    """At most half of a sample's time counts as reading, in case something else slowed down long contexts."""
+    """Return the latency of a part, with `read` seconds per token of context. At most half of a sample's time counts as
+    reading, in case something else slowed down long contexts."""
     return ModelLatency(
         LatencyCurve.through(
             (each.size, max(each.seconds - read * each.context, each.seconds / 2)) for each in samples
@@ -122,20 +125,19 @@ class Timer:
     def __init__(self, engine: Engine, effort: Effort) -> None:
         self._engine, self._effort = engine, effort
         self._spent = 0.0
-        """Seconds that timed rounds of the curves have taken."""
+        """Seconds that timed rounds of the curves have taken so far."""
 
     def samples(self, context: int) -> dict[str, list[CostSample]]:
-        """Samples of every part of the latency model after so many tokens of context, of all sizes that there is time
-        for."""
+        """Time every part of the latency model after `context` tokens, in all sizes for which there is time."""
         found: dict[str, list[CostSample]] = {name: [] for name in PARTS}
         config = self._engine.config
         for count in _sizes(config.max_slots, self._effort.factor):
             before = self._spent
             for program in Program:
-                # Of the draft alone, one row is timed.
+                # The draft alone is timed with one row only.
                 if program is Program.DRAFT and count > 1:
                     continue
-                # One model alone takes many passes in a round.
+                # A model alone makes many passes in a round, so fewer rounds are timed.
                 tree, repeats = (
                     (TREE, self._effort.repeats) if program is Program.PAIR else (1, -(-self._effort.repeats // 2))
                 )
@@ -149,9 +151,9 @@ class Timer:
         return found
 
     def reading(self, short: int, long: int) -> dict[str, float]:
-        """Seconds a token of context for every part, of many requests with a row each."""
+        """Return the seconds per token of context for every part, timed with many requests of one row each."""
         if self._spent > self._effort.seconds:
-            # No time is left for it.
+            # No time is left to measure it.
             return dict.fromkeys(PARTS, 0.0)
         config = self._engine.config
         count = min(self._effort.crowd, config.max_slots)
@@ -159,14 +161,14 @@ class Timer:
         for program, context in product((Program.PAIR, Program.TARGET), (short, long)):
             for role, seconds in self._time(program, self._effort.repeats, count, context, 1).items():
                 name, _ = _part(program, role, config, count)
-                # Their difference counts, so that outliers must not.
+                # Only the difference of the two contexts counts, so outliers must not enter: the minimum is taken.
                 found[name].append(min(seconds) / _steps(name, config))
         return {name: max(0.0, after - before) / (count * (long - short)) for name, (before, after) in found.items()}
 
     def _time(
         self, program: Program, repeats: int, count: int, context: int, tree: int
     ) -> dict[ModelRole, list[float]]:
-        """Seconds of the passes of each model that works, round by round."""
+        """Return the seconds that each model worked in each timed round."""
         engine, untimed = self._engine, self._effort.untimed
         found: dict[ModelRole, list[float]] = {role: [] for role in PROGRAMS[program].roles}
         plan = live_plan(program, engine.config, count, context, tree)
@@ -190,7 +192,7 @@ def _sizes(most: int, factor: int) -> list[int]:
 
 
 def _part(program: Program, role: ModelRole, config: EngineConfig, count: int) -> tuple[str, int]:
-    """Part of the latency model, and its size in a round of `count` rows."""
+    """Return the part of the latency model, and its size in a round of `count` rows."""
     if program is Program.TARGET:
         return "alone", count
     if role == ModelRole.TARGET:
@@ -199,12 +201,13 @@ def _part(program: Program, role: ModelRole, config: EngineConfig, count: int) -
 
 
 def _steps(part: str, config: EngineConfig) -> int:
-    """Steps or passes that are timed together in a round."""
+    """Return the number of steps or passes of a part in one timed round."""
     return 1 if part == "target" else config.block
 
 
 def live_plan(program: Program, config: EngineConfig, count: int, context: int, tree: int) -> RoundPlan[np.ndarray]:
-    """A round of the first `count` slots: trees of at most so many rows; single rows where one model decodes alone."""
+    """Return the plan of a round of the first `count` slots after `context` tokens, in trees of at most `tree` rows;
+    callers pass 1 where one model decodes alone."""
     batch_size, columns = bucket(count), room_for(context, config.block)
     kind = PopulationKind.BEST if program is Program.PAIR else PopulationKind.INDEPENDENT
     shape = PROGRAMS[program].shape(config)
@@ -236,7 +239,8 @@ def live_plan(program: Program, config: EngineConfig, count: int, context: int, 
 
 
 def handoffs(program: Program, engine: Engine, count: int, context: int, tree: int) -> dict[ModelRole, SequenceHandoff]:
-    """What the first `count` slots hold when such a round begins: in look-ahead a whole block to score."""
+    """Return, for each model that works, the state of the first `count` slots when such a round begins: in look-ahead
+    with a whole block to score."""
     config, decoding = engine.config, PROGRAMS[program]
     block = config.block if program is Program.PAIR and config.lookahead else 1
     pending = {ModelRole.DRAFT: 1, ModelRole.TARGET: block}
@@ -265,14 +269,15 @@ def handoffs(program: Program, engine: Engine, count: int, context: int, tree: i
 
 
 def _pages(request_N1: np.ndarray, length: int, capacity: int) -> np.ndarray:
-    """Pages that a row's request reads [N, length]: others than the request before it, as long as there are any."""
+    """Return the pages that each row's request reads, [N, length]: different pages for each request, as long as the
+    pool has enough."""
     return (1 + (request_N1 * length + np.arange(length)) % capacity).astype(np.int32)
 
 
 def _overhead(engine: Engine, effort: Effort) -> float:
-    """Seconds of a round in which neither model runs a pass, the median over rounds of a request."""
+    """Measure the seconds of a round in which neither model runs a pass: the median over rounds of one request."""
     config, rounds = engine.config, engine.rounds_of(Method.EXACT)
-    # The first round is alone in flight, so that it does not show what runs beside a round.
+    # The first round is the only one in flight, so it does not show the work that runs beside a round; it is left out.
     rounds_needed = 1 + effort.untimed + effort.repeats
     most = min((rounds_needed + 1) * config.target_tokens, engine.context - 4)
     params = SamplingParams(
@@ -296,7 +301,7 @@ def _overhead(engine: Engine, effort: Effort) -> float:
 
 
 def _busy(spans: dict[str, tuple[int, int]]) -> float:
-    """Seconds in which at least one model ran its pass."""
+    """Return the seconds in which at least one model ran its pass."""
     (begin, end), (other, last) = sorted(spans[role] for role in ModelRole)
     return 1e-9 * (end - begin + max(0, last - max(end, other)))
 
@@ -311,13 +316,13 @@ def cache_directory() -> Path:
 
 @dataclass(frozen=True)
 class LatencyCache:
-    """The latency models in a directory."""
+    """The latency models stored in a directory."""
 
     directory: Path
 
     def get(self, key: Mapping[str, object], measure: Callable[[], LatencyModel | None]) -> LatencyModel | None:
-        """The latency model of a `cost_key`: the stored one, or one that is measured now and stored. An unreadable file
-        is replaced; if none can be written, that is logged."""
+        """Return the latency model of a `cost_key`: the stored one, or one that is measured now and stored. An
+        unreadable file is replaced; a failure to write is logged."""
         path = self.directory / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
         if (stored := self._stored(path)) is not None:
             return stored
@@ -340,7 +345,7 @@ class LatencyCache:
     def _store(self, path: Path, content: dict) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # Another process reads the whole file, or none.
+            # Another process reads either the whole file or no file.
             with tempfile.NamedTemporaryFile("w", dir=self.directory, suffix=".new", delete=False) as file:
                 json.dump(content, file, indent=1)
             os.replace(file.name, path)
@@ -351,8 +356,8 @@ class LatencyCache:
 def cost_key(
     models: Mapping[ModelRole, Decoder], directories: Sequence[Path], draft_columns: int | None, config: EngineConfig
 ) -> dict[str, object]:
-    """All that costs depend on: models, loaded from these directories, the columns of the draft's head if they are not
-    all, and the engine that is timed."""
+    """Return everything on which costs depend: the models, loaded from these directories, the number of columns of the
+    draft's head unless it has all, and the engine that is timed."""
     weights = [models[role].embed.weight for role in ModelRole]
     return {
         "version": version("smcserve"),
@@ -368,11 +373,11 @@ def cost_key(
 
 
 def device_name(device: torch.device) -> str:
-    """Of a GPU its model; of others their kind."""
+    """Return the model name of a GPU; for other devices their type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _files(directory: Path) -> list[object]:
-    """Names, sizes and times of a model's files."""
+    """Return names, sizes and modification times of a model's files."""
     found = sorted(path for path in directory.resolve().iterdir() if path.is_file())
     return [str(directory.resolve()), *([path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in found)]

@@ -1,6 +1,6 @@
-"""Warm-up: what an engine runs before it accepts requests, so that none of the first ones waits for a compilation or a
-graph capture. A first request runs through both models; where kernels are compiled, dummy rounds of all usual kinds
-follow, and then a request of every rarer kind.
+"""Warm-up: the rounds and requests that an engine runs before it accepts requests, so that none of the first requests
+waits for a compilation or a graph capture. A first request runs through both models. Where kernels are compiled, dummy
+rounds of all usual kinds follow, and then a request of every rarer kind.
 
 A dummy round has only padding rows, which read and write the dummy page."""
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 REPEATS = 2
 """Dummy rounds of each kind: the first compiles its kernels, the second is captured."""
 PROCESSORS: tuple[tuple[str, ...], ...] = ((), ("top_k",), ("top_p",), ("min_p",), ("min_p", "top_k", "top_p"))
-"""Truncations of token distributions: `DistributionSpec.canonical` knows no others."""
+"""Truncations of token distributions; `DistributionSpec.canonical` produces no others."""
 TRUNCATED_SIZES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
 """Sizes of dummy rounds with truncated distributions. These compile all kernels; capturing another size later costs one
 round."""
@@ -44,14 +44,14 @@ KINDS = (
     (Program.PAIR, frozenset({PopulationKind.DISTINCT})),
     (Program.TARGET, frozenset({PopulationKind.INDEPENDENT})),
 )
-"""Programs and kinds of dummy rounds: those of default settings."""
+"""Programs and kinds of dummy rounds: those to which default settings lead."""
 SALT = "warm-up"
 """Cache salt of warm-up requests, so that no other request shares their prefixes."""
 ROWS = 8
-"""Rows of a request that stands for all of its kind."""
+"""Rows of a request that represents all requests of its kind."""
 ROUNDS = 4
-"""Rounds of each warm-up request, at least: the first compiles, the second is captured, and one is always launched
-ahead."""
+"""Minimum number of rounds of each warm-up request: the first compiles, the second is captured, and one is always
+launched ahead."""
 RequestKind = dict[str, Any]
 """Sampling parameters of a request that differ from the defaults."""
 INDEPENDENT: RequestKind = {"population": "independent"}
@@ -73,19 +73,20 @@ RARE: tuple[RequestKind, ...] = (
     GUIDED | {"method": "exact"},
     GUIDED | {"method": "target"},
 )
-"""Kinds of requests for which there are no dummy rounds. Biased SMC requests run alone as well, since beside exact ones
-the draft's tokens are drawn by other kernels: those that couple them to the target's draws."""
+"""Kinds of requests for which there are no dummy rounds. Biased SMC requests also run alone, because beside exact
+requests other kernels draw the draft's tokens: those that couple them to the target's draws."""
 LONG: tuple[tuple[RequestKind, ...], ...] = (({"method": "draft"},), ({"method": "draft"},) * 2)
-"""Rare kinds whose rounds after a long prompt are like no others: a model alone begins with one token, where blocks
-begin with two in lockstep; and two of these requests have a row each."""
+"""Requests whose rounds after a long prompt no dummy round covers: one model alone begins with one token, whereas
+blocks in lockstep begin with two; and two such requests have one row each."""
 COMMON: tuple[RequestKind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
 EVERY: tuple[RequestKind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
 TOGETHER: tuple[tuple[RequestKind, ...], ...] = (
     COMMON,
     *(tuple(kind | sampling for kind in EVERY) for sampling in ({}, TRUNCATED, BIASED, TRUNCATED | BIASED)),
 )
-"""Kinds that share rounds. Kernels over logits are compiled for truncated distributions and for others, for the logits
-of the models and for float32, to which logits with biases are converted: these rounds cover all combinations."""
+"""Kinds of requests that share rounds. Kernels over logits are compiled separately for truncated and other
+distributions, and for the models' logits and for float32, to which logits with biases are converted. These rounds cover
+all combinations."""
 
 
 def warm_up_plans(
@@ -94,7 +95,8 @@ def warm_up_plans(
     wanted: Sequence[tuple[Program, frozenset[PopulationKind]]] = KINDS,
     truncated: Sequence[tuple[str, ...]] = PROCESSORS,
 ) -> Iterator[RoundPlan[np.ndarray]]:
-    """Plans of dummy rounds, to be launched in this order: all that default settings lead to, or fewer."""
+    """Yield plans of dummy rounds, to be launched in this order: for all rounds to which default settings lead, or for
+    fewer."""
     sizes = sorted({bucket(batch_size) for batch_size in range(1, config.max_slots + 1)})
     for (program, kinds), contexts in product(wanted, Contexts):
         few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[program]}
@@ -112,7 +114,7 @@ def warm_up_plans(
 
 
 def _contexts(width: int, program: Program, kinds: frozenset[PopulationKind], batch_size: int) -> set[Contexts]:
-    """Contexts that rounds of so many rows can have, where block tables have room for `width` positions."""
+    """Return the contexts that rounds of `batch_size` rows can have if block tables have room for `width` positions."""
     groups = {batch_size} if program is not Program.PAIR else {1, batch_size} if kinds == {PopulationKind.BEST} else {1}
     return {Contexts.of(columns, batch_size, count) for columns in (0, width) for count in groups}
 
@@ -120,8 +122,8 @@ def _contexts(width: int, program: Program, kinds: frozenset[PopulationKind], ba
 def _shapes(
     config: EngineConfig, program: Program, kinds: frozenset[PopulationKind]
 ) -> list[tuple[PagesPerRow, int | None]]:
-    """The shape of the config, with all tokens of a block; and where the latency model decides about trees, those with
-    fewer branches a row or fewer tokens, too."""
+    """Return pairs (shape, steps). The first is the shape of the config, with all tokens of a block (steps None). Where
+    the latency model chooses trees, shapes with fewer branches a row and rounds with fewer tokens follow."""
     shape = PROGRAMS[program].shape(config)
     if kinds != {PopulationKind.BEST} or config.drafting != "costs":
         return [(shape, None)]
@@ -140,7 +142,7 @@ def padding_plan(
     kinds: frozenset[PopulationKind] = frozenset({PopulationKind.INDEPENDENT}),
     steps: int | None = None,
 ) -> RoundPlan[np.ndarray]:
-    """A round whose rows are all padding."""
+    """Return the plan of a round whose rows are all padding."""
     whole, wide = np.zeros(batch_size, dtype=np.int32), np.zeros(batch_size, dtype=np.int64)
     one = np.ones(batch_size, dtype=np.float32)
     distribution = DistributionSpec.of(one, wide, one, one * 0, one)
@@ -177,18 +179,18 @@ def padding_plan(
 
 
 def first_request(config: EngineConfig, context: int, vocab: int) -> Request:
-    """A short request."""
+    """Return a short request."""
     tokens = min(2 * config.block + 2, context - 4)
     params = SamplingParams(seed=0, ignore_eos=True, particles=min(2, config.max_slots), max_tokens=tokens)
     return Request("warm-up", tuple(i % vocab for i in range(4)), params)
 
 
 def warm_up(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence[Request]] = ()) -> None:
-    """Run dummy rounds, then requests, one list after another, on an idle engine, which forgets them. A request that
-    the engine rejects is left out; one that fails is logged, since only its kind may be affected."""
+    """Run dummy rounds, then each list of requests after the previous one, on an idle engine, which then forgets them.
+    A request that the engine rejects is left out; one that fails is logged, since only its kind may be affected."""
     last: Pending | None = None
     for plan in plans:
-        # A round is launched while the one before runs.
+        # A round is launched while the previous one runs.
         pending, last = last, engine.executor.round(plan)
         if pending is not None:
             pending.result()
@@ -208,7 +210,7 @@ def warm_up(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence[
 
 
 def _submit(engine: Engine, request: Request) -> list[Output]:
-    """Submit a request as soon as the queue has room. Returns outputs of others until then."""
+    """Submit a request as soon as the queue has room. Returns the outputs of other requests until then."""
     outputs: list[Output] = []
     while True:
         try:
@@ -221,12 +223,12 @@ def _submit(engine: Engine, request: Request) -> list[Output]:
 
 
 def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[list[Request]]:
-    """Lists of requests to be run one after another: of every kind alone, of several kinds in one round, and of as many
-    rows as possible, at both models and at the target alone (in one round where there is one micro-batch, and pages for
-    it). Only few follow after a long prompt: dummy rounds have compiled most of what their rounds need."""
+    """Yield lists of requests to be run one after another: of every kind alone, of several kinds in one round, and of
+    as many rows as possible, at both models and at the target alone (in one round if there is one micro-batch with
+    enough pages). Only few follow after a long prompt: dummy rounds have compiled most kernels of those rounds."""
     tokens = ROUNDS * (config.block + 1)
     few, long = (*((kind,) for kind in RARE), *TOGETHER), (*LONG, COMMON)
-    # After the longer prompt, where there is room for it, no round is short.
+    # After the longer prompt, if there is room for it, no round has short contexts.
     longest = [(size, long) for size in (SHORT + 1, SHORT_SINGLE + 1) if context - size >= tokens][-1:]
     for size, lists in ((4, few), *longest):
         most = min(tokens, context - size)
@@ -240,8 +242,8 @@ def rare_requests(config: EngineConfig, context: int, vocab: int) -> Iterator[li
 
 
 def _crowd(kind: RequestKind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int) -> list[Request]:
-    """As many rows as possible: guided requests, and others in the slots that are left, so that conditional and
-    unconditional rows together are most."""
+    """Return requests with as many rows as possible: guided requests, and others in the remaining slots, so that the
+    number of conditional and unconditional rows together is largest."""
     counts = range(1, config.max_slots // 2 + 1)
     guided = max(counts, key=lambda count: crowded(count, config.max_slots - 2 * count), default=0)
     parts = [*_parts(kind | GUIDED, guided), *_parts(kind, config.max_slots - 2 * guided)]
@@ -253,13 +255,14 @@ def _numbered(requests: Iterable[Request]) -> list[Request]:
 
 
 def crowded(guided: int, others: int) -> int:
-    """Rows of a round of so many guided particles and others, with unconditional rows and padding."""
+    """Return the rows of a round of `guided` guided particles and `others`, including unconditional rows and
+    padding."""
     batch_size = bucket(guided + others)
     return batch_size + room(guided, batch_size)
 
 
 def _parts(kind: RequestKind, rows: int) -> list[RequestKind]:
-    """Requests of a kind that have so many rows."""
+    """Return requests of a kind that have `rows` rows in all."""
     if kind["method"] == "target":
         return [kind] * rows
     return [kind | {"particles": min(MAX_PARTICLES, rows - begin)} for begin in range(0, rows, MAX_PARTICLES)]
@@ -268,7 +271,7 @@ def _parts(kind: RequestKind, rows: int) -> list[RequestKind]:
 def _request(
     kind: RequestKind, prompt: tuple[int, ...], tokens: int, config: EngineConfig, vocab: int, together: int = 1
 ) -> Request:
-    """`together`: requests that must have room in parallel."""
+    """Return a request of a kind. `together`: number of requests that must fit into the slots in parallel."""
     params = SamplingParams(seed=0, ignore_eos=True, max_tokens=tokens, **kind)
     if params.particles:
         most = config.chains(vocab) if params.verification == "rejection" else config.max_slots

@@ -1,2 +1,2 @@
-"""Triton kernels of the fast path on a GPU; each has a plain torch twin elsewhere in the package that it is tested
-against."""
+"""Triton kernels of the fast path on a GPU. Each has an equivalent in plain torch elsewhere in the package, with which
+tests compare it."""

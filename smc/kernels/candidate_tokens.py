@@ -1,12 +1,12 @@
 """Candidate tokens of rows of logits: the likeliest tokens of every row one by one, and a token drawn from the rest of
-its distribution, which stands for it.
+its distribution, which represents that rest.
 
-Nothing is sorted. The C largest entries of a row lie in the C parts of it whose largest entries are largest, so a
-search goes down from long parts to parts of a few columns and at last to columns: each time there are few, and their
-ranks are found by comparing all with all. The draw from the rest is the exponential race of `smc.kernels.sampling`,
-without the entries that have been found. Four launches: two passes over the logits, each with a program for every block
-of a row, and after each a program for every row. Nothing reads the host, and grids follow from shapes alone: it can be
-captured in a CUDA graph.
+Nothing is sorted. The C largest entries of a row lie in the C of its parts whose largest entries are largest, so a
+search proceeds from long parts to parts of a few columns and finally to columns. Each step has few parts, and comparing
+all with all gives their ranks. The draw from the rest is the exponential race of `smc.kernels.sampling` without the
+entries already found. There are four launches: two passes over the logits, each with a program for every block of a
+row, and after each pass one with a program for every row. The host reads nothing, and grids follow from shapes alone,
+so all launches can be captured in a CUDA graph.
 
 Axes: R rows, V columns, S splits of the vocabulary, C likeliest tokens, X parts of a row at one step of the search, P
 parts of a split."""
@@ -38,16 +38,16 @@ from smc.kernels.truncation import (
 from smc.philox import Purpose
 
 PART = 64
-"""Columns of the parts of which the first pass keeps the largest entry."""
+"""Columns of a part. The first pass keeps the largest entry of each part."""
 TARGET = tl.constexpr(int(Purpose.TARGET))
 FAN = 8
-"""Parts that a part is made of at the next step of the search."""
+"""Number of parts into which the next step of the search divides a part."""
 FEW, MOST_STEPS = 256, 3
-"""Parts of a row that a search may begin with, unless it would take more steps."""
+"""Maximum number of parts with which a search begins, unless that would take more than MOST_STEPS further steps."""
 
 
 class CouplingTensors(NamedTuple):
-    """Of `smc.executor.sampling.Coupling`."""
+    """Tensors of a `smc.executor.sampling.Coupling`."""
 
     exponent_A: Tensor
     temperature_A: Tensor
@@ -71,13 +71,12 @@ def propose_candidates(
     coupling: CouplingTensors | None = None,
     kept_BV: Tensor | None = None,
 ) -> CandidateTokens:
-    """Candidate tokens of rows from softmax(logits / temperature) after `cut`: their min(CANDIDATES_PER_ROW, vocab)
-    likeliest tokens, the likeliest first and of equal logits the first, then with `has_rest` the token drawn from the
-    rest with the random numbers of `smc.kernels.sampling.draw`.
+    """Return candidate tokens of rows from softmax(logits / temperature) after `cut`: their min(CANDIDATES_PER_ROW,
+    vocab) likeliest tokens in descending order, the first column first among equal logits. With `has_rest`, the token
+    drawn from the rest follows, with the random numbers of `smc.kernels.sampling.draw`.
 
     Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy. A row with NaN gives NaN.
-    `coupling`, `kept`: see `smc.executor.sampling.Sampling.propose_candidates`.
-    """
+    `coupling`, `kept_BV`: see `smc.executor.sampling.Sampling.propose_candidates`."""
     require_rows(logits_RV, vocab)
     rows, block, most, steps = (
         len(temperature_R),
@@ -108,7 +107,7 @@ def propose_candidates(
             *distribution, vocab, tuple(sums_2RS), parts, coupling, (keys[3], rows_each), scores_RV, kept,
             KEEPS=kept_BV is not None, HEAD=coupling.ids_M is not None, **survey,
         )  # fmt: skip
-        # From here on scores are read in place of logits.
+        # From here on scores are read instead of logits.
         distribution = (scores_RV, scores_RV.stride(0), temperature_R, *cut_arguments(None, temperature_R))
         blocks["CUT"] = by_row["CUT"] = False
     blocks["SCORES"] = by_row["SCORES"] = coupling is not None
@@ -127,7 +126,7 @@ def propose_candidates(
     if not has_rest:
         return CandidateTokens(*found)
     rest_2RS, won_RS, token_RS = floats(2, rows, splits), floats(rows, splits), ints(rows, splits)
-    # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the
+    # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
     race = (*keys, int(purpose), *bound_2R, *rest_2RS, won_RS, token_RS)
     _race_rest[(splits, rows)](*distribution, vocab, *race, enable_fp_fusion=False, **blocks)
@@ -138,7 +137,7 @@ def propose_candidates(
 
 
 def _steps(vocab: int) -> int:
-    """Steps of a search down to single columns, after its first."""
+    """Return the number of steps of a search down to single columns, after its first step."""
     return next((i for i in range(MOST_STEPS) if vocab <= FEW * FAN**i), MOST_STEPS)
 
 
@@ -147,8 +146,8 @@ def _survey(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts,
     PART: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: its maximum, its sum of exponentials from there, and the `order_key` of each part's largest
-    entry."""
+    """Reduce one block of one row to its maximum, its sum of exponentials relative to that, and the `order_key` of each
+    part's largest entry."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, _ = inverse_temperature(temperature_R, row)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
@@ -166,8 +165,8 @@ def _survey_coupled(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, sums, parts_of, coupling, of_rows, scores_RV, kept,
     PART: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr, KEEPS: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """As `_survey`, of what `smc.algorithm.coupling` makes of the logits, which is written to `scores`; the logits
-    after the cut are written to `kept`."""
+    """As `_survey`, for the scores that `smc.algorithm.coupling` computes from the logits. Writes these scores to
+    `scores_RV`, and the logits after the cut to `kept`."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, _ = inverse_temperature(temperature_R, row)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
@@ -188,8 +187,8 @@ def _survey_coupled(
 
 @triton.jit
 def coupled_score(logit_V, column_V, inside_V, index, position, coupling, HEAD: tl.constexpr):
-    """gamma log q + g of the given columns of a row that belongs to batch index `index`; the logits of a row that is
-    not coupled."""
+    """Return gamma log q + g for the given columns of a row of batch index `index`, or the logits of a row that is not
+    coupled."""
     exponent, is_noisy = tl.load(coupling.exponent_A + index), tl.load(coupling.temperature_A + index) > 0
     token_V = column_V
     if HEAD:
@@ -204,7 +203,8 @@ def coupled_score(logit_V, column_V, inside_V, index, position, coupling, HEAD: 
 
 @triton.jit
 def _largest(logits_V, vocab, largest_P, parts, part_X, PART: tl.constexpr, LENGTH: tl.constexpr):
-    """`order_key` of the largest entry of every given part of LENGTH columns; the least there is past the end."""
+    """Return the `order_key` of the largest entry of every given part of LENGTH columns; past the end, the smallest
+    key."""
     UNIT: tl.constexpr = PART if LENGTH >= PART else 1
     count = parts if LENGTH >= PART else vocab
     if LENGTH == UNIT:
@@ -221,11 +221,10 @@ def _largest(logits_V, vocab, largest_P, parts, part_X, PART: tl.constexpr, LENG
 
 @triton.jit
 def _keep_first(key_X, part_X, list_X, best_C, SIZE: tl.constexpr, MOST: tl.constexpr):
-    """Write the parts of the MOST largest keys, packed with these keys, in descending order; of equal keys the first
-    part comes first."""
+    """Write the parts with the MOST largest keys, packed with their keys, in descending order; the first part comes
+    first among equal keys."""
     packed_X = (key_X.to(tl.int64) << 32) | (part_X ^ 0x7FFFFFFF).to(tl.int64)
-    # Every thread reads all of the list: what others have is then in its own registers, and nothing is added up across
-    # threads.
+    # Every thread reads the whole list and counts in its own registers, so no sum crosses threads.
     tl.store(list_X + tl.arange(0, SIZE), packed_X)
     tl.debug_barrier()
     larger_X = tl.zeros((SIZE,), tl.int32)
@@ -242,7 +241,7 @@ def _part_of(packed_X):
 
 
 class RowSearch(NamedTuple):
-    """What the search leaves of a row: the last token's key and column, and the normaliser."""
+    """The search's results for each row: key and column of the last token found, and the normaliser."""
 
     bound_key_R: Tensor
     bound_column_R: Tensor
@@ -251,7 +250,7 @@ class RowSearch(NamedTuple):
 
 
 class FoundTokens(NamedTuple):
-    """Of `CandidateTokens`."""
+    """Tensors of a `CandidateTokens`."""
 
     token_RC: Tensor
     logq_RC: Tensor
@@ -259,7 +258,7 @@ class FoundTokens(NamedTuple):
 
 
 class SearchSizes(NamedTuple):
-    """Of a search."""
+    """Sizes of a search."""
 
     splits: int
     most: int
@@ -272,7 +271,7 @@ def _find(
     STEPS: tl.constexpr, COUNT: tl.constexpr, MOST: tl.constexpr, FAN: tl.constexpr, PART: tl.constexpr,
     SPLITS: tl.constexpr, CUT: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """One row: its likeliest tokens, the last one's key and column, and the distribution's normaliser."""
+    """Search one row: its likeliest tokens, the last one's key and column, and the distribution's normaliser."""
     row, splits, most, width = tl.program_id(0), sizes.splits, sizes.most, sizes.width
     largest_RP, parts, list_RX, best_RC, longest = parts_of[0], parts_of[1], lists[0], lists[1], lists[2]
     logits_V, largest_P = logits + row.to(tl.int64) * stride, largest_RP + row * parts
@@ -290,7 +289,7 @@ def _find(
     is_last_C = tl.arange(0, MOST) == most - 1
     tl.store(summary.bound_key_R + row, tl.sum(tl.where(is_last_C, key_C, 0), 0))
     tl.store(summary.bound_column_R + row, tl.sum(tl.where(is_last_C, column_C, 0), 0))
-    # With NaN in the row any column may come out.
+    # If the row has a NaN, any column may result.
     column_C, rank_C, out = tl.minimum(column_C, vocab - 1), tl.arange(0, MOST), row.to(tl.int64) * width
     inverse, greedy = inverse_temperature(temperature_R, row)
     if SCORES:
@@ -299,7 +298,7 @@ def _find(
     _, top, total = combine(sums[0], sums[1], row, splits, SPLITS)
     log_sum = tl.log(total)
     lse = top + log_sum
-    # lse - lse is 0, or NaN where the row has no distribution.
+    # lse - lse is 0, or NaN if the row has no distribution.
     logq_C = tl.where(greedy, tl.where(rank_C == 0, 0.0, -float("inf")), (logit_C - top) - log_sum) + (lse - lse)
     tl.store(found.token_RC + out + rank_C, column_C.to(tl.int64), mask=rank_C < most)
     tl.store(found.logq_RC + out + rank_C, logq_C, mask=rank_C < most)
@@ -314,7 +313,8 @@ def _race_rest(
     bound_key_R, bound_column_R, max_RS, sum_RS, won_RS, token_RS,
     CUT: tl.constexpr, BLOCK: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row without the row's likeliest tokens: as `_race` of `smc.kernels.sampling` for one draw."""
+    """Race within one block of one row, without the row's likeliest tokens: as `_race` of `smc.kernels.sampling` for
+    one draw."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, greedy = inverse_temperature(temperature_R, row)
     if SCORES:
@@ -343,7 +343,7 @@ def _finish_rest(
     logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, won_RS, token_RS, top_R, log_sum_R,
     token_RC, logq_RC, share_RC, splits, most, SPLITS: tl.constexpr, CUT: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """One row: the token of the rest, and its share."""
+    """Write one row's token drawn from the rest, and the share of the rest."""
     row, split = tl.program_id(0), tl.arange(0, SPLITS)
     inverse, greedy = inverse_temperature(temperature_R, row)
     if SCORES:
@@ -353,7 +353,7 @@ def _finish_rest(
     won_S = tl.load(won_RS + row * splits + split, mask=split < splits, other=float("inf")) * tl.exp(rest_top - max_S)
     _, at = tl.min(won_S, 0, return_indices=True, return_indices_tie_break_left=True)
     lse = top + log_sum
-    # With NaN in the row any winner may come out, even one past the end.
+    # If the row has a NaN, any winner may result, even one past the end.
     token = tl.where(lse == lse, tl.load(token_RS + row * splits + tl.minimum(at, splits - 1)), 0)
     raw = tl.load(logits + row.to(tl.int64) * stride + token)
     logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)

@@ -1,12 +1,13 @@
-"""What a round does at the model that drafts, beside running it: the Triton form of `smc.executor.draft`.
+"""The draft stage of a round, apart from running the model: the Triton form of `smc.executor.draft`.
 
-`begin` and `pack` have a program for every few rows; the first row of a batch index does what there is to do once a
-batch index. `resume` and `observe_draws` have a program a batch index. `reparent` has a program for every few rows:
-every row continues a row of the step before with one more token. Nothing reads the host, and grids follow from shapes
-alone, so all can be captured in a CUDA graph.
+`begin` and `pack` have a program for every few rows; the first row of a batch index also does the work of that batch
+index. `resume` and `observe_draws` have a program for every batch index. `reparent` has a program for every few rows:
+every row continues a row of the previous step with one more token. The host reads nothing, and grids follow from shapes
+alone, so all launches can be captured in a CUDA graph.
 
-Axes: A batch indices, G groups, S slots (in `reparent`: rows before), X rows (F of each batch index), P pending tokens,
-K tokens of a row, B pages of a row, C candidate tokens of a row, D draws of a row, W pages of a path."""
+Axes: A batch indices, G groups, S slots (in `reparent`: rows of the previous step), X rows (F of each batch index), P
+pending tokens, K tokens of a row, B pages of a row, C candidate tokens of a row, D draws of a row, W pages of a
+path."""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ INDEPENDENT, CHAINS = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexp
 NONE = tl.constexpr(-float("inf"))
 STREAMS = tl.constexpr(STREAMS_PER_PARTICLE)
 ROWS = 16
-"""Rows of a program that begins or packs."""
+"""Rows of a program of `begin` or `pack`."""
 TREE_ROWS = 4
-"""Rows of a program of `reparent`: each program waits for the longest token among them."""
+"""Rows of a program of `reparent`: a program waits for the longest token among its rows."""
 
 
 class TreeTensors(NamedTuple):
-    """Of `smc.executor.draft.TokenTree`."""
+    """Tensors of a `smc.executor.draft.TokenTree`."""
 
     root_X: Tensor
     tokens_XK: Tensor
@@ -67,7 +68,7 @@ class TreeTensors(NamedTuple):
 
 
 class TreeBefore(NamedTuple):
-    """The part of a `TokenTree` that the rows after it depend on."""
+    """The fields of a `TokenTree` that the rows of the next step read."""
 
     root_X: Tensor
     tokens_XK: Tensor
@@ -83,7 +84,7 @@ class TreeBefore(NamedTuple):
 
 
 class GrownTensors(NamedTuple):
-    """The part of a `TokenTree` that is read once rows have grown."""
+    """The fields of a `TokenTree` that are read after rows have grown."""
 
     root_X: Tensor
     tokens_XK: Tensor
@@ -98,7 +99,7 @@ class GrownTensors(NamedTuple):
 
 
 class ChosenTokens(NamedTuple):
-    """Continuations of rows that were chosen among all candidates of a group: an `Expansion` and the candidates."""
+    """Continuations of rows, chosen among all candidates of a group: an `Expansion` and the candidates."""
 
     parent_X: Tensor
     candidate_X: Tensor
@@ -109,7 +110,7 @@ class ChosenTokens(NamedTuple):
 
 
 class ChainTokens(NamedTuple):
-    """Of `smc.executor.verify.ChainDraws`."""
+    """Tensors of a `smc.executor.verify.ChainDraws`."""
 
     parent_X: Tensor
     token_X: Tensor
@@ -117,7 +118,7 @@ class ChainTokens(NamedTuple):
 
 
 class BeginOutputs(NamedTuple):
-    """Written by `begin`."""
+    """Outputs of `begin`. Below a packed tensor is what each entry of its first axis holds."""
 
     numbers_6A: Tensor
     """Batch index, 0, text state, end, index of the last pending token, number in the group."""
@@ -140,14 +141,14 @@ class BeginOutputs(NamedTuple):
 
 
 class ResumeOutputs(NamedTuple):
-    """Written by `resume`."""
+    """Outputs of `resume`. Below a packed tensor is what each entry of its first axis holds."""
 
     numbers_3A: Tensor
     """End, pending tokens, text state."""
     tokens_AW: Tensor
     path_AW: Tensor
     counts_2A: Tensor
-    """Pages kept and dropped."""
+    """Numbers of pages kept and dropped."""
 
 
 def begin(
@@ -193,7 +194,7 @@ def pack(
 
 
 def resume(plan: PlanTensors, slots: SlotTensors, tree: GrownTensors, choice_9A: Tensor, steps: int) -> ResumeOutputs:
-    """See `smc.executor.draft.resume`; block tables follow the choice in the same launch."""
+    """See `smc.executor.draft.resume`. The same launch makes block tables follow the choice."""
     (batch_size, queries), pages = plan.begin_pages_AP.shape, tree.tail_XB.shape[1]
     width, room = min(2, slots.pending_SQ.shape[1]), Room(plan.slot_A.device)
     out = ResumeOutputs(
@@ -221,7 +222,7 @@ def reparent(
     step: int,
     branches: int,
 ) -> TreeTensors:
-    """See `smc.executor.draft.reparent`. `own`: tokens [S, D] and their log q [S, D]."""
+    """See `smc.executor.draft.reparent`. `own`: tokens [S, D] that rows drew for themselves, and their log q [S, D]."""
     rows, room = len(plan.slot_A) * branches, Room(plan.slot_A.device)
     tokens, pages = before.tokens_XK.shape[1], plan.branch_pages_XB.shape[1]
     out = TreeTensors(
@@ -252,7 +253,7 @@ def reparent(
 
 
 class TreeStrides(NamedTuple):
-    """From a row to the next, of `TreeBefore`."""
+    """Row strides of a `TreeBefore`."""
 
     tokens: int
     logq: int
@@ -260,7 +261,7 @@ class TreeStrides(NamedTuple):
 
 
 class TreeSizes(NamedTuple):
-    """Of one step of a tree."""
+    """Sizes of one step of a tree."""
 
     rows: int
     step: int
@@ -315,14 +316,14 @@ def _begin(
     exists, to = own[:, None] & (p < P), index[:, None] * P + p
     token = tl.load(slots.pending_SQ + slot[:, None] * pending_stride + p, mask=exists, other=0)
     tl.store(out.tokens_AP + to, token, mask=exists)
-    # Entries past the pages that will be held are overwritten later.
+    # Entries past the pages of pending tokens are overwritten later.
     page = tl.load(plan.begin_pages_AP + to, mask=exists, other=0)
     tl.store(slots.table_SL + slot[:, None] * table_stride + held[:, None] + p, page, mask=exists)
 
 
 @triton.jit
 def _begin_rows(x, inside, index, group, first, plan, distribution, out, rows, F: tl.constexpr, BY_ROUND: tl.constexpr):
-    """What every row draws with: its number, its random numbers and its token distribution."""
+    """Write what a row needs for its draws: its number, its random numbers and its token distribution."""
     rounds = tl.load(plan.round_A + index, mask=inside, other=0)
     stream = tl.load(plan.particle_A + index, mask=inside, other=0) * STREAMS + x % F
     tl.store(out.numbers_5X + x, stream, mask=inside)
@@ -349,7 +350,7 @@ def _pack(
     slot = tl.load(plan.slot_A + root, mask=inside, other=0)
     share = tl.load(tree.mass_X + x, mask=inside, other=0.0) - tl.load(slots.logw_S + slot, mask=inside, other=0.0)
     kind = tl.load(plan.kind_G + tl.load(plan.group_A + x // F, mask=inside, other=0), mask=inside, other=0)
-    # Draft chains all have the same share until the target has verified them, except rows that continue nothing.
+    # Draft chains all have the same share until the target has verified them, except rows that continue no particle.
     exists = tl.load(tree.alive_X + x, mask=inside, other=0) != 0
     share = tl.where(kind == CHAINS, tl.where(exists, 0.0, NONE), share)
     if HAS_INDEPENDENT:
@@ -374,7 +375,7 @@ def _resume(
     K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """At most Q tokens are pending afterwards."""
+    """Write the state of one batch index's sequence after the choice. At most Q tokens are pending afterwards."""
     index = tl.program_id(0)
     of = choice_9A + index
     ancestor, row, taken = tl.load(of), tl.load(of + batch_size), tl.load(of + 2 * batch_size)
@@ -385,8 +386,8 @@ def _resume(
     is_open, has_bonus = (tl.load(slots.ended_S + source) == 0) | (cut > 0), bonus >= 0
     tail_B, base, kept_end = tree.tail_XB + row * B, tl.load(slots.base_S + slot), end - cut
     copy_pages(slots.table_SL, table_stride, slot, source, base, kept_end, tail_B, B, BLOCK_B, CHUNK)
-    # The last token of a whole row has not been run, and a token that ends an answer is never run. That of a shorter
-    # row is run again, where no other token is pending.
+    # The last token of a complete row has not been run, and a token that ends an answer is never run. The last token of
+    # a shorter row has been run; it is run again if no other token is pending.
     is_last = (taken == steps) | ((has_bonus == 0) & (taken > 0))
     run = taken - is_last.to(tl.int64)
     left = tl.where(ended, 1, is_last.to(tl.int64) + has_bonus.to(tl.int64))
@@ -401,7 +402,7 @@ def _resume(
     last_token = tl.load(tree.tokens_XK + row * K + tl.maximum(taken - 1, 0))
     token = tl.where(is_last & (q == 0), last_token, tl.maximum(bonus, 0))
     tl.store(out.tokens_AW + index * Q + q, token, mask=q < Q)
-    # Those of the particle's pending tokens that stay, of which there may be fewer than P, then the tokens of its row.
+    # Pages of the particle's pending tokens that stay, which may be fewer than P, then pages of its row's tokens.
     w = tl.arange(0, BLOCK_W)
     at = tl.minimum(tl.where(w < stays, w, w + P - stays), P + B - 1)
     page = tl.load(plan.begin_pages_AP + ancestor * P + at, mask=at < P, other=0)
@@ -415,7 +416,8 @@ def _reparent(
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, BRANCHES: tl.constexpr, WIDTH: tl.constexpr, DRAWS: tl.constexpr,
     SOURCES: tl.constexpr,
 ):  # fmt: skip
-    """SOURCES: rows that may be continued for each that draws its own tokens."""
+    """Write every row with its next token. SOURCES: number of source rows for each row that draws its own tokens; the
+    first of them is the one that draws."""
     rows, step = sizes.rows, sizes.step
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = x < rows
@@ -451,7 +453,7 @@ def _reparent(
     cut = tl.load(before.cut_X + parent, mask=inside, other=0)
     end = tl.load(slots.end_S + slot, mask=inside, other=0) - cut
     entry = tl.load(slots.entry_S + slot, mask=inside, other=0)
-    # As `grow` of one token.
+    # As `grow` for one token.
     room = tl.load(slots.limit_S + slot, mask=inside, other=0) - end - count
     going = inside & (room > 0)
     early = tl.load(slots.least_S + slot, mask=inside, other=0) - end - count > 0
@@ -482,7 +484,7 @@ def _reparent(
 def _reparent_tokens(
     x, inside, parent, token, logq, before, strides, plan, out, sizes, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """Tokens of rows with their log q, and their pages: those of the tokens so far are the parent's."""
+    """Write rows' tokens with their log q, and their pages: pages of earlier tokens are the parent's."""
     step, tokens, pages = sizes.step, sizes.tokens, sizes.pages
     k, b = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_B)[None, :]
     of, to, is_old = parent[:, None], x[:, None].to(tl.int64), inside[:, None] & (k < step)
@@ -524,14 +526,15 @@ def observe_draws(
 
 @triton.jit
 def _hash(position):
-    """As of `smc.algorithm.coupling.is_ranked`."""
+    """Hash positions as `smc.algorithm.coupling.is_ranked` does."""
     hashed = (position.to(tl.int64) * _FACTOR) & _MOST
     return ((hashed ^ (hashed >> _HALF)) * _FACTOR) & _MOST
 
 
 @triton.jit
 def _part(begin, columns, kept_BV, root, position, token, coupling, HEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """Of some columns after a root: whether they exist, log q, score, and whether they are of the drawn token."""
+    """Return, for a block of columns after a root: whether each exists, its log q, its score, and whether it is the
+    drawn token."""
     column_V = begin + tl.arange(0, BLOCK)
     inside_V = column_V < columns
     logq_V = tl.load(kept_BV + root * columns + column_V, mask=inside_V, other=-float("inf"))
@@ -557,7 +560,7 @@ def _observe(
     score, information, rank = float("nan"), float("nan"), float("nan")
     if is_seen:
         position = tl.load(slots[0] + slot)
-        # Sums of exp(score), and of log q and its square weighted by it, from the greatest score so far.
+        # Sums of exp(score), and of log q and its square with these weights, relative to the largest score so far.
         top, total, first, second = -float("inf"), 0.0, 0.0, 0.0
         drawn_logq, drawn_score = -float("inf"), -float("inf")
         for begin in range(0, columns, BLOCK):
@@ -580,7 +583,7 @@ def _observe(
             score = weight * (drawn_logq - mean)
             information = 0.5 * weight * tl.maximum(second / total - mean * mean, 0.0)
         if _hash(position) < _BELOW:
-            # A token that the draft cannot draw, or that its head does not have, is after all of its tokens.
+            # A token that the draft cannot draw, or that its head lacks, ranks after all columns.
             rank = columns * 1.0
             if drawn_score > -float("inf"):
                 rank = 0.0

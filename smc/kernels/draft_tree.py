@@ -1,9 +1,9 @@
 """The draft tree of exact decoding: the Triton form of `smc.executor.draft_tree`.
 
-`_choose_rows` has a program for every group, or where groups may have many nodes one launch for each of its phases, of
-which all but the first have several programs a group; `_take_rows` has a program for every few rows. `keep_nodes` has a
-program for every batch index, `with_inner_nodes` one for every node, `limit_outcomes` one for every row, of which the
-first of an outcome does the work.
+`_choose_rows` has a program for every group. If groups may have many nodes, each of its phases is a launch of its own,
+and all phases but the first have several programs a group. `_take_rows` has a program for every few rows, `keep_nodes`
+one for every batch index, `with_inner_nodes` one for every node, and `limit_outcomes` one for every row, of which the
+first row of an outcome does the work.
 
 See `smc.executor.draft_tree` for axes; N rows of a group, I and J nodes or candidates at a time, M nodes of a tree or
 candidates of all rows."""
@@ -26,15 +26,15 @@ BEST = tl.constexpr(int(PopulationKind.BEST))
 LEAD = tl.constexpr(LEAD_GAIN)
 NONE = tl.constexpr(-float("inf"))
 ROWS = 4
-"""Rows of a program that takes them."""
+"""Rows of a program of `_take_rows`."""
 PHASES, OUTCOMES = 4, 1
-"""Phases of `_choose_rows`, and the one that limits outcomes, of which lockstep has none."""
+"""Number of phases of `_choose_rows`, and the phase that limits outcomes, which lockstep skips."""
 MOST_PROGRAMS = 16
-"""Of a group, in one phase: each compares one tile of nodes after another with all nodes."""
+"""Maximum number of programs of a group in one phase. Each compares one tile of nodes after another with all nodes."""
 
 
 class StepRows(NamedTuple):
-    """Of a `smc.executor.draft.DraftStep`."""
+    """Tensors of the rows of a `smc.executor.draft.DraftStep`."""
 
     parent_X: Tensor
     root_X: Tensor
@@ -54,7 +54,7 @@ class StepRows(NamedTuple):
 
 
 class TakenRows(NamedTuple):
-    """Of a `smc.executor.draft.TokenTree`."""
+    """Tensors of a `smc.executor.draft.TokenTree`."""
 
     root_X: Tensor
     tokens_XK: Tensor
@@ -73,32 +73,32 @@ class TakenRows(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Of every node."""
+    """Intermediate values of every node."""
 
     worth_M: Tensor
-    """float64 gains along its best path; afterwards, -1 where that is no row."""
+    """float64 sum of gains along the node's best path; later -1 at nodes that represent no path."""
     useful_M: Tensor
-    """float64 the same of the paths that their outcome has room for."""
+    """float64: as `worth_M`, but -1 for paths for which their outcome has no room."""
     heaviest_M: Tensor
-    """int32 row of the next step in which its best path goes on; -1: it ends here."""
+    """int32 row of the next step that continues the node's best path; -1: the path ends here."""
     leaf_M: Tensor
-    """int32 node at which its best path ends."""
+    """int32 node at which the best path ends."""
     kept_M: Tensor
-    """int32: the path is a row."""
+    """int32: whether the path is chosen as a row."""
     outcome_M: Tensor
-    """int32 outcome that it is drafted for; in lockstep 0."""
+    """int32 outcome for which the node is drafted; in lockstep 0."""
 
 
 def choose_rows(
     plan: PlanTensors, steps: tuple[StepRows, ...], branches: int, lookahead: bool, block: int = 64
 ) -> tuple[TakenRows, Tensor]:
-    """See `smc.executor.draft_tree.choose_rows`: the rows, and the node that each ends at."""
+    """See `smc.executor.draft_tree.choose_rows`. Returns the rows, and the node at which each ends."""
     rows, tokens = steps[0].tokens_XK.shape
     pages, nodes, room = steps[0].tail_XB.shape[1], len(steps) * rows, Room(plan.slot_A.device)
     scratch = Scratch(*(room.doubles(nodes) for _ in range(2)), *(room.ints(nodes) for _ in range(4)))
     leaf_X, is_there_X = room.longs(rows), room.bools(rows)
     programs = min(triton.cdiv(nodes, block), MOST_PROGRAMS)
-    # A phase reads what programs of the one before have written.
+    # A phase reads the results of all programs of the previous phase.
     apart = [range(phase, phase + 1) for phase in range(PHASES) if lookahead or phase != OUTCOMES]
     phases = [range(PHASES)] if programs == 1 else apart
     for of_launch in phases:
@@ -132,7 +132,7 @@ def choose_rows(
 
 @triton.jit
 def _node(tile, i, first, size, rows, tiles):
-    """Step, row, index and existence of the I nodes of a tile; a step of a group has so many tiles."""
+    """Return step, row, index and existence of the I nodes of a tile; a step of a group has `tiles` tiles."""
     step = tile // tiles
     within_I = (tile % tiles) * i.shape[0] + i
     row_I = first + within_I
@@ -141,7 +141,8 @@ def _node(tile, i, first, size, rows, tiles):
 
 @triton.jit
 def _node_of_all(tile, i, first, size, rows, total):
-    """Index and existence of the I nodes of a tile, of all `total` nodes of a group, one step after another."""
+    """Return index and existence of the I nodes of a tile, among all `total` nodes of a group, one step after
+    another."""
     at_I = tile * i.shape[0] + i
     return (at_I // size) * rows + first + at_I % size, at_I < total
 
@@ -151,7 +152,7 @@ def _choose_rows(
     plan, steps, scratch, leaf_X, is_there_X, rows, FROM: tl.constexpr, UPTO: tl.constexpr,
     K: tl.constexpr, F: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The phases from `FROM` up to `UPTO`, the first of which has one program a group."""
+    """Run the phases from FROM up to UPTO, exclusive. Phase 0 has one program a group."""
     group = tl.program_id(0)
     first, size = tl.load(plan.first_G + group).to(tl.int32) * F, tl.load(plan.size_G + group).to(tl.int32) * F
     if tl.load(plan.kind_G + group) != BEST:
@@ -173,14 +174,14 @@ def _choose_rows(
 
 @triton.jit
 def _find_paths(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """Best paths from all nodes."""
+    """Find the best path from every node."""
     i, tiles = tl.arange(0, BLOCK), tl.cdiv(size, BLOCK)
     top = tl.full((), NONE, tl.float64)
     for tile in range(tiles):
         _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
         alive_I = tl.load(steps[0].alive_X + x_I, mask=in_I, other=0) != 0
         top = tl.maximum(top, tl.max(tl.load(steps[0].mass_X + x_I, mask=alive_I, other=NONE), 0))
-    # From their ends: the worth of every node, and which of those of the step after it continues its best path.
+    # From the last step back: the worth of every node, and the node of the next step that continues its best path.
     for k in tl.static_range(K - 1, -1, -1):
         for tile in range(tiles):
             _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
@@ -218,7 +219,7 @@ def _find_paths(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.co
 
 @triton.jit
 def _keep_first_nodes(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """Only the first node of a path stands for it: paths that are part of another's are worth less than nothing."""
+    """Let only the first node of a path represent it: every other node gets a negative worth."""
     i, tiles = tl.arange(0, BLOCK), tl.cdiv(size, BLOCK)
     for k in tl.static_range(K):
         for tile in range(tiles):
@@ -231,7 +232,7 @@ def _keep_first_nodes(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD:
                 is_top_I = is_top_I & (before_I != x_I)
             worth_I = tl.load(scratch.worth_M + m_I, mask=in_I, other=0.0)
             if AHEAD and k == 0:
-                # A row of nothing but an outcome is of no use, unless it ends the answer.
+                # A row that consists of an outcome alone is useless, unless it ends the answer.
                 is_short_I = tl.load(scratch.leaf_M + m_I, mask=in_I, other=0) < rows
                 is_short_I = is_short_I & (tl.load(steps[0].ended_X + x_I, mask=in_I, other=0) == 0)
                 is_top_I = is_top_I & ((is_short_I == 0) | (worth_I >= LEAD))
@@ -245,7 +246,8 @@ def _keep_first_nodes(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD:
 
 @triton.jit
 def _limit_outcomes_to(most, scratch, first, size, rows, K: tl.constexpr, BLOCK: tl.constexpr):
-    """An outcome has room for `most` paths. From here on all nodes are compared with all, whatever steps they are of."""
+    """Drop all but the `most` heaviest paths of each outcome. From here on every node is compared with all nodes,
+    whatever their steps."""
     i, total = tl.arange(0, BLOCK), K * size
     tiles = tl.cdiv(total, BLOCK)
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
@@ -263,7 +265,7 @@ def _limit_outcomes_to(most, scratch, first, size, rows, K: tl.constexpr, BLOCK:
 
 @triton.jit
 def _keep_heaviest(scratch, first, size, rows, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The heaviest paths are rows, as many as there is room for."""
+    """Choose the heaviest paths as rows, as many as there is room for."""
     i, total = tl.arange(0, BLOCK), K * size
     tiles = tl.cdiv(total, BLOCK)
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
@@ -280,7 +282,7 @@ def _keep_heaviest(scratch, first, size, rows, K: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _number_rows(scratch, leaf_X, is_there_X, first, size, rows, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of one outcome are beside each other, the heaviest first."""
+    """Number the rows: those of one outcome are adjacent, the heaviest first."""
     i, total = tl.arange(0, BLOCK), K * size
     tiles = tl.cdiv(total, BLOCK)
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
@@ -301,7 +303,7 @@ def _number_rows(scratch, leaf_X, is_there_X, first, size, rows, K: tl.constexpr
         leaf_I = tl.load(scratch.leaf_M + m_I, mask=kept_I, other=0).to(tl.int64)
         tl.store(leaf_X + first + number_I, leaf_I, mask=kept_I)
         tl.store(is_there_X + first + number_I, kept_I, mask=kept_I)
-        # A row that is not alive repeats the first of its group.
+        # A row that is not alive repeats the first row of its group.
         begins_I = kept_I & (number_I == 0)
         if tl.max(begins_I.to(tl.int32), 0) > 0:
             leaf = tl.max(tl.where(begins_I, leaf_I, 0), 0)
@@ -319,8 +321,8 @@ def _number_rows(scratch, leaf_X, is_there_X, first, size, rows, K: tl.constexpr
 
 @triton.jit
 def _before(worth_J, m_J, of_J, worth_I, m_I, of_I):
-    """How many [I] of the nodes J that stand for a path are heavier, or come first among equals, and of the same
-    kind."""
+    """For each of the nodes [I], count the nodes J that represent a path, have the same `of`, and are heavier, or
+    equally heavy and earlier."""
     is_heavier_IJ = worth_J[None, :] > worth_I[:, None]
     is_heavier_IJ = is_heavier_IJ | ((worth_J[None, :] == worth_I[:, None]) & (m_J[None, :] < m_I[:, None]))
     is_heavier_IJ = is_heavier_IJ & (of_J[None, :] == of_I[:, None]) & (worth_J[None, :] >= 0)
@@ -369,7 +371,7 @@ def _take_rows(
 
 
 class NodeTensors(NamedTuple):
-    """Of `smc.executor.draft_tree.InnerNodes`."""
+    """Tensors of a `smc.executor.draft_tree.InnerNodes`."""
 
     token_SDC: Tensor
     share_SDC: Tensor
@@ -379,7 +381,7 @@ class NodeTensors(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """Of `smc.executor.draft.DraftStep` and its rows."""
+    """Tensors of a `smc.executor.draft.DraftStep` and its rows."""
 
     parent_X: Tensor
     token_XC: Tensor
@@ -389,7 +391,7 @@ class StepTensors(NamedTuple):
 
 
 class ParticleTensors(NamedTuple):
-    """Of a `smc.executor.draft.TokenTree` of particles, and of the candidates after them."""
+    """Tensors of a `smc.executor.draft.TokenTree` of particles, and of the candidates that follow them."""
 
     root_X: Tensor
     alive_X: Tensor
@@ -402,7 +404,7 @@ class ParticleTensors(NamedTuple):
 
 
 class OutcomeRows(NamedTuple):
-    """Of a `smc.executor.draft.TokenTree`, and of the candidates of its rows."""
+    """Tensors of a `smc.executor.draft.TokenTree`, and of the candidates of its rows."""
 
     outcome_X: Tensor
     mass_X: Tensor
@@ -412,10 +414,10 @@ class OutcomeRows(NamedTuple):
 
 
 class NodeRows(NamedTuple):
-    """Written by `with_inner_nodes`."""
+    """Outputs of `with_inner_nodes`. Below a packed tensor is what each entry of its first axis holds."""
 
     numbers_4H: Tensor
-    """Root, 0, text state, tokens taken back."""
+    """Root, 0, text state, tokens of the root that are taken back."""
     flags_2H: Tensor
     """Alive, ended."""
     mass_H: Tensor
@@ -423,7 +425,7 @@ class NodeRows(NamedTuple):
     values_2HC: Tensor
     """Log q, log share."""
     bounds_2G: Tensor
-    """First node, nodes."""
+    """First node, number of nodes."""
 
 
 def keep_nodes(
@@ -464,12 +466,12 @@ def with_inner_nodes(nodes: NodeTensors, plan: PlanTensors, particles: ParticleT
 
 
 def limit_outcomes(plan: PlanTensors, rows: OutcomeRows, branches: int, has_rest: bool, chunk: int = 512) -> Tensor:
-    """See `smc.executor.draft_tree.limit_outcomes`: the candidates' log shares."""
+    """See `smc.executor.draft_tree.limit_outcomes`. Returns the candidates' log shares."""
     (count, width), room = rows.share_XC.shape, Room(plan.slot_A.device)
     share_XC, log_mass_M = room.floats(count, width), room.doubles(count * width)
     _limit_outcomes[(count,)](
         plan, rows, share_XC, log_mass_M, count, width, width - 1 if has_rest else -1,
-        # An outcome has one row more than its group where the first row's candidate is kept besides.
+        # An outcome has one row more than its group if the first row's candidate is kept in addition.
         F=branches, BLOCK_N=2 * MAX_PARTICLES, CHUNK=chunk, num_warps=4,
     )  # fmt: skip
     return share_XC
@@ -479,7 +481,8 @@ def limit_outcomes(plan: PlanTensors, rows: OutcomeRows, branches: int, has_rest
 def _limit_outcomes(
     plan, rows, share_XC, log_mass_M, total, width, rest, F: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Where a group is decoded exactly, the first row of an outcome writes the shares of all of its rows."""
+    """Write the candidates' log shares, -inf for those that are dropped. In a group with a draft tree, the first row of
+    an outcome does so for all rows of the outcome."""
     first = tl.program_id(0)
     group = tl.load(plan.group_A + first // F)
     is_best = tl.load(plan.kind_G + group) == BEST
@@ -517,7 +520,7 @@ def _limit_outcomes(
         bound, ties = top, 1
         if most > 1:
             bound, ties, _ = _bound(log_mass_M, log_mass_M, count, lowest, top, most, is_best, CHUNK)
-    # The first candidate of the group's first row stays, which is of its first outcome.
+    # The first candidate of the group's first row always stays; it belongs to the group's first outcome.
     lead, equal = tl.load(plan.first_G + group).to(tl.int32) * F, 0
     lead = tl.where(first == lead, first, -1)
     for begin in range(0, count, CHUNK):
@@ -548,7 +551,7 @@ def _keep_nodes(
     exists_N = exists_N & (tl.load(choice_9A + 5 * batch_size + at_N, mask=exists_N, other=0) > 0)
     row_N = tl.load(choice_9A + batch_size + at_N, mask=exists_N, other=0)
     count_N = tl.load(choice_9A + 2 * batch_size + at_N, mask=exists_N, other=0)
-    # Tokens from the first on that rows of the group have in common with this one.
+    # Number of leading tokens that each row of the group shares with this row.
     common_N = tl.zeros((BLOCK_N,), tl.int32)
     for k in tl.static_range(K):
         token_N = tl.load(tokens_XK + row_N * K + k, mask=exists_N, other=-1)
@@ -556,7 +559,7 @@ def _keep_nodes(
     leaf = tl.load(leaf_X + row)
     at = leaf % rows
     for d in tl.static_range(K - 2, -1, -1):
-        # The node of d + 1 tokens, the longest first; `at` is the row of the step that made its last token.
+        # Nodes of d + 1 tokens, the longest first; `at` is the row of the step that drafted the node's last token.
         at = tl.where(leaf // rows > d, tl.load(steps[d + 1].parent_X + at), at)
         through_N = exists_N & (common_N > d) & (count_N > d + 1)
         is_node = (tl.max((through_N & (at_N == index)).to(tl.int32), 0) > 0) & (

@@ -1,13 +1,14 @@
-"""Which continuations of a population's rows go on, on the device: `smc.algorithm.expansion`, one program a group.
+"""Expansion of populations on the device, as `smc.algorithm.expansion`: chooses the continuations to keep, with one
+program for each group.
 
-Masses are float64, as there. Nothing is sorted: the mass from which on candidates are sure, or are taken, is searched
-for by halving what lies between two of them, and each probe is a pass over the group's candidates. The line on which
-the systematic draw puts its points is measured in whole numbers of 2**-52, so that sums do not depend on their order
-and no point falls on a candidate without mass. Nothing reads the host, and grids follow from shapes alone: all can be
-captured in a CUDA graph.
+Masses are float64, as there. Nothing is sorted: the mass above which candidates are certain, or are kept, is found by
+bisection between two of their masses, and each probe is a pass over the group's candidates. The line on which the
+systematic draw puts its points is measured in whole numbers of 2**-52, so that sums do not depend on their order and no
+point falls on a candidate without mass. The host reads nothing, and grids follow from shapes alone, so all launches can
+be captured in a CUDA graph.
 
-Axes: R source rows, C candidates of a row, X rows that go on, A batch indices, G groups; of one group M candidates, N
-batch indices; I candidates or rows at a time."""
+Axes: R source rows, C candidates of a row, X rows kept, A batch indices, G groups; of one group M candidates, N batch
+indices; I candidates or rows at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from smc.kernels.round_tensors import contiguous
 from smc.kernels.select import _uniform
 
 CHUNKS = (256, 512, 1024, 2048)
-"""Candidates that a program looks at at a time: all, if there are no more than the last."""
+"""Number of candidates that a program handles at a time: all of them, unless there are more than the last size."""
 LEAD = tl.constexpr(MOST_MASS)
 INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
 
@@ -47,8 +48,8 @@ def expand(
     chunk: int | None = None,
     warps: int = 8,
 ) -> Expansion:
-    """As `smc.algorithm.expansion.expand`. Where nothing goes on in a group, its rows repeat the first candidate of its
-    first source."""
+    """As `smc.algorithm.expansion.expand`. If a group keeps nothing, its rows repeat the first candidate of its first
+    source row."""
     count, width = candidates.share_RC.shape
     parent_X, candidate_X = mass_R.new_empty((2, total), dtype=torch.int64)
     mass_X, ess_G = (mass_R.new_empty(size, dtype=torch.float64) for size in (total, len(kind_G)))
@@ -57,11 +58,11 @@ def expand(
     source = contiguous(SourceTensors(candidates.share_RC, mass_R, there_R, ended_R))
     groups = contiguous(ExpandGroups(*sources, *rows, most_G, kind_G, *keys[:2]))
     out = ExpandTensors(parent_X, candidate_X, mass_X, alive_X, ess_G, collapsed_G, nan_G)
-    # One program more, for the rows that are of no group.
+    # One more program, for the rows that belong to no group.
     _expand[(len(kind_G) + 1,)](
         source, groups, out, *scratch_2M, EXPANSION_POSITION + keys[2], width, width - 1 if has_rest else -1, total,
         LEAST=least, CHUNK=chunk or next(size for size in CHUNKS if size >= count * width or size == CHUNKS[-1]),
-        # The reference rounds a product before it adds to it.
+        # The reference rounds a product before it adds it.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
     return Expansion(*out)
@@ -90,7 +91,7 @@ class ExpandGroups(NamedTuple):
 
 
 class ExpandTensors(NamedTuple):
-    """Of `smc.algorithm.expansion.Expansion`."""
+    """Tensors of a `smc.algorithm.expansion.Expansion`."""
 
     parent_X: Tensor
     candidate_X: Tensor
@@ -119,13 +120,13 @@ def keep_roots(
 
 @triton.jit
 def _joined(count, low, high, other_count, other_low, other_high):
-    """Of two sets: how many, the least and the largest."""
+    """Combine two sets: number of members, minimum and maximum."""
     return count + other_count, tl.minimum(low, other_low), tl.maximum(high, other_high)
 
 
 @triton.jit
 def _parted(largest, upto, least, above, other_largest, other_upto, other_least, other_above):
-    """What `_part` says of two sets."""
+    """Combine the results of `_part` for two sets."""
     return tl.maximum(largest, other_largest), upto + other_upto, tl.minimum(least, other_least), above + other_above
 
 
@@ -134,8 +135,9 @@ def _spread(
     share_M, mass_R, there_R, ended_R, log_mass_M, count, width, rest, is_best,
     CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr,
 ):  # fmt: skip
-    """Write a group's log masses, or of one that has collapsed 0 for each candidate that has a share. Returns how many
-    have mass, how little and how much that is, the first of them, and whether there is NaN among the shares."""
+    """Write a group's log masses; for a group that has collapsed, 0 for each candidate that has a share. Returns the
+    number of candidates with mass, the smallest and the largest log mass, the index of the first candidate with mass,
+    and the number of NaN shares."""
     valid, lowest, top = 0, tl.full((), float("inf"), tl.float64), tl.full((), -float("inf"), tl.float64)
     nan, lead = 0, count
     for begin in range(0, count, CHUNK):
@@ -166,7 +168,7 @@ def _spread(
 
 @triton.jit
 def _scale(log_mass_M, relative_M, count, top, CHUNK: tl.constexpr):
-    """Write masses over the largest, and return their sum."""
+    """Write masses relative to the largest one. Returns their sum."""
     total = tl.zeros((), tl.float64)
     for begin in range(0, count, CHUNK):
         m_I = begin + tl.arange(0, CHUNK)
@@ -180,8 +182,8 @@ def _scale(log_mass_M, relative_M, count, top, CHUNK: tl.constexpr):
 
 @triton.jit
 def _part(log_mass_M, relative_M, count, probe, CHUNK: tl.constexpr):
-    """Of the candidates up to a log mass, the largest and the sum; of those above it, the least and how many there
-    are."""
+    """Return, of the candidates up to a log mass, the largest log mass and the sum of relative masses; of those above
+    it, the smallest log mass and their number."""
     above, upto = 0, tl.zeros((), tl.float64)
     largest, least = tl.full((), -float("inf"), tl.float64), tl.full((), float("inf"), tl.float64)
     for begin in range(0, count, CHUNK):
@@ -198,16 +200,17 @@ def _part(log_mass_M, relative_M, count, probe, CHUNK: tl.constexpr):
 
 @triton.jit
 def _bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.constexpr):
-    """What decides for more candidates than may go on: a log mass above which all are sure, how many of those that
-    equal it are, and the factor by which the others' share of the largest mass becomes their chance.
+    """Return what decides among more candidates than may be kept: a log mass above which all are certain, how many of
+    those that equal it are certain, and the factor that turns the others' relative mass into their probability.
 
-    Where `is_best`, that is the mass that comes `most`-th. Else it is the largest that c, chosen so that chances sum to
-    `most`, does not make sure: m (most - k) <= the sum of all but the k masses above m."""
+    With `is_best`, the log mass is the `most`-th largest. Otherwise c is chosen so that probabilities sum to `most`,
+    and the log mass is the largest that c does not make certain: m (most - k) <= the sum of all but the k masses above
+    m."""
     high, over = tl.full((), float("inf"), tl.float64), 0
     low, under, tail = tl.full((), -float("inf"), tl.float64), 0, tl.full((), 1, tl.float64)
     following = lowest
     while following < high:
-        # From infinities there is no middle.
+        # Infinities have no middle.
         middle = (following + tl.minimum(tl.minimum(high, top), tl.full((), 1e308, tl.float64))) * 0.5
         probe = tl.where((middle > following) & (middle < high), middle, following)
         mass, upto, least, above = _part(log_mass_M, relative_M, count, probe, CHUNK)
@@ -225,8 +228,8 @@ def _draw(
     log_mass_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
     lead, lead_mass, parent_N, candidate_N, mass_N, alive_N, CHUNK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Write those that go on, in order. Returns how many there are and which is the first."""
-    # The points lie at u, u + 1, ..., all up to the next whole number.
+    """Write the chosen candidates in order. Returns their number and the index of the first."""
+    # The points lie at u, u + 1, ..., all rounded up to a whole number of 2**-52.
     reach = -(((uniform * 2.0**53).to(tl.int64) + 1) >> 1)
     taken, equal, first = 0, 0, count
     for begin in range(0, count, CHUNK):
@@ -235,7 +238,7 @@ def _draw(
         relative_I = tl.load(relative_M + m_I, mask=m_I < count, other=0.0)
         is_equal_I = (log_mass_I == bound) & (log_mass_I > -float("inf"))
         is_sure_I = (log_mass_I > bound) | (is_equal_I & (equal + tl.cumsum(is_equal_I.to(tl.int32), 0) <= ties))
-        # No mass times an infinite factor is NaN, of which a device's minimum with 1 is 1.
+        # Zero mass times an infinite factor is NaN, and a GPU's minimum of NaN and 1 is 1.
         chance_I = tl.where(is_sure_I, 1.0, tl.where(relative_I > 0, tl.minimum(relative_I * factor, 1.0), 0.0))
         if LEAST > 0:
             limit_I = relative_I * most.to(tl.float64) / (tl.full((), LEAST, tl.float64) * total)
@@ -244,7 +247,7 @@ def _draw(
         reach_I = reach + tl.cumsum(length_I, 0)
         is_taken_I = ((reach_I >> 52) > ((reach_I - length_I) >> 52)) | (chance_I == 1)
         rank_I = taken + tl.cumsum(is_taken_I.to(tl.int32), 0) - 1
-        # Rounding of the sum must not take one too many.
+        # Rounding of the sum must not choose one candidate too many.
         goes_I = is_taken_I & (rank_I < most) & (rank_I < size)
         mass_I = tl.where(m_I == lead, lead_mass, log_mass_I) - tl.log(tl.where(goes_I, chance_I, 1.0))
         tl.store(parent_N + rank_I, (source_first + m_I // width).to(tl.int64), mask=goes_I)
@@ -260,7 +263,7 @@ def _draw(
 
 @triton.jit
 def _finish(parent_N, candidate_N, mass_N, went, size, first_parent, first_candidate, CHUNK: tl.constexpr):
-    """Rows beyond those that went on repeat the first. Returns the effective sample size."""
+    """Let the rows beyond the chosen ones repeat the first. Returns the effective sample size."""
     top = tl.full((), -float("inf"), tl.float64)
     for begin in range(0, size, CHUNK):
         n_I = begin + tl.arange(0, CHUNK)
@@ -278,7 +281,7 @@ def _finish(parent_N, candidate_N, mass_N, went, size, first_parent, first_candi
 
 @triton.jit
 def _clear(parent_X, candidate_X, mass_X, alive_X, first, end, CHUNK: tl.constexpr):
-    """Rows that do not go on."""
+    """Mark rows as not kept."""
     for begin in range(first, end, CHUNK):
         x_I = begin + tl.arange(0, CHUNK)
         nothing_I = tl.zeros((CHUNK,), tl.int64)
@@ -350,7 +353,7 @@ def _expand(
     lead_mass = tl.load(log_mass_M + lead, mask=lead < count, other=0.0)
     tl.debug_barrier()
     if is_best & (lead < count):
-        # The first candidate is kept in any case.
+        # The first candidate is always kept.
         tl.store(log_mass_M + lead, tl.full((), LEAD, tl.float64))
         tl.debug_barrier()
     if valid > most:
@@ -382,8 +385,8 @@ def _keep_roots(
     root_R, parent_X, alive_X, row_first_G, row_size_G, index_first_G, index_size_G, row_A, alive_A, groups, batch_size,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Twice through the group's rows, BLOCK_N at a time: how many continue each batch index, and where those beyond the
-    first of a batch index go."""
+    """Assign rows to batch indices in two passes over the group's rows, BLOCK_N at a time: count the rows that continue
+    each batch index, then place those beyond the first of a batch index."""
     index_N, exists_N, group, is_group = own_indices(index_first_G, index_size_G, groups, batch_size, BLOCK_N)
     rows, size = tl.load(row_size_G + group).to(tl.int32), tl.load(index_size_G + group).to(tl.int32)
     row_first, first = tl.load(row_first_G + group).to(tl.int64), tl.load(index_first_G + group).to(tl.int64)
@@ -417,7 +420,8 @@ def _keep_roots(
 
 @triton.jit
 def _continues(root_R, parent_X, alive_X, begin, rows, first, BLOCK_N: tl.constexpr):
-    """Whether rows from `begin` on are alive and continue each of a group's batch indices; and the rows' numbers."""
+    """Return whether each row from `begin` on is alive and continues each of a group's batch indices; and the rows'
+    numbers."""
     i = begin + tl.arange(0, BLOCK_N)
     is_alive_I = tl.load(alive_X + i, mask=i < rows, other=0) != 0
     parent_I = tl.load(parent_X + i, mask=is_alive_I, other=0)

@@ -1,13 +1,13 @@
-"""Experts of few tokens: which each token takes, and the two products of all experts, each expert's weights read once.
+"""Experts for few tokens: chooses the experts of each token and computes both products of all experts, reading each
+expert's weights once.
 
-A program has some outputs of one expert. It multiplies them with all tokens of its block, and stores the results of
-those tokens that chose the expert; nothing is sorted, and experts that no token chose are not read. A token's choices
-are partial sums of one another [C, T, E] in float32, which the kernel that reads them adds in their order
+A program computes some outputs of one expert. It multiplies their weights with all tokens of its block, and stores the
+results of the tokens that chose the expert; nothing is sorted, and experts that no token chose are not read. The
+results of a token's choices are partial sums [C, T, E] in float32, which the next kernel adds in their order
 (`smc.kernels.norm`): the same bits every time. Weights in a narrower type than the activations', int4 among them
-(`smc.kernels.int4`), are widened in registers. Nothing reads the host. `pdl`: `smc.kernels.launch`.
+(`smc.kernels.int4`), are widened in registers. The host reads nothing. `pdl`: `smc.kernels.launch`.
 
-Axes: T tokens, E features, X experts, C chosen experts of a token, I inner features, N outputs, K inputs.
-"""
+Axes: T tokens, E features, X experts, C chosen experts of a token, I inner features, N outputs, K inputs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from smc.model.decoder import Choice, Experts
 from smc.model.linear import Linear
 
 MOST_TOKENS = 64
-"""Of a program; of more, other programs read the weights again."""
+"""Maximum number of tokens of a program; for more tokens, further programs read the weights again."""
 
 
 def experts(module: Experts, x_TE: Tensor, pdl: bool = False) -> Tensor:
-    """Partial sums [C, T, E] in float32 of what the experts return."""
+    """Return the experts' result as partial sums [C, T, E] in float32."""
     choice = choose(module.router(x_TE), module.chosen, module.normalised, pdl)
     tokens, features = x_TE.shape
     inner_YI = x_TE.new_empty(tokens * module.chosen, module.inner)
@@ -39,7 +39,7 @@ def experts(module: Experts, x_TE: Tensor, pdl: bool = False) -> Tensor:
 
 
 def choose(logits_TX: Tensor, chosen: int, normalised: bool, pdl: bool = False) -> Choice:
-    """The likeliest experts of each token, as `Experts.choose`."""
+    """Choose the likeliest experts of each token, as `Experts.choose` does."""
     tokens, count = logits_TX.shape
     choice = Choice(
         logits_TX.new_empty((tokens, chosen), dtype=torch.int32),
@@ -53,7 +53,8 @@ def choose(logits_TX: Tensor, chosen: int, normalised: bool, pdl: bool = False) 
 
 
 def grouped(x_TE: Tensor, module: Experts) -> Tensor:
-    """What `module` returns for a prompt: `Experts.grouped`, with int4 weights widened in one launch."""
+    """Return the result of `module` for a prompt, as `Experts.grouped` does, with int4 weights widened in one
+    launch."""
     return module.grouped(x_TE, module.choose(x_TE), _all_widened)
 
 
@@ -121,8 +122,8 @@ def _experts(
     C: tl.constexpr, UP: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of one expert. UP: silu(gate) * up of tokens [T, inputs], to row t * C + c of `out`. Otherwise rows
-    t * C + c of x, weighed, to `out` [C, T, outputs]."""
+    """Compute outputs of one expert. UP: silu(gate) * up of tokens [T, inputs], to row t * C + c of `out`. Otherwise
+    the product of rows t * C + c of x, weighted, to `out` [C, T, outputs]."""
     own, tile, t = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     n, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     if PDL:
@@ -130,7 +131,7 @@ def _experts(
     column_T, hit_T = _chosen_by(own, expert, t, tokens, C, BLOCK_T)
     if tl.max(hit_T, 0) == 0:
         return
-    # Rows past the end are the last one; their results are not stored.
+    # Past the end the last row is used; its results are not stored.
     row = own.to(tl.int64) * (outputs * 2 if UP else outputs) + tl.minimum(n, outputs - 1)
     at_T = t.to(tl.int64) if UP else t.to(tl.int64) * C + column_T
     sum_NT, up_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32), tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
@@ -162,7 +163,7 @@ def _experts_int4(
     C: tl.constexpr, UP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_experts`, of weights in int4. UP: a tile has rows of gate and as many of up."""
+    """As `_experts`, for weights in int4. UP: a tile has rows of gate and as many of up."""
     own, tile, t = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     HALF: tl.constexpr = BLOCK_N // 2
     if PDL:
@@ -189,7 +190,7 @@ def _experts_int4(
 
 @triton.jit
 def _chosen_by(own, expert, t, tokens, C: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Which of its choices an expert is for each token, and 1 if it is one."""
+    """Return, for each token, which of its choices the expert is, and 1 if it is one of them."""
     column_T, hit_T = tl.zeros([BLOCK_T], tl.int32), tl.zeros([BLOCK_T], tl.int32)
     for c in tl.static_range(C):
         is_own_T = tl.load(expert + t * C + c, mask=t < tokens, other=-1) == own
@@ -199,7 +200,7 @@ def _chosen_by(own, expert, t, tokens, C: tl.constexpr, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _store(sum_NT, weight, out, t, n, column_T, hit_T, tokens, outputs, C: tl.constexpr, UP: tl.constexpr):
-    """Outputs of one expert, of those tokens that chose it."""
+    """Store outputs of one expert for the tokens that chose it."""
     if UP:
         out_at = (t.to(tl.int64) * C + column_T) * outputs
     else:

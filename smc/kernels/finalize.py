@@ -1,8 +1,8 @@
-"""What becomes of every batch index after a round, and what the host learns of it, in one launch: the Triton form of
-`smc.executor.finalize`.
+"""The finalize stage of a round, in one launch: the next state of every batch index, and the report for the host. The
+Triton form of `smc.executor.finalize`.
 
-A program has the batch indices of one group, or batch indices of no group. Nothing reads the host, and the grid follows
-from shapes alone, so it can be captured in a CUDA graph.
+A program has the batch indices of one group, or batch indices of no group. The host reads nothing, and the grid follows
+from shapes alone, so the launch can be captured in a CUDA graph.
 
 Axes: A batch indices, G groups, X rows (F of each batch index), Q tokens of a block, K tokens of a row, C candidate
 tokens of a batch index, N batch indices of a program."""
@@ -41,7 +41,7 @@ PREFIX = tl.constexpr(PREFIX_POSITION)
 
 
 class CandidateOutputs(NamedTuple):
-    """What the target says of candidates; None: it has not been asked. See `smc.executor.select.TargetOutputs`."""
+    """The target's outputs for candidates; None: not computed. See `smc.executor.select.TargetOutputs`."""
 
     root_X: Tensor
     token_XC: Tensor
@@ -52,7 +52,7 @@ class CandidateOutputs(NamedTuple):
 
 
 class TreeSelection(NamedTuple):
-    """Of `smc.executor.select.SelectedTrees`."""
+    """Tensors of a `smc.executor.select.SelectedTrees`."""
 
     parent_X: Tensor
     candidate_X: Tensor
@@ -64,7 +64,7 @@ class TreeSelection(NamedTuple):
 
 
 class FinalizeOutputs(NamedTuple):
-    """Written by `finalize`."""
+    """Outputs of `finalize`. Below a packed tensor is what each entry of its first axis holds."""
 
     choice_9A: Tensor
     flags_2A: Tensor
@@ -80,7 +80,7 @@ class FinalizeOutputs(NamedTuple):
     """Resampled, collapsed, hit."""
     path_AQ: Tensor
     run_2A: Tensor
-    """Pages kept and dropped."""
+    """Numbers of pages kept and dropped."""
 
 
 def finalize(
@@ -227,7 +227,7 @@ def _finalize(
 
 @triton.jit
 def _has_collapsed(group, plan, own, trees):
-    """Whether the group has particles, and none has weight."""
+    """Return whether the group has particles, but none with weight."""
     kind, collapsed = tl.load(plan.kind_G + group), group < 0
     if own is not None:
         collapsed = collapsed | ((kind == INDEPENDENT) & (tl.load(own.collapsed_G + group) != 0))
@@ -238,8 +238,8 @@ def _has_collapsed(group, plan, own, trees):
 
 @triton.jit
 def _surviving_prefix(index, exists, group, first, plan, blocks, verified, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """`smc.algorithm.selection` of one group: for all of its batch indices, the block that was drawn and how many
-    of its tokens are kept."""
+    """As `smc.algorithm.selection.surviving_prefix` for one group: return, for all its batch indices, the block that
+    was drawn and how many of its tokens are kept."""
     q, at = tl.arange(0, BLOCK_Q)[None, :], index[:, None] * Q + tl.arange(0, BLOCK_Q)[None, :]
     has_next = exists[:, None] & (q < tl.load(blocks.count_A + index, mask=exists, other=1)[:, None] - 1)
     alpha = tl.load(plan.alpha_A + index, mask=exists, other=1.0)[:, None]
@@ -265,8 +265,8 @@ def _surviving_prefix(index, exists, group, first, plan, blocks, verified, Q: tl
 
 @triton.jit
 def _of_own(exists, index, own, candidates, open_A, F: tl.constexpr, LOOKAHEAD: tl.constexpr):
-    """Independent particles: row, ancestor, whether alive, log-weight, the target's token after the block, and its
-    log p."""
+    """Return for independent particles: row, ancestor, whether alive, log-weight, the target's token after the block,
+    and its log p."""
     ancestor = tl.load(own.ancestor_A + index, mask=exists, other=0).to(tl.int32)
     row = ancestor * F + tl.load(own.branch_A + index, mask=exists, other=0).to(tl.int32)
     alive = tl.load(own.alive_A + index, mask=exists, other=0) != 0
@@ -283,7 +283,8 @@ def _of_own(exists, index, own, candidates, open_A, F: tl.constexpr, LOOKAHEAD: 
 
 @triton.jit
 def _of_trees(exists, index, trees, candidates, open_A, C: tl.constexpr, LOOKAHEAD: tl.constexpr):
-    """Distinct particles and exact decoding: as `_of_own`, with the candidate token that was chosen."""
+    """Return the same as `_of_own` for distinct particles and exact decoding, with the candidate token that was
+    chosen."""
     pick = tl.load(trees.pick_A + index, mask=exists, other=0)
     alive = tl.load(trees.alive_A + index, mask=exists, other=0) != 0
     row = tl.load(trees.parent_X + pick, mask=exists, other=0).to(tl.int32)
@@ -305,8 +306,8 @@ def _write_tokens(
     index, exists, row, block, kept, bonus, plan, blocks, verified, rows_WX, out, rows,
     K: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The new tokens, their log q, log p of the tokens of the block that are kept, and pages of those that the target
-    ran."""
+    """Write the new tokens, their log q, log p of the block's tokens that are kept, and the pages of tokens that the
+    target ran."""
     q = tl.arange(0, BLOCK_Q)[None, :]
     inside, to, of = exists[:, None] & (q < Q), index[:, None] * Q + q, block[:, None] * Q + q
     last = tl.maximum(bonus, 0)[:, None]
@@ -316,7 +317,7 @@ def _write_tokens(
         token = tl.where(grows, token, last)
         logq = tl.load(rows_WX + (K + q) * rows + row[:, None], mask=inside, other=0).to(tl.float32, bitcast=True)
     else:
-        # The last of them is followed by the first.
+        # Token q + 1 of the block; the last column wraps around to the first token.
         token = tl.load(blocks.tokens_AQ + block[:, None] * Q + (q + 1) % Q, mask=inside, other=0).to(tl.int64)
         token = tl.where(q == kept[:, None] - 1, last, token)
         logq = to.to(tl.float32) * 0
@@ -329,7 +330,7 @@ def _write_tokens(
 
 @triton.jit
 def _write_group(group, groups, kind, own, trees, out):
-    """What the round did to a group's population."""
+    """Write the statistics of one group's population."""
     log_z, ess = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     resampled, collapsed = False, False
     if own is not None:

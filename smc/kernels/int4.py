@@ -1,17 +1,15 @@
-"""Matrix products with int4 weights (`smc.model.linear`): of few tokens by one kernel, of many by widening the weights for
-the library.
+"""Matrix products with int4 weights (`smc.model.linear`): for few tokens in one kernel, for many by widening the
+weights for the library's product.
 
-For few tokens, a program computes some outputs. Each step reads one group of inputs: it loads the words, which lie side
-by side in memory, widens the codes less their zero points to x's type, which is exact, and multiplies them with x in
+For few tokens, a program computes some outputs. Each step reads one group of inputs: it loads the words, which are
+adjacent in memory, widens the codes less their zero points to x's type, which is exact, and multiplies them with x in
 one product. It multiplies the sums by the group's scale and adds them up in float32. Instructions for bfloat16 widen
 two neighbouring inputs at a time. That needs both words of a pair in one thread, which
-`tests/kernels/compile_rounds.py` checks.
-Splits of K are as in `smc.kernels.linear`. Nothing reads the host; grids follow from shapes. `pdl`:
-`smc.kernels.launch`.
+`tests/kernels/compile_rounds.py` checks. Splits of K are as in `smc.kernels.linear`. The host reads nothing, and grids
+follow from shapes. `pdl`: `smc.kernels.launch`.
 
 Axes: T tokens, K inputs, N outputs, I inner features, S splits of K, G groups, W words of a group; of words P pairs, E
-the first or second input of a pair.
-"""
+the first or second input of a pair."""
 
 from __future__ import annotations
 
@@ -29,17 +27,18 @@ from smc.model import quantisation
 from smc.model.linear import Linear
 
 MOST_TOKENS = 128
-"""Of `linear_int4` and `gate_up_int4`."""
+"""Maximum number of tokens of `linear_int4` and `gate_up_int4`."""
 MOST_BLOCK = 64
-"""Most tokens of a program. Several programs share more, and each widens the weights again."""
+"""Maximum number of tokens of a program. More tokens are divided among several programs, each of which widens the
+weights again."""
 SYMMETRIC_ZERO = tl.constexpr(quantisation.SYMMETRIC_ZERO)
 PACKS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def _packed_codes() -> str:
-    """Instructions for a pair of words ($8, $9) and the negative of their zero point, as two bfloat16 less 128 in $10:
-    eight registers with two neighbouring codes each, less the zero point. The bits of a code become the last of the
-    mantissa of 128 (0x4300). The addition is one that compute capability 8.0 has, too."""
+    """Return instructions that turn a pair of words ($8, $9) and the negative of their zero point, as two bfloat16 less
+    128 in $10, into eight registers of two neighbouring codes each, less the zero point. The bits of a code become the
+    last bits of the mantissa of 128 (0x4300). The addition is an instruction that compute capability 8.0 has, too."""
     lines = [".reg .b32 code, one;", "mov.b32 one, 0x3F803F80;"]
     for code in range(8):
         word, shift = f"${8 + code // 4}", 4 * (code % 4)
@@ -52,29 +51,31 @@ def _packed_codes() -> str:
 
 PACKED_CODES = tl.constexpr(_packed_codes())
 _WIDENED = 1 << 26
-"""Weights that are widened at a time."""
+"""Number of weights that are widened at a time."""
 
 
 def choose_int4(
     tokens: int, outputs: int, inputs: int, group: int, *, zeros: bool, gated: bool = False
 ) -> ProductTiling:
-    """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough programs to keep memory busy.
-    Of those tried on an H200 (`python -m benchmarks.int4 products`)."""
+    """Return the tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough programs to keep
+    memory busy. It is the best of those tried on an H200 (`python -m benchmarks.int4 products`)."""
     block_t = token_block(tokens, group)
     block_n, warps, programs = (64, 2, 768) if block_t == 8 else (128, 4, 320) if block_t == 16 else (128, 8, 256)
-    # Of the larger blocks, these were faster so, though products without zero points were not.
+    # With the larger blocks, these products were faster with 4 warps; products without zero points were not.
     if warps == 8 and (gated if group < 128 else zeros):
         warps = 4
     tiles = triton.cdiv(tokens, block_t) * triton.cdiv(outputs, block_n)
     splits = 1 if gated else choose_splits(tiles, inputs // group, programs)
-    # In flight: words, x, scales and zero points. Where they do not stay in registers, widened weights lie beside them.
+    # In flight: words, x, scales and zero points. Widened weights that do not stay in registers need shared memory,
+    # too.
     stage_bytes = group * (block_n // 2 + 2 * block_t) + 4 * block_n
     stages = min(3, (SHARED_ROOM - 2 * group * block_n) // stage_bytes)
     return ProductTiling(block_n, group, splits, warps, stages=max(2, stages))
 
 
 def token_block(tokens: int, group: int) -> int:
-    """Tokens of a program, padded. Words of smaller groups stay in registers only where tensor cores take 16 tokens."""
+    """Return the tokens of a program, padded. Words of smaller groups stay in registers only if tensor cores take 16
+    tokens."""
     return min(MOST_BLOCK, max(8 if group >= 128 else 16, triton.next_power_of_2(tokens)))
 
 
@@ -86,9 +87,9 @@ def linear_int4(
     pdl: bool = False,
     **tunables: int,
 ) -> Tensor:
-    """x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default: that of
-    x). `splits` and `tunables` (fields of `ProductTiling`, without `block_k`) override `choose_int4`. Raises ValueError
-    for more than `MOST_TOKENS` tokens, and for splits that do not divide the groups."""
+    """Return x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default:
+    that of x). `splits` and `tunables` (fields of `ProductTiling`, without `block_k`) override `choose_int4`. Raises
+    ValueError for more than `MOST_TOKENS` tokens, and for splits that do not divide the groups."""
     tokens, outputs, groups = len(x_TK), matrix.out_features, matrix.in_features // matrix.group
     tiling = replace(
         choose_int4(tokens, outputs, matrix.in_features, matrix.group, zeros=matrix.zero is not None), **tunables
@@ -110,7 +111,8 @@ def gate_up_int4(
     pdl: bool = False,
     **tunables: int,
 ) -> Tensor:
-    """silu(x G^T) * (x U^T) [T, I], or with `gelu` that instead of silu, in `dtype` as above; `matrix` holds G, then U.
+    """Return silu(x G^T) * (x U^T) [T, I], with `gelu` GELU instead of silu, in `dtype` as above; `matrix` holds G,
+    then U.
 
     A program computes matching rows of both."""
     inner = matrix.out_features // 2
@@ -122,8 +124,8 @@ def gate_up_int4(
 
 
 def multiply_widened(x_TK: Tensor, matrix: Linear, out_TN: Tensor | None = None) -> Tensor:
-    """x W^T (+ bias) [T, N] of many tokens: the weights are widened to x's type, some rows at a time, for the library's
-    product."""
+    """Return x W^T (+ bias) [T, N] for many tokens: the weights are widened to x's type, some rows at a time, for the
+    library's product."""
     if out_TN is None:
         out_TN = x_TK.new_empty(len(x_TK), matrix.out_features)
     step = max(1, _WIDENED // matrix.in_features)
@@ -134,7 +136,7 @@ def multiply_widened(x_TK: Tensor, matrix: Linear, out_TN: Tensor | None = None)
 
 
 def widened(matrix: Linear, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Some of the weight's rows [N, K] as numbers of a type: `Linear.values` in one launch."""
+    """Return some of the weight's rows [N, K] in a dtype, as `Linear.values` does, in one launch."""
     outputs, group, groups = rows.stop - rows.start, matrix.group, matrix.in_features // matrix.group
     out_NK = matrix.weight.new_empty((outputs, matrix.in_features), dtype=dtype)
     zero = matrix.scale if matrix.zero is None else matrix.zero
@@ -156,7 +158,7 @@ def _launch(
         )
     rows = tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     scale, zero, bias, block_t = matrix.scale, matrix.zero, matrix.bias, token_block(tokens, matrix.group)
-    # Programs of the same weights are neighbours, so that the second may find them in the L2 cache.
+    # Programs of the same weights are neighbours, so that the second may find the weights in the L2 cache.
     _int4[(triton.cdiv(tokens, block_t), triton.cdiv(outputs, rows), splits)](
         x_TK, matrix.weight, scale, scale if zero is None else zero, scale if bias is None else bias, out,
         tokens, outputs, inputs, x_TK.stride(0),
@@ -168,11 +170,12 @@ def _launch(
 
 @triton.jit
 def widen(word_NW, zero_N, kind: tl.constexpr):
-    """Codes less their zero point [N, 8 W] of words [N, W], as numbers of type `kind`, in which both are exact."""
+    """Return the codes of words [N, W], less their zero point, as [N, 8 W] numbers of type `kind`, in which both are
+    exact."""
     N: tl.constexpr = word_NW.shape[0]
     W: tl.constexpr = word_NW.shape[1]
-    # On a GPU a pair of words at a time, of whose codes two share a register from here to the tensor cores. A conversion
-    # from integers takes four times as long.
+    # On a GPU a pair of words is widened at a time; from here to the tensor cores, two of their codes share a register.
+    # A conversion from integers takes four times as long.
     if PACKS and kind == tl.bfloat16:
         negative_NW = tl.broadcast_to(((zero_N | 0xC300) * 0x10001)[:, None], word_NW.shape)
         code = tl.inline_asm_elementwise(
@@ -195,7 +198,7 @@ def widen(word_NW, zero_N, kind: tl.constexpr):
 
 @triton.jit
 def _code(word_NP, zero_N, shift: tl.constexpr, kind: tl.constexpr):
-    """The codes at a bit and 16 bits higher, less the zero point [N, 2 P]."""
+    """Return the codes at a bit and 16 bits higher, less the zero point [N, 2 P]."""
     pair_NPE = tl.join((word_NP >> shift) & 15, (word_NP >> (shift + 16)) & 15)
     return (tl.reshape(pair_NPE, (word_NP.shape[0], 2 * word_NP.shape[1])) - zero_N[:, None]).to(kind)
 
@@ -205,14 +208,16 @@ def sums_of_groups(
     words, scales, zeros, at_N, outputs, x_T, has_x_T,
     STEPS, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Products [N, T] over STEPS groups. `at_N`: which words, scale and zero point are an output's in the first of them;
-    those of the next group are `outputs` further on. `x_T`: addresses of rows of x, at that group's first input."""
+    """Return products [N, T] over STEPS groups. `at_N`: index of each output's words, scale and zero point in the first
+    of them; those of the next group are `outputs` further on. `x_T`: addresses of rows of x, at that group's first
+    input."""
     kind: tl.constexpr = x_T.dtype.element_ty
     word_at = words_at(words, at_N, GROUP)
     x_at = x_T[:, None] + tl.arange(0, GROUP)[None, :]
     scale_at, zero_at = scales + at_N, zeros + at_N
-    # The compiler has words, zero points and x fetched some steps ahead, but not numbers of two bytes: scales are fetched
-    # one step ahead here. Two steps ahead, it would fetch nothing so. Zero points have four bytes for that.
+    # The compiler prefetches words, zero points and x some steps ahead, but not numbers of two bytes, so scales are
+    # fetched one step ahead here. If they were fetched two steps ahead, it would prefetch nothing. Zero points have
+    # four bytes so that they are prefetched.
     scale_N = tl.load(scale_at)
     sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
@@ -234,7 +239,7 @@ def sums_of_groups(
 
 @triton.jit
 def words_at(words, at_N, GROUP: tl.constexpr):
-    """Addresses [N, W] of the words of an output and a group each."""
+    """Return the addresses [N, W] of the words of an output and a group each."""
     return words + at_N.to(tl.int64)[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
 
 
@@ -244,7 +249,7 @@ def _int4(
     STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs of some tokens, over one part of K."""
+    """Compute one tile of outputs of some tokens, over one part of K."""
     t0, tile, split = tl.program_id(0) * BLOCK_T, tl.program_id(1), tl.program_id(2)
     t, n, first = t0 + tl.arange(0, BLOCK_T), rows_of_tile(tile, outputs, BLOCK_N, GATED), split * STEPS
     rows = outputs * 2 if GATED else outputs
@@ -264,7 +269,7 @@ def _widened(
     weight, scale, zero, out, start, outputs, inputs, all_outputs,
     BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """One group of some rows, from row `start` on."""
+    """Widen one group of some rows, from row `start` on."""
     n, group = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
     at_N = group * all_outputs + start + tl.minimum(n, outputs - 1)
     word_NW = tl.load(words_at(weight, at_N, GROUP))

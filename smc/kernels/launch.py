@@ -36,29 +36,29 @@ from smc.api.limits import MAX_PARTICLES
 PDL_CAPABILITY = (9, 0)
 """The first compute capability with programmatic dependent launch."""
 MULTIPROCESSORS = 132
-"""Of an H100 or H200, for which tile sizes are chosen; other GPUs use the same sizes."""
+"""Number of multiprocessors of an H100 or H200, for which tile sizes are chosen; other GPUs use the same sizes."""
 GROUPS = tl.constexpr(64)
-"""Groups that are scanned at a time."""
+"""Number of groups that are scanned at a time."""
 
 
 def supports_pdl(device: torch.device | str) -> bool:
-    """Whether kernels of a device can be launched so."""
+    """Return whether a device supports programmatic dependent launch."""
     device = torch.device(device)
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
-    """Launch keywords; without `pdl` none, so that the interpreter and older drivers see nothing new."""
+    """Return launch keywords: none without `pdl`, so that the interpreter and older drivers see nothing new."""
     return {"launch_pdl": True} if pdl else {}
 
 
 def one_variant(*wide: str) -> Callable[[Callable[..., None]], Any]:
-    """`triton.jit` of a kernel that is compiled once for all values and alignments of its arguments, except for the
+    """Compile a kernel by `triton.jit` only once for all values and alignments of its arguments, except for the
     arguments named by `wide`, which hold long rows. Constants, types and None still make variants.
 
     Triton compiles a kernel again for integers that are 1 or multiples of 16, and for pointers at multiples of 16
     bytes, where it loads more at once. A few numbers a row gain nothing from that, and a request with a new size would
-    wait for the compiler. Members of tuples are treated as arguments are."""
+    wait for the compiler. Members of tuples are treated like arguments."""
 
     def compiled(kernel: Callable[..., None]) -> Any:
         parameters = inspect.signature(kernel).parameters
@@ -74,7 +74,7 @@ def one_variant(*wide: str) -> Callable[[Callable[..., None]], Any]:
 
 
 class _OneVariant(JITFunction):
-    """Triton ignores `do_not_specialize` for members of tuples."""
+    """A `JITFunction` that applies `do_not_specialize` to members of tuples, too, for which Triton ignores it."""
 
     def create_binder(self) -> tuple:
         *made, bind = super().create_binder()
@@ -92,25 +92,26 @@ class _OneVariant(JITFunction):
 
 
 def unspecialized(kind: Any, key: Any) -> tuple[Any, Any]:
-    """Type and specialisation of an argument, as Triton has them, without what depends on values or alignment."""
+    """Return type and specialisation of an argument, in Triton's form, without what depends on values or alignment."""
     if isinstance(kind, tuple):
         kinds, keys = zip(*(unspecialized(*each) for each in zip(kind, key)))
         return (type(kind)(*kinds), type(key)(*keys)) if hasattr(kind, "_fields") else (kinds, keys)
     if kind == "constexpr" and type(key) is int:
-        # Triton makes a constant of 1.
+        # Triton makes the integer 1 a constant.
         return "i32", ""
     return kind, "" if key == "D" else key
 
 
 def programs(batch_size: int, groups: int) -> int:
-    """How many programs there are: one for each group, then programs of MAX_PARTICLES batch indices that belong to no
+    """Return the number of programs: one for each group, then programs of MAX_PARTICLES batch indices that belong to no
     group."""
     return groups + triton.cdiv(batch_size, MAX_PARTICLES)
 
 
 @triton.jit
 def own_indices(first_G, size_G, groups, batch_size, BLOCK_N: tl.constexpr):
-    """This program's batch indices int32 [N] and whether they exist; their group, and whether they belong to a group.
+    """Return this program's batch indices, int32 [N], whether each exists, their group, and whether they belong to a
+    group.
 
     Groups are stored one after another from the first batch index on, so all batch indices after the last group are
     padding."""
@@ -119,7 +120,7 @@ def own_indices(first_G, size_G, groups, batch_size, BLOCK_N: tl.constexpr):
     group = tl.where(is_group, program, 0)
     first, size = tl.load(first_G + group).to(tl.int32), tl.load(size_G + group).to(tl.int32)
     if not is_group:
-        # After the last group.
+        # The batch indices after the last group.
         first = tl.zeros_like(first)
         for begin in range(0, groups, GROUPS):
             g = begin + tl.arange(0, GROUPS)

@@ -1,15 +1,15 @@
-"""Matrix products y = x W^T for the few rows of a decoding step, at the speed at which weights stream from memory, and how they
-are cut into programs (by their shapes alone).
+"""Matrix products y = x W^T for the few rows of a decoding step, at the speed at which weights stream from memory, and
+their division into programs (by shapes alone).
 
-Weights are of x's type, or FP8 (e4m3) with a float32 scale for each output; then x is FP8 too, with one for each token
-(`smc.kernels.norm`), and the sums are scaled. The machine's copy engine (TMA) puts tiles of both where tensor cores
-read them, so that no thread holds any. More tokens than a program takes are cut as well, and their programs lie side by
-side.
+Weights have x's type, or they are FP8 (e4m3) with a float32 scale for each output; then x is FP8, too, with a scale for
+each token (`smc.kernels.norm`), and the sums are scaled. The GPU's copy engine (TMA) writes tiles of both to where
+tensor cores read them, so that no thread holds any. If there are more tokens than a program takes, they are divided as
+well, among adjacent programs.
 
 The weight tile is the long side of the tensor cores' product (M = outputs, N = tokens), so 8 tokens cost little more
-than the loads. Small matrices are cut along K as well (split-K) to occupy every multiprocessor; the fp32 partials [S,
-T, N] are summed in a fixed order by the kernel that reads them (`smc.kernels.norm`, or `reduce` here), without atomics:
-the same bits every time. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
+than the loads. Small matrices are also cut along K (split-K) to occupy every multiprocessor. The kernel that reads the
+fp32 partials [S, T, N] sums them in a fixed order (`smc.kernels.norm`, or `reduce` here), without atomics: the same
+bits every time. The host reads nothing, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
 
 Axes: T tokens, K inputs, N outputs, I inner features, S splits of K."""
 
@@ -29,34 +29,35 @@ from smc.kernels.norm import gated as gated_product
 from smc.model.linear import QuantisedRows
 
 MOST_TOKENS = 128
-"""Of a program, in FP8."""
+"""Maximum number of tokens of a program, in FP8."""
 PROGRAMS = 120
-"""Fewest programs that occupy all multiprocessors well enough."""
+"""Minimum number of programs that occupies all multiprocessors well enough."""
 _ROOM, _MODEST_ROOM, SHARED_ROOM = 216 * 1024, 128 * 1024, 110 * 1024
-"""Bytes for what is in flight: of a program that has a multiprocessor to itself, of one that leaves some to what
-comes next, of one of two."""
+"""Bytes of shared memory for loads in flight: of a program that has a multiprocessor to itself, of one that leaves some
+to the next kernel, and of one of two programs on a multiprocessor."""
 
 
 @dataclass(frozen=True)
 class ProductTiling:
-    """How a product is cut and pipelined."""
+    """Tiling and pipelining of a product."""
 
     block_n: int
-    """Outputs a program; 64 or more for Hopper's matrix instructions, 128 of a gated product in FP8."""
+    """Outputs of a program; 64 or more for Hopper's matrix instructions, 128 for a gated product in FP8."""
     block_k: int
-    """Inputs a step; divides K. FP8: 32 or more."""
+    """Inputs of a step; divides K. FP8: 32 or more."""
     splits: int
-    """Parts of K."""
+    """Number of parts of K."""
     warps: int
     stages: int
-    """Steps whose loads are in flight or in use."""
+    """Number of steps whose loads are in flight or in use."""
 
 
 def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: bool = False) -> ProductTiling:
-    """Tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal programs."""
+    """Return the tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough equal
+    programs."""
     if fp8:
         return _choose_fp8(tokens, outputs, inputs, gated)
-    # Of those tried on an H200 (`python -m benchmarks.kernels products`), as below.
+    # The best of those tried on an H200 (`python -m benchmarks.kernels products`), here and in `_choose_fp8`.
     wide = outputs >= 64 * 1024 or (gated and outputs >= 24 * 1024)
     block_n = 128 if (wide and tokens <= 64) or 64 < tokens <= 256 else 64
     block_k = next(size for size in (128, 64, 32, 16) if inputs % size == 0 and size * block_n <= 8192)
@@ -70,9 +71,9 @@ def choose(tokens: int, outputs: int, inputs: int, gated: bool = False, fp8: boo
 
 def _choose_fp8(tokens: int, outputs: int, inputs: int, gated: bool) -> ProductTiling:
     token_block = token_block_of(tokens, fp8=True)
-    # The largest matrices have as many outputs as the machine needs programs. Of the others, programs of few tokens
-    # wait more than they load, and partial sums of few tokens are soon read; of 96, programs of few outputs are better
-    # if no partial sums are needed then.
+    # The largest matrices have enough outputs for all programs that the GPU needs. With other matrices, programs of few
+    # tokens wait more than they load, and partial sums of few tokens are read quickly; with 96 tokens, programs of few
+    # outputs are better if they then need no partial sums.
     wide, many, most = gated or outputs >= 64 * 1024, token_block > 64, token_block == MOST_TOKENS
     if wide:
         block_n = 256 if most or (many and triton.cdiv(outputs, 256) >= PROGRAMS) else 128
@@ -99,8 +100,8 @@ def choose_splits(tiles: int, steps: int, programs: int) -> int:
 
 
 def token_blocks_of(tokens: int, fp8: bool) -> tuple[int, int]:
-    """Tokens of a program, padded: powers of two that are multiplied one after the other, of which the second may be 0.
-    In FP8 half of the power of two that holds all, and a quarter of it, where these do."""
+    """Return the tokens of a program, padded, as powers of two that are multiplied one after the other; the second may
+    be 0. In FP8 they are half of the power of two that holds all tokens, and a quarter of it, if these suffice."""
     block = max(16, triton.next_power_of_2(tokens))
     if not fp8:
         return block, 0
@@ -112,17 +113,17 @@ def token_blocks_of(tokens: int, fp8: bool) -> tuple[int, int]:
 
 
 def token_block_of(tokens: int, fp8: bool) -> int:
-    """Tokens of a program, padded."""
+    """Return the tokens of a program, padded."""
     return sum(token_blocks_of(tokens, fp8))
 
 
 FP8_CAPABILITIES = (9, 10)
-"""Of GPUs, the first number."""
+"""Major compute capabilities of GPUs for whose tensor cores and shared memory FP8 products are tiled."""
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether tilings of FP8 suit it: GPUs with as much shared memory as Hopper's, whose matrix instructions read it;
-    the interpreter."""
+    """Return whether the tilings of FP8 suit a device: GPUs with as much shared memory as Hopper's, whose matrix
+    instructions read it, and the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in FP8_CAPABILITIES
 
 
@@ -136,11 +137,11 @@ def linear(
     scale_N: Tensor | None = None,
     **tunables: int,
 ) -> Tensor:
-    """x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default: that of x
-    [T, K], or bfloat16).
+    """Return x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default:
+    that of x [T, K], or bfloat16).
 
-    With an FP8 weight comes its scale, and x is `QuantisedRows`. `splits` and `tunables` (fields of `Tiling`) override
-    `choose`."""
+    An FP8 weight needs its scale, and x is `QuantisedRows`. `splits` and `tunables` (fields of `ProductTiling`)
+    override `choose`."""
     x_TK = _numbers(x)
     tiling = _tiling(x_TK, weight_NK, splits, tunables, gated=False)
     tokens, outputs = len(x_TK), len(weight_NK)
@@ -160,9 +161,8 @@ def gate_up_silu(
     gelu: bool = False,
     **tunables: int,
 ) -> Tensor:
-    """silu(x G^T) * (x U^T) [T, I], or with `gelu` that instead of silu, in
-    `dtype` as above; `weight` [2I, K] holds G, then U. With an FP8 one comes its
-    `scale` [2I], and x is `QuantisedRows`.
+    """Return silu(x G^T) * (x U^T) [T, I], with `gelu` GELU instead of silu, in `dtype` as above; `weight` [2I, K]
+    holds G, then U. An FP8 weight needs its `scale` [2I], and x is `QuantisedRows`.
 
     A program computes matching rows of both."""
     x_TK = _numbers(x)
@@ -189,7 +189,7 @@ def reduce(
     pdl: bool = False,
     out_TN: Tensor | None = None,
 ) -> Tensor:
-    """Sum of partials in their order, [T, N]."""
+    """Return the sum of partials in their order, [T, N]."""
     splits, tokens, outputs = parts_STN.shape
     out_TN = parts_STN.new_empty((tokens, outputs), dtype=dtype) if out_TN is None else out_TN
     size = tokens * outputs
@@ -238,7 +238,7 @@ def _launch(
     sizes = {"BLOCK_T": block_t, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages, **launch_options(flags["PDL"])}
     steps = {"STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages}
-    # Programs of the same weights begin one after another, so that one of them reads these from memory.
+    # Programs of the same weights start one after another, so that one of them reads the weights from memory.
     grid = (triton.cdiv(tokens, block_t + more_t), triton.cdiv(outputs, rows), tiling.splits)
     if isinstance(x, QuantisedRows):
         tiles = TensorDescriptor.from_tensor(weight, [rows, tiling.block_k])
@@ -270,8 +270,8 @@ def _launch(
 
 @triton.jit
 def rows_of_tile(tile, outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Rows of the weight that a tile has. Gated: half a tile of gate rows and the same half of up rows, `outputs`
-    apart. Past the end it is the last one; what comes of that is not stored."""
+    """Return the rows of the weight that a tile covers. Gated: half a tile of gate rows and the same half of up rows,
+    `outputs` apart. Past the end it is the last row, whose results are not stored."""
     row = tl.arange(0, BLOCK_N)
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
@@ -285,7 +285,7 @@ def _linear(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs over one part of K, of a weight of x's type."""
+    """Compute one tile of outputs over one part of K, for a weight of x's type."""
     tile, split = tl.program_id(1), tl.program_id(2)
     t, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
     n, start = rows_of_tile(tile, outputs, BLOCK_N, GATED), split * (STEPS * BLOCK_K)
@@ -311,9 +311,9 @@ def _rounded(
     BLOCK_T: tl.constexpr, MORE_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same of FP8, of BLOCK_T tokens and MORE_T after them. `x_tiles`, `more_tiles` and `tiles` are what the
-    machine's copy engine fetches both of x and the weight by; past their ends it finds zeros, and past those of the
-    gate the first rows of up, of which nothing is stored."""
+    """As `_linear` for FP8, for BLOCK_T tokens and MORE_T after them. The copy engine fetches x through `x_tiles` and
+    `more_tiles`, and the weight through `tiles`. Past their ends it reads zeros; past the end of the gate it reads the
+    first rows of up, whose results are not stored."""
     t0, tile, split = tl.program_id(0) * (BLOCK_T + MORE_T), tl.program_id(1), tl.program_id(2)
     ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     first, start = tile * ROWS, split * (STEPS * BLOCK_K)
@@ -381,7 +381,7 @@ def _store_scaled(
     sum_NT, up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs,
     ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
-    """Sums of FP8 times the scales of both sides; gated, two of them as one."""
+    """Store the sums of an FP8 product times the scales of both sides; gated, the two sums combined."""
     t = t0 + tl.arange(0, BLOCK_T)
     x_scale_1T = tl.load(x_scale + t, mask=t < tokens, other=0.0)[None, :]
     sum_NT *= scale_N[:, None] * x_scale_1T
@@ -397,8 +397,8 @@ def store_sums(
     sum_NT, bias, out, t0, tokens, outputs,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
-    """A tile's sums, of tokens from t0 on; gated, rows of the gate and then as many of up, which become one half as
-    many."""
+    """Store a tile's sums for tokens from t0 on. Gated: the tile has gate rows and then as many up rows, which combine
+    to half as many outputs."""
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
         gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
@@ -411,7 +411,7 @@ def store_sums(
 def store_tile(
     out_NT, bias, out, t0, tokens, outputs, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
-    """A tile of this program's outputs, of tokens from t0 on; the first split's with the bias."""
+    """Store a tile of this program's outputs for tokens from t0 on; the first split adds the bias."""
     t, n = t0 + tl.arange(0, BLOCK_T), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
     if HAS_BIAS:

@@ -1,8 +1,8 @@
 """The element-wise steps between a layer's matrix products: residual add with RMSNorm, the gated activation, and the
 rounding of activations to FP8 with a scale for each row (`smc.model.linear.quantise_rows` in one launch).
 
-The first two take a product's result whole or as fp32 split-K partials, which are summed in their order: the same bits
-every time. Nothing reads the host, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
+The first two take a product's result as a whole or as fp32 split-K partials, which are summed in their order: the same
+bits every time. The host reads nothing, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
 
 Axes: T tokens, E features, I inner features, K inputs of a product, S splits."""
 
@@ -21,11 +21,12 @@ from smc.model import linear
 from smc.model.linear import FP8, QuantisedRows
 
 LARGEST = tl.constexpr(linear.FP8_MAX)
-"""Of its numbers."""
+"""Largest FP8 number."""
 
 
 def round_rows(x_TK: Tensor, pdl: bool = False) -> QuantisedRows:
-    """Rows of x may lie apart."""
+    """Round rows of x to FP8, with a scale for each. There may be gaps between rows. Raises ValueError if the numbers
+    of a row are not adjacent."""
     tokens, inputs = x_TK.shape
     if x_TK.stride(1) != 1:
         raise ValueError(f"needs rows whose numbers stand side by side, got strides {x_TK.stride()}")
@@ -38,7 +39,7 @@ def round_rows(x_TK: Tensor, pdl: bool = False) -> QuantisedRows:
 
 
 def room(x_TK: Tensor) -> QuantisedRows:
-    """For the rounded of as many."""
+    """Allocate FP8 rows and scales for x."""
     return QuantisedRows(x_TK.new_empty(x_TK.shape, dtype=FP8), x_TK.new_empty((len(x_TK), 1), dtype=torch.float32))
 
 
@@ -55,25 +56,25 @@ def _round_rows(x, out, scale, inputs, stride_x, BLOCK: tl.constexpr, PDL: tl.co
 
 @triton.jit
 def store_rounded(x_K, at_K, scale_at, inside):
-    """A row, whose columns outside are zeros, and its scale: NaN where a number is not finite, which neither the
-    machine's maximum nor its clamp would pass on."""
+    """Store a rounded row, whose columns outside are zeros, and its scale. The scale is NaN if a number is not finite,
+    because the GPU's maximum and clamp would hide that."""
     magnitude_K = tl.abs(x_K)
     size = tl.max(tl.where(magnitude_K < float("inf"), magnitude_K, float("inf")), 0) / LARGEST
-    # Not above the largest number: dividing by an approximate size may end a little beyond it.
+    # Clamped to the largest number: dividing by an approximate size may slightly exceed it.
     rounded_K = tl.clamp(x_K / tl.where(size > 0, size, 1.0), -LARGEST, LARGEST)
     tl.store(at_K, rounded_K.to(at_K.dtype.element_ty), mask=inside)
     tl.store(scale_at, tl.where(size < float("inf"), size, float("nan")))
 
 
 class Residual(NamedTuple):
-    """How parts are added to x, where a family differs from Llama."""
+    """Variations of families that differ from Llama in how parts are added to x."""
 
     out_weight_E: Tensor | None = None
     """Weights of an RMSNorm of the parts' sum."""
     factor: float = 1.0
-    """Of what is added."""
+    """Factor of what is added to x."""
     norm_offset: float = 0.0
-    """Added to all weights of norms."""
+    """Offset that is added to the weights of all norms."""
 
 
 PLAIN = Residual()
@@ -87,13 +88,13 @@ def add_norm(
     pdl: bool = False,
     residual: Residual = PLAIN,
 ) -> Tensor:
-    """x += sum of parts, in place; returns RMSNorm(x) * weight [T, E] in the weight's type (fp32 arithmetic), or a copy
-    of x without a weight.
+    """Add the sum of `parts` to x, in place. Returns RMSNorm(x) * weight [T, E] in the weight's type (fp32 arithmetic),
+    or without a weight a copy of x.
 
     `parts` is None, one tensor [T, E] or partials [S, T, E]. The norm is that of x as stored, rounded to its type. With
-    `pdl` and parts, what was launched just before must not write x."""
+    `pdl` and parts, the previous launch must not write x."""
     out_TE = torch.empty_like(x_TE, dtype=x_TE.dtype if weight_E is None else weight_E.dtype)
-    # Where nothing is rounded there are no scales; whatever stands in their place is not touched.
+    # Without rounding there are no scales; the tensor in their place is not touched.
     _launch_add_norm(x_TE, parts, weight_E, eps, (out_TE, x_TE), pdl, residual, ROUNDED=False)
     return out_TE
 
@@ -106,7 +107,7 @@ def add_norm_rounded(
     pdl: bool = False,
     residual: Residual = PLAIN,
 ) -> QuantisedRows:
-    """The same in FP8, as `smc.kernels.norm.round_rows` rounds what `add_norm` returns."""
+    """As `add_norm`, in FP8: rounded as by `round_rows`."""
     out = room(x_TE)
     _launch_add_norm(x_TE, parts, weight_E, eps, out, pdl, residual, ROUNDED=True)
     return out
@@ -144,14 +145,13 @@ def silu_mul(
     pdl: bool = False,
     gelu: bool = False,
 ) -> Tensor:
-    """silu(gate) * up [T, I], or with `gelu` that instead of silu;
-    `gate_up` is [T, 2I] or partials [S, T, 2I], gate first. Type: `dtype`, or that of
-    `gate_up`."""
+    """Return silu(gate) * up [T, I], with `gelu` GELU instead of silu; `gate_up` is [T, 2I] or partials [S, T, 2I],
+    gate first. The dtype is `dtype`, or that of `gate_up`."""
     tokens, inner = gate_up.shape[-2], gate_up.shape[-1] // 2
     out_TI = gate_up.new_empty((tokens, inner), dtype=dtype) if out_TI is None else out_TI
     _require(gate_up, out_TI)
     block = min(block, triton.next_power_of_2(inner))
-    # Tokens first: a grid's second axis ends at 65,535.
+    # Tokens come first, because a grid's second axis ends at 65,535.
     grid = (tokens, triton.cdiv(inner, block))
     _silu_mul[grid](
         gate_up,
@@ -168,7 +168,7 @@ def silu_mul(
 
 
 def _splits(parts: Tensor | None) -> int:
-    """Tensors of [T, E] that make up `parts`."""
+    """Return the number of tensors [T, E] in `parts`."""
     return 0 if parts is None else 1 if parts.dim() == 2 else parts.shape[0]
 
 
@@ -186,10 +186,11 @@ def whole_norm(
     eps: float,
     out_TN: Tensor,
 ) -> None:
-    """RMSNorm of all queries of a token as one row, and of all keys; values as they are, [T, N] into `out_TN`.
+    """Apply RMSNorm to all queries of a token as one row, and to all its keys. Writes [T, N] to `out_TN`, values
+    unchanged.
 
-    `qkv`: a product [T, N] or partials of it, first `widths` queries and keys; squares_T4: sums over all ranks of what
-    `square_sums` returns, of rows as wide as `whole_widths`."""
+    `qkv`: a product [T, N] or partials of it; its first `widths` columns are queries and keys. squares_T4: results of
+    `square_sums`, summed over all ranks, for rows as wide as `whole_widths`."""
     tokens, outputs = qkv.shape[-2:]
     block = triton.next_power_of_2(outputs)
     _whole_norm[(tokens,)](
@@ -199,8 +200,8 @@ def whole_norm(
 
 
 def square_sums(qkv: Tensor, widths: tuple[int, int], dtype: torch.dtype, out_T4: Tensor | None = None) -> Tensor:
-    """Sums of the squares of a token's queries and keys, float32 [T, 4], of which the last two are 0. The product is
-    rounded to `dtype` first."""
+    """Return the sums of squares of each token's queries and keys, float32 [T, 4]; the last two columns are 0. The
+    product is rounded to `dtype` first."""
     tokens, outputs = qkv.shape[-2:]
     out_T4 = qkv.new_empty((tokens, 4), dtype=torch.float32) if out_T4 is None else out_T4
     block = triton.next_power_of_2(outputs)
@@ -241,7 +242,7 @@ def _whole_norm(
 
 @triton.jit
 def sum_parts(parts, stride, mask, SPLITS: tl.constexpr):
-    """Sum in fp32 of `SPLITS` arrays that lie `stride` apart, first to last."""
+    """Return the float32 sum of `SPLITS` arrays that lie `stride` apart, added first to last."""
     total = tl.load(parts, mask=mask, other=0.0).to(tl.float32)
     for s in tl.static_range(1, SPLITS):
         total += tl.load(parts + s * stride, mask=mask, other=0.0).to(tl.float32)
@@ -260,7 +261,7 @@ def _add_norm(
     if OUT_NORM:
         out_scale = tl.load(out_weight + feature, mask=inside, other=0.0).to(tl.float32) + norm_offset
     at = tl.program_id(0).to(tl.int64) * features + feature
-    # With parts to add, x was there before whatever made them began.
+    # With parts to add, x was written before the kernel that computed them began.
     if PDL and SPLITS == 0:
         gdc_wait()
     hidden = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -270,7 +271,7 @@ def _add_norm(
     if SPLITS > 0:
         added = sum_parts(parts + at, tl.num_programs(0).to(tl.int64) * features, inside, SPLITS)
         if OUT_NORM:
-            # Rounded as a product's result is, and as a norm's.
+            # Rounded as a product's result is, then as a norm's result.
             added = added.to(x.dtype.element_ty).to(tl.float32)
             added *= 1.0 / tl.sqrt(tl.sum(added * added, 0) / features + eps) * out_scale
             added = added.to(x.dtype.element_ty).to(tl.float32)
@@ -290,7 +291,7 @@ def _add_norm(
 
 @triton.jit
 def gated(gate, up, GELU: tl.constexpr):
-    """silu(gate) * up, or by the tanh form of GELU: 1 + tanh(u) is 2 sigmoid(2 u)."""
+    """Return silu(gate) * up, or the tanh form of GELU instead of silu: 1 + tanh(u) is 2 sigmoid(2 u)."""
     if GELU:
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     return gate * tl.sigmoid(gate) * up

@@ -1,9 +1,9 @@
-"""What comes before attention in a forward pass over packed rows. Knows nothing about how attention is computed.
+"""Preparation for attention in a forward pass over packed rows. Knows nothing about how attention is computed.
 
-`prepare`, once a pass: where new tokens go, and how the prefixes that groups share are cut into pieces of equal work. A
-piece is a tile of a group's queries and a split of its prefix. Their number follows from what is there, the room for
-them from shapes alone: nothing is read by the host. `store_kv`, once a layer: queries and keys are normalised and
-rotated, keys and values written to their pages.
+`prepare`, once a pass, computes where new tokens go, and cuts the prefixes that groups share into pieces of equal work.
+A piece is a tile of a group's queries and a split of its prefix. The number of pieces depends on the data, the room for
+them on shapes alone, so the host reads nothing. `store_kv`, once a layer, normalises and rotates queries and keys, and
+writes keys and values to their pages.
 
 Axes: R rows, Q tokens of a row, T = R * Q, S slots (in `store_kv`: parts of a split product), L positions of a table, B
 positions of a tail, G groups, N query heads of a key/value head, X = (row, query, head of N), W pieces, E entries (a
@@ -27,12 +27,12 @@ FAR = tl.constexpr(2**30)  # Beyond every position and row.
 ROW_FIELDS, PIECE_FIELDS = 4, 6
 BLOCK_T = 128
 LANES = (64, 256, 1024)
-"""Of a program that looks at all rows: few sizes, since each is compiled."""
+"""Sizes of a program that handles all rows: few, since each is compiled."""
 
 
 class Tables(NamedTuple):
-    """Page of every position of R rows: position p of row r is tail_RB[r, p - tail_R[r]] from tail_R[r] on,
-    table_SL[slot_R[r], p] before it, and no page beyond either's width."""
+    """The page of every position of R rows. Position p of row r has page tail_RB[r, p - tail_R[r]] from tail_R[r] on,
+    and table_SL[slot_R[r], p] before it. Past the width of either there is no page."""
 
     table_SL: Tensor
     slot_R: Tensor
@@ -40,7 +40,7 @@ class Tables(NamedTuple):
     tail_R: Tensor | None = None
 
     def arguments(self) -> tuple[BlockTables, RowPages]:
-        """Of a kernel."""
+        """Return the tables as arguments of a kernel."""
         table, tail = self.table_SL, self.tail_RB
         assert table.stride(1) == 1 and (tail is None or tail.stride(1) == 1), "pages of a row lie side by side"
         assert (tail is None) == (self.tail_R is None) and self.slot_R.is_contiguous()
@@ -58,7 +58,7 @@ class BlockTables(NamedTuple):
 
 
 class RowPages(NamedTuple):
-    """Which block table a row reads, and the pages that it has for itself."""
+    """The slot whose block table each row reads, and the pages that the row has for itself."""
 
     slot_R: Tensor
     tail_RB: Tensor | None
@@ -68,14 +68,14 @@ class RowPages(NamedTuple):
 
 
 class RowSpans(NamedTuple):
-    """Position of a row's first token, and how many tokens it has."""
+    """Position of each row's first token, and its number of tokens."""
 
     start_R: Tensor
     count_R: Tensor
 
 
 class Groups(NamedTuple):
-    """Which rows stand together, as of `smc.executor.forward.Rows`."""
+    """The rows of each group, as in `smc.executor.forward.Rows`."""
 
     group_R: Tensor
     first_G: Tensor
@@ -85,52 +85,52 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class PieceShape:
-    """Sizes of pieces, and room for them."""
+    """Sizes of pieces, and the room that they need."""
 
     heads: int
-    """N."""
+    """N: query heads of a key/value head."""
     block_x: int
     """Queries of a tile."""
     block_p: int
     """Prefix positions that are read at a time."""
     pieces: int
-    """Pieces aimed at; there are more only where there are more tiles, or unequal prefixes."""
+    """Target number of pieces, exceeded only if there are more tiles, or unequal prefixes."""
     min_tiles: int
-    """Times `block_p` of a piece at least."""
+    """Minimum length of a piece, in units of `block_p`."""
     longest: int
-    """Positions that are attended together at most."""
+    """Maximum number of positions that a group attends to together."""
 
     def bound(self, groups: int, rows: int, queries: int) -> int:
-        """Pieces that there can be: each of T * N queries is in one tile, and each group's last tile may be half
-        empty."""
+        """Return the maximum number of pieces: each of T * N queries is in one tile, and each group's last tile may be
+        partly empty."""
         groups = min(groups, rows)
         return self.pieces + (rows * queries * self.heads - groups) // self.block_x + groups
 
     def entries(self, rows: int, queries: int) -> int:
-        """Sum over groups of queries times splits of the prefix that there can be."""
+        """Return the maximum of the sum over groups of queries times splits of the prefix."""
         x = rows * queries * self.heads
         return min(x + self.block_x * self.pieces, x * triton.cdiv(self.longest, self.block_p))
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What stays the same for all layers of a pass."""
+    """Results of `prepare`, which hold for all layers of a pass."""
 
     tables: Tables
     start_R: Tensor
     count_R: Tensor
     position_T: Tensor
-    """0 where there is no token."""
+    """Position of every token; 0 where there is no token."""
     page_T: Tensor
-    """0, the dummy page, where there is no token."""
+    """Page of every token; 0, the dummy page, where there is no token."""
     row_4R: Tensor
-    """Of every row: leading positions that its group attends together, first entry, entries from one split of them to
-    the next, splits."""
+    """For every row: number of leading positions that its group attends to together, first entry, distance in entries
+    from one split to the next, number of splits."""
     piece_6W: Tensor
-    """Of every piece: first query among all T * N, queries, slot whose table names the prefix, first position, end,
-    entry of the first query."""
+    """For every piece: first query among all T * N, number of queries, slot whose table names the prefix, first
+    position, end, entry of the first query."""
     pieces_1: Tensor
-    """How many pieces there are; what stands behind them is undefined."""
+    """Number of pieces; what follows them in memory is undefined."""
 
 
 def prepare(
@@ -141,11 +141,11 @@ def prepare(
     groups: Groups,
     shape: PieceShape,
 ) -> Prepared:
-    """Everything of a pass that does not depend on the layer. Indices int32.
+    """Compute everything of a pass that does not depend on the layer. Indices are int32.
 
-    `queries` is Q. Tokens of a row are at positions from `start`; those past its `count` go to the dummy page. A group
-    attends its first min(shared, start and tail of its live rows) positions together, by the table of its first live
-    row."""
+    `queries` is Q. Tokens of a row are at positions from `start` on; those past its `count` go to the dummy page. A
+    group attends to its first min(shared, start and tail of its live rows) positions together, by the table of its
+    first live row."""
     rows, device = len(start_R), start_R.device
     assert all(x.is_contiguous() for x in (start_R, count_R, *groups))
     room, longest = shape.bound(len(groups.first_G), rows, queries), min(shape.longest, tables.table_SL.shape[1])
@@ -157,7 +157,7 @@ def prepare(
     )
     sizes = PrepareSizes(rows, rows * queries, room, longest, queries)
     cut = PieceSizes(shape.heads, shape.block_x, shape.block_p, shape.pieces, shape.min_tiles)
-    # To cut prefixes, all rows are looked at by one program.
+    # One program handles all rows to cut prefixes.
     block_r = next((lanes for lanes in LANES if lanes >= rows), triton.next_power_of_2(rows))
     _prepare[(triton.cdiv(rows * queries, BLOCK_T) + 1,)](
         *tables.arguments(), RowSpans(start_R, count_R), groups, out, sizes, cut,
@@ -171,25 +171,25 @@ class PrepareOutputs(NamedTuple):
     """Written by `prepare`; see `Prepared`."""
 
     new_2T: Tensor
-    """Position, page."""
+    """Rows of the tensor: position, page."""
     row_4R: Tensor
     piece_6W: Tensor
     pieces_1: Tensor
 
 
 class PrepareSizes(NamedTuple):
-    """Of a pass."""
+    """Sizes of a pass."""
 
     rows: int
     tokens: int
     room: int
-    """Pieces that there is memory for."""
+    """Number of pieces for which there is memory."""
     longest: int
     queries: int
 
 
 class PieceSizes(NamedTuple):
-    """Of `PieceShape`."""
+    """Fields of a `PieceShape`."""
 
     heads: int
     block_x: int
@@ -200,7 +200,7 @@ class PieceSizes(NamedTuple):
 
 @triton.jit
 def row_tables(r, tables, pages):
-    """Where a row's table and tail lie, and the tail's first position."""
+    """Return the addresses of a row's table and tail, and the tail's first position."""
     table = tables.table_SL + tl.load(pages.slot_R + r).to(tl.int64) * tables.stride
     if pages.tail_RB is not None:
         return table, pages.tail_RB + r.to(tl.int64) * pages.tail_stride, tl.load(pages.tail_R + r)
@@ -210,10 +210,10 @@ def row_tables(r, tables, pages):
 
 @triton.jit
 def page_at(p, exists, table, tail, tail_start, tables, pages):
-    """Pages of a row's positions; 0 where none exists."""
+    """Return the pages of a row's positions; 0 where none exists."""
     at, found = table + p, p < tables.width
     if pages.tail_RB is not None:
-        # One load, whichever piece it is from: two would double what is on the way to every key.
+        # A single load, from the table or the tail: two would double the loads that precede every key.
         found = tl.where(p >= tail_start, p - tail_start < pages.tail_width, found)
         at = tl.where(p >= tail_start, tail + (p - tail_start), at)
     return tl.load(at, mask=exists & found, other=0)
@@ -236,7 +236,8 @@ def _prepare(tables, pages, spans, groups, out, sizes, cut, BLOCK_T: tl.constexp
 
 @triton.jit
 def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
-    """One lane for each row of `each` queries; a group's first live row decides for the group."""
+    """Cut prefixes into pieces, with one lane for each row of `each` queries; a group's first live row decides for the
+    group."""
     rows, W, longest, each = sizes.rows, sizes.room, sizes.longest, sizes.queries * cut.heads
     block_x, block_p, most_pieces = cut.block_x, cut.block_p, cut.pieces
     r = tl.arange(0, BLOCK_R)
@@ -253,15 +254,15 @@ def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
     live = count > 0
     reach, lead = tl.where(live, reach, FAR), tl.where(live, r, FAR)
     _, reach, lead = tl.associative_scan(((r == first).to(tl.int32), reach, lead), 0, _lowest)
-    # A group's last row has seen them all; its first live row is known from there on. Padding may name any group, and
-    # says nothing.
+    # A group's last row has the minimum over all its rows. Its first live row is known from that row on. Padding may
+    # name any group, and is ignored.
     reach = tl.gather(reach, tl.maximum(tl.minimum(first + size, BLOCK_R) - 1, 0), 0)
     shared = tl.where(reach < FAR, tl.maximum(tl.minimum(tl.minimum(shared, reach), longest), 0), 0)
     x = tl.where(lead < FAR, (first + size - lead) * each, 0)
     tiles, reads = tl.where(shared > 0, tl.cdiv(x, block_x), 0), tl.cdiv(shared, block_p)
     speaks = live & (r == lead)
     all_tiles = tl.sum(tl.where(speaks, tiles, 0), 0)
-    # A multiple of the tiles where there are few, so that one group's tiles are all cut alike.
+    # If there are few tiles, the aim is a multiple of their number, so that all tiles of one group are cut alike.
     aim = tl.where(all_tiles < most_pieces, most_pieces // tl.maximum(all_tiles, 1) * all_tiles, most_pieces)
     chunk = tl.maximum(tl.cdiv(tl.sum(tl.where(speaks, tiles * reads, 0), 0), tl.maximum(aim, 1)), cut.min_tiles)
     splits = tl.cdiv(reads, chunk)
@@ -274,7 +275,7 @@ def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
     tl.store(out.pieces_1, tl.sum(pieces, 0))
     begin, chunk = tl.cumsum(pieces, 0) - pieces, chunk * block_p
     for k in tl.range(0, tl.max(pieces, 0)):
-        # Tiles of one split side by side: they read the same keys.
+        # Tiles of one split are adjacent, since they read the same keys.
         split, done = k // tl.maximum(tiles, 1), k % tl.maximum(tiles, 1) * block_x
         at, mine = out.piece_6W + begin + k, k < pieces
         tl.store(at, lead * each + done, mask=mine)
@@ -287,7 +288,7 @@ def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def _lowest(head, reach, lead, next_head, next_reach, next_lead):
-    """Minima since the last head."""
+    """Combine two parts of a scan: minima since the last head."""
     reach, lead = tl.minimum(reach, next_reach), tl.minimum(lead, next_lead)
     return head | next_head, tl.where(next_head != 0, next_reach, reach), tl.where(next_head != 0, next_lead, lead)
 
@@ -306,12 +307,12 @@ def store_kv(
     eps: float = 0.0,
     pdl: bool = False,
 ) -> None:
-    """Normalise and rotate queries into `q_out` [T, H, D]; write keys (likewise) and values to their pages, but never
-    to page 0.
+    """Normalise and rotate queries into `q_out` [T, H, D]; write keys, likewise normalised and rotated, and values to
+    their pages, but never to page 0.
 
     qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [P + 1, J, D]; rope [positions, D]
-    float32 as of `RopeTable`; position_T, page_T int32, where padding has page 0 and any position of the table; heads
-    (H, J); q_norm, k_norm [D] or neither. All arithmetic is float32, rounded once."""
+    float32 as made by `RopeTable`; position_T, page_T int32, where padding has page 0 and any position of the table;
+    heads (H, J); q_norm, k_norm [D] or neither. All arithmetic is float32, rounded once."""
     (h, j), d = heads, keys.shape[-1]
     assert qkv.shape[-1] == (h + 2 * j) * d and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()
     assert keys.is_contiguous() and values.is_contiguous() and q_out.is_contiguous() and keys.shape[1] == j
@@ -329,7 +330,7 @@ def _store_kernel(
     qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, split_stride,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token and HEADS of its H + 2J heads, as two halves of D // 2 dimensions."""
+    """Process one token and HEADS of its H + 2J heads, as two halves of D // 2 dimensions."""
     t = tl.program_id(0)
     n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, D // 2)[None, :]
@@ -339,7 +340,7 @@ def _store_kernel(
         gdc_launch_dependents()
     page, position = tl.load(page_T + t), tl.load(position_T + t)
     at = qkv + t.to(tl.int64) * ((H + 2 * J) * D) + n * D + d
-    # Rounded as a product that was never split would be.
+    # Rounded as an unsplit product would be.
     a = sum_parts(at, split_stride, n < H + 2 * J, SPLITS).to(q_out.dtype.element_ty).to(tl.float32)
     b = sum_parts(at + D // 2, split_stride, n < H + 2 * J, SPLITS).to(q_out.dtype.element_ty).to(tl.float32)
     x, y = a, b
@@ -353,7 +354,7 @@ def _store_kernel(
     q_at = q_out + t.to(tl.int64) * (H * D) + n * D + d
     tl.store(q_at, x, mask=is_q)
     tl.store(q_at + D // 2, y, mask=is_q)
-    # The dummy page stays as it is: padding tokens may hold anything, and a masked position must not read a NaN.
+    # The dummy page keeps its content: padding tokens may hold anything, and a masked position must not read a NaN.
     to = page.to(tl.int64) * J * D + d
     k_at, v_at = keys + to + (n - H) * D, values + to + (n - H - J) * D
     tl.store(k_at, x, mask=is_k & (page != 0))

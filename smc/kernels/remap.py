@@ -1,8 +1,8 @@
-"""Slots follow the choice of a round: the Triton form of `smc.executor.remap`.
+"""The remap stage of a round: slots and block tables follow the choice. The Triton form of `smc.executor.remap`.
 
-A program handles one batch index. `follow` reads what slots were and rewrites block tables; `advance` only writes. Work
-grows with what particles hold, not with the width of a table. Nothing reads the host, and grids follow from shapes
-alone.
+A program handles one batch index. `follow` reads the slots' state before the choice and rewrites block tables;
+`advance` only writes. Work grows with the positions that particles hold, not with the width of a table. The host reads
+nothing, and grids follow from shapes alone.
 
 Axes: A batch indices, S slots, L positions, X rows, Q tokens of a block, K tokens of a row, W tokens that are pending
 afterwards, B pages of a tail."""
@@ -19,23 +19,23 @@ from smc.kernels.launch import one_variant
 from smc.kernels.round_tensors import PlanTensors, Room, Sizes, SlotTensors, row_tokens
 
 CHUNK = 1024
-"""Positions that are copied at a time."""
+"""Number of positions that are copied at a time."""
 
 
 class NextSequences(NamedTuple):
-    """How sequences go on, by batch index."""
+    """The next state of sequences, by batch index."""
 
     end_A: Tensor
     tokens_AW: Tensor
     pending_A: Tensor
     text_A: Tensor | None = None
-    """Left out by `follow`."""
+    """None in the result of `follow`."""
 
 
 def follow(
     plan: PlanTensors, slots: SlotTensors, rows_WX: Tensor, choice_9A: Tensor, logq_SQ: Tensor, lookahead: bool
 ) -> NextSequences:
-    """See `smc.executor.remap.follow`; block tables follow the choice in the same launch."""
+    """See `smc.executor.remap.follow`. The same launch makes block tables follow the choice."""
     (batch_size, q), rows, room = plan.target_pages_AQ.shape, rows_WX.shape[1], Room(plan.slot_A.device)
     block = row_tokens(rows_WX)
     width = block if lookahead else 1
@@ -70,8 +70,8 @@ def remap_block_table(
 
 @triton.jit
 def copy_pages(table, stride, slot, source, base, end, tail_B, width, TAIL: tl.constexpr, CHUNK: tl.constexpr):
-    """Pages of positions from `base` up to `end` of one slot become those of `source`, the pages after them the `width`
-    pages of the tail."""
+    """Copy pages of positions from `base` up to `end` from slot `source` to `slot`, and write the `width` pages of the
+    tail after them."""
     to, of = table + slot * stride, table + source * stride
     if slot != source:
         column = tl.arange(0, CHUNK)
@@ -103,7 +103,7 @@ def _follow(
     if LOOKAHEAD:
         token = tl.load(rows_WX + q * rows + row, mask=q < W, other=0).to(tl.int64)
         logq = tl.load(rows_WX + (K + q) * rows + row, mask=q < W, other=0).to(tl.float32, bitcast=True)
-        # Of a particle that had ended, its last token remains; none of it is run or scored again.
+        # If the particle had ended, its last token remains, and nothing of it is run or scored again.
         count = tl.maximum(tl.where(has_bonus, 1, count), 1)
     else:
         token, logq, count = q.to(tl.int64) * 0, q.to(tl.float32) * 0, count * 0 + 1
@@ -123,7 +123,7 @@ def _advance(
     tl.store(slots.text_S + slot, tl.load(next_.text_A + index))
     alive, ended = tl.load(of + 5 * batch_size) > 0, tl.load(of + 6 * batch_size) > 0
     logw = tl.load(of + 8 * batch_size).to(tl.float64, bitcast=True)
-    # Padding writes to the dummy slot like any other; that must stay ended, and short.
+    # Padding writes to the dummy slot like other rows; the dummy slot must stay ended, and short.
     is_dummy = slot >= dummy
     tl.store(slots.end_S + slot, tl.where(is_dummy, 1, tl.load(next_.end_A + index)))
     tl.store(slots.pending_S + slot, tl.where(is_dummy, 1, tl.load(next_.pending_A + index)))

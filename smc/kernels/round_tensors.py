@@ -1,6 +1,6 @@
-"""Tensors of a round that several kernels read, packed as arguments of kernels, and how answers grow within kernels: what
-`smc.stops.grow` does to states of stop machines. Field names are those of the objects in `smc.executor` that hold the
-tensors; this module knows nothing else about these.
+"""Tensors of a round that several kernels read, packed as arguments of kernels, and the growth of answers within
+kernels: what `smc.stops.grow` does to states of stop machines. Fields are named as in the objects of `smc.executor`
+that hold the tensors; this module knows nothing else about these.
 
 See `smc.executor` for axes; E entries of the tables, X states, B bytes, V vocabulary."""
 
@@ -20,7 +20,7 @@ Packed = TypeVar("Packed", bound=NamedTuple)
 
 
 class PlanTensors(NamedTuple):
-    """Of `smc.executor.plan.RoundPlan`."""
+    """Tensors of a `smc.executor.plan.RoundPlan`."""
 
     slot_A: Tensor
     group_A: Tensor
@@ -38,7 +38,7 @@ class PlanTensors(NamedTuple):
 
 
 def row_tokens(rows_WX: Tensor) -> int:
-    """K: tokens of drafted rows, `smc.executor.messages.DraftedRows.all_WX`."""
+    """Return K, the number of tokens of drafted rows (`smc.executor.messages.DraftedRows.all_WX`)."""
     return (len(rows_WX) - 5) // 2
 
 
@@ -53,7 +53,7 @@ class DistributionTensors(NamedTuple):
 
 
 class SlotTensors(NamedTuple):
-    """Of `smc.executor.state.SlotState`."""
+    """Tensors of a `smc.executor.state.SlotState`."""
 
     table_SL: Tensor
     base_S: Tensor
@@ -70,7 +70,7 @@ class SlotTensors(NamedTuple):
 
 
 class BlockTensors(NamedTuple):
-    """Of `smc.executor.verify.Blocks`."""
+    """Tensors of a `smc.executor.verify.Blocks`."""
 
     origin_A: Tensor
     tokens_AQ: Tensor
@@ -84,14 +84,14 @@ class BlockTensors(NamedTuple):
 
 
 class MatchTensors(NamedTuple):
-    """What `smc.algorithm.sample_matching.match_samples` returns."""
+    """The result of `smc.algorithm.verification.match_samples`."""
 
     best_A: Tensor
     right_A: Tensor
 
 
 class Sizes(NamedTuple):
-    """Of a batch."""
+    """Sizes of a batch."""
 
     batch_size: int
     groups: int
@@ -99,17 +99,17 @@ class Sizes(NamedTuple):
 
 
 def fields_of(kind: type[Packed], source: object) -> Packed:
-    """The attributes of `source` that `kind` names."""
+    """Return the attributes of `source` that `kind` names, as a `kind`."""
     return kind._make(getattr(source, name) for name in kind._fields)
 
 
 def contiguous(tensors: Packed) -> Packed:
-    """With every tensor contiguous; None and numbers stay."""
+    """Return the tuple with every tensor contiguous; None and numbers stay."""
     return tensors._make(each.contiguous() if isinstance(each, Tensor) else each for each in tensors)
 
 
 class Room:
-    """Makes the tensors that a launch writes, on one device."""
+    """Allocates the tensors that a launch writes, on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -144,7 +144,7 @@ class StopTensors(NamedTuple):
     data_B: Tensor
     offset_V: Tensor
     spelled: int
-    """Tokens whose bytes are listed: more or fewer than the tokens that a model can draw (`vocab`)."""
+    """Number of tokens whose bytes are listed: more or fewer than the tokens that a model can draw (`vocab`)."""
 
     @staticmethod
     def of(tables: StopTables) -> StopTensors:
@@ -156,9 +156,9 @@ class StopTensors(NamedTuple):
 
 @triton.jit
 def after_all(state, tokens_A, stride, entry, exists, room, early, tables, K: tl.constexpr):
-    """States int32 after as many of K tokens as there is `room` for, up to the token that ends the answer; and how many
-    tokens those are. The first `early` tokens do not end an answer. `tokens_A` points to the first of each, `stride`
-    apart."""
+    """Return int32 states after as many of K tokens as there is `room` for, up to the token that ends the answer, and
+    the number of those tokens. The first `early` tokens do not end an answer. `tokens_A` points to the first token of
+    each sequence; consecutive tokens are `stride` apart."""
     going, count = exists & (room > 0), tl.zeros_like(state)
     for k in range(K):
         token = tl.load(tokens_A + k * stride, mask=going, other=-1).to(tl.int64)
@@ -170,8 +170,8 @@ def after_all(state, tokens_A, stride, entry, exists, room, early, tables, K: tl
 
 @triton.jit
 def after(state, token, entry, going, early, tables):
-    """States int32 of machines after one token each, where they are `going`; tokens and entries int64. An `early` token
-    does not end the answer: a stop string that it completes is not looked for again."""
+    """Return int32 states of machines after one token each, where they are `going`; tokens and entries are int64. An
+    `early` token does not end the answer: a stop string that it completes is not looked for again."""
     drawable = going & (token >= 0) & (token < tables.vocab)
     is_stop = tl.load(tables.is_stop_EV + entry * tables.vocab + token, mask=drawable, other=0) != 0
     state = tl.where(is_stop, DONE, state)
@@ -181,7 +181,7 @@ def after(state, token, entry, going, early, tables):
         begin = tl.load(tables.offset_V + token, mask=reads, other=0)
         size = tl.load(tables.offset_V + token + 1, mask=reads, other=0) - begin
         for i in range(tl.max(size, 0)):
-            # Bytes are read whatever the state, so that they need not wait for it: DONE leads to DONE.
+            # Bytes are read whatever the state is, so that loads need not wait for it: DONE leads to DONE.
             byte = tl.load(tables.data_B + begin + i, mask=i < size, other=0)
             next_at = tables.next_EXB + (entry * STATES + state) * 256 + byte
             state = tl.where(i < size, tl.load(next_at, mask=i < size, other=0).to(tl.int32), state)

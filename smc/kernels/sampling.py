@@ -1,26 +1,20 @@
-"""Draws from softmax(logits / temperature), and log-probabilities of given tokens, in one pass over the vocabulary.
+"""Sampling kernels: draws from softmax(logits / temperature) and log-probabilities of given tokens, biases, tokens of a
+draft's head, whole distributions, and guided logits.
 
 `draw` makes the variates of `smc.philox` on the device, bit for bit, and runs the exponential race of
-`smc.distributions.draw` beside the softmax's running sums: logits are read once, and no [R, V] array is written. Where
-a distribution is truncated, `smc.kernels.truncation` finds its cut first. Nothing reads the host, and grids follow from
-shapes alone: both functions can be captured in a CUDA graph.
+`smc.distributions.draw` beside the softmax's running sums: logits are read once, and no [R, V] array is written.
+`score` takes one pass over the vocabulary, too. If a distribution is truncated, `smc.kernels.truncation` finds its cut
+first.
 
-Axes: R rows, V columns, D draws a row, S splits of the vocabulary, T scored rows, X rows asked for, F extra tokens a
-row.
+`add_biases` adds biases to logits in one launch (`smc.executor.state.add_biases`), with a program for some of the
+tokens of one row. `spread` and `spread_rest` turn columns of a draft's head into tokens (`smc.executor.sampling`), in
+one launch each.
 
-What is added to logits before they become a distribution, in one launch: `smc.executor.state.add_biases`.
+The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a CUDA graph.
 
-A program has some of the tokens of one row. Nothing reads the host, and the grid follows from shapes alone: it can be
-captured in a CUDA graph.
-
-Axes: E entries of the tables, B tokens of an entry, R rows, V columns, S slots, X slots that rows are of.
-
-Columns of a draft's head become tokens, in one launch: `smc.executor.sampling`.
-
-Nothing reads the host, and grids follow from shapes alone: both functions can be captured in a CUDA graph.
-
-Axes: R rows, D draws a row, C candidate tokens, M columns, U tokens without a row.
-"""
+Axes: R rows, V columns, D draws a row, S splits of the vocabulary (biases: slots), T scored rows, X rows asked for
+(biases: slots that rows belong to), F extra tokens a row, E entries of the bias tables, B tokens of an entry, C
+candidate tokens, M columns of a draft's head, U tokens without a row in the head."""
 
 from __future__ import annotations
 
@@ -45,7 +39,7 @@ from smc.kernels.truncation import (
 )
 
 EXTRA = 64
-"""Further tokens of a row that are scored by the same kernel, however few they are, or none."""
+"""Minimum room for further tokens of a row, so that one compiled kernel serves any number of them up to this."""
 
 
 def draw(
@@ -61,12 +55,13 @@ def draw(
     block: int | None = None,
     warps: int = 4,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [R, D] int32, their log-probability [R, D] and the rows' logsumexp(logits / temperature) [R], float32.
+    """Draw tokens. Returns them as int32 [R, D], their log-probability [R, D] and the rows' logsumexp(logits /
+    temperature) [R], float32.
 
     Draw d of a row is keyed by (seed, round, stream[d], position, purpose), integers as in `smc.philox.words`. Only the
     first `vocab` columns count; the row stride is free. Temperature 0 is greedy (log-probability 0, logsumexp at
-    temperature 1). All are of the distribution after `cut`, and so is the logsumexp: without its dropped entries, or
-    with them lowered. A row with NaN gives NaN, and token 0."""
+    temperature 1). All results are of the distribution after `cut`; so is the logsumexp: without its dropped entries,
+    or with them lowered. A row with NaN gives NaN, and token 0."""
     (rows, draws), block = stream_RD.shape, block or min(4096, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
     require_rows(logits_RV, vocab)
@@ -80,7 +75,7 @@ def draw(
         torch.empty_like(sums_2RS[0, :, 0]),
     )
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
-    # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the
+    # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block, "CUT": cut is not None}
@@ -103,8 +98,9 @@ def score(
     warps: int = 8,
     row_X: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of one label a row [X], and of F further tokens [X, F], under softmax(logits / temperature),
-    after `cut`; float32. `row_X` says of which row of the logits each is; otherwise there is one for every row.
+    """Return the log-probability of one label a row [X], and of F further tokens [X, F] (None if there are none), under
+    softmax(logits / temperature) after `cut`; float32. `row_X`: the row of the logits that each belongs to; without it,
+    there is one for every row.
 
     A token of -1 (none) scores 0. Temperature 0 is greedy: 0 for the largest logit, -inf for any other. A row with NaN
     gives NaN."""
@@ -142,7 +138,7 @@ def score(
 
 @triton.jit
 def exponentials(w0, w1, entry):
-    """`smc.philox.exponentials` of the given entries; w0 and w1 uint32."""
+    """Return the variates of `smc.philox.exponentials` for the given entries; w0 and w1 are uint32."""
     x = w0 + entry.to(tl.uint32) * 0x9E3779B9
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = x ^ w1
@@ -154,7 +150,8 @@ def exponentials(w0, w1, entry):
 
 @triton.jit
 def _log_of_rest(y):
-    """log(1 - y) for y in (0, 1), to 2 ulp also where y is tiny, without the special cases of a general logarithm."""
+    """Return log(1 - y) for y in (0, 1), to 2 ulp also where y is tiny, without the special cases of a general
+    logarithm."""
     # 1 - y = 2^e (1 + m) with m in [-1/4, 1/2); m is computed from y itself, exactly.
     shifted = ((1.0 - y).to(tl.int32, bitcast=True) - 0x3F400000) & -0x800000
     scale = (0x40800000 - shifted).to(tl.float32, bitcast=True)
@@ -177,8 +174,8 @@ def _race(
     max_RS, sum_RS, key_RSD, token_RSD,
     DRAWS: tl.constexpr, DRAW_BLOCK: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: its maximum, its sum of exponentials from there, and the winner of every draw with the key
-    it won by."""
+    """Reduce one block of one row: its maximum, its sum of exponentials relative to that, and the winner of every draw
+    with its key."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, greedy = inverse_temperature(temperature_R, row)
     raw, entry = load_block(logits, stride, row, vocab, BLOCK)
@@ -191,7 +188,7 @@ def _race(
     rarity = tl.exp(safe - logit)
     draw_D = tl.arange(0, DRAW_BLOCK)
     stream_D = tl.load(stream_RD + row * DRAWS + draw_D, mask=draw_D < DRAWS, other=0)
-    # Philox once for all draws, a lane each.
+    # Philox runs once for all draws, with a lane for each.
     w0_D, w1_D, _, _ = tl.philox(seed, position.to(tl.uint32), stream_D.to(tl.uint32), rounds.to(tl.uint32), purpose)
     for d in tl.static_range(DRAWS):
         w0, w1 = tl.sum(tl.where(draw_D == d, w0_D, 0), 0), tl.sum(tl.where(draw_D == d, w1_D, 0), 0)
@@ -207,7 +204,7 @@ def _finish_race(
     logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
     BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """One draw of one row: the blocks' winners race on one scale."""
+    """Finish one draw of one row: the blocks' winners race on one scale."""
     row, d, draws, split = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK)
     inverse, greedy = inverse_temperature(temperature_R, row)
     max_S, top, total = combine(max_RS, sum_RS, row, splits, BLOCK)
@@ -217,13 +214,13 @@ def _finish_race(
     key_S = tl.load(key_RSD + (row * splits + split) * draws + d, mask=split < splits, other=float("inf"))
     key_S = tl.where(greedy, key_S, key_S * tl.exp(top - max_S))
     _, at = tl.min(key_S, 0, return_indices=True, return_indices_tie_break_left=True)
-    # With NaN in the row any winner may come out, even one past the end.
+    # If the row has a NaN, any winner may result, even one past the end.
     token = tl.load(token_RSD + (row * splits + tl.minimum(at, splits - 1)) * draws + d)
     token = tl.where(lse == lse, token, 0)
     raw = tl.load(logits + row.to(tl.int64) * stride + token)
     logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)
     tl.store(token_RD + row * draws + d, token)
-    # lse - lse is 0, or NaN where the row has no distribution.
+    # lse - lse is 0, or NaN if the row has no distribution.
     tl.store(logq_RD + row * draws + d, tl.where(greedy, lse - lse, (logit - top) - log_sum))
 
 
@@ -231,7 +228,7 @@ def _finish_race(
 def _gather(
     logits, stride, temperature_R, key_R, last_R, drop_R, row, token, given, best, top, log_sum, CUT: tl.constexpr
 ):
-    """Log-probabilities of tokens of one row; 0 where none is given."""
+    """Return log-probabilities of tokens of one row; 0 where no token is given."""
     inverse, greedy = inverse_temperature(temperature_R, row)
     raw = tl.load(logits + row.to(tl.int64) * stride + token, mask=given, other=0.0)
     logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)
@@ -245,8 +242,8 @@ def _finish_sum(
     logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, top_RS, label_X, extra_XF, row_X, logp_X, extra_logp_XF, splits,
     extra, BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One row that is asked for: the log-normaliser from its blocks, and the label's and extra tokens'
-    log-probabilities."""
+    """Finish one requested row: compute the log-normaliser from its blocks, and the log-probabilities of the label and
+    of extra tokens."""
     x = tl.program_id(0)
     row = tl.load(row_X + x).to(tl.int32) if ROWS else x
     max_S, top, total = combine(max_RS, sum_RS, row, splits, BLOCK)
@@ -267,7 +264,7 @@ def _finish_sum(
 
 
 BIAS_BLOCK = 128
-"""Tokens of a program."""
+"""Tokens of a program of `add_biases`."""
 
 
 def add_biases(
@@ -278,8 +275,8 @@ def add_biases(
     position_R: Tensor,
     width: int,
 ) -> Tensor:
-    """In place. `tables`: columns, what is added early and late, and counts; `entries`: of all slots, entries, and how
-    many tokens are early."""
+    """Add biases to logits in place. `tables`: columns, early and late values, and counts; `entries`: for all slots,
+    the entry, and the number of tokens that are early."""
     column_EB, early_EB, late_EB, count_E = tables
     rows = len(logits_RV)
     _add_biases[(triton.cdiv(width, BIAS_BLOCK), rows)](
@@ -300,7 +297,7 @@ def _add_biases(
     inside, at = b < tl.load(count_E + entry), entry * most + b
     value = tl.load(late_EB + at, mask=inside, other=0.0)
     value = tl.where(early, tl.load(early_EB + at, mask=inside, other=0.0), value)
-    # No column is there twice.
+    # No column occurs twice.
     changes = inside & (value != 0)
     logit = logits + row.to(tl.int64) * stride + tl.load(column_EB + at, mask=inside, other=0)
     sum_ = tl.load(logit, mask=changes, other=0.0).to(tl.float32) + value
@@ -308,7 +305,7 @@ def _add_biases(
 
 
 HEAD_BLOCK = 128
-"""Draws of a program."""
+"""Draws of a program of `spread`."""
 
 DrawWords = tuple[Tensor, Tensor, Tensor, Tensor, int]
 """Seed [R], round [R], stream [R, D], position [R], purpose."""
@@ -324,7 +321,8 @@ def spread(
     log_inside: float,
     log_each: float,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens int64 and log q of draws: another token with `chance` of 2^32."""
+    """Return tokens, int64, and log q of draws [R, D] from a head. With probability `chance` / 2^32, a token without a
+    row replaces the drawn one."""
     token_RD, new_logq_RD, draws = (
         torch.empty_like(column_RD, dtype=torch.int64),
         torch.empty_like(logq_RD),
@@ -348,7 +346,8 @@ def spread_rest(
     log_each: float,
     has_rest: bool,
 ) -> CandidateTokens:
-    """Candidate tokens over the whole vocabulary: with `has_rest` the last stands for those without a row, too."""
+    """Return candidate tokens over the whole vocabulary. With `has_rest`, the last one also represents the tokens
+    without a row."""
     (rows, width), (*numbers, purpose) = tokens.token_RC.shape, keys
     made = tuple(torch.empty_like(values_RC) for values_RC in (tokens.token_RC, tokens.logq_RC, tokens.share_RC))
     _spread_rest[(rows,)](
@@ -361,7 +360,7 @@ def spread_rest(
 
 @triton.jit
 def _other(seed, rounds, stream, position, others_U, others, given, PURPOSE: tl.constexpr):
-    """A whole number below 2^32 and a token without a row."""
+    """Return a whole number below 2^32, and a token without a row."""
     _, _, coin, which = tl.philox(seed, position.to(tl.uint32), stream.to(tl.uint32), rounds.to(tl.uint32), PURPOSE)
     at = ((which.to(tl.uint32).to(tl.int64) * others) >> 32).to(tl.int32)
     return coin.to(tl.uint32).to(tl.int64), tl.load(others_U + at, mask=given, other=0)
@@ -379,7 +378,7 @@ def _spread(
     coin, other = _other(seed, rounds, stream, position, others_U, others, inside, PURPOSE)
     token = tl.load(ids_M + tl.load(column_RD + i, mask=inside, other=0), mask=inside, other=0)
     logq = tl.load(logq_RD + i, mask=inside, other=0.0)
-    # NaN of the draft must be seen, whatever is drawn.
+    # A NaN of the draft must show, whichever token is drawn.
     tl.store(token_RD + i, tl.where(coin < chance, other, token), mask=inside)
     tl.store(new_logq_RD + i, tl.where(coin < chance, logq * 0.0 + log_each, logq + log_inside), mask=inside)
 
@@ -395,12 +394,12 @@ def _spread_rest(
     logq = tl.load(logq_RC + at, mask=inside, other=0.0) + log_inside
     share = tl.load(share_RC + at, mask=inside, other=0.0) + log_inside
     if HAS_REST:
-        # A program's one key, for as many lanes as there are tokens.
+        # The program's one key, repeated for as many lanes as there are tokens.
         seed, rounds, none = tl.load(seed_R + row), tl.load(round_R + row), c.to(tl.int64) * 0
         stream, position = tl.load(stream_R + row) + none, tl.load(position_R + row) + none
         coin, other = _other(seed, rounds + none, stream, position, others_U, others, inside, PURPOSE)
         is_rest = c == width - 1
-        # A device's maximum of NaN and a number is the number; NaN is back with the first term.
+        # A GPU's maximum of NaN and a number is the number; the first term brings NaN back.
         top = tl.maximum(share, log_share)
         rest = top + tl.log(tl.exp(share - top) + tl.exp(log_share - top))
         is_other = is_rest & ((coin >> 8).to(tl.float32) * 2.0**-24 < tl.exp(log_share - rest))
@@ -421,8 +420,8 @@ def write_distribution(
     block: int | None = None,
     warps: int = 8,
 ) -> None:
-    """Write log softmax(logits / temperature) after `cut` to `distribution`, float32 [R, vocab] at any stride of rows.
-    Temperature 0 is greedy. A row with NaN gives NaN alone."""
+    """Write log softmax(logits / temperature) after `cut` to `dist_RV`, float32 [R, vocab] at any stride of rows.
+    Temperature 0 is greedy. A row with NaN becomes NaN throughout."""
     rows, vocab = dist_RV.shape
     block = block or min(8192, triton.next_power_of_2(vocab))
     splits = triton.cdiv(vocab, block)
@@ -457,23 +456,24 @@ def _write_distribution(
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
     lse = top + log_sum
-    # lse - lse is 0, or NaN where the row has no distribution.
+    # lse - lse is 0, or NaN if the row has no distribution.
     logp = tl.where(greedy, tl.where(column == best, 0.0, -float("inf")), (logit - top) - log_sum) + (lse - lse)
     tl.store(dist_RV + row.to(tl.int64) * dist_stride + column, logp, mask=column < vocab)
 
 
 def guide(own_TV: Tensor, unconditional_XV: Tensor, of_T: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:
-    """l_u + s (l_c - l_u) [T, V], float32: l_c a row's own logits, l_u those of its unconditional row, the `of`-th,
-    both of one type and at any stride of rows. At scale 1 the row's own, and no unconditional row is read."""
+    """Return l_u + s (l_c - l_u) [T, V], float32: l_c are a row's own logits, l_u those of its unconditional row,
+    number `of` in `unconditional_XV`, both of one type and at any stride of rows. At scale 1 the result is the row's
+    own logits, and no unconditional row is read."""
     tokens, width = own_TV.shape
     assert width == unconditional_XV.shape[1] and own_TV.stride(1) == unconditional_XV.stride(1) == 1
     out_TV = torch.empty(tokens, width, dtype=torch.float32, device=own_TV.device)
     block = min(block, triton.next_power_of_2(width))
-    # Tokens first: a grid's second axis ends at 65,535.
+    # Tokens come first, because a grid's second axis ends at 65,535.
     _guide[(tokens, triton.cdiv(width, block))](
         own_TV, own_TV.stride(0), unconditional_XV, unconditional_XV.stride(0), of_T.contiguous(), scale_T.contiguous(),
         out_TV, width, BLOCK=block,
-        # The reference rounds a product before it adds to it.
+        # The reference rounds a product before it adds it.
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
     return out_TV

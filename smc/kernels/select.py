@@ -1,12 +1,12 @@
-"""The candidates of a round's choice, their weights, and the choice among them for groups of independent particles: the
-Triton form of `smc.executor.select.score_candidates`, and `smc.algorithm.selection.select`.
+"""The select stage of a round: the candidates and their weights, and for groups of independent particles the choice
+among them. The Triton form of `smc.executor.select.score_candidates`, and of `smc.algorithm.selection.select`.
 
-`score_candidates` takes one launch: the first programs have some rows each, those after them a group each, which finds
-what the choice needs to know of the group and whether there is NaN in it. `select` has a program for each group.
-Weights are float64, as in the references, and equal to these up to rounding. The chosen candidates of a group are
-sorted, so slots are assigned by binary searches in that list. A candidate without weight is never chosen. Resampling
-schemes are data: one launch runs all of them. Nothing reads the host, and grids follow from shapes alone, so both can
-be captured in a CUDA graph.
+`score_candidates` takes one launch: the first programs handle some rows each. Those after them handle a group each:
+they compute what the choice needs to know about the group, and whether it has NaN. `select` has a program for each
+group. Weights are float64, as in the references, and equal to these up to rounding. The chosen candidates of a group
+are sorted, so slots are assigned by binary searches in that list. A candidate without weight is never chosen.
+Resampling schemes are data: one launch runs all of them. The host reads nothing, and grids follow from shapes alone, so
+both can be captured in a CUDA graph.
 
 Axes: A batch indices, G groups, X rows (F of each batch index), Q tokens of a block, K tokens of a row, C candidate
 tokens of a batch index, W numbers of a row; of one group N particles, F branches of a particle, M = N * F candidates, P
@@ -42,7 +42,7 @@ ROWS = 32
 
 
 class ScoreTensors(NamedTuple):
-    """What the target says of the token after every block; None: it has not been asked. See
+    """The target's outputs for the token after every block; None: not computed. See
     `smc.executor.select.TargetOutputs`."""
 
     logp_X: Tensor | None
@@ -52,7 +52,8 @@ class ScoreTensors(NamedTuple):
 
 
 class CandidateTensors(NamedTuple):
-    """Written by `score_candidates`. See `smc.executor.select.Candidates`."""
+    """Outputs of `score_candidates`, see `smc.executor.select.Candidates`. Below a packed tensor is what each entry of
+    its first axis holds."""
 
     root_X: Tensor
     weight_X: Tensor
@@ -60,17 +61,18 @@ class CandidateTensors(NamedTuple):
     share_XC: Tensor
     alive_A: Tensor
     nan_2G: Tensor
-    """Of the target, of the draft."""
+    """Whether there is NaN: of the target, of the draft."""
     size_3G: Tensor
-    """Batch indices of groups of independent particles, first candidate, candidates."""
+    """Number of batch indices of groups of independent particles (0 for others), first candidate, number of
+    candidates."""
     random_2G: Tensor
     """Seed, round."""
     token_X1: Tensor | None
-    """Zeros, where a row is its own candidate; None: where candidate tokens are given."""
+    """Zeros, if a row is its own candidate; None: candidate tokens are given."""
 
 
 class GroupBounds(NamedTuple):
-    """Of `smc.algorithm.resampling.Bounds`."""
+    """Tensors of a `smc.algorithm.resampling.Bounds`."""
 
     first_G: Tensor
     size_G: Tensor
@@ -79,7 +81,7 @@ class GroupBounds(NamedTuple):
 
 
 class SelectSettings(NamedTuple):
-    """How groups are resampled."""
+    """Settings of the groups' resampling."""
 
     threshold_G: Tensor
     scheme_G: Tensor
@@ -88,7 +90,7 @@ class SelectSettings(NamedTuple):
 
 
 class SelectTensors(NamedTuple):
-    """Of `smc.algorithm.selection.Selection`."""
+    """Tensors of a `smc.algorithm.selection.Selection`."""
 
     ancestor_A: Tensor
     branch_A: Tensor
@@ -101,7 +103,7 @@ class SelectTensors(NamedTuple):
 
 
 class SelectScratch(NamedTuple):
-    """Memory of the scheme that goes through candidates one by one."""
+    """Memory of the scheme that processes candidates one by one."""
 
     expected_M: Tensor
     uniform_M: Tensor
@@ -118,7 +120,7 @@ def score_candidates(
     matched: MatchTensors | None,
     lookahead: bool,
 ) -> CandidateTensors:
-    """See `smc.executor.select.score_candidates`. `matched`: of groups that are decoded exactly."""
+    """See `smc.executor.select.score_candidates`. `matched`: results for groups of exact decoding."""
     (batch_size, q), groups, rows = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape[1]
     block, room, shares = row_tokens(rows_WX), Room(plan.slot_A.device), scores.share_AC
     width = 1 if shares is None else shares.shape[1]
@@ -137,7 +139,7 @@ def score_candidates(
         plan, alive_S, blocks, verified, rows_WX, scores, matched, out, Sizes(batch_size, groups, rows),
         F=rows // batch_size, K=block, Q=q, C=width, BLOCK_X=ROWS, BLOCK_Q=triton.next_power_of_2(max(q, block)),
         BLOCK_C=triton.next_power_of_2(width), LOOKAHEAD=lookahead,
-        # The reference rounds a product before it subtracts from it.
+        # The reference rounds a product before it subtracts.
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
     return out
@@ -164,7 +166,7 @@ def select(
         candidates_AF.contiguous(), alive_A.contiguous(), fields_of(GroupBounds, groups),
         SelectSettings(threshold_G, scheme_G, seed_G, round_G), out, SelectScratch(*room.doubles(3, batch_size * branches)),
         branches, count, batch_size, BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches),
-        # The reference rounds a product before it subtracts from it.
+        # The reference rounds a product before it subtracts.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
     return Selection(*out)
@@ -236,7 +238,7 @@ def _score_candidates(
 
 @triton.jit
 def _block_weight(blocks, logp_AQ, block, inside, alpha, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """`smc.algorithm.resampling.block_log_weight` of blocks, whose first token is not counted again."""
+    """Return `smc.algorithm.resampling.block_log_weight` of blocks. Their first token is not counted again."""
     q = tl.arange(0, BLOCK_Q)
     count = tl.load(blocks.count_A + block, mask=inside, other=0).to(tl.int32)
     exists = inside[:, None] & (q[None, :] < count[:, None] - 1)
@@ -251,8 +253,8 @@ def _agrees(
     matched, blocks, drawn_AQ, index, root, cut, token, is_open, inside,
     Q: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Of groups that are decoded exactly: whether a row begins where a block ceases to match, with the target's own
-    draw. Several chains may match, with the same tokens."""
+    """Return, for groups of exact decoding, whether a row begins where a block ceases to match, with the target's own
+    draw; in lockstep, whether it is the block that matches longest. Several chains may match, with the same tokens."""
     best = tl.load(matched.best_A + index, mask=inside, other=0).to(tl.int32)
     if LOOKAHEAD:
         right = tl.load(matched.right_A + index, mask=inside, other=1).to(tl.int32)
@@ -275,7 +277,7 @@ def _score_group(
     group, plan, blocks, verified, rows_WX, scores, matched, out, sizes,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Bounds and random numbers of a group, and whether there is NaN in it."""
+    """Write the bounds and random numbers of a group, and whether it has NaN."""
     groups, rows = sizes.groups, sizes.rows
     first, size = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.size_G + group).to(tl.int32)
     kind, lead = tl.load(plan.kind_G + group), tl.minimum(first, sizes.batch_size - 1)
@@ -334,14 +336,14 @@ def _larger(a, b):
 
 @triton.jit
 def _cumulative(weight, axis: tl.constexpr):
-    """Cumulative sum that never falls and stands still exactly where the weight is zero, however the parallel scan
-    rounds."""
+    """Return a cumulative sum that never falls and is constant exactly where the weight is zero, however the parallel
+    scan rounds."""
     return tl.associative_scan(tl.where(weight > 0, tl.cumsum(weight, axis), 0.0), axis, _larger)
 
 
 @triton.jit
 def _search(sorted_X, value_Y, SIZE: tl.constexpr, INCLUSIVE: tl.constexpr):
-    """How many of SIZE (a power of two) sorted entries lie below each value, or with INCLUSIVE not above it."""
+    """Count how many of SIZE (a power of two) sorted entries are below each value, or with INCLUSIVE not above it."""
     below_Y = tl.zeros_like(value_Y).to(tl.int32)
     for i in tl.static_range(12):
         if SIZE >> i > 0:
@@ -354,7 +356,7 @@ def _search(sorted_X, value_Y, SIZE: tl.constexpr, INCLUSIVE: tl.constexpr):
 
 @triton.jit
 def _sort(value_X, SIZE: tl.constexpr, MOST: tl.constexpr):
-    """SIZE numbers up to MOST, ascending. Few enough to compare all with all."""
+    """Sort SIZE numbers up to MOST, ascending. They are few enough to compare all with all."""
     reached_X = tl.sum((value_X[None, :] <= value_X[:, None]).to(tl.int32), 1)
     is_reached_XY = reached_X[:, None] > tl.arange(0, SIZE)[None, :]
     return tl.min(tl.where(is_reached_XY, value_X[:, None], MOST), 0)
@@ -362,15 +364,15 @@ def _sort(value_X, SIZE: tl.constexpr, MOST: tl.constexpr):
 
 @triton.jit
 def _uniform(seed, position_X, rounds):
-    """`smc.philox.uniforms` of one seed and round at the given positions."""
+    """Return `smc.philox.uniforms` of one seed and round at the given positions."""
     high, low, _, _ = tl.philox(seed, position_X.to(tl.uint32), 0, rounds.to(tl.uint32), PURPOSE)
     return ((high.to(tl.int64) << 21) | (low.to(tl.int64) >> 11)).to(tl.float64) * 2.0**-53
 
 
 @triton.jit
 def _shares(log_NF, highest):
-    """Weights over their sum, in terms of logarithms of which `highest` is the largest; zeros where all are or where
-    there is NaN."""
+    """Return weights over their sum, from logarithms whose largest is `highest`; zeros if all weights are zero or one
+    is NaN."""
     power_NF = tl.exp(log_NF - tl.where(highest == -float("inf"), 0.0, highest))
     share_NF = power_NF / tl.sum(power_NF)
     return tl.where(share_NF == share_NF, share_NF, 0.0)
@@ -378,10 +380,9 @@ def _shares(log_NF, highest):
 
 @triton.jit
 def _family_weights(candidates_NF):
-    """Of each particle its largest candidate and its family's log-weight; of all the log of their sum, and the sum of
-    their squared shares: 0 where there is no weight, or NaN."""
-    # What is subtracted must be the largest of what is there: 0 in its place would round all weights far below it to
-    # zero.
+    """Return each particle's largest candidate and its family's log-weight; then the log of the sum of all weights, and
+    the sum of the families' squared shares: 0 if there is no weight, or NaN."""
+    # The value subtracted must be the largest that occurs: subtracting 0 would round all weights far below it to zero.
     highest_N = tl.max(candidates_NF, 1)
     base_N = tl.where(highest_N == -float("inf"), 0.0, highest_N)
     family_N = base_N + tl.log(tl.sum(tl.exp(candidates_NF - base_N[:, None]), 1))
@@ -394,10 +395,10 @@ def _family_weights(candidates_NF):
 
 @triton.jit
 def _srinivasan(expected_NF, uniform_NF, at_NF, inside_NF, draws, begin, end, scratch):
-    """`smc.algorithm.resampling.ssp`: what each candidate gets beyond the whole part of its expectation.
+    """Compute `smc.algorithm.resampling.ssp`: what each candidate gets beyond the whole part of its expectation.
 
-    Sequential by nature: one candidate after another in memory, from `begin` to `end`; at_NF says where each is.
-    """
+    The algorithm is sequential: it takes one candidate after another in memory, from `begin` to `end`; at_NF is each
+    candidate's index."""
     tl.store(scratch.expected_M + at_NF, expected_NF, mask=inside_NF)
     tl.store(scratch.uniform_M + at_NF, uniform_NF, mask=inside_NF)
     tl.store(scratch.more_M + at_NF, tl.zeros_like(expected_NF), mask=inside_NF)
@@ -424,11 +425,10 @@ def _srinivasan(expected_NF, uniform_NF, at_NF, inside_NF, draws, begin, end, sc
 
 @triton.jit
 def _draw(weight_NF, sure_NF, is_rest, scheme, draws, last, seed, rounds, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The chosen candidates, ascending: `sure` copies of each, and for other draws those under the scheme's points;
-    then BLOCK_M.
+    """Return the chosen candidates, ascending: `sure` copies of each, and for the other draws those under the scheme's
+    points; then BLOCK_M as padding.
 
-    Where `is_rest`, points fall on what the sure copies leave of the expectation.
-    """
+    With `is_rest`, points fall on what the sure copies leave of the expectation."""
     p = tl.arange(0, BLOCK_N)
     sure_M = tl.reshape(sure_NF.to(tl.int32), (BLOCK_M,))
     left = draws - tl.sum(sure_M, 0)
@@ -438,7 +438,7 @@ def _draw(weight_NF, sure_NF, is_rest, scheme, draws, last, seed, rounds, BLOCK_
     shift_P = tl.where(scheme == SYSTEMATIC, tl.sum(tl.where(p == 0, uniform_P, 0.0), 0), uniform_P)
     is_even = (scheme == SYSTEMATIC) | (scheme == STRATIFIED)
     point_P = tl.where(is_even, (p.to(tl.float64) + shift_P) / draws.to(tl.float64), uniform_P)
-    # A bare constant would be rounded to fp32, which is 1.
+    # A bare constant would be rounded to float32, where it is 1.
     below_one_P = tl.full((BLOCK_N,), 1 - 2.0**-52, tl.float64)
     point_P = tl.minimum(point_P, below_one_P) * tl.max(cumulative_M, 0)
     drawn_P = tl.minimum(_search(cumulative_M, point_P, BLOCK_M, True), last)
@@ -449,8 +449,8 @@ def _draw(weight_NF, sure_NF, is_rest, scheme, draws, last, seed, rounds, BLOCK_
 
 @triton.jit
 def _assign_slots(chosen_P, size, draws, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
-    """`smc.algorithm.resampling.assign_slots` from the sorted list of chosen candidates: the one that each slot
-    continues with, if any."""
+    """As `smc.algorithm.resampling.assign_slots`, from the sorted list of chosen candidates. Returns the candidate with
+    which each slot continues, and whether it has one."""
     slot_N = tl.arange(0, BLOCK_N)
     family_P = chosen_P // BLOCK_F
     before_P = tl.gather(family_P, tl.maximum(slot_N - 1, 0), 0)
@@ -460,7 +460,7 @@ def _assign_slots(chosen_P, size, draws, BLOCK_N: tl.constexpr, BLOCK_F: tl.cons
     survives_N = tl.gather(family_P, first_N, 0) == slot_N
     free_N = (slot_N < size) & (survives_N == 0)
     rank_N = tl.cumsum(free_N.to(tl.int32), 0)
-    # The r-th free slot takes the r-th further copy: the first point up to which there are r.
+    # The r-th free slot takes the r-th further copy, at the first point up to which there are r copies.
     filler_N = tl.minimum(_search(copies_P, rank_N, BLOCK_N, False), BLOCK_N - 1)
     taken_N = tl.gather(chosen_P, tl.where(free_N, filler_N, first_N), 0)
     held_N = survives_N | (free_N & (rank_N <= tl.max(copies_P, 0)))
@@ -469,7 +469,8 @@ def _assign_slots(chosen_P, size, draws, BLOCK_N: tl.constexpr, BLOCK_F: tl.cons
 
 @triton.jit
 def _own_branch(candidates_NF, highest_N, uniform_N, branches):
-    """`smc.algorithm.selection.draw_branch`: one branch of each particle by its share of the family's weight."""
+    """As `smc.algorithm.selection.draw_branch`: return one branch of each particle, drawn by its share of the family's
+    weight."""
     power_NF = tl.exp(candidates_NF - tl.where(highest_N == -float("inf"), 0.0, highest_N)[:, None])
     total_N = tl.sum(power_NF, 1)
     cumulative_NF = _cumulative(power_NF / total_N[:, None], 1)
@@ -483,7 +484,7 @@ def _resample(
     candidates_NF, highest, at_NF, inside_NF, size, draws, scheme, seed, rounds, begin, branches, scratch,
     BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """What every slot continues with after `draws` draws by the scheme, and whether it has a particle."""
+    """Return what every slot continues with after `draws` draws by the scheme, and whether it has a particle."""
     weight_NF = _shares(candidates_NF, highest)
     expected_NF = weight_NF * draws.to(tl.float64)
     sure_NF = tl.where((scheme == RESIDUAL) | (scheme == SSP), tl.floor(expected_NF), 0.0)

@@ -1,21 +1,21 @@
-"""What kernels over a distribution's logits share: rows over their temperature, their sums block by block, where truncated
-distributions end (top-k, top-p and min-p, in that order as in `smc.distributions`, found without sorting), and masks,
-which take tokens that may not follow out of logits (`smc.executor.masks.apply_mask`).
+"""Parts that kernels over a distribution's logits share: rows divided by their temperature and their sums block by
+block; the cuts of truncated distributions (top-k, top-p and min-p, in that order as in `smc.distributions`), found
+without sorting; and masks, which remove tokens that may not follow (`smc.executor.masks.apply_mask`).
 
-What is kept of a distribution is a prefix of the descending order, equal entries by column, so a cut is the `order_key`
-of its last entry and that entry's column. The key is found digit by digit, from the top: a pass sums, block by block,
-the count (top-k) or the mass (top-p) of the entries at or above every value of the next digit, and the next pass begins
-at the largest value where that is enough. Sums are made in a fixed order: the same bits every time. How many passes
-there are follows from the type of the logits alone. Which pass it is, and which processors there are, is asked when a
-kernel runs: every kernel is compiled once for each type of logits.
+A truncation keeps a prefix of the descending order, equal entries by column, so a cut is the `order_key` of the last
+kept entry and that entry's column. The key is found digit by digit, from the top: a pass sums, block by block, the
+count (top-k) or the mass (top-p) of the entries at or above every value of the next digit, and the next pass begins at
+the largest value where that is enough. Sums are made in a fixed order: the same bits every time. The number of passes
+follows from the dtype of the logits alone. Kernels read the index of the pass and the processors in use at run time, so
+every kernel is compiled once for each dtype.
 
-A mask reads and writes logits once. A program has some columns of one row; it also says whether any of them is allowed,
-and whether any that is allowed is possible. A second launch reads what the programs found, and writes again the rows in
-which nothing is possible, which are rare.
+A mask reads and writes logits once. A program handles some columns of one row; it also records whether any of them is
+allowed, and whether any allowed one is possible. A second launch reads these records and writes again the rows in which
+nothing is possible, which are rare.
 
-Nothing here reads the host, and grids follow from shapes alone: all launches can be captured in a CUDA graph.
+The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a CUDA graph.
 
-Axes: R rows, V columns, S splits of the vocabulary, I passes (of where they begin, one more), P values of a digit, W
+Axes: R rows, V columns, S splits of the vocabulary, I passes (one more for where they begin), P values of a digit, W
 words of 32 tokens, M columns of a draft's head, B columns of a program."""
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from smc.kernels.launch import one_variant
 
 @dataclass(frozen=True)
 class Cut:
-    """What a truncated distribution keeps of each row: entries whose `order_key` is above `key`, and those that equal
-    it up to column `last`."""
+    """The entries of each row that a truncated distribution keeps: those whose `order_key` is above `key`, and those
+    that equal it up to column `last`."""
 
     key_R: Tensor
-    """int32."""
+    """int32 `order_key` at which the kept entries end."""
     last_R: Tensor
-    """int32; -1 where none that equal it are kept."""
+    """int32 last kept column of the entries that equal the key; -1: none of them is kept."""
     drop_R: Tensor
-    """float32: what all other entries have added to their log-probability, up to the normaliser; -inf forbids them."""
+    """float32 that is added to the log-probability of all other entries, up to the normaliser; -inf forbids them."""
 
 
 def cut_arguments(cut: Cut | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a kernel that knows cuts is given; any tensor, `unused`, where there is none."""
+    """Return the arguments of a kernel that supports cuts; without a cut, the tensor `unused` in their place."""
     return (unused, unused, unused) if cut is None else (cut.key_R, cut.last_R, cut.drop_R)
 
 
 def require_rows(logits_RV: Tensor, vocab: int) -> None:
-    """Raises ValueError for logits that no kernel here can read."""
+    """Check logits. Raises ValueError if no kernel here can read them."""
     if logits_RV.stride(1) != 1 or not 0 < vocab <= logits_RV.shape[1]:
         raise ValueError(
             f"needs rows of contiguous logits and 0 < vocab <= columns; {logits_RV.stride()=}, {logits_RV.shape=}, {vocab=}"
@@ -61,15 +61,15 @@ def require_rows(logits_RV: Tensor, vocab: int) -> None:
 
 @triton.jit
 def inverse_temperature(temperature_R, row):
-    """1 / temperature (1 where greedy), and whether greedy."""
+    """Return 1 / temperature (1 if greedy), and whether the row is greedy."""
     temperature = tl.load(temperature_R + row).to(tl.float32)
     return 1.0 / tl.where(temperature == 0, 1.0, temperature), temperature == 0
 
 
 @triton.jit
 def order_key(raw):
-    """Integers, int32, in the order of the given logits, equal for equal ones; 16 bits for bfloat16."""
-    # Adding 0 makes one zero of two. Negative numbers descend by their bits.
+    """Return int32 keys in the order of the given logits, equal for equal logits; 16 bits for bfloat16."""
+    # Adding 0 turns -0 into 0. The bits of negative numbers are in descending order.
     bits = (raw.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if raw.dtype == tl.bfloat16:
@@ -79,7 +79,7 @@ def order_key(raw):
 
 @triton.jit
 def cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT: tl.constexpr):
-    """Logits of one row over its temperature, after its cut."""
+    """Return logits of one row over its temperature, after its cut."""
     logit = raw.to(tl.float32) * inverse
     if CUT:
         key, least = order_key(raw), tl.load(key_R + row)
@@ -90,14 +90,14 @@ def cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT: tl.constexp
 
 @triton.jit
 def load_block(logits, stride, row, vocab, BLOCK: tl.constexpr):
-    """One block of a row as it is stored, -inf past the vocabulary; with the entries' columns."""
+    """Load one block of a row as it is stored, -inf past the vocabulary. Returns it with the entries' columns."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     return tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-float("inf")), column
 
 
 @triton.jit
 def finite(top):
-    """A maximum to subtract: 0 where all is -inf, so that no difference of infinities arises."""
+    """Return a maximum that can be subtracted: 0 instead of -inf, so that no difference of infinities arises."""
     return tl.where(top == -float("inf"), 0.0, top)
 
 
@@ -105,7 +105,7 @@ def finite(top):
 def sum_block(
     logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, CUT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One block of one row: its maximum, where that is, and its sum of exponentials from there."""
+    """Reduce one block of one row: its maximum, the column of that, and its sum of exponentials relative to that."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, _ = inverse_temperature(temperature_R, row)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
@@ -118,7 +118,8 @@ def sum_block(
 
 @triton.jit
 def combine(max_RS, sum_RS, row, splits, BLOCK: tl.constexpr):
-    """A row's maxima [BLOCK], their largest (0 if none is finite), and the row's sum of exponentials from there."""
+    """Return a row's maxima [BLOCK], their largest (0 if none is finite), and the row's sum of exponentials relative to
+    that."""
     split = tl.arange(0, BLOCK)
     max_S = tl.load(max_RS + row * splits + split, mask=split < splits, other=-float("inf"))
     sum_S = tl.load(sum_RS + row * splits + split, mask=split < splits, other=0.0)
@@ -128,13 +129,13 @@ def combine(max_RS, sum_RS, row, splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def best_column(max_S, top_RS, row, splits):
-    """The first column that holds the row's maximum."""
+    """Return the first column that holds the row's maximum."""
     _, at = tl.max(max_S, 0, return_indices=True, return_indices_tie_break_left=True)
     return tl.load(top_RS + row * splits + tl.minimum(at, splits - 1))
 
 
 DIGIT = 4
-"""Bits that a pass finds."""
+"""Number of bits of the key that a pass finds."""
 
 
 def truncate(
@@ -148,12 +149,12 @@ def truncate(
     block: int | None = None,
     warps: int = 4,
 ) -> Cut:
-    """The cut of softmax(logits / temperature) by the given processors; None, or a row's neutral value, is one that is
-    not used.
+    """Find the cut of softmax(logits / temperature) by the given processors; None, or a row's neutral value, leaves one
+    out.
 
-    With `share` in (0, 1) what is dropped stays possible: the distribution after the cut is then the mixture of the
+    With `share` in (0, 1), dropped entries stay possible: the distribution after the cut is then the mixture of the
     untruncated distribution, with that share, and the truncated one. Only the first `vocab` columns count; the row
-    stride is free. A row with NaN has NaN after it too."""
+    stride is free. A row with NaN has NaN after the cut, too."""
     require_rows(logits_RV, vocab)
     search = _Search(logits_RV, vocab, temperature_R, block or min(4096, triton.next_power_of_2(vocab)), warps)
     search.begin(top_k_R, top_p_R, min_p_R)
@@ -169,7 +170,7 @@ def truncate(
 
 
 class SearchAims(NamedTuple):
-    """What a search looks for, and from where, by row."""
+    """The aim of each row's search, and where the search begins."""
 
     top_R: Tensor
     total_R: Tensor
@@ -179,7 +180,7 @@ class SearchAims(NamedTuple):
 
 
 class CutSearch(NamedTuple):
-    """What searches have found, and the share of the untruncated distribution."""
+    """The results of searches, and the share of the untruncated distribution."""
 
     total_R: Tensor
     need_R: Tensor
@@ -208,20 +209,20 @@ class _Search:
         floats, ints = (partial(logits_RV.new_empty, dtype=dtype) for dtype in (torch.float32, torch.int32))
         self._top_R, self._total_R, self._need_R, self._ties_R, self._drop_R = (floats(rows) for _ in range(5))
         self._floor_R, self._bound_R, self._key_R, self._last_R = (ints(rows) for _ in range(4))
-        # Where the interval of every pass begins, and what it finds there.
+        # The beginning of every pass's interval, and the sums that the pass finds there.
         self._low_IR, self._found_IRSP = ints(self._passes + 1, rows), floats(self._passes, rows, splits, 1 << DIGIT)
         self._measured_3RS = floats(3, rows, splits)
 
     def begin(self, top_k_R: Tensor | None, top_p_R: Tensor | None, min_p_R: Tensor | None) -> None:
-        """Every row's maximum and mass, and what is searched for first."""
-        # What is measured later has room for the blocks' sums now.
+        """Compute every row's maximum and mass, and the aim of the first search."""
+        # The memory of later measurements holds the blocks' sums for now.
         unused, sums = (
             self._distribution[2],
             (*self._measured_3RS[:2], torch.empty_like(self._measured_3RS[0], dtype=torch.int32)),
         )
         uncut, options = cut_arguments(None, unused), {"BLOCK": self._block, "num_warps": self._warps}
         sum_block[self._grid](*self._distribution, *uncut, self._vocab, *sums, CUT=False, **options)
-        # Of the type that there would be.
+        # Placeholders of the types that the processors would have.
         none = (unused.new_empty(1, dtype=torch.int64), unused, unused)
         processors = (top_k_R, top_p_R, min_p_R)
         values = (other if values_R is None else values_R for values_R, other in zip(processors, none))
@@ -240,18 +241,18 @@ class _Search:
         )
 
     def find(self, *, counts: bool) -> None:
-        """The largest key at and above which there is enough, of those that are allowed; and what is there."""
+        """Find the largest allowed key at and above which there is enough, and measure there."""
         for index in range(self._passes):
             self._over_blocks(_find, index, int(counts))
         self.measure(searched=True)
 
     def measure(self, *, searched: bool) -> None:
-        """What lies above the key that was found (the lowest allowed, where nothing was searched), and what equals
+        """Measure what lies above the key that was found (without a search, the lowest allowed key), and what equals
         it."""
         self._over_blocks(_measure, self._passes if searched else 0, self._key_R, self._measured_3RS)
 
     def turn(self, top_p_R: Tensor) -> None:
-        """From counts to mass, of which top-p is a share: that of what top-k has kept."""
+        """Turn from counts to mass: top-p keeps a share of the mass that top-k has kept."""
         aims = (self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_IR)
         self._over_rows(_turn, top_p_R, *aims)
 
@@ -282,7 +283,7 @@ class _Search:
 
 @triton.jit
 def _raw(key, BITS: tl.constexpr):
-    """The logit of an `order_key`."""
+    """Return the logit of an `order_key`."""
     if BITS == 16:
         key = (key << 16) | tl.where(key < 0, 0xFFFF, 0)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -292,7 +293,7 @@ def _raw(key, BITS: tl.constexpr):
 def _begin(
     logits, stride, temperature_R, vocab, processors, used, sums, aims, splits, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One row: what the first search is for, and from where. The last search stops at the floor that min-p sets."""
+    """Set the aim and the beginning of one row's first search. The last search stops at the floor that min-p sets."""
     row = tl.program_id(0)
     inverse, _ = inverse_temperature(temperature_R, row)
     max_S, top, total = combine(sums[0], sums[1], row, splits, SPLITS)
@@ -302,9 +303,10 @@ def _begin(
         min_p = tl.load(processors[2] + row)
         key = order_key((top + tl.log(min_p)) / inverse)
         if BITS == 16:
-            # The first bfloat16 that is no less: of numbers above zero its lower bits are zeros, below zero ones.
+            # The first bfloat16 that is not smaller: in keys of positive numbers its lower bits are zeros, of negative
+            # numbers ones.
             key = tl.where(key < 0, key, key + 0xFFFF) >> 16
-        # With NaN in the row any column may come out, even one past the end.
+        # If the row has a NaN, any column may result, even one past the end.
         column = tl.minimum(best_column(max_S, sums[2], row, splits), vocab - 1)
         best = tl.load(logits + row.to(tl.int64) * stride + column)
         floor = tl.where(min_p > 0, tl.minimum(key, order_key(best)), floor)
@@ -323,8 +325,8 @@ def _begin(
 
 @triton.jit
 def _required(mass, top_p):
-    """What the entries that top-p keeps must hold of a mass; more than there is where it is not used."""
-    # A share too small for float32 has come as 0, and of nothing no entry would be enough.
+    """Return the mass that the entries kept by top-p must hold; more than there is if top-p is not used."""
+    # A share too small for float32 arrives as 0, and a required mass of 0 would be reached without any entry.
     return tl.where(top_p < 1, tl.maximum(top_p, 1e-30) * mass, float("inf"))
 
 
@@ -332,8 +334,8 @@ def _required(mass, top_p):
 def _interval(
     low_IR, found_IRSP, need_R, row, rows, splits, index, DIGIT: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """The least key that a pass has still to tell from others: that of the pass before, after the digit which that one
-    has found."""
+    """Return the least key that a pass still has to tell from others: that of the previous pass, raised by the digit
+    that the previous pass found."""
     low = tl.load(low_IR + index * rows + row)
     if index > 0:
         split, value = tl.arange(0, SPLITS)[:, None], tl.arange(0, 1 << DIGIT)[None, :]
@@ -349,9 +351,9 @@ def _find(
     logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, index, counts,
     DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: count or mass at and above every value but 0 of this pass's digit."""
+    """Sum one block of one row: count or mass at and above every value but 0 of this pass's digit."""
     split, row, splits, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
-    # What is loaded before a branch is on its way meanwhile.
+    # Loads that are issued before a branch are in flight meanwhile.
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     inverse, _ = inverse_temperature(temperature_R, row)
     top = tl.load(top_R + row)
@@ -364,7 +366,7 @@ def _find(
     else:
         weight = tl.exp(raw.to(tl.float32) * inverse - top)
     weight = tl.where(key >= low, weight, 0.0)
-    # Without signs, a difference of 32 bits has room.
+    # Unsigned, a difference of 32 bits does not overflow.
     value = (key.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) >> (BITS - DIGIT * (index + 1))
     out = found_IRSP + (((index * rows + row) * splits + split) << DIGIT)
     for v in tl.static_range(1, 1 << DIGIT):
@@ -376,7 +378,7 @@ def _measure(
     logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, index, key_R, measured_3RS,
     DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: count and mass above the key, and the count of what equals it."""
+    """Measure one block of one row: count and mass above the key, and the number of entries that equal it."""
     split, row, splits, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     least = _interval(low_IR, found_IRSP, need_R, row, rows, splits, index, DIGIT, BITS, SPLITS)
@@ -392,8 +394,8 @@ def _measure(
 
 @triton.jit
 def _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS: tl.constexpr, SPLITS: tl.constexpr):
-    """Of one row: its key, count and mass above that, how many in every block equal it, and the mass of one of
-    those."""
+    """Return for one row: its key, count and mass above it, the number of entries in every block that equal it, and the
+    mass of one of those."""
     split, key = tl.arange(0, SPLITS), tl.load(key_R + row)
     at, inside = measured_3RS + row * splits + split, split < splits
     above, mass = (
@@ -411,7 +413,7 @@ def _turn(
     temperature_R, top_R, key_R, measured_3RS, splits, top_p_R, need_R, floor_R, bound_R, ties_R, low_IR,
     BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One row: keep where top-k ends, and look for a share of the mass up to there."""
+    """Record for one row where top-k ends, and aim at a share of the mass up to there."""
     row, rows = tl.program_id(0), tl.num_programs(0)
     key, above, mass, _, each = _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS, SPLITS)
     ties = tl.load(need_R + row) - above
@@ -427,8 +429,8 @@ def _end(
     logits, stride, vocab, found, last_R, drop_R, counts, weighs,
     BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One row: how many of the entries that equal the key are kept, where the last of them stands, and what becomes of
-    the rest."""
+    """Finish one row: how many of the entries that equal the key are kept, the column of the last of them, and what is
+    added to the dropped entries."""
     row, rows = tl.program_id(0), tl.num_programs(0)
     key, above, mass, equal_S, each = _measured(
         temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS, SPLITS
@@ -450,7 +452,7 @@ def _end(
 
 @triton.jit
 def _column_of(logits_V, vocab, key, number, equal_S, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """The column where the given number of a row's entries that equal `key` is reached; -1 for none."""
+    """Return the column at which the given number of a row's entries that equal `key` is reached; -1 if none is."""
     split = tl.sum((tl.cumsum(equal_S, 0) < number).to(tl.int32), 0)
     before = tl.sum(tl.where(tl.arange(0, SPLITS) < split, equal_S, 0.0), 0)
     column = split * BLOCK + tl.arange(0, BLOCK)
@@ -460,7 +462,7 @@ def _column_of(logits_V, vocab, key, number, equal_S, BLOCK: tl.constexpr, SPLIT
 
 
 ALLOWED, POSSIBLE = tl.constexpr(1), tl.constexpr(2)
-"""What a program says of its columns: one of them is allowed; one that is allowed is possible."""
+"""What a program finds in its columns: one is allowed; one that is allowed is possible."""
 
 
 def apply_mask(
@@ -473,8 +475,8 @@ def apply_mask(
     block: int | None = None,
     warps: int = 4,
 ) -> Tensor:
-    """float32 [R, V]. `mask`: int32, a bit for each token; `ids`: tokens of the columns, where they are not all tokens
-    in their order. Columns from `columns` on stay as they are."""
+    """See `smc.executor.masks.apply_mask`. Returns float32 [R, V]. `mask_RW`: int32, a bit for each token; `ids_M`:
+    tokens of the columns, unless these are all tokens in their order. Columns from `columns` on stay unchanged."""
     require_rows(logits_RV, columns)
     rows, width = logits_RV.shape
     block = block or min(2048, triton.next_power_of_2(width))
@@ -491,7 +493,7 @@ def apply_mask(
 
 @triton.jit
 def _allowed(mask_RW, words, ids_M, row, column_B, own_B, HEAD: tl.constexpr):
-    """Whether columns are of tokens that may follow."""
+    """Return whether columns belong to tokens that may follow."""
     token_B = column_B
     if HEAD:
         token_B = tl.load(ids_M + column_B, mask=own_B, other=0).to(tl.int32)
@@ -510,7 +512,7 @@ def _mask(
     allowed_B = _allowed(mask_RW, words, ids_M, row, column_B, own_B, HEAD)
     kept_B = tl.where(own_B & (allowed_B == 0), float("-inf"), logit_B)
     tl.store(out_RV + row * width + column_B, kept_B, mask=exists_B)
-    # NaN is possible.
+    # NaN counts as possible.
     possible_B = allowed_B & (logit_B != float("-inf"))
     found = tl.max(tl.where(possible_B, POSSIBLE, tl.where(allowed_B, ALLOWED, 0)), 0)
     tl.store(found_RS + row * tl.num_programs(0) + split, found)

@@ -1,14 +1,14 @@
-"""What the target runs in a round and how its outputs are checked: the Triton form of `smc.executor.verify`
-and `smc.algorithm.verification`.
+"""The verify stage of a round: the layout of the target's pass, and the verification of blocks by its outputs. The
+Triton form of `smc.executor.verify` and `smc.algorithm.verification`.
 
 `lay_out` and `match_samples` have a program for each group and some for batch indices of no group; `verify` has a
 program for every few batch indices. `verify_chains` has a program for each group, which follows the group's path token
-after token: a trial reads two numbers of two distributions; only a rejected token costs passes over the vocabulary,
-which leave the remainder of the target's distribution in memory of the group's own, from which the last draw is made.
-Nothing reads the host, and grids follow from shapes alone, so all can be captured in a CUDA graph.
+after token. A trial reads one number of each of two distributions. Only a rejected token costs passes over the
+vocabulary: they write the remainder of the target's distribution to the group's own memory, and the last draw reads it
+there. The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a CUDA graph.
 
-Axes: A batch indices, G groups, S slots, X rows, Q tokens of a block, L those but the last, T = A * Q, K tokens of a
-row, C batch indices of groups of chains, V columns, N batch indices of a program."""
+Axes: A batch indices, G groups, S slots, X rows, Q tokens of a block, L tokens of a block but the last, T = A * Q, K
+tokens of a row, C batch indices of groups of chains, V columns, N batch indices of a program."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ INDICES = 16
 
 
 class LayoutOutputs(NamedTuple):
-    """Written by `lay_out`."""
+    """Outputs of `lay_out`. Below a packed tensor is what each entry of its first axis holds."""
 
     numbers_7A: Tensor
     """Origin, count, tokens to run, position after the block, random stream, number in the group, index of the last
@@ -64,7 +64,7 @@ class LayoutOutputs(NamedTuple):
 
 
 class SampleTensors(NamedTuple):
-    """The target's own draws: `smc.executor.verify.TargetDraws`."""
+    """The target's own draws, as in `smc.executor.verify.TargetDraws`."""
 
     token_T1: Tensor
     logp_T1: Tensor
@@ -72,7 +72,7 @@ class SampleTensors(NamedTuple):
 
 
 class VerifyTensors(NamedTuple):
-    """Of `smc.executor.verify.VerifyOutputs`."""
+    """Tensors of a `smc.executor.verify.VerifyOutputs`."""
 
     logp_AQ: Tensor
     drawn_AQ: Tensor
@@ -93,7 +93,7 @@ class ChainTrials(NamedTuple):
     """Number of the chain in its group."""
     seed_A: Tensor
     position_AQ: Tensor
-    """Of the token after each."""
+    """Position of the token that follows each token."""
 
 
 def lay_out(
@@ -170,19 +170,19 @@ def verify_chains(
     block: int | None = None,
     warps: int = 8,
 ) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.verification.verify_by_rejection`, with random numbers of `smc.philox` made here: of round 0, for
-    trials of the chain's own stream and for draws of stream 0. `groups`: first chain, of all C, and how many [G], up to
-    MAX_PARTICLES."""
+    """As `smc.algorithm.verification.verify_by_rejection`, with random numbers of `smc.philox` made here: of round 0,
+    for trials from the chain's own stream and for draws from stream 0. `groups`: first chain among all C, and number of
+    chains [G], up to MAX_PARTICLES."""
     (chains, q, vocab), device = logp_CQV.shape, logp_CQV.device
     token_CQ = torch.full((chains, q), -1, dtype=torch.int64, device=device)
     token_logp_CQ = torch.full((chains, q), torch.nan, dtype=torch.float32, device=device)
-    # Of a group, the memory of its first chain is used.
+    # A group uses the memory of its first chain.
     left_CV = torch.empty(chains, vocab, dtype=torch.float64, device=device)
     block = block or min(4096, triton.next_power_of_2(vocab))
     _verify_chains[(len(groups[0]),)](
         trials, logp_CQV.contiguous(), logq_CLV.contiguous(), *(bound_G.contiguous() for bound_G in groups),
         left_CV, token_CQ, token_logp_CQ, vocab, Q=q, BLOCK_N=MAX_PARTICLES, BLOCK=block, num_warps=warps,
-        # Without fused multiply-adds the variates are those of `smc.philox.exponentials` to the last bit before the
+        # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
         # logarithm.
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -213,7 +213,7 @@ def _lay_out(
         count = 1 + tl.load(drafted + rows, mask=exists, other=0).to(tl.int64)
         ended = tl.load(drafted + 2 * rows, mask=exists, other=1) > 0
         if EXACT:
-            # A draft that proposes nothing, such as one that returns NaN, leaves the seed alone.
+            # A draft that proposes nothing, such as one that returns NaN, leaves only the seed.
             nothing = is_group & (tl.max((exists & alive).to(tl.int32), 0) == 0)
             is_exact = tl.load(plan.kind_G + group) >= BEST
             lone = exists & nothing & is_exact & (tl.load(slots.alive_S + own, mask=exists, other=0) != 0)
@@ -262,8 +262,8 @@ def _lay_out(
 def _block_tokens(
     q, inside, index, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K: tl.constexpr
 ):
-    """Tokens of blocks and their log q: in look-ahead the pending tokens, in lockstep the first of these and then the
-    tokens that have just been drafted."""
+    """Return tokens of blocks and their log q: in look-ahead the pending tokens; in lockstep the first pending token,
+    then the tokens that have just been drafted."""
     if rows_WX is None:
         token = tl.load(pending_SQ + slot[:, None] * pending_stride + q, mask=inside, other=0)
         logq = tl.load(logq_SQ + slot[:, None] * logq_stride + q, mask=inside, other=0.0)
@@ -278,7 +278,7 @@ def _block_tokens(
 
 @triton.jit
 def _draw_settings(at, inside, q, index, exists, held, seed_A, distribution, out, tokens):
-    """The token distribution and the random numbers of every token's draw."""
+    """Write the token distribution and the random numbers of every token's draw."""
     none, to = q * 0, out.distribution_4T + at
     temperature = tl.load(distribution.temperature_R + index, mask=exists, other=0.0)
     top_k = tl.load(distribution.top_k_R + index, mask=exists, other=0)
@@ -331,7 +331,7 @@ def _match_samples(
     index_N, exists_N, _, is_group = own_indices(first_G, size_G, groups, batch_size, BLOCK_N)
     count_N = tl.load(count_A + index_N, mask=exists_N, other=0)
     at_NQ = index_N[:, None] * tokens + q[None, :]
-    # The first token is right; a later one is, if it exists and the target drew it after the token before.
+    # The first token is right; a later one is right if it exists and the target drew it after the previous token.
     asks_NQ = exists_N[:, None] & (q > 0)[None, :] & (q < tokens)[None, :] & (q[None, :] < count_N[:, None])
     token_NQ = tl.load(tokens_AQ + at_NQ, mask=asks_NQ, other=0)
     agrees_NQ = (q == 0)[None, :] | (asks_NQ & (token_NQ == tl.load(drawn_AQ + at_NQ - 1, mask=asks_NQ, other=-1)))
@@ -375,7 +375,8 @@ def _accept(
     trials, logq_CLV, logp_V, left_V, first, size, asks, token, vocab, j,
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The group's next token after token j: the first proposed token that is accepted, or a draw from the remainder."""
+    """Return the group's next token after token j: the first proposed token that is accepted, or a draw from the
+    remainder."""
     n, kept, is_left = tl.arange(0, BLOCK_N), tl.full((), -1, tl.int64), tl.full((), 0, tl.int32)
     for m in range(size):
         is_tried = (tl.max((asks & (n == m)).to(tl.int32), 0) > 0) & (kept < 0)
@@ -399,7 +400,7 @@ def _accept(
 
 @triton.jit
 def _words(trials, chain, j, PURPOSE: tl.constexpr, Q: tl.constexpr, OWN: tl.constexpr):
-    """Random words of token j: of the chain's own stream, or of stream 0."""
+    """Return random words for token j: of the chain's own stream, or of stream 0."""
     index = tl.load(trials.index_C + chain)
     position = tl.load(trials.position_AQ + index * Q + j).to(tl.uint32)
     stream = tl.load(trials.rank_A + index).to(tl.uint32) if OWN else position * 0
@@ -409,7 +410,8 @@ def _words(trials, chain, j, PURPOSE: tl.constexpr, Q: tl.constexpr, OWN: tl.con
 
 @triton.jit
 def _remainder(logp_V, left_V, is_left, column, vocab):
-    """A block of the remainder of the target's distribution: all of it, until something has been subtracted."""
+    """Return a block of the remainder of the target's distribution: all of the distribution, until something has been
+    subtracted."""
     inside = column < vocab
     whole = tl.exp(tl.load(logp_V + column, mask=inside & (is_left == 0), other=-float("inf")).to(tl.float64))
     return tl.where(is_left > 0, tl.load(left_V + column, mask=inside & (is_left > 0), other=0.0), whole)
@@ -417,8 +419,8 @@ def _remainder(logp_V, left_V, is_left, column, vocab):
 
 @triton.jit
 def _subtract(logp_V, logq_V, left_V, is_left, vocab, BLOCK: tl.constexpr):
-    """Write max(0, remainder - q), normalised, to `left`, unless rounding leaves nothing of it. Returns whether `left`
-    holds the remainder now."""
+    """Write max(0, remainder - q), normalised, to `left_V`, unless rounding leaves nothing of it. Returns whether
+    `left_V` now holds the remainder."""
     total = tl.full((), 0.0, tl.float64)
     for begin in range(0, vocab, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -438,7 +440,7 @@ def _subtract(logp_V, logq_V, left_V, is_left, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _draw_remainder(logp_V, left_V, is_left, w0, w1, vocab, BLOCK: tl.constexpr):
-    """The token that wins the exponential race; 0 where there is no distribution."""
+    """Return the token that wins the exponential race; 0 if there is no distribution."""
     best, token = tl.full((), float("inf"), tl.float64), tl.full((), 0, tl.int64)
     for begin in range(0, vocab, BLOCK):
         column = begin + tl.arange(0, BLOCK)
