@@ -20,8 +20,8 @@ _OPERATORS: dict[str, Callable[[int, int], float]] = {
 
 def arithmetic(prefixes: Prefixes) -> list[float]:
     """Return log phi of each prefix: `WRONG` for each wrong line. A line such as `12 + 7 = 19` must be correct, and the
-    line with the result must repeat the value of the line before; all other lines are wrong. The last line counts once
-    the answer has ended. Knows nothing about the question."""
+    line with the result must repeat the value of the last such line; all other lines are wrong. The last line counts
+    once the answer has ended. Knows nothing about the question."""
     return [WRONG * _wrong_lines(text, ended) for text, ended in zip(prefixes.texts, prefixes.ended)]
 
 
