@@ -172,7 +172,7 @@ def parse(text: str) -> dict[str, float]:
 
 START_TIMEOUT, STOP_TIMEOUT = 600.0, 60.0
 WORDS = 2000
-"""Maximum number of characters of its log that are shown if it does not start."""
+"""Maximum number of characters of the child's log in the error message if it does not start."""
 COMMAND = (
     sys.executable,
     "-c",

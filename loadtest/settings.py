@@ -27,7 +27,7 @@ DEPENDENT_OPTIONS = {
     "cancel_after_tokens": ("cancel_after",),
     "slow_share": ("slow_pause",),
 }
-"""Options of a profile that are dropped when another option is given."""
+"""Given option -> options of a profile that are dropped with it."""
 
 
 @dataclass(frozen=True)

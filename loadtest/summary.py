@@ -74,7 +74,7 @@ class RunSummary:
     resamples: float
     collapses: int
     ess_share: float
-    """Mean ESS over N."""
+    """Mean effective sample size, as a share of N."""
     peak_concurrent: int
 
     @property

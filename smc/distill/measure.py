@@ -91,7 +91,7 @@ class TextRows:
         self._depth = 0
 
     def step(self, parent_Y: Tensor, tokens_Y: Tensor) -> None:
-        """Replace the rows: each new row continues row `parent_Y` by the token `tokens_Y`."""
+        """Replace the rows by continuations: new row y is row `parent_Y[y]` with the token `tokens_Y[y]` added."""
         rows = len(tokens_Y) // len(self._context_C)
         self._text_Y, self._context_Y = (each_C.repeat_interleave(rows) for each_C in (self._text_C, self._context_C))
         self._own = [None if one is None else (one[0][parent_Y], one[1][parent_Y]) for one in self._own]
@@ -316,7 +316,7 @@ class HeldOut:
         costs: LatencyModel | None,
         **when: Any,
     ) -> Measurement:
-        """Measure a draft. Without `costs`, no speeds are expected. `when`: the fields of a `Measurement` before
+        """Measure a draft. Without `costs`, expected speeds are None. `when`: the fields of a `Measurement` before
         `overlap`."""
         values_5 = torch.zeros(5, dtype=torch.float64)
         positions = 0

@@ -89,8 +89,8 @@ SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def _shared_bytes(target_dir: str | Path, draft_dir: str | Path, target: ModelConfig, draft: ModelConfig) -> int:
-    """Bytes, in bfloat16, of the embedding and the untied head if they are equal in both directories, judged by samples
-    of the files."""
+    """Return the bytes, in bfloat16, of the embedding and the untied head that are equal in both directories, as
+    samples of the files show."""
     found = 0
     theirs, own = read_headers(target_dir), read_headers(draft_dir)
     for name in SHARED:

@@ -92,7 +92,7 @@ class Experts(nn.Module):
 
     def grouped(self, x_TE: Tensor, choice: Choice, widen: Widen = _values) -> Tensor:
         """The form of `forward` that multiplies the tokens of all experts in one grouped product, without waiting for
-        the device. `widen` returns a whole matrix as numbers of a dtype."""
+        the device. `widen` returns a whole matrix as numbers of a given dtype."""
         expert_TC, weight_TC = choice
         order_Y = expert_TC.flatten().argsort(stable=True)
         ends_X = (expert_TC.flatten()[:, None] == torch.arange(self.count, device=x_TE.device)).sum(0).cumsum(0).int()
@@ -370,7 +370,7 @@ class RopeTable:
     than one kind of rotation, one such table for each kind [kinds, max_positions, D].
 
     If the model's attention scores have another factor than D ** -0.5, which attention applies, all numbers contain the
-    square root of the ratio: it is multiplied into both queries and keys by their rotation."""
+    square root of the ratio, because rotation multiplies both queries and keys by them."""
 
     def __init__(
         self,

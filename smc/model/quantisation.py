@@ -43,7 +43,7 @@ WHAT_TO_DO = "take another checkpoint of the model, or its unquantised one"
 PER_WORD = 8
 """Number of codes in an int32."""
 SYMMETRIC_ZERO = 8
-"""The zero point where none is stored."""
+"""Zero point of matrices that store none."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Index, among eight outputs, of the output that each code of a word belongs to, from the lowest bits up."""
 GROUP, LEAST_GROUP = 128, 32
