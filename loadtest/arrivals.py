@@ -11,15 +11,16 @@ KINDS = ("poisson", "gamma", "constant", "ramp", "trace")
 
 
 def poisson(rate: float, rng: np.random.Generator) -> Iterator[float]:
-    """Arrivals independent of each other, as of many independent users."""
+    """Yield arrivals that are independent of each other, like those of many independent users."""
     return gamma(rate, 1.0, rng)
 
 
 def gamma(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[float]:
-    """Gaps from a gamma distribution of this shape and mean 1/rate; their coefficient of variation is
-    1/sqrt(burstiness).
+    """Yield arrivals whose gaps follow a gamma distribution of shape `burstiness` and mean 1/rate. The coefficient of
+    variation of the gaps is 1/sqrt(burstiness).
 
-    vLLM's meaning of the word: 1 is Poisson, below 1 requests come in bursts, above 1 more evenly.
+    `burstiness` has the meaning that it has in vLLM: 1 is Poisson, below 1 requests come in bursts, above 1 more
+    evenly.
     """
     now = 0.0
     while True:
@@ -35,8 +36,8 @@ def constant(rate: float) -> Iterator[float]:
 
 
 def ramp(rate: float, rate_end: float, level: float, climb: float, rng: np.random.Generator) -> Iterator[float]:
-    """Poisson at `rate` for `level` seconds; then its rate moves in a straight line to `rate_end` within `climb`
-    seconds, and stays.
+    """Yield Poisson arrivals at `rate` for `level` seconds. The rate then moves linearly to `rate_end` within `climb`
+    seconds, and stays there.
 
     By inversion: the expected number of arrivals until each one is a sum of unit exponentials.
     """

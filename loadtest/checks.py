@@ -1,5 +1,5 @@
-"""Whether a run was good: the objective, errors, what the run left behind, behaviour under overload. Pure functions of
-the measurements."""
+"""Checks whether a run was good: the objective, errors, what the run left behind, behaviour under overload. Pure
+functions of the measurements."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ BROKEN = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED")
 REFUSALS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
 """Codes that tell a caller to come back later."""
 OVERWHELMED = ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED")
-"""Codes that load alone explains, and clients that cancel."""
+"""Codes that load alone explains, and the code of requests that clients cancel."""
 OVERLOAD_SHARE = 0.8
 """Share of the capacity that goodput must reach under overload."""
 QUEUE_GROWTH = 1.25
-"""Between the second and the last third of the time in which requests are sent; a queue that has a bound is at it by
-then."""
+"""Maximum factor by which the mean queue grows between the second and the last third of the time in which requests are
+sent. A bounded queue has reached its bound by then."""
 QUEUE_SLACK = 2.0
-"""Requests; a queue that is nearly empty may grow by that."""
+"""Number of requests by which a nearly empty queue may grow."""
 MEMORY_GROWTH, MEMORY_SLACK = 0.02, 8 << 20
-"""Share of a process's memory, or bytes if that is more: what it may grow by in the last two thirds of that time."""
+"""Maximum growth of a process's memory in the last two thirds of the time in which requests are sent: a share of the
+memory at the beginning of these two thirds, or a number of bytes if that is more."""
 COUNT_SLACK = 8
-"""Threads, or open files, that a process may have more of: as many requests come and go."""
+"""Number of additional threads, or open files, that a process may have, because requests come and go."""
 ENOUGH_SAMPLES = 9
-"""Samples that a trend needs at least."""
+"""Minimum number of samples for a trend."""
 
 
 @dataclass(frozen=True)
 class RunCheck:
     name: str
     passed: bool | None
-    """None: it could not be measured."""
+    """Whether the check passed; None: it could not be measured."""
     text: str
 
 
 def check_run(
     summary: RunSummary, settings: LoadSettings, epoch: int, during: Sequence[ServerSample], after: ServerSample
 ) -> list[RunCheck]:
-    """`epoch`: of the workers, before the run."""
+    """Check a run. `epoch`: epoch of the workers before the run. `during`: samples during the run. `after`: the sample
+    after it."""
     checks = [_errors(summary), _workers(epoch, after)]
     if settings.capacity is not None:
         checks += overload(summary, settings, during)
@@ -91,7 +93,7 @@ def _workers(before: int, after: ServerSample) -> RunCheck:
 
 
 def overload(summary: RunSummary, settings: LoadSettings, during: Sequence[ServerSample]) -> list[RunCheck]:
-    """Checks of a run above capacity. `settings.capacity` is known."""
+    """Check a run above capacity. `settings.capacity` must be given."""
     # After the last request the queue empties and memory may be freed, which says nothing about overload.
     sending = [sample for sample in during if sample.at <= summary.last_send]
     rate, capacity = summary.good_of_sent, settings.capacity
@@ -113,7 +115,8 @@ def overload(summary: RunSummary, settings: LoadSettings, during: Sequence[Serve
 
 
 def left_behind(after: ServerSample) -> list[RunCheck]:
-    """The service once it was left alone: nothing runs, nothing waits, no page is held but by the prefix cache."""
+    """Check that the run left nothing behind: nothing runs, nothing waits, and the service reports no leaked KV
+    pages."""
     if after.error:
         return [RunCheck("after the run", False, f"the service did not answer: {after.error}")]
     idle = not after.running and not after.queued
@@ -142,7 +145,7 @@ def _queue(during: Sequence[ServerSample]) -> RunCheck:
 
 
 def _memory(during: Sequence[ServerSample]) -> list[RunCheck]:
-    """One check for each process of ours."""
+    """Check the memory of each process of the service, except Ray's own processes."""
     series = memory_series(during)
     if not series:
         return [RunCheck("memory flat", None, "not measured; give --metrics, --watch-pid or --serve")]
@@ -150,7 +153,8 @@ def _memory(during: Sequence[ServerSample]) -> list[RunCheck]:
 
 
 def flat(during: Sequence[ServerSample], memory: bool) -> list[RunCheck]:
-    """Threads and open files of each process of ours, and with `memory` that as well."""
+    """Check the threads and open files of each process of the service, except Ray's own, and with `memory` also its
+    memory."""
     checks = _memory(during) if memory else []
     seen = [sample for sample in during if sample.held]
     if len(seen) < ENOUGH_SAMPLES:
@@ -175,7 +179,7 @@ def flat(during: Sequence[ServerSample], memory: bool) -> list[RunCheck]:
 
 
 def memory_series(during: Sequence[ServerSample]) -> dict[str, tuple[list[float], list[float]]]:
-    """Times and resident bytes by process; of the gateway alone where only its metrics tell."""
+    """Return times and resident bytes by process; of the gateway alone if only its metrics are known."""
     series: dict[str, tuple[list[float], list[float]]] = {}
     for sample in during:
         resident = sample.metrics.get("process_resident_memory_bytes")
@@ -190,7 +194,8 @@ def memory_series(during: Sequence[ServerSample]) -> dict[str, tuple[list[float]
 
 
 def _flat(name: str, times: list[float], values: list[float]) -> RunCheck:
-    """Check the slope of a straight line; the first third, in which buffers grow to their size, is left out."""
+    """Check the growth of a straight line through a process's memory. The first third, in which buffers grow to their
+    size, is left out."""
     title = f"memory flat: {name}"
     if len(values) < ENOUGH_SAMPLES:
         return RunCheck(title, None, f"{len(values)} looks while requests were sent are too few; let it run longer")

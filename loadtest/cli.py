@@ -1,7 +1,7 @@
-"""`python -m loadtest`: its options, and what becomes of a run on the way out.
+"""The command `python -m loadtest`: its options, and how the results of a run are written.
 
-Exit codes: 0 all is well, 1 the objective was missed or something failed, 2 a mistake in what was asked, 3 there is no
-service, 130 interrupted."""
+Exit codes: 0 success, 1 the objective was missed or a check failed, 2 invalid options or files, 3 there is no service,
+130 interrupted."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ OPTIONS: dict[str, Any] = {
         int | None, option(SERVICE, "To share the requests between. Default: 1.", metavar="COUNT")
     ],
 }
-"""The option of each field of `LoadSettings`. Each is None where it is not given."""
+"""Command-line option of each field of `LoadSettings`; None if it is not given."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 """No settings given."""
 
 
 def with_settings(command: Callable[..., int]) -> Callable[..., int]:
-    """A command whose parameter `settings` stands for all of `OPTIONS`; it is called with those that are given, by
-    name."""
+    """Give a command an option for each of `OPTIONS`, in place of its parameter `settings`. The command gets a mapping
+    of the given options, by name."""
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
     for one in signature.parameters.values():
@@ -196,7 +196,7 @@ def load(
 
 @dataclass(frozen=True)
 class LoadJob:
-    """What is to be done with a service, and where the results go."""
+    """One run or search against a service, and the files for its results."""
 
     settings: LoadSettings
     precision: float
@@ -232,7 +232,8 @@ class LoadJob:
 
 
 def _check_service(serve: bool, serve_arguments: Sequence[str], known: Mapping[str, Any]) -> None:
-    """`known`: options that a service which is started here answers by itself. Raises ValueError."""
+    """Raise ValueError for options that contradict `--serve`. `known`: values of options that follow from a service
+    that is started here."""
     if serve:
         for name, value in known.items():
             if value is not None:
@@ -245,7 +246,7 @@ def _check_service(serve: bool, serve_arguments: Sequence[str], known: Mapping[s
 
 
 def _check_search(settings: LoadSettings, find_capacity: bool, precision: float | None) -> None:
-    """Raises ValueError for what a search does not take, and for a precision without one."""
+    """Raise ValueError for settings that a search does not support, and for a precision without a search."""
     if find_capacity:
         if settings.goodput is None:
             raise ValueError("--find-capacity needs --goodput: the objective that a rate meets or misses")
@@ -263,7 +264,7 @@ def _check_search(settings: LoadSettings, find_capacity: bool, precision: float 
 
 
 def _check_files(settings: LoadSettings, outputs: Mapping[str, Path | None]) -> None:
-    """Read the files before a service is started for them. Raises ValueError, OSError."""
+    """Check the input and output files before a service is started. Raises ValueError or OSError."""
     if settings.trace:
         read_trace(settings.trace)
     if settings.prompts:
@@ -280,7 +281,8 @@ def _write_json(path: Path, numbers: dict[str, Any]) -> None:
 
 
 def joined(arguments: Sequence[str]) -> list[str]:
-    """`--goodput ttft:500 e2el:5000` as one option, the way vLLM takes it."""
+    """Join the words of `--goodput ttft:500 e2el:5000` to one value, because vLLM accepts them as separate
+    arguments."""
     result: list[str] = []
     limits = False
     for argument in arguments:
@@ -315,5 +317,5 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is stopped either way
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a started service is stopped after SIGTERM, too
     sys.exit(run(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""One request, as planned and as it went, and the client that sends it: the address of the service, credentials and
+"""A request as planned and its record, and the client that sends it: address of the service, credentials and
 connections. Knows nothing about when requests are sent. Times are seconds since the start of the run."""
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from services.protobuf.generation import FINISH_REASONS, name_of, sampling_messa
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request of the plan; it depends on the seed of the run and the request's number alone."""
+    """A request of the plan. It depends only on the seed of the run and the request's number."""
 
     index: int
     at: float
-    """When it is to be sent."""
+    """Time at which it is to be sent."""
     counted: bool
-    """False: the request only warms up the service."""
+    """Whether the request counts; False: it only warms up the service."""
     prompt: Prompt
     sampling: dict[str, Any]
     cancel_after: float | None = None
-    """Seconds after which the client gives up."""
+    """Seconds after which the client cancels."""
     cancel_after_tokens: int | None = None
     abort: bool = False
-    """Cancel by a call of Abort instead of closing the stream."""
+    """Whether to cancel by a call of Abort instead of closing the stream."""
     pause: float = 0.0
     """Seconds that a slow reader waits before it reads the next message."""
 
     @property
     def ordinary(self) -> bool:
-        """Its client waits for the end and reads as fast as it can: only then is a latency the service's own."""
+        """Whether its client waits for the end and reads as fast as it can. Only then are latencies those of the
+        service."""
         return self.cancel_after is None and self.cancel_after_tokens is None and not self.pause
 
 
@@ -57,10 +58,10 @@ class RequestRecord:
     """gRPC status code."""
     detail: str = ""
     cancelled: bool = False
-    """Cancelled by this client, as planned."""
+    """Whether this client cancelled the request, as planned."""
     finish_reason: str = ""
     prompt_tokens: int = 0
-    """0 unless there is an answer: it is the service that counts them."""
+    """Number of prompt tokens, which the service counts; 0 without an answer."""
     particles: int = 0
     rounds: int = 0
     resamples: int = 0
@@ -73,7 +74,7 @@ class RequestRecord:
 
     @property
     def failed(self) -> bool:
-        """Neither answered nor cancelled by us."""
+        """Whether the request was neither answered nor cancelled by this client."""
         return not self.answered and not self.cancelled
 
     @property
@@ -92,7 +93,7 @@ class RequestRecord:
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between messages with tokens; each may bring several."""
+        """Seconds between successive messages with tokens; a message may bring several tokens."""
         return [later - earlier for earlier, later in zip(self.message_times, self.message_times[1:])]
 
     @property
@@ -108,7 +109,7 @@ class RequestRecord:
 
 ABORT_TIMEOUT = 10.0
 WAIT_EVERY = 0.5
-"""Seconds between two looks at a service that is starting."""
+"""Seconds between two health checks of a service that is starting."""
 
 
 class ServiceUnreachable(RuntimeError):
@@ -129,7 +130,7 @@ class ServiceEndpoint:
         return self.tls or self.tls_ca is not None or self.tls_cert is not None
 
     def client(self) -> Client:
-        """Raises ValueError for what does not go together."""
+        """Create a client. Raises ValueError for options that do not go together."""
         return Client(
             self.address,
             token=self.token,
@@ -140,11 +141,11 @@ class ServiceEndpoint:
         )
 
     def wait(self, seconds: float) -> None:
-        """Wait until the service is SERVING, or fails in a way that waiting does not change. Raises ServiceUnreachable
-        after `seconds`."""
+        """Wait until the service is SERVING, or returns an error that waiting does not change. Raises
+        ServiceUnreachable after `seconds`."""
         end = time.monotonic() + seconds
         while True:
-            with self.client() as client:  # a new one each time: gRPC tries one address less and less often
+            with self.client() as client:  # a new one each time, because gRPC retries an address less and less often
                 try:
                     state = client.health()
                 except ServiceError as error:
@@ -158,7 +159,8 @@ class ServiceEndpoint:
             time.sleep(WAIT_EVERY)
 
     def describe(self) -> tuple[ServerInfo, ModelInfo]:
-        """What is there. Raises ServiceUnreachable, and ValueError if it does not let us in."""
+        """Ask the service about itself and its models. Raises ServiceUnreachable if it does not serve, and ValueError
+        if it refuses the credentials."""
         with self.client() as client:
             try:
                 server, models = client.server_info(), client.model_info()
@@ -175,7 +177,7 @@ class ServiceEndpoint:
         return server, models
 
     def channel(self) -> grpc.aio.Channel:
-        """A connection of its own; channels to one address would share one otherwise."""
+        """Create a channel with a connection of its own; by default, channels to one address share a connection."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         if not self.secure:
             return grpc.aio.insecure_channel(self.address, options)
@@ -188,7 +190,7 @@ class ServiceEndpoint:
 
 
 class ClientConnections:
-    """Use it in one asyncio loop, with `async with`."""
+    """Open connections to the service. Use it in one asyncio loop, with `async with`."""
 
     def __init__(self, endpoint: ServiceEndpoint, count: int) -> None:
         self._metadata = endpoint.metadata
@@ -216,11 +218,12 @@ class ClientConnections:
             ) from error
 
     async def server_info(self, timeout: float) -> pb.GetServerInfoResponse:
-        """Raises grpc.RpcError."""
+        """Call GetServerInfo. Raises grpc.RpcError."""
         return await self._stubs[0].GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout, metadata=self._metadata)
 
     async def ask(self, planned: PlannedRequest, deadline: float, clock: Callable[[], float]) -> RequestRecord:
-        """Send one request and follow it to its end, whatever that is. `clock`: seconds since the start of the run."""
+        """Send one request and read its stream to the end. Returns the record, also of requests that failed or were
+        cancelled. `clock`: seconds since the start of the run."""
         message = _message(planned, f"loadtest-{self._run}-{planned.index}")
         record = RequestRecord(planned, sent_at=clock())
         stub = self._stubs[planned.index % len(self._stubs)]
@@ -236,7 +239,7 @@ class ClientConnections:
             record.cancelled = planned.abort and error.code() is grpc.StatusCode.CANCELLED
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not call.cancelled() or (task is not None and task.cancelling()):  # it is us who are told to stop
+            if not call.cancelled() or (task is not None and task.cancelling()):  # this task itself is cancelled
                 call.cancel()
                 raise
             record.code, record.cancelled = "CANCELLED", True

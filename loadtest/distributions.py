@@ -1,4 +1,4 @@
-"""Distributions that are settings: of a length (`LengthDistribution`), and of several things (`Mixture`). Each is read
+"""Distributions as settings: of a length (`LengthDistribution`), and of values with shares (`Mixture`). Each is read
 from one word."""
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ class LengthDistribution:
     kind: str
     """`fixed`, `uniform`, `normal` or `lognormal`."""
     first: float
-    """The count, the least, the mean, the median."""
+    """By kind: the count, the minimum, the mean, or the median."""
     second: float = 0.0
-    """Nothing, the most, the standard deviation, the standard deviation of the logarithm."""
+    """By kind: unused, the maximum, the standard deviation, or the standard deviation of the logarithm."""
 
     @classmethod
     def read(cls, word: str, option: str) -> Self:
-        """Raises ValueError naming the option, the word and the forms that are allowed."""
+        """Parse a word of one of the `FORMS`. Raises ValueError naming the option, the word and the forms that are
+        allowed."""
         kind, colon, rest = str(word).partition(":")
         separator = "-" if kind == "uniform" else ","
         try:
@@ -62,13 +63,14 @@ class LengthDistribution:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Things and their shares."""
+    """Values with their shares, which add up to 1."""
 
     shares: tuple[tuple[str, float], ...]
 
     @classmethod
     def read(cls, word: str, option: str) -> Self:
-        """`4:0.5,8:0.5`; a weight that is left out is 1. Raises ValueError naming the option and what was given."""
+        """Parse a word such as `4:0.5,8:0.5`; a weight that is left out is 1. Raises ValueError naming the option and
+        what was given."""
         shares = []
         for part in str(word).split(","):
             name, colon, weight = part.strip().partition(":")

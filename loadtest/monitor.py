@@ -1,7 +1,7 @@
-"""The service while it is under load: what it reports of itself, its metrics, and what its processes hold, at equal
-intervals; and `smcserve serve` as a child process for the time of a run.
+"""Samples the service under load at equal intervals: its own report, its metrics, and the resources of its processes.
+Also runs `smcserve serve` as a child process for the duration of a run.
 
-Knows nothing about requests. A look that fails is kept with its reason."""
+Knows nothing about requests. A sample that fails is kept with its reason."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from loadtest.client import ClientConnections, ServiceUnreachable
 REFRESH = 10.0
 """Seconds between two searches for new processes; a search reads the whole process table."""
 TITLE = "ray::smcserve: "
-"""How titles of the service's processes begin."""
+"""Prefix of the titles of the service's processes."""
 RAY = "ray"
-"""All processes of Ray itself."""
+"""Name of all processes of Ray itself together."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class ProcessUsage:
     """Resources of one process, or of several together."""
 
     resident: int = 0
-    """Bytes."""
+    """Resident memory in bytes."""
     threads: int = 0
     files: int = 0
-    """Open ones, connections among them."""
+    """Number of open files, connections included."""
 
     def __add__(self, other: ProcessUsage) -> ProcessUsage:
         return ProcessUsage(self.resident + other.resident, self.threads + other.threads, self.files + other.files)
@@ -57,7 +57,8 @@ class ProcessTree:
         self._searched = float("-inf")
 
     def held(self) -> dict[str, ProcessUsage]:
-        """By name: `gateway`, `coordinator`, `draft rank 0`, `target rank 0`, .., and `ray` for the rest together."""
+        """Return the resources by process name: `gateway`, `coordinator`, `draft rank 0`, `target rank 0`, .., and
+        `ray` for all others together."""
         if time.monotonic() - self._searched > REFRESH:
             self._search()
         held: dict[str, ProcessUsage] = {}
@@ -71,7 +72,7 @@ class ProcessTree:
         return held
 
     def pids(self) -> dict[str, set[int]]:
-        """Process ids by the same names, without those of Ray."""
+        """Return the process ids by the same names, without those of Ray."""
         self._search()
         return {
             name: {p.pid for p, other in self._names.items() if other == name}
@@ -110,20 +111,21 @@ class ServerSample:
     """The epoch of the workers; it grows when they are lost and started again."""
 
     def total(self, name: str) -> float | None:
-        """Over all labels of a metric; None if it is not there."""
+        """Sum of a metric over all its labels; None if the metric is missing."""
         values = [value for series, value in self.metrics.items() if series.partition("{")[0] == name]
         return sum(values) if values else None
 
 
 class ServerMonitor:
-    """`url`: of the metrics page. `tree`: of the service's processes, where they are on this machine."""
+    """Takes samples of the service. `url`: address of the metrics page. `tree`: the service's processes, if they run on
+    this machine."""
 
     def __init__(self, connections: ClientConnections, url: str | None, tree: ProcessTree | None) -> None:
         self._connections, self._url, self._tree = connections, url, tree
         self.samples: list[ServerSample] = []
 
     async def look(self, at: float) -> ServerSample:
-        """One sample, now."""
+        """Take one sample. `at`: its time, in seconds since the start of the run."""
         try:
             info = await self._connections.server_info(TIMEOUT)
             metrics = await asyncio.to_thread(scrape, self._url) if self._url else {}
@@ -135,7 +137,7 @@ class ServerMonitor:
         return ServerSample(at, info.running, info.queued, metrics, held, epoch=info.epoch)
 
     async def watch(self, clock: Callable[[], float], interval: float) -> None:
-        """Look until cancelled."""
+        """Take a sample every `interval` seconds, until cancelled."""
         turn = 0
         while True:
             self.samples.append(await self.look(clock()))
@@ -144,7 +146,8 @@ class ServerMonitor:
 
 
 def scrape(url: str) -> dict[str, float]:
-    """Raises OSError if there is no answer, ValueError if it is none of ours."""
+    """Read the metrics page. Raises OSError if there is no answer, and ValueError if the page has none of the service's
+    metrics."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=TIMEOUT) as response:
         metrics = parse(response.read().decode())
@@ -156,7 +159,8 @@ def scrape(url: str) -> dict[str, float]:
 
 
 def parse(text: str) -> dict[str, float]:
-    """Values by series, of Prometheus' text format, without the label `model_name`."""
+    """Parse Prometheus' text format. Returns the service's values by series, without buckets and without the label
+    `model_name`."""
     metrics = {}
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
@@ -168,7 +172,7 @@ def parse(text: str) -> dict[str, float]:
 
 START_TIMEOUT, STOP_TIMEOUT = 600.0, 60.0
 WORDS = 2000
-"""Characters of its log that are shown if it does not start."""
+"""Maximum number of characters of the child's log in the error message if it does not start."""
 COMMAND = (
     sys.executable,
     "-c",
@@ -193,11 +197,12 @@ class ServedChild:
 
 @contextmanager
 def serve(arguments: Sequence[str]) -> Iterator[ServedChild]:
-    """`arguments`: further ones of the command. Raises Unreachable with its own words if it does not start."""
+    """Run `smcserve serve` on free ports as a child process. `arguments`: further arguments of the command. Raises
+    ServiceUnreachable with the child's error message if it does not start."""
     with tempfile.TemporaryDirectory(prefix="loadtest-") as folder:
         log = Path(folder, "log")
         with log.open("w") as out:
-            # In a session of its own: Ctrl-C is for us, and we tell it.
+            # In a session of its own: Ctrl-C then reaches only this process, which stops the child.
             child = subprocess.Popen([*COMMAND, *arguments], stdout=out, stderr=out, start_new_session=True)
         try:
             yield _ready(child, log)
@@ -220,7 +225,7 @@ def _ready(child: subprocess.Popen, log: Path) -> ServedChild:
 
 
 def _stop(child: subprocess.Popen) -> None:
-    """Terminate it, so that it drains; kill the processes that are left after that."""
+    """Terminate the child, so that it drains, and then kill the processes that are left."""
     try:
         family = psutil.Process(child.pid).children(recursive=True) if child.poll() is None else []
     except psutil.NoSuchProcess:
@@ -239,7 +244,7 @@ def _stop(child: subprocess.Popen) -> None:
 
 
 def _log_tail(log: Path) -> str:
-    """What it said from its error on, or else at the end."""
+    """Return the child's log from its last error on, or otherwise the end of the log."""
     text = log.read_text(errors="replace").strip()
     begin = f"\n{text}".rfind("\nerror: ")
     return (text[begin:][:WORDS] if begin >= 0 else text[-WORDS:]).removeprefix("error: ") or "it said nothing"

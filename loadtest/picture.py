@@ -1,4 +1,4 @@
-"""The picture of a run: latencies, requests, throughput, the server's metrics and memory, one PNG."""
+"""Draws a run as one PNG: latencies, requests, throughput, the server's metrics and memory."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
     "#000000",
 )
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-"""Told apart by people who see colours differently (Okabe and Ito)."""
+"""Colours that people with colour vision deficiency can tell apart (Okabe and Ito)."""
 COLUMNS, WIDTH, HEIGHT = 2, 6.4, 3.0
-"""Panels side by side, and inches of each."""
+"""Number of panels side by side, and width and height of a panel in inches."""
 BINS = 60
 TALL = 4
-"""A limit that is this many times higher than everything measured would only make it small."""
+"""A limit is not drawn if it is this many times higher than all measurements, which would look small beside it."""
 MIB = 1 << 20
 
 
 def draw(path: Path, run: LoadRun | None, found: CapacityFound | None = None) -> None:
-    """One PNG of a run, a panel for each subject; after a search the rates that were tried come first."""
+    """Draw one PNG of a run, with a panel for each subject. After a search, the first panel shows the rates that were
+    tried."""
     panels: dict[str, Callable[[Axes], None]] = {}
     if found is not None:
         panels["Rates that were tried"] = lambda axes: _probes(axes, found)
@@ -57,7 +58,7 @@ def draw(path: Path, run: LoadRun | None, found: CapacityFound | None = None) ->
 
 
 def panels_of(run: LoadRun) -> dict[str, Callable[[Axes], None]]:
-    """Panels by their titles; without those for which nothing was measured."""
+    """Return panels by their titles, without those for which nothing was measured."""
     panels = {
         "Latency: share of the answered requests that were at least as fast": _cdf,
         "Time to first token, request by request": _ttft_over_time,
@@ -235,6 +236,6 @@ def _timed(run: LoadRun) -> list[RequestRecord]:
 
 
 def _edges(run: LoadRun) -> np.ndarray:
-    """Edges of at most BINS equal parts of the run, each a second or longer."""
+    """Return the edges of at most BINS equal parts of the run, each a second or longer."""
     seconds = max(run.outcome.seconds, 1.0)
     return np.linspace(0.0, seconds, min(BINS, int(seconds)) + 1)

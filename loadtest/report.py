@@ -1,5 +1,5 @@
-"""The report of a run: on a terminal its progress and its figures; as JSON under the names of vLLM's `bench serve`, so
-that results compare, and under `smcserve` where vLLM has no name."""
+"""Reports a run: progress and figures on a terminal, and JSON. The JSON uses the names of vLLM's `bench serve`, so that
+results can be compared, and `smcserve` for everything that vLLM has no name for."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from loadtest.summary import PERCENTILES, LatencySpread, RunSummary
 from smc.terminal import err, out, print_warning
 
 LINE_EVERY = 10.0
-"""Seconds between two lines where no terminal is."""
+"""Seconds between two lines of progress if the output is not a terminal."""
 BAR_EVERY = 0.5
 VERDICTS = {True: ("pass", "green"), False: ("FAIL", "bold red"), None: ("not measured", "yellow")}
 
 
 @contextmanager
 def watch(runner: LoadRunner, seconds: float | None) -> Iterator[None]:
-    """A bar on a terminal, otherwise a line now and then."""
+    """Show progress: a bar on a terminal, otherwise a line every `LINE_EVERY` seconds. `seconds`: expected time of
+    sending."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -74,7 +75,7 @@ def show_run(run: LoadRun) -> None:
 
 
 def headline(run: LoadRun) -> str:
-    """One sentence that says whether it was good."""
+    """Return one sentence that says whether the run was good."""
     failed = [check for check in run.checks if check.passed is False]
     if failed:
         return "Not good enough: " + "; ".join(f"{check.name}: {check.text}" for check in failed) + "."
@@ -100,7 +101,7 @@ def warn(run: LoadRun) -> None:
 
 
 def warnings(run: LoadRun) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """Return what a reader must know before trusting the figures."""
     summary, texts = run.summary, []
     if summary.late:
         late = summary.lateness
@@ -194,7 +195,7 @@ def _figures_table(run: LoadRun) -> Table:
 
 
 def figures(run: LoadRun) -> list[tuple[str, str]]:
-    """Everything but latencies, as words."""
+    """Return all figures except latencies, as pairs of a name and a text."""
     summary = run.summary
     figures = [
         (
@@ -230,7 +231,8 @@ def figures(run: LoadRun) -> list[tuple[str, str]]:
 
 
 def run_numbers(run: LoadRun) -> dict[str, Any]:
-    """Figures and arrays are of the requests that count, in the order in which they were sent."""
+    """Return the JSON content of a run. Figures and arrays are of the requests that count, in the order of their
+    numbers."""
     records = sorted(
         (record for record in run.outcome.records if record.planned.counted), key=lambda record: record.planned.index
     )
@@ -238,14 +240,14 @@ def run_numbers(run: LoadRun) -> dict[str, Any]:
 
 
 def capacity_numbers(found: CapacityFound, run: LoadRun | None) -> dict[str, Any]:
-    """The run at the rate that was found, and the search."""
+    """Return the JSON content of a search, with the run at the rate that was found."""
     numbers = {"smcserve": {}} if run is None else run_numbers(run)
     numbers["smcserve"]["capacity"] = asdict(found)
     return numbers
 
 
 def machine() -> dict[str, Any]:
-    """Where the generator ran."""
+    """Describe the machine of the generator."""
     return {
         "cpu_count": os.cpu_count(),
         "platform": platform.platform(),
@@ -255,7 +257,7 @@ def machine() -> dict[str, Any]:
 
 
 def described(site: LoadedService) -> dict[str, Any]:
-    """What was loaded."""
+    """Describe the service under load."""
     return {
         "address": site.endpoint.address,
         "metrics": site.metrics,
@@ -300,7 +302,7 @@ def _spread(name: str, spread: LatencySpread) -> dict[str, float]:
 
 
 def _arrays(records: list[RequestRecord]) -> dict[str, list]:
-    """One entry a request, seconds; 0 and empty where there is nothing, as in vLLM."""
+    """Return arrays with an entry for each request; times in seconds. Missing values are 0 or empty, as in vLLM."""
     return {
         "input_lens": [record.prompt_tokens for record in records],
         "output_lens": [record.tokens for record in records],
@@ -369,5 +371,5 @@ def _sample(sample: ServerSample) -> dict[str, Any]:
 
 
 def _rounded(seconds: float) -> float:
-    """Rounded to the microsecond."""
+    """Round to microseconds."""
     return round(seconds, 6)

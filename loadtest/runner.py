@@ -1,5 +1,6 @@
-"""One run against a service, from the first connection to the look at what is left behind: an open loop, in which every
-request is sent at its time, whatever has become of the others; and a series of runs in search of capacity."""
+"""Runs one load test against a service, from the first connection to the sample of what is left behind. It is an open
+loop: every request is sent at its time, whether or not earlier ones have ended. Also searches for the capacity by a
+series of runs."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ from loadtest.workload import Workload
 from services.client import ModelInfo, ServerInfo
 
 MAX_DOUBLINGS = 20
-"""In each direction. Beyond a factor of a million, the objective does not depend on the rate."""
+"""Maximum number of doublings or halvings of the rate. Beyond a factor of a million, the objective does not depend on
+the rate."""
 
 
 @dataclass(frozen=True)
 class CapacityProbe:
-    """One rate, tried."""
+    """Result of a run at one rate."""
 
     rate: float
     met: bool
@@ -36,7 +38,7 @@ class CapacityProbe:
     sent: int
     codes: dict[str, int] = field(default_factory=dict)
     late: bool = False
-    """The generator was late, so that the load was below this rate."""
+    """Whether the generator was late, so that the load was below this rate."""
 
 
 class UnhealthyService(RuntimeError):
@@ -52,7 +54,7 @@ class CapacityFound:
     probes: tuple[CapacityProbe, ...]
     """Probes in the order in which they were made."""
     failure: str = ""
-    """What ended the search early."""
+    """Why the search ended early; empty if it did not."""
 
     @property
     def best(self) -> CapacityProbe | None:
@@ -64,15 +66,15 @@ class CapacityFound:
 
     @property
     def late(self) -> list[float]:
-        """Rates at which the generator was late whenever they were tried."""
+        """Rates at which the generator was late in the last probe."""
         last = {probe.rate: probe.late for probe in self.probes}
         return [rate for rate, late in last.items() if late]
 
 
 async def search(probe: Callable[[float], Awaitable[CapacityProbe]], start: float, precision: float) -> CapacityFound:
-    """Try rates from `start` until the lowest that misses is at most `1 + precision` times the highest that meets. A
-    probe that was late is repeated once, and the second decides. UnhealthyService, raised by a probe, ends the
-    search."""
+    """Try rates from `start` on, until the lowest rate that misses is at most `1 + precision` times the highest that
+    meets. A probe with a late generator is repeated once, and the second result decides. If a probe raises
+    UnhealthyService, the search ends."""
     made: list[CapacityProbe] = []
     failure = ""
     try:
@@ -85,7 +87,7 @@ async def search(probe: Callable[[float], Awaitable[CapacityProbe]], start: floa
 async def _narrow(
     probe: Callable[[float], Awaitable[CapacityProbe]], start: float, precision: float, made: list[CapacityProbe]
 ) -> None:
-    """Appends to `made`."""
+    """Try rates as `search` describes. Appends each probe to `made`."""
 
     async def bracket_with(rate: float) -> tuple[float | None, float | None]:
         made.append(await probe(rate))
@@ -104,7 +106,7 @@ async def _narrow(
 
 
 def _bracket(made: list[CapacityProbe]) -> tuple[float | None, float | None]:
-    """The highest rate that met the objective and the lowest that missed it, each by its last probe."""
+    """Return the highest rate that met the objective and the lowest that missed it, each by its last probe."""
     met = {probe.rate: probe.met for probe in made}
     return max((rate for rate in met if met[rate]), default=None), min(
         (rate for rate in met if not met[rate]), default=None
@@ -123,7 +125,7 @@ class RunResult:
 
 @dataclass
 class RunProgress:
-    """Counts of a run that is under way."""
+    """Counters of a run in progress."""
 
     sent: int = 0
     in_flight: int = 0
@@ -134,7 +136,7 @@ class RunProgress:
 
 
 class LoadRunner:
-    """One run. `state` says how far it is."""
+    """Sends the requests of one run. `state` holds its progress."""
 
     def __init__(self, connections: ClientConnections, deadline: float) -> None:
         self._connections, self._deadline = connections, deadline
@@ -146,11 +148,11 @@ class LoadRunner:
         return time.monotonic() - self._begin
 
     def start(self) -> None:
-        """Begin to count the seconds."""
+        """Start the clock."""
         self._begin = time.monotonic()
 
     async def run(self, plan: Iterable[PlannedRequest]) -> RunResult:
-        """Send the plan and wait for the last end. Needs to be started."""
+        """Send all planned requests, and wait until the last one has ended. Call `start` first."""
         records: list[RequestRecord] = []
         cpu = time.process_time()
         async with asyncio.TaskGroup() as group:
@@ -174,12 +176,12 @@ class LoadRunner:
 
 CONNECT_TIMEOUT = 30.0
 QUIET_TIMEOUT = 60.0
-"""Seconds for the service to come to rest after the last request."""
+"""Maximum seconds for the service to become idle after the last request."""
 PROBE_SEED = 7919
-"""Between the seeds of two probes: the same unlucky sequence must not decide all of them."""
+"""Difference between the seeds of two probes, so that one unlucky sequence does not decide all of them."""
 
 ShowProgress = Callable[[LoadRunner, float | None], AbstractContextManager[None]]
-"""Shows the progress of a runner whose requests are sent within so many seconds."""
+"""(runner, seconds) -> context in which the runner's progress is shown. Its requests are sent within these seconds."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,8 @@ class LoadedService:
 
     @classmethod
     def find(cls, endpoint: ServiceEndpoint, metrics: str | None = None, pid: int | None = None) -> LoadedService:
-        """Raises ServiceUnreachable, and ValueError for what cannot be."""
+        """Connect to the service. Raises ServiceUnreachable if the service or its metrics do not answer, and ValueError
+        for refused credentials, a page without the service's metrics, or a process that does not exist."""
         server, model = endpoint.describe()
         if metrics is not None:
             try:
@@ -226,7 +229,7 @@ class LoadRun:
 
 
 async def run_once(site: LoadedService, settings: LoadSettings, watch: ShowProgress) -> LoadRun:
-    """Raises ValueError for what the files of the settings hold, ServiceUnreachable."""
+    """Run one load test. Raises ValueError for invalid files in the settings, and ServiceUnreachable."""
     workload = Workload(settings, site.model)
     async with ClientConnections(site.endpoint, settings.connections) as connections:
         await connections.connect(CONNECT_TIMEOUT)
@@ -248,8 +251,8 @@ async def run_once(site: LoadedService, settings: LoadSettings, watch: ShowProgr
 
 
 async def rest(monitor: ServerMonitor, clock: Callable[[], float], settle: float) -> ServerSample:
-    """Wait until the service is quiet, then leave it alone for `settle` seconds, so that it checks its own books; then
-    look."""
+    """Wait until the service is idle, but at most `QUIET_TIMEOUT` seconds. Then wait `settle` seconds more, in which
+    the service checks its own state, and return a sample."""
     end = clock() + QUIET_TIMEOUT
     while True:
         sample = await monitor.look(clock())
@@ -268,8 +271,8 @@ async def find_capacity(
     watch: ShowProgress,
     tell: Callable[[CapacityProbe], None],
 ) -> tuple[CapacityFound, LoadRun | None]:
-    """The capacity, and the run at that rate. Each probe starts from a service at rest; a service that does not come to
-    rest ends the search."""
+    """Search for the capacity. Returns it with the run at that rate (None if no rate met the objective). Each probe
+    starts from an idle service; a service that does not become idle ends the search."""
     runs: list[LoadRun] = []
 
     async def probe(rate: float) -> CapacityProbe:

@@ -27,13 +27,13 @@ DEPENDENT_OPTIONS = {
     "cancel_after_tokens": ("cancel_after",),
     "slow_share": ("slow_pause",),
 }
-"""Options of a profile that are dropped when another option is given."""
+"""Given option -> options of a profile that are dropped with it."""
 
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """Raises ValueError naming the option, what was given and what is allowed. Times are seconds, rates requests a
-    second."""
+    """Settings of a run. Times are in seconds, rates in requests a second. Raises ValueError naming the option, what
+    was given and what is allowed."""
 
     arrivals: str = "poisson"
     """One of KINDS."""
@@ -43,30 +43,30 @@ class LoadSettings:
     burstiness: float | None = None
     """Shape of gamma arrivals."""
     trace: Path | None = None
-    """Arrivals, and what each asks, from a file."""
+    """File with the arrival time and the content of each request."""
     duration: float | None = None
     """Time in which requests are sent, after the warm-up."""
     requests: int | None = None
-    """How many are sent at most, after the warm-up."""
+    """Maximum number of requests after the warm-up."""
     warm_up: float = 0.0
-    """Time at the start whose requests are sent and not counted."""
+    """Time at the start in which requests are sent but not counted."""
     prompts: Path | None = None
-    """File of prompts; default: the problems that the demo pair was made for."""
+    """File of prompts; default: the problems of the demo pair."""
     prompt_length: LengthDistribution | None = None
-    """Prompts of random token ids instead."""
+    """Length of prompts of random token ids, which replace the other prompts."""
     output_length: LengthDistribution = field(default_factory=lambda: LengthDistribution("fixed", 128))
     """`max_tokens` of each request."""
     ignore_eos: bool = False
     method: Mixture = field(default_factory=lambda: Mixture((("smc", 1.0),)))
     particles: Mixture | None = None
-    """Default: the server's."""
+    """Numbers of particles; default: the server's."""
     seed: int = 0
     """Seed of the run, from which everything random is drawn."""
     cancel_share: float = 0.0
     cancel_after: float | None = None
     cancel_after_tokens: int | None = None
     cancel_by: Mixture | None = None
-    """Ways of cancelling, of CANCEL_BY; default: `leave`."""
+    """Ways of cancelling, from CANCEL_BY; default: `leave`."""
     slow_share: float = 0.0
     slow_pause: float | None = None
     deadline: float = 60.0
@@ -76,19 +76,21 @@ class LoadSettings:
     attainment: float = 0.95
     """Share of requests that must meet the objective."""
     overload: float | None = None
-    """The rate in multiples of `capacity`."""
+    """Rate as a multiple of `capacity`."""
     capacity: float | None = None
-    """The highest rate that meets the objective, as found before; with it, behaviour under overload is judged."""
+    """Highest rate that meets the objective, from an earlier search. If it is given, behaviour under overload is
+    checked."""
     flat: bool = False
-    """Check whether memory, threads and open files of every process stay as they are."""
+    """Whether to check that memory, threads and open files of every process do not grow."""
     interval: float = 1.0
-    """Between two looks at the server."""
+    """Time between two samples of the server."""
     settle: float = 5.0
-    """How long the service is left alone after the last request, before its books are checked."""
+    """Time to leave the service alone after the last request, before it is checked for leftovers."""
 
     @classmethod
     def of(cls, profile: dict[str, Any], given: dict[str, Any]) -> Self:
-        """Settings of a profile, changed by those that are given, all as words and numbers."""
+        """Combine the settings of a profile with the given ones, which take precedence. All values are words and
+        numbers."""
         dropped = {other for name in given for other in DEPENDENT_OPTIONS.get(name, ())}
         if {"rate", "capacity"} <= given.keys():
             dropped.add("overload")
@@ -114,7 +116,7 @@ class LoadSettings:
         return replace(self, rate=rate, seed=seed, capacity=None, overload=None)
 
     def words(self) -> dict[str, Any]:
-        """The settings in types that JSON has."""
+        """Return the settings in types that JSON has."""
         plain = (int, float, str, bool, type(None))
         return {each.name: v if isinstance(v := getattr(self, each.name), plain) else str(v) for each in fields(self)}
 
@@ -216,7 +218,7 @@ def option_of(name: str) -> str:
 
 
 def _read(name: str, value: Any) -> Any:
-    """A setting from its word."""
+    """Parse the value of a setting."""
     if name in ("prompt_length", "output_length"):
         return LengthDistribution.read(value, option_of(name))
     if name in ("method", "particles", "cancel_by"):
@@ -234,8 +236,8 @@ def shipped_profiles() -> dict[str, dict[str, Any]]:
 
 
 def load_profile(name: str) -> dict[str, Any]:
-    """Settings of the profile `name`, or of the file of that name. Raises ValueError for what is neither, or no
-    setting."""
+    """Read the settings of the profile `name`, or of the TOML file of that name. Raises ValueError if there is no such
+    profile, and for a key that is not a setting."""
     profiles = shipped_profiles()
     if name in profiles:
         profile = profiles[name]

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import Self
 
 MEASURES = {"ttft": "time to first token", "tpot": "time per output token", "e2el": "end-to-end latency"}
-"""vLLM's names, and what they stand for."""
+"""vLLM's names of latencies, and their meaning."""
 
 
 @dataclass(frozen=True)
 class LatencyObjective:
     limits: tuple[tuple[str, float], ...]
-    """Names of MEASURES, and milliseconds."""
+    """Pairs of a name in MEASURES and a limit in milliseconds."""
 
     @classmethod
     def read(cls, words: str) -> Self:
-        """`ttft:500 tpot:50 e2el:5000`. Raises ValueError saying what was given and what is allowed."""
+        """Parse words such as `ttft:500 tpot:50 e2el:5000`. Raises ValueError saying what was given and what is
+        allowed."""
         limits: dict[str, float] = {}
         for word in str(words).replace(",", " ").split():
             name, _, value = word.partition(":")

@@ -14,7 +14,7 @@ from loadtest.slo import LatencyObjective
 
 PERCENTILES = (50, 90, 95, 99)
 LATE = 0.05
-"""Seconds. A generator whose 99th percentile of lateness is above this did not keep to its plan."""
+"""Maximum lateness in seconds. A generator whose 99th percentile of lateness is above this did not keep to its plan."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class RunSummary:
     sent: int
     completed: int
     cancelled: int
-    """Cancelled by this client, as planned; a request that was answered before counts as completed."""
+    """Requests that this client cancelled, as planned; a request that was answered before counts as completed."""
     failed: int
     ordinary: int
-    """Requests whose clients wait and read at full speed: latencies, goodput and `good` are of these alone."""
+    """Requests whose clients wait and read at full speed. Latencies, goodput and `good` count only these."""
     good: int | None
-    """Ordinary requests that met the objective; None without one."""
+    """Ordinary requests that met the objective; None without an objective."""
     first_send: float
-    """Seconds since the start of the run, as are the next two."""
+    """Time in seconds since the start of the run; `last_send` and `last_end` likewise."""
     last_send: float
     last_end: float
     input_tokens: int
@@ -70,16 +70,16 @@ class RunSummary:
     codes: dict[str, int]
     finish_reasons: dict[str, int]
     rounds: float
-    """A request, as are resamples; averages over answers by SMC."""
+    """Rounds of a request; like `resamples`, a mean over answers by SMC."""
     resamples: float
     collapses: int
     ess_share: float
-    """Mean ESS over N."""
+    """Mean effective sample size, as a share of N."""
     peak_concurrent: int
 
     @property
     def sending(self) -> float:
-        """Seconds in which requests were sent; how long the last of them takes does not matter."""
+        """Seconds in which requests were sent, without the time that the last of them takes."""
         return self.last_send - self.first_send
 
     @property
@@ -89,12 +89,12 @@ class RunSummary:
 
     @property
     def send_rate(self) -> float:
-        """Requests a second of sending."""
+        """Requests sent, per second of sending."""
         return _rate(self.sent, self.sending)
 
     @property
     def good_of_sent(self) -> float | None:
-        """Requests a second of sending that met the objective, sooner or later."""
+        """Requests that met the objective, per second of sending, whenever they ended."""
         return None if self.good is None else _rate(self.good, self.sending)
 
     @property
@@ -164,7 +164,7 @@ def is_good(record: RequestRecord, objective: LatencyObjective) -> bool:
 
 
 def in_flight(records: Iterable[RequestRecord]) -> list[tuple[float, int]]:
-    """Every moment at which the number of requests under way changed, and the number from then on."""
+    """Return every time at which the number of requests in flight changed, with the new number."""
     changes = sorted([(record.sent_at, 1) for record in records] + [(record.ended_at, -1) for record in records])
     counts = np.cumsum([change for _, change in changes]).tolist()
     return [(at, count) for (at, _), count in zip(changes, counts)]

@@ -1,8 +1,8 @@
-"""The plan of a run: every request, in the order of its time, drawn from the seed of the run; and the files of prompts
+"""Plans a run: all requests in the order of their times, drawn from the seed of the run. Reads the files of prompts
 (JSONL) and of traces (JSONL or CSV). Knows nothing about how requests are sent.
 
-What a request asks depends on the seed and its number alone, so that two runs at different rates ask the same. An
-unknown field of a file is refused."""
+The content of a request depends only on the seed and its number, so two runs at different rates send the same requests.
+An unknown field of a file is refused."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from smc.demo import problems
 
 @dataclass(frozen=True)
 class PromptLine:
-    """What a line asks for; None is left to the settings of the run."""
+    """Content of one line of a file. For None, the settings of the run decide."""
 
     prompt: Prompt | None = None
     prompt_tokens: int | None = None
-    """Length of a prompt of random tokens, where the line has no prompt."""
+    """Length of a prompt of random tokens, if the line has no prompt."""
     max_tokens: int | None = None
     time: float = 0.0
     """Seconds since the start of a trace."""
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """One JSON object a line: `prompt` (text or token ids) or `messages`, and `max_tokens` if it has one of its own."""
+    """Read a file with one JSON object a line: `prompt` (text or token ids) or `messages`, and optionally `max_tokens`.
+    Raises ValueError that names the line."""
     lines = [_prompt_line(values, where, ("prompt", "messages", "max_tokens")) for where, values in _json_lines(path)]
     if missing := next((index for index, line in enumerate(lines, 1) if line.prompt is None), 0):
         raise ValueError(f"{path}: entry {missing} has neither prompt nor messages; give one of them")
@@ -44,7 +45,8 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
 
 def read_trace(path: Path) -> list[PromptLine]:
-    """One request a line, JSONL or, by the file's name, CSV with a header; in the order of their times."""
+    """Read a file with one request a line: CSV with a header if the name ends in .csv, otherwise JSONL. Returns the
+    requests in the order of their times."""
     lines = _csv_lines(path) if path.suffix == ".csv" else _json_lines(path)
     requests = [
         _prompt_line(values, where, ("time", "prompt", "messages", "prompt_tokens", "max_tokens"))
@@ -100,7 +102,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Cells that are empty are not given."""
+    """Yield the rows with their positions; empty cells are left out."""
     with path.open(newline="") as file:
         for number, row in enumerate(csv.DictReader(file), 2):
             where = f"{path}, line {number}"
@@ -120,13 +122,14 @@ def _not_empty(lines: list[PromptLine], path: Path) -> list[PromptLine]:
 
 
 DEMO_PROBLEMS = 256
-"""Different questions; then they come again."""
+"""Number of different questions, which then repeat."""
 ARRIVALS, REQUESTS = 0, 1
-"""What a stream of random numbers is for."""
+"""Streams of random numbers: one for arrival times, one for the contents of requests."""
 
 
 class Workload:
-    """Reads the files once. Raises ValueError for what is in them, OSError if they cannot be read."""
+    """The requests of a run. Reads the files once. Raises ValueError for invalid contents, OSError if they cannot be
+    read."""
 
     def __init__(self, settings: LoadSettings, model: ModelInfo) -> None:
         self._settings, self._model = settings, model
@@ -142,7 +145,7 @@ class Workload:
             self._lines = [PromptLine()]
 
     def plan(self) -> Iterator[PlannedRequest]:
-        """Requests for the duration of the settings; `requests` counts those after the warm-up."""
+        """Yield the requests for the duration of the settings; `requests` counts those after the warm-up."""
         settings = self._settings
         end = np.inf if settings.duration is None else settings.warm_up + settings.duration
         limit = settings.requests
@@ -162,7 +165,8 @@ class Workload:
             yield at, PromptLine()
 
     def _times(self) -> Iterator[float]:
-        """Without a trace. `LoadSettings` has what each kind of arrivals needs."""
+        """Return arrival times if there is no trace. `LoadSettings` has checked that the arguments of each kind of
+        arrivals are given."""
         settings, rng = self._settings, np.random.default_rng((self._settings.seed, ARRIVALS))
         rate = settings.rate
         assert rate is not None
@@ -177,7 +181,7 @@ class Workload:
     def _request(self, index: int, at: float, line: PromptLine) -> PlannedRequest:
         settings = self._settings
         rng = np.random.default_rng((settings.seed, REQUESTS, index))
-        # Every number is drawn, used or not, so that an option changes only its own subject.
+        # Every number is drawn, even if it is not used, so that an option changes only what it is about.
         seed, method = int(rng.integers(2**63)), settings.method.draw(rng)
         particles = settings.particles.draw(rng) if settings.particles else None
         kind, drawn_tokens = rng.random(), settings.output_length.draw(rng)
@@ -204,7 +208,7 @@ class Workload:
         )
 
     def _prompt(self, index: int, line: PromptLine, rng: np.random.Generator) -> tuple[Prompt, int | None]:
-        """The prompt, and the longest answer if the line of the prompt has one."""
+        """Return the prompt, and `max_tokens` if the line has it."""
         if line.prompt is None and line.prompt_tokens is None:
             own = line
             line = self._lines[index % len(self._lines)]

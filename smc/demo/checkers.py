@@ -9,7 +9,8 @@ from collections.abc import Callable
 from smc.potentials import Prefixes
 
 WRONG = -6.0
-"""log phi of a wrong line: hardly any answer has one, and a population of wrong ones can still be told apart."""
+"""log phi of a wrong line: so low that hardly any answer has one, but finite, so that populations in which all answers
+are wrong can still be compared."""
 _LINE = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 _RESULT = re.compile(r"#### (\d+)")
 _OPERATORS: dict[str, Callable[[int, int], float]] = {
@@ -18,8 +19,9 @@ _OPERATORS: dict[str, Callable[[int, int], float]] = {
 
 
 def arithmetic(prefixes: Prefixes) -> list[float]:
-    """Lines such as `12 + 7 = 19` must be right, and the result that of the last of them; it knows nothing of the
-    question. What is neither, or not finished, counts as wrong where it cannot be made right."""
+    """Return log phi of each prefix: `WRONG` for each wrong line. A line such as `12 + 7 = 19` must be correct, and the
+    line with the result must repeat the value of the last such line; all other lines are wrong. The last line counts
+    once the answer has ended. Knows nothing about the question."""
     return [WRONG * _wrong_lines(text, ended) for text, ended in zip(prefixes.texts, prefixes.ended)]
 
 

@@ -1,5 +1,5 @@
-"""The demo models' tokenizer and training corpus: problems as one sequence of tokens, and batches sampled from it. Knows
-nothing about models.
+"""The demo models' tokenizer and training corpus: all problems as one sequence of tokens, and batches sampled from it.
+Knows nothing about models.
 
 The tokenizer is byte-level BPE with one token per digit, so each number has exactly one encoding. Any text encodes and
 decodes exactly, byte by byte if necessary.
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 
 def render(question: str) -> str:
-    """The prompt of a question, as the chat template renders it."""
+    """Return the prompt of a question, as the chat template renders it."""
     return f"{BOS}{USER}{question}{ASSISTANT}"
 
 
@@ -91,7 +91,7 @@ TOKENIZER_PROBLEMS = 20_000
 FIRST_SEED = 0
 """Chunk i of the corpus is generated from seed FIRST_SEED + i."""
 CHUNK = 4_000
-"""Problems that a worker generates at a time."""
+"""Number of problems that a worker generates at a time."""
 GROUPS = 3
 """Number of groups of similar length."""
 IGNORED = -100
@@ -106,7 +106,7 @@ def learn_tokenizer() -> Tokenizer:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Problems of one length group, one a row."""
+    """Problems of one length group, one in each row."""
 
     tokens_BS: Tensor
     """Tokens of each problem. Tokens after its end are arbitrary, and no label depends on them."""
@@ -187,7 +187,8 @@ def _start_worker(tokenizer_json: str) -> None:
 
 
 def _encode_chunk(seed: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of all problems of one chunk, and the prompt length and total length of each problem."""
+    """Encode one chunk. Returns the tokens of all its problems, and the prompt length and total length of each
+    problem."""
     answer_mark = _worker_tokenizer.token_to_id(ASSISTANT)
     assert answer_mark is not None, "the tokenizer has no token for the assistant's turn"
     rows = [_worker_tokenizer.encode(render(p.question) + p.solution + EOS).ids for p in generate(seed, count, "train")]

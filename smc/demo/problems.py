@@ -1,5 +1,5 @@
-"""Arithmetic word problems of 3 to 7 steps with worked solutions: generating and grading them, and accuracy over many.
-Knows nothing about models or tokens.
+"""Generates and grades arithmetic word problems of 3 to 7 steps with worked solutions, and computes the accuracy over
+many. Knows nothing about models or tokens.
 
 A problem is a story about one or two people who own one kind of thing. Every sentence is needed, every amount lies in
 0..999, and each question has exactly one solution text, so a model that can do the arithmetic has no ambiguity left.
@@ -158,7 +158,8 @@ class Problem:
 
 
 def generate(seed: int, count: int, split: Split) -> list[Problem]:
-    """`count` problems of one split; deterministic in the arguments. No question is in both splits, for any seeds."""
+    """Generate `count` problems of one split; deterministic in the arguments. No question is in both splits, for any
+    seeds."""
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} is unknown; known: 'train', 'test'")
     rng = random.Random(f"{split}-{seed}")
@@ -171,7 +172,7 @@ def generate(seed: int, count: int, split: Split) -> list[Problem]:
 
 
 def split_of(question: str) -> Split:
-    """The split of a question: a hash of its text decides."""
+    """Return the split of a question, which a hash of its text decides."""
     return "test" if hashlib.sha256(question.encode()).digest()[0] % TEST_SHARE == 0 else "train"
 
 
@@ -183,8 +184,8 @@ def grade(problem: Problem, answer_text: str) -> bool:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The seed of the request for problem `index` in a run with this seed: 63 bits of a hash, so that the seeds of
-    neighbouring runs and problems are unrelated."""
+    """Return the seed of the request for problem `index` in a run with this seed: 63 bits of a hash, so that the seeds
+    of neighbouring runs and problems are unrelated."""
     return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8]) >> 1
 
 
@@ -216,16 +217,16 @@ class _Story:
         return result
 
     def amount(self, limit: int) -> int:
-        """A random number from 2 to `limit`; small numbers are more likely."""
+        """Return a random number from 2 to `limit`; small numbers are more likely."""
         top = self.rng.choice((20, 20, 60, 100, 300))
         return self.rng.randint(2, max(2, min(top, limit)))
 
     def factor(self) -> int | None:
-        """A random factor that keeps the product in bounds; None if there is none."""
+        """Return a random factor that keeps the product in bounds; None if there is none."""
         return self._one_of([k for k in FACTORS if self.value * k <= MAX_PRODUCT])
 
     def divisor(self) -> int | None:
-        """A random factor that divides the current amount; None if there is none."""
+        """Return a random factor that divides the current amount; None if there is none."""
         return self._one_of([k for k in FACTORS if self.value % k == 0 and self.value <= MAX_PRODUCT])
 
     def _one_of(self, factors: list[int]) -> int | None:
@@ -274,7 +275,7 @@ def _loss(story: _Story, _left: int) -> None:
 
 
 def _boxes(story: _Story, left: int) -> None:
-    """Two steps: the total of the boxes, then that many more or fewer."""
+    """Add two steps: the number of things in all boxes, then a gain or loss of this number."""
     k, n = story.rng.choice(FACTORS), story.rng.randint(2, 30)
     more = story.rng.random() < 0.5
     if left < 2 or (k * n > MAX_AMOUNT - story.value if more else k * n >= story.value):

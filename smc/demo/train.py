@@ -74,7 +74,8 @@ StopCondition = Callable[[int, Decoder], bool]
 
 
 def initialise(config: ModelConfig, seed: int) -> Decoder:
-    """A decoder with random weights. Matrices that write to the residual are scaled down by the depth of the model."""
+    """Create a decoder with random weights. Matrices that write to the residual are scaled down by the depth of the
+    model."""
     torch.manual_seed(seed)
     model = Decoder(config)
     for name, weight in model.named_parameters():
@@ -85,7 +86,7 @@ def initialise(config: ModelConfig, seed: int) -> Decoder:
 
 
 def answer_loss(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-    """Sum of the negative log-likelihood over all answer tokens."""
+    """Return the sum of the negative log-likelihood over all answer tokens."""
     logits_TV = model.logits(hidden_states(model, rope_SD, tokens_BS).flatten(0, 1))
     return F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -223,7 +224,8 @@ class Evaluator:
 
 
 def stop_at(goal: float, every: int, evaluator: Evaluator) -> StopCondition:
-    """Stop at the first snapshot with an accuracy of at least `goal`; one snapshot every `every` steps."""
+    """Return a condition that stops at the first snapshot with an accuracy of at least `goal`; there is a snapshot
+    every `every` steps."""
 
     def should_stop(step: int, model: Decoder) -> bool:
         if step % every:

@@ -1,1 +1,1 @@
-"""Distillation: a draft for any target, trained on what the target writes to itself."""
+"""Distillation: trains a draft for any target on conversations that the target writes itself."""

@@ -1,16 +1,16 @@
-"""The target writes conversations, user turns from the opening of its chat template, or given ones, then its answers; and
-they are kept on disk.
+"""Writes conversations with the target and keeps them on disk. A user turn is given, or the target writes it after the
+opening of its chat template; the target also writes the answers.
 
-All conversations are continued at once by plain decoding in the project's own engine, as many as there are slots. A
-conversation depends on the seed and its number only, so that a run that was killed writes the same ones again.
+Plain decoding in the project's own engine continues as many conversations at once as there are slots. A conversation
+depends only on the seed and its number, so a run that was killed writes the same ones again.
 
-Left out are conversations that teach nothing: whose user turn never ends or holds special tokens, and whose answers
-repeat themselves or are nearly empty. An answer that is cut at its longest length stays: every served answer passes
-through such prefixes.
+Conversations that teach nothing are dropped: those whose first user turn does not end, is too long or contains special
+tokens, and those whose first answer repeats itself or is nearly empty. An answer that is cut at its maximum length is
+kept: every served answer passes through such prefixes.
 
-On disk they are rows of equal width in numbered files that are mapped into memory (`ConversationStore`). Memory does not
-grow with the number of rows: a full file is written once, and rows are read where they lie. The rows after the last
-full file are in memory, and in a file that is replaced whenever rows are flushed.
+On disk, conversations are rows of equal width in numbered files that are mapped into memory (`ConversationStore`).
+Memory does not grow with the number of rows: a full file is written once, and its rows are read from the mapped file.
+The rows after the last full file are in memory, and in a file that is replaced at every flush.
 
 Axes: N rows, S token positions."""
 
@@ -35,11 +35,12 @@ from smc.model.tokenizer import Tokenizer
 
 ROWS_PER_FILE = 1024
 OPEN_FILES = 64
-"""Files that are mapped at the same time."""
+"""Maximum number of files that are mapped at the same time."""
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """A process that is killed in the middle leaves the file before. So does a full disk, which raises OSError."""
+    """Write a file as a whole: if the process is killed meanwhile, the previous file remains. Raises OSError if it
+    cannot be written, such as on a full disk; the previous file remains then, too."""
     temporary = path.with_suffix(".tmp")
     try:
         with temporary.open("wb") as opened:
@@ -47,7 +48,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
             opened.flush()
             os.fsync(opened.fileno())
         temporary.replace(path)
-    except (OSError, RuntimeError) as error:  # torch raises the latter
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError
         temporary.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written ({error}); make room on the disk and go on with --resume") from error
 
@@ -57,12 +58,12 @@ class Conversation:
     """A conversation that the target wrote."""
 
     number: int
-    """Which of all conversations of a run it is: number and seed decide everything in it."""
+    """Index among all conversations of a run. The seed and this number decide everything in the conversation."""
     temperature: float
-    """Of the answers."""
+    """Sampling temperature of the answers."""
     tokens: tuple[int, ...]
     is_answer: tuple[bool, ...]
-    """Marks tokens that the target drew in answers, end-of-text included."""
+    """Whether each token is one that the target drew in an answer, end-of-text included."""
 
     @property
     def answer_tokens(self) -> int:
@@ -73,7 +74,8 @@ class ConversationStore:
     """Conversations of one process, in the order of their numbers."""
 
     def __init__(self, directory: Path, width: int) -> None:
-        """`width`: S, tokens of the longest conversation. Opens what is there. Raises ValueError for other rows."""
+        """Open the files in `directory`, if there are any. `width`: S, the maximum number of tokens of a conversation.
+        Raises ValueError if their rows have another width."""
         self._directory, self.width = directory, width
         self._dtype = np.dtype(
             [("number", "<i8"), ("temperature", "<f4"), ("length", "<i4"), ("tokens", "<i4", width)]
@@ -88,9 +90,9 @@ class ConversationStore:
             self._full -= 1
             self._tail = list(last)
         self.tokens = 0
-        """Tokens of answers in all rows."""
+        """Number of answer tokens in all rows."""
         self.next_number = 0
-        """Number after the last stored conversation's."""
+        """The number of the last stored conversation, plus one."""
         for file in files:
             rows_N = self._read(file)
             self.tokens += int(rows_N["is_answer"].sum())
@@ -115,14 +117,15 @@ class ConversationStore:
             self._tail = []
 
     def flush(self) -> None:
-        """Write rows that are in memory alone. A process that is killed in the middle leaves the file before."""
+        """Write the rows that are only in memory. If the process is killed meanwhile, the previous file remains."""
         if not self._tail:
             return
         rows_N = np.array(self._tail, self._dtype)
         replace_file(self._file(self._full), lambda opened: np.save(opened, rows_N))
 
     def rows(self, index_N: Sequence[int]) -> np.ndarray:
-        """A structured array [N] with the fields number, temperature, length, tokens [S] and is_answer [S]."""
+        """Return the rows at these indices as a structured array [N] with the fields number, temperature, length,
+        tokens [S] and is_answer [S]."""
         found_N = np.empty(len(index_N), self._dtype)
         for n, index in enumerate(index_N):
             file, row = divmod(int(index), ROWS_PER_FILE)
@@ -130,7 +133,7 @@ class ConversationStore:
         return found_N
 
     def answer_counts(self, first: int, vocab: int) -> np.ndarray:
-        """Occurrences of each token in the answers of the rows from `first` on, int64 [V]."""
+        """Count the occurrences of each token in the answers of the rows from `first` on, int64 [V]."""
         count_V = np.zeros(vocab, dtype=np.int64)
         for begin in range(first, len(self), ROWS_PER_FILE):
             rows_N = self.rows(range(begin, min(begin + ROWS_PER_FILE, len(self))))
@@ -162,30 +165,31 @@ class ConversationStore:
 logger = logging.getLogger(__name__)
 
 PROBE = "x"
-"""Content of the messages that show where a template has texts."""
+"""Content of messages that are rendered to find where a template puts texts."""
 LEAST_ANSWER = 4
-"""Tokens of an answer that is kept."""
+"""Minimum number of tokens of an answer that is kept."""
 GRAM = 4
-"""Tokens that are compared to find repetition."""
+"""Number of consecutive tokens that are compared to find repetition."""
 MOST_REPEATED = 0.5
-"""Share of an answer's 4-grams that may have occurred before in it."""
+"""Maximum share of an answer's 4-grams that have occurred before in it."""
 MOST_DROPPED = 300
-"""Conversations, from the first one on, after which writing fails if none of them is kept."""
+"""Writing fails if this many conversations are dropped before the first one is kept."""
 TEMPERATURES = (1.0, 0.7, 1.0, 0.7, 0.0)
 USER_TEMPERATURE = 0.7
-"""At most, of user turns: at 1 those of small models drift to where every model is uncertain."""
+"""Maximum temperature of user turns. At temperature 1, those of small models drift to text about which every model is
+uncertain."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Tokens of a chat template around texts. Of a model without one, only the opening."""
+    """The tokens that a chat template puts around texts. A model without a template has only the opening."""
 
     opening: tuple[int, ...]
-    """Before the first user's text, or a text of a model without a template."""
+    """Tokens before the first user's text, or before a text of a model without a template."""
     closing: tuple[int, ...] = ()
-    """After a user's text, up to the answer."""
+    """Tokens after a user's text, up to the answer."""
     between: tuple[int, ...] | None = None
-    """After an answer, up to the next user's text; None: there are no further turns."""
+    """Tokens after an answer, up to the next user's text; None: there are no further turns."""
     ends: frozenset[int] = frozenset()
     """Tokens that end a user's text."""
     special: frozenset[int] = frozenset()
@@ -196,8 +200,9 @@ class ChatFormat:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> ChatFormat:
-        """Raises ValueError for a template that does not show texts as they are, and for a model with neither a
-        template nor a token that begins texts."""
+        """Find the tokens that the tokenizer's chat template puts around texts. Raises ValueError for a template that
+        changes texts or begins with the user's text, and for a model with neither a template nor a token that begins
+        texts."""
         special = frozenset(tokenizer.special_ids) | frozenset(tokenizer.eos_ids)
         if not tokenizer.has_chat_template:
             if tokenizer.start_id is None:
@@ -231,18 +236,18 @@ def _between(tokenizer: Tokenizer, begin: list[int], end: list[int]) -> tuple[in
 
 @dataclass(frozen=True)
 class TalkSettings:
-    """How conversations are written. Raises ValueError naming the field."""
+    """Settings for writing conversations. Raises ValueError naming the field."""
 
     temperatures: tuple[float, ...] = TEMPERATURES
-    """Of answers, in turn."""
+    """Temperatures of answers; successive conversations take them in turn."""
     width: int = 512
-    """Tokens of the longest conversation."""
+    """Maximum number of tokens of a conversation."""
     user_tokens: int = 128
-    """Of the longest user turn."""
+    """Maximum number of tokens of a user turn."""
     answer_tokens: int = 320
-    """Of the longest answer."""
+    """Maximum number of tokens of an answer."""
     turns: int = 2
-    """User turns of a conversation, at most."""
+    """Maximum number of user turns of a conversation."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -262,7 +267,7 @@ class _Draft:
     tokens: list[int]
     is_answer: list[bool]
     answering: bool
-    """The next tokens are an answer's."""
+    """Whether the next tokens belong to an answer."""
     turn: int = 0
     answers: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -273,20 +278,20 @@ class _Draft:
 
 @dataclass
 class WritingCounts:
-    """What became of conversations."""
+    """Counters of conversations and tokens."""
 
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Dropped conversations by reason."""
     drawn: int = 0
-    """Tokens that the target drew, of all turns, of dropped conversations too."""
+    """Tokens that the target drew in all turns, including those of dropped conversations."""
     cut: int = 0
-    """Answers that were cut at their longest length."""
+    """Answers that were cut at their maximum length."""
 
 
 class TalkWriter:
-    """Writes conversations first, first + stride, .. into a store, in this order. Raises ValueError for a target that
-    cannot."""
+    """Writes the conversations with the numbers first, first + stride, .. to a store, in this order. Raises ValueError
+    if the target cannot write them."""
 
     def __init__(
         self,
@@ -303,8 +308,8 @@ class TalkWriter:
         prompts: Sequence[Sequence[int]] = (),
         mixed: bool = True,
     ) -> None:
-        """`slots`: conversations that are continued at once; `pages`: KV pages for them; `prompts`: whole prompts of
-        given user turns, which every second conversation begins with, or all of them if not `mixed`."""
+        """`slots`: conversations that are continued at once. `pages`: KV pages for them. `prompts`: token ids of given
+        prompts, template included. Every second conversation begins with one of these, or every one if not `mixed`."""
         self.settings, self.counts, self._store = settings, WritingCounts(), store
         self._format = _format_of(pair.tokenizer, prompts, mixed)
         self._eos = frozenset(pair.tokenizer.eos_ids)
@@ -330,16 +335,18 @@ class TalkWriter:
         self._slots, self._active = slots, dict[int, _Draft]()
         done = store.next_number if store is not None else 0
         self._next_number = first + stride * max(0, -(-(done - first) // stride))
-        """Of the next conversation to begin."""
+        """Number of the next conversation to begin."""
         self._unstored = self._next_number
-        """Of the next conversation to store: later ones wait in `_waiting`."""
+        """Number of the next conversation to store. Conversations with higher numbers wait in `_waiting` once they are
+        complete."""
         self._waiting: dict[int, Conversation | None] = {}
         self._dropped_at_first = 0
         """Conversations that were dropped before the first one was kept."""
 
     def write(self, until: Callable[[], bool]) -> Iterator[Conversation]:
-        """Write until `until` is true, which is asked before every conversation that is stored, and yield these. Those
-        that have begun go on at the next call. Raises ValueError if none of the first `MOST_DROPPED` is kept."""
+        """Write conversations until `until` returns True, and yield them. `until` is called before a conversation is
+        stored. Conversations that have begun continue at the next call. Raises ValueError if none of the first
+        `MOST_DROPPED` is kept."""
         while True:
             yield from self._in_order(until)
             if until():
@@ -394,7 +401,7 @@ class TalkWriter:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
     def _take(self, answer: Answer) -> None:
-        """A turn has been written."""
+        """Process a turn that the engine has finished: continue, complete or drop its conversation."""
         draft = self._active[int(answer.request_id)]
         tokens = list(answer.tokens)
         self.counts.drawn += len(tokens)
@@ -414,7 +421,8 @@ class TalkWriter:
         )
 
     def _take_user_turn(self, draft: _Draft, tokens: list[int]) -> str | None:
-        """None: the conversation goes on; otherwise why it is dropped, or an empty text if it is complete."""
+        """Add a user turn to its conversation. Returns None if the conversation continues, an empty text if it is
+        complete, otherwise the reason for dropping it."""
         if not tokens or tokens[-1] not in self._format.ends:
             return "" if draft.answers else "a user turn without end"
         text = tokens[:-1]
@@ -439,7 +447,7 @@ class TalkWriter:
             self.counts.cut += 1
         if not ended or between is None or draft.turn >= self.settings.turns:
             return ""
-        # The template's own end of an answer is the token that the target has drawn.
+        # If the template ends an answer with the token that the target has drawn, it is not added again.
         rest = between[1:] if between[:1] == (tokens[-1],) else between
         if len(draft.tokens) + len(rest) + LEAST_ANSWER > self.settings.width:
             return ""
@@ -466,7 +474,7 @@ class TalkWriter:
 
 
 def _format_of(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], mixed: bool) -> ChatFormat:
-    """Without an opening if the target writes no user turns: all of them are given."""
+    """Find the chat format. Without an opening if all user turns are given, so that the target writes none."""
     if mixed or not prompts:
         try:
             return ChatFormat.of(tokenizer)
@@ -479,6 +487,6 @@ def _format_of(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], mixed: bo
 
 
 def repeated_share(tokens: Sequence[int]) -> float:
-    """Share of 4-grams that have occurred before."""
+    """Return the share of the 4-grams that have occurred before."""
     grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,11 +1,12 @@
-"""How well a draft knows its target: on conversations that it does not learn from, the overlap of their distributions,
-and how many of the target's next tokens the draft's tree holds. Also what a run leaves of it beside the draft's weights:
-a card, its numbers as JSON, and a picture of them.
+"""Measures how well a draft predicts its target on held-out conversations: the overlap of their distributions, and how
+many of the target's next tokens the draft's tree holds. Writes the results of a run beside the draft's weights: a card,
+the numbers as JSON, and a picture.
 
-At each context the target draws its next tokens, and the draft grows a tree as a round of exact decoding in lockstep
-does, in which these tokens are looked up. Every node counts that a step has kept, also where a later step keeps none of
-its continuations. The engine verifies rows of full depth alone, so it confirms fewer tokens than the tree holds. All
-contexts of some texts are continued together: their rows read the keys of their text as far as their context goes.
+At each context the target draws its next tokens. The draft grows a tree as in a round of exact decoding in lockstep,
+and the target's tokens are looked up in this tree. Every node counts that a step has kept, even if a later step keeps
+none of its continuations. The engine verifies only rows of full depth, so it confirms fewer tokens than the tree holds.
+The contexts of several texts are continued together; their rows read the keys of their text up to the end of their
+context.
 
 Axes: B texts or rows, S token positions, X tokens of answers, C contexts of all texts or tokens of a chunk, R rows of a
 tree, Y = C * R, D drafted tokens of a row, V vocabulary, H query heads, J key/value heads."""
@@ -46,34 +47,34 @@ class OwnText:
     """Index of the answer's first token."""
 
     def contexts(self, distance: int) -> list[int]:
-        """Numbers of tokens that contexts have: within the answer, at equal distances."""
+        """Return the lengths of contexts, in tokens: they end within the answer, `distance` tokens apart."""
         return list(range(self.answer_from + 1, len(self.tokens), distance))
 
 
 @dataclass(frozen=True)
 class DrawnContinuation:
-    """What the target draws next after a context."""
+    """The tokens that the target draws after a context."""
 
     context: int
-    """Tokens of the text that it continues."""
+    """Number of tokens of the text that it continues."""
     tokens: tuple[int, ...]
     seed: int
 
 
 def target_noise(seed_C: np.ndarray, position_C: np.ndarray, vocab: int, device: torch.device) -> Tensor:
-    """Gumbel noise [C, V] of the target's draws at these positions. `seed`, `position`: int64."""
+    """Return the Gumbel noise [C, V] of the target's draws at these positions. `seed_C`, `position_C`: int64."""
     zero_C = np.zeros_like(seed_C)
     word0_C, word1_C, _, _ = map(torch.from_numpy, words(seed_C, zero_C, zero_C, position_C, Purpose.TARGET))
     return -exponentials(word0_C.to(device), word1_C.to(device), vocab).log()
 
 
 class TextRows:
-    """Rows that continue contexts of texts through a model: C contexts with equally many rows each."""
+    """Rows that continue contexts of texts through a model. All C contexts have the same number of rows."""
 
     def __init__(
         self, model: Decoder, rope: RopeTable, texts: Sequence[OwnText], contexts: Sequence[Sequence[int]]
     ) -> None:
-        """`contexts`: of each text."""
+        """Run the model over the texts. `contexts`: lengths of the contexts of each text."""
         self._model, self._rope, device = model, rope, model.embed.weight.device
         text_C = [b for b, of_text in enumerate(contexts) for _ in of_text]
         self._text_C = torch.tensor(text_C, device=device)
@@ -86,11 +87,11 @@ class TextRows:
         positions_T = torch.arange(self._size, device=device).repeat(len(texts))
         hidden_TE = model(tokens_BS.flatten().to(device), rope.at(positions_T), self._attend_causally)
         self.hidden = hidden_TE[self._text_C * self._size + self._context_C - 1]
-        """Hidden states [Y, E] of every row's last token; at first of a row for each context."""
+        """Hidden states [Y, E] of every row's last token; at first there is one row for each context."""
         self._depth = 0
 
     def step(self, parent_Y: Tensor, tokens_Y: Tensor) -> None:
-        """Rows continue these rows by a token each."""
+        """Replace the rows by continuations: new row y is row `parent_Y[y]` with the token `tokens_Y[y]` added."""
         rows = len(tokens_Y) // len(self._context_C)
         self._text_Y, self._context_Y = (each_C.repeat_interleave(rows) for each_C in (self._text_C, self._context_C))
         self._own = [None if one is None else (one[0][parent_Y], one[1][parent_Y]) for one in self._own]
@@ -135,8 +136,8 @@ def draw_next(
     seed: int,
     vocab: int,
 ) -> list[list[DrawnContinuation]]:
-    """The next `block` tokens of the target after contexts of each text, with seeds from `seed` on: the draws of plain
-    decoding."""
+    """Draw the target's next `block` tokens after the contexts of each text, as plain decoding does. Context c of all
+    contexts has the seed `seed` + c."""
     device, flat = target.embed.weight.device, [each for of_text in contexts for each in of_text]
     rope = RopeTable(target.config, max(len(text.tokens) for text in texts) + block, device)
     rows, drawn = TextRows(target, rope, texts, contexts), []
@@ -160,7 +161,7 @@ def draw_next(
 
 
 class TreeDraft:
-    """Grows trees of `rows` rows after contexts of texts, scored as coupled drafting does."""
+    """Grows trees of `rows` rows after contexts of texts, scored as in coupled drafting."""
 
     def __init__(self, draft: Decoder, vocab: int, rows: int, exponent: float) -> None:
         self._draft, self._vocab, self._rows, self._exponent = draft, vocab, rows, exponent
@@ -169,7 +170,7 @@ class TreeDraft:
     def held(
         self, texts: Sequence[OwnText], continuations: Sequence[Sequence[DrawnContinuation]], temperature: float
     ) -> list[list[int]]:
-        """How many tokens of each text's continuations their context's tree holds."""
+        """Return, for each continuation of each text, how many of its tokens the tree of its context holds."""
         flat = [each for of_text in continuations for each in of_text]
         device, count = self._draft.embed.weight.device, len(flat)
         if not count:
@@ -202,7 +203,8 @@ class TreeDraft:
         return [[next(found) for _ in of_text] for of_text in continuations]
 
     def _scores(self, hidden_YE: Tensor, score_CR: Tensor, noise_CV: Tensor | None, temperature: float) -> Tensor:
-        """Log-probability [C, R, V] that each row's path and token win the target's draws."""
+        """Return the log-probability [C, R, V], as the draft sees it, that the target draws a row's tokens and then
+        each token."""
         logq_YV = torch.log_softmax(self._draft.logits(hidden_YE)[:, : self._vocab] / (temperature or 1.0), -1)
         exponent_Y = torch.full((len(logq_YV),), self._exponent, device=logq_YV.device)
         rows = score_CR.shape[1]
@@ -212,58 +214,59 @@ class TreeDraft:
 
 
 BLOCK = CONFIG.block
-"""K of trees."""
+"""Tokens of a row of the trees (K)."""
 ROWS = (1, 8)
-"""N of trees."""
+"""Numbers of rows of the trees (N)."""
 EXPONENT = 1.0
-"""Of coupled drafting: what a draft like its target has. The engine fits it to the target's draws."""
+"""Exponent of coupled drafting: 1 suits a draft that equals its target. The engine fits the exponent to the target's
+draws."""
 TEXTS = 8
-"""Whose trees grow together."""
+"""Number of texts whose trees grow together."""
 GPU_EFFORT = Effort(4.0, 8, 3, 2, 8, 512)
 MOST_TEXT_TEMPERATURE = 0.75
-"""Trees are measured after contexts that were written at most so, where there are any: text that a small model wrote at
-temperature 1 drifts to where both models are uncertain."""
+"""Trees are grown in texts that were written at most at this temperature and not greedily, if there are any: text that
+a small model wrote at temperature 1 drifts to where both models are uncertain."""
 
 
 @dataclass(frozen=True)
 class TreeMeasurement:
-    """Trees of `rows` rows and K tokens, with the target's draws at one temperature."""
+    """Results for trees of `rows` rows and K tokens, with the target's draws at one temperature."""
 
     temperature: float
     rows: int
     held_by_depth: tuple[float, ...]
     """Share of contexts whose tree holds the first, the first two, .. of the target's next tokens."""
     speed: float | None
-    """Expected speed of exact decoding, of one request in lockstep on this machine, as a multiple of the target's
-    alone."""
+    """Expected speed of exact decoding of one request in lockstep on this machine, as a multiple of the target's alone;
+    None if no times were measured."""
 
     @property
     def held(self) -> float:
-        """Tokens of K that the tree holds, on average."""
+        """Mean number of the K tokens that the tree holds."""
         return sum(self.held_by_depth)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A draft at one moment of its training."""
+    """Measurements of a draft at one moment of its training."""
 
     seconds: float
-    """Since the run began, without the time between a kill and its resumption."""
+    """Seconds since the run began, without the time between a kill and its resumption."""
     step: int
     trained_tokens: int
     written_tokens: int
     overlap: float
     """Mean over answer tokens of sum min(p, q) at temperature 1."""
     kl: float
-    """Nats a token, at temperature 1."""
+    """KL divergence from the target, nats a token, at temperature 1."""
     same_likeliest: float
     chi2: float
     """Mean of log(1 + chi-square), at temperature 1."""
     entropy: float
-    """Of the target, nats a token."""
+    """Entropy of the target, nats a token."""
     positions: int
     contexts: int
-    """After which trees were grown."""
+    """Number of contexts after which trees were grown, at each temperature."""
     trees: tuple[TreeMeasurement, ...] = field(default=())
 
     def tree(self, temperature: float, rows: int) -> TreeMeasurement:
@@ -287,10 +290,11 @@ class Measurement:
 
 
 class HeldOut:
-    """Conversations that are measured on."""
+    """Held-out conversations, on which a draft is measured."""
 
     def __init__(self, rows_N: np.ndarray, temperatures: Sequence[float], contexts: int, seed: int) -> None:
-        """`rows`: of a `ConversationStore`; `contexts`: after how many trees are grown, about."""
+        """`rows_N`: rows of a `ConversationStore`. `contexts`: approximate number of contexts after which trees are
+        grown."""
         self._rows_N, self._temperatures, self._seed = rows_N, temperatures, seed
         calm_N = rows_N[(rows_N["temperature"] <= MOST_TEXT_TEMPERATURE) & (rows_N["temperature"] > 0)]
         texts = sorted(
@@ -302,7 +306,7 @@ class HeldOut:
         self._groups = [with_contexts[i : i + TEXTS] for i in range(0, len(with_contexts), TEXTS)]
         """Texts of similar length, whose trees grow together."""
         self._drawn: dict[float, list[list[list[DrawnContinuation]]]] = {}
-        """By temperature, group and text: what the target draws after its contexts."""
+        """Continuations that the target draws after contexts, by temperature, group and text."""
 
     def measure(
         self,
@@ -312,7 +316,8 @@ class HeldOut:
         costs: LatencyModel | None,
         **when: Any,
     ) -> Measurement:
-        """`when`: the first fields of a `Measurement`."""
+        """Measure a draft. Without `costs`, expected speeds are None. `when`: the fields of a `Measurement` before
+        `overlap`."""
         values_5 = torch.zeros(5, dtype=torch.float64)
         positions = 0
         for values_X5 in self._compare(target, draft, vocab):
@@ -393,7 +398,7 @@ def _tree_measurement(temperature: float, rows: int, held_C: np.ndarray, costs: 
 
 
 def _first_answer(row: np.void) -> OwnText:
-    """The conversation up to the end of its first answer."""
+    """Return the conversation up to the end of its first answer."""
     is_answer = row["is_answer"][: row["length"]]
     begin = int(is_answer.argmax())
     after = np.flatnonzero(~is_answer[begin:])
@@ -402,8 +407,8 @@ def _first_answer(row: np.void) -> OwnText:
 
 
 def pair_costs(pair: ModelPair) -> LatencyModel | None:
-    """What steps and passes of this pair take on this machine. None if there is no memory for measuring, or if contexts
-    are too short."""
+    """Measure how long steps and passes of this pair take on this machine. None if there is no memory for measuring, or
+    if contexts are too short."""
     slots, on_gpu = max(ROWS), pair.target.embed.weight.is_cuda
     config = replace(CONFIG, max_slots=slots, pages=pool_for(slots * 640))
     try:
@@ -420,7 +425,8 @@ CARD, PICTURE = "README.md", "distill.png"
 
 
 def write_card(directory: Path, record: dict[str, Any], history: Sequence[Measurement], record_name: str) -> None:
-    """`record`: of the run, with the history as plain numbers."""
+    """Write the record as JSON, the card and, if matplotlib is installed, the picture. `record`: facts about the run,
+    with the history as plain numbers."""
     (directory / record_name).write_text(json.dumps(finite(record), indent=2) + "\n", encoding="utf-8")
     if not history:
         return
@@ -482,7 +488,7 @@ def _card(record: dict[str, Any], last: Measurement, drawn: bool) -> str:
 
 
 def draw(history: Sequence[Measurement], path: Path) -> None:
-    """Overlap, tokens held and, where they were measured, expected speeds over the time of the run."""
+    """Draw overlap, tokens held and, if they were measured, expected speeds over the time of the run."""
     import matplotlib
 
     matplotlib.use("Agg")

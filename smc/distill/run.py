@@ -1,8 +1,8 @@
-"""A whole distillation, in rounds: the target writes, the draft learns, the draft is measured.
+"""Runs a whole distillation in rounds: the target writes, the draft learns, the draft is measured.
 
 All processes run the same rounds on data of their own; the first one also measures, saves and reports. Everything that
-decides about the next step is in the checkpoint or a function of the seed and the step: a run of given `tokens` that was
-killed goes on with the same bits. Where `minutes` are given, the clock decides how many steps there are.
+decides the next step is in the checkpoint or follows from the seed and the step, so a run of given `tokens` that was
+killed resumes with the same bits. In a run of given `minutes`, the clock decides the number of steps.
 
 Axes: N conversations."""
 
@@ -38,24 +38,24 @@ from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer
 
 WORK = ".distill"
-"""Directory in the draft's, of what a run needs to go on."""
+"""Folder in the draft's directory for the files that a run needs to resume."""
 CHECKPOINT, SETTINGS, RECORD = "checkpoint.pt", "settings.json", "distill.json"
 PROMPT_COUNT = "prompt_count"
-"""In the settings: how many prompts the run began with."""
+"""Key in the settings of the number of prompts that the run began with."""
 SAMPLE = 16
-"""Conversations that the choice of layers is made on."""
+"""Number of conversations on which the choice of layers is based."""
 REUSE = 4
-"""Times that a run of given tokens learns from each token that was written."""
+"""Number of times that a run of given `tokens` learns from each token that was written."""
 FIRST_ROUND = 64
-"""Conversations of a process, besides those held out, that are written at least before it learns."""
+"""Minimum number of conversations, besides those held out, that a process writes before it learns."""
 POOL_SHARE = 0.35
-"""Of a GPU's free memory, for keys and values of the conversations that are being written."""
+"""Share of a GPU's free memory for the keys and values of the conversations that are being written."""
 MEASURING_SHARE = 0.2
-"""Of the time that is left, for measuring, at most; the last round is always measured."""
+"""Maximum share of the remaining time for measuring; the last round is always measured."""
 GAIN, PATIENCE = 0.001, 3
-"""The run ends when the overlap has not gained so much in so many rounds."""
+"""The run ends when the overlap has gained less than `GAIN` in `PATIENCE` rounds."""
 LAST_PART = 0.85
-"""Fraction of a run after which it is not ended early: the falling learning rate still gains."""
+"""Fraction of a run after which it does not end early, because the falling learning rate still improves the draft."""
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
 
 Report = Callable[[str], None]
@@ -63,36 +63,36 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """A run. Raises ValueError naming the field."""
+    """Settings of a run. Raises ValueError naming the field."""
 
     target: Path
     out: Path
     minutes: float | None = None
-    """Wall time of the whole run; or:"""
+    """Wall time of the whole run; None if `tokens` is given."""
     tokens: int | None = None
-    """Answer tokens to learn from, each time that one is seen."""
+    """Number of answer tokens to learn from, counted each time that a token is seen; None if `minutes` is given."""
     student: StudentSpec = field(default_factory=StudentSpec)
     talk: TalkSettings = field(default_factory=TalkSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     temperatures: tuple[float, ...] = (1.0, 0.7)
-    """At which trees are measured."""
+    """Temperatures at which trees are measured."""
     prompts: tuple[tuple[int, ...], ...] = ()
-    """Token ids of given prompts, template included, which conversations begin with."""
+    """Token ids of given prompts, template included, with which conversations begin."""
     mixed: bool = True
-    """The target writes user turns of its own besides given prompts."""
+    """Whether the target also writes user turns of its own, besides the given prompts."""
     rounds: int = 8
     write_share: float = 0.4
-    """Of the time of each round."""
+    """Share of each round's time for writing."""
     device: str = "cpu"
     processes: int = 1
     slots: int = 32
-    """Conversations that a process writes at once."""
+    """Number of conversations that a process writes at once."""
     held_out: int = 24
-    """Conversations that are measured on."""
+    """Number of conversations that are held out for measuring."""
     contexts: int = 160
-    """After which trees are grown, at each temperature, about."""
+    """Approximate number of contexts after which trees are grown, at each temperature."""
     times_models: bool = True
-    """Measure what steps and passes take, for expected speeds."""
+    """Whether to measure how long steps and passes take, for expected speeds."""
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -112,15 +112,15 @@ class DistillConfig:
         return self.out / WORK
 
     def must_agree(self) -> dict[str, Any]:
-        """What a resumed run must not change."""
+        """Return the settings that a resumed run must not change."""
         values = asdict(replace(self, resume=False, out=Path(), prompts=()))
         prompts = hashlib.sha256(repr(self.prompts).encode()).hexdigest()
         return json.loads(json.dumps(values | {"prompts": prompts, PROMPT_COUNT: len(self.prompts)}, default=str))
 
 
 def distill(config: DistillConfig, report: Report) -> Measurement:
-    """Train a draft and write its directory. `report` takes lines about the run. Raises ValueError for a target or a
-    directory that cannot be used."""
+    """Train a draft and write its directory. `report` is called with lines about the run. Returns the last measurement.
+    Raises ValueError for a target or a directory that cannot be used."""
     config = _prepare(config)
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder) / "rendezvous"
@@ -140,8 +140,8 @@ def distill(config: DistillConfig, report: Report) -> Measurement:
 
 
 def _prepare(config: DistillConfig) -> DistillConfig:
-    """Check that the directory can be used. Returns the configuration of the run: a resumed one has the prompts that it
-    began with, also if more have been appended to their file."""
+    """Check that the directory can be used. Returns the configuration of the run: a resumed run keeps the prompts that
+    it began with, even if more have been appended to their file."""
     settings, student = config.work / SETTINGS, config.student
     if settings.exists() and not config.resume:
         raise ValueError(f"{config.out} holds a run; go on with --resume, or give another --out")
@@ -151,7 +151,7 @@ def _prepare(config: DistillConfig) -> DistillConfig:
         if (config.out / "config.json").exists():
             raise ValueError(f"{config.out} holds a model, which the draft would replace; give another --out")
         check_student(ModelConfig.from_hf(config.target), config.target, student)
-        shutil.rmtree(config.work, ignore_errors=True)  # of a run that did not begin
+        shutil.rmtree(config.work, ignore_errors=True)  # left by a run that did not begin
         return config
     before = json.loads(settings.read_text())
     config = replace(config, prompts=config.prompts[: before.get(PROMPT_COUNT)])
@@ -170,7 +170,7 @@ def _run_other_rank(config: DistillConfig, rank: int, meeting: Path) -> None:
 
 
 def end_with_parent() -> None:
-    """From now on this process ends when the one that started it does, even if that is killed."""
+    """Make this process end when the one that started it ends, even if that one is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -188,7 +188,7 @@ def _run_rank(config: DistillConfig, rank: int, meeting: Path, report: Report = 
     try:
         distillation = Distillation(config, ranks, report)
         if ranks.is_first and not (settings := config.work / SETTINGS).exists():
-            # A run that cannot begin leaves its directory free.
+            # Written only now, so that a run that cannot begin leaves its directory free.
             replace_file(settings, lambda opened: opened.write(json.dumps(config.must_agree(), indent=2).encode()))
         return distillation.run()
     finally:
@@ -197,31 +197,31 @@ def _run_rank(config: DistillConfig, rank: int, meeting: Path, report: Report = 
 
 @dataclass
 class _RunState:
-    """What changes in a run, besides weights."""
+    """State of a run, besides weights."""
 
     round: int = 0
     step: int = 0
     trained_tokens: int = 0
     seconds: float = 0.0
-    """That had passed when it was saved."""
+    """Seconds of the run until this state was saved."""
     available: int = 0
-    """Conversations of this process that it learns from in this round; 0: they are not written yet."""
+    """Number of its conversations that this process learns from in this round; 0: they are not written yet."""
     done: bool = False
     history: list[Measurement] = field(default_factory=list)
     writing: dict[str, float] = field(default_factory=lambda: {"seconds": 0.0, "drawn": 0.0})
     begin: float = 0.0
     """Seconds at which the first round began: before that, models were loaded and kernels compiled."""
     measuring_seconds: float = 0.0
-    """Of the last measurement."""
+    """Duration of the last measurement."""
     training_seconds: float = 0.0
     run_tokens: int = 0
     """Tokens that have run through both models, padding excluded."""
 
 
 def seconds_of_round(left: float, rounds: int, measuring: float) -> float:
-    """Seconds for writing and learning in the next round, if all rounds that are left get the same. `left`: seconds of
-    the run; `rounds`: at most so many; `measuring`: seconds that the last measurement took. Where that is long there
-    are fewer rounds, so that learning gets most of the time."""
+    """Return the seconds for writing and learning in the next round, if all remaining rounds get the same time. `left`:
+    remaining seconds of the run. `rounds`: maximum number of remaining rounds. `measuring`: seconds that the last
+    measurement took. If measuring takes long, there are fewer rounds, so that learning gets most of the time."""
     if measuring:
         rounds = max(1, min(rounds, int(MEASURING_SHARE * left / measuring)))
     return max(0.0, left / rounds - measuring)
@@ -241,13 +241,13 @@ class Distillation:
         self.store = ConversationStore(config.work / "data" / f"{ranks.rank}", config.talk.width)
         self.state = _RunState()
         self._first = config.held_out if ranks.is_first else 0
-        """Conversations before this one are held out."""
+        """Index of the first conversation that is not held out."""
         self._counted, self._count_V = 0, np.zeros(self.tokenizer.size, dtype=np.int64)
-        """Conversations whose answers' tokens have been counted, and the counts."""
+        """Number of conversations whose answer tokens have been counted, and the counts."""
         self.writer = make_writer(config, self.target, self.tokenizer, self.store, ranks)
         self._saved = time.monotonic()
         self._round_seconds, self._round_end = 0.0, 0.0
-        """Time that a round has, by the clock, and its end."""
+        """Duration of the current round in seconds, and the time at which it ends."""
 
     @property
     def seconds(self) -> float:
@@ -301,7 +301,7 @@ class Distillation:
     # Writing
 
     def _write_least(self) -> None:
-        """What is held out, and a sample for the choice of layers."""
+        """Write the held-out conversations and the sample for the choice of layers."""
         self._write(lambda: len(self.store) >= self._first + SAMPLE)
 
     def _write_round(self) -> None:
@@ -359,7 +359,7 @@ class Distillation:
 
     def _train_round(self) -> None:
         began, before, first_step = time.monotonic(), self.state.trained_tokens, self.state.step
-        # However long writing has taken, something is learnt from it.
+        # Some time is left for learning, however long writing has taken.
         stop = max(self._round_end, began + (1 - self.config.write_share) / 2 * self._round_seconds)
         while True:
             progress, is_over = self.ranks.first((self.progress, self._is_round_over(stop)))
@@ -394,7 +394,7 @@ class Distillation:
         return time.monotonic() >= stop
 
     def _batch(self) -> np.ndarray:
-        """This process's share of a batch: decided by the seed and the step."""
+        """Draw this process's share of a batch, which the seed, the rank and the step decide."""
         generator = np.random.default_rng([self.config.talk.seed, self.ranks.rank, self.state.step])
         count = self.config.training.batch // self.ranks.count
         return self.store.rows(generator.integers(self._first, self.state.available, count).tolist())
@@ -448,7 +448,8 @@ class Distillation:
         return checkpoint
 
     def _save_checkpoint(self) -> None:
-        """Raises ValueError for weights that are not finite; the checkpoint before is kept."""
+        """Save the checkpoint. Raises ValueError for weights that are not finite; the previous checkpoint is kept
+        then."""
         if not self.trainer.optimizer.is_finite:
             raise ValueError(
                 f"after step {self.state.step} the draft's weights are not finite; begin in another --out with a lower "
@@ -499,7 +500,8 @@ class Distillation:
 def make_writer(
     config: DistillConfig, target: Decoder, tokenizer: Tokenizer, store: ConversationStore, ranks: Ranks
 ) -> TalkWriter:
-    """A writer of this process's conversations, with memory for keys and values as the device has it."""
+    """Create the writer of this process's conversations. On a GPU, its KV memory is at most `POOL_SHARE` of the free
+    memory."""
     on_gpu, pages = config.device == "cuda", None
     # The engine needs a draft, which takes no part in plain decoding.
     pair = ModelPair(target, cut(target, (0,)), tokenizer, target.config.max_context)

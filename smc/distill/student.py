@@ -1,4 +1,4 @@
-"""The draft that is trained: layers cut from the target, a new small shape, or an existing draft; and its directory.
+"""Creates and saves the draft that is trained: layers cut from the target, a new small shape, or an existing draft.
 
 Axes: N conversations, X answer tokens, E hidden size."""
 
@@ -24,7 +24,7 @@ from smc.model.files import read_json
 from smc.model.loader import load_model, save_with_config
 
 DEPTH_SHARE = 7
-"""One layer of the draft for so many of the target, by default."""
+"""Default number of layers of the target for one layer of the draft."""
 PER_LAYER_FIELDS = ("layer_types", "no_rope_layers")
 """Fields of config.json with an entry for each layer."""
 TOKENIZER_FILES = (
@@ -38,16 +38,16 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class StudentSpec:
-    """What is trained. Raises ValueError for a combination without meaning."""
+    """Description of the draft to train. Raises ValueError for options that contradict each other."""
 
     layers: int | None = None
-    """Layers cut from the target; default: one of seven, at least two."""
+    """Number of layers cut from the target; default: one of seven, at least two."""
     shape: str | None = None
     """`WIDTHxLAYERS`: a new model of this hidden size, with an embedding and a head of its own."""
     draft: Path | None = None
-    """Directory of a draft that is trained further."""
+    """Directory of an existing draft that is trained further."""
     own_embedding: bool = False
-    """Embedding and head are trained, too. Otherwise they are the target's, or the given draft's, and stay."""
+    """Whether embedding and head are trained, too. Otherwise they stay those of the target, or of the given draft."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("layers", "shape", "draft") if getattr(self, name) is not None]
@@ -66,11 +66,11 @@ class Student:
     """A draft in training."""
 
     model: Decoder
-    """In float32 on a CPU, in bfloat16 on a GPU."""
+    """Model in float32 on a CPU, in bfloat16 on a GPU."""
     hf_config: Mapping[str, Any]
-    """Contents of its config.json."""
+    """Contents of the draft's config.json."""
     origin: str
-    """For the card: where its first weights are from."""
+    """Origin of the initial weights, as text for the card."""
 
     @property
     def trained_weights(self) -> int:
@@ -78,8 +78,8 @@ class Student:
 
 
 def make_student(target: Decoder, target_dir: Path, spec: StudentSpec, layers: Sequence[int] = ()) -> Student:
-    """`layers`: of the target, as `choose_layers` has chosen them. Raises ValueError for a student that the target cannot
-    have."""
+    """Create the draft to train. `layers`: layers of the target from `choose_layers`. Raises ValueError for a draft
+    that this target cannot have."""
     if spec.draft is not None:
         weight = target.embed.weight
         model = load_model(spec.draft, dtype=weight.dtype, device=weight.device)
@@ -92,7 +92,7 @@ def make_student(target: Decoder, target_dir: Path, spec: StudentSpec, layers: S
 
 
 def check_student(target: ModelConfig, target_dir: Path, spec: StudentSpec) -> None:
-    """Raises ValueError for a student that the target cannot have."""
+    """Raise ValueError for a draft that this target cannot have."""
     if spec.draft is not None:
         require_pair(target_dir, spec.draft)
     elif spec.shape is not None:
@@ -102,8 +102,8 @@ def check_student(target: ModelConfig, target_dir: Path, spec: StudentSpec) -> N
 
 
 def choose_layers(target: Decoder, spec: StudentSpec, rows_N: np.ndarray, vocab: int) -> tuple[int, ...]:
-    """Layers of the target that the draft is cut from: those whose untrained draft is nearest to the target on the
-    answers of a sample of conversations. Empty for a student that is not cut."""
+    """Choose the layers of the target that the draft is cut from: those whose untrained draft is nearest to the target
+    on the answers of a sample of conversations. Empty for a student that is not cut."""
     if spec.draft is not None or spec.shape is not None:
         return ()
     candidates = candidate_layers(target.config.num_layers, spec.layers or default_layers(target.config))
@@ -125,7 +125,8 @@ def _trainable(model: Decoder, spec: StudentSpec) -> Decoder:
 
 
 def candidate_layers(total: int, count: int) -> list[tuple[int, ...]]:
-    """Layers of a target with `total` layers that a draft of `count` may be cut from."""
+    """Return the sets of `count` layers that a draft may be cut from, of a target with `total` layers. Raises
+    ValueError if `count` is larger than `total`."""
     if count > total:
         raise ValueError(f"--layers {count}; allowed for this target: at most {total}")
     spread = [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
@@ -155,8 +156,8 @@ def _of_layers(target: Decoder, target_dir: Path, spec: StudentSpec, layers: Seq
 
 
 def cut(target: Decoder, layers: Sequence[int], copy: bool = False) -> Decoder:
-    """A decoder of these layers of the target, whose weights it shares; with `copy` those of its layers and of the last
-    norm are its own."""
+    """Return a decoder of these layers of the target, which shares the target's weights. With `copy`, its layers and
+    its last norm have weights of their own."""
     config = target.config
     with torch.device("meta"):
         model = Decoder(
@@ -180,13 +181,13 @@ def cut(target: Decoder, layers: Sequence[int], copy: bool = False) -> Decoder:
 
 
 def _kl(target: Decoder, p_XE: Tensor, model: Decoder, rows_N: np.ndarray, vocab: int) -> float:
-    """KL divergence a token of an untrained draft from the target, whose hidden states are `p_XE`."""
+    """Return the KL divergence, nats a token, of an untrained draft from the target, whose hidden states are `p_XE`."""
     loss, _, _ = head_loss(target, model, p_XE, _hidden_answers(model, rows_N), vocab, LossMix(kl=1.0), 1.0)
     return loss.item() / len(p_XE)
 
 
 def _hidden_answers(model: Decoder, rows_N: np.ndarray) -> Tensor:
-    """Hidden states [X, E] that answer tokens are predicted from."""
+    """Return the hidden states [X, E] from which answer tokens are predicted."""
     device, found = model.embed.weight.device, []
     for tokens_BS, index_X in parts_of(rows_N, device):
         rope = RopeTable(model.config, tokens_BS.shape[1], device)
@@ -195,7 +196,8 @@ def _hidden_answers(model: Decoder, rows_N: np.ndarray) -> Tensor:
 
 
 def _config_of_shape(target: ModelConfig, shape: str) -> ModelConfig:
-    """Raises ValueError for a shape that the target's family or heads do not allow."""
+    """Return the configuration of a new model of shape `WIDTHxLAYERS`. Raises ValueError for a shape that the target's
+    family or heads do not allow."""
     width, layers = map(int, shape.split("x"))
     if width % target.head_dim:
         raise ValueError(f"--shape {shape}; the width must be a multiple of the target's head size, {target.head_dim}")

@@ -1,15 +1,15 @@
 """Training of a draft: the losses, one step of it, and the processes that train together. Knows nothing about where
 conversations come from, or when training ends.
 
-The target's distributions are computed beside the draft's, and nothing of them is kept. The gradient of every loss with
-respect to the draft's logits has a closed form. It is computed with the loss, a few tokens at a time, and multiplied
-into the hidden states at once, so that logits over the vocabulary exist for the tokens of one chunk only.
+The target's distributions are computed beside the draft's and are not stored. The gradient of every loss with respect
+to the draft's logits has a closed form. It is computed with the loss for a few tokens at a time and multiplied into the
+gradient of the hidden states at once, so that logits over the vocabulary exist for the tokens of one chunk only.
 
 p is the target's distribution, q the draft's:
 
   total variation    1 - sum min(p, q)       probability that a coupled draw of the draft misses: for exact decoding
   chi-square         log sum p^2 / q         log(1 + chi-square), the variance of importance weights: for SMC
-  KL                 sum p log(p / q)        gradients where both others have none: for the beginning
+  KL                 sum p log(p / q)        has a gradient where the others have none: for the beginning
 
 Axes: N conversations of a batch, B rows of a part of it, S token positions, X tokens that are predicted, C tokens of a
 chunk, E hidden size of the draft, V vocabulary."""
@@ -36,9 +36,9 @@ from smc.training import LearningRate, Optimizer
 logger = logging.getLogger(__name__)
 
 CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 24}
-"""Logits of one chunk, by device."""
+"""Maximum number of logits of a chunk, by device."""
 MOST_CHUNK = 1 << 14
-"""Tokens of one chunk: no more are computed at once, and on a GPU every chunk is padded to its full size."""
+"""Maximum number of tokens of a chunk. On a GPU every chunk is padded to its full size."""
 LOSSES = ("tv", "chi2", "kl")
 
 
@@ -56,11 +56,12 @@ class LossMix:
 
 
 KL_AT_END = 0.1
-"""Share of KL that remains: the other losses hardly change tokens to which the draft gives no probability."""
+"""Weight of KL at the end of the run: the other losses hardly change tokens to which the draft gives no probability."""
 
 
 def mix_at(loss: str, progress: float, kl_until: float) -> LossMix:
-    """KL alone at first, then more and more of `loss`, up to the fraction `kl_until` of the run."""
+    """Return the weights of the losses: KL alone at first, then more and more of `loss`, up to the fraction `kl_until`
+    of the run."""
     if loss not in LOSSES:
         raise ValueError(f"loss={loss!r}; allowed: {', '.join(LOSSES)}")
     if loss == "kl":
@@ -70,8 +71,8 @@ def mix_at(loss: str, progress: float, kl_until: float) -> LossMix:
 
 
 def divergence(p_logits_CV: Tensor, q_logits_CV: Tensor, weights_3: Tensor, has_chi2: bool) -> tuple[Tensor, Tensor]:
-    """Loss [C] and its gradient [C, V] with respect to the draft's logits; and in the loss's second row the overlap sum
-    min(p, q): [2, C]. `weights`: of tv, chi2 and kl."""
+    """Compute the loss and its gradient with respect to the draft's logits. Returns [2, C], the loss and the overlap
+    sum min(p, q), and the gradient [C, V]. `weights_3`: weights of tv, chi2 and kl."""
     logp_CV = torch.log_softmax(p_logits_CV.float(), -1)
     logq_CV = torch.log_softmax(q_logits_CV.float(), -1)
     p_CV, q_CV = logp_CV.exp(), logq_CV.exp()
@@ -104,8 +105,8 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 _eager_devices = {"cpu"}
-"""Where the loss is computed operation by operation. On GPUs it is compiled, since it is bound by memory: one pass for
-many."""
+"""Device types on which the loss is computed operation by operation. On GPUs it is compiled to one pass over memory
+instead of many, because memory bandwidth limits it."""
 
 
 def _divergence_on(device: str, *arguments: Tensor | bool) -> tuple[Tensor, Tensor]:
@@ -122,12 +123,13 @@ def _divergence_on(device: str, *arguments: Tensor | bool) -> tuple[Tensor, Tens
 
 
 def chunk_size(vocab: int, device: str) -> int:
-    """Tokens of a chunk: a power of two."""
+    """Return the number of tokens of a chunk: a power of two."""
     return min(MOST_CHUNK, max(16, 1 << (CHUNK_LOGITS[device] // vocab).bit_length() - 1))
 
 
 def raw_gradient(model: Decoder, logits_CV: Tensor, gradient_CV: Tensor) -> Tensor:
-    """Gradient with respect to the products of the head, of which `Decoder.finish_logits` makes logits."""
+    """Convert a gradient with respect to logits to one with respect to the head's products, the input of
+    `Decoder.finish_logits`."""
     divisor, cap = model.config.logit_divisor, model.config.logit_cap
     if cap is not None:
         gradient_CV = gradient_CV * (1 - (logits_CV / cap).square())
@@ -138,8 +140,9 @@ def raw_gradient(model: Decoder, logits_CV: Tensor, gradient_CV: Tensor) -> Tens
 def head_loss(
     target: Decoder, draft: Decoder, p_hidden_XE: Tensor, q_hidden_XE: Tensor, vocab: int, mix: LossMix, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum over tokens of the loss and of the overlap, and the gradient [X, E] of `scale` times the loss with respect to
-    the draft's hidden states. The gradient of the draft's head, if it is trained, is added to `grad`."""
+    """Return the sums over tokens of the loss and of the overlap, and the gradient [X, E] of `scale` times the loss
+    with respect to the draft's hidden states. The gradient of the draft's head, if it is trained, is added to its
+    `grad`."""
     device = q_hidden_XE.device.type
     size = chunk_size(vocab, device)
     head = draft.lm_head
@@ -152,7 +155,7 @@ def head_loss(
     for begin in range(0, len(q_hidden_XE), size):
         p_hidden_CE, q_hidden_CE = p_hidden_XE[begin : begin + size], q_hidden_XE[begin : begin + size]
         count = len(q_hidden_CE)
-        if device == "cuda" and count < size:  # a compiled function has one shape
+        if device == "cuda" and count < size:  # the compiled function has one shape
             p_hidden_CE, q_hidden_CE = (
                 torch.cat((hidden, hidden.new_zeros(size - count, hidden.shape[1])))
                 for hidden in (p_hidden_CE, q_hidden_CE)
@@ -176,21 +179,22 @@ def _finished(model: Decoder, product_CV: Tensor) -> Tensor:
 
 
 TIMEOUT = timedelta(minutes=30)
-"""Of one process for another, which may write or measure meanwhile."""
+"""Maximum time that a process waits for another one, which may be writing or measuring."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `count`. The methods are collective: every process calls them in the same order."""
+    """This process, as one of `count` that train together. The methods are collective: every process calls them in the
+    same order."""
 
     rank: int = 0
     count: int = 1
     control: Any = None
-    """Group for values on the CPU."""
+    """Process group for values on the CPU."""
 
     @staticmethod
     def join(rank: int, count: int, rendezvous: Path, on_gpu: bool) -> Ranks:
-        """Meet the other processes at a file that does not exist yet."""
+        """Join the other processes through the file `rendezvous`, which must not exist yet."""
         if count == 1:
             return Ranks()
         # Processes of one host need no network.
@@ -225,7 +229,7 @@ class Ranks:
         return total.tolist()
 
     def first(self, value: Any) -> Any:
-        """The value of the first process."""
+        """Return the value of the first process."""
         if self.count == 1:
             return value
         held = [value]
@@ -233,7 +237,7 @@ class Ranks:
         return held[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in order."""
+        """Return the values of all processes, in order."""
         if self.count == 1:
             return [value]
         found: list[Any] = [None] * self.count
@@ -248,7 +252,7 @@ class Ranks:
 ALIGNMENT = 64
 """Widths of rows are multiples of this."""
 PART_TOKENS = {"cuda": 1 << 14, "cpu": 1 << 12}
-"""Tokens that run at the same time, padding included, by device."""
+"""Maximum number of tokens that run at the same time, padding included, by device."""
 
 
 @dataclass(frozen=True)
@@ -256,17 +260,17 @@ class TrainingSettings:
     """Hyperparameters. Raises ValueError naming the field."""
 
     loss: str = "tv"
-    """What the draft is for: one of `losses.LOSSES`."""
+    """Loss to train with, chosen by the draft's purpose: one of `LOSSES`."""
     kl_until: float = 0.3
-    """Fraction of the run over which KL gives way to the loss."""
+    """Fraction of the run over which the loss replaces KL."""
     batch: int = 64
-    """Conversations of a step, over all processes."""
+    """Number of conversations of a step, over all processes."""
     peak_rate: float = 1e-3
     warmup: int = 30
-    """Steps of linear learning-rate warm-up."""
+    """Number of steps of linear learning-rate warm-up."""
     weight_decay: float = 0.01
     clip: float = 1.0
-    """Largest norm of all gradients together."""
+    """Maximum norm of all gradients together."""
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -294,7 +298,7 @@ class Trainer:
     def __init__(
         self, target: Decoder, draft: Decoder, vocab: int, width: int, settings: TrainingSettings, ranks: Ranks
     ) -> None:
-        """`width`: tokens of the longest conversation."""
+        """`width`: maximum number of tokens of a conversation."""
         self._target, self._draft, self._vocab, self._settings, self._ranks = target, draft, vocab, settings, ranks
         self._device = target.embed.weight.device
         width = -(-width // ALIGNMENT) * ALIGNMENT
@@ -338,7 +342,7 @@ class Trainer:
 
 
 def parts_of(rows_N: np.ndarray, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Token ids [B, S] of conversations of similar length, and the index [X] into all of them of the tokens before those
+    """Yield token ids [B, S] of conversations of similar length, and the flat indices [X] of the tokens before those
     that are predicted."""
     most = PART_TOKENS[device.type]
     rows_N = rows_N[np.argsort(-rows_N["length"], kind="stable")]

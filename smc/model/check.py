@@ -1,5 +1,5 @@
-"""Checks that two model directories can serve as target and draft. Reads configs, tokenizers and safetensors headers, and
-of weights only samples of embeddings and heads."""
+"""Checks that two model directories can serve as target and draft. Reads configs, tokenizers and safetensors headers;
+of the weights, it reads only samples of embeddings and heads."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ class ModelReport:
     eos_ids: tuple[int, ...] = ()
     """Token ids that end a text."""
     weights: str = ""
-    """How they are stored: the quantisation, or types."""
+    """Storage format of the weights: the title of the quantisation, or the names of the types."""
     gpu_dtype: str = "bfloat16"
-    """Type that they are loaded in on a GPU, unless another is given."""
+    """Name of the dtype that the weights are loaded in on a GPU, unless another is given."""
     rank_bytes: dict[int, int] = field(default_factory=dict)
-    """Degree of tensor parallelism -> bytes of weights that each rank's GPU holds in that type. Degrees that the model
-    cannot be split by are left out."""
+    """Degree of tensor parallelism -> bytes of weights that each rank's GPU holds in `gpu_dtype`. Degrees into which
+    the model cannot be split are left out."""
     rank_heads: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """Degree -> query heads and key/value heads of each rank. All have memory for as many as the first."""
+    """Degree -> query heads and key/value heads of each rank. Every rank allocates memory for as many as the first one
+    has."""
     rank_token_bytes: dict[int, int] = field(default_factory=dict)
-    """Degree -> bytes of each rank's keys and values of a token, in bfloat16."""
+    """Degree -> bytes of the keys and values of one token on each rank, in bfloat16."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Sampling settings of requests that leave them out, by name: those of generation_config.json."""
+    """Default sampling settings of requests, by name, from generation_config.json."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class PairReport:
     problems: tuple[str, ...]
     """One message for each problem; empty if the pair can be served."""
     shared_bytes: int = 0
-    """Bytes in bfloat16 of the draft's embedding, and of a head of its own, that are the target's: a process that holds
-    both models on one device has them once."""
+    """Bytes, in bfloat16, of the draft's embedding and untied head if they equal the target's. A process that holds
+    both models on one device stores these matrices once."""
 
 
 def check_pair(target_dir: str | Path, draft_dir: str | Path) -> PairReport:
@@ -88,7 +89,8 @@ SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def _shared_bytes(target_dir: str | Path, draft_dir: str | Path, target: ModelConfig, draft: ModelConfig) -> int:
-    """By samples of the files."""
+    """Return the bytes, in bfloat16, of the embedding and the untied head that are equal in both directories, as
+    samples of the files show."""
     found = 0
     theirs, own = read_headers(target_dir), read_headers(draft_dir)
     for name in SHARED:
@@ -166,14 +168,14 @@ class _Rank(NamedTuple):
 
 
 def _ranks(config: ModelConfig, stored: Mapping[str, StoredTensor], int4: Quantisation | None) -> dict[int, _Rank]:
-    """By degree; those that the model cannot be split by are left out."""
+    """Return the sizes of a rank for each of `DEGREES`. Degrees into which the model cannot be split are left out."""
     found = {}
     for degree in DEGREES:
         shard = Shard(0, degree)
         try:
             formats = int4_formats(weight_slices(config, shard), shard, stored, int4) if int4 else {}
             heads = tuple((query, key) for query, key, _ in held_sizes(config, degree))
-        except ValueError:  # cannot be split so
+        except ValueError:  # the model cannot be split into this many shards
             continue
         token_bytes = 2 * PLAIN_BYTES * config.num_layers * local_config(config, shard).num_kv_heads * config.head_dim
         found[degree] = _Rank(rank_bytes(config, shard, formats), heads, token_bytes)
@@ -196,11 +198,11 @@ def _compare(target: Tokenizer, draft: Tokenizer) -> list[str]:
 
 
 MOST_DIFFERENCES = 3
-"""Ids that are named where vocabularies differ."""
+"""Maximum number of differing ids that a message names."""
 
 
 def _first_differences(target: Tokenizer, draft: Tokenizer) -> str:
-    """The first ids that mean other tokens; empty if one vocabulary only continues the other."""
+    """Name the first ids that mean different tokens; empty if one vocabulary only continues the other."""
     pairs = ((i, target.token(i), draft.token(i)) for i in range(min(target.size, draft.size)))
     differing = (f"{i} is {ours!r} and {theirs!r}" for i, ours, theirs in pairs if ours != theirs)
     first = ", ".join(islice(differing, MOST_DIFFERENCES))

@@ -1,5 +1,5 @@
-"""Model configuration, read from a Hugging Face `config.json`, and the sampling defaults of its `generation_config.json`.
-Knows nothing about weights or tokenizers.
+"""Model configuration, read from a Hugging Face `config.json`, and sampling defaults, read from
+`generation_config.json`. Knows nothing about weights or tokenizers.
 
 Unsupported settings are rejected here by name, before any weight is read."""
 
@@ -37,8 +37,8 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True)
 class DynamicRopeScaling:
-    """The rotary base grows with the length of a text beyond `max_position_embeddings`. Contexts end there, because
-    keys in a cache cannot be rotated again; up to there it changes nothing."""
+    """Dynamic scaling, where the rotary base grows with the length of a text beyond `max_position_embeddings`. Texts
+    are limited to that length, because keys in a cache cannot be rotated again, so the scaling has no effect."""
 
     factor: float
 
@@ -55,13 +55,14 @@ class YarnRopeScaling:
     beta_slow: float
     attention_factor: float
     truncate: bool
-    """Whether the bounds between the three are whole pairs."""
+    """Whether the bounds between these three ranges are rounded to whole pairs."""
 
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """Every rotary frequency is divided by a factor of its own (LongRoPE, Ding et al. 2024), `long` ones where contexts
-    are longer than `original_context`. Queries and keys are multiplied by `attention_factor`."""
+    """Every rotary frequency is divided by a factor of its own (LongRoPE, Ding et al. 2024): one of `long_factor` if
+    the context is longer than `original_context`, otherwise one of `short_factor`. Queries and keys are multiplied by
+    `attention_factor`."""
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -100,29 +101,31 @@ class ModelConfig:
     qk_norm: bool
     """Whether query and key heads are RMS-normalised before rotation (Qwen 3)."""
     window: int | None = None
-    """Positions that a token sees in layers with a window, itself included."""
+    """Number of positions that a token sees in layers with a window, itself included."""
     window_layers: tuple[int, ...] = ()
     rotary_dim: int | None = None
-    """Leading features of a head that are rotated; None: all."""
+    """Number of leading features of a head that are rotated; None: all."""
     local_rope_theta: float | None = None
-    """Base of the rotary frequencies of layers with a window, if it is another; their frequencies are not scaled."""
+    """Base of the rotary frequencies of layers with a window, which are not scaled; None: these layers rotate like the
+    others."""
     unrotated_layers: tuple[int, ...] = ()
     """Layers whose queries and keys are not rotated."""
     score_scale: float | None = None
     """Factor of attention scores; None: head_dim ** -0.5."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """Factor of what attention and MLP add to the residual."""
+    """Factor of the outputs of attention and MLP before they are added to the residual."""
     logit_divisor: float = 1.0
     logit_cap: float | None = None
-    """Logits are limited smoothly to +- this."""
+    """Maximum absolute value of logits, approached smoothly (by tanh); None: unlimited."""
     num_experts: int = 0
-    """Experts of a layer, each with `intermediate_size` inner features; 0: a plain MLP."""
+    """Number of experts of a layer, each with `intermediate_size` inner features; 0: a plain MLP."""
     experts_per_token: int = 0
     normalised_experts: bool = False
     """Whether the weights of a token's experts add up to 1."""
     whole_heads: tuple[int, int] | None = None
-    """Query heads of the whole model and key/value heads of all ranks, in the configuration of a shard."""
+    """In the configuration of a shard, the numbers of query heads of the whole model and of key/value heads on all
+    ranks, copies included; None for a model on a single rank."""
 
     def __post_init__(self) -> None:
         for field in _SIZES:
@@ -156,11 +159,11 @@ class ModelConfig:
 
     @property
     def rotated(self) -> int:
-        """Leading features of a head that are rotated."""
+        """Number of leading features of a head that are rotated."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     def window_of(self, layer: int) -> int | None:
-        """Positions that a token sees in this layer, itself included; None: all."""
+        """Number of positions that a token sees in this layer, itself included; None: all."""
         return self.window if layer in self.window_layers else None
 
     @staticmethod
@@ -175,8 +178,8 @@ class ModelConfig:
             raise ValueError(f"{path}: {what}") from error
 
     def to_hf(self) -> dict[str, Any]:
-        """Contents of a `config.json`, with the field names of transformers 4, which transformers 5 reads as well.
-        Raises ValueError for a family that is not saved."""
+        """Return the contents of a `config.json`, with the field names of transformers 4, which transformers 5 reads as
+        well. Raises ValueError for a family that is not in `SAVED_FAMILIES`."""
         family = self.traits
         if self.family not in SAVED_FAMILIES:
             raise ValueError(f"models of the family {self.family} are not saved; saved: {', '.join(SAVED_FAMILIES)}")
@@ -207,7 +210,7 @@ _SIZES = {
 
 
 def read_quantisation(directory: str | Path) -> Quantisation | None:
-    """How the directory's weights are quantised; None if its weights are not quantised. Raises ValueError if it is not
+    """Read the quantisation of a directory's weights; None if they are not quantised. Raises ValueError if it is not
     supported."""
     path = Path(directory) / "config.json"
     try:
@@ -217,8 +220,9 @@ def read_quantisation(directory: str | Path) -> Quantisation | None:
 
 
 def default_dtype(directory: str | Path, device: str) -> str:
-    """The type that a directory's model is loaded in if none is given: float32 on a CPU; on a GPU int4 if it is stored
-    so and our kernels take it, otherwise bfloat16. Says nothing about directories that cannot be read."""
+    """Return the name of the dtype that a directory's model is loaded in by default: float32 on a CPU; on a GPU int4 if
+    the weights are stored in an int4 format that our kernels support, otherwise bfloat16. Unsupported formats do not
+    raise an error here."""
     if device == "cpu":
         return "float32"
     try:
@@ -230,7 +234,7 @@ def default_dtype(directory: str | Path, device: str) -> str:
 
 
 SAVED_FAMILIES = ("llama", "qwen2", "qwen3")
-"""Families that the demo's training and `smc.model.padded` write."""
+"""Families that `ModelConfig.to_hf` can write, for the demo's training, `smc.distill` and `smc.model.padded`."""
 
 
 def _from_dict(raw: dict[str, Any]) -> ModelConfig:
@@ -269,7 +273,7 @@ def _from_dict(raw: dict[str, Any]) -> ModelConfig:
         **family.read(raw),
     }
     window = fields.get("window")
-    if window is not None and window >= max_context:  # no context is long enough to leave it
+    if window is not None and window >= max_context:  # no text is longer than the window
         fields |= {"window": None, "window_layers": ()}
     return ModelConfig(family=name, **fields)
 
@@ -277,7 +281,7 @@ def _from_dict(raw: dict[str, Any]) -> ModelConfig:
 def _rope(raw: dict[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
     """Read `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    rope = dict(rope.get("full_attention") or rope)  # one for each kind of layers (Gemma 3)
+    rope = dict(rope.get("full_attention") or rope)  # Gemma 3 has one for each kind of layer
     rope = {name: raw[name] for name in _CONTEXTS if raw.get(name)} | rope
     theta = float(rope.get("rope_theta", raw.get("rope_theta", family.rope_theta)))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -310,7 +314,7 @@ def _yarn_scale(factor: float, scale: float) -> float:
 
 
 _CONTEXTS = ("max_position_embeddings", "original_max_position_embeddings")
-"""Fields that Phi-3 has beside `rope_scaling`."""
+"""Fields that Phi-3 has beside `rope_scaling`, not in it."""
 
 
 def _longrope(rope: dict[str, Any]) -> LongRopeScaling:
@@ -338,7 +342,7 @@ _ROPE_SCALINGS: dict[str, Callable[[dict[str, Any]], RopeScaling | None]] = {
 
 
 def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json."""
+    """Return the contents of `rope_scaling` in config.json."""
     if scaling is None:
         return None
     kind = {
@@ -355,16 +359,17 @@ def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 GENERATION_CONFIGS = ("auto", "ignore")
-"""Whether requests that leave sampling settings out have those of the checkpoint, or the library's."""
+"""Defaults of sampling settings that a request leaves out: those of the checkpoint (`auto`), or those of
+`SamplingParams` (`ignore`)."""
 FILE = "generation_config.json"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Settings that are taken from it, as vLLM does. `do_sample` is not: a client that wants the likeliest tokens asks for
+"""Settings that are taken from `FILE`, as vLLM does. `do_sample` is not: a client that wants greedy decoding sets
 temperature 0."""
 
 
 def sampling_defaults(directory: Path) -> dict[str, Any]:
-    """Settings of `SamplingParams` that the checkpoint names, by name. Raises ValueError that names the file for a
-    value that is not allowed."""
+    """Read the sampling settings in the checkpoint's `FILE`, by their name in `SamplingParams`; empty without this
+    file. Raises ValueError that names the file for a value that is not allowed."""
     file = directory / FILE
     found = read_json(file) if file.is_file() else {}
     defaults = {name: found[name] for name in SAMPLING if found.get(name) is not None}

@@ -7,14 +7,15 @@ attention).
 With tensor parallelism (`smc.model.parallel`), each rank runs a decoder with its shard of heads and inner features over
 the same tokens. The all-reduce is passed in as well; all ranks compute the same hidden states.
 
-Mixture of experts: each token runs through the few experts that its router chooses, and their outputs are weighed. Two
-forms of the product: expert by expert, which is the reference, and one grouped product of tokens sorted by expert, for
-prompts on a GPU. Few rows on a GPU have kernels of their own (`smc.kernels.experts`). Weights in FP8 and int4 are
-widened, and activations stay as they are, so that all forms compute the same.
+Mixture of experts: each token runs through the few experts that its router chooses, and their outputs are added with
+the router's weights. The product has two forms: expert by expert, which is the reference, and one grouped product of
+tokens sorted by expert, for prompts on a GPU. Small numbers of rows on a GPU use separate kernels
+(`smc.kernels.experts`). Weights in FP8 and int4 are widened, and activations stay as they are, so that all forms
+compute the same.
 
 Axes: T tokens, E hidden size, H query heads, J key/value heads, D head dimension, V vocabulary, X chosen tokens (in
-`Experts`: experts), C chosen experts of a token, I inner features of an expert, B rows and S token positions of whole
-sequences, T = B * S."""
+`Experts`: experts), C chosen experts of a token, Y pairs of a token and an expert, I inner features of an expert, B
+rows and S token positions of whole sequences, T = B * S."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ from smc.model.quantisation import Int4Format
 
 
 class Choice(NamedTuple):
-    """The experts of every token."""
+    """The chosen experts of every token."""
 
     expert_TC: Tensor
-    """Their numbers, the likeliest first."""
+    """Indices of the experts, the most probable first."""
     weight_TC: Tensor
-    """Their weights, float32."""
+    """Weights of the experts' outputs, float32."""
 
 
 Widen = Callable[[Linear, torch.dtype], Tensor]
@@ -51,7 +52,8 @@ def _values(matrix: Linear, dtype: torch.dtype) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Router and experts of one layer. The experts' matrices stand below each other, gate before up."""
+    """Router and experts of one layer. Each of the two matrices holds the rows of all experts one after another; in
+    `gate_up`, an expert's gate comes before its up."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class Experts(nn.Module):
         self.down = Linear(self.inner, self.count * config.hidden_size)
 
     def choose(self, x_TE: Tensor) -> Choice:
-        """The likeliest experts of each token."""
+        """Choose the most probable experts of each token."""
         share_TX = torch.softmax(self.router(x_TE), dim=-1, dtype=torch.float32)
         weight_TC, expert_TC = share_TX.topk(self.chosen, dim=-1)
         if self.normalised:
@@ -70,16 +72,16 @@ class Experts(nn.Module):
         return Choice(expert_TC, weight_TC)
 
     def has_grouped_product(self, x_TE: Tensor) -> bool:
-        """Whether the library has `grouped` for these activations."""
+        """Whether torch supports the product of `grouped` for these activations."""
         return x_TE.is_cuda and x_TE.dtype == torch.bfloat16 and self.inner % 8 == 0
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """This rank's share of the weighted sum [T, E]."""
+        """Return this rank's share of the weighted sum of the experts' outputs [T, E]."""
         choice = self.choose(x_TE)
         return (self.grouped if self.has_grouped_product(x_TE) else self.expert_by_expert)(x_TE, choice)
 
     def expert_by_expert(self, x_TE: Tensor, choice: Choice) -> Tensor:
-        """The reference."""
+        """The reference form of `forward`: one product for each expert in use."""
         expert_TC, weight_TC = choice
         parts_TCE = x_TE.new_zeros(*expert_TC.shape, x_TE.shape[1])
         for expert in expert_TC.unique().tolist():
@@ -89,8 +91,8 @@ class Experts(nn.Module):
         return (parts_TCE.float() * weight_TC[..., None]).sum(1).to(x_TE.dtype)
 
     def grouped(self, x_TE: Tensor, choice: Choice, widen: Widen = _values) -> Tensor:
-        """Every expert takes its tokens in one product with the others'. Nothing reads the host. `widen` returns a
-        matrix as numbers of a type."""
+        """The form of `forward` that multiplies the tokens of all experts in one grouped product, without waiting for
+        the device. `widen` returns a whole matrix as numbers of a given dtype."""
         expert_TC, weight_TC = choice
         order_Y = expert_TC.flatten().argsort(stable=True)
         ends_X = (expert_TC.flatten()[:, None] == torch.arange(self.count, device=x_TE.device)).sum(0).cumsum(0).int()
@@ -103,12 +105,12 @@ class Experts(nn.Module):
         return (parts_YE.view(*expert_TC.shape, -1).float() * weight_TC[..., None]).sum(1).to(x_TE.dtype)
 
     def _matrix(self, matrix: Linear, expert: int, dtype: torch.dtype) -> Tensor:
-        """Of one expert [outputs, inputs]."""
+        """Return the numbers of one expert's matrix [outputs, inputs]."""
         rows = matrix.out_features // self.count
         return matrix.values(slice(expert * rows, (expert + 1) * rows), dtype)
 
     def _all(self, matrix: Linear, dtype: torch.dtype, widen: Widen) -> Tensor:
-        """Of all experts [X, outputs, inputs]."""
+        """Return the numbers of all experts' matrices [X, outputs, inputs]."""
         return widen(matrix, dtype).unflatten(0, (self.count, -1))
 
 
@@ -149,19 +151,19 @@ class Decoder(nn.Module):
         return self.finish_logits(self.lm_head(hidden_XE).float())
 
     def embedded(self, tokens_T: Tensor) -> Tensor:
-        """What the first layer takes [T, E]."""
+        """Return the input of the first layer [T, E]: the embeddings, times the factor that some families have."""
         hidden_TE = self.embed(tokens_T)
         factor = self.config.embedding_multiplier
-        # Rounded to the type first, as the published code does.
+        # The factor is rounded to the embeddings' dtype first, as in the published code.
         return hidden_TE if factor == 1.0 else hidden_TE * torch.tensor(factor, dtype=hidden_TE.dtype)
 
     @property
     def plain_logits(self) -> bool:
-        """Whether logits are the head's products."""
+        """Whether the head's products are the logits, without a divisor or a cap."""
         return self.config.logit_divisor == 1.0 and self.config.logit_cap is None
 
     def finish_logits(self, logits_XV: Tensor) -> Tensor:
-        """Logits of the head's products."""
+        """Turn the head's products into logits: apply the divisor and the cap."""
         divisor, cap = self.config.logit_divisor, self.config.logit_cap
         if divisor != 1.0:
             logits_XV = logits_XV / divisor
@@ -169,8 +171,9 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def pair_rotated(self) -> None:
-        """Permute the features of query and key heads so that those of a rotated pair are half a head apart, which
-        `rotate` expects, and those that are not rotated are pairs of their own. Their products stay the same."""
+        """Permute the features of query and key heads so that the two features of a rotated pair are half a head apart,
+        as `rotate` expects. The features that are not rotated form pairs of their own. Products of queries and keys
+        stay the same."""
         size, rotated = self.config.head_dim, self.config.rotated
         middle = rotated + (size - rotated) // 2
         halves = (range(rotated // 2), range(rotated, middle), range(rotated // 2, rotated), range(middle, size))
@@ -198,12 +201,12 @@ def empty_decoder(
     int4: Mapping[str, Int4Format] | None = None,
     shared: Mapping[str, nn.Parameter] = NOTHING_SHARED,
 ) -> Decoder:
-    """A frozen decoder in eval mode with uninitialised weights. `dtype` is one of `smc.model.linear.DTYPES`. `int4`:
-    how the weights that are held in int4 are, by their parameter's name; only with that type. `shared`: another model's
-    weights that are used, likewise.
+    """Create a frozen decoder in eval mode with uninitialised weights. `dtype` is one of `smc.model.linear.DTYPES`.
+    `int4`: formats of the weights to hold in int4, by parameter name; only with dtype int4. `shared`: another model's
+    parameters that are used instead of new ones, by name.
 
     In FP8 a tied head gets a matrix of its own, with half the embedding's bytes: a step reads all of the head but only
-    a few rows of the embedding. Raises ValueError if the device does not support the type."""
+    a few rows of the embedding. Raises ValueError if the device does not support the dtype."""
     tied = config.tied_embeddings and dtype != FP8
     with torch.device("meta"):
         model = Decoder(config, reduce).to(torch.bfloat16 if dtype in (FP8, INT4) else dtype)
@@ -248,7 +251,8 @@ class Layer(nn.Module):
         widths = (q_size, kv_size) if traits.whole_qk_norm else (config.head_dim, config.head_dim)
         self.q_norm, self.k_norm = (make_norm(config, width) if config.qk_norm else None for width in widths)
         self.whole_widths = None
-        """Features of queries and keys, on all ranks, that are normalised as one row."""
+        """Numbers of query and key features, over all ranks, that are normalised as one row; None: norms apply to
+        single heads, or there are none."""
         if traits.whole_qk_norm:
             heads = config.whole_heads or (config.num_heads, config.num_kv_heads)
             self.whole_widths = (heads[0] * config.head_dim, heads[1] * config.head_dim)
@@ -276,7 +280,7 @@ class Layer(nn.Module):
         return self._add(hidden_TE, _normed(self.mlp_out_norm, out_TE))
 
     def mlp(self, x_TE: Tensor) -> Tensor:
-        """This rank's share [T, E]."""
+        """Return this rank's share of the output of the MLP or the experts [T, E]."""
         if self.experts is not None:
             return self.experts(x_TE)
         gate, up = self.gate_up(x_TE).chunk(2, dim=-1)
@@ -285,7 +289,7 @@ class Layer(nn.Module):
     def normalise_whole(self, q_THD: Tensor, k_TJD: Tensor) -> tuple[Tensor, Tensor]:
         """RMS-normalise all query heads of a token together, over all ranks, and all key heads."""
         assert self.q_norm is not None and self.k_norm is not None and self.whole_widths is not None
-        # Four columns, because sums over GPUs take multiples of 16 bytes.
+        # Four columns, because sums over GPUs need multiples of 16 bytes.
         squares_T4 = q_THD.new_zeros(len(q_THD), 4, dtype=torch.float32)
         for column, x in enumerate((q_THD, k_TJD)):
             squares_T4[:, column] = x.float().square().sum((-2, -1))
@@ -326,7 +330,7 @@ NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
 
 
 class OffsetNorm(nn.RMSNorm):
-    """RMSNorm in float32 whose weights lack a constant."""
+    """RMSNorm in float32 with a constant `offset` added to the weights."""
 
     def __init__(self, width: int, eps: float, offset: float) -> None:
         super().__init__(width, eps=eps)
@@ -357,15 +361,16 @@ def _rope_kind(config: ModelConfig, layer: int) -> str:
 
 
 def rope_kinds(config: ModelConfig) -> list[str]:
-    """Those that the model's layers have."""
+    """Kinds of rotation that the model's layers have, sorted by name."""
     return sorted({_rope_kind(config, layer) for layer in range(config.num_layers)})
 
 
 class RopeTable:
-    """Rotary table [max_positions, D]: for each position D/2 cosines, then D/2 sines, in float32; for layers of more
-    than one kind, one table for each [kinds, max_positions, D].
+    """Rotary table [max_positions, D]: for each position D/2 cosines, then D/2 sines, in float32. If layers have more
+    than one kind of rotation, one such table for each kind [kinds, max_positions, D].
 
-    All numbers are multiplied by the root of what attention scores lack: both queries and keys are rotated by them."""
+    If the model's attention scores have another factor than D ** -0.5, which attention applies, all numbers contain the
+    square root of the ratio, because rotation multiplies both queries and keys by them."""
 
     def __init__(
         self,
@@ -374,7 +379,7 @@ class RopeTable:
         device: torch.device | str = "cpu",
         context: int | None = None,
     ) -> None:
-        """`context`: tokens of the longest text, which may be fewer than the positions there are."""
+        """`context`: tokens of the longest text; default: `max_positions`."""
         kinds = rope_kinds(config)
         tables = [_rope_table(config, kind, max_positions, context or max_positions) for kind in kinds]
         self.table = (tables[0] if len(tables) == 1 else torch.stack(tables)).to(device)
@@ -416,7 +421,7 @@ def _yarn_frequencies(inv_freq: Tensor, theta: float, scaling: YarnRopeScaling) 
     pairs = len(inv_freq)
 
     def pair_of(rotations: float) -> float:
-        """The pair that rotates so often within the original context."""
+        """Return the index (with a fraction) of the pair that makes this many rotations within the original context."""
         return pairs * math.log(scaling.original_context / (rotations * 2 * math.pi)) / math.log(theta)
 
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)

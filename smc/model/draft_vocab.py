@@ -1,5 +1,5 @@
-"""A reduced draft vocabulary: the draft's head computes logits only for the most frequent tokens of a text, or of those
-that the draft was trained on, which `smcserve distill` counts.
+"""A reduced draft vocabulary: the draft's head computes logits only for the most frequent tokens of a given text, or of
+the draft's training data, whose tokens `smcserve distill` counts.
 
 The draft reads all of its head at every step, although most tokens are never proposed. The reduced vocabulary changes
 the proposals but not the correctness of answers: exact decoding returns the target's tokens, and SMC weights every
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 LEAST_SHARE, MOST_SHARE = 1e-3, 0.05
 """Range of the total proposal probability of all tokens outside the reduced vocabulary."""
 COUNTS_FILE = "token_counts.json"
-"""In the directory of a draft: how often tokens occur in what it was trained on."""
+"""File in a draft's directory with the number of occurrences of each token in the draft's training data."""
 PIECE = 1 << 20
-"""Characters of the text encoded at a time."""
+"""Number of characters of the text that are encoded at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +45,9 @@ class DraftVocab:
 
     @staticmethod
     def of(size: int, text: Path | None, tokenizer: Tokenizer, draft: Path | None = None) -> DraftVocab:
-        """The `size` most frequent tokens of a text, or without one as the draft's directory counts them; among equally
-        frequent tokens, those with the lowest ids. Special and end-of-text tokens are always included. A model with
-        random weights has no text and gets the first tokens.
+        """Choose the `size` most frequent tokens of `text`, or without a text those of the counts in the directory
+        `draft`; among equally frequent tokens, those with the lowest ids. Special and end-of-text tokens are always
+        included. A model with random weights has no text and gets the first tokens.
 
         Raises ValueError if the size is out of range, or if the text is missing, unreadable, empty or has no effect.
         """
@@ -113,7 +113,7 @@ class DraftHead:
 
 
 def save_counts(directory: Path, count_V: np.ndarray) -> None:
-    """Write how often tokens occur, the most frequent first."""
+    """Write the number of occurrences of each token, the most frequent first."""
     order = [int(token) for token in np.argsort(-count_V, kind="stable") if count_V[token]]
     content = {"tokens": order, "counts": count_V[order].tolist()}
     temporary = directory / f"{COUNTS_FILE}.tmp"
@@ -122,7 +122,7 @@ def save_counts(directory: Path, count_V: np.ndarray) -> None:
 
 
 def load_counts(directory: Path, vocab: int) -> np.ndarray:
-    """Occurrences of each token, int64 [V]. Raises ValueError for a file that does not hold them."""
+    """Read the number of occurrences of each token, int64 [V]. Raises ValueError for a file that does not hold them."""
     path, count_V = directory / COUNTS_FILE, np.zeros(vocab, dtype=np.int64)
     content = read_json(path)
     tokens: Any = content.get("tokens")
@@ -140,7 +140,7 @@ def load_counts(directory: Path, vocab: int) -> np.ndarray:
 
 
 def _count(text: Path, tokenizer: Tokenizer) -> np.ndarray:
-    """Occurrences of each token in the text, int64 [V]."""
+    """Count the occurrences of each token in the text, int64 [V]."""
     count_V = np.zeros(tokenizer.size, dtype=np.int64)
     for piece in _pieces(text):
         count_V += np.bincount(tokenizer.encode(piece, add_special=False), minlength=tokenizer.size)

@@ -1,7 +1,7 @@
-"""The families of models: what each has that Llama has not. One description a family; everything else is Llama.
+"""Model families: one description for each family, with its differences from Llama.
 
-Knows nothing about weights or files. `smc.model.config` reads a directory's numbers, `smc.model.decoder` computes what
-is described here.
+Knows nothing about weights or files. `smc.model.config` reads a directory's numbers, and `smc.model.decoder` computes
+what is described here.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class ExpertNames:
     gate: str
     up: str
     down: str
-    """`{}` stands for the number of the expert."""
+    """In `gate`, `up` and `down`, `{}` stands for the index of the expert."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What differs from Llama."""
+    """Differences of a family from Llama; the defaults are Llama's."""
 
     architecture: str
-    """As config.json names it."""
+    """Name of the architecture in config.json."""
     qkv_bias: bool = False
     """Query, key and value projections have a bias."""
     qk_norm: bool = False
@@ -42,22 +42,23 @@ class Family:
     """`attn_norm` and `mlp_norm` are applied to the input of attention and MLP, `attn_out_norm` and `mlp_out_norm` to
     the output, before it is added to the residual."""
     norm_offset: float = 0.0
-    """Added to the weights of all norms."""
+    """Constant added to the weights of all norms."""
     activation: str = SILU
     activation_field: str = "hidden_act"
     fused: bool = False
     """Query, key and value are stored as one tensor, and so are gate and up."""
     experts: ExpertNames | None = None
     tied_embeddings: bool = False
-    """Whether the head is tied if config.json does not say."""
+    """Whether the head is tied if config.json has no `tie_word_embeddings`."""
     rope_theta: float = 10_000.0
-    """If config.json does not say."""
+    """Base of the rotary frequencies if config.json has no `rope_theta`."""
     read: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: {}
-    """config.json -> further fields of `ModelConfig`. Raises ValueError for values that are not supported."""
+    """Returns further fields of `ModelConfig` from the contents of config.json. Raises ValueError for values that are
+    not supported."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Numbers of `ModelConfig` that config.json has under another name: our name -> published name."""
+    """Fields of `ModelConfig` that config.json has under another name: our name -> published name."""
     inert: Mapping[str, Any] = field(default_factory=dict)
-    """Published fields that are supported with one value only, which a missing field has."""
+    """Published fields for which one value only is supported; a missing field counts as this value."""
 
 
 def require(raw: Mapping[str, Any], name: str, supported: Any) -> None:
@@ -67,7 +68,8 @@ def require(raw: Mapping[str, Any], name: str, supported: Any) -> None:
 
 
 def _window_everywhere(default: int | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """All layers have a window; `default` if config.json does not say."""
+    """Make a reader for a family in which all layers have a window. `default`: its size if config.json has no
+    `sliding_window`."""
 
     def read(raw: dict[str, Any]) -> dict[str, Any]:
         window = raw.get("sliding_window", default)
@@ -103,14 +105,16 @@ def _gemma3(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _smollm3(raw: dict[str, Any]) -> dict[str, Any]:
-    """A flag for each layer: 1 if it rotates queries and keys."""
+    """Read which layers do not rotate. `no_rope_layers` has a flag for each layer: 1 if it rotates queries and keys."""
     layers, every = raw["num_hidden_layers"], raw.get("no_rope_layer_interval", 4)
     flags = raw.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
     return {"unrotated_layers": tuple(i for i, rotated in enumerate(flags) if not rotated)}
 
 
 def _experts(count: str, width: str, normalised: bool | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Published names of the number of experts and of their inner features; `normalised`: None if config.json says."""
+    """Make a reader for a family with experts. `count` and `width`: published names of the number of experts and of
+    their inner features. `normalised`: whether the weights of a token's experts add up to 1; None: as `norm_topk_prob`
+    of config.json says."""
 
     def read(raw: dict[str, Any]) -> dict[str, Any]:
         number = raw.get(count) or raw.get("num_experts") or raw["num_local_experts"]
@@ -183,5 +187,5 @@ FAMILIES = {
         read=lambda raw: _window_everywhere(None)(raw) | _experts("num_local_experts", "intermediate_size", True)(raw),
     ),
 }
-"""Our name, which is config.json's `model_type` -> description."""
+"""Family name, equal to `model_type` in config.json -> description."""
 BY_ARCHITECTURE = {family.architecture: name for name, family in FAMILIES.items()}

@@ -1,8 +1,8 @@
-"""Reads the files of a Hugging Face directory: JSON, safetensors headers and tensors, and fingerprints of weights. Knows
-nothing about models.
+"""Reads the files of a Hugging Face directory: JSON, safetensors headers and tensors, and fingerprints of weights.
+Knows nothing about models.
 
-Fingerprints are of samples of the files. Replicas compare those of whole models, and metrics report them to show a
-rollout; those of tensors say what two models share."""
+A fingerprint is a hash of samples of a file. Replicas compare the fingerprints of whole models, and metrics report them
+to show a rollout. Fingerprints of single tensors show which tensors two models share."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TensorReader:
         self._stack.close()
 
     def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor in its stored type, on the CPU. Raises ValueError if it cannot be read."""
+        """Read a part of a tensor in its stored type onto the CPU. Raises ValueError if it cannot be read."""
         file = self.tensors[name].file
         if file not in self._opened:
             self._opened[file] = self._stack.enter_context(open_file(file, "pt"))
@@ -79,7 +79,7 @@ class TensorReader:
 
 
 def read_headers(directory: str | Path) -> dict[str, StoredTensor]:
-    """All tensors of the model by name, read from the file headers."""
+    """Read the entries of all tensors of the model, by name, from the file headers."""
     tensors = {}
     for file in _weight_files(Path(directory)):
         with open_file(file, "numpy") as opened:  # "numpy": reading headers does not need torch
@@ -143,7 +143,7 @@ def open_file(file: Path, framework: str) -> Iterator[safe_open]:
 
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""How a file begins that Git LFS has put in place of a large one."""
+"""First bytes of the pointer file that Git LFS puts in place of a large file."""
 
 
 def _is_lfs_pointer(file: Path) -> bool:
@@ -155,19 +155,19 @@ def _is_lfs_pointer(file: Path) -> bool:
 
 
 def abbreviate(items: Sequence[str], count: int = 5, separator: str = ", ") -> str:
-    """The first `count` items, and how many more there are."""
+    """Join the first `count` items into a text that also names the number of items left out."""
     more = f"{separator}and {len(items) - count} more" if len(items) > count else ""
     return separator.join(items[:count]) + more
 
 
 HEAD_BYTES = 1 << 20
-"""Bytes hashed from the start of each file, where safetensors files have their header."""
+"""Number of bytes hashed from the start of each file, where safetensors files have their header."""
 SAMPLES, SAMPLE_BYTES = 64, 16 << 10
-"""Number and size of the samples of each file, at equal distances."""
+"""Number and size in bytes of the samples of each file or tensor, at equal distances."""
 
 
 def tensor_fingerprint(tensor: StoredTensor, name: str) -> str:
-    """Of a tensor in a file: a hash of its type, shape and samples. Raises ValueError if it cannot be read."""
+    """Return a hash of a stored tensor's type, shape and samples. Raises ValueError if the file cannot be read."""
     digest = hashlib.sha256(f"{tensor.dtype} {tensor.shape}".encode())
     try:
         with tensor.file.open("rb") as file:
@@ -182,7 +182,8 @@ def tensor_fingerprint(tensor: StoredTensor, name: str) -> str:
 
 
 def fingerprint(directory: Path) -> str:
-    """16 hexadecimal digits: a hash of the names, sizes, first bytes and samples of config.json and all weight files.
+    """Return 16 hexadecimal digits: a hash of the names, sizes, first bytes and samples of config.json and all weight
+    files.
 
     Weights that differ only between two samples have the same fingerprint. Raises OSError if a file cannot be read.
     """

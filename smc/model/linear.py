@@ -1,21 +1,21 @@
 """Linear layers, y = x W^T, with W unquantised, in FP8 (e4m3) with a float32 scale for each output, or in int4.
 
 FP8: W[n, k] = scale[n] weight[n, k]. Each row of activations is quantised with a scale of its own, so a row's result
-does not depend on the other rows of the batch. Products are taken of FP8 numbers, sums are float32, and the scales are
-applied last. The reference here, the GPU library and our kernels (`smc.kernels.linear`) all compute this; tensor cores
-keep only about 14 bits of their partial sums.
+does not depend on the other rows of the batch. FP8 numbers are multiplied, their products are summed in float32, and
+the scales are applied last. The reference here, the GPU library and our kernels (`smc.kernels.linear`) all compute
+this; tensor cores keep only about 14 bits of their partial sums.
 
 int4: W[n, k] = scale[g, n] (code[n, k] - zero[g, n]), g the group of input k; activations stay as they are. The
-reference here widens the weights to the activations' type, piece by piece; our kernel (`smc.kernels.int4`) multiplies
-sums of a group's codes by its scale.
+reference here widens the weights to the activations' dtype, a few rows at a time; our kernel (`smc.kernels.int4`) sums
+over the codes of a group first and multiplies the sum by the group's scale.
 
-In memory, an int32 word holds eight codes of 0 to 15. Words are stored as [G, N, W]: the words of all outputs side by
-side in each group, like scales and zero points [G, N], because a kernel reads one group of many outputs at a time. In a
-group, the 8 W inputs of an output form eight runs of W; input i of run j is input j W + i of the group. Words come in
-pairs: pair p holds inputs 2p and 2p + 1 of every run, word 2p those of runs 0 to 3, word 2p + 1 those of runs 4 to 7.
+In memory, an int32 word holds eight codes of 0 to 15. Words are stored as [G, N, W]: in each group the words of all
+outputs side by side, like scales and zero points [G, N], because a kernel reads one group of many outputs at a time. In
+a group, the 8 W inputs of an output form eight runs of W; input i of run j is input j W + i of the group. Words come in
+pairs. Pair p holds inputs 2p and 2p + 1 of every run: word 2p those of runs 0 to 3, word 2p + 1 those of runs 4 to 7.
 The code of run j begins at bit 4 (j mod 4) for input 2p, and 16 bits higher for input 2p + 1. A shift and the mask
-0x000F000F thus give two neighbouring inputs in the two halves of a register, as tensor cores take them. Codes 0 to 15
-of a group of 16 inputs are the words 0x75316420, 0xFDB9ECA8.
+0x000F000F thus give two neighbouring inputs in the two halves of a register, as tensor cores take them. For example, a
+group of 16 inputs with codes 0 to 15 is stored as the words 0x75316420, 0xFDB9ECA8.
 
 Axes: T tokens, K inputs, N outputs, G groups, W words of a group, I inputs of a group; in a group H runs 0 to 3 or 4 to
 7, J run of these, P pair of words, E first or second input of a pair."""
@@ -38,8 +38,8 @@ LARGEST_CODE = 15
 
 
 def pack(code_NK: Tensor, groups: int) -> Tensor:
-    """Words int32 [G, N, W] of codes."""
-    # In int64, because the last code takes the sign's bit of an int32.
+    """Pack codes of 0 to 15 [N, K] into int32 words [G, N, W]."""
+    # In int64, because the last code of a word occupies the sign bit of an int32.
     code_GNHJPE = code_NK.long().unflatten(1, (groups, 2, PER_WORD // 2, -1, 2)).transpose(0, 1)
     word_GNHP = (code_GNHJPE << _shifts(code_NK.device)[:, None, :]).sum((3, 5))
     word_GNW = word_GNHP.transpose(2, 3).flatten(2)
@@ -47,34 +47,34 @@ def pack(code_NK: Tensor, groups: int) -> Tensor:
 
 
 def unpack(word_GNW: Tensor) -> Tensor:
-    """Codes int32 [N, K] of words."""
+    """Unpack words into codes, int32 [N, K]."""
     word_GNHP = word_GNW.unflatten(2, (-1, 2)).transpose(2, 3)
     code_GNHJPE = (word_GNHP[:, :, :, None, :, None] >> _shifts(word_GNW.device)[:, None, :]) & LARGEST_CODE
     return code_GNHJPE.transpose(0, 1).flatten(1)
 
 
 def _shifts(device: torch.device) -> Tensor:
-    """Where a code begins in its word, int32 [J, E]."""
+    """First bit of each code in its word, int32 [J, E]."""
     run_J, input_E = (torch.arange(count, dtype=torch.int32, device=device) for count in (PER_WORD // 2, 2))
     return 4 * run_J[:, None] + 16 * input_E
 
 
 def dequantise(word_GNW: Tensor, scale_GN: Tensor, zero_GN: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Weights [N, K] of a type."""
+    """Return the weights [N, K] in `dtype`. Without `zero_GN`, all zero points are `SYMMETRIC_ZERO`."""
     code_NGI = unpack(word_GNW).unflatten(1, (len(scale_GN), -1))
     centred_NGI = code_NGI - (SYMMETRIC_ZERO if zero_GN is None else zero_GN.t().int()[..., None])
     return (centred_NGI.float() * scale_GN.t().float()[..., None]).flatten(1).to(dtype)
 
 
 def quantise_int4(weight_NK: Tensor, group: int) -> Codes:
-    """Symmetric codes: each weight is rounded to the nearest multiple of its group's scale, with which the lowest weight is
-    at least -8 of them and the highest at most 7.
+    """Quantise to symmetric codes: each weight is rounded to the nearest multiple of its group's scale. The scale is
+    the smallest with which all weights of the group lie between -8 and 7 times the scale.
 
-    The error is at most half a scale, but one scale at the end that is cut off."""
+    The error is at most half a scale."""
     weight_NGI = weight_NK.float().unflatten(1, (-1, group))
     low_NG, high_NG = weight_NGI.aminmax(dim=2)
     scale_NG = torch.maximum(low_NG.neg() / 8, high_NG / 7)
-    # What is stored is bfloat16, and codes are those of what is stored.
+    # Codes are computed with the scales as they are stored, in bfloat16.
     scale_NG = scale_NG.bfloat16().float()
     steps_NGI = weight_NGI / torch.where(scale_NG > 0, scale_NG, 1.0)[..., None]
     code_NK = (steps_NGI.round().clamp(-8, 7) + SYMMETRIC_ZERO).int().flatten(1)
@@ -86,10 +86,10 @@ FP8_MAX = torch.finfo(FP8).max
 """448, the largest FP8 number. Larger values would become NaN."""
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16, FP8, INT4), strict=True))
-"""Types that a model can be loaded in, by name. With FP8, the matrices and the head are FP8; the embedding, norms,
-biases and activations are bfloat16. With int4, the layers' matrices are int4, all else is bfloat16."""
+"""Dtypes that a model can be loaded in, by name. With FP8, the matrices and the head are FP8; the embedding, norms,
+biases and activations are bfloat16. With int4, the layers' matrices are int4; everything else is bfloat16."""
 PIECE = 1 << 24
-"""Weights converted at a time, which bounds the memory of intermediate tensors."""
+"""Number of weights converted at a time, which bounds the memory of intermediate tensors."""
 DIVISOR = 16
 """`torch._scaled_mm` needs inputs and outputs that are multiples of this."""
 FP8_CAPABILITY = (8, 9)
@@ -106,15 +106,16 @@ class QuantisedRows(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """A linear layer: `weight` [N, K] of any type, `scale` [N] in float32 (FP8 weights only), and an optional `bias`
-    [N] of the activations' type. In int4 `weight` holds words [G, N, W], `scale` and an optional `zero` are [G, N]."""
+    """A linear layer: `weight` [N, K] of any dtype, `scale` [N] in float32 (FP8 weights only), and an optional `bias`
+    [N] of the activations' dtype. In int4 `weight` holds words [G, N, W], and `scale` and an optional `zero` are [G,
+    N]."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias)
         self.register_parameter("scale", None)
         self.register_parameter("zero", None)
         self.group = 0
-        """Inputs of a group in int4; otherwise 0."""
+        """Number of inputs of a group in int4; 0 for other dtypes."""
 
     @property
     def is_fp8(self) -> bool:
@@ -127,7 +128,8 @@ class Linear(nn.Linear):
         self.scale = nn.Parameter(torch.empty(outputs, dtype=torch.float32, device=device), requires_grad=False)
 
     def to_int4(self, held: Int4Format) -> None:
-        """Replace the weight by an uninitialised int4 weight with its scales."""
+        """Replace the weight by an uninitialised int4 weight with its scales and, if the format has them, zero
+        points."""
         device, groups = self.weight.device, self.in_features // held.group
 
         def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -139,7 +141,7 @@ class Linear(nn.Linear):
         self.zero = parameter(groups, self.out_features, dtype=torch.int32) if held.zeros else None
 
     def permute_outputs(self, order_N: Tensor) -> None:
-        """Output i becomes what output `order[i]` was."""
+        """Reorder the outputs in place: output i becomes the former output `order_N[i]`."""
         for part in (self.weight, self.bias):
             if part is not None:
                 bits = part.view(torch.uint8) if part.dtype == FP8 else part
@@ -154,7 +156,7 @@ class Linear(nn.Linear):
             self.weight[rows], self.scale[rows] = quantise(weight_NK[rows])
 
     def values(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Some of the weight's rows as numbers of a type."""
+        """Return some rows of the weight as numbers of `dtype`."""
         if self.scale is None:
             return self.weight[rows].to(dtype)
         if self.group:
@@ -176,7 +178,7 @@ class Linear(nn.Linear):
 
     def multiply_quantised(self, x: QuantisedRows, out_TN: Tensor | None = None) -> Tensor:
         """Multiply FP8 activations with this FP8 weight: in bfloat16 by the GPU library if it supports the shape,
-        otherwise in float32."""
+        otherwise in float32. The result is written to `out_TN` if given."""
         if self.weight.is_cuda and self.in_features % DIVISOR == 0 and self.out_features % DIVISOR == 0:
             scales: dict[str, Any] = {
                 "scale_a": x.scale_T1,
@@ -193,10 +195,10 @@ class Linear(nn.Linear):
 
 
 def quantise(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 numbers [N, K] and float32 scales [N]. The largest number of each row becomes `LARGEST`; a row of zeros gets
-    scale 0.
+    """Return FP8 numbers [N, K] and float32 scales [N]. The number with the largest absolute value in each row becomes
+    +-`FP8_MAX`; a row of zeros gets scale 0.
 
-    The error is at most a sixteenth of the weight, or 2^-10 times the scale.
+    The error is at most a sixteenth of the weight or 2^-10 times the scale, whichever is larger.
     """
     weight_NK = weight_NK.float()
     largest_N = weight_NK.abs().amax(1)
@@ -212,14 +214,14 @@ def quantise_rows(x_TK: Tensor) -> QuantisedRows:
 
 
 def pieces(rows: int, columns: int = 1) -> Iterator[slice]:
-    """Row slices of a matrix or vector, each with about `PIECE` numbers."""
+    """Yield row slices of a matrix or vector, each with about `PIECE` numbers."""
     step = max(1, PIECE // max(1, columns))
     for begin in range(0, rows, step):
         yield slice(begin, min(rows, begin + step))
 
 
 def require_fp8(device: torch.device | str) -> None:
-    """Raises ValueError if the device is a GPU without FP8 products."""
+    """Raise ValueError if the device is a GPU without FP8 products."""
     device = torch.device(device)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         found, least = (".".join(map(str, one)) for one in (torch.cuda.get_device_capability(device), FP8_CAPABILITY))

@@ -1,5 +1,5 @@
-"""Loads a `Decoder` from a Hugging Face directory, saves it to one, or makes one with random weights, whose speed can be
-measured and whose answers have no meaning. Knows nothing about tokenizers or serving.
+"""Loads a `Decoder` from a Hugging Face directory, saves it to one, or makes one with random weights, to measure speed
+without a checkpoint. Knows nothing about tokenizers or serving.
 
 Loading streams one piece of a tensor at a time, so the model is never in memory twice. A rank reads only its own shard
 of each tensor, except that FP8 and int4 weights are quantised from whole rows, so that scales do not depend on the
@@ -43,14 +43,14 @@ def load_model(
     beside: Decoder | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Decoder:
-    """Read a Hugging Face directory, or one rank's shard of it, into a frozen `Decoder` in eval mode. `progress` is
-    called with the share of the weights that has been read, after each of them.
+    """Read a Hugging Face directory, or one rank's shard of it, into a frozen `Decoder` in eval mode. After each
+    weight, `progress` is called with the share of all weights that has been read.
 
-    `beside`: another model. Where it has the same embedding or head, bit by bit and on the same device, its matrices are
-    used and not loaded again.
+    `beside`: another model. If its embedding or head is equal to the directory's, bit by bit and on the same device,
+    its matrices are used and not loaded again.
 
-    With a dtype of int4, matrices that are stored in int4 are kept, and those of a directory that has none are rounded
-    (`smc.model.linear`); with other types, numbers are converted.
+    With dtype int4, matrices that are stored in int4 are kept as they are; if the directory is not quantised to int4,
+    the layers' matrices are rounded (`smc.model.linear`). With other dtypes, numbers are converted.
 
     Raises ValueError that names the file or the weight if a tensor is missing, unknown, corrupt, not finite or of the
     wrong shape. A value that is not finite is found only by the ranks that hold it."""
@@ -89,7 +89,8 @@ EMBEDDING, HEAD = "embed.weight", "lm_head.weight"
 def _shared(
     published: PublishedWeights, slices: Mapping[str, WeightSlice], other: Decoder, dtype: torch.dtype
 ) -> dict[str, nn.Parameter]:
-    """Parameters of another model that are those of the directory."""
+    """Return the parameters of `other` that are equal to the directory's, by name: the embedding, the head and, in FP8,
+    the head's scale."""
     theirs, plain = (
         dict(other.named_parameters(remove_duplicate=False)),
         torch.bfloat16 if dtype in (FP8, INT4) else dtype,
@@ -118,7 +119,7 @@ def _shared(
 
 
 def _is_part(published: PublishedWeights, name: str, rows: slice, weight: Tensor, scale_N: Tensor | None) -> bool:
-    """Whether some rows of a tensor of the files are those of a weight."""
+    """Whether the stored tensor and `weight` are equal in these rows."""
     if weight.dtype == FP8:
         weight_NK, row_scale_N = published.fp8_rows(name, rows, weight.shape[1])
         assert scale_N is not None
@@ -131,8 +132,8 @@ def _is_part(published: PublishedWeights, name: str, rows: slice, weight: Tensor
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """Weights of a directory, converted from the types they are stored in. `part` and `rows` are slices of the whole
-    tensor."""
+    """Weights of a directory, converted from the dtypes they are stored in. Arguments `part`, `rows` and `columns` are
+    slices of the whole tensor."""
 
     files: TensorReader
     quantisation: Quantisation | None
@@ -143,12 +144,12 @@ class PublishedWeights:
         return self.files.tensors
 
     def part(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
-        """A stored tensor, or a part of it."""
+        """Read a stored tensor, or a part of it, onto the device."""
         whole = tuple(slice(0, size) for size in self.tensors[name].shape)
         return self.files.part(name, part or whole).to(self.device)
 
     def file(self, name: str) -> Path:
-        """The file with a weight, or with the first of the tensors that it is stored as."""
+        """Return the file that holds a weight, or the codes of a weight stored in int4."""
         if name not in self.tensors:
             assert isinstance(self.quantisation, Int4Quantisation)
             name = self.quantisation.codes_name(name)
@@ -162,8 +163,8 @@ class PublishedWeights:
         return self.quantisation.values(self, name, rows, columns)
 
     def fp8_rows(self, name: str, rows: slice, inputs: int) -> tuple[Tensor, Tensor]:
-        """Whole rows of `inputs` columns in FP8 [N, K] and their scales [N]. Rows stored in FP8 are kept, except that
-        weights with a scale per block are quantised again with a scale per row."""
+        """Return whole rows of `inputs` columns in FP8 [N, K] and their scales [N]. Rows stored in FP8 are kept, except
+        that weights with a scale per block are quantised again with a scale per row."""
         part, quantisation = (rows, slice(0, inputs)), self.quantisation
         is_fp8 = name in self.tensors and self.tensors[name].dtype == STORED_FP8
         if is_fp8 and isinstance(quantisation, Fp8Quantisation) and not quantisation.blocks:
@@ -171,8 +172,8 @@ class PublishedWeights:
         return quantise(self.values(name, part))
 
     def int4_rows(self, name: str, rows: slice, columns: slice, inputs: int, group: int) -> Codes:
-        """Some columns of rows in int4, in groups of `group` inputs. Rows stored in int4 are kept; others, with
-        `inputs` columns in all, are rounded, in groups of up to `GROUP`."""
+        """Return some columns of some rows in int4, in groups of `group` inputs. Rows stored in int4 are kept. Others
+        are rounded from their whole width of `inputs`, in groups of up to `GROUP`."""
         if isinstance(self.quantisation, Int4Quantisation) and self.quantisation.holds(name, self.tensors):
             return self.quantisation.codes(self, name, rows, columns, group)
         whole_group = math.gcd(GROUP, inputs)
@@ -182,7 +183,7 @@ class PublishedWeights:
 
 
 def _load(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
-    """`name`: of the tensor in the files."""
+    """Read one slice of the tensor `name` in the files into the parameters."""
     dtype = parameters[where.parameter].dtype
     if dtype == FP8:
         for band in where.bands():
@@ -222,20 +223,20 @@ def _load_int4(published: PublishedWeights, name: str, where: WeightSlice, param
 
 
 def _stored_rows(where: WeightSlice, piece: slice) -> slice:
-    """Rows of the stored tensor that a piece of the slice's rows is."""
+    """Return the rows of the stored tensor for a piece of the slice's rows."""
     first = where.first + where.axes[0].held.start
     return slice(first + piece.start, first + piece.stop)
 
 
 def save_model(model: Decoder, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
     """Write `config.json` and `model.safetensors` with the published tensor names, in `dtype` (default: the model's).
-    Raises ValueError for a family that is not saved."""
+    Raises ValueError for a family that is not in `SAVED_FAMILIES`, a shard or quantised weights."""
     dtype = dtype or model.embed.weight.dtype
     save_with_config(model, directory, model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}, dtype)
 
 
 def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Like `save_model`, with these contents of config.json, which must describe the model."""
+    """Like `save_model` for any family. `config` is the contents of config.json, which must describe the model."""
     if model.reduce is not None:
         raise ValueError("this decoder is one rank's shard (it has a reduce); only a whole model can be saved")
     quantised = {torch.int32: "int4", FP8: "FP8"}
@@ -266,7 +267,7 @@ def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str,
 
 
 def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Check the converted numbers, which also finds overflow to a narrower type. Raises ValueError."""
+    """Raise ValueError if a converted number is not finite, which includes an overflow of a narrower dtype."""
     low, high = values.aminmax()  # propagates NaN; unlike isfinite, it allocates nothing
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"{name} holds NaN or inf as {str(dtype).removeprefix('torch.')}; every weight must be finite")
@@ -288,8 +289,8 @@ def random_model(
     shard: Shard = WHOLE,
     reduce: Reduce | None = None,
 ) -> Decoder:
-    """A decoder, or one rank's shard of it, with normally distributed weights and norm weights of 1, created on
-    `device`. FP8 weights are the bfloat16 weights of the same seed, quantised; int4 weights are random codes."""
+    """Create a decoder, or one rank's shard of it, on `device`, with normally distributed weights and norm weights of
+    1. FP8 weights are the bfloat16 weights of the same seed, quantised; int4 weights are random codes."""
     int4 = int4_formats(weight_slices(config, shard), shard) if dtype == INT4 else None
     model = empty_decoder(local_config(config, shard), reduce, dtype, device, int4)
     generator = torch.Generator(device).manual_seed(seed * 1000 + shard.rank)

@@ -6,18 +6,18 @@ small model. The following keeps the function unchanged:
 
 - Width d -> D: RMS norms divide by the mean over D, so norm weights are scaled by sqrt(d / D) and eps by d / D.
 - Heads: each small head is written into a large head of the matching key/value group. With head size h -> H, rotary
-  pair i of h has the frequency of pair i H / h of H, so features move to that pair. Queries are scaled by
-  sqrt(H / h) to cancel the softmax's 1 / sqrt(H). Query and key norms share eps with the other norms, so their inputs
-  are scaled until that eps has the same effect.
+  pair i of h has the frequency of pair i H / h of H, so features move to that pair. Queries are scaled by sqrt(H / h)
+  to cancel the softmax's 1 / sqrt(H). Query and key norms share eps with the other norms, so their inputs are scaled
+  until that eps has the same effect.
 - Additional inner features, heads and layers add zero to the residual.
 - Additional tokens: every embedding gets one feature with the constant value c. Only the final norm passes it on, to
   the additional rows of the head, which turn it into a logit far below all others. c^2 is subtracted from eps, which
   becomes (eps d - c^2) / D. The size of the logit depends on the residual, so guidance, which weighs two such logits
   against each other, may still draw an additional token.
 
-A head with additional tokens cannot be tied to the embedding. The padded model is then untied, whatever the shape says.
-A decoding step reads as many bytes as that of a tied model (one embedding row for each token); memory holds one more
-matrix.
+A head with additional tokens cannot be tied to the embedding. The padded model is then untied, even if the shape is
+tied. A decoding step still reads as many bytes as that of a tied model, because it reads only one embedding row for
+each token; memory holds one more matrix.
 
 The second half of the file writes a padded model as a Hugging Face directory that any server can load, with no more
 than one padded tensor in memory at a time.
@@ -57,7 +57,8 @@ PADDING_HEAD_WEIGHT = -(2.0**12)
 FILE_BYTES = 4 << 30
 """Maximum size of a safetensors file; a larger tensor gets a file of its own."""
 PIECE_BYTES = 1 << 20
-"""Bytes written at a time. A piece of zeros becomes a hole in the file, which most file systems do not store."""
+"""Number of bytes written at a time. A piece of zeros becomes a hole in the file, which most file systems do not
+store."""
 SAVED_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Types that can be written, and their names in a safetensors header."""
 COPIED_TOKENIZER_FILES = (
@@ -106,7 +107,7 @@ class AxisMap:
         return AxisMap(torch.arange(count), torch.arange(count))
 
     def restrict(self, axis: Axis) -> AxisMap:
-        """The pairs of one span, with `large_X` numbered from its first index."""
+        """Return the pairs in the one span of `axis`, with `large_X` counted from the span's first index."""
         is_held_X = (self.large_X >= axis.held.start) & (self.large_X < axis.held.stop)
         return AxisMap(self.small_X[is_held_X], self.large_X[is_held_X] - axis.held.start)
 
@@ -126,8 +127,8 @@ class PaddedWeights:
             self._weights["lm_head.weight"] = self._weights["model.embed_tokens.weight"]
 
     def fill(self, name: str, out: Tensor, axes: Sequence[Axis]) -> None:
-        """Write the non-zero values of a published tensor into `out`, which is zero and holds that part of its
-        `axes`."""
+        """Write the non-zero values of a published tensor into `out`, which must be zero. `out` holds the part of the
+        tensor that `axes` give."""
         kind = re.sub(r"^model\.(layers\.\d+\.)?", "", name)
         if name in self._weights:  # a layer that the small model lacks stays zero
             maps = [self._axis_maps[letter].restrict(axis) for letter, axis in zip(_AXES[kind], axes)]
@@ -155,7 +156,7 @@ def padded_model(
     shard: Shard = WHOLE,
     reduce: Reduce | None = None,
 ) -> Decoder:
-    """`small` padded to `shape`, or one rank's shard of it, created on `device`. Raises ValueError if the shape cannot
+    """Create `small` padded to `shape`, or one rank's shard of it, on `device`. Raises ValueError if the shape cannot
     hold it."""
     if dtype == INT4:
         raise ValueError("dtype=int4 is not supported for padded models (load=grown); take fp8 or bfloat16")
@@ -176,7 +177,7 @@ def padded_model(
 
 
 def _fill_fp8(weights: PaddedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
-    """Quantise whole rows, a piece at a time, so that scales do not depend on the number of ranks."""
+    """Quantise whole rows, a few at a time, so that scales do not depend on the number of ranks."""
     (rows, columns), device = where.axes, parameters[where.parameter].device
     for piece in pieces(len(rows.held), columns.size):
         held = rows.held[piece]
@@ -186,7 +187,8 @@ def _fill_fp8(weights: PaddedWeights, name: str, where: WeightSlice, parameters:
 
 
 def padded_config(small: ModelConfig, shape: ModelConfig) -> ModelConfig:
-    """Configuration of the padded model. Raises ValueError that names every size of the shape that is too small."""
+    """Return the configuration of the padded model. Raises ValueError that names every size of the shape that is too
+    small."""
     if problems := _problems(small, shape):
         raise ValueError(
             f"the shape cannot hold the model: {'; '.join(problems)}. Take a larger shape or a smaller model"
@@ -207,8 +209,8 @@ def padded_config(small: ModelConfig, shape: ModelConfig) -> ModelConfig:
 
 
 def constant_feature(small: ModelConfig, shape: ModelConfig) -> float:
-    """Value c of the constant feature; 0 if the shape has no additional tokens. A power of two, which every type holds
-    exactly, with c^2 at most eps d / 2."""
+    """Return the value c of the constant feature; 0 if the shape has no additional tokens. A power of two, which every
+    dtype holds exactly, with c^2 at most eps d / 2."""
     if shape.vocab_size == small.vocab_size:
         return 0.0
     return 2.0 ** math.floor(math.log2(small.rms_eps * small.hidden_size / 2) / 2)
@@ -247,8 +249,8 @@ def _queries_per_key(config: ModelConfig) -> int:
 
 
 def _kv_copies(small: ModelConfig, large: ModelConfig) -> int:
-    """Copies of each key/value head of the small model. More than one if a group of the large shape has fewer query
-    heads than a group of the small model."""
+    """Number of copies of each key/value head of the small model. More than one if a group of the large shape has fewer
+    query heads than a group of the small model."""
     return -(-_queries_per_key(small) // _queries_per_key(large))
 
 
@@ -282,8 +284,8 @@ def _scales(small: ModelConfig, large: ModelConfig) -> dict[str, float]:
     norm, heads = math.sqrt(small.hidden_size / large.hidden_size), math.sqrt(large.head_dim / small.head_dim)
     scales = dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"), norm)
     if small.qk_norm:
-        # These norms cancel the scale of their inputs, except for eps. The query's weight takes both sqrt(h / H) and
-        # the softmax's sqrt(H / h).
+        # These norms cancel the scale of their inputs, except for eps. The weight of the query norm would take both
+        # sqrt(h / H) and the softmax's sqrt(H / h), whose product is 1.
         query = key = heads * math.sqrt(large.rms_eps / small.rms_eps)
         scales["self_attn.k_norm.weight"] = 1 / heads
     else:
@@ -294,7 +296,7 @@ def _scales(small: ModelConfig, large: ModelConfig) -> dict[str, float]:
 
 
 def _rectangle(indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """An index of the sub-tensor of these indices; one tensor an axis."""
+    """Return an index of the sub-tensor at `indices`, which are one tensor for each axis."""
     return tuple(
         index.view([-1 if other == axis else 1 for other in range(len(indices))]) for axis, index in enumerate(indices)
     )
@@ -353,7 +355,7 @@ def save_padded_tokenizer(small: Path, config: ModelConfig, directory: Path) -> 
 
 
 def padded_tokenizer(small: Path, config: ModelConfig) -> Tokenizer:
-    """The tokenizer that `save_padded_tokenizer` writes."""
+    """Return the tokenizer that `save_padded_tokenizer` writes."""
     with TemporaryDirectory() as directory:
         save_padded_tokenizer(small, config, Path(directory))
         return Tokenizer.load(directory)
@@ -386,7 +388,7 @@ def _save_weights(
 
 
 def _split_into_files(sizes: dict[str, int]) -> Iterator[list[str]]:
-    """Names of the tensors of each file."""
+    """Yield the names of the tensors of each file."""
     group: list[str] = []
     filled = 0
     for name, size in sizes.items():
@@ -399,8 +401,8 @@ def _split_into_files(sizes: dict[str, int]) -> Iterator[list[str]]:
 
 
 def _header(slices: dict[str, WeightSlice], sizes: dict[str, int], dtype: torch.dtype) -> bytes:
-    """Header of a safetensors file: its length in 8 bytes, then JSON with the type, shape and offsets of each
-    tensor."""
+    """Return the header of a safetensors file: its length in 8 bytes, then JSON with the type, shape and offsets of
+    each tensor."""
     tensors, begin = {}, 0
     for name, where in slices.items():
         end = begin + sizes[name]

@@ -3,13 +3,14 @@
 Query, key, value, gate and up are split by rows, o and down by columns, so a layer needs two sums over the ranks: after
 o and after down. All other weights are replicated.
 
-Any number of ranks up to that of query heads can share a model. The query heads of each key/value head are cut into
-pieces, and pieces are given to the ranks in order, as evenly as they go. A rank holds a key/value head for each of its
-pieces, so heads that are cut are held several times, and so are their keys and values. The number of pieces is that
-with which a rank reads the least in a step: weights, and keys and values of as many tokens as there are hidden features.
+Any number of ranks up to the number of query heads can share a model. The query heads of each key/value head are cut
+into pieces, and the pieces are given to the ranks in order, as evenly as possible. A rank holds a copy of the key/value
+head for each of its pieces, so a head that is cut is held several times, and so are its keys and values. The number of
+pieces is chosen so that a rank reads as little as possible in a step: weights, and the keys and values of as many
+tokens as there are hidden features.
 
-Every rank has the same shape, so that some have padding: query heads of a piece, pieces, inner features. Its weights
-are zero. Padding adds zero to both sums, because the columns of o and down that belong to it are zero.
+All ranks have the same shape, so some of them contain padding: query heads of a piece, whole pieces or inner features.
+The weights of padding are zero. Padding adds zero to both sums, because its columns of o and down are zero.
 
 Knows nothing about files, parameters or communication between ranks.
 """
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INNER_BLOCKS = (64, 32, 16, 8)
-"""Inner features are split in blocks of the first of these sizes that leaves no rank without one, if the first divides
-their number, because kernels read weights in such blocks."""
+"""Sizes of the blocks in which inner features are split, because kernels read weights in such blocks. The first size is
+used that gives every rank a block. If 64 does not divide the number of features, they are split one by one."""
 
 
 class Reduce(Protocol):
@@ -74,7 +75,7 @@ class AxisSpan(NamedTuple):
     held: range
     """Indices of the whole tensor; not empty."""
     start: int
-    """The first of them in the rank's own tensor."""
+    """Index in the rank's own tensor of the first of them."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Axis:
     size: int
     """Size of the axis in the whole tensor."""
     spans: tuple[AxisSpan, ...]
-    """What the rank holds; may be empty, and may hold an index several times. The rest of its tensor is padding."""
+    """Indices that the rank holds; may be empty, and may contain an index several times. The rest of its tensor is
+    padding."""
     local_size: int
     """Size of the axis in the rank's own tensor."""
     step: int
@@ -96,7 +98,7 @@ class Axis:
 
     @staticmethod
     def part(size: int, held: range) -> Axis:
-        """Some indices alone."""
+        """An axis of the indices `held` only, without padding."""
         return Axis(size, (AxisSpan(held, 0),), len(held), math.gcd(held.start, held.stop))
 
     @property
@@ -107,42 +109,44 @@ class Axis:
 
     @property
     def start(self) -> int:
-        """Where an axis of one span begins in the rank's own tensor."""
+        """Index in the rank's own tensor at which an axis of one span begins."""
         (span,) = self.spans
         return span.start
 
     def split(self) -> Iterator[Axis]:
-        """An axis for each span."""
+        """Yield an axis for each span."""
         return (replace(self, spans=(span,)) for span in self.spans)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """How a model's heads are given to its ranks."""
+    """Distribution of a model's heads over its ranks."""
 
     pieces: int
-    """Pieces that the query heads of each key/value head are cut into: how often a key/value head is held."""
+    """Number of pieces into which the query heads of each key/value head are cut. Equals the number of copies of each
+    key/value head."""
     piece: int
-    """Query heads of a piece, padding included."""
+    """Number of query heads of a piece, padding included."""
     slots: int
-    """Pieces of a rank, padding included: its key/value heads."""
+    """Number of pieces of a rank, padding included. Equals the number of its key/value heads."""
 
     @staticmethod
     def of(config: ModelConfig, degree: int) -> Heads:
-        """Raises ValueError if there are more ranks than query heads."""
+        """Choose the number of pieces for `degree` ranks. Raises ValueError if there are more ranks than query
+        heads."""
         if degree > config.num_heads:
             raise ValueError(
                 f"degree={degree} is more than the model's {config.num_heads} query heads; "
                 f"allowed: 1 to {config.num_heads}"
             )
         queries = config.num_heads // config.num_kv_heads
-        fewest = -(-degree // config.num_kv_heads)  # of pieces, with which each rank has one
+        fewest = -(-degree // config.num_kv_heads)  # the fewest pieces that give each rank one
         found = (
             Heads(pieces, -(-queries // pieces), -(-config.num_kv_heads * pieces // degree))
             for pieces in range(fewest, queries + 1)
         )
-        # In heads' rows of weights, or columns of o: for each query head two, for each key/value head two, and as much
-        # again for its keys and values.
+        # What a rank reads, in units of one head's rows of a matrix (or columns of o): two for each query head (query,
+        # o), two for the weights of each key/value head (key, value), and as much again for its keys and values.
         return min(found, key=lambda heads: heads.slots * (2 * heads.piece + 4))
 
 
@@ -181,8 +185,8 @@ class Split:
 
 
 def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """Shape of one rank's shard, padding included; the same for every rank. Raises ValueError if the model cannot be
-    split."""
+    """Return the shape of one rank's shard, padding included; the same for every rank. Raises ValueError if the model
+    cannot be split."""
     split, copies = Split.of(config, shard), Heads.of(config, shard.degree).pieces
     return replace(
         config,
@@ -194,8 +198,8 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 
 def held_sizes(config: ModelConfig, degree: int) -> tuple[tuple[int, int, int], ...]:
-    """Query heads, key/value heads and inner features of each rank, without padding. Raises ValueError if the model
-    cannot be split."""
+    """Return the numbers of query heads, key/value heads and inner features of each rank, without padding. Raises
+    ValueError if the model cannot be split."""
     splits = [Split.of(config, Shard(rank, degree)) for rank in range(degree)]
 
     def size(axis: Axis, unit: int) -> int:
@@ -214,14 +218,14 @@ def _inner(size: int, shard: Shard) -> Axis:
 
 
 def _shares(count: int, parts: int) -> list[range]:
-    """`count` indices in so many parts whose sizes differ by one at most, the largest first."""
+    """Divide `count` indices into `parts` ranges whose sizes differ by at most one, the largest first."""
     least, more = divmod(count, parts)
     bounds = [part * least + min(part, more) for part in range(parts + 1)]
     return [range(first, end) for first, end in pairwise(bounds)]
 
 
 def _axis(size: int, ranks: list[list[AxisSpan]], local_size: int, unit: int, shard: Shard) -> Axis:
-    """All numbers are in units of `unit` indices."""
+    """Build the axis of one rank. `size`, `ranks` and `local_size` are in units of `unit` indices."""
     merged = [_merged(spans) for spans in ranks]
     bounds = [bound for spans in merged for held, start in spans for bound in (held.start, held.stop, start)]
     step = unit * math.gcd(local_size, *bounds)
@@ -230,7 +234,7 @@ def _axis(size: int, ranks: list[list[AxisSpan]], local_size: int, unit: int, sh
 
 
 def _merged(spans: list[AxisSpan]) -> list[AxisSpan]:
-    """Spans that continue one another, in both tensors, become one."""
+    """Merge spans that continue one another in both tensors."""
     merged: list[AxisSpan] = []
     for held, start in spans:
         if merged and merged[-1].held.stop == held.start and merged[-1].start + len(merged[-1].held) == start:

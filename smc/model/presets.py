@@ -1,4 +1,4 @@
-"""Shapes of published models, by name, and a tokenizer without text. They measure speed without a checkpoint."""
+"""Shapes of published models, by name, and a tokenizer without text, to measure speed without a checkpoint."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ PRESETS = {
 
 
 def preset(name: str) -> ModelConfig:
-    """The shape of that name. `NAME/LAYERS` is the shape with so many layers, such as `llama-8b/4`: that of a draft cut
-    from the large model. Raises ValueError that lists the known names."""
+    """Return the shape of that name. `NAME/LAYERS`, such as `llama-8b/4`, is the shape with this number of layers, as a
+    draft cut from the large model has it. Raises ValueError that lists the known names."""
     shape, _, layers = name.partition("/")
     if shape not in PRESETS:
         raise ValueError(f"{name!r} is no known shape; allowed: {', '.join(PRESETS)}, or one of them with /LAYERS")
@@ -125,5 +125,5 @@ class NoText(Tokenizer):
         return ""
 
     def fingerprint(self) -> str:
-        """Names the vocabulary size, the only property of this tokenizer."""
+        """Return the vocabulary size as text, since it is the only property of this tokenizer."""
         return f"no text, {self.size} ids"

@@ -10,7 +10,7 @@ are packed into an int32, the first in the lowest bits:
 
 | | codes | zero points | scales |
 | :-- | :-- | :-- | :-- |
-| AWQ (version gemm) | `qweight` [K, N/8], outputs packed as 0 2 4 6 1 3 5 7 | `qzeros` [G, N/8], likewise | `scales` [G, N] |
+| AWQ (gemm) | `qweight` [K, N/8], outputs packed as 0 2 4 6 1 3 5 7 | `qzeros` [G, N/8], likewise | `scales` [G, N] |
 | GPTQ | `qweight` [K/8, N], inputs packed | `qzeros` [G, N/8], less 1 unless v2 | `scales` [G, N] |
 | compressed-tensors | `weight_packed` [N, K/8], inputs packed | `weight_zero_point` [N/8, G] | `weight_scale` [N, G] |
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 128
-"""Rows and columns of a block with one scale."""
+"""Number of rows and of columns of an FP8 block with one scale."""
 SUPPORTED_METHODS = (
     "compressed-tensors with FP8 weights (symmetric, a scale per channel, per tensor or per block of 128 x 128) or with "
     "int4 weights (pack-quantized); fp8 with a scale per tensor or per block of 128 x 128; awq (version gemm) and gptq "
@@ -41,14 +41,14 @@ SUPPORTED_METHODS = (
 )
 WHAT_TO_DO = "take another checkpoint of the model, or its unquantised one"
 PER_WORD = 8
-"""Codes of an int32."""
+"""Number of codes in an int32."""
 SYMMETRIC_ZERO = 8
-"""The zero point where none is stored."""
+"""Zero point of matrices that store none."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which output of eight each code of a word belongs to, from the lowest bits up."""
+"""Index, among eight outputs, of the output that each code of a word belongs to, from the lowest bits up."""
 GROUP, LEAST_GROUP = 128, 32
-"""Inputs of a group: where weights are rounded when they are loaded, which is also the most that a group has in memory
-(larger ones are held as several with the same scale), and the fewest."""
+"""Number of inputs of a group. `GROUP` is used for weights that are rounded at loading. It is also the maximum in
+memory: larger groups are held as several groups with the same scale. `LEAST_GROUP` is the minimum."""
 PLAIN_ORDER = tuple(range(PER_WORD))
 
 
@@ -64,26 +64,26 @@ class TensorFiles(Protocol):
 
 
 class Expected(NamedTuple):
-    """What a tensor of the files must be."""
+    """Requirements on a stored tensor."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """Any of these."""
+    """Allowed shapes."""
     dtypes: tuple[str, ...] = tuple(STORED_DTYPES)
-    """Any of these."""
+    """Allowed storage types."""
 
 
 class Int4Format(NamedTuple):
-    """How we hold an int4 matrix (`smc.model.linear`)."""
+    """Format of an int4 matrix in memory (`smc.model.linear`)."""
 
     group: int
-    """Inputs of a group."""
+    """Number of inputs of a group."""
     zeros: bool
     """Whether groups have zero points of their own. Otherwise all are `SYMMETRIC_ZERO`."""
     scale_dtype: str
     """Storage type of the scales."""
 
     def bytes(self, outputs: int, inputs: int) -> int:
-        """Of a matrix."""
+        """Return the bytes of a matrix in this format, scales and zero points included."""
         return outputs * inputs // 2 + outputs * (inputs // self.group) * (
             STORED_BYTES[self.scale_dtype] + STORED_BYTES["I32"] * self.zeros
         )
@@ -93,11 +93,11 @@ class Codes(NamedTuple):
     """Part of an int4 matrix, with groups of consecutive inputs."""
 
     code_NK: Tensor
-    """0 to 15, int32."""
+    """Codes of 0 to 15, int32."""
     scale_NG: Tensor
-    """float32."""
+    """Scales of the groups, float32."""
     zero_NG: Tensor
-    """0 to 15, int32."""
+    """Zero points of 0 to 15, int32."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class Fp8Quantisation:
     suffix: str
     """Suffix of the scale's tensor name, which replaces `weight`."""
     blocks: bool
-    """Whether every `BLOCK` x `BLOCK` numbers have a scale. Otherwise every row has one, or the whole tensor."""
+    """Whether every block of `BLOCK` x `BLOCK` numbers has a scale. Otherwise there is one for each row or for the
+    whole tensor."""
     static_inputs: bool
     """Whether the checkpoint has static activation scales, which are not used."""
 
@@ -119,7 +120,8 @@ class Fp8Quantisation:
     def stored_as(
         self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]
     ) -> dict[str, Expected] | None:
-        """Tensors that hold the matrix `name` [N, K]; None if it is not quantised."""
+        """Return the tensors that hold the matrix `name` [N, K], with their requirements; None if it is not
+        quantised."""
         if name not in stored or stored[name].dtype != STORED_FP8:
             return None
         return {
@@ -128,7 +130,7 @@ class Fp8Quantisation:
         }
 
     def rows_scale(self, files: TensorFiles, name: str, rows: slice) -> Tensor:
-        """Scales [N] of the rows, float32. Not for formats with blocks."""
+        """Return the scales [N] of the rows, float32. Not for formats with blocks."""
         assert not self.blocks
         scale = files.part(self._scale_name(name)).float().flatten()
         return scale[rows] if len(scale) > 1 else scale.expand(rows.stop - rows.start)
@@ -164,12 +166,13 @@ class Packing:
     scales: str
     index: str
     inputs_first: bool
-    """Whether the axes are [K, N], not [N, K]; of zero points and scales [G, N], not [N, G]."""
+    """Whether codes have the axes [K, N] instead of [N, K], and scales and zero points [G, N] instead of [N, G]."""
     packs_inputs: bool
-    """Whether eight inputs share a word, not eight outputs. Of zero points, eight outputs always do."""
+    """Whether eight inputs share a word of codes, instead of eight outputs. Words of zero points always hold eight
+    outputs."""
     order: tuple[int, ...] = PLAIN_ORDER
     shape: str = ""
-    """The matrix' own shape, which is not read."""
+    """Name of the tensor with the shape of the matrix, which is not read."""
 
 
 AWQ = Packing("qweight", "qzeros", "scales", "", inputs_first=True, packs_inputs=False, order=AWQ_ORDER)
@@ -192,15 +195,16 @@ class Int4Quantisation:
     method: str
     packing: Packing
     group: int | None
-    """Inputs of a group; None: all."""
+    """Number of inputs of a group; None: all inputs."""
     symmetric: bool
     """Whether all zero points are `SYMMETRIC_ZERO`."""
     stores_zeros: bool
-    """Whether they are stored. If not, they may be."""
+    """Whether zero points must be stored. Otherwise they may be stored."""
     act_order: bool = False
-    """Whether any inputs may share a group, as `Packing.index` says."""
+    """Whether the groups are of arbitrary inputs, which the tensor `Packing.index` lists. Otherwise they are of
+    consecutive ones."""
     zero_shift: int = 0
-    """Added to stored zero points."""
+    """Number that is added to stored zero points."""
 
     static_inputs = False
 
@@ -216,8 +220,8 @@ class Int4Quantisation:
     def stored_as(
         self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]
     ) -> dict[str, Expected] | None:
-        """Tensors that hold the matrix `name` [N, K]; None if it is not quantised. Raises ValueError for a width that
-        groups do not divide."""
+        """Return the tensors that hold the matrix `name` [N, K], with their requirements; None if it is not quantised.
+        Raises ValueError if groups or words do not divide the number of inputs."""
         codes, zeros, scales, index = (self._name(name, part) for part in self._parts)
         if codes not in stored:
             return None
@@ -241,7 +245,7 @@ class Int4Quantisation:
         return self._name(name, self.packing.codes)
 
     def holds(self, name: str, stored: Mapping[str, StoredTensor]) -> bool:
-        """Whether the matrix is stored so."""
+        """Whether the matrix is stored in this format."""
         return self.codes_name(name) in stored
 
     def values(self, files: TensorFiles, name: str, rows: slice, columns: slice) -> Tensor:
@@ -252,8 +256,9 @@ class Int4Quantisation:
         return (code_NK - zero_NG[:, group_K]).float() * scale_NG[:, group_K]
 
     def codes(self, files: TensorFiles, name: str, rows: slice, columns: slice, group: int) -> Codes:
-        """Part of the matrix as it is stored, in groups of `group` inputs, which divides those of the checkpoint and
-        the bounds of `columns`. Raises ValueError if the groups' inputs are not consecutive."""
+        """Return part of the matrix as it is stored, in groups of `group` inputs. `group` must divide the checkpoint's
+        groups and the bounds of `columns`. Raises ValueError if the groups' inputs are not consecutive, or for zero
+        points that contradict config.json."""
         import torch
 
         scale_NG, zero_NG = self._scales(files, name, rows), self._zeros(files, name, rows)
@@ -277,7 +282,7 @@ class Int4Quantisation:
         return self.packing.codes, self.packing.zeros, self.packing.scales, self.packing.index
 
     def scale_dtype(self, name: str, stored: Mapping[str, StoredTensor]) -> str:
-        """Storage type of a quantised matrix' scales."""
+        """Storage type of the scales of a quantised matrix."""
         return stored[self._name(name, self.packing.scales)].dtype
 
     def group_size(self, inputs: int) -> int:
@@ -288,7 +293,7 @@ class Int4Quantisation:
         return weight.removesuffix("weight") + part
 
     def _ordered(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Of outputs first, as stored."""
+        """Convert a shape with outputs first to the stored order of axes."""
         return shape[::-1] if self.packing.inputs_first else shape
 
     def _groups(self, name: str, inputs: int) -> int:
@@ -313,13 +318,14 @@ class Int4Quantisation:
         if self._name(name, self.packing.zeros) not in files.tensors:
             return self._scales(files, name, rows).int().fill_(SYMMETRIC_ZERO)
         found = self._unpacked(files, self.packing.zeros, name, rows, slice(None), False)
-        # A zero point of 0 is stored as -1, of which four bits are left.
+        # With a shift of 1, a zero point of 0 is stored as the low four bits of -1.
         return (found + self.zero_shift) & 15
 
     def _unpacked(
         self, files: TensorFiles, part: str, name: str, packed: slice, other: slice, by_inputs: bool
     ) -> Tensor:
-        """Part [N, K] or [N, G] of a packed tensor; `by_inputs`: its second axis is the packed one."""
+        """Read part of a packed tensor as numbers [N, K] or [N, G]. `packed` and `other`: indices along the packed axis
+        and along the other one. `by_inputs`: whether the second axis is the packed one."""
         import torch
 
         first, end = packed.start // PER_WORD, -(-packed.stop // PER_WORD)
@@ -343,7 +349,7 @@ class Int4Quantisation:
     def _group_of_inputs(
         self, files: TensorFiles, name: str, groups: int, columns: slice, device: torch.device
     ) -> Tensor:
-        """The group [K] of every input in `columns`."""
+        """Return the group [K] of every input in `columns`."""
         import torch
 
         index = self._name(name, self.packing.index)
@@ -359,8 +365,9 @@ class Int4Quantisation:
 
 
 def local_group(group: int, inputs: int, step: int) -> int | None:
-    """Inputs of a group where ranks cut the inputs at multiples of `step`: as many as divide both the checkpoint's
-    groups and the cuts. None if these are fewer than kernels take."""
+    """Return the number of inputs of a group in memory if ranks cut the inputs at multiples of `step`: the largest up
+    to `GROUP` that divides both the checkpoint's groups and the cuts. None if it is below `LEAST_GROUP`, the smallest
+    that kernels support."""
     held = math.gcd(GROUP, group, inputs, step)
     return held if held >= LEAST_GROUP else None
 
@@ -475,7 +482,7 @@ _METHODS = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _comp
 
 
 def _group(where: str, size: Any) -> int | None:
-    """`group_size` of a config; None: all inputs are one group."""
+    """Check and return `group_size` of a config; None: all inputs are one group."""
     if size == -1:
         return None
     if not isinstance(size, int) or size < LEAST_GROUP or size % LEAST_GROUP:

@@ -3,10 +3,10 @@ model padded to such a shape.
 
 A source knows a model's configuration before the model is loaded. Torch is imported only for loading.
 
-On the hub, models have the names `ORG/NAME` or `ORG/NAME@REVISION`. Downloads, the cache, tokens, offline mode and going
-on with a broken download are huggingface_hub's, and so are the environment variables that set them: HF_HOME, HF_TOKEN,
-HF_ENDPOINT, HF_HUB_OFFLINE and others. Only the files that are needed are downloaded: configuration, tokenizer, and
-weights in safetensors format."""
+On the hub, models have the names `ORG/NAME` or `ORG/NAME@REVISION`. The library huggingface_hub downloads them, resumes
+broken downloads and manages the cache, access tokens and offline mode. Its environment variables apply: HF_HOME,
+HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and others. Only the files that are needed are downloaded: configuration,
+tokenizer, and weights in safetensors format."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", COUNTS_FILE),
 )
-"""What is read of a model besides its weights, if it is there."""
+"""Files that are read of a model besides its weights, if they exist."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class HubModel:
 
     @staticmethod
     def of_snapshot(directory: Path) -> HubModel | None:
-        """The model whose files, at one commit, are this directory of huggingface_hub's cache; None for others."""
+        """Return the model and commit of a snapshot directory in huggingface_hub's cache; None for other
+        directories."""
         commit, snapshots, folder = directory.name, directory.parent.name, directory.parent.parent.name
         kind, *name = folder.split("--")
         if snapshots != "snapshots" or kind != "models" or len(name) < 2:
@@ -70,8 +71,8 @@ class HubModel:
         return f"{self.repository}@{self.revision}" if self.revision else self.repository
 
     def download(self) -> Path:
-        """The directory of the model in the cache. What is missing there is downloaded, with progress on standard
-        error. Raises ValueError that says what to do if the model cannot be had."""
+        """Download the files that the cache lacks, with progress on standard error. Returns the directory of the model
+        in the cache. Raises ValueError that says what to do if the model is not available."""
         sizes = self._sizes()
         directory = self._fetch(SMALL_FILES, self.revision, sizes)
         if not (directory / "config.json").is_file():
@@ -90,8 +91,8 @@ class HubModel:
         return directory
 
     def _sizes(self) -> dict[str, int]:
-        """Bytes of the repository's files by name. None where the hub does not answer: the cache may have the
-        model."""
+        """Return the bytes of the repository's files by name. Empty in offline mode or if the hub does not answer,
+        because the cache may have the model."""
         from huggingface_hub import HfApi, constants, errors
 
         if constants.HF_HUB_OFFLINE:
@@ -107,7 +108,8 @@ class HubModel:
         return {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
     def _fetch(self, names: tuple[str, ...], revision: str | None, sizes: dict[str, int]) -> Path:
-        """Download those of these files that the repository has and the cache lacks."""
+        """Download the files in `names` that the repository has and the cache lacks. Returns the model's directory in
+        the cache."""
         from huggingface_hub import constants, errors, snapshot_download, try_to_load_from_cache
 
         lacking = [
@@ -122,7 +124,7 @@ class HubModel:
             raise self._explained(error) from error
 
     def _explained(self, error: Exception) -> ValueError:
-        """What to do about an error of huggingface_hub."""
+        """Convert an error of huggingface_hub to a ValueError that says what to do."""
         from huggingface_hub import constants, errors
 
         hub = constants.ENDPOINT
@@ -147,7 +149,7 @@ class HubModel:
         return ValueError(f"{self} cannot be downloaded from {hub}: {error}")
 
     def _check_room(self, needed: int, cache: Path) -> None:
-        """Raises ValueError if the disk of the cache has no room for so many bytes."""
+        """Raise ValueError if the disk of the cache has fewer than `needed` bytes free."""
         there = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
         if needed > (free := shutil.disk_usage(there).free):
             raise ValueError(
@@ -157,15 +159,16 @@ class HubModel:
 
 
 def find_model(name: Path) -> Path:
-    """The directory of a model: the one of that name, or that of the hub's model of that name, which is downloaded if
-    the cache does not have it. Raises ValueError as `HubModel.download` does. Other names are returned as they are."""
+    """Return the directory of a model: `name` itself if it exists, otherwise that of the hub's model of this name,
+    which is downloaded if the cache lacks it. Other names are returned as they are. Raises ValueError as
+    `HubModel.download` does."""
     if name.exists() or not (model := HubModel.parse(str(name))):
         return name
     return model.download()
 
 
 def _shards(index: Path) -> tuple[str, ...]:
-    """Files that an index of weights names; none without an index."""
+    """Return the names of the files in an index of weights; empty without an index."""
     if not index.is_file():
         return ()
     shard_of = read_json(index).get("weight_map")
@@ -179,14 +182,15 @@ LOADS = ("files", "random", "grown")
 def pair_dtypes(
     dtype: str | None, target: str | None, draft: str | None, device: str, directories: tuple[Path, Path]
 ) -> dict[str, str]:
-    """Model role -> name of its type in `smc.model.linear.DTYPES`: `target` or `draft` if given, otherwise `dtype` if
-    given, otherwise `default_dtype`. A draft's `auto` stays, until it is loaded (`smc.draft_dtype`)."""
+    """Return the name of each model's dtype, as in `smc.model.linear.DTYPES`: `target` or `draft` if given, otherwise
+    `dtype` if given, otherwise `default_dtype`. A draft's `auto` is kept until the draft is loaded
+    (`smc.draft_dtype`)."""
     of_target, of_draft = (dtype or default_dtype(each, device) for each in directories)
     return {ModelRole.TARGET: target or of_target, ModelRole.DRAFT: draft or of_draft}
 
 
 def name_dtypes(dtypes: dict[str, str]) -> str:
-    """Both types as text: one name if they are equal, otherwise `TARGET <- DRAFT`."""
+    """Return both dtypes as text: one name if they are equal, otherwise `TARGET <- DRAFT`."""
     target, draft = dtypes[ModelRole.TARGET], dtypes[ModelRole.DRAFT]
     return target if target == draft else f"{target} <- {draft}"
 
@@ -205,7 +209,7 @@ class ModelSource:
     small: Path | None = None
     """With `grown`, the directory of the small model. Must exist under the same path on every host."""
     hub: HubModel | None = None
-    """The model that `location` is a snapshot of. A host where there is no such directory downloads the same commit."""
+    """The hub's model of which `location` is a snapshot. A host that lacks this directory downloads the same commit."""
 
     @property
     def _small(self) -> Path:
@@ -234,8 +238,8 @@ class ModelSource:
         beside: Decoder | None = None,
         progress: Callable[[float], None] = lambda share: None,
     ) -> Decoder:
-        """Load the model, or one rank's shard of it, onto a device. `beside`, `progress`: as of `load_model`; of files
-        only."""
+        """Load the model, or one rank's shard of it, onto a device. `beside` and `progress` are those of `load_model`;
+        they have no effect for random and padded weights."""
         from smc.model.loader import load_model
 
         where: dict[str, Any] = {"dtype": dtype, "device": device, "shard": shard, "reduce": reduce}
@@ -255,7 +259,7 @@ class ModelSource:
         return {"files": self.directory, "grown": self.small}.get(self.kind)
 
     def fingerprint(self) -> str:
-        """Fingerprint of the weights (`smc.model.files`). Padded models have that of the small model, random
+        """Fingerprint of the weights (`smc.model.files`). Padded models have the fingerprint of the small model, random
         models the word `random`."""
         if self.kind == "random":
             return self.kind
@@ -283,8 +287,8 @@ class SourcePair:
     """Reduced vocabulary of the draft; None if its head covers the full vocabulary."""
 
     def with_draft_vocab(self, size: int | None, text: Path | None) -> SourcePair:
-        """Add the reduced vocabulary `DraftVocab.of`; unchanged if `size` is None. Raises ValueError as that does, and
-        for a text without a size."""
+        """Return the pair with the reduced vocabulary that `DraftVocab.of` chooses; unchanged if `size` is None. Raises
+        ValueError like `DraftVocab.of`, and for a text without a size."""
         if size is None:
             if text is not None:
                 raise ValueError(f"draft_vocab_text={str(text)!r} has no effect without draft_vocab; leave it out")

@@ -1,4 +1,5 @@
-"""Text to token ids and back, with the tokenizer of a Hugging Face directory. Knows nothing about models or requests.
+"""Converts text to token ids and back, with the tokenizer of a Hugging Face directory. Knows nothing about models or
+requests.
 
 Every id stands for a fixed string of bytes. Decoding is concatenation, so a stream of tokens can be cut anywhere.
 """
@@ -29,7 +30,7 @@ _SUPPORTED_DECODERS = (
 _MAX_NFC_RATIO = 4
 """Maximum number of characters that Unicode normal form C combines into one."""
 _PRIVATE_USE, _BLANKS, _MARK_SIZE = range(0xE000, 0xF900), "\u2000\u2001\u2002\u2003\u2004\u2005", 16
-"""What marks the end of a message: as many characters of either kind."""
+"""Parts of the mark for the end of a message: 16 private-use characters, then 16 blanks."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -92,11 +93,12 @@ class Tokenizer:
         return self._chat_template
 
     def id_of(self, token: str) -> int | None:
-        """Id of the token that the vocabulary writes so; None if there is none."""
+        """Id of the token with this spelling in the vocabulary; None if there is none."""
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str, add_special: bool = True, limit: int | None = None) -> list[int]:
-        """Token ids of `text`. `add_special` adds the tokens that the model expects around a text, such as `bos`.
+        """Return the token ids of `text`. `add_special` adds the tokens that the model expects around a text, such as
+        `bos`.
 
         Raises ValueError if `text` is not valid Unicode or has more than `limit` tokens; a text that is far too long is
         rejected before it is encoded. Releases the interpreter lock while encoding."""
@@ -133,9 +135,9 @@ class Tokenizer:
         begins_message: bool = True,
         continues_last: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation, ending where the assistant's next message starts. `settings`: further template
-        variables, by name. Without `begins_message` it ends where the last message does; with `continues_last` it ends
-        inside of that, after its text.
+        """Return the token ids of a conversation, ending where the assistant's next message starts. `settings`: further
+        template variables, by name. Without `begins_message` the ids end after the last message; with `continues_last`
+        they end inside the last message, after its text.
 
         Raises ValueError if the template cannot be rendered, if there are more than `limit` tokens, or for a setting
         with the name of a built-in variable."""
@@ -163,7 +165,7 @@ class Tokenizer:
         return self.encode(text, add_special=False, limit=limit)
 
     def token(self, token_id: int) -> str | None:
-        """As the vocabulary writes it; None if no token has this id."""
+        """Spelling of a token in the vocabulary; None if no token has this id."""
         return self._tokenizer.id_to_token(token_id)
 
     def fingerprint(self) -> str:
@@ -188,16 +190,16 @@ class Tokenizer:
 
 
 def _marked(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """`message` with a mark after its content, and that mark: letters that no text holds, since they are drawn here,
-    and blanks, which a template that strips contents does not write."""
+    """Return `message` with a mark after its content, and the mark. Its letters are drawn at random, so they do not
+    occur in a text. Its blanks are missing from the output of a template that strips contents."""
     letters = "".join(chr(_PRIVATE_USE[0] + secrets.randbelow(len(_PRIVATE_USE))) for _ in range(_MARK_SIZE))
     mark = letters + "".join(secrets.choice(_BLANKS) for _ in range(_MARK_SIZE))
     return message | {"content": (message.get("content") or "") + mark}, mark
 
 
 def _up_to_the_mark(mark: str, content: str, text: str) -> str:
-    """`text` without what a template writes after the `content` of its last message. Raises ValueError if it does not
-    write that as it is; it may strip it."""
+    """Return `text` up to the mark, which follows the `content` of the last message. Raises ValueError if the template
+    does not write the content unchanged; it may strip it."""
     before, found, after = text.rpartition(mark[:_MARK_SIZE])
     if not after.startswith(mark[_MARK_SIZE:]):
         before = before.rstrip()
@@ -210,9 +212,9 @@ def _up_to_the_mark(mark: str, content: str, text: str) -> str:
 
 
 def _max_bytes_per_token(tokenizer: tokenizers.Tokenizer, bytes_of: Sequence[bytes]) -> int | None:
-    """Maximum number of UTF-8 bytes of a text that one token can stand for; it bounds the token count of a text without
-    encoding it. None if there is no bound, because the tokenizer drops text or merges unknown characters. `bytes_of`:
-    the bytes of each id."""
+    """Return the maximum number of UTF-8 bytes of a text that one token can stand for. It bounds the token count of a
+    text without encoding it. None if there is no bound, because the tokenizer drops text or merges unknown characters.
+    `bytes_of`: the bytes of each id."""
     parts = json.loads(tokenizer.to_str())
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added) or not _keeps_all(parts, tokenizer):
@@ -251,7 +253,7 @@ def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def _bytes_of_every_id(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
-    """Bytes of every id. Unused ids and special tokens have no bytes."""
+    """Return the bytes of every id. Unused ids and special tokens have no bytes."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     to_bytes = _token_to_bytes(tokenizer)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
@@ -265,8 +267,8 @@ def _bytes_of_every_id(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _token_to_bytes(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """The function token string -> bytes that implements the decoder of `tokenizer.json`. Raises ValueError if the
-    decoder is not supported."""
+    """Return the function from token strings to bytes that implements the decoder of `tokenizer.json`. Raises
+    ValueError if the decoder is not supported."""
     decoder = json.loads(tokenizer.to_str())["decoder"] or {"type": "none"}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
@@ -283,8 +285,8 @@ def _token_to_bytes(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
 
 
 def _gpt2_byte_map() -> dict[str, int]:
-    """Character -> byte. GPT-2 writes a byte as the printable character of that code, other bytes as characters from
-    U+0100 on."""
+    """Return the byte of each character of GPT-2's alphabet. It writes printable bytes as the character of that code,
+    and other bytes as characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -297,7 +299,7 @@ def _byte_level(token: str) -> bytes:
     try:
         return bytes(_BYTE_OF_CHARACTER[character] for character in token)
     except KeyError:
-        return token.encode()  # has unmapped characters: stands for itself, as in the tokenizers library
+        return token.encode()  # a token with unmapped characters stands for itself, as in the tokenizers library
 
 
 def _sentencepiece(token: str) -> bytes:
@@ -329,8 +331,8 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _read_eos(directory: Path, tokenizer: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
-    """End-of-text ids. generation_config.json takes precedence, because it also names the end-of-turn ids of instruct
-    models."""
+    """Read the end-of-text ids. generation_config.json takes precedence, because it also names the end-of-turn ids of
+    instruct models."""
     for name in ("generation_config.json", "config.json"):
         found = _read_optional(directory / name).get("eos_token_id")
         if found is None:
@@ -362,7 +364,7 @@ def _content(token: str | dict[str, Any]) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """JSON without the escapes of jinja2's own filter: <, > and non-ASCII text are kept."""
+    """Write JSON without the escapes of jinja2's own filter: <, > and non-ASCII text are kept."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """Position of this rank's part of a published tensor: rows of one parameter, from row `start`."""
+    """Position of this rank's part of a published tensor: rows of one parameter, from row `start` on."""
 
     parameter: str
     start: int
     axes: tuple[Axis, ...]
     """Axes of the published tensor, as this rank sees them."""
     stored: str = ""
-    """Name of the tensor that holds the published one, if several are stored below each other in one."""
+    """Name of the tensor in the files if it holds several published tensors below each other; otherwise empty."""
     first: int = 0
-    """Row of it where the published tensor begins."""
+    """Row of the tensor `stored` at which the published tensor begins."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,12 +57,12 @@ class WeightSlice:
         return tuple(slice(axis.held.start, axis.held.stop) for axis in self.axes)
 
     def bands(self) -> Iterator[WeightSlice]:
-        """A slice for each span of rows, with all columns."""
+        """Yield a slice for each span of rows, with all columns."""
         rows, *columns = self.axes
         return (replace(self, axes=(band, *columns)) for band in rows.split())
 
     def blocks(self) -> Iterator[WeightSlice]:
-        """A slice for each span of rows and of columns. `part` and `view` are theirs."""
+        """Yield a slice for each span of rows and of columns. Only such slices have `part` and `view`."""
         return (replace(self, axes=axes) for axes in product(*(axis.split() for axis in self.axes)))
 
     def stored_name(self, published: str) -> str:
@@ -70,8 +70,8 @@ class WeightSlice:
         return self.stored or published
 
     def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The part of the parameter that holds this block, without padding. Not of an int4 matrix, whose first axis is
-        that of groups."""
+        """Return the part of the parameter that holds this block, without padding. Not for int4 matrices, whose first
+        axis is that of groups."""
         rows, *columns = (slice(axis.start, axis.start + len(axis.held)) for axis in self.axes)
         values = parameters[self.parameter].detach()
         assert values.is_floating_point(), self.parameter
@@ -101,12 +101,12 @@ class WeightSlice:
                 values_GN[first : first + groups, outputs] = part_NG.t().to(values_GN.dtype)
 
     def _rows(self, rows: slice) -> slice:
-        """In the parameter."""
+        """Convert rows of this rank's part to rows of the parameter."""
         return slice(self.start + rows.start, self.start + rows.stop)
 
 
 def weight_slices(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, WeightSlice]:
-    """Published name -> slice, for every weight of the model `config`. A tied `lm_head.weight` has no entry."""
+    """Map each weight's published name to its slice, for the model `config`. A tied `lm_head.weight` has no entry."""
     vocab, hidden, split = Axis.whole(config.vocab_size), Axis.whole(config.hidden_size), Split.of(config, shard)
     slices = {"model.embed_tokens.weight": WeightSlice("embed.weight", 0, (vocab, hidden))}
     for layer in range(config.num_layers):
@@ -177,7 +177,7 @@ def _expert_slices(config: ModelConfig, inner: Axis, theirs: str, ours: str) -> 
 
 
 def stored_shapes(slices: Mapping[str, WeightSlice]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of the files that holds weights."""
+    """Return the shape of every tensor of the files that holds weights, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for published, where in slices.items():
         name, (rows, *columns) = where.stored_name(published), where.shape
@@ -195,9 +195,9 @@ def int4_formats(
     stored: Mapping[str, StoredTensor] = NOTHING_STORED,
     quantisation: Quantisation | None = None,
 ) -> dict[str, Int4Format]:
-    """How a rank holds the matrices that are held in int4, by parameter: those that are stored so, or, if no format
-    of int4 is given, the layers' matrices, experts' among them. Routers are not. Raises ValueError if groups cannot be
-    split."""
+    """Return the formats of the matrices that a rank holds in int4, by parameter: the matrices that are stored in int4
+    or, if `quantisation` is not int4, all matrices of the layers, including experts but not routers. Raises ValueError
+    if groups cannot be split over the ranks."""
     published: defaultdict[str, list[str]] = defaultdict(list)
     for name, where in slices.items():
         if where.parameter.startswith("layers.") and len(where.axes) == 2 and not where.parameter.endswith(ROUTER):
@@ -224,7 +224,8 @@ def int4_formats(
 
 
 def rank_bytes(config: ModelConfig, shard: Shard, int4: Mapping[str, Int4Format]) -> int:
-    """Bytes of a rank's weights in bfloat16, but for those that are held in int4. Padding counts."""
+    """Return the bytes of a rank's weights, padding included: the parameters in `int4` in that format, all others in
+    bfloat16."""
     total = 0
     for where in weight_slices(config, shard).values():
         sizes = [axis.local_size for axis in where.axes]
@@ -237,16 +238,16 @@ def rank_bytes(config: ModelConfig, shard: Shard, int4: Mapping[str, Int4Format]
 
 
 PLAIN_BYTES = 2
-"""Of a weight in bfloat16."""
+"""Bytes of a weight in bfloat16."""
 QUANTISED_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
-"""Of tensors that only quantised checkpoints have."""
+"""Suffixes of the tensors that only quantised checkpoints have."""
 
 
 def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Compare the safetensors headers with the weights that the model needs. Reads no weights.
 
-    Returns the tensors to load, including those that quantised weights are stored as. Raises ValueError that lists
-    missing and unknown tensors and wrong shapes and types."""
+    Returns the tensors to load, including those that hold quantised weights. Raises ValueError that lists missing and
+    unknown tensors and wrong shapes and types."""
     wanted, quantisation = stored_shapes(weight_slices(config)), read_quantisation(directory)
     stored = {
         name: tensor for name, tensor in read_headers(directory).items() if not _is_ignored(name, config, quantisation)
