@@ -135,7 +135,7 @@ class ServerInfo:
     """Maximum number of particles of all running requests together."""
     link: str
     epoch: int
-    """Grows by one with every restart of the workers."""
+    """Grows by one with every start of all workers, or of the draft alone."""
     serving: bool
     running: int
     queued: int

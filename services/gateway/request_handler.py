@@ -44,7 +44,7 @@ class ServiceStatus:
     """State of the workers, from their supervisor."""
 
     epoch: int
-    """Grows by one with every restart of the workers."""
+    """Grows by one with every start of all workers, or of the draft alone."""
     running: int
     """Requests that hold slots."""
     queued: int
@@ -277,7 +277,7 @@ class HttpServer(Protocol):
     """A server of a front end that has a port of its own."""
 
     async def start(self) -> int:
-        """Listen. Returns the bound port. Raises OSError if it cannot be had."""
+        """Listen. Returns the bound port. Raises OSError if it is not free."""
         ...
 
     async def close(self) -> None:

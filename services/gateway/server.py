@@ -227,8 +227,8 @@ class Gateway:
         self._http = server
 
     def set_health(self, draft: bool, target: bool) -> None:
-        """Set which models are ready. Generate is served while the target is: without a draft, it decodes alone the
-        requests that allow it. Once the gateway drains, a call has no effect: nothing is ready any more."""
+        """Set which models are ready. Generate is served while the target is: without a draft, the target alone decodes
+        the requests that allow it. During a drain this has no effect: nothing is ready any more."""
         if self._ending:
             return
         serving, self._calls.starting = target, None
