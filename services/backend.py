@@ -1,5 +1,5 @@
-"""The interface between the gateway (or the batch command) and what decodes requests for it: a request in, final tokens
-out.
+"""The interface between the gateway (or the batch command) and its backend, which decodes requests: a request goes in,
+final tokens come out.
 
 The service's backend is `services.launch.supervisor.Supervisor`, which passes requests on to
 `services.coordinator.client.CoordinatorClient`."""
@@ -22,7 +22,7 @@ from smc.model.tokenizer import Tokenizer
 ENGINE_FIELDS = ("form", "block", "branches", "defensive_share")
 """Settings of the engine that answers depend on."""
 MAX_SALT_SIZE = 256
-"""Characters."""
+"""Maximum length of a cache salt in characters."""
 
 
 class Unavailable(RuntimeError):
@@ -31,13 +31,13 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class StartProgress:
-    """How far the start of a worker group is."""
+    """Progress of the start of a worker group."""
 
     step: str
-    """`reserve`: it waits for CPUs or GPUs; `load`: weights are loaded; `prepare`: memory, kernels and links are made
-    ready."""
+    """`reserve`: the worker group waits for CPUs or GPUs; `load`: it loads weights; `prepare`: it prepares memory,
+    kernels and links."""
     percent: Mapping[str, int] = field(default_factory=dict)
-    """Of the weights of each model, by its role, once they are loaded."""
+    """Percentage of each model's weights that is loaded, by the model's role; empty in step `reserve`."""
 
     def __str__(self) -> str:
         if self.step == "load":
@@ -66,20 +66,20 @@ class Model:
     parameters: int
     tensor_parallel: int
     weights: str = ""
-    """Identifies the weights: `smc.model.files`."""
+    """Fingerprint of the weights, see `smc.model.files`."""
 
 
 WITHOUT_EFFECT = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("bad_words", "constraint", "constraint_scope", "potential", "answer", "prompt_logprobs"),
 )
-"""Settings that change nothing unless a request has them: runs of earlier versions, which did not know them, can be
-resumed."""
+"""Settings that are left out of the fingerprint, because they change nothing unless a request gives them. So batch runs
+of earlier versions, which did not have these settings, can be resumed."""
 
 
 @dataclass(frozen=True)
 class ServingPair:
-    """What is served; known before any worker runs."""
+    """The served model pair; known before any worker runs."""
 
     target: Model
     draft: Model
@@ -90,18 +90,18 @@ class ServingPair:
     link: str
     """`nccl`, `grpc`, or `local` for workers in this process."""
     files: Path | None = None
-    """Directory with the tokenizer's files; None: it is of none."""
+    """Directory with the tokenizer's files; None: the tokenizer does not come from files."""
     dtypes: str = "float32"
-    """Of both models, as `smc.model.source.name_dtypes` writes them."""
+    """Data types of both models, as `smc.model.source.name_dtypes` writes them."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of `SamplingParams` that the target's checkpoint brings, by name."""
 
     def fingerprint(self) -> str:
-        """What answers depend on besides the request: two services, or runs of a batch, of the same fingerprint give
-        the same answers to the same seeds."""
+        """Return a hash of what answers depend on besides the request: two services, or runs of a batch, with the same
+        fingerprint give the same answers for the same seeds. Of a model, only name and number of parameters count."""
         settings = {name: getattr(self.engine, name) for name in ENGINE_FIELDS}
         models = [(model.name, model.parameters) for model in (self.target, self.draft)]
-        # What a request leaves out has the defaults of the library, or of the checkpoint.
+        # A setting that a request leaves out has the default of the library or of the checkpoint.
         defaults = {name: value for name, value in asdict(SamplingParams()).items() if name not in WITHOUT_EFFECT}
         defaults |= self.sampling
         parts = [models, settings, defaults, self.context, self.dtypes]
@@ -112,15 +112,16 @@ class Backend(Protocol):
     """Decodes requests. Used from one asyncio loop."""
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """Updates of one request until its answer. Closing the iterator early aborts the request.
+        """Yield updates of one request until its answer. Closing the iterator early aborts the request.
 
-        Raises ValueError (the request itself), QueueFull (later), Unavailable, RequestFailed. Ids need not be unique.
+        Raises ValueError (the request is wrong), QueueFull (a retry may work), Unavailable, RequestFailed. Request ids
+        need not be unique.
         """
         ...
 
 
 def check_cache_salt(salt: str) -> None:
-    """Raises ValueError for what cannot be the salt of a request."""
+    """Check the cache salt of a request. Raises ValueError if it is too long or not valid Unicode."""
     if len(salt) > MAX_SALT_SIZE:
         raise ValueError(f"cache_salt has {len(salt)} characters; allowed: at most {MAX_SALT_SIZE}")
     try:

@@ -1,4 +1,4 @@
-"""Command line options that say how to reach a service. Imports nothing heavy."""
+"""Command line options for connecting to a service. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from smc.terminal import option
 
 SERVICE = "Service"
-"""The panel of `--help`."""
+"""Title of these options' panel in `--help`."""
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 Address = Annotated[str, option(SERVICE, "Where the service listens.", "--address", "-a", metavar="HOST:PORT")]

@@ -1,4 +1,4 @@
-"""Exceptions become gRPC status codes here and nowhere else. docs/errors.md explains the same table to users."""
+"""Maps exceptions to gRPC status codes; no other module does. docs/errors.md explains the same table to users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Unauthenticated(RuntimeError):
 
 
 class SlowReader(RuntimeError):
-    """The caller does not read what it is sent."""
+    """The caller does not read its response."""
 
 
 class SlowSender(RuntimeError):
@@ -37,9 +37,9 @@ class Status:
     code: grpc.StatusCode
     message: str
     cause: str
-    """One word for metrics: several causes share a code."""
+    """The error's name in metrics. It is finer than `code`: several causes share one code."""
     retry_after: float | None = None
-    """Seconds after which trying again makes sense."""
+    """Seconds after which a retry makes sense; None: a retry is not suggested."""
 
     @property
     def trailers(self) -> tuple[tuple[str, str], ...]:
@@ -47,7 +47,8 @@ class Status:
 
 
 MAX_MESSAGE = 2000
-"""Bytes. A status travels in HTTP/2 trailers, where each may take three, of which peers take 8 KiB by default."""
+"""Maximum size of a message in bytes. It travels in HTTP/2 trailers, where each byte may take three; by default peers
+accept 8 KiB of trailers."""
 
 
 _TABLE: tuple[tuple[type[Exception], grpc.StatusCode, str, float | None], ...] = (
@@ -64,11 +65,12 @@ _TABLE: tuple[tuple[type[Exception], grpc.StatusCode, str, float | None], ...] =
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, "deadline", None),
     (RequestFailed, grpc.StatusCode.INTERNAL, "failed", None),
 )
-"""First match counts: a subclass stands before its base."""
+"""The first match counts, so a subclass stands before its base class."""
 
 
 def status_of(error: Exception) -> Status:
-    """The status a caller sees. An exception that is not in the table is our fault: INTERNAL, without its details."""
+    """Return the status that a caller sees. An exception that is not in the table is a bug: INTERNAL, without its
+    details."""
     for kind, code, cause, retry_after in _TABLE:
         if isinstance(error, kind):
             return Status(code, shortened(str(error)), cause, getattr(error, "retry_after", retry_after))
@@ -77,7 +79,8 @@ def status_of(error: Exception) -> Status:
 
 
 def shortened(message: str) -> str:
-    """`message`, without its middle if it is too long for a status: the middle holds a value of the caller."""
+    """Return `message`; if it is too long for a status, cut out its middle, which holds a value that the caller
+    sent."""
     data = message.encode(errors="backslashreplace")
     if len(data) <= MAX_MESSAGE:
         return data.decode()

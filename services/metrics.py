@@ -22,7 +22,8 @@ GROUPS = ("draft", "target")
 
 
 class MetricRegistry(CollectorRegistry):
-    """Without the `_created` series that the library adds to every counter and histogram: they are unused."""
+    """A registry without the `_created` series, which the library adds to every counter and histogram and which are
+    unused."""
 
     def collect(self) -> Iterator[prom.Metric]:
         for metric in super().collect():
@@ -31,7 +32,7 @@ class MetricRegistry(CollectorRegistry):
 
 
 class Page(CollectorRegistry):
-    """What is scraped: with the name of the model that is served, as its series have it elsewhere."""
+    """The registry that is scraped. It labels every `smc_` series with the name of the served model."""
 
     def __init__(self, registry: Any) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Page(CollectorRegistry):
         self.model: str | None = None
 
     def restricted_registry(self, names: Iterable[str]) -> Any:
-        """What a scraper asks for by name."""
+        """Return a page of the metrics that a scraper asks for by name."""
         page = Page(self._registry.restricted_registry(names))
         page.model = self.model
         return page
@@ -54,7 +55,7 @@ class Page(CollectorRegistry):
 
 
 class Families:
-    """Makes metrics in a registry of its own: several services can live in one process."""
+    """Creates metrics in its own registry, so that several services can live in one process."""
 
     def __init__(self) -> None:
         self.registry = MetricRegistry()
@@ -70,8 +71,8 @@ class Families:
 
 
 def _with_series(metric: Metric, labels: dict[str, Iterable[str]]) -> Metric:
-    """`metric`, with the series of its label's values made. Labels whose values only make sense together come without
-    any."""
+    """Return `metric`, after creating a series for each value of its label. For several labels none is created, because
+    only some combinations of values make sense."""
     if len(labels) == 1:
         for value in next(iter(labels.values())):
             metric.labels(value)
@@ -108,10 +109,10 @@ LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class EngineMetrics(Families):
-    """Methods may be called from any thread."""
+    """Metrics of the engine's steps and rounds. Methods may be called from any thread."""
 
     def observe_step(self, stats: EngineStats) -> None:
-        """The engine's state after a step, and what happened since the last."""
+        """Record the engine's state after a step, and what happened since the last one."""
         self._queued.set(stats.queued)
         self._running.set(stats.running)
         self._slots_free.set(stats.slots_free)
@@ -154,8 +155,8 @@ class EngineMetrics(Families):
         draft_stall: float,
         target_stall: float,
     ) -> None:
-        """Seconds of one round, and of each of its parts; groups may work at the same time, so parts can exceed the
-        whole."""
+        """Record the seconds of one round and of its parts. Draft and target may work at the same time, so the sum of
+        the parts can exceed the whole."""
         self._last_round = time.monotonic()
         self._round.observe(whole)
         for part, seconds in zip(PARTS, (draft, target, link, coordinator), strict=True):
@@ -247,8 +248,8 @@ class EngineMetrics(Families):
         )
 
     def _make_exact_metrics(self) -> None:
-        """Names and meanings are vLLM's, but for the last four; each by how exact decoding makes sure of the target's
-        distribution."""
+        """Create the metrics of exact decoding, all but the last one by verification. Names and meanings are vLLM's,
+        except for the last four."""
         each = {"verification": VERIFICATIONS}
         self._drafts = self._counter(
             "smc_spec_decode_num_drafts_total", "Rounds of exact decoding, one for each request that took part.", **each
@@ -315,14 +316,14 @@ REJECTIONS = {
     "too_large": "RESOURCE_EXHAUSTED",
     "unavailable": "UNAVAILABLE",
 }
-"""Causes, and the status code that each has."""
+"""Status codes of rejections, by cause."""
 CANCELLATIONS = ("client", "deadline", "abort", "slow_reader", "drain")
 STATUSES = (
     *("OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "ALREADY_EXISTS"),
     *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL"),
 )
 
-# vLLM's buckets, so that its dashboards fit; what comes before them is for models and rounds that are faster.
+# vLLM's buckets, so that its dashboards fit, after smaller ones for faster models and rounds.
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
     *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -361,10 +362,10 @@ TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2
 
 
 class RequestMetrics(Families):
-    """Methods may be called from any thread."""
+    """Metrics of requests. Methods may be called from any thread."""
 
     def prompt_started(self, prompt_tokens: int, seconds: float) -> None:
-        """The first tokens of an answer have come, `seconds` after its request."""
+        """Record the first tokens of an answer, `seconds` after the arrival of its request."""
         self._prompt_tokens.inc(prompt_tokens)
         self._first_token.observe(seconds)
 
@@ -372,23 +373,25 @@ class RequestMetrics(Families):
         self._generation_tokens.inc(count)
 
     def tokens_followed(self, count: int, seconds: float) -> None:
-        """`count` tokens came together, `seconds` after those before them: each counts as an equal share of the
-        wait."""
+        """Record `count` tokens that came together, `seconds` after the previous ones: each is given an equal share of
+        that time."""
         for _ in range(count):
             self._inter_token.observe(seconds / count)
 
     def constraint_compiled(self, seconds: Iterable[float], hits: int) -> None:
-        """Constraints were asked for: those that were compiled took so long, the others were kept."""
+        """Record constraints of requests. `seconds`: compile times of new ones; `hits`: number that were already
+        compiled."""
         for each in seconds:
             self._compile.observe(each)
         self._compile_hits.inc(hits)
 
     def constraint_broken(self) -> None:
-        """An answer ended that its constraint does not allow."""
+        """Record an answer that ended by itself although its constraint does not allow it."""
         self._invalid_ends.inc()
 
     def request_answered(self, answer: Answer, seconds: float, follows_target: bool = True) -> None:
-        """`seconds` since its request's arrival; `follows_target`: log Z of its particles is to be 0."""
+        """Record an answer, `seconds` after the arrival of its request. `follows_target`: the true log Z of its
+        particles is 0."""
         self._requests.labels("OK", answer.finish_reason.value).inc()
         self._duration.observe(seconds)
         self._prompt_size.observe(answer.prompt_tokens)
@@ -402,11 +405,12 @@ class RequestMetrics(Families):
         if answer.statistics.draft_exponent:
             self._draft_exponent.observe(answer.statistics.draft_exponent)
         if answer.statistics.mean_ess and answer.tokens and follows_target:
-            # Of a population that lost all weight it is -inf, which would spoil the sum.
+            # log Z is -inf for a population that lost all weight, which would spoil the histogram's sum.
             self._log_evidence.observe(max(answer.statistics.log_z / len(answer.tokens), 2 * EVIDENCE_BUCKETS[0]))
 
     def request_failed(self, status: str) -> None:
-        """Ended without an answer, for any reason; rejections and cancellations are counted separately, too."""
+        """Record a request that ended without an answer, for any reason. Rejections and cancellations are also counted
+        separately."""
         self._requests.labels(status, "none").inc()
 
     def request_rejected(self, code: str, cause: str) -> None:
@@ -503,8 +507,8 @@ class RequestMetrics(Families):
 
 
 class Metrics(RequestMetrics, EngineMetrics):
-    """Those of requests and of the engine, and beside them whether the service is there. Methods may be called from any
-    thread."""
+    """All metrics of a service: those of requests, of the engine, and of the service's own health. Methods may be
+    called from any thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -517,11 +521,11 @@ class Metrics(RequestMetrics, EngineMetrics):
         self._make_service_metrics()
 
     def exposition(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return prom.generate_latest(self._page)
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
-        """See the function."""
+        """Answer scrapes, see `services.metrics.serve`."""
         return serve(self._page, port, host)
 
     def set_health(self, draft: bool, target: bool, serving: bool) -> None:
@@ -530,30 +534,30 @@ class Metrics(RequestMetrics, EngineMetrics):
         self._serving.set(serving)
 
     def gateway_paused(self, seconds: float) -> None:
-        """Its event loop was blocked for so long."""
+        """Record that the gateway's event loop was blocked for `seconds`."""
         self._paused.inc(seconds)
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch.set(epoch)
 
     def workers_restarted(self) -> None:
-        """All workers were started again after a loss."""
+        """Record that all workers were started again after a loss."""
         self._restarts.inc()
 
     def draft_restarted(self) -> None:
-        """The draft was started again beside the target."""
+        """Record that the draft alone was started again after a loss."""
         self._draft_restarts.inc()
 
     def set_build_info(
         self, version: str, model: str, form: str, link: str, max_slots: int, block: int, weights: dict[str, str]
     ) -> None:
-        """What runs here; once, at the start. Nothing holds a slot yet. `model`: the name under which it is served;
-        `weights`: each group's fingerprint."""
+        """Describe this service. Call it once, at the start, while no request holds a slot. `model`: the name under
+        which the pair is served; `weights`: fingerprints of both models' weights, by role."""
         self._page.model = model
         for verification in VERIFICATIONS:
             for position in range(block):
                 self._accepted_at.labels(verification, position)
-        # What answers are the target's: its weights are the ones that a rollout is about.
+        # `weights` are the target's: answers depend on them, so a rollout is about them.
         fingerprints = {"weights": weights["target"], "draft_weights": weights["draft"]}
         self._build.info({"version": version, "form": form, "link": link, **fingerprints})
         self._slots_capacity.set(max_slots)
@@ -579,7 +583,7 @@ class Metrics(RequestMetrics, EngineMetrics):
 
 
 class BatchMetrics(Families):
-    """Of a run of `smcserve batch`. Methods may be called from any thread."""
+    """Metrics of a run of `smcserve batch`. Methods may be called from any thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -591,7 +595,8 @@ class BatchMetrics(Families):
         self._decoded = 0
 
     def set_progress(self, answered: int, failed: int, left: int, tokens: int, seconds_left: float | None) -> None:
-        """`tokens`: of this run so far; lines of a lost worker group may have been taken off again."""
+        """Record the progress of the run. `tokens`: tokens of this run's answers so far; they can become fewer, when
+        lines of a lost worker group are subtracted."""
         self._lines.labels("answered").set(answered)
         self._lines.labels("failed").set(failed)
         self._left.set(left)
@@ -604,13 +609,13 @@ class BatchMetrics(Families):
         self._groups.labels("ready").set(ready)
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
-        """See the function."""
+        """Answer scrapes, see `services.metrics.serve`."""
         return serve(self.registry, port, host)
 
 
 def serve(registry: CollectorRegistry, port: int, host: str) -> tuple[int, Callable[[], None]]:
-    """Answer scrapes at `/metrics`. Returns the port (0: a free one is taken) and a function that stops it. Raises
-    OSError."""
+    """Answer scrapes at `/metrics`. Returns the bound port (a free one if `port` is 0) and a function that stops the
+    server. Raises OSError if it cannot listen."""
     try:
         server, thread = prom.start_http_server(port, addr=host, registry=registry)
     except OSError as error:

@@ -1,5 +1,5 @@
 """A prompt as text, token ids or chat messages, and its encoding to token ids. Long prompts are encoded in threads, so
-that other calls do not wait. Knows nothing about the APIs that prompts come from."""
+that other calls do not wait. Except for messages of `smc.v1`, knows nothing about the APIs that prompts come from."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from smc.model.tokenizer import Tokenizer
 from smc.scheduler.admission import QueueFull, check_prompt
 
 MESSAGE_SIZE = 16
-"""Characters that a message of a chat costs besides its content: roughly what templates put around it."""
+"""Characters that count for each chat message in addition to its content: roughly what templates put around it."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Exactly one of the first three."""
+    """A prompt. Exactly one of `text`, `token_ids` and `messages` is given."""
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
-    """For the target's chat template, each with `role` and `content`."""
+    """Messages for the target's chat template, each with `role` and `content`."""
     tools: tuple[dict[str, Any], ...] = ()
-    """That the template may offer to the model."""
+    """Tools that the template may offer to the model."""
     template_settings: dict[str, Any] = field(default_factory=dict)
-    """What else the template is given, by name."""
+    """Further variables of the template, by name."""
     begins_message: bool = True
-    """The template begins the assistant's message."""
+    """Whether the template begins the assistant's message."""
     continues_last: bool = False
-    """The answer continues the last message."""
+    """Whether the answer continues the last message."""
 
     @property
     def size(self) -> int:
-        """Characters that are to be encoded, about."""
+        """Approximate number of characters to encode; 0 for token ids."""
         if self.messages is not None:
             extra = sum(len(str(given)) for given in (self.tools, self.template_settings) if given)
             return extra + sum(MESSAGE_SIZE + _written(message) for message in self.messages)
         return len(self.text or "")
 
     def encode(self, tokenizer: Tokenizer, limit: int) -> Sequence[int]:
-        """Raises ValueError if there are more than `limit` tokens, or the template cannot render the messages."""
+        """Return the token ids; given ones are returned unchecked. Raises ValueError if a text or chat has more than
+        `limit` tokens, or if the template cannot render the messages."""
         if self.token_ids is not None:
             return self.token_ids
         if self.text is not None:
@@ -56,13 +57,13 @@ class Prompt:
         )
 
     def written(self, tokenizer: Tokenizer) -> str:
-        """The text of a prompt that is no chat."""
+        """Return the text of a prompt that is not a chat."""
         return tokenizer.decode(self.token_ids) if self.token_ids is not None else self.text or ""
 
 
 @contextmanager
 def of_negative() -> Iterator[None]:
-    """Errors raised inside are reported as errors of the negative prompt."""
+    """Context manager that reports a ValueError as an error of the negative prompt."""
     try:
         yield
     except ValueError as error:
@@ -71,21 +72,22 @@ def of_negative() -> Iterator[None]:
 
 
 def _written(message: dict[str, Any]) -> int:
-    """Characters of a message that a template may write, about."""
+    """Return the approximate number of characters that a template writes for the fields of a message."""
     return sum(len(value) if isinstance(value, str) else len(str(value)) for value in message.values())
 
 
 ROLES = ("system", "user", "assistant")
 LONG_TEXT = 4096
-"""Characters from which on a text is encoded in a thread: a millisecond or two of a core, for which other callers would
-wait."""
+"""Prompts of at least this many characters are encoded in a thread: this takes a millisecond or two of a core, and
+other callers would wait meanwhile."""
 THREADS = 2
 WAITING = 16 << 20
-"""Characters of all texts together that are being encoded or wait for it; beyond, prompts are refused."""
+"""Maximum number of characters, over all prompts, that are being encoded in threads or wait for it; further prompts are
+refused."""
 
 
 class PromptEncoder:
-    """Encodes prompts for one model pair; long ones in threads of their own. Use it in one asyncio loop."""
+    """Encodes prompts for one model pair, long ones in its own threads. Use it in one asyncio loop."""
 
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
         self._tokenizer, self._context = tokenizer, context
@@ -97,8 +99,8 @@ class PromptEncoder:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, message: pb.GenerateRequest | pb.NegativePrompt) -> tuple[int, ...]:
-        """Token ids of the prompt in `message`. Raises ValueError naming the field, the value and what is allowed, and
-        QueueFull."""
+        """Return the token ids of the prompt in `message`. Raises QueueFull, and ValueError naming the field, the value
+        and what is allowed."""
         form = message.WhichOneof("prompt")
         if form is None:
             raise ValueError("prompt is missing; allowed: one of text, token_ids, chat")
@@ -110,7 +112,7 @@ class PromptEncoder:
         return await self.tokens(Prompt(messages=self._chat(message.chat)))
 
     async def tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of `prompt`. Raises ValueError and QueueFull."""
+        """Return the token ids of `prompt`. Raises ValueError and QueueFull."""
         if prompt.messages is not None:
             self._check_chat(len(prompt.messages))
         if prompt.size < LONG_TEXT:
@@ -121,7 +123,7 @@ class PromptEncoder:
         return tuple(ids)
 
     async def negative(self, prompt: pb.NegativePrompt | Prompt | None) -> tuple[int, ...] | None:
-        """Token ids of a negative prompt, if there is one. Raises ValueError and QueueFull."""
+        """Return the token ids of a negative prompt, None if there is none. Raises ValueError and QueueFull."""
         if prompt is None:
             return None
         with of_negative():
@@ -139,7 +141,7 @@ class PromptEncoder:
             raise ValueError("chat is given, but the target model has no chat template; allowed: a text, or token ids")
         if not count:
             raise ValueError("chat.messages is empty; allowed: at least one message")
-        if count > self._limit:  # templates put a token at least around each
+        if count > self._limit:  # templates write at least one token for each message
             raise PromptTooLong(
                 f"chat has {count} messages, a token each at least; allowed: at most {self._limit} tokens"
             )

@@ -1,4 +1,4 @@
-"""Bearer tokens and certificates: reading them, and refusing what could not work. Knows nothing about requests."""
+"""Reads bearer tokens and certificates, and refuses unusable ones. Knows nothing about requests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def read_tokens(path: Path, name: str = "auth_token_file") -> tuple[str, ...]:
-    """One token a line; empty lines and lines that begin with # do not count. `name`: of the setting.
+    """Read the tokens of a file, one a line; empty lines and lines that begin with # are skipped. `name`: the setting
+    that errors name.
 
-    Raises ValueError, which never shows a token.
+    Raises ValueError; its message never shows a token.
     """
     tokens = []
     for number, line in enumerate(_read(name, path).decode(errors="replace").splitlines(), 1):
@@ -37,8 +38,8 @@ def read_tokens(path: Path, name: str = "auth_token_file") -> tuple[str, ...]:
 
 
 class TokenFile:
-    """The tokens of a file as it is now. A file that cannot be used changes nothing: the former tokens stay, and the
-    log says once why. Use it in one thread."""
+    """Holds the tokens of a file and follows its changes. If a changed file cannot be used, the former tokens stay
+    valid, and the reason is logged once. Use it in one thread."""
 
     def __init__(self, path: Path) -> None:
         """Raises ValueError as `read_tokens` does."""
@@ -46,7 +47,7 @@ class TokenFile:
         self._tokens = read_tokens(path)
 
     def knows(self, token: str) -> bool:
-        """Whether `token` is one of them; reads the file if it has changed since the last call."""
+        """Return whether `token` is in the file. Reads the file again if it has changed since the last call."""
         if (stamp := _stamp(self._path)) != self._seen:
             self._seen = stamp
             self._read()
@@ -62,25 +63,25 @@ class TokenFile:
 
 
 def bearer_token(authorization: str) -> str:
-    """The token in a header of that name; empty if there is none, which is no valid token. Tokens are ASCII."""
+    """Return the bearer token in an `authorization` header. Without an ASCII token returns "", which is never valid."""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.isascii() else ""
 
 
 def caller_with(token: str) -> str:
-    """Identifies the caller: the same for all calls with one token, different for any two tokens; a hash, so that the
-    token is not revealed."""
+    """Return an id of the caller that sends this token: a hash, so that the token is not revealed. Empty without a
+    token."""
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
 def is_known(token: str, tokens: Iterable[str]) -> bool:
-    """Whether `token` is one of `tokens`, in a time that does not depend on how much of it is right."""
+    """Return whether `token` is one of `tokens`. The time taken does not depend on how many of its characters match."""
     matches = [hmac.compare_digest(token.encode(), known.encode()) for known in tokens]
     return any(matches)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether traffic to `host` never leaves this machine."""
+    """Return whether traffic to `host` never leaves this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -88,14 +89,14 @@ def is_loopback(host: str) -> bool:
 
 
 def check_tls(cert: Path, key: Path, client_ca: Path | None) -> None:
-    """Raises ValueError if the key is not the certificate's, or a file is not PEM: gRPC would only say so to every
-    client."""
+    """Check certificate, key and authorities. Raises ValueError if the key does not belong to the certificate, or if a
+    file is not PEM; without this check gRPC would report the error only to each client."""
     for name, path in (("tls_cert", cert), ("tls_key", key), ("tls_client_ca", client_ca)):
         if path is not None:
             _read(name, path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(cert, key, password=lambda: "")  # without it, OpenSSL would ask on the terminal
+        context.load_cert_chain(cert, key, password=lambda: "")  # without a password, OpenSSL would ask on the terminal
     except (ssl.SSLError, ValueError) as error:
         raise ValueError(
             f"tls_cert={str(cert)!r} with tls_key={str(key)!r}: {error}; "
@@ -111,8 +112,8 @@ def check_tls(cert: Path, key: Path, client_ca: Path | None) -> None:
 
 
 def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
-    """TLS; with `client_ca`, only for clients whose certificate it has signed. Files that change hold from the next
-    connection on."""
+    """Return TLS credentials of a gRPC server; with `client_ca`, only clients with a certificate signed by it can
+    connect. Changed files apply from the next connection on."""
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         authority = _read("tls_client_ca", client_ca) if client_ca else None
@@ -125,7 +126,7 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
 
 
 def token_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The bearer token in the metadata of a gRPC call; empty if there is none."""
+    """Return the bearer token in the metadata of a gRPC call; empty if there is none."""
     for key, value in metadata:
         if key == "authorization":
             return bearer_token(str(value))
@@ -133,12 +134,12 @@ def token_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def caller_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Who calls, by the token in the metadata of a gRPC call."""
+    """Return the id of the caller (`caller_with`) from the metadata of a gRPC call."""
     return caller_with(token_of(metadata))
 
 
 def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
-    """The same, for servers of Python's."""
+    """Return the TLS context of a server in Python, with the arguments and behaviour of `server_credentials`."""
 
     def configuration() -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -152,7 +153,7 @@ def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLCont
     held = [first]
 
     def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """In every handshake, whether the client names a host or not."""
+        """Select the current context. Called in every handshake, whether the client names a host or not."""
         held[0] = files.changed() or held[0]
         connection.context = held[0]
 
@@ -161,24 +162,25 @@ def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLCont
 
 
 class _Files(Generic[Configuration]):
-    """Certificate, key and authorities as they are now: certificates expire, and are renewed by writing new files."""
+    """Follows changes of certificate, key and authorities: certificates expire, and new files replace them."""
 
     def __init__(
         self, cert: Path, key: Path, client_ca: Path | None, configuration: Callable[[], Configuration]
     ) -> None:
-        """`configuration` reads them."""
+        """`configuration`: reads the files and returns the server's configuration."""
         self._cert, self._key, self._client_ca, self._configuration = cert, key, client_ca, configuration
         self._seen = self._stamps()
 
     def changed(self) -> Configuration | None:
-        """Called before every handshake, from any thread: the new configuration; None: it has not changed."""
+        """Return the new configuration; None if the files have not changed, or cannot be used. Called before every
+        handshake, from any thread."""
         if (stamps := self._stamps()) == self._seen:
             return None
         self._seen = stamps
         try:
             check_tls(self._cert, self._key, self._client_ca)
             configuration = self._configuration()
-        except (ValueError, OSError) as error:  # the files are written one after the other
+        except (ValueError, OSError) as error:  # files are written one by one and may not match yet
             logger.warning("certificates have changed and cannot be used; the former ones stay: %s", error)
             return None
         logger.info("certificates have changed; new connections have the new ones")
@@ -189,8 +191,8 @@ class _Files(Generic[Configuration]):
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Differs once the file is written or replaced; None: there is none. The size tells two writes within one tick of
-    the file system's clock apart."""
+    """Return a value that changes when the file is written or replaced; None if there is no file. The size
+    distinguishes two writes within one tick of the file system's clock."""
     try:
         status = path.stat()
     except OSError:

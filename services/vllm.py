@@ -36,16 +36,16 @@ from smc.api.request import Alternatives, Answer, FinishReason, Output, Request
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams, with_defaults
 
 MAX_ANSWERS = 128
-"""n of one call."""
+"""Maximum `n` of one call."""
 UNSET = {
     pb.SamplingParams: ("truncate_prompt_tokens",),
     pb.GenerateRequest: ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs"),
 }
-"""Fields of what this service does not have, by message."""
+"""Fields for features that this service does not have, by message."""
 
 
 def check_request(message: pb.GenerateRequest) -> None:
-    """Raises ValueError naming what of a request this service does not have."""
+    """Check that a request uses only features that this service has. Raises ValueError naming the field."""
     _check_unset(message)
     if message.extra_mm_inputs:
         raise ValueError("extra_mm_inputs is given; this service has text only: leave it out")
@@ -56,8 +56,9 @@ def check_request(message: pb.GenerateRequest) -> None:
 def to_params(
     message: pb.SamplingParams, method: str, room: int, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> list[SamplingParams]:
-    """Settings of every requested answer. `method` where the temperature is above 0; `room`: tokens that the
-    context leaves; `defaults`: of settings that the message leaves out.
+    """Return the settings of each requested answer. `method`: the method to use; `smc` becomes `exact` at temperature
+    0. `room`: tokens that the context leaves, the default of `max_tokens`. `defaults`: values of settings that the
+    message leaves out.
 
     Raises ValueError naming the field, the value and what is allowed.
     """
@@ -75,7 +76,7 @@ def to_params(
 
 
 def _settings(message: pb.SamplingParams) -> dict[str, Any]:
-    """Those that the protocol and the library have under the same name, and that are given."""
+    """Return the constraint and those given settings that have the same name in the protocol and the library."""
     settings: dict[str, Any] = _constraint(message)
     for name in SETTINGS:
         known = message.DESCRIPTOR.fields_by_name.get(name)
@@ -93,7 +94,7 @@ def _settings(message: pb.SamplingParams) -> dict[str, Any]:
 
 
 def _logprobs(count: int) -> dict[str, Any]:
-    """Of the drawn token itself, and of so many of the likeliest."""
+    """Return the settings for log-probabilities of the drawn token and of the `count` likeliest tokens."""
     if not 0 <= count <= MAX_TOP_LOGPROBS:
         raise ValueError(f"logprobs={count}; allowed: 0..{MAX_TOP_LOGPROBS}")
     return {"logprobs": True, "top_logprobs": count}
@@ -120,12 +121,12 @@ FINISHES = {
     FinishReason.STOP_STRING: "stop",
     FinishReason.LENGTH: "length",
 }
-"""All that an answer without a time budget may end with."""
+"""The protocol's finish reasons, by those that an answer without a time budget can have."""
 
 
 def chunks(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
-    """Of a stream: new tokens, and after the last ones how the answer ended. The likeliest tokens, and log-probabilities
-    of the prompt, are known with the answer, so an answer with them comes in one piece."""
+    """Yield the responses of a stream: new tokens, and after the last ones how the answer ended. The likeliest tokens
+    and the log-probabilities of the prompt are known only at the end, so an answer with them comes in one piece."""
     params, answer = request.params, output.answer
     tokens, scored = output.tokens, _output_logprobs(output.tokens, output.logprobs)
     if params.top_logprobs or params.prompt_logprobs is not None:
@@ -147,7 +148,7 @@ def chunks(request: Request, index: int, output: Output) -> Iterator[pb.Generate
 
 
 def whole(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
-    """Of a call that wants answers only."""
+    """Yield the response of a call without a stream: nothing before the answer, then the whole answer."""
     if output.answer is not None:
         yield _complete(request, output.answer, index)
 
@@ -175,7 +176,7 @@ def _answer_logprobs(answer: Answer) -> pb.OutputLogProbs | None:
 
 
 def _input_logprobs(request: Request, answer: Answer) -> pb.InputLogProbs | None:
-    """Of the prompt's tokens, of which the first has none; as `_output_logprobs`."""
+    """Return the prompt's log-probabilities in the form of `_output_logprobs`; the first token has none."""
     if answer.prompt_logprobs is None:
         return None
     prompt, scores = request.prompt, answer.prompt_logprobs
@@ -190,8 +191,8 @@ def _input_logprobs(request: Request, answer: Answer) -> pb.InputLogProbs | None
 def _output_logprobs(
     tokens: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[Alternatives] | None = None
 ) -> pb.OutputLogProbs | None:
-    """Log-probabilities of the drawn and of the likeliest tokens; if the latter are not asked for, each drawn token
-    stands in their place."""
+    """Return the log-probabilities of the drawn and of the likeliest tokens. If the likeliest were not requested, each
+    drawn token takes their place."""
     if not logprobs:
         return None
     top_logprobs = top_logprobs or [((token, logprob),) for token, logprob in zip(tokens, logprobs)]
@@ -213,12 +214,12 @@ FILES = (
     *("config.json", "generation_config.json"),
 )
 CHUNK = 64 << 10
-"""Bytes of one message."""
+"""Maximum size of the data in one message, in bytes."""
 
 
 def tokenizer_chunks(directory: Path) -> Iterator[common_pb2.GetTokenizerChunk]:
-    """A zip archive of what there is of `FILES`, the same at every call; its SHA-256 comes with the last chunk. Raises
-    OSError."""
+    """Yield the parts of a zip archive of those `FILES` that exist. The archive is the same at every call; its SHA-256
+    comes with the last part. Raises OSError."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name in FILES:
@@ -239,13 +240,13 @@ configured otherwise."""
 
 
 def add_to(server: ApiServer) -> None:
-    """A front end: see `services.gateway.request_handler.FrontEnd`."""
+    """Add this API to the gateway: see `services.gateway.request_handler.FrontEnd`."""
     service = VllmService(server.handler)
     server.add_grpc_service(VLLM, partial(pb_grpc.add_VllmEngineServicer_to_server, service))
 
 
 class VllmService(pb_grpc.VllmEngineServicer):
-    """Use it in one asyncio loop. Methods raise what is wrong."""
+    """Serves the protocol. Use it in one asyncio loop. The gateway turns exceptions of methods into statuses."""
 
     def __init__(self, handler: RequestHandler) -> None:
         self._handler, self._pair = handler, handler.pair
@@ -266,7 +267,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
         )
 
     async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        """Ids belong to the token that they came with; those of no running request are passed over."""
+        """Abort requests that came with the caller's token. Ids without a running request are ignored."""
         caller = caller_of(context.invocation_metadata())
         for request_id in message.request_ids:
             self._handler.calls.abort((caller, request_id))
@@ -356,9 +357,9 @@ class VllmService(pb_grpc.VllmEngineServicer):
         raise Unimplemented("StopProfile: start the service with --trace FILE for a trace of all rounds")
 
     async def _requests(self, request_id: str, message: pb.GenerateRequest) -> list[Request]:
-        """Raises ValueError naming the field, the value and what is allowed."""
+        """Return one request for each answer. Raises ValueError naming the field, the value and what is allowed."""
         check_request(message)
-        # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
+        # Settings before the prompt: checking them is fast, while encoding a long prompt takes time.
         parsed = to_params(message.sampling_params, self._method, LONGEST, self._pair.sampling)
         form = message.WhichOneof("input")
         if form is None:

@@ -1,5 +1,5 @@
-"""Calls over one connection to the service, and the types that users of the client meet, in requests, answers and errors.
-An answer's statistics, times and particles are those of the library. Needs grpc and protobuf only: no model code is
+"""The client: calls over one connection to the service, and the types of its arguments, answers and errors. An answer's
+statistics, times and particles are types of the library. Needs grpc and protobuf only: no model code is
 imported."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ServiceError(RuntimeError):
         self.code = code
         self.message = message
         self.retry_after = retry_after
-        """Seconds after which the service suggests to try again; None: it suggests nothing."""
+        """Seconds after which the service suggests a retry; None: it suggests none."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Chunk:
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
-    """One per token under the target's distribution, if requested."""
+    """Log-probability of each token under the target's distribution, if requested."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Prompt tokens that had been computed for an earlier request: of the model with fewer of them, where both run."""
+    """Prompt tokens that had been computed for an earlier request; if both models run, the smaller of their two
+    numbers."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +79,24 @@ class Completion:
     finish_reason: str
     """`eos`, `stop_token`, `stop_string`, `length`, `time_budget` or `queue_time`."""
     matched: int | str | None
-    """The token id or string that ended the answer, where one did."""
+    """The token id or string that ended the answer, if one did."""
     seed: int
-    """Drawn by the service where none was given."""
+    """Seed of the answer; the service draws one if none is given."""
     usage: Usage
     statistics: Statistics | None
     """None for plain decoding."""
     logprobs: tuple[float, ...] | None
-    """One per token under the target's distribution, if requested: those of all chunks."""
+    """Log-probability of each token under the target's distribution, if requested; the values of all chunks."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None
-    """For every token the likeliest tokens at its position and their log-probabilities, likeliest first, if
-    requested."""
+    """For every token, if requested: the likeliest tokens at its position and their log-probabilities, likeliest
+    first."""
     prompt_logprobs: tuple[PromptToken, ...] | None
-    """For every token of the prompt but the first, if requested: log-probability, rank and likeliest tokens; None where
-    there was no time for them."""
+    """For every token of the prompt but the first, if requested: log-probability, rank and likeliest tokens. None if
+    there was no time to compute them."""
     particles: tuple[Particle, ...] | None
-    """The particles that the answer was drawn from, if requested; of a method without particles the answer itself."""
+    """The particles that the answer was drawn from, if requested; for a method without particles, the answer itself."""
     seconds: float
-    """From the call to the end of the answer, as measured here."""
+    """Seconds from the call to the end of the answer, measured by the client."""
     times: Times
 
 
@@ -103,11 +104,11 @@ class Completion:
 class ModelDescription:
     name: str
     family: str
-    """Such as `llama` or `qwen3`: the key in smc/model/families.py."""
+    """Key of the model's family in smc/model/families.py, such as `llama` or `qwen3`."""
     parameters: int
     tensor_parallel: int
     weights: str = ""
-    """Identifies the weights: a hash of the files' names, sizes and headers, and of samples of what they hold."""
+    """Fingerprint of the weights: a hash of the files' names, sizes and headers, and of samples of their contents."""
 
 
 @dataclass(frozen=True)
@@ -129,22 +130,22 @@ class ServerInfo:
     block: int
     """K, tokens drafted per round."""
     branches: int
-    """F, next blocks drafted per particle."""
+    """F, branches drafted per particle."""
     max_slots: int
-    """Particles of all running requests together."""
+    """Maximum number of particles of all running requests together."""
     link: str
     epoch: int
-    """Grows by one with every restart of the workers."""
+    """Grows by one with every start of all workers, or of the draft alone."""
     serving: bool
     running: int
     queued: int
     uptime_seconds: float
     max_queue: int
-    """Requests that may wait; 0: any number."""
+    """Maximum number of waiting requests; 0: any number."""
     max_calls: int
-    """Calls in flight at the same time."""
+    """Maximum number of calls in flight."""
     max_message_bytes: int
-    """Of a request."""
+    """Maximum size of a request in bytes."""
 
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -152,14 +153,14 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 ASK_TIMEOUT = 30.0
-"""Seconds for everything but Generate: a service that needs longer is not there."""
+"""Time limit in seconds of every call but Generate: a service that needs longer is taken to be down."""
 
 Data = TypeVar("Data")
 
 
 class CompletionStream:
-    """An answer on its way. Iterate for its chunks; then `completion` is set. Leaving the `with` block early cancels
-    the request."""
+    """An answer that is being streamed. Iterate over its chunks; afterwards `completion` is set. Leaving the `with`
+    block early cancels the request."""
 
     def __init__(self, call: Any, request: pb.GenerateRequest) -> None:
         self._call, self._request = call, request
@@ -167,7 +168,7 @@ class CompletionStream:
         self._tokens: list[int] = []
         self._started = time.monotonic()
         self.request_id = request.request_id
-        """For `Client.abort`."""
+        """Id of the request, for `Client.abort`."""
         self.completion: Completion | None = None
         """The whole answer, once every chunk has been read."""
 
@@ -181,7 +182,7 @@ class CompletionStream:
         return self
 
     def __next__(self) -> Chunk:
-        """Raises ServiceError."""
+        """Return the next chunk. Raises ServiceError."""
         try:
             response = next(self._call)
         except grpc.RpcError as error:
@@ -223,11 +224,11 @@ class CompletionStream:
 
 
 class Client:
-    """One connection, made when it is first needed and again when it breaks; threads may share it. Close it, or use
-    `with`.
+    """One connection to the service, opened when it is first needed and again when it breaks; threads may share it.
+    Close it, or use `with`.
 
-    Every call raises ServiceError when the service refuses or fails it, and ValueError or TypeError for what cannot be
-    sent."""
+    Every call raises ServiceError if the service refuses it or fails, and ValueError or TypeError for arguments that
+    cannot be sent."""
 
     def __init__(
         self,
@@ -240,8 +241,8 @@ class Client:
         tls_key: str | Path | None = None,
     ) -> None:
         """`target`: `host:port`. `tls`: encrypt, and trust the authorities of this machine; `tls_ca`: trust those in
-        this PEM file instead. `tls_cert` and `tls_key`: what this client shows of itself (mutual TLS). `token`: bearer
-        token; never sent in plain text to another machine."""
+        this PEM file instead. `tls_cert` and `tls_key`: PEM files of this client's certificate and key (mutual TLS).
+        `token`: bearer token; never sent in plain text to another machine."""
         if (tls_cert is None) != (tls_key is None):
             given, missing = ("tls_cert", "tls_key") if tls_key is None else ("tls_key", "tls_cert")
             raise ValueError(f"{given} is given without {missing}; give both, or neither")
@@ -250,11 +251,11 @@ class Client:
             raise ValueError(f"the token would go to {target} in plain text; give tls=True or tls_ca")
         options = [
             ("grpc.max_receive_message_length", -1),
-            # A connection that broke without a word is noticed, though nothing but an answer to come is expected on it.
+            # Pings detect a connection that broke silently while an answer is awaited.
             ("grpc.keepalive_time_ms", 60_000),
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.http2.ping_timeout_ms", 20_000),
-            # What stays on this machine goes through no proxy, and the token with it.
+            # Calls to this machine, and the token in them, do not go through a proxy.
             ("grpc.enable_http_proxy", int(not _stays_here(target))),
         ]
         if secure:
@@ -275,7 +276,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Calls in flight are cancelled."""
+        """Close the connection. Calls in flight are cancelled."""
         self._channel.close()
 
     def generate(
@@ -289,7 +290,7 @@ class Client:
         priority: int = 0,
         **settings: Any,
     ) -> Completion:
-        """The whole answer at once. Arguments: see `stream`."""
+        """Return the whole answer at once. Arguments: see `stream`."""
         options: dict[str, Any] = {
             "timeout": timeout,
             "request_id": request_id,
@@ -314,14 +315,14 @@ class Client:
         priority: int = 0,
         **settings: Any,
     ) -> CompletionStream:
-        """An answer as it becomes final.
+        """Return the stream of an answer, which is sent as it becomes final.
 
-        `timeout`: seconds, a hard limit: the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft one).
-        `request_id`: unique among running requests; default: a random one. `cache_salt`: prompts share what has been
-        computed for them only with prompts of the same salt. `negative_prompt`: what a guided answer is led away from,
-        with `guidance_scale`. `priority`: a lower number is admitted first. `settings`: of
-        `smc.api.sampling_params.SamplingParams`, where each is described, such as `temperature=0.7`; what is left out,
-        or None, has the server's default, and what the method would ignore is refused."""
+        `timeout`: hard limit in seconds, after which the call fails with DEADLINE_EXCEEDED (`time_budget` is the soft
+        one). `request_id`: unique among running requests; default: a random one. `cache_salt`: prompts share computed
+        keys and values only with prompts of the same salt. `negative_prompt`: prompt that a guided answer is steered
+        away from, with `guidance_scale`. `priority`: a lower number is admitted first. `settings`: fields of
+        `smc.api.sampling_params.SamplingParams`, which describes them, such as `temperature=0.7`. A setting that is
+        left out or None has the server's default; a setting that the method would ignore is refused."""
         reports = {name: settings.pop(name) for name in REPORTS if name in settings}
         request = pb.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex,
@@ -337,7 +338,8 @@ class Client:
         return CompletionStream(call, request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request of this client's token; its call fails with CANCELLED. False: no such request is running."""
+        """End a request of this client's token; its call fails with CANCELLED. Returns False if no such request is
+        running."""
         return self._ask(self._stub.Abort, pb.AbortRequest(request_id=request_id)).aborted
 
     def model_info(self) -> ModelInfo:
@@ -349,8 +351,8 @@ class Client:
         return _data(ServerInfo, self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
 
     def health(self, service: str = "") -> str:
-        """`SERVING` or `NOT_SERVING`: of the whole service, of `smc.draft` or `smc.target`, or of `smc.gateway`
-        alone."""
+        """Return `SERVING` or `NOT_SERVING`. `service`: empty for the whole service, or one of `smc.draft`,
+        `smc.target` and `smc.gateway`."""
         answer = self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
@@ -374,7 +376,7 @@ def _set_prompt(request: pb.GenerateRequest | pb.NegativePrompt, prompt: Prompt)
             pb.ChatMessage(role=m.role, content=m.content) for m in prompt if isinstance(m, Message)
         )
     else:
-        request.token_ids.SetInParent()  # an empty list is a prompt too, and the service says what is wrong with it
+        request.token_ids.SetInParent()  # an empty list is sent as well; the service refuses it
         request.token_ids.ids.extend(item for item in prompt if isinstance(item, int))
 
 
@@ -384,7 +386,7 @@ def _particle(message: pb.Particle) -> Particle:
 
 
 def _stays_here(target: str) -> bool:
-    """Whether what is sent to `target` never leaves this machine."""
+    """Return whether data sent to `target` never leaves this machine."""
     return target.startswith("unix:") or is_loopback(target.rsplit("/", 1)[-1].rpartition(":")[0])
 
 
@@ -394,6 +396,7 @@ def _service_error(error: grpc.RpcError) -> ServiceError:
 
 
 def _data(kind: type[Data], message: Any, **known: Any) -> Data:
-    """The dataclass `kind` of a message's fields of the same names, but for those that are `known`."""
+    """Build the dataclass `kind` from a message's fields with the same names. `known`: fields that have other
+    values."""
     names = [field.name for field in fields(cast(Any, kind)) if field.name not in known]
     return kind(**{name: getattr(message, name) for name in names}, **known)

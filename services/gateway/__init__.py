@@ -1,1 +1,2 @@
-"""The gateway: a gRPC server, and what all front ends share, over a `services.backend.Backend`."""
+"""The gateway: a gRPC server, and the handling of requests that all front ends share. A `services.backend.Backend`
+decodes the requests."""

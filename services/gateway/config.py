@@ -1,5 +1,5 @@
-"""Settings of the gateway. Checked when built: a security setting that would have no effect stops the start. Also whether
-every port can be had, found by binding it, before anything that takes time is started."""
+"""Settings of the gateway, checked when built: a security setting that would have no effect stops the start. Also
+checks, by binding them, that all ports are free before anything slow starts."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from smc.api.sampling_params import Method
 
 DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 8000
-"""Of `serve`."""
+"""Default HTTP port of `serve`."""
 UNKNOWN_FIELDS = ("refuse", "ignore")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
-"""Of a web page, as browsers write it; `*`: any."""
+"""Origin of a web page, as browsers write it, or `*` for any origin."""
 MESSAGE_BYTES, TOKEN_BYTES, MOST_BYTES = 64 << 10, 16, 4 << 20
-"""Of the largest request: for everything but the prompt, for each token of the context (few texts have more than 6),
-and in all."""
+"""Size of the largest request in bytes: for everything but the prompt, for each token of the context (few texts have
+more than 6 bytes a token), and at most in all."""
 
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """Raises ValueError naming the field, the value and what is allowed. Times are seconds."""
+    """Settings of the gateway. Raises ValueError naming the field, the value and what is allowed. Times are in
+    seconds."""
 
     host: str = "127.0.0.1"
     """Address to listen on, for calls and for metrics; 0.0.0.0 or :: for every network of the machine."""
     port: int = DEFAULT_PORT
-    """0 = any free one."""
+    """Port of the gRPC server; 0 = any free one."""
     http_port: int | None = None
-    """Of OpenAI's API; 0 = any free one, None = nowhere."""
+    """Port of OpenAI's API; 0 = any free one, None = the API is not served."""
     metrics_port: int | None = None
-    """Where Prometheus finds the metrics, in plain text and without a token; 0 = any free one, None = nowhere."""
+    """Port of the metrics for Prometheus, without TLS and token; 0 = any free one, None = no such port."""
     tls_cert: Path | None = None
     """Certificate chain of the server, PEM; with `tls_key`. Both, and `tls_client_ca`, are read again when they
     change."""
     tls_key: Path | None = None
     """Private key of `tls_cert`, PEM, not encrypted."""
     tls_client_ca: Path | None = None
-    """Only clients with a certificate of these authorities may connect (mutual TLS), PEM."""
+    """Authorities of clients, PEM: only clients with a certificate of these may connect (mutual TLS)."""
     auth_token_file: Path | None = None
-    """Bearer tokens that callers must send one of, one a line; read again when it changes. None: no token is
+    """File of bearer tokens, one a line; read again when it changes. Callers must send one of them. None: no token is
     needed."""
     max_message_bytes: int | None = None
-    """Largest request; None: what has room for a prompt that fills the context (`message_bytes`)."""
+    """Size of the largest request in bytes; None: enough for a prompt that fills the context (`message_bytes`)."""
     max_concurrent_streams: int = 1024
     """Calls at the same time on one connection; further ones wait in the client, and some are refused with
     UNAVAILABLE."""
@@ -64,24 +65,24 @@ class GatewayConfig:
     max_connection_age_grace: float = 3600.0
     """How long calls in flight may continue on such a connection; then they end with UNAVAILABLE."""
     write_timeout: float = 30.0
-    """How long a request may be on its way, and a response wait for a client that does not read; then the call is
-    ended."""
+    """Longest time for a request to arrive, and for a response to wait for a client that does not read; then the call
+    is ended."""
     drain_timeout: float = 30.0
     """How long calls in flight may continue once the service is told to stop."""
     served_model_names: tuple[str, ...] = ()
-    """What OpenAI's and vLLM's clients call the target; the first is what answers and metrics say. Empty: the name of
-    its directory."""
+    """Names of the target for OpenAI's and vLLM's clients; answers and metrics carry the first. Empty: the name of its
+    directory."""
     allow_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the HTTP API, such as https://app.example.com; `*`: any. Empty: none."""
     page: bool = True
     """Serve a web page for people at / of `http_port`."""
     log_texts: bool = False
-    """The log has the prompt and the answer of every request, as text; otherwise no text of users."""
+    """Log the prompt and the answer of every request as text; otherwise the log has no text of users."""
     unknown_fields: str = "refuse"
-    """What becomes of fields of an HTTP request that the API does not have: `refuse`, or `ignore`, which logs each
+    """Treatment of fields of an HTTP request that the API does not have: `refuse`, or `ignore`, which logs each
     once."""
     default_method: str | None = None
-    """Of requests that name none; None: `smc`, and at temperature 0 `exact`."""
+    """Method of requests that name none; None: `smc`, and at temperature 0 `exact`."""
 
     def __post_init__(self) -> None:
         for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
@@ -100,21 +101,21 @@ class GatewayConfig:
 
     @property
     def method(self) -> str | None:
-        """Of requests that name none; None: what the library takes, `smc` where it can."""
+        """Method of requests that name none; None: the library's default, which is `smc` where possible."""
         return None if self.default_method == Method.SMC else self.default_method
 
     def name_of(self, target: str) -> str:
-        """The name under which the pair is served; `target`: that of its target."""
+        """Return the name under which the pair is served. `target`: name of its target model."""
         return self.served_model_names[0] if self.served_model_names else target
 
     def message_bytes(self, context: int) -> int:
-        """Largest request to a model pair of this context."""
+        """Return the size in bytes of the largest request to a model pair with this context."""
         if self.max_message_bytes is not None:
             return self.max_message_bytes
         return min(MESSAGE_BYTES + TOKEN_BYTES * context, MOST_BYTES)
 
     def token_file(self) -> TokenFile | None:
-        """Of `auth_token_file`, read anew; None: no token is needed."""
+        """Read `auth_token_file` and return its tokens; None: no token is needed."""
         return TokenFile(self.auth_token_file) if self.auth_token_file else None
 
     def _check_numbers(self) -> None:
@@ -185,7 +186,7 @@ class GatewayConfig:
 
 
 def check_ports(config: GatewayConfig) -> None:
-    """Raises OSError naming the first port that cannot be listened on, and the option that gives it."""
+    """Check that all ports are free. Raises OSError naming the first one that is not, and its option."""
     host = config.host.strip("[]")
     for name, port in (("port", config.port), ("http_port", config.http_port), ("metrics_port", config.metrics_port)):
         if port is None:
@@ -203,7 +204,7 @@ def check_ports(config: GatewayConfig) -> None:
 
 def _bind(listener: socket.socket, address: tuple) -> None:
     with listener:
-        # As servers do: a port whose last connections are closing is free.
+        # As servers do, so that a port whose last connections are closing counts as free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if listener.family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

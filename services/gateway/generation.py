@@ -24,13 +24,13 @@ METHOD = f"{API}/Generate"
 
 
 def add_to(server: ApiServer) -> None:
-    """A front end: see `FrontEnd`."""
+    """Add this API to the gateway: see `services.gateway.request_handler.FrontEnd`."""
     service = GenerationService(server.handler)
     server.add_grpc_service(API, partial(pb_grpc.add_GenerationServiceServicer_to_server, service))
 
 
 class GenerationService(pb_grpc.GenerationServiceServicer):
-    """Use it in one asyncio loop. Methods raise what is wrong."""
+    """Serves the API. Use it in one asyncio loop. The gateway turns exceptions of methods into statuses."""
 
     def __init__(self, handler: RequestHandler) -> None:
         self._handler, self._pair = handler, handler.pair
@@ -83,10 +83,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         )
 
     async def _request(self, request_id: str, message: pb.GenerateRequest) -> Request:
-        """Raises ValueError naming the field, the value and what is allowed."""
+        """Return the request of a message. Raises ValueError naming the field, the value and what is allowed."""
         check_cache_salt(message.cache_salt)
         check_priority(message.priority)
-        # Settings before the prompt: they are checked in no time, while a long prompt takes some to encode.
+        # Settings before the prompt: checking them is fast, while encoding a long prompt takes time.
         method, defaults = self._handler.config.method, self._pair.sampling
         has_negative = message.HasField("negative_prompt")
         check_guidance(to_sampling(message, defaults, method=method), has_negative)

@@ -1,8 +1,8 @@
 """Interceptors of the gRPC server: bearer tokens are checked before a method is looked up; requests are received within
 the limits of `services.gateway.limits`; exceptions become status codes. Knows nothing about the methods.
 
-Every method is served as one of streams, which is the same on the wire: messages are then received here, and not before
-the call is known.
+Every method is served as one that receives and sends streams, which is the same on the wire. So messages are received
+here, not by gRPC before the method's handler runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 Parse = Callable[[bytes], Any]
 OPEN = "/grpc.health.v1."
-"""Probes of an orchestrator carry no token."""
+"""Prefix of the methods that need no token: an orchestrator's probes carry none."""
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -62,12 +62,13 @@ class CallRefused(Exception):
 
 
 class ReceivingInterceptor(grpc.aio.ServerInterceptor):
-    """Stands before all methods. Use it in one asyncio loop."""
+    """Receives the requests of all methods within the limits, and turns exceptions into statuses. Use it in one asyncio
+    loop."""
 
     def __init__(
         self, limited: Collection[str], call_limit: CallLimit, receive_limit: ReceiveLimit, metrics: Metrics
     ) -> None:
-        """A call of one of the methods `limited` takes a place."""
+        """`limited`: full names of the methods whose calls count towards `call_limit`."""
         self._limited, self._call_limit, self._receive_limit, self._metrics = (
             limited,
             call_limit,
@@ -85,7 +86,7 @@ class ReceivingInterceptor(grpc.aio.ServerInterceptor):
 
         async def serve(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             status = await self._ending(handler, context, is_limited)
-            # Only now: gRPC keeps what `abort` raises, and with it every frame that it was raised in, with its
+            # Only here: gRPC keeps the exception that `abort` raises, and with it the frames of its traceback and their
             # requests.
             if status is not None:
                 await context.abort(status.code, status.message, status.trailers)
@@ -93,7 +94,7 @@ class ReceivingInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(serve, None, handler.response_serializer)
 
     async def _ending(self, handler: Any, context: grpc.aio.ServicerContext, is_limited: bool) -> Status | None:
-        """Serve the call. The status that it ends with, if something went wrong."""
+        """Serve the call. Returns the status that it must end with if something went wrong, otherwise None."""
         try:
             with self._counted() if is_limited else nullcontext():
                 await self._serve(handler, context)
@@ -146,11 +147,10 @@ class ReceivingInterceptor(grpc.aio.ServerInterceptor):
         return request
 
     async def _next(self, context: grpc.aio.ServicerContext, parse: Parse) -> Any:
-        """None: there are no more."""
+        """Return the next request of a call; None after the last."""
         try:
             async with self._receive_limit.let_in():
-                # Not from the iterator that gRPC brings: it keeps the last message for as long as the call is
-                # remembered.
+                # Not from gRPC's own iterator, which keeps the last message for as long as gRPC keeps the call.
                 data = await self._receive_limit.arrived(context.read())
                 return None if data is grpc.aio.EOF else await self._read(data, parse)
         except (QueueFull, SlowSender) as error:

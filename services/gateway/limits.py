@@ -1,7 +1,7 @@
-"""Limits of what is received at a time, over every port: calls in flight, bytes in transit, and one large request
-parsed after the other. Knows nothing about what requests contain.
+"""Limits what all ports together receive at a time: calls in flight and bytes in transit. Large requests are parsed one
+after another. Knows nothing about the contents of requests.
 
-After large requests, memory that the C library keeps is returned to the machine."""
+After large requests, memory that the C library keeps is returned to the operating system."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from smc.scheduler.admission import QueueFull
 
 
 class Trimmer:
-    """Returns freed memory to the machine some time after `plan` was called, once for many calls. Use it in one asyncio
-    loop."""
+    """Returns freed memory to the operating system `delay` seconds after `plan` is called; further calls until then
+    have no effect. Use it in one asyncio loop."""
 
     def __init__(self, delay: float = 1.0) -> None:
         """`delay` in seconds."""
@@ -41,24 +41,24 @@ class Trimmer:
 
 
 def _malloc_trim() -> Callable[[int], int] | None:
-    """Of glibc; other C libraries have none, and need none."""
+    """Return `malloc_trim` of glibc; None for other C libraries, which do not need it."""
     return getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
 
 
 LARGE = 64 << 10
-"""Bytes from which a request is large: parsing it delays others noticeably. A sender may have sent this much of a
+"""A request of at least this many bytes is large: parsing it delays others noticeably. A sender can send this much of a
 request before it is admitted (HTTP/2's window)."""
 ARRIVING = 32 << 20
-"""Bytes of requests that have been admitted and not parsed yet."""
+"""Maximum size in bytes of all requests together that have been admitted but not parsed yet."""
 PATIENCE = 0.5
-"""Seconds in which a request has to arrive while others wait to be admitted."""
+"""Seconds within which an admitted request must arrive while others wait to be admitted."""
 
 Data = TypeVar("Data")
 Request = TypeVar("Request")
 
 
 class CallLimit:
-    """Calls that may be in flight. Use it in one asyncio loop."""
+    """Limits the number of calls in flight. Use it in one asyncio loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -66,7 +66,7 @@ class CallLimit:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Around a call. Raises QueueFull."""
+        """Context manager for a call. Raises QueueFull if too many calls are in flight."""
         if self._taken >= self._limit:
             raise QueueFull(f"{self._limit} calls are in flight, as many as are allowed. Try again later")
         self._taken += 1
@@ -77,20 +77,21 @@ class CallLimit:
 
 
 class ReceiveLimit:
-    """Admits requests and parses them, large ones one after the other. Use it in one asyncio loop.
+    """Admits requests and parses them, large ones one after another. Use it in one asyncio loop.
 
-    As many are admitted as fit if each is as large as allowed, so memory does not depend on how many are sent. The
-    latest is admitted first, so that many callers who send nothing delay others, health checks included, by at most
-    `PATIENCE`."""
+    The number of admitted requests is such that all fit into `ARRIVING` bytes even if each has the maximum size, so
+    memory does not depend on how many are sent. The latest is admitted first, so that many callers who send nothing
+    delay others, health checks included, by at most `PATIENCE`."""
 
     def __init__(self, size: int, timeout: float) -> None:
-        """`size`: bytes of the largest request; `timeout`: seconds in which one must be admitted, and arrive."""
+        """`size`: bytes of the largest request; `timeout`: seconds within which a request must be admitted, and after
+        that arrive."""
         self._room = max(1, ARRIVING // size)
         self._timeout = timeout
         self._inside = 0
         self._outside: list[asyncio.Future[None]] = []
         self._arriving: dict[asyncio.Timeout, float] = {}
-        """When each has to be there if others wait, the oldest first."""
+        """Requests that are arriving, oldest first: the time at which each must have arrived if others wait."""
         self._turn = asyncio.Lock()
         self._trimmer = Trimmer()
 
@@ -99,7 +100,8 @@ class ReceiveLimit:
 
     @asynccontextmanager
     async def let_in(self) -> AsyncIterator[None]:
-        """From before a request is received until it has been read. Raises QueueFull."""
+        """Context manager for receiving and parsing one request. It waits for admission; after the timeout it raises
+        QueueFull."""
         await self._enter()
         try:
             yield
@@ -107,7 +109,7 @@ class ReceiveLimit:
             self._leave()
 
     async def arrived(self, arrival: Awaitable[Data]) -> Data:
-        """What arrives. Raises SlowSender."""
+        """Return the data once it has arrived. Raises SlowSender if that takes too long."""
         clock = asyncio.get_running_loop().time
         begin = clock()
         limit = asyncio.timeout(self._timeout)
@@ -124,7 +126,7 @@ class ReceiveLimit:
             del self._arriving[limit]
 
     async def read(self, data: bytes, parse: Callable[[bytes], Request]) -> Request:
-        """What `parse` makes of `data`. Raises what it raises."""
+        """Return `parse(data)`. Large data waits until other large data has been parsed. Raises what `parse` raises."""
         if len(data) < LARGE:
             return parse(data)
         async with self._turn:
@@ -165,7 +167,8 @@ class ReceiveLimit:
         self._inside -= 1
 
     def _hurry(self) -> None:
-        """As many of those that arrive as others wait outside, the oldest first, have no more time than `PATIENCE`."""
+        """Reduce the time of arriving requests to `PATIENCE`, the oldest first: for each request that waits for
+        admission, one arriving request."""
         for limit, latest in islice(self._arriving.items(), len(self._outside)):
             when = limit.when()
             if not limit.expired() and when is not None and when > latest:

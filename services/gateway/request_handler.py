@@ -1,5 +1,5 @@
-"""A request of any API, from its arrival to its last message: who is let in, decoding, metrics, trace and log. Also the
-interface between the gateway and its front ends, which see nothing else of it.
+"""Handles a request of any API from its arrival to its last message: admission, decoding, metrics, trace and log. Also
+defines the interface between the gateway and its front ends, which use nothing else of the gateway.
 
 Knows nothing about the messages of an API.
 """
@@ -44,17 +44,17 @@ class ServiceStatus:
     """State of the workers, from their supervisor."""
 
     epoch: int
-    """Grows by one with every restart of the workers."""
+    """Grows by one with every start of all workers, or of the draft alone."""
     running: int
     """Requests that hold slots."""
     queued: int
     tokens_held: int = 0
-    """Positions that requests hold in the fuller of the two KV pools; what the prefix cache keeps can be released, and
-    does not count."""
+    """Positions that requests hold in the fuller of the two KV pools. Positions in the prefix cache do not count,
+    because they can be released."""
     tokens_room: int = 0
     """Positions of that pool; 0 before the first step."""
     pages: Mapping[ModelRole, int] = field(default_factory=dict)
-    """KV pages of each model; empty until the workers have said."""
+    """KV pages of each model; empty until the workers have reported them."""
 
     @staticmethod
     def of(epoch: int, stats: EngineStats) -> ServiceStatus:
@@ -67,7 +67,7 @@ class ServiceStatus:
 logger = logging.getLogger("smcserve.requests")
 
 Key = tuple[str, str]
-"""Who calls (`services.gateway.interceptors.caller_of`), and the id that the caller gave."""
+"""The caller (`services.security.caller_of`), and the id of its request."""
 
 
 class Interrupted(Unavailable):
@@ -77,7 +77,7 @@ class Interrupted(Unavailable):
 @dataclass
 class _RunningCall:
     scope: asyncio.Timeout
-    """Its end ends the call."""
+    """The call ends when this timeout expires."""
     aborted: bool = False
 
 
@@ -87,22 +87,23 @@ class Calls:
     def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
         self.metrics, self._tracing = metrics, tracing
         self.closed: str | None = "the service is starting; try again later"
-        """Why calls are refused; None: they are accepted."""
+        """Why calls are refused; None: calls are accepted."""
         self.starting: StartProgress | None = None
-        """How far the start is that calls are refused for."""
+        """Progress of the workers' start, if calls are refused because of it."""
         self._calls: dict[Key, _RunningCall] = {}
         self._tasks: set[asyncio.Task] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def arrives(self, name: str, headers: Iterable[tuple[str, str | bytes]]) -> CallRecord:
-        """A call of this name has arrived."""
+        """Return the record of a call that has arrived. `name`: its name in traces."""
         return CallRecord(self.metrics, self._tracing.begin(name, headers) if self._tracing else None)
 
     @asynccontextmanager
     async def enter(self, key: Key) -> AsyncIterator[None]:
-        """Around one call. Raises Unavailable if calls are refused, DuplicateRequest for a key in use; Interrupted when
-        the call has to end, RequestAborted when it is aborted."""
+        """Context manager for one call. On entry it raises Unavailable if calls are refused, and DuplicateRequest if
+        the key is in use; later it raises Interrupted if the service stops, and RequestAborted if the call is
+        aborted."""
         if self.closed is not None:
             raise Unavailable(self.closed)
         if key in self._calls:
@@ -128,7 +129,7 @@ class Calls:
                 self._idle.set()
 
     def abort(self, key: Key) -> bool:
-        """Abort a call, whatever it is doing. False if there is none of that key."""
+        """Abort a call at whatever stage it is. Returns False if no call has this key."""
         call = self._calls.get(key)
         if call is None:
             return False
@@ -137,7 +138,7 @@ class Calls:
         return True
 
     async def ended(self, timeout: float) -> bool:
-        """Wait until nothing is being decoded. False if it took too long."""
+        """Wait until no call is in flight, at most `timeout` seconds. Returns False if some still are."""
         try:
             async with asyncio.timeout(timeout):
                 await self._idle.wait()
@@ -146,12 +147,12 @@ class Calls:
         return True
 
     def interrupt(self) -> None:
-        """End every call now; each raises Interrupted where it stands."""
+        """End every call now: each raises Interrupted."""
         for call in self._calls.values():
             _end(call)
 
     async def delivered(self, timeout: float) -> None:
-        """Wait until callers have been sent how their calls ended, as far as they read it."""
+        """Wait until the callers that read have been sent the end of their calls, at most `timeout` seconds."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout)
 
@@ -162,11 +163,11 @@ def _end(call: _RunningCall) -> None:
 
 
 class CallRecord:
-    """Reports one answer to the metrics, from its call's arrival to its end, and at the end to its trace and the log: a
-    line of JSON, without any text of users unless the service logs texts."""
+    """Reports one answer to the metrics, from the arrival of its call to its end, and at the end to its trace and to
+    the log. The log entry is a line of JSON, without text of users unless the service logs texts."""
 
     def __init__(self, metrics: Metrics, trace: Trace | None = None, arrived: float | None = None) -> None:
-        """`arrived`: of the monotonic clock; None: now."""
+        """`arrived`: time of arrival on the monotonic clock; None: now."""
         self._metrics, self._trace = metrics, trace
         self._arrived = time.monotonic() if arrived is None else arrived
         self._last: float | None = None
@@ -174,11 +175,11 @@ class CallRecord:
         self._follows_target = True
         self._fields: dict[str, str | int | float] = {} if trace is None else {"trace_id": trace.trace_id}
         self._texts: dict[str, str | list[int]] = {}
-        """Of the log alone."""
+        """Further fields of the log entry, which the trace does not get."""
         self._ended = False
 
     def another(self) -> CallRecord:
-        """Of one more answer to the same call."""
+        """Return the record of a further answer to the same call."""
         record = CallRecord(self._metrics, self._trace and self._trace.another(), self._arrived)
         record._fields = dict(self._fields)
         return record
@@ -187,7 +188,7 @@ class CallRecord:
         self._fields["request_id"] = request_id
 
     def asks(self, request: Request, prompt: str | None = None) -> None:
-        """Its settings and its prompt have been taken in. `prompt`: its text, for the log."""
+        """Record the request of this answer. `prompt`: the prompt's text for the log; None: texts are not logged."""
         if prompt is not None:
             # The text lacks the template's special tokens.
             self._texts = {"prompt": prompt, "prompt_ids": list(request.prompt)}
@@ -200,11 +201,11 @@ class CallRecord:
 
     @property
     def seconds(self) -> float:
-        """Since its arrival."""
+        """Seconds since the arrival of the call."""
         return time.monotonic() - self._arrived
 
     def count(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Tokens have come, to be sent at once."""
+        """Record new tokens, which are sent at once."""
         now = time.monotonic()
         self._tokens += new_tokens
         if self._last is None:
@@ -229,8 +230,8 @@ class CallRecord:
         self._end("OK", answer.times, **fields, **times)
 
     def failed(self, status: Status, error: Exception) -> None:
-        """It ended with this status, because of this error, if it had not ended. Without a single token it was a
-        rejection, if it can be one."""
+        """Record that the answer failed with this status because of this error, unless it has ended already. A failure
+        before the first token counts as a rejection, if its cause is one of `REJECTIONS`."""
         if self._ended:
             return
         self._metrics.request_failed(status.code.name)
@@ -243,7 +244,7 @@ class CallRecord:
             self._metrics.request_rejected(status.code.name, status.cause)
 
     def left(self, deadline: bool) -> None:
-        """The caller is gone, or its deadline has passed; if it had not ended."""
+        """Record that the caller left, or that its deadline passed, unless the answer has ended already."""
         if self._ended:
             return
         code, by = ("DEADLINE_EXCEEDED", "deadline") if deadline else ("CANCELLED", "client")
@@ -261,24 +262,26 @@ class CallRecord:
 
 MAX_ID_SIZE = 256
 DEADLINE_SLACK = 0.05
-"""A caller cancels at its own deadline, which can reach us a moment before ours."""
+"""Seconds. A caller that cancels with at most this much time left cancels because of its deadline: its cancellation can
+arrive a moment before the deadline passes here."""
 
 Parser = Callable[[str], Awaitable[Sequence[Request]]]
-"""The requests of a call, given its id: as many as it wants answers. Raises ValueError naming the field, the value and
-what is allowed."""
+"""Returns the requests of a call, one for each answer, given the call's id. Raises ValueError naming the field, the
+value and what is allowed."""
 Serializer = Callable[[Request, int, Output], Iterable[Any]]
-"""Messages to the caller for an update of one of its requests, given its index."""
+"""Returns the messages to the caller for an update of one of its requests, given the request, its index and the
+update."""
 
 
 class HttpServer(Protocol):
     """A server of a front end that has a port of its own."""
 
     async def start(self) -> int:
-        """Listen. Returns the bound port. Raises OSError if it cannot be had."""
+        """Listen. Returns the bound port. Raises OSError if it is not free."""
         ...
 
     async def close(self) -> None:
-        """Accept no more connections; those that are open go on."""
+        """Accept no more connections; open ones continue."""
         ...
 
     async def stop(self) -> None:
@@ -296,20 +299,20 @@ class ApiServer(Protocol):
     receive_limit: ReceiveLimit
 
     def add_grpc_service(self, name: str, register: Callable[[grpc.aio.Server], None]) -> None:
-        """Serve a gRPC service of this full name, whose method Generate counts towards the limit of calls; health and
-        reflection report it, too."""
+        """Serve a gRPC service. `name`: its full name, which health and reflection report; `register`: adds it to a
+        server. Calls of its method Generate count towards the limit of calls."""
         ...
 
     def add_http_server(self, server: HttpServer) -> None: ...
 
 
 FrontEnd = Callable[[ApiServer], None]
-"""An API adds itself to the gateway: `add_to` of its module."""
+"""Adds an API to the gateway: the function `add_to` of the API's module."""
 
 
 class RequestHandler:
-    """Use it in one asyncio loop. Raises what goes wrong; `services.gateway.interceptors.ReceivingInterceptor` turns it
-    into a status."""
+    """Handles the requests of all APIs. Use it in one asyncio loop. Methods raise exceptions;
+    `services.gateway.interceptors.ReceivingInterceptor` turns them into statuses."""
 
     def __init__(
         self,
@@ -331,8 +334,8 @@ class RequestHandler:
     async def serve(
         self, method: str, request_id: str, context: grpc.aio.ServicerContext, parse: Parser, serialize: Serializer
     ) -> None:
-        """One call, from its arrival to its last message. `method`: what traces call it. An empty `request_id`: it is
-        given one."""
+        """Serve one gRPC call from its arrival to its last message. `method`: its name in traces. `request_id`: if
+        empty, the call is given a random id."""
         records = [self.calls.arrives(method, context.invocation_metadata())]
         try:
             if len(request_id) > MAX_ID_SIZE:
@@ -363,8 +366,9 @@ class RequestHandler:
             raise
 
     async def begin(self, context: grpc.aio.ServicerContext) -> None:
-        """Send the headers, before the first message. gRPC sends them with it otherwise, and refuses the status of a
-        call that ends meanwhile: it would bring them once more, and the caller would wait for ever."""
+        """Send the headers before the first message. Otherwise gRPC sends them with that message; if the call ends
+        meanwhile, gRPC refuses to send its status, which would include the headers again, and the caller waits for
+        ever."""
         sending = asyncio.ensure_future(context.send_initial_metadata(()))
         try:
             await asyncio.shield(sending)
@@ -373,7 +377,8 @@ class RequestHandler:
             raise
 
     async def write(self, context: grpc.aio.ServicerContext, message: Any) -> None:
-        """Waits while the caller does not read: HTTP/2 lets us send no more than it has room for."""
+        """Send a message. This waits while the caller does not read, because HTTP/2 limits the bytes that it has not
+        read. Raises SlowReader after `write_timeout` seconds."""
         timeout = self.config.write_timeout
         try:
             async with asyncio.timeout(timeout):
@@ -384,8 +389,8 @@ class RequestHandler:
             ) from error
 
     def longest(self, params: SamplingParams, prompt: int, negative: int = 0) -> int:
-        """Longest answer that is possible for such a request, after a prompt and a negative prompt of so many
-        tokens."""
+        """Return the length in tokens of the longest answer that a request with these settings can get. `prompt` and
+        `negative`: numbers of tokens of the prompt and of the negative prompt."""
         from smc.scheduler.capacity import longest_answer  # imports torch
 
         return longest_answer(params, self.pair.engine, self.status().pages, self.pair.context, prompt, negative)
@@ -399,7 +404,7 @@ class RequestHandler:
             await loop.run_in_executor(self._compiling, self._compile, list(constraints))
 
     def _check_end(self, request: Request, answer: Answer) -> None:
-        """Count an answer that has ended by itself, and that its constraint does not allow."""
+        """Count and log an answer that ended by itself although its constraint does not allow it."""
         constraint = request.params.constraint
         if constraint is None or answer.finish_reason is not FinishReason.EOS:
             return
@@ -427,8 +432,8 @@ class RequestHandler:
     async def updates(
         self, requests: Sequence[Request], records: Sequence[CallRecord]
     ) -> AsyncGenerator[tuple[int, Output], None]:
-        """Updates of all requests of a call until their answers, each with its request's index. At the end, also after
-        an error, the backend's iterators are closed, which aborts what still runs."""
+        """Yield the updates of all requests of a call until their answers, each with the index of its request. At the
+        end, also after an error, the backend's iterators are closed, which aborts requests that still run."""
         for record, request in zip(records, requests):
             prompt = None
             if self.config.log_texts:
@@ -447,8 +452,8 @@ class RequestHandler:
 
 
 async def merged(sources: Sequence[AsyncGenerator[Output, None]]) -> AsyncGenerator[tuple[int, Output], None]:
-    """Updates of several requests as they come, each with its request's index. At the end, also after an error, all are
-    closed."""
+    """Yield the updates of several requests as they come, each with the index of its request. At the end, also after an
+    error, all sources are closed."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as updates:
             async for output in updates:

@@ -1,10 +1,9 @@
-"""The gateway: the gRPC server with health (`grpc.health.v1`) and reflection, the front ends that are added to it, from
-their start to their drain, and a watchdog that reports what blocks the asyncio loop. Knows neither the APIs nor the
-workers.
+"""The gateway: the gRPC server with health (`grpc.health.v1`) and reflection, and the front ends that are added to it,
+from start to drain. A watchdog reports pauses of the asyncio loop. Knows neither the APIs nor the workers.
 
 The health servicer of grpcio-health-checking holds a lock while it writes to a watcher, and setting a status needs that
-lock: one watcher that does not read would keep the service from ever saying NOT_SERVING. This one writes without
-holding anything."""
+lock: one watcher that does not read would keep the service from ever reporting NOT_SERVING. `Health` holds no lock
+while it writes."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ SERVING, NOT_SERVING = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NO
 
 
 class Health(pb_grpc.HealthServicer):
-    """Statuses by name, NOT_SERVING until set. Use it in one asyncio loop."""
+    """The health service: a status for each name, NOT_SERVING until set. Use it in one asyncio loop."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._statuses = dict.fromkeys(names, NOT_SERVING)
@@ -45,7 +44,7 @@ class Health(pb_grpc.HealthServicer):
         self._delivered: dict[object, asyncio.Event] = {}
 
     def set(self, statuses: dict[str, bool]) -> None:
-        """Sets all of them at once; watchers get the latest status, not every one between."""
+        """Set the statuses of these names at once. Watchers are sent the latest status, not every one in between."""
         self._statuses |= {name: SERVING if serving else NOT_SERVING for name, serving in statuses.items()}
         for delivered in self._delivered.values():
             delivered.clear()
@@ -94,18 +93,19 @@ class Health(pb_grpc.HealthServicer):
 
 BEAT_SECONDS = 0.1
 PAUSE_SECONDS = 0.25
-"""Seconds from which a pause counts: callers notice it."""
+"""Pauses of more than this many seconds are reported: callers notice them."""
 LOG_SECONDS = 1.0
-"""Seconds after which the log shows the loop's stack."""
+"""Seconds of a pause after which the loop's stack is logged."""
 
 logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Made in the loop that it watches, by a thread beside it."""
+    """Reports pauses of an asyncio loop, and logs the loop's stack during long ones from a thread. Create it in the
+    loop that it watches."""
 
     def __init__(self, on_pause: Callable[[float], None]) -> None:
-        """`on_pause` is called after each pause with its seconds."""
+        """`on_pause`: called after each pause with its length in seconds."""
         self._loop, self._on_pause = asyncio.get_running_loop(), on_pause
         self._thread_id = threading.get_ident()
         self._last = time.monotonic()
@@ -137,19 +137,21 @@ class Watchdog:
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 DRAFT, TARGET = "smc.draft", "smc.target"
-"""Names of the groups for health checks."""
+"""Names of the draft's and the target's workers in health checks."""
 GATEWAY = "smc.gateway"
-"""SERVING for as long as the gateway is alive, whatever the state of the workers."""
+"""Name of the gateway in health checks: SERVING for as long as the gateway is alive, whatever the state of the
+workers."""
 LEAVE_SECONDS = 10.0
-"""Beyond the time for a drain: until then `stop` has ended every call."""
+"""Seconds that gRPC waits for calls beyond the time of a drain; by then `stop` has ended every call."""
 DELIVERY_SECONDS = 1.0
-"""Seconds in which callers whose calls were ended may take in why."""
+"""Seconds that callers have to read why their calls were ended."""
 TRACES_SECONDS = 3.0
-"""For a collector to take the last spans."""
+"""Seconds that a collector has to take the last spans."""
 
 
 class Gateway:
-    """Use it in one asyncio loop: `start`, then `set_health` as often as it changes, at the end `drain` or `stop`."""
+    """The gateway. Use it in one asyncio loop: `start`, then `set_health` whenever it changes, at the end `drain` or
+    `stop`."""
 
     def __init__(
         self,
@@ -168,7 +170,7 @@ class Gateway:
         self.call_limit = CallLimit(config.max_calls)
         self.receive_limit = ReceiveLimit(config.message_bytes(pair.context), config.write_timeout)
         self._services: dict[str, Callable[[grpc.aio.Server], None]] = {}
-        """By full name: what adds each to a server."""
+        """Functions that add a gRPC service to a server, by the service's full name."""
         self._http: HttpServer | None = None
         for add_to in front_ends:
             add_to(self)
@@ -190,10 +192,10 @@ class Gateway:
         )
 
     async def start(self) -> int:
-        """Listen. Returns the bound port. Generate is refused until `set_health` reports a target; everything else
-        answers at once.
+        """Listen. Returns the bound port. Generate is refused until `set_health` reports a target; all other methods
+        work at once.
 
-        Raises OSError if a port cannot be had.
+        Raises OSError if a port is not free.
         """
         config, token_file = self._config, self.token_file
         limited = {f"/{name}/Generate" for name in self._services}
@@ -225,8 +227,8 @@ class Gateway:
         self._http = server
 
     def set_health(self, draft: bool, target: bool) -> None:
-        """Which groups are ready. Generate is served while the target is: without a draft it decodes alone what it can.
-        Once draining, nothing is ready any more."""
+        """Set which models are ready. Generate is served while the target is: without a draft, the target alone decodes
+        the requests that allow it. During a drain this has no effect: nothing is ready any more."""
         if self._ending:
             return
         serving, self._calls.starting = target, None
@@ -234,13 +236,13 @@ class Gateway:
         self._set_health(draft, target, serving)
 
     def set_progress(self, progress: StartProgress) -> None:
-        """How far the start of the workers is, without which nothing is served."""
+        """Set the progress of the workers' start. Until they have started, calls are refused with it."""
         if not self._ending:
             self._calls.starting = progress
             self._calls.closed = f"the service is starting: {progress}; try again later"
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Refuse new calls, let calls in flight finish for `timeout` seconds (default: the configured), end the rest,
+        """Refuse new calls, let calls in flight finish for `timeout` seconds (default: `drain_timeout`), end the rest,
         stop.
 
         Every client is told to send its next call elsewhere (GOAWAY), and no connection is accepted any more.
@@ -259,7 +261,7 @@ class Gateway:
             await leaving
 
     async def stop(self) -> None:
-        """End calls in flight with UNAVAILABLE and stop. Doing it again, or while draining, is fine."""
+        """End calls in flight with UNAVAILABLE and stop. It may be called repeatedly, and during a drain."""
         self._close("the service is shutting down; try again later, or elsewhere")
         self._calls.interrupt()
         await self._calls.ended(DELIVERY_SECONDS)
@@ -316,13 +318,14 @@ def _options(config: GatewayConfig, context: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.message_bytes(context)),
         ("grpc.max_send_message_length", -1),
-        # A stream's window grows with what a connection carries, to megabytes: two hundred calls that were not admitted
-        # yet held 250 MB. Without the probe it is 64 KiB, and as large as the message once it is read.
+        # With the probe, a stream's window grows with the traffic of its connection, to megabytes: two hundred calls
+        # that were not admitted yet held 250 MB. Without it the window is 64 KiB, and as large as a message while it is
+        # read.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
         ("grpc.keepalive_time_ms", milliseconds(config.keepalive_time)),
         ("grpc.keepalive_timeout_ms", milliseconds(config.keepalive_timeout)),
-        # Without it a ping may stay unanswered for a minute, whatever the timeout above says (seen in grpcio 1.85).
+        # Without this, a ping may stay unanswered for a minute, whatever the timeout above (seen in grpcio 1.85).
         ("grpc.http2.ping_timeout_ms", milliseconds(config.keepalive_timeout)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_connection_age_ms", milliseconds(config.max_connection_age)),

@@ -1,8 +1,7 @@
-"""Spans of calls for OpenTelemetry: made where the environment names a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`), and
-nothing otherwise.
+"""Sends OpenTelemetry spans of calls, if the environment names a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`).
 
-A call's span continues the trace that its caller names (W3C `traceparent`); below it are where its time went. No text
-goes along."""
+A call's span continues the trace that its caller names (W3C `traceparent`); its child spans show where its time went.
+Spans hold no text of users."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ class Trace:
     """The span of one call."""
 
     def __init__(self, tracer: Tracer, name: str, context: Context, began: int) -> None:
-        """`context`: what the span belongs to. `began`: nanoseconds since the epoch."""
+        """`context`: of the parent span. `began`: start of the call, in nanoseconds since the epoch."""
         from opentelemetry.trace import SpanKind
 
         self._tracer, self._name, self._context, self._began = tracer, name, context, began
         self._span = tracer.start_span(name, context, SpanKind.SERVER, start_time=began)
 
     def another(self) -> Trace:
-        """Of one more answer to the same call."""
+        """Return the span of a further answer to the same call."""
         return Trace(self._tracer, self._name, self._context, self._began)
 
     @property
@@ -42,7 +41,7 @@ class Trace:
         return f"{self._span.get_span_context().trace_id:032x}"
 
     def end(self, status: str, fields: Mapping[str, Any], times: Times | None) -> None:
-        """`fields`: what the log says of the call. `times`: of its answer, if it has one."""
+        """End the span. `fields`: the call's fields in the log. `times`: the times of its answer, if it has one."""
         from opentelemetry.trace import StatusCode, set_span_in_context
 
         self._span.set_attributes({_ATTRIBUTES.get(name, f"smc.{name}"): value for name, value in fields.items()})
@@ -63,7 +62,7 @@ class Tracing:
 
     @staticmethod
     def from_environment() -> Tracing | None:
-        """None where no collector is named, or the SDK is switched off."""
+        """Return the tracing that the environment asks for; None if it names no collector or switches the SDK off."""
         if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or not any(map(os.environ.get, ENDPOINTS)):
             return None
         return Tracing()
@@ -84,12 +83,12 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> Trace:
-        """A call of this name has arrived; `metadata` may name the span that it belongs to."""
+        """Begin the span of a call with this name. `metadata` may name the parent span."""
         context = self._propagator.extract({key.lower(): value for key, value in metadata if isinstance(value, str)})
         return Trace(self._tracer, name, context, time.time_ns())
 
     def close(self) -> None:
-        """After what is there has been sent, as far as the collector takes it. May take a while."""
+        """Send the remaining spans, as far as the collector takes them, and stop. May take a while."""
         self._provider.shutdown()
 
 
@@ -98,4 +97,4 @@ _ATTRIBUTES = {
     "tokens": "gen_ai.usage.output_tokens",
     "finish_reason": "gen_ai.response.finish_reason",
 }
-"""What the semantic conventions call it."""
+"""Names of the log's fields in OpenTelemetry's semantic conventions."""

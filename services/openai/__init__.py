@@ -1,2 +1,2 @@
-"""OpenAI's terms and the library's types: bodies to requests, answers to responses and events, errors. Knows no
-servers, no files."""
+"""The HTTP port: OpenAI's API, Anthropic's messages and vLLM's tokenization. Bodies become requests of the library; its
+answers and errors become responses and events."""

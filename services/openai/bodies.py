@@ -34,7 +34,8 @@ from smc.scheduler.admission import DuplicateRequest
 
 
 def parse(data: bytes) -> Any:
-    """Raises ValueError: no JSON, a field given twice, a number that JSON does not know, or nested too deeply."""
+    """Parse JSON strictly. Raises ValueError if it is not valid, gives a field twice, has a number that JSON does not
+    know, or is nested too deeply."""
     try:
         document = json.loads(data, object_pairs_hook=_once, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -43,19 +44,20 @@ def parse(data: bytes) -> Any:
         raise ValueError(TOO_DEEP) from error
     except ValueError as error:  # not UTF-8, a number of thousands of digits, or what is refused below
         raise ValueError(f"this cannot be read as JSON: {error}") from error
-    # Brackets are a bound that costs nothing; some may stand in strings.
+    # The number of brackets is a cheap upper bound of the depth; some may stand in strings.
     if data.count(b"[") + data.count(b"{") > MAX_NESTING and _is_deeper(document, MAX_NESTING):
         raise ValueError(TOO_DEEP)
     return document
 
 
 MAX_NESTING = 200
-"""Levels of a body: every function that reads or writes one may call itself for each, and libraries end at 255."""
+"""Maximum depth of a body in levels. Functions that read or write a body may call themselves once a level, and
+libraries stop at 255."""
 TOO_DEEP = f"this is nested too deeply to be read; allowed: at most {MAX_NESTING} levels"
 
 
 def _is_deeper(document: Any, most: int) -> bool:
-    """Whether lists and objects stand in each other in more than `most` levels."""
+    """Return whether lists and objects are nested in more than `most` levels."""
     level = [document]
     for _ in range(most):
         parts = (one.values() if isinstance(one, dict) else one for one in level)
@@ -66,7 +68,7 @@ def _is_deeper(document: Any, most: int) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls it."""
+    """Return JSON's name for a value's type."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
@@ -74,7 +76,7 @@ def kind_of(value: Any) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """Whether every string in `value` has a UTF-8 form: JSON can write half of a surrogate pair."""
+    """Return whether every string in `value` has a UTF-8 form: JSON can write half of a surrogate pair."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -110,9 +112,10 @@ HTTP = {
     "unavailable": (503, "server_error"),
     "deadline": (504, "timeout_error"),
 }
-"""Status and type, by `services.errors.Status.cause`. A caller that does not read its answer gets none."""
+"""HTTP status and OpenAI's error type, by `services.errors.Status.cause`. A caller that does not read its answer is
+sent no error."""
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""OpenAI's code, which clients know, for too long a prompt."""
+"""OpenAI's code for a prompt that is too long. Clients recognise it."""
 _FIRST_WORD = re.compile(r"[a-z_]+")
 _OF_PROMPTS = re.compile("the prompt|chat|cannot encode|the chat template")
 
@@ -121,18 +124,19 @@ class BadRequest(ValueError):
     """Something is wrong with the request itself."""
 
     def __init__(self, message: str, param: str | None = None, http_status: int = 400, code: str | None = None) -> None:
-        """`param`: the field; `code`: OpenAI's word for what is wrong, where it has one."""
+        """`param`: the wrong field; `code`: OpenAI's error code, if there is one for this error."""
         super().__init__(message)
         self.param, self.http_status, self.code = param, http_status, code
 
 
 class BodyTooLarge(TooLarge):
-    """The body has more bytes than a prompt that the context holds: its text is not read, let alone tokenised."""
+    """The body has more bytes than a prompt that fits into the context. It is refused before it is parsed and
+    tokenised."""
 
     http_status, code = 400, CONTEXT_LENGTH_EXCEEDED
 
     def __init__(self, limit: int, context: int, prompt: str) -> None:
-        """`prompt`: the field that holds it."""
+        """`prompt`: name of the field that holds the prompt."""
         super().__init__(
             f"the body has more than {limit} bytes, too long a prompt; allowed: at most {context - 1} tokens"
         )
@@ -141,7 +145,7 @@ class BodyTooLarge(TooLarge):
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a caller is sent instead of an answer."""
+    """The error that a caller is sent instead of an answer."""
 
     http_status: int
     body: dict[str, Any]
@@ -153,8 +157,7 @@ def refusal(error: Exception) -> Refusal:
     http_status, kind = HTTP[status.cause]
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     body = {"error": {"message": status.message, "type": kind, "param": param, "code": code or status.cause}}
-    # OpenAI's clients retry after most errors unless told otherwise; with a hint a retry makes sense, without one it
-    # does not.
+    # OpenAI's clients retry after most errors unless told otherwise. A retry makes sense only if the status has a hint.
     headers = {"x-should-retry": str(status.retry_after is not None).lower()}
     if status.retry_after is not None:
         headers["retry-after"] = str(math.ceil(status.retry_after))
@@ -162,8 +165,8 @@ def refusal(error: Exception) -> Refusal:
 
 
 def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:
-    """`error` with the field that its message begins with, if it is one of `names`; `prompt`: the field that holds the
-    prompt."""
+    """Return `error` as a BadRequest that names its field: the one of `names` with which the message begins, or
+    `prompt`, the field that holds the prompt, if the message is about it."""
     if isinstance(error, (BadRequest, DuplicateRequest)):
         return error
     message = str(error)
@@ -174,18 +177,19 @@ def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:
 
 @dataclass(frozen=True)
 class Neutral(AfterValidator):
-    """Of a field that has no effect."""
+    """Annotation of a field that has no effect."""
 
     values: tuple[Any, ...] = ()
-    """That it may have."""
+    """Values that the field may have."""
 
 
 def neutral(*values: Any, why: str = "there is no such setting here") -> Neutral:
-    """A field that is accepted with one of these values, which change nothing."""
+    """Return the annotation of a field that is accepted only with one of these values, which change nothing. `why`:
+    reason that the error gives."""
     written = ", ".join(json.dumps(value) for value in values)
 
     def check(value: Any) -> Any:
-        # True == 1, which JSON keeps apart.
+        # True == 1 in Python, but they differ in JSON.
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values):
             raise PydanticCustomError("neutral", "{allowed}", {"allowed": f"{written}, as {why}; or leave it out"})
         return value
@@ -194,14 +198,14 @@ def neutral(*values: Any, why: str = "there is no such setting here") -> Neutral
 
 
 MOST_LOGGED, MAX_LOGGED = 256, 64
-"""Unknown fields, and characters of each."""
+"""Maximum number of unknown fields that are logged, and of characters of each name."""
 logger = logging.getLogger(__name__)
 KIND = "kind:"
-"""What the tags of unions begin with, which tells them from fields in the path of an error."""
+"""Prefix of the tags of unions. It distinguishes tags from fields in the path of an error."""
 
 
 def kind_of_item(default: str) -> Discriminator:
-    """Items of a list are told apart by their `type`, `default` if they have none."""
+    """Return a discriminator of a list's items by their `type`; `default`: the type of items that give none."""
 
     def kind(item: Any) -> str:
         given = item.get("type", default) if isinstance(item, dict) else getattr(item, "type", default)
@@ -219,7 +223,7 @@ def _parts(content: Any) -> Any:
 
 
 class UnknownFields:
-    """Fields that are ignored instead of refused. Each is logged once."""
+    """Ignores unknown fields instead of refusing them, and logs each once."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -232,14 +236,16 @@ class UnknownFields:
 
 
 class Strict(BaseModel):
-    """No other fields, unless they are ignored; no other types."""
+    """A model that converts no types and refuses unknown fields. If the validation's context is `UnknownFields`, they
+    are ignored instead."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
     def _one_stranger(cls, data: Any, info: ValidationInfo) -> Any:
-        """One field that there is not is enough to be refused for; each would cost an error of its own."""
+        """Keep only one unknown field: it is enough to refuse the body, and each would cost an error of its own. If
+        unknown fields are ignored, keep none."""
         if not isinstance(data, dict):
             return data
         names = {one.alias or name for name, one in cls.model_fields.items()}
@@ -261,7 +267,7 @@ class Part(Strict):
 class CalledFunction(Strict):
     name: str
     arguments: str
-    """JSON."""
+    """The arguments as JSON in a string."""
 
 
 class ToolCall(Strict):
@@ -276,7 +282,7 @@ class ChatMessage(Strict):
         Annotated[list[Part], Field(fail_fast=True)] | None,
         BeforeValidator(_parts, json_schema_input_type=str | list[Part] | None),
     ] = None
-    """None: of an assistant that only called tools."""
+    """None: the assistant only called tools."""
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -320,7 +326,7 @@ class Schema(Strict):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     """None: any object."""
     strict: bool | None = None
-    """An answer is constrained in any case."""
+    """Without effect: answers are constrained in any case."""
 
 
 class ResponseFormat(Strict):
@@ -329,15 +335,15 @@ class ResponseFormat(Strict):
 
 
 class Body(Strict):
-    """What chats and completions have in common, but for the settings of `smc.api.sampling_params`, which have the same
-    names. `null` is taken out before: it means that a field is not given."""
+    """Fields that chats and completions have in common. The settings of `smc.api.sampling_params` are further fields
+    with the same names. Fields that are `null` count as not given and are removed before validation."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     request_id: Annotated[str, Field(max_length=256, pattern="^[!-~]*$")] | None = None
-    """Ours: unique among running requests of the same token; a header of the answer."""
+    """Ours: unique among running requests of the same token; returned in the header `x-request-id`."""
     cache_salt: str = ""
     priority: int = 0
     """vLLM's: requests of a lower number are admitted first."""
@@ -346,7 +352,7 @@ class Body(Strict):
     negative_prompt: Any = None
     """Ours: a string, a list of token ids, or a list of messages; with `guidance_scale`."""
 
-    # Describes the caller, and does not concern decoding.
+    # These describe the caller and do not concern decoding.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -362,7 +368,7 @@ class Body(Strict):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
-    """These four are the same, by vLLM's older names."""
+    """The four `guided_` fields are vLLM's older names for the keys of `structured_outputs`."""
     skip_special_tokens: Annotated[Any, neutral(True)] = True
     spaces_between_special_tokens: Annotated[Any, neutral(True)] = True
     include_stop_str_in_output: Annotated[Any, neutral(False)] = False
@@ -375,21 +381,21 @@ class ChatBody(Body):
     max_completion_tokens: Any = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
-    """False: there is one call at most."""
+    """False: the answer has at most one call."""
     modalities: Annotated[Any, neutral(["text"])] = None
     functions: Annotated[Any, neutral([])] = None
     function_call: Annotated[Any, neutral("auto", "none")] = None
     reasoning_effort: str | None = None
-    """Of a template that has it."""
+    """A variable of the chat template, if it reads one of this name."""
     verbosity: Annotated[Any, neutral("medium")] = None
     add_generation_prompt: bool | None = None
-    """Default: unless the last message is continued."""
+    """Default: true, unless the last message is continued."""
     continue_final_message: bool = False
 
 
 class CompletionBody(Body):
     prompt: Any
-    """One string or list of token ids, or a list of such."""
+    """One prompt, which is a string or a list of token ids, or a list of prompts."""
     echo: bool = False
     suffix: Annotated[Any, neutral("")] = None
     add_special_tokens: Annotated[Any, neutral(True)] = True
@@ -411,17 +417,18 @@ KINDS = {
 }
 """JSON's names of types, by pydantic's error types."""
 _AROUND = re.compile(r"^(Input should be|(List|String) should have) | after validation, not \d+$")
-"""What pydantic says around what is allowed."""
+"""Text that pydantic's messages put around the allowed values."""
 NAMES = {chat: frozenset(body.model_fields) | SETTINGS.keys() for chat, body in BODIES.items()}
-"""Of fields: what the library calls a setting has the same name, and the same meaning, in a body."""
+"""Names of all fields, by whether the body is a chat. Settings have the same name and meaning as in the library."""
 
 
 def given_fields(document: Any) -> dict[str, Any]:
-    """Fields that are given."""
+    """Return the fields of a body that are not null. Raises BadRequest if it is not an object, or if a text is not
+    valid Unicode."""
     if not isinstance(document, dict):
         raise BadRequest("the body is no JSON object; allowed: an object with the request")
     given = {name: value for name, value in document.items() if value is not None}
-    if is_text(given):  # once for all fields: a body can name many
+    if is_text(given):  # one check for all fields: a body can have many
         return given
     for name, value in given.items():
         if not is_text(name) or not is_text(value):
@@ -434,7 +441,8 @@ def given_fields(document: Any) -> dict[str, Any]:
 def validated(
     model: type[B], given: dict[str, Any], endpoint: str, names: frozenset[str], unknown: UnknownFields | None
 ) -> B:
-    """`names`: fields that a body of `endpoint` may have. Raises BadRequest."""
+    """Return the body of these fields. `names`: all fields that a body of `endpoint` may have, for the error;
+    `unknown`: ignores unknown fields, None: they are refused. Raises BadRequest."""
     try:
         return model.model_validate(given, context=unknown)
     except ValidationError as error:
@@ -442,9 +450,9 @@ def validated(
 
 
 def _in_our_words(error: ValidationError, endpoint: str, names: frozenset[str]) -> BadRequest:
-    """The first of what is wrong."""
+    """Return the first error as a BadRequest with the field, the value and what is allowed."""
     first = error.errors(include_url=False)[0]
-    # After the number of an item, a union names the kind that the item is of.
+    # After the index of an item, the path has the tag of the union's member.
     parts = [part for before, part in zip((None, *first["loc"]), first["loc"]) if not _is_kind(before, part)]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
     param = str(first["loc"][0]) if first["loc"] else None
@@ -465,7 +473,8 @@ def _is_kind(before: Any, part: Any) -> bool:
 
 
 def renamed(error: ValueError, names: Mapping[str, str]) -> ValueError:
-    """`error` of a chat in the words of another API; `names`: fields that are called otherwise there."""
+    """Return the `error` of a chat with the field name of another API. `names`: that API's names for fields of a
+    chat."""
     if not isinstance(error, BadRequest) or error.param is None:
         return error
     first = _FIRST_WORD.match(error.param)

@@ -1,4 +1,4 @@
-"""What of vLLM's API this one has: the table in docs/openai.md, which `python -m services.openai.compatibility` prints."""
+"""Compares this API with vLLM's: `python -m services.openai.compatibility` prints the table in docs/openai.md."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _ENDPOINTS = """/health /ping /version /load /metrics /v1/models /v1/completions
 /v1/messages /v1/messages/count_tokens /tokenize /detokenize /openapi.json /docs /v1/embeddings /pooling /classify
 /score /rerank /v1/audio/transcriptions /v1/audio/translations /invocations"""
 FIELDS = {path: (own + " " + _BOTH).split() for path, own in ((CHAT, _CHAT), (COMPLETIONS, _COMPLETIONS))}
-"""Of vLLM's `ChatCompletionRequest` and `CompletionRequest`, as its source has them at commit d5dba2d."""
+"""Fields of vLLM's `ChatCompletionRequest` and `CompletionRequest` in its source at commit d5dba2d."""
 ENDPOINTS = tuple(_ENDPOINTS.split())
-"""Of vLLM's server."""
+"""Endpoints of vLLM's server."""
 OWN = {*DIALECTS, HEALTH, PING, VERSION, LOAD, METRICS, MODELS}
 OWN |= {tokenization.TOKENIZE, tokenization.DETOKENIZE, pages.OPENAPI, pages.DOCS}
-"""Endpoints that there are here."""
+"""Endpoints of this server."""
 
 
 def table() -> str:
-    """In Markdown."""
+    """Return the table in Markdown."""
     rows = ["| of vLLM's | here | with a neutral value only | not here |", "| :--- | --: | :--- | :--- |"]
     rows.append(_row("endpoints", ENDPOINTS, OWN, set()))
     chat, completions = (NAMES[True], _neutral(ChatBody)), (NAMES[False], _neutral(CompletionBody))

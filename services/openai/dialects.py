@@ -1,5 +1,5 @@
-"""What tells the APIs of this port apart: how a body is read, how answers are written, and how errors are. Knows nothing
-about connections and decoding."""
+"""Dialects: what differs between the APIs of this port in reading bodies and in writing answers and errors. Knows
+nothing about connections and decoding."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ MakeWriter = Callable[[ResponseHeader, CompletionRequest, Sequence[Request], Tok
 
 @dataclass(frozen=True)
 class Served:
-    """What a body is read for."""
+    """What reading a body needs to know about the served model."""
 
     models: tuple[str, ...]
     """Names of the model."""
     tokenizer: Tokenizer
     method: str | None = None
-    """Of a body that names none."""
+    """Method of a body that names none."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Other settings of a body that leaves them out."""
+    """Values of other settings that a body leaves out."""
     unknown: UnknownFields | None = None
     """Ignores unknown fields; None: they are refused."""
 
     def understood(self, document: Any, chat: bool) -> CompletionRequest:
-        """A body of chats or completions. Raises BadRequest."""
+        """Return the request of a body of chats or completions. Raises BadRequest."""
         size = self.tokenizer.size
         completion = understood(document, chat, self.models, size, self.method, self.defaults, self.unknown)
         return completion.with_tool_format(self.tokenizer)
@@ -52,15 +52,15 @@ class Served:
 
 @dataclass(frozen=True)
 class ApiCall:
-    """A body, understood, and how its answers are written."""
+    """The request of a body, and how its answers are written."""
 
     completion: CompletionRequest
     make_writer: MakeWriter = CompletionWriter
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """Fields of a chat that this API calls otherwise."""
+    """This API's names for fields of a chat, where they differ."""
 
     def named(self, error: ValueError) -> ValueError:
-        """With the field that it is about, if it is about one."""
+        """Return the error with the field that it is about, if any, under this API's name."""
         return renamed(self.completion.named(error), self.field_names)
 
 
@@ -70,10 +70,10 @@ class Dialect(Protocol):
         """The field that holds the prompt."""
 
     def read(self, document: Any, served: Served) -> ApiCall:
-        """Raises BadRequest naming the field, the value and what is allowed."""
+        """Read a body. Raises BadRequest naming the field, the value and what is allowed."""
 
     def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
-        """What a caller is sent instead of an answer. `request_id`: if the call has one yet."""
+        """Return what a caller is sent instead of an answer. `request_id`: the call's id, if it has one yet."""
 
 
 B = TypeVar("B", bound=Strict)
@@ -81,15 +81,16 @@ B = TypeVar("B", bound=Strict)
 
 @dataclass(frozen=True)
 class ChatForm(Generic[B]):
-    """How bodies of an API that has other words for chats become chats."""
+    """Converts the bodies of an API with other terms for chats to chats."""
 
     endpoint: str
     body: type[B]
-    """Its fields, but for the settings of `smc.api.sampling_params`, which have the same names."""
+    """Fields of a body, without the settings of `smc.api.sampling_params`, which have the same names."""
     replaced: frozenset[str]
-    """Settings that other fields stand for, or that it has no form of."""
+    """Settings that a body does not have under their own names: other fields replace them, or the API lacks them."""
     field_names: Mapping[str, str]
-    """Fields of a chat that are called otherwise; with `response_format`, so is what its constraint is named by."""
+    """The API's names for fields of a chat, where they differ. If `response_format` is given, errors about the
+    constraint name that field."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -99,8 +100,8 @@ class ChatForm(Generic[B]):
     def read(
         self, document: Any, served: Served, chat_of: Callable[[B, dict[str, Any]], dict[str, Any]]
     ) -> tuple[B, CompletionRequest, Mapping[str, str]]:
-        """A body, the chat that it asks for, and the names of this chat's fields. `chat_of`: the chat's fields, but for
-        the settings, from the body and these. Raises BadRequest."""
+        """Read a body. Returns the body, the chat that it asks for, and the API's names for fields of this chat.
+        `chat_of`: returns the chat's fields, except for settings, from the body and its settings. Raises BadRequest."""
         given = given_fields(document)
         settings = {name: given.pop(name) for name in list(given) if name in SETTINGS and name not in self.replaced}
         body = validated(self.body, given, self.endpoint, self.names, served.unknown)
@@ -121,7 +122,7 @@ SHARED = ("model", "stream", "request_id", "cache_salt", "priority", "timeout")
 
 @dataclass(frozen=True)
 class CompletionDialect:
-    """Of chats and completions."""
+    """The dialect of chats, or of completions."""
 
     chat: bool
 

@@ -1,5 +1,5 @@
-"""The message of an answer, read from its text: reasoning, which a model writes between <think> and </think> before its
-answer, content and calls of tools."""
+"""Reads the message of an answer from its text: reasoning, which a model writes between <think> and </think> before its
+answer, content, and calls of tools."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from smc.model.tokenizer import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
 _TAIL = 8
-"""Tokens at the end of a prompt in which a template opens or closes the reasoning itself."""
+"""Number of tokens at the end of a prompt within which some templates open or close the reasoning themselves."""
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Of an answer that is expected to reason."""
+    """The reasoning that an answer is expected to begin with."""
 
     end: int
     """Token that ends the reasoning."""
     is_open: bool
-    """The prompt has begun it."""
+    """Whether the prompt has already begun the reasoning."""
 
     @staticmethod
     def of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | None:
-        """By the chat template and the end of the prompt; None: the answer does not reason."""
+        """Determine the reasoning from the chat template and the end of the prompt. None: the answer does not
+        reason."""
         end, begin = tokenizer.id_of(END), tokenizer.id_of(BEGIN)
         if END not in (tokenizer.chat_template or "") or end is None or not tokenizer.bytes_of(end):
             return None
@@ -39,19 +40,19 @@ class _ReasoningState(Enum):
     BEGINNING = 0
     REASONING = 1
     ENDED = 2
-    """What follows may begin with blanks, which belong to neither."""
+    """The reasoning is over. Blanks that follow belong neither to it nor to the answer."""
     ANSWER = 3
 
 
 class ReasoningReader:
-    """Divides the text of one answer as it comes."""
+    """Divides the text of one answer into reasoning and the answer proper, as it comes."""
 
     def __init__(self, is_open: bool) -> None:
         self._state = _ReasoningState.REASONING if is_open else _ReasoningState.BEGINNING
         self._kept = ""
 
     def push(self, text: str) -> tuple[str, str]:
-        """More of the reasoning, and of the answer."""
+        """Add text. Returns the new text of the reasoning, and of the answer proper."""
         self._kept += text
         reasoning = ""
         if self._state is _ReasoningState.BEGINNING:
@@ -65,7 +66,7 @@ class ReasoningReader:
             if mark:
                 self._kept, self._state = rest, _ReasoningState.ENDED
             else:
-                # What may become the mark is kept.
+                # An end of the text that may become the mark is kept back.
                 size = next((n for n in range(len(END) - 1, 0, -1) if reasoning.endswith(END[:n])), 0)
                 reasoning, self._kept = reasoning[: len(reasoning) - size], reasoning[len(reasoning) - size :]
         if self._state is _ReasoningState.ENDED:
@@ -78,13 +79,13 @@ class ReasoningReader:
         return reasoning, answer
 
     def finish(self) -> tuple[str, str]:
-        """What is left, at the end."""
+        """Return the rest of the reasoning, and of the answer proper, at the end of the text."""
         kept, self._kept = self._kept, ""
         return (kept, "") if self._state is _ReasoningState.REASONING else ("", kept)
 
 
 class MessageReader:
-    """Reads the text of one answer as it comes."""
+    """Reads the message of one answer from its text, as it comes."""
 
     def __init__(self, tool_format: ToolFormat | None, reasoning: Reasoning | None) -> None:
         self._reasoning = None if reasoning is None else ReasoningReader(reasoning.is_open)
@@ -95,11 +96,11 @@ class MessageReader:
         return self._calls is not None and self._calls.calls > 0
 
     def push(self, text: str) -> list[Delta]:
-        """What is known with more text."""
+        """Add text. Returns the additions to the message that are certain now."""
         return self._deltas(*(("", text) if self._reasoning is None else self._reasoning.push(text)))
 
     def finish(self) -> list[Delta]:
-        """What is left, at the end."""
+        """Return the remaining additions, at the end of the text."""
         deltas = [] if self._reasoning is None else self._deltas(*self._reasoning.finish())
         return deltas + ([] if self._calls is None else self._calls.finish())
 
@@ -111,7 +112,7 @@ class MessageReader:
 
 
 def message_of(text: str, tool_format: ToolFormat | None, reasoning: Reasoning | None, call_id: str) -> dict[str, Any]:
-    """A whole answer as a message. `call_id`: what ids of calls begin with."""
+    """Return a whole answer as a chat's message. `call_id`: prefix of the ids of its calls."""
     reader = MessageReader(tool_format, reasoning)
     content = thoughts = ""
     calls: list[dict[str, Any]] = []
@@ -135,13 +136,13 @@ class PartKind(Enum):
 
 @dataclass
 class MessagePart:
-    """A piece of an answer in an API whose messages are lists of pieces."""
+    """A part of an answer, for APIs whose messages are lists of parts."""
 
     kind: PartKind
     name: str = ""
-    """Of the function that is called."""
+    """Name of the called function."""
     text: str = ""
-    """What is known of it; of a call its arguments, as JSON."""
+    """Text of the part so far; for a call its arguments, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -161,15 +162,15 @@ class PartEnds:
     index: int
     part: MessagePart
     is_last: bool
-    """The answer ends with it."""
+    """Whether the answer ends with this part."""
 
 
 PartEvent = PartBegins | PartGrows | PartEnds
 
 
 class PartReader:
-    """Reads the text of one answer as it comes; one part is open at a time. An answer without any part has an empty
-    text."""
+    """Reads the parts of one answer from its text, as it comes; one part is open at a time. An answer without any part
+    gets an empty text part."""
 
     def __init__(self, tool_format: ToolFormat | None, reasoning: Reasoning | None) -> None:
         self._reader = MessageReader(tool_format, reasoning)

@@ -1,5 +1,5 @@
-"""Anthropic's Messages API (`/v1/messages`): its body as a chat, and answers as its content blocks and events. Knows
-nothing about decoding."""
+"""Anthropic's Messages API (`/v1/messages`): converts its bodies to chats, and answers to its content blocks and
+events. Knows nothing about decoding."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from smc.model.tokenizer import Tokenizer
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
-"""By status, where Anthropic's differ from OpenAI's."""
+"""Anthropic's error types that differ from OpenAI's, by HTTP status."""
 KNOWN_ERRORS = ("invalid_request_error", "authentication_error", "rate_limit_error", "timeout_error")
-"""Types that both have; others are `api_error`."""
+"""Error types that both APIs have. Others become `invalid_request_error` for a status below 500, else `api_error`."""
 THINKING = "enable_thinking"
-"""The variable that templates read."""
+"""Name of the template variable that turns thinking on."""
 
 
 def _blocks(value: Any) -> Any:
@@ -38,7 +38,7 @@ def _blocks(value: Any) -> Any:
 
 class Block(Strict):
     cache_control: dict[str, Any] | None = None
-    """Without effect: every prompt's blocks are cached."""
+    """Without effect: every prompt is cached."""
 
 
 class TextBlock(Block):
@@ -72,7 +72,7 @@ class ToolResultBlock(Block):
     tool_use_id: str
     content: TextBlocks = Field(default_factory=list)
     is_error: bool = False
-    """What went wrong is for the content to say."""
+    """Without effect: the content describes the error."""
 
 
 ContentBlock = Annotated[
@@ -111,7 +111,7 @@ class ToolChoice(Strict):
 
 class Thinking(Strict):
     type: Literal["adaptive", "disabled"]
-    """There is no budget of its own for thinking."""
+    """Anthropic's `enabled`, which takes a token budget, is missing: thinking has no separate budget here."""
     display: Annotated[Any, neutral(None, "summarized", why="the thinking itself is returned")] = None
 
 
@@ -130,11 +130,11 @@ class Metadata(Strict):
 
 
 class MessagesBody(Strict):
-    """But for the settings of `smc.api.sampling_params`, which have the same names."""
+    """The fields of a body. The settings of `smc.api.sampling_params` are further fields with the same names."""
 
     model: str | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
-    """Where the last is the assistant's, the answer continues it."""
+    """If the last message is the assistant's, the answer continues it."""
     system: TextBlocks = Field(default_factory=list)
     stop_sequences: list[str] = Field(default_factory=list)
     stream: bool = False
@@ -157,7 +157,7 @@ FIELD_NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
-"""Fields of a chat that are called otherwise here."""
+"""This API's names for fields of a chat, where they differ."""
 WITHOUT = frozenset({"stop", "logprobs", "top_logprobs", "prompt_logprobs"})
 FORM = ChatForm(MESSAGES, MessagesBody, WITHOUT, FIELD_NAMES)
 NAMES = FORM.names
@@ -193,7 +193,7 @@ def _writer(
 
 
 def _chat(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Fields of a chat that this API has otherwise. Raises BadRequest."""
+    """Return the fields of a chat that have another name or form in this API. Raises BadRequest."""
     chat: dict[str, Any] = {
         "messages": [one for index, message in enumerate(body.messages) for one in _messages(index, message)]
     }
@@ -251,7 +251,7 @@ def _template_settings(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, An
 
 
 def _messages(index: int, message: InputMessage) -> Iterator[dict[str, Any]]:
-    """As a chat has them: results of tools are messages of their own."""
+    """Yield the chat's messages for one message: each result of a tool becomes a separate message."""
     for number, block in enumerate(message.content):
         by = "user" if isinstance(block, ToolResultBlock) else "assistant"
         if not isinstance(block, TextBlock) and message.role != by:
@@ -282,8 +282,8 @@ def _joined(blocks: Sequence[TextBlock]) -> str:
 
 
 class MessagesWriter:
-    """See `AnswerWriter`. A call whose arguments are no JSON is a text of a whole message. In a stream it is a call, as
-    the model wrote it: it has begun before that is known."""
+    """See `AnswerWriter`. In a whole message, a call whose arguments are not JSON becomes a text. In a stream it stays
+    a call, as the model wrote it, because it begins before this is known."""
 
     def __init__(
         self, heading: ResponseHeader, completion: CompletionRequest, request: Request, reasoning: Reasoning | None
@@ -359,7 +359,8 @@ class MessagesWriter:
 
 
 def _arguments(text: str, is_cut: bool) -> Any:
-    """Of a call; as far as they go if the answer `is_cut` inside. None: they are no JSON that can be written again."""
+    """Return the arguments of a call. If the answer `is_cut` inside them, they are read as far as they go. None: they
+    are not JSON, or cannot be written as JSON again."""
     try:
         given = pydantic_core.from_json(text, allow_partial=is_cut, allow_inf_nan=False) if text else {}
         written(given)
@@ -369,17 +370,17 @@ def _arguments(text: str, is_cut: bool) -> Any:
 
 
 OF_MODEL = (FinishReason.EOS, FinishReason.STOP_TOKEN)
-"""How an answer ends that the model ended itself."""
+"""Finish reasons of answers that the model ended itself."""
 DELTAS = {
     PartKind.TEXT: ("text_delta", "text"),
     PartKind.REASONING: ("thinking_delta", "thinking"),
     PartKind.CALL: ("input_json_delta", "partial_json"),
 }
-"""Type of a part's deltas, and their field."""
+"""Type of a part's deltas, and the name of their field, by the part's kind."""
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    """Anthropic counts cached tokens apart."""
+    """Return the usage. Anthropic counts cached tokens separately."""
     return {
         "input_tokens": answer.prompt_tokens - answer.cached_tokens,
         "cache_creation_input_tokens": 0,

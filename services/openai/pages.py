@@ -1,5 +1,5 @@
-"""What this port serves to readers: the web page at /, and `/openapi.json` and `/docs`, all written from the definitions
-of the settings and fields. Knows nothing about how a request is served: the page calls the same API as every client."""
+"""The web page at /, and the descriptions `/openapi.json` and `/docs`, all generated from the definitions of settings
+and fields. Knows nothing about how a request is served: the page calls the same API as every client."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ METHODS = {
     Scope.INDEPENDENT: (Method.SMC,),
     Scope.CONSTRAINED: (Method.SMC,),
 }
-"""Methods that settings of a scope can have an effect with."""
+"""Methods with which settings of a scope can have an effect."""
 ELSEWHERE = {"method", "constraint"}
-"""Settings that the page has fields of its own for."""
+"""Settings for which the page has separate fields."""
 PROBE = {
     "messages": [{"role": "user", "content": "a"}],
     "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}],
@@ -58,15 +58,15 @@ PROBE = {
 
 
 class Playground:
-    """Routes of the page."""
+    """Serves the files of the web page, and the settings that it shows."""
 
     def __init__(self, handler: RequestHandler, names: Sequence[str]) -> None:
-        """`names`: those that the model is served by."""
+        """`names`: names under which the model is served."""
         self._handler, self._names = handler, tuple(names)
         folder = resources.files("services.openai") / "page"
         read = {one.name: one.read_bytes() for one in folder.iterdir() if one.name.rpartition(".")[2] in TYPES}
         self.files = {PAGE if name == "index.html" else f"/page/{name}": (name, data) for name, data in read.items()}
-        """By path: name and content. They hold no secrets."""
+        """Name and content of each file, by path. They hold no secrets."""
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         for path in self.files:
@@ -90,12 +90,12 @@ class Playground:
             "methods": [method.value for method in Method],
             "constraints": list(KINDS),
             "tools": self._has_tools(),
-            # A chat goes on for as long as the context has room.
+            # By default, a chat may continue until the context is full.
             "settings": settings_document({"max_tokens": None} | dict(pair.sampling)),
         }
 
     def _has_tools(self) -> bool:
-        """The chat template reads them."""
+        """Return whether the chat template reads tools."""
         tokenizer = self._handler.pair.tokenizer
         try:
             understood(PROBE, True, self._names, tokenizer.size).with_tool_format(tokenizer)
@@ -105,8 +105,8 @@ class Playground:
 
 
 def settings_document(defaults: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
-    """Every setting: its kind, what is allowed, its default and the methods that it can have an effect with.
-    `defaults`: by name, where they are not the library's."""
+    """Return a description of every setting: its kind, what is allowed, its default and the methods with which it can
+    have an effect. `defaults`: defaults that differ from the library's, by name."""
     hints = get_type_hints(SamplingParams)
     defaults = {one.name: one.default for one in fields(SamplingParams)} | dict(defaults)
     return [
@@ -126,7 +126,7 @@ def settings_document(defaults: Mapping[str, Any] = MappingProxyType({})) -> lis
 
 
 def _kind(hint: Any, known: Setting) -> str:
-    """`choice`, `biases`, `flag`, `integer`, `number`, `text`, `texts` or `integers`."""
+    """Return `choice`, `biases`, `flag`, `integer`, `number`, `text`, `texts` or `integers`."""
     if isinstance(known.check, OneOf):
         return "choice"
     if isinstance(known.check, Biases):
@@ -137,7 +137,7 @@ def _kind(hint: Any, known: Setting) -> str:
 
 
 def _allowed(known: Setting) -> str:
-    """In the words of the error for what is not."""
+    """Return the allowed values, in the words of the error for other values."""
     match known.check:
         case OneOf(names):
             return ", ".join(names)
@@ -151,7 +151,8 @@ def _allowed(known: Setting) -> str:
 
 
 def _help(known: Setting) -> str:
-    """That of commands, where a setting is `--min-tokens`, in the names of the API."""
+    """Return the help text of the setting's command line option, with settings as the API names them (`min_tokens` for
+    `--min-tokens`)."""
     text = known.option.help if known.option else ""
     return re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), text)
 
@@ -161,17 +162,17 @@ DOCS_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-"""The page loads nothing."""
+"""Headers of `/docs`, a page that loads nothing."""
 
 
 @dataclass(frozen=True)
 class BodyOf:
-    """A body with fields of its own, and the library's settings."""
+    """A body with its own fields and the library's settings."""
 
     summary: str
     model: type[BaseModel]
     without: frozenset[str] = frozenset()
-    """Settings that it does not have."""
+    """Settings that the body does not have."""
 
 
 BODIES = {
@@ -193,16 +194,16 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "integers": {"type": "array", "items": {"type": "integer"}},
     "biases": {"type": "object", "additionalProperties": {"type": "number"}},
 }
-"""Schemas, by the kinds of settings."""
+"""JSON schemas, by the kinds of settings."""
 ALSO: dict[str, list[dict[str, Any]]] = {
     "stop": [{"type": "string"}],
     "logprobs": [{"type": "integer"}],
 }
-"""What bodies may have besides."""
+"""Further schemas of settings that bodies accept in other forms as well."""
 
 
 def document(routes: Mapping[str, tuple[str, ...]], version: str) -> dict[str, Any]:
-    """OpenAPI 3.1. `routes`: methods by path, all that there are."""
+    """Return the OpenAPI 3.1 document. `routes`: the methods of every path."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     for path, methods in sorted(routes.items()):
@@ -258,7 +259,7 @@ vertical-align: top; border-top: 1px solid #8884 } code { font-family: ui-monosp
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The same for people: HTML without scripts."""
+    """Return an OpenAPI document as HTML for people, without scripts."""
     schemas = document["components"]["schemas"]
     parts = [
         f"<h1>smcserve {html.escape(document['info']['version'])}</h1>",

@@ -1,8 +1,7 @@
-"""A body of OpenAI's API (`services.openai.bodies`), understood as a request of the library. Knows nothing about servers,
+"""Converts a body of OpenAI's API (`services.openai.bodies`) to a request of the library. Knows nothing about servers,
 files or decoding.
 
-Sampling settings are named and checked by the library; where OpenAI or vLLM have other words, they are translated
-here."""
+The library names and checks sampling settings; where OpenAI or vLLM have other words, this module translates them."""
 
 from __future__ import annotations
 
@@ -47,11 +46,11 @@ from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.model.tokenizer import Tokenizer
 
 REASONING_EFFORT = "reasoning_effort"
-"""The variable that templates read."""
+"""Name of the template variable."""
 MAX_ANSWERS = 128
-"""Of one request."""
+"""Maximum number of answers of one request."""
 LONGEST = 2**31 - 1
-"""Length of an answer without a limit of its own, until the room in the context is known."""
+"""`max_tokens` of an answer without a limit, until the room in the context is known."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,20 @@ class ToolUse:
     """Tools that a chat offers to the model."""
 
     functions: tuple[dict[str, Any], ...]
-    """Each with `name`, and where it has any `parameters`."""
+    """The functions, each with `name` and, if it has any, `parameters`."""
     required: bool
-    """Only calls of these may be written."""
+    """Whether the answer must consist of calls of these functions."""
     parallel: bool
-    """As many as the model likes."""
+    """Whether the answer may have more than one call."""
 
     @property
     def limits_calls(self) -> bool:
-        """Not every call that the model could write is allowed."""
+        """Whether some calls that the model could write are not allowed."""
         return self.required or not self.parallel or any(function.get("strict") for function in self.functions)
 
     @property
     def checked(self) -> list[dict[str, Any]]:
-        """The functions, with the schemas that their arguments are held to."""
+        """The functions; those whose arguments need not follow their schema come without it."""
         return [
             function if self.required or function.get("strict") else {"name": function["name"]}
             for function in self.functions
@@ -81,13 +80,13 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One body, understood."""
+    """The request of one body."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
     negative: Prompt | None
     settings: dict[str, Any]
-    """Of `SamplingParams`, those that are given."""
+    """The given settings of `SamplingParams`, by name."""
     n: int
     """Answers to each prompt."""
     stream: bool
@@ -97,22 +96,23 @@ class CompletionRequest:
     priority: int
     request_id: str | None
     timeout: float | None
-    """Seconds."""
+    """Seconds from the call's arrival after which it is aborted."""
     tools: ToolUse | None = None
     tool_format: ToolFormat | None = None
-    """How the model writes calls; None: what it writes is text."""
+    """How the model writes calls; None: everything that it writes is text."""
     prompt_logprobs: int | None = None
-    """As many of the likeliest tokens are listed beside each token of the prompt; None: the prompt's are not listed."""
+    """Number of likeliest tokens to list for each token of the prompt; None: the prompt's tokens are not listed."""
     only_prompts: bool = False
-    """`max_tokens` 0 with `echo`: one token is decoded, and left out."""
+    """`max_tokens` is 0 with `echo`: one token is decoded and left out of the answer."""
 
     @property
     def may_reason(self) -> bool:
-        """An answer may begin with reasoning."""
+        """Whether an answer may begin with reasoning."""
         return self.chat and not self.prompts[0].continues_last
 
     def check_template(self, tokenizer: Tokenizer) -> None:
-        """Raises BadRequest for a setting that the chat template does not read."""
+        """Check the template's settings. Raises BadRequest for `reasoning_effort` if the chat template does not read
+        it."""
         template = tokenizer.chat_template or ""
         for prompt in self.prompts:
             effort = prompt.template_settings.get(REASONING_EFFORT, "none")
@@ -124,8 +124,8 @@ class CompletionRequest:
                 )
 
     def with_tool_format(self, tokenizer: Tokenizer) -> CompletionRequest:
-        """With what follows for its tools from the chat template: how calls are written, and the constraint where some
-        are required, at most one is allowed, or those of a function are to be valid. Raises BadRequest."""
+        """Return the request with what the chat template implies for its tools: how calls are written, and a constraint
+        if calls are required, limited to one, or must follow a function's schema. Raises BadRequest."""
         self.check_template(tokenizer)
         if self.tools is None:
             return self
@@ -164,7 +164,7 @@ class CompletionRequest:
         return replace(self, tool_format=form, settings=self.settings | {"constraint": constraint})
 
     def after_reasoning(self, reasoning: Reasoning | None) -> CompletionRequest:
-        """With a constraint, if there is one, that begins where the reasoning ends."""
+        """Return the request with its constraint, if it has one, beginning where the reasoning ends."""
         if reasoning is None or "constraint" not in self.settings:
             return self
         constraint = check_constraint("constraint", self.settings["constraint"])
@@ -173,31 +173,33 @@ class CompletionRequest:
         return replace(self, settings=self.settings | {"constraint": replace(constraint, after=reasoning.end)})
 
     def named(self, error: ValueError) -> ValueError:
-        """With the field that it is about, if it is about one."""
+        """Return the error with the field that it is about, if any."""
         return named(error, NAMES[self.chat], "messages" if self.chat else "prompt")
 
     def params(self, longest: int, seed: int | None, first: bool = True) -> SamplingParams:
-        """Of one answer, of `longest` tokens at most if the body gives no length; `first`: of those to a prompt, with
-        which the prompt is scored, if at all. Raises ValueError naming field, value and what is allowed."""
+        """Return the settings of one answer. `longest`: maximum length if the body gives none; `first`: whether it is
+        the first answer to its prompt, the only one that scores the prompt. Raises ValueError naming the field, the
+        value and what is allowed."""
         settings = {"max_tokens": longest} | self.settings | {"seed": seed}
         return SamplingParams(**settings if first else settings | {"prompt_logprobs": None})
 
     def negative_tokens(self, tokenizer: Tokenizer, limit: int) -> tuple[int, ...] | None:
-        """Of the negative prompt, if there is one. Raises ValueError."""
+        """Return the token ids of the negative prompt; None if there is none. Raises ValueError."""
         if self.negative is None:
             return None
         with of_negative():
             return tuple(self.negative.encode(tokenizer, limit))
 
     def seeds(self) -> Iterator[int | None]:
-        """One for each answer; that of the first is the request's own."""
+        """Yield a seed for each answer: first the request's own, then seeds derived from it. None: the request gives
+        none."""
         seed = self.settings.get("seed")
         for index in range(self.n * len(self.prompts)):
             yield seed if index == 0 or seed is None else derived_seed(f"{seed}:{index}")
 
 
 def derived_seed(name: str) -> int:
-    """A seed that depends on `name` alone."""
+    """Return a seed that depends on `name` alone."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) >> 1
 
 
@@ -210,9 +212,9 @@ def understood(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     unknown: UnknownFields | None = None,
 ) -> CompletionRequest:
-    """`models`: names of the model that is served; `vocabulary`: its tokens; `method`: of a body that names none;
-    `defaults`: other settings of a body that leaves them out; `unknown`: ignores unknown fields, which are refused
-    without it.
+    """Return the request of a body. `chat`: whether it is a chat's or a completion's; `models`: names of the served
+    model; `vocabulary`: its number of tokens; `method`: method if the body names none; `defaults`: values of other
+    settings that it leaves out; `unknown`: ignores unknown fields, None: they are refused.
 
     Raises BadRequest naming the field, the value and what is allowed.
     """
@@ -248,13 +250,13 @@ def _understood(
         if method is not None:
             settings.setdefault("method", method)
         settings = with_defaults(settings, defaults)
-        # Before the prompt: a wrong setting is found in no time, while a long text takes some to encode.
+        # Before the prompt: checking settings is fast, while encoding a long text takes time.
         check_guidance(SamplingParams(**{"max_tokens": LONGEST} | settings), body.negative_prompt is not None)
     except ValueError as error:
         raise named(error, NAMES[chat], "") from error
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options has no effect without stream=true; leave it out", "stream_options")
-    # One more than there can be is enough to be refused for.
+    # One prompt more than the maximum is enough to refuse the body.
     prompts = (
         (_chat(body),)
         if isinstance(body, ChatBody)
@@ -302,8 +304,8 @@ def _body(given: dict[str, Any], chat: bool, unknown: UnknownFields | None) -> A
 
 
 def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Settings where OpenAI or vLLM have other words than the library."""
-    if settings.get("top_k") == -1:  # how vLLM says: all
+    """Return the settings, translated where OpenAI or vLLM have other words than the library."""
+    if settings.get("top_k") == -1:  # vLLM's value for all tokens
         settings["top_k"] = 0
     if isinstance(stop := settings.get("stop"), str):
         settings["stop"] = (stop,)
@@ -331,7 +333,7 @@ STRUCTURED = {
 
 
 def _constraint(settings: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Of what the answer is to be, by whichever field it is given."""
+    """Return the setting of the constraint that the body gives in one of several fields; nothing if it gives none."""
     given: list[tuple[str, dict[str, Any]]] = []
     if body.response_format is not None and (constraint := _format(body.response_format)):
         given.append(("response_format", constraint))
@@ -376,7 +378,8 @@ def _structured(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(settings: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """A number, of a completion, asks for so many of the likeliest tokens besides."""
+    """Return the settings that `logprobs` stands for. In a completion, a number also asks for that many likeliest
+    tokens."""
     value = settings["logprobs"]
     if isinstance(value, bool):
         return {}
@@ -391,7 +394,7 @@ def _logprobs(settings: dict[str, Any], chat: bool) -> dict[str, Any]:
 
 
 def _prompts(prompt: Any, vocabulary: int) -> Iterator[Prompt]:
-    """One prompt, or several in a list."""
+    """Yield the prompts: one, or several in a list."""
     several = isinstance(prompt, list) and bool(prompt) and all(isinstance(each, (str, list)) for each in prompt)
     for each in prompt if several else [prompt]:
         if isinstance(each, str):
@@ -411,7 +414,7 @@ def _of_tokens(tokens: list[int], vocabulary: int, name: str) -> Prompt:
 
 
 def _negative(prompt: Any, vocabulary: int) -> Prompt:
-    """One prompt: a string as it is, token ids, or messages for the chat template."""
+    """Return the negative prompt: a string as it is, token ids, or messages for the chat template."""
     name = "negative_prompt"
     if isinstance(prompt, str):
         return Prompt(text=prompt)
@@ -480,7 +483,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 
 def _message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """As chat templates read it."""
+    """Return a message in the form that chat templates read."""
     if message.content is None and not message.tool_calls:
         raise BadRequest(
             f"messages[{index}].content is missing; allowed: a string, or a list of parts with text", "messages"
@@ -508,7 +511,7 @@ def _text(message: ChatMessage) -> str:
 
 
 def _tool_call(name: str, call: ToolCall) -> dict[str, Any]:
-    """Templates want the arguments as an object."""
+    """Return a call in the form that chat templates read, with the arguments as an object."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError) as error:

@@ -29,9 +29,10 @@ OPENAI_FINISH = {
 }
 DONE = b"data: [DONE]\n\n"
 MOST_ECHOED = 1 << 20
-"""Characters."""
+"""Maximum number of characters of prompts that are repeated in all answers together."""
 MOST_SCORED = 1 << 20
-"""Tokens of prompts and likeliest tokens beside them, with log-probabilities."""
+"""Maximum number of log-probabilities of prompts in all answers together: of their tokens, and of the likeliest tokens
+listed for each."""
 
 
 @dataclass(frozen=True)
@@ -63,30 +64,31 @@ def response(
     prompts: int = 1,
     scored: ScoredPrompt | None = None,
 ) -> dict[str, Any]:
-    """`prompts`: the answers are to so many, to each as many; `scored`: the prompt of a chat."""
+    """Return a whole response. `prompts`: number of prompts, with the same number of answers each; `scored`: the prompt
+    of a chat."""
     more = scored.fields() if scored is not None and heading.chat else {}
     return heading.fields() | {"choices": list(choices), "usage": usage(answers, prompts)} | more
 
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """A prompt and how likely its tokens are, to be listed in an answer."""
+    """A prompt with the log-probabilities of its tokens, to be listed in an answer."""
 
     tokens: tuple[int, ...]
     scores: tuple[PromptToken, ...]
-    """Of all tokens but the first; empty where there was no time for them."""
+    """Scores of all tokens but the first; empty if there was no time to compute them."""
     listed: int | None
-    """As `CompletionRequest.prompt_logprobs`."""
+    """See `CompletionRequest.prompt_logprobs`."""
     echoed: bool
-    """They precede those of the answer."""
+    """Whether the prompt's log-probabilities precede those of the answer."""
     tokenizer: Tokenizer
 
     @staticmethod
     def of(
         completion: CompletionRequest, requests: Sequence[Request], answers: Sequence[Answer], tokenizer: Tokenizer
     ) -> list[ScoredPrompt | None]:
-        """One for each answer; None: its prompt was not to be scored. Answers to one prompt have what the first of them
-        has found."""
+        """Return the scored prompt of each answer; None: scores were not requested. Answers to one prompt share the
+        scores of the first."""
         found: list[ScoredPrompt | None] = []
         for index in range(len(answers)):
             first = index // completion.n * completion.n
@@ -99,11 +101,12 @@ class ScoredPrompt:
         return found
 
     def fields(self) -> dict[str, Any]:
-        """vLLM's."""
+        """Return vLLM's field of a response, if the prompt's tokens are to be listed."""
         return {} if self.listed is None else {"prompt_logprobs": self._by_id(self.listed)}
 
     def _by_id(self, count: int) -> list[dict[str, Any] | None] | None:
-        """Of every token, likeliest tokens after it; the first has none. None: there was no time for them."""
+        """Return for every token its own log-probability and those of the `count` likeliest at its position, by token
+        id; the first token has none. None: there was no time to compute them."""
         if len(self.scores) != len(self.tokens) - 1:
             return None
         text = cache(lambda token: self.tokenizer.decode([token]))
@@ -120,8 +123,8 @@ class ScoredPrompt:
         return listed
 
     def then(self, answer: Answer, count: int) -> tuple[list[int], list[float | None], list[Alternatives] | None]:
-        """Tokens of the prompt and of an answer, their log-probabilities, and `count` of the likeliest tokens; the first
-        token has none."""
+        """Return the tokens of the prompt and of an answer, their log-probabilities, and the likeliest tokens at their
+        positions, `count` for each token of the prompt. The first token has no log-probabilities."""
         values: list[float | None] = [None, *(score.logprob for score in self.scores)]
         values += [None] * (len(self.tokens) - len(values))
         likeliest = None
@@ -131,7 +134,7 @@ class ScoredPrompt:
 
 
 def reported(completion: CompletionRequest, answers: Sequence[Answer]) -> Sequence[Answer]:
-    """Without the token that was decoded where only prompts were asked for."""
+    """Return the answers; if only prompts were requested, without the one token that was decoded."""
     if not completion.only_prompts:
         return answers
     return [
@@ -151,7 +154,7 @@ def reported(completion: CompletionRequest, answers: Sequence[Answer]) -> Sequen
 
 
 def check_scored(completion: CompletionRequest, requests: Sequence[Request]) -> None:
-    """Raises BadRequest: more log-probabilities of prompts would be listed than is allowed."""
+    """Check how many log-probabilities of prompts will be listed. Raises BadRequest if there are more than allowed."""
     firsts = requests[:: completion.n]
     size = sum(
         len(one.prompt) * (1 + one.params.prompt_logprobs) for one in firsts if one.params.prompt_logprobs is not None
@@ -175,8 +178,9 @@ def choice(
     call_id: str = "",
     scored: ScoredPrompt | None = None,
 ) -> dict[str, Any]:
-    """One answer. `echo`: text that stands before it; `tool_format`: of calls that may be in it, whose ids begin with
-    `call_id`; `reasoning`: that it is expected to begin with; `scored`: its prompt, of a completion."""
+    """Return the choice of one answer. `echo`: text before the answer; `tool_format`: format of calls in it, whose ids
+    begin with `call_id`; `reasoning`: reasoning that it is expected to begin with; `scored`: the scored prompt of a
+    completion."""
     echoed = scored if scored is not None and scored.echoed else None
     ending = _ending(answer, params, _answer_logprobs(answer, chat, tokenizer, echoed, params.top_logprobs))
     if tool_format is not None or reasoning is not None:
@@ -188,16 +192,16 @@ def choice(
 
 
 def _finish(ending: dict[str, Any], has_calls: bool) -> dict[str, Any]:
-    """An answer that ended with calls."""
+    """Return the finish reason of an answer with calls, if calls change it."""
     return {"finish_reason": "tool_calls"} if has_calls and ending["finish_reason"] == "stop" else {}
 
 
 def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
-    """A prompt counts once, whatever the number of its answers; its cached tokens are those that every answer found
-    cached."""
+    """Return the token counts of a response. A prompt counts once, whatever the number of its answers; its cached
+    tokens are those that every answer found cached."""
     each = len(answers) // prompts
     prompt_tokens = sum(answer.prompt_tokens for answer in answers[::each])
-    # One of the answers computes what the others find: it has found what was there before.
+    # One answer computes what the others then find cached. It has the minimum: what was cached before.
     cached = sum(
         min(answer.cached_tokens for answer in answers[start : start + each]) for start in range(0, len(answers), each)
     )
@@ -211,7 +215,7 @@ def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
 
 
 class ChunkWriter:
-    """Server-sent events of one response."""
+    """Writes the server-sent events of one response."""
 
     def __init__(
         self,
@@ -224,34 +228,34 @@ class ChunkWriter:
         self._usage = {"usage": None} if completion.include_usage else {}
         self._call_id, self._reads = heading.id, (completion.tool_format, reasoning)
         self._readers: dict[int, MessageReader] = {}
-        """By answer, where there is more than content."""
+        """Reader of each answer that may have more than content, by the answer's index."""
         self._calls: dict[int, int] = {}
-        """Number of the last call that has begun, by answer."""
+        """Index of the last call that has begun, by the answer's index."""
         self._offsets: dict[int, TextOffsets] = {}
-        """By answer of a completion with log-probabilities."""
+        """Text offsets of a completion with log-probabilities, by the answer's index."""
         head = json.dumps(self._fields)[:-1]
         tail = ', "usage": null}' if completion.include_usage else "}"
-        # What comes with every few tokens is put together from parts: nothing but the text differs.
+        # Events of text are frequent and differ only in index and text, so they are assembled from prepared parts.
         self._before = f'data: {head}, "choices": [{{"index": '
         self._between = ', "delta": {"content": ' if self._chat else ', "text": '
         self._after = ("}" if self._chat else "") + f', "logprobs": null, "finish_reason": null}}]{tail}\n\n'
 
     def begin(self, index: int, echo: str = "") -> bytes:
-        """Before an answer's text."""
+        """Return the event before an answer's text. `echo`: the prompt, if a completion repeats it."""
         if self._chat:
             delta = {"delta": {"role": "assistant", "content": ""}}
             return self._event({"index": index, **delta, "logprobs": None, "finish_reason": None})
         return self.text(index, echo) if echo else b""
 
     def logprobs(self, index: int, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-        """Of the next tokens of an answer."""
+        """Return the log-probabilities of the next tokens of an answer, in the form of the API."""
         if self._chat:
             return {"content": chat_logprobs(tokens, values, None, self._tokenizer), "refusal": None}
         offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer))
         return _completion_logprobs(tokens, values, None, self._tokenizer, offsets)
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
-        """`logprobs` are in the first event of those that the text makes."""
+        """Return the events of new text. The first of them has the `logprobs`."""
         if any(self._reads):
             reader = self._readers.setdefault(index, MessageReader(*self._reads))
             return self._deltas(index, reader.push(text), logprobs)
@@ -285,8 +289,8 @@ class ChunkWriter:
         return self._event({"index": index, **content, "logprobs": logprobs, "finish_reason": None})
 
     def end(self, index: int, answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | None) -> bytes:
-        """`logprobs`: of tokens that no event has had. The likeliest tokens are known with the answer: with them, all
-        log-probabilities come here."""
+        """Return the last events of an answer. `logprobs`: of tokens that no earlier event has had. The likeliest
+        tokens are known only at the end; if they were requested, all log-probabilities come here."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         if params.top_logprobs:
             logprobs = _answer_logprobs(answer, self._chat, self._tokenizer)
@@ -308,20 +312,20 @@ class AnswerWriter(Protocol):
     """Writes the answers of one call as its API has them: all of them whole, or as server-sent events."""
 
     def update(self, index: int, output: Output) -> bytes:
-        """Events for an update of one answer."""
+        """Return the events for an update of one answer."""
 
     def finish(self, answers: Sequence[Answer]) -> bytes:
-        """Events after the last update of all answers."""
+        """Return the events after the last update of all answers."""
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
-        """The document, without events."""
+        """Return the whole response as a document, without events."""
 
     def error(self, body: dict[str, Any]) -> bytes:
-        """Events in place of what would have followed; `body`: of the refusal."""
+        """Return the events that end a stream with an error. `body`: the body of the refusal."""
 
 
 class CompletionWriter:
-    """Of chats and completions: see `AnswerWriter`."""
+    """Writes the answers of chats and completions: see `AnswerWriter`."""
 
     def __init__(
         self,
@@ -331,7 +335,7 @@ class CompletionWriter:
         tokenizer: Tokenizer,
         reasoning: Reasoning | None,
     ) -> None:
-        """Raises BadRequest: more text of prompts would be repeated than is allowed."""
+        """Raises BadRequest if more text or log-probabilities of prompts would be repeated than allowed."""
         self._heading, self._completion, self._requests = heading, completion, requests
         self._tokenizer, self._reasoning = tokenizer, reasoning
         self._echoes = [
@@ -396,14 +400,15 @@ def models(names: Sequence[str], created: int, context: int, weights: str) -> di
 
 
 def model(name: str, root: str, created: int, context: int, weights: str) -> dict[str, Any]:
-    """`weights`: the fingerprint of the target's."""
+    """Return the description of a model. `root`: the first name under which it is served; `weights`: fingerprint of the
+    target's weights."""
     named = {"id": name, "object": "model", "created": created, "owned_by": "smcserve", "root": root}
     return named | {"max_model_len": context, "weights": weights}
 
 
 def written(document: Any, depth: int = 5) -> str:
-    """JSON, put together from what is `depth` levels below, such as one token's log-probabilities: what is long is
-    written in a thread, and no other one runs while `json` is at a piece."""
+    """Return a document as JSON, joined from the pieces at `depth` levels below, such as one token's log-probabilities.
+    Long documents are written in a thread, and no other thread runs while `json` writes a piece."""
     if not depth or not isinstance(document, (dict, list)):
         return json.dumps(document, allow_nan=False)
     if isinstance(document, list):
@@ -412,7 +417,7 @@ def written(document: Any, depth: int = 5) -> str:
 
 
 def named_event(fields: dict[str, Any]) -> bytes:
-    """A server-sent event that is named as the `type` of its data."""
+    """Return a server-sent event whose name is the `type` of its data."""
     return f"event: {fields['type']}\ndata: {written(fields)}\n\n".encode()
 
 
@@ -429,7 +434,7 @@ def _ending(answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | N
 
 
 def smc_block(params: SamplingParams, answer: Answer) -> dict[str, Any]:
-    """What OpenAI has no words for."""
+    """Return the field `smc`: the results for which OpenAI has no fields."""
     statistics = None
     if not params.method.plain:
         statistics = {name: _finite(value) for name, value in asdict(answer.statistics).items()}
@@ -453,7 +458,7 @@ def _particle(particle: Particle) -> dict[str, Any]:
 
 
 class TextOffsets:
-    """Where the tokens of a completion begin in its text, in characters."""
+    """Computes where the tokens of a completion begin in its text, in characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -461,7 +466,7 @@ class TextOffsets:
         self._offset = 0
 
     def push(self, tokens: Sequence[int]) -> list[int]:
-        """Of the next tokens."""
+        """Return the offsets of the next tokens."""
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
@@ -472,8 +477,8 @@ class TextOffsets:
 def _answer_logprobs(
     answer: Answer, chat: bool, tokenizer: Tokenizer, echoed: ScoredPrompt | None = None, count: int = 0
 ) -> dict[str, Any] | None:
-    """Of a whole answer; None: they were not requested. `echoed`: the prompt, whose tokens precede the answer's, each
-    with `count` of the likeliest."""
+    """Return the log-probabilities of a whole answer; None: they were not requested. `echoed`: the prompt, whose tokens
+    precede the answer's, each with `count` of the likeliest."""
     if answer.logprobs is None:
         return None
     scored = (answer.tokens, answer.logprobs, answer.top_logprobs)
@@ -491,7 +496,7 @@ def _completion_logprobs(
     tokenizer: Tokenizer,
     offsets: TextOffsets,
 ) -> dict[str, Any]:
-    """A token without a value has no likeliest ones."""
+    """Return log-probabilities in the form of completions. A token without a value has no likeliest tokens either."""
     likeliest = None
     if top_logprobs is not None:
         likeliest = [
@@ -507,8 +512,8 @@ def _completion_logprobs(
 
 
 def _named(token: int, value: float, likeliest: Alternatives, tokenizer: Tokenizer) -> dict[str, Any]:
-    """By their text, likeliest first, the answer's own token among them in any case. Of tokens of the same text the
-    likeliest counts."""
+    """Return the log-probabilities of the likeliest tokens and of the answer's own token, by text, likeliest first. Of
+    tokens with the same text, the likeliest counts."""
     named: dict[str, Any] = {}
     for one, logprob in (*likeliest, (token, value)):
         named.setdefault(tokenizer.decode([one]), _finite(logprob))
@@ -521,8 +526,8 @@ def chat_logprobs(
     top_logprobs: Sequence[Alternatives] | None,
     tokenizer: Tokenizer,
 ) -> list[dict[str, Any]]:
-    """One entry a token."""
-    # The same tokens are likely again and again.
+    """Return log-probabilities in the form of chats: one entry a token."""
+    # Cached, because the same tokens are among the likeliest again and again.
     text = cache(lambda token: (tokenizer.decode([token]), list(tokenizer.bytes_of(token))))
 
     def entry(token: int, value: float) -> dict[str, Any]:
@@ -536,5 +541,5 @@ def chat_logprobs(
 
 
 def _finite(value: Any) -> Any:
-    """None for what JSON cannot hold."""
+    """Return the value; None instead of a number that JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,5 +1,5 @@
-"""OpenAI's Responses API (`/v1/responses`): its body as a chat, and answers as its output items and events. Responses
-are not stored. Knows nothing about decoding."""
+"""OpenAI's Responses API (`/v1/responses`): converts its bodies to chats, and answers to its output items and events.
+Responses are not stored. Knows nothing about decoding."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from smc.model.tokenizer import Tokenizer
 
 RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` may ask for."""
+"""The value of `include` that asks for log-probabilities."""
 NOT_STORED = "responses are not stored here"
 
 
 def _without_nulls(value: Any) -> Any:
-    """Clients send items back as they were printed, with every field that was not there."""
+    """Return items without fields that are null: clients that return items of an answer write absent fields as null."""
     if isinstance(value, dict):
         return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
@@ -92,7 +92,7 @@ class FunctionCallItem(Item):
     call_id: str
     name: str
     arguments: str
-    """JSON."""
+    """The arguments as JSON in a string."""
 
 
 class FunctionOutputItem(Item):
@@ -135,7 +135,7 @@ class TextFormat(Strict):
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
-    """An answer is constrained in any case."""
+    """Without effect: answers are constrained in any case."""
 
 
 class TextSettings(Strict):
@@ -154,7 +154,7 @@ class StreamSettings(Strict):
 
 
 class ResponsesBody(Strict):
-    """But for the settings of `smc.api.sampling_params`, which have the same names."""
+    """The fields of a body. The settings of `smc.api.sampling_params` are further fields with the same names."""
 
     model: str | None = None
     input: Annotated[
@@ -179,7 +179,7 @@ class ResponsesBody(Strict):
     priority: int | None = None
     timeout: float | None = None
 
-    # Describes the caller, and does not concern decoding.
+    # These describe the caller and do not concern decoding.
     user: str | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     safety_identifier: str | None = None
@@ -201,7 +201,7 @@ FIELD_NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""Fields of a chat that are called otherwise here."""
+"""This API's names for fields of a chat, where they differ."""
 FORM = ChatForm(RESPONSES, ResponsesBody, frozenset({"max_tokens", "logprobs", "prompt_logprobs"}), FIELD_NAMES)
 NAMES = FORM.names
 
@@ -229,7 +229,7 @@ class ResponsesDialect:
 
 
 def _chat(body: ResponsesBody, settings: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a chat that this API has otherwise."""
+    """Return the fields of a chat that have another name or form in this API."""
     chat: dict[str, Any] = {"messages": list(_messages(body)), "chat_template_kwargs": body.chat_template_kwargs}
     if body.max_output_tokens is not None:
         chat["max_tokens"] = body.max_output_tokens
@@ -261,7 +261,7 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
 
 
 def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
-    """Reasoning, text and calls of the assistant that follow each other are one message."""
+    """Yield the chat's messages. Consecutive reasoning, text and calls of the assistant become one message."""
     if body.instructions:
         yield {"role": "system", "content": body.instructions}
     message: dict[str, Any] = {}
@@ -296,7 +296,7 @@ def _joined(parts: Sequence[TextPart]) -> str:
 
 
 class ResponsesWriter:
-    """See `AnswerWriter`."""
+    """Writes an answer as a response: see `AnswerWriter`."""
 
     def __init__(
         self,
@@ -311,14 +311,14 @@ class ResponsesWriter:
         self._reader = PartReader(completion.tool_format, reasoning)
         self._items: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] = []
-        """Of tokens that no event has had."""
+        """Log-probabilities of tokens that no event has had."""
         self._part_logprobs: list[dict[str, Any]] = []
-        """Of the text that is open, as its events have had them."""
+        """Log-probabilities that the events of the open text have had."""
         self._sequence = 0
         self._base = self._described(body)
 
     def _described(self, body: ResponsesBody) -> dict[str, Any]:
-        """What a response says about its request."""
+        """Return the fields of a response that repeat its request."""
         params = self._request.params
         form = None if body.text is None else body.text.format
         choice = body.tool_choice
@@ -359,7 +359,7 @@ class ResponsesWriter:
         if output.text:
             data += b"".join(map(self._part, self._reader.push(output.text)))
         if answer is not None:
-            if self._request.params.top_logprobs:  # they are known with the answer
+            if self._request.params.top_logprobs:  # they are known only at the end
                 self._logprobs = self._answer_logprobs(answer)
             status = _status(answer)
             data += b"".join(self._part(event, status) for event in self._reader.finish())
@@ -412,7 +412,7 @@ class ResponsesWriter:
         return answer.tokens.index(end) + 1 if end in answer.tokens else len(answer.tokens)
 
     def _part(self, event: PartEvent, status: str = "completed") -> bytes:
-        """Brings the output up to date. `status`: of the last item. Returns the events of it."""
+        """Update the output items. `status`: status with which the last item ends. Returns the server-sent events."""
         index = event.index
         if isinstance(event, PartBegins):
             item = self._begun(index, event.part)
@@ -440,7 +440,7 @@ class ResponsesWriter:
         done: dict[str, Any] = {"status": status}
         data = b""
         if event.part.kind is PartKind.TEXT and self._logprobs:
-            data = self._grow(event.part, where, "")  # such as that of the token that ended the answer
+            data = self._grow(event.part, where, "")  # of tokens without text, such as the one that ended the answer
         if event.part.kind is PartKind.CALL:
             done["arguments"] = event.part.text
             data += self._event(f"response.{kind}.done", **where, name=event.part.name, arguments=event.part.text)
@@ -471,7 +471,7 @@ class ResponsesWriter:
 
 
 def _status(answer: Answer) -> str:
-    """Of a response, and of its last item."""
+    """Return the status of a response and of its last item."""
     return "incomplete" if OPENAI_FINISH[answer.finish_reason] == "length" else "completed"
 
 
@@ -480,7 +480,7 @@ EVENTS: dict[PartKind, tuple[str, dict[str, Any]]] = {
     PartKind.REASONING: ("reasoning_text", {"content_index": 0}),
     PartKind.CALL: ("function_call_arguments", {}),
 }
-"""Name and further fields of a part's events."""
+"""Name and further fields of a part's events, by the part's kind."""
 
 
 def _content(part: MessagePart, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -42,11 +42,12 @@ T = TypeVar("T")
 
 
 class HttpConnections:
-    """Use it in one asyncio loop."""
+    """Closes connections that bring no request, or that do not close in time, and tells which are old. Use it in one
+    asyncio loop."""
 
     def __init__(self, server: web.Server, silence: float, age: float) -> None:
-        """`silence`: seconds in which a new connection has to bring its first request whole; `age`: after which a
-        connection is old."""
+        """`silence`: seconds within which the headers of a new connection's first request must arrive, and within which
+        a closing connection must be closed; `age`: seconds after which a connection is old."""
         self._server, self._silence, self._age = server, silence, age
         self._loop = asyncio.get_running_loop()
         self._since: dict[web.RequestHandler, float] = {}
@@ -59,14 +60,14 @@ class HttpConnections:
         self._next.cancel()
 
     def asks(self, connection: web.RequestHandler) -> None:
-        """A request has come over it."""
+        """Record that a request has come over this connection."""
         self._heard.add(connection)
         self._since.setdefault(connection, self._loop.time())
         if connection.transport is not None:
             self._transports[connection] = connection.transport
 
     def is_old(self, connection: web.RequestHandler) -> bool:
-        """Its client is to make a new one, maybe to a newer replica."""
+        """Return whether the client should open a new connection, maybe to a newer replica."""
         return self._loop.time() - self._since.get(connection, self._loop.time()) >= self._age
 
     def _sweep(self) -> None:
@@ -88,18 +89,19 @@ class HttpConnections:
 
 
 class HttpReply:
-    """The response to a caller: an answer, or a stream of events. Nothing is sent before the first of them exists."""
+    """The response to a caller: an answer, or a stream of events. Nothing is sent before the answer, or the first
+    event, exists."""
 
     def __init__(self, request: web.Request, timeout: float, is_last: Callable[[], bool]) -> None:
-        """`timeout`: seconds that the caller may let a write wait. `is_last`: its connection is to end with this
-        reply."""
+        """`timeout`: seconds that the caller may let a write wait. `is_last`: returns whether the connection is to end
+        with this reply."""
         self._request, self._timeout, self._is_last = request, timeout, is_last
         self.request_id: str | None = None
-        """A header of the reply, once the call has one."""
+        """Id of the call, once it has one; the reply has it as a header."""
         self.error_event: Callable[[dict[str, Any]], bytes] | None = None
-        """Writes the body of a refusal into a stream."""
+        """Returns the event of a refusal's body, for a stream."""
         self.stream: web.StreamResponse | None = None
-        """Once something has been sent."""
+        """The response; None until something is sent."""
 
     @property
     def _begun(self) -> web.StreamResponse:
@@ -107,7 +109,7 @@ class HttpReply:
         return self.stream
 
     async def send(self, data: bytes) -> None:
-        """Events, if there are any. Raises SlowReader; ConnectionError if the caller is gone."""
+        """Send events, if `data` has any. Raises SlowReader, and ConnectionError if the caller is gone."""
         if not data:
             return
         async with self._in_time():
@@ -118,7 +120,7 @@ class HttpReply:
             await self._begun.write(data)
 
     async def end(self) -> web.StreamResponse:
-        """After the last event. Raises what `send` raises."""
+        """End the stream, after the last event. Raises what `send` raises."""
         async with self._in_time():
             await self._begun.write_eof()
         return self._begun
@@ -126,13 +128,13 @@ class HttpReply:
     async def whole(
         self, document: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
     ) -> web.StreamResponse:
-        """JSON, and nothing after it. Raises what `send` raises."""
+        """Send a document as JSON, as the whole reply. Raises what `send` raises."""
         return await self.send_whole(json.dumps(document).encode(), status, headers)
 
     async def send_whole(
         self, data: bytes, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
     ) -> web.StreamResponse:
-        """The same of a document that has been written."""
+        """Send a document that is JSON already, as the whole reply. Raises what `send` raises."""
         async with self._in_time():
             await self._begin(
                 status, {"content-type": "application/json; charset=utf-8", "content-length": str(len(data)), **headers}
@@ -142,7 +144,7 @@ class HttpReply:
         return self._begun
 
     async def refuse(self, refusal: Refusal) -> web.StreamResponse:
-        """In place of an answer, or of what would have followed; as far as the caller reads it."""
+        """Send a refusal instead of the answer, or of the rest of the stream, as far as the caller reads it."""
         try:
             if self.stream is None:
                 return await self.whole(refusal.body, refusal.http_status, refusal.headers)
@@ -153,7 +155,7 @@ class HttpReply:
             return self.abandon()
 
     def abandon(self) -> web.StreamResponse:
-        """Send nothing more, and drop what has not been read."""
+        """Send nothing more, and drop everything that the caller has not read."""
         if self._request.transport is not None:
             self._request.transport.abort()
         return self.stream or web.Response()
@@ -178,12 +180,13 @@ class HttpReply:
 
 
 async def requests_of(completion: CompletionRequest, request_id: str, handler: RequestHandler) -> list[Request]:
-    """One for each answer. Raises ValueError naming the field, the value and what is allowed, and QueueFull."""
+    """Return one request for each answer. Raises QueueFull, and ValueError naming the field, the value and what is
+    allowed."""
     requests, seeds = [], completion.seeds()
     negative = await handler.prompts.negative(completion.negative)
     for prompt in completion.prompts:
         tokens = await handler.prompts.tokens(prompt)
-        # A chat may go on for as long as there is room.
+        # Without max_tokens, a chat may continue for as long as there is room.
         completion = completion.after_reasoning(_reasoning(completion, tokens, handler))
         most = handler.longest(completion.params(LONGEST, None), len(tokens), len(negative or ()))
         longest = most if completion.chat else min(DEFAULT_MAX_TOKENS, most)
@@ -195,7 +198,7 @@ async def requests_of(completion: CompletionRequest, request_id: str, handler: R
 
 
 def _reasoning(completion: CompletionRequest, prompt: Sequence[int], handler: RequestHandler) -> Reasoning | None:
-    """What answers to a prompt are expected to begin with."""
+    """Return the reasoning that answers to a prompt are expected to begin with, if any."""
     return Reasoning.of(handler.pair.tokenizer, prompt) if completion.may_reason else None
 
 
@@ -207,8 +210,8 @@ async def answered(
     records: list[CallRecord],
     reply: HttpReply,
 ) -> web.StreamResponse:
-    """Decode all of them and reply. At the end, also after an error, the backend's iterators are closed, which aborts
-    what still runs."""
+    """Decode all requests of a call and reply. At the end, also after an error, the backend's iterators are closed,
+    which aborts requests that still run."""
     tokenizer, completion = handler.pair.tokenizer, call.completion
     reasoning = _reasoning(completion, requests[0].prompt, handler)
     writer = call.make_writer(heading, completion, requests, tokenizer, reasoning)
@@ -228,8 +231,8 @@ async def answered(
 
 
 async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None] = ()) -> bytes:
-    """What is written of these. With the likeliest tokens it is a lot: not while others wait for this loop. Raises
-    NotWritten."""
+    """Return what `write` returns. If `answers` list likeliest tokens, writing them takes long, so it runs in a thread
+    and does not block the loop. Raises NotWritten."""
     is_long = any(answer is not None and (answer.top_logprobs or answer.prompt_logprobs) for answer in answers)
     try:
         return await asyncio.to_thread(write) if is_long else write()
@@ -238,14 +241,14 @@ async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None] =
 
 
 class NotWritten(RuntimeError):
-    """Whatever was wrong with an answer, it was not the caller."""
+    """An answer cannot be written. This is an internal error, never one of the caller."""
 
 
 HEALTH, PING, METRICS, MODELS, VERSION, LOAD = "/health", "/ping", "/metrics", "/v1/models", "/version", "/load"
 CORS_HEADERS = "authorization, content-type, x-api-key, anthropic-version"
-"""What pages of other origins may send, besides what every page may."""
+"""Headers that pages of other origins may send, besides those that every page may send."""
 CORS_SECONDS = 3600
-"""For so long a browser need not ask again."""
+"""Seconds for which a browser may keep the reply to a preflight request."""
 
 DIALECTS: dict[str, Dialect] = {
     **COMPLETION_DIALECTS,
@@ -253,22 +256,22 @@ DIALECTS: dict[str, Dialect] = {
     MESSAGES: MessagesDialect(),
     COUNT_TOKENS: MessagesDialect(),
 }
-"""By path."""
+"""Dialects of the APIs, by path."""
 
 logger = logging.getLogger(__name__)
 _library_logger = logging.getLogger(f"{__name__}.library")
-# Bytes that are no HTTP would each put a traceback into the log.
+# Without this, every request that is not HTTP would put a traceback into the log.
 _library_logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 
 def add_to(server: ApiServer) -> None:
-    """A front end: see `services.gateway.request_handler.FrontEnd`."""
+    """Add these APIs to the gateway: see `services.gateway.request_handler.FrontEnd`."""
     if server.handler.config.http_port is not None:
         server.add_http_server(OpenAiServer(server))
 
 
 class OpenAiServer:
-    """Use it in one asyncio loop: `start`, at the end `close` and `stop`."""
+    """The HTTP server. Use it in one asyncio loop: `start`, at the end `close` and `stop`."""
 
     def __init__(self, server: ApiServer) -> None:
         self._handler, self._metrics = server.handler, server.metrics
@@ -286,15 +289,15 @@ class OpenAiServer:
         """Paths that need no token."""
         self._describing = asyncio.Lock()
         self._description: Description | None = None
-        """Written when it is first wanted."""
+        """Written when it is first requested."""
         self._began = int(time.time())
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
         self._connections: HttpConnections | None = None
-        """There when the first request comes, as is the server they are of."""
+        """The server's connections; set by `start` before the first request is handled."""
 
     async def start(self) -> int:
-        """Listen. Returns the bound port. Raises OSError if it cannot be had."""
+        """Listen. Returns the bound port. Raises OSError if it is not free."""
         config = self._config
         app = web.Application(middlewares=[self._guarded], client_max_size=self._limit)
         if config.allow_origins:
@@ -322,11 +325,11 @@ class OpenAiServer:
             logger=_library_logger,
             # A caller that leaves ends its call.
             handler_cancellation=True,
-            # What is packed may be a thousand times larger than the limit.
+            # A compressed body may expand to a thousand times the limit.
             auto_decompress=False,
             keepalive_timeout=config.keepalive_time,
             shutdown_timeout=0.0,
-            # For what a caller still sends of a body that is refused, so that it reads why.
+            # Seconds for the caller to send the rest of a refused body, so that it reads the refusal.
             lingering_time=2.0,
         )
         await self._runner.setup()
@@ -364,12 +367,12 @@ class OpenAiServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-        """Checks the caller's token; errors are returned in OpenAI's format."""
+        """Check the caller's token, and turn exceptions into errors in the format of the path's API."""
         assert self._connections is not None
         self._connections.asks(request.protocol)
         try:
             if request.method == "OPTIONS" and self._config.allow_origins:
-                # A browser asks before it sends what a page wants; it sends no token with that.
+                # A preflight request, which a browser sends before a page's own request, without a token.
                 return await self._written(web.Response(status=204), request)
             tokens = None if request.path in self._public else self._token_file
             if tokens is not None and not tokens.knows(_token(request)):
@@ -393,7 +396,7 @@ class OpenAiServer:
         return response if response.prepared else await self._written(response, request)
 
     async def _written(self, response: web.StreamResponse, request: web.Request) -> web.StreamResponse:
-        """As far as the caller reads it in time."""
+        """Send a response, as far as the caller reads it in time."""
         if self._is_last(request):
             response.force_close()
         try:
@@ -406,7 +409,7 @@ class OpenAiServer:
         return response
 
     def _is_last(self, request: web.Request) -> bool:
-        """Its connection takes no more."""
+        """Return whether the request's connection takes no further requests."""
         assert self._connections is not None
         return self._calls.closed is not None or self._connections.is_old(request.protocol)
 
@@ -439,7 +442,7 @@ class OpenAiServer:
         return web.json_response({"server_load": running + waiting, "running": running, "waiting": waiting})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        """Both directions."""
+        """Serve `/tokenize` and `/detokenize`."""
         with self._call_limit.taken():
             document = await self._read(request, parsed)
             if request.path == DETOKENIZE:
@@ -450,7 +453,7 @@ class OpenAiServer:
                 raise named(error, frozenset(), "prompt") from error
 
     async def _count(self, request: web.Request) -> web.Response:
-        """Tokens of a prompt."""
+        """Count the tokens of a prompt."""
         with self._call_limit.taken():
             call = await self._read(request, lambda data: DIALECTS[COUNT_TOKENS].read(parsed(data), self._served))
             try:
@@ -464,7 +467,7 @@ class OpenAiServer:
         return web.Response(body=text, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _describe(self, request: web.Request) -> web.Response:
-        """The whole port, for programs and for people."""
+        """Serve the description of this port: `OPENAPI` for programs, `DOCS` for people."""
         async with self._describing:
             if self._description is None:
                 routes = _routes(request.app)
@@ -497,7 +500,7 @@ class OpenAiServer:
         except asyncio.CancelledError:
             _each_left(records, deadline=False)
             raise
-        except ConnectionError:  # it left while something was written
+        except ConnectionError:  # the caller left during a write
             _each_left(records, deadline=False)
             return reply.abandon()
         except DeadlineExceeded as error:
@@ -514,9 +517,10 @@ class OpenAiServer:
             return await reply.refuse(dialect.refusal(error, reply.request_id))
 
     async def _read(self, request: web.Request, understand: Callable[[bytes], T]) -> T:
-        """The body, understood. Raises BadRequest, TooLarge, SlowSender, QueueFull, and what `understand` raises."""
+        """Return what `understand` makes of the body. Raises BadRequest, TooLarge, SlowSender, QueueFull, and what
+        `understand` raises."""
         if request.content_type != "application/json":
-            # What other pages can make a browser send is none of this.
+            # Any web page can make a browser send other types without a preflight request.
             raise BadRequest(f"content-type={request.content_type!r}; allowed: application/json", None, 415)
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
             raise BadRequest(f"content-encoding={encoding!r}; allowed: none", None, 415)
@@ -539,7 +543,7 @@ class OpenAiServer:
     async def _within(
         self, call: ApiCall, request: web.Request, records: list[CallRecord], reply: HttpReply
     ) -> web.StreamResponse:
-        """Raises DeadlineExceeded where the caller's time is over."""
+        """Serve a call within its own `timeout`. Raises DeadlineExceeded when it is over."""
         completion = call.completion
         request_id = completion.request_id or uuid.uuid4().hex
         reply.request_id = request_id
@@ -569,7 +573,7 @@ class OpenAiServer:
 
 @dataclass(frozen=True)
 class Description:
-    """What a port serves."""
+    """Description of everything that this port serves."""
 
     document: bytes
     """For programs: JSON."""
@@ -578,13 +582,13 @@ class Description:
 
     @staticmethod
     def of(routes: Mapping[str, tuple[str, ...]]) -> Description:
-        """`routes`: methods by path. Takes a fifth of a second of a core."""
+        """Write the description. `routes`: methods by path. Takes a fifth of a second of a core."""
         described = pages.document(routes, importlib.metadata.version("smcserve"))
         return Description(json.dumps(described).encode(), pages.page(described))
 
 
 def _routes(app: web.Application) -> dict[str, tuple[str, ...]]:
-    """Methods by path, but for files of the page."""
+    """Return the methods by path, without the files of the web page."""
     routes: dict[str, tuple[str, ...]] = {}
     for route in app.router.routes():
         path = getattr(route.resource, "canonical", None)
@@ -594,7 +598,7 @@ def _routes(app: web.Application) -> dict[str, tuple[str, ...]]:
 
 
 def parsed(data: bytes) -> Any:
-    """The JSON of a body. Raises BadRequest."""
+    """Return the JSON of a body. Raises BadRequest."""
     try:
         return parse(data)
     except ValueError as error:
@@ -602,7 +606,7 @@ def parsed(data: bytes) -> Any:
 
 
 def _token(request: web.Request) -> str:
-    """As OpenAI's clients send it, or Anthropic's."""
+    """Return the bearer token, from the header that OpenAI's or Anthropic's clients send it in."""
     return bearer_token(request.headers.get("authorization", "")) or request.headers.get("x-api-key", "")
 
 

@@ -22,19 +22,19 @@ FIELDS = {
     "prompt": (*COMMON, "prompt"),
     "tokens": ("model", "tokens"),
 }
-"""Fields of a body, by the one that it must have."""
+"""Fields that a body may have, by the field that it must have."""
 ALLOWED_VALUE = {"add_special_tokens": True}
-"""Fields of vLLM's that may have the value they have anyway."""
+"""Fields of vLLM that are accepted only with this value, which applies in any case."""
 
 
 async def tokenize(document: Any, names: tuple[str, ...], handler: RequestHandler) -> dict[str, Any]:
-    """The reply to a body of `/tokenize`. Raises BadRequest and ValueError as completions do: a prompt longer than the
-    context is refused."""
+    """Return the reply to a body of `/tokenize`. Raises BadRequest and ValueError as for completions: a prompt longer
+    than the context is refused."""
     ignores = handler.config.unknown_fields == "ignore"
     needed = "messages" if isinstance(document, dict) and "messages" in document else "prompt"
     given = _given(document, needed, ignores)
     chat = "messages" in given
-    # vLLM's default of a chat is that its template alone adds special tokens.
+    # False is vLLM's default for chats: only the template adds special tokens.
     if chat and given.get("add_special_tokens") is False:
         del given["add_special_tokens"]
     for name, value in ALLOWED_VALUE.items():
@@ -53,7 +53,7 @@ async def tokenize(document: Any, names: tuple[str, ...], handler: RequestHandle
 
 
 def detokenize(document: Any, names: tuple[str, ...], handler: RequestHandler) -> dict[str, Any]:
-    """The reply to a body of `/detokenize`. Raises BadRequest."""
+    """Return the reply to a body of `/detokenize`. Raises BadRequest."""
     given = _given(document, "tokens", handler.config.unknown_fields == "ignore")
     size = handler.pair.tokenizer.size
     if given.get("model", names[0]) not in names:
@@ -70,7 +70,8 @@ def detokenize(document: Any, names: tuple[str, ...], handler: RequestHandler) -
 
 
 def _given(document: Any, needed: str, ignores: bool) -> dict[str, Any]:
-    """The fields of a body that are given, without unknown ones if it `ignores` them."""
+    """Return the given fields of a body. `needed`: the field that it must have; `ignores`: drop unknown fields instead
+    of refusing them. Raises BadRequest."""
     if not isinstance(document, dict):
         raise BadRequest("the body is no JSON object; allowed: an object with the request")
     given = {name: value for name, value in document.items() if value is not None}

@@ -1,8 +1,8 @@
-"""Calls of tools: how chat templates have models write them, what must be written where a call is required or begins, and
-calls read from the text of an answer as it comes. Knows nothing about requests and how answers are sent.
+"""Calls of tools: the formats in which chat templates have models write them, the grammars that make calls valid, and a
+reader that finds calls in the text of an answer as it comes. Knows nothing about requests and how answers are sent.
 
     Hermes (Qwen)   <tool_call>{"name": .., "arguments": {..}}</tool_call>, once for each call, with text before it
-    Llama 3         {"name": .., "parameters": {..}}, and others after a semicolon
+    Llama 3         {"name": .., "parameters": {..}}, and further calls after a semicolon
     Mistral         [TOOL_CALLS] [{"name": .., "arguments": {..}}, ..]"""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from smc.model.tokenizer import Tokenizer
 
 MISTRAL_MARK, HERMES_MARK, HERMES_END = "[TOOL_CALLS]", "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-"""With which Llama begins some calls."""
+"""Mark with which Llama begins some calls."""
 BLANK, BLANKS = " ?", r"[ \t\n\r]*"
-"""Between tokens of JSON: as models write calls, and as calls are read."""
+"""Regular expressions of blanks between tokens of JSON: as models write calls, and as calls are read."""
 ANY = "/(?s:.*)/"
 """A regular expression of any text."""
 _NAME = r'"(?:[^"\\]|\\.)*"'
@@ -33,7 +33,7 @@ _BEGINS = {
     "mistral": re.compile(rf'{BLANKS}\[{BLANKS}\{{{BLANKS}"name"'),
 }
 _MAY_BEGIN = re.compile(r'[\s\[{"name]*')
-"""What may become a beginning."""
+"""Text that may become the beginning of a call."""
 
 
 class ToolFormat(StrEnum):
@@ -43,7 +43,7 @@ class ToolFormat(StrEnum):
 
     @staticmethod
     def of(template: str) -> ToolFormat | None:
-        """By what a chat template tells the model to write; None: it is none of these."""
+        """Determine the format from what a chat template tells the model to write. None: it is none of these."""
         if MISTRAL_MARK in template:
             return ToolFormat.MISTRAL
         if HERMES_MARK in template:
@@ -55,16 +55,17 @@ class ToolFormat(StrEnum):
         return "parameters" if self is ToolFormat.LLAMA else "arguments"
 
     def written(self, name: str, arguments: str) -> str:
-        """A call as the model writes it."""
+        """Return a call as the model writes it. `arguments`: as JSON."""
         call = f'{{"name": {json.dumps(name)}, "{self.arguments}": {arguments}}}'
         if self is ToolFormat.HERMES:
             return f"{HERMES_MARK}\n{call}\n{HERMES_END}"
         return f"{MISTRAL_MARK} [{call}]" if self is ToolFormat.MISTRAL else call
 
     def grammar(self, tools: Sequence[dict[str, Any]], tokenizer: Tokenizer, *, parallel: bool, required: bool) -> str:
-        """Of answers with calls of these functions, each with `name` and `parameters`, and of no others; without
-        `parallel` one at most. `required`: the answer is calls, at least one. Otherwise it is any text, in which calls
-        are valid once they begin: text that would be read as another call is not allowed."""
+        """Return the grammar of answers that call these functions only. `tools`: each with `name` and `parameters`;
+        `parallel`: allow more than one call; `required`: the answer consists of calls, at least one. Otherwise the
+        answer is any text in which calls are valid once they begin: text that would be read as another call is not
+        allowed."""
         rules = _Rules(tools, self.arguments)
         if self is ToolFormat.HERMES:
             rules.hermes(tokenizer, parallel, required)
@@ -76,8 +77,8 @@ class ToolFormat(StrEnum):
 
 
 class _Rules:
-    """Rules of a grammar in llguidance's form of Lark. Arguments have grammars of their own, so that references within
-    their schemas hold."""
+    """Collects the rules of a grammar in llguidance's form of Lark. The arguments of each function have a separate
+    grammar, so that references within their schema resolve."""
 
     def __init__(self, tools: Sequence[dict[str, Any]], arguments: str) -> None:
         self._arguments, self._count = arguments, len(tools)
@@ -99,16 +100,17 @@ class _Rules:
         self._lines.append(f"{name}: {body}")
 
     def head(self, name: str, number: int, begin: str, blank: str) -> None:
-        """All of a call before its arguments, which is read as one token: no other can be meant once it is over."""
+        """Add the terminal for the part of a call before its arguments. It is read as one token of the grammar, so the
+        function is certain at its end. `begin`: what may precede the call; `blank`: blanks between tokens of JSON."""
         before, after = rf'{begin}\{{{blank}"name"{blank}:{blank}', f'{blank},{blank}"{self._arguments}"{blank}:{blank}'
         self.add(f"{name}_{number}", f"/{before}/ NAME_{number} /{after}/")
 
     def calls(self, head: str) -> str:
-        """A call of any of the functions, with these heads."""
+        """Return the body of a rule for a call of any function. `head`: name of the terminals before the arguments."""
         return " | ".join(rf"{head}_{number} arguments_{number} /{BLANK}\}}/" for number in range(self._count))
 
     def text(self, begin: str) -> None:
-        """Any text but one that would be read as a call, with `begin` before it."""
+        """Add the terminal of any text, except text that would be read as a call. `begin`: what may precede a call."""
         key = '"(arguments|parameters)"'
         call = rf'{begin}\{{{BLANKS}"name"{BLANKS}:{BLANKS}{_NAME}{BLANKS},{BLANKS}{key}{BLANKS}:{BLANKS}'
         self.add("TEXT", rf"{ANY} & ~/(?s:{call}(\{{.*)?)/")
@@ -157,8 +159,8 @@ class _Rules:
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Objects have no other properties than their schemas name, unless these say something about others: few schemas of
-    tools do, and models write on where they may. Where schemas are joined by `allOf`, nothing is changed."""
+    """Return the schema with objects limited to the properties that it names, unless it says something about others.
+    Few schemas of tools do, and models keep writing properties where they may. A schema with `allOf` is not changed."""
     return parameters if '"allOf"' in json.dumps(parameters) else _closed_part(parameters)
 
 
@@ -166,7 +168,7 @@ _OTHERS = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "dependentSchemas"}
     | {"anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef"}
 )
-"""Keywords beside `properties` that speak of properties which it does not name."""
+"""Keywords by which a schema can describe properties that its `properties` does not name."""
 
 
 def _closed_part(schema: Any) -> Any:
@@ -186,14 +188,15 @@ def _closed_part(schema: Any) -> Any:
 
 
 def _literal(mark: str, tokenizer: Tokenizer) -> str:
-    """In a grammar: a token, if there is one of this text that stands for no text, or the text."""
+    """Return a mark as it stands in a grammar: a special token with this name if there is one, otherwise text."""
     token = tokenizer.id_of(mark)
     return f"<[{token}]>" if token is not None and not tokenizer.bytes_of(token) else json.dumps(mark)
 
 
 @dataclass(frozen=True)
 class Delta:
-    """More of an answer's message: text, a call that begins, or more of the arguments of the last one."""
+    """An addition to an answer's message: content, reasoning, a call that begins (`name`), or more of the last call's
+    arguments."""
 
     content: str = ""
     reasoning: str = ""
@@ -202,25 +205,25 @@ class Delta:
 
 
 class ToolCallReader:
-    """Reads the text of one answer. The arguments of a call come as they are written, so that they are JSON once they
-    are complete."""
+    """Reads content and calls from the text of one answer. The arguments of a call are passed on as they are written,
+    so they are JSON only once they are complete."""
 
     def __init__(self, format: ToolFormat) -> None:
         self._format = format
         self._state = self._content if format is ToolFormat.HERMES else self._beginning
         self._kept = self._before = ""
-        """Not read yet; and what has been read of a call before its head, which is text if none follows."""
+        """Text not read yet; and the text before the head of a call, which becomes content if no head follows."""
         self._depth, self._in_string, self._escaped = 0, False, False
         self.calls = 0
-        """That have begun."""
+        """Number of calls that have begun."""
 
     def push(self, text: str) -> list[Delta]:
-        """What is known with more text."""
+        """Add text. Returns the additions to the message that are certain now."""
         self._kept += text
         return list(self._read())
 
     def finish(self) -> list[Delta]:
-        """What is left, at the end."""
+        """Return the remaining additions, at the end of the text."""
         kept, self._kept = self._kept, ""
         is_text = self._state in (self._content, self._beginning, self._head)
         kept = self._before + kept if self._state == self._head else kept
@@ -239,7 +242,7 @@ class ToolCallReader:
         if mark:
             self._state, self._before = self._head, text[len(text.rstrip()) :] + mark
         else:
-            # What may become the mark is kept, and blanks that may stand before it.
+            # An end of the text that may become the mark is kept back, with the blanks before it.
             sizes = (n for n in range(len(HERMES_MARK) - 1, 0, -1) if text.endswith(HERMES_MARK[:n]))
             size = next(sizes, 0)
             text, self._kept = text[: len(text) - size], text[len(text) - size :]
@@ -250,7 +253,7 @@ class ToolCallReader:
             yield Delta(content=text.rstrip() if mark else text)
 
     def _beginning(self) -> Iterator[Delta]:
-        """The whole answer is calls, or text."""
+        """Find out whether the whole answer is calls or text."""
         if _BEGINS[self._format].match(self._kept):
             if self._format is ToolFormat.MISTRAL:
                 at = self._kept.index("[") + 1
@@ -276,7 +279,7 @@ class ToolCallReader:
             yield Delta(name=name)
 
     def _arguments(self) -> Iterator[Delta]:
-        """Up to the brace that closes them."""
+        """Yield the arguments, up to the brace that closes them."""
         end = len(self._kept)
         for at, character in enumerate(self._kept):
             if self._in_string:
@@ -294,7 +297,7 @@ class ToolCallReader:
             yield Delta(arguments=text)
 
     def _after(self) -> Iterator[Delta]:
-        """What stands between calls."""
+        """Skip the text between calls."""
         if self._format is ToolFormat.HERMES:
             _, mark, rest = self._kept.partition(HERMES_END)
             if mark:
@@ -307,7 +310,7 @@ class ToolCallReader:
 
 
 def _name(written: str) -> str | None:
-    """What a string of JSON holds; None: this is none, or holds half of a surrogate pair."""
+    """Return the text of a JSON string; None if it is not valid, or holds half of a surrogate pair."""
     try:
         name: str = json.loads(written)
         name.encode()
@@ -317,5 +320,5 @@ def _name(written: str) -> str | None:
 
 
 def call(call_id: str, index: int, name: str) -> dict[str, Any]:
-    """As its message has it when it begins."""
+    """Return a call as a chat's message has it when the call begins."""
     return {"id": f"call_{call_id}_{index}", "type": "function", "function": {"name": name, "arguments": ""}}

@@ -1,5 +1,5 @@
-"""What crosses process borders as protobuf, and how it becomes the library's types and back. Knows nothing about
-servers or channels."""
+"""Converts between the protobuf messages that processes exchange and the library's types. Knows nothing about servers
+or channels."""
 
 RETRY_TRAILER = "grpc-retry-pushback-ms"
 """gRPC's own trailer: clients with a retry policy wait this long before they try again."""

@@ -18,15 +18,15 @@ from smc.types import ModelRole
 
 @dataclass(frozen=True)
 class EngineStep:
-    """What one turn of the loop brought."""
+    """The result of one step of the engine's loop."""
 
     outputs: list[Output] = field(default_factory=list)
     refusals: dict[str, Exception] = field(default_factory=dict)
-    """Why a submission was not taken (ValueError, QueueFull, RequestFailed, Unavailable) or goes no further
-    (Unavailable), by id."""
+    """Why a submission was refused (ValueError, QueueFull, RequestFailed, Unavailable) or a request cannot continue
+    (Unavailable), by request id."""
     stats: EngineStats = field(default_factory=EngineStats)
     times: RoundTimes | None = None
-    """Where the time of the turn's rounds went; None where that is not known or no model worked."""
+    """Where the time of the step's rounds went; None if that is not known or no model worked."""
     lost_draft: int = 0
     """Incarnation of the draft that was lost last; 0 if none was."""
 
@@ -35,7 +35,7 @@ _GROUP_FIELDS = {
     **{name: f"pages_{name}" for name in ("total", "used", "cached", "leaked")},
     **{name: name for name in ("prefix_queries", "prefix_hits")},
 }
-"""Of `GroupPages`, and what `EngineStats` calls each; there it is a dictionary by side."""
+"""Fields of `GroupPages`, and their names in `EngineStats`, where each is a dictionary by model role."""
 _KINDS = {
     pb.REFUSAL_KIND_INVALID: ValueError,
     pb.REFUSAL_KIND_QUEUE_FULL: QueueFull,

@@ -1,8 +1,9 @@
 """Converts sampling settings, requests and answers between protobuf messages and the library's types. Imports no model
 code, so that clients start quickly.
 
-Nothing is sent twice: an update carries what is new, so the answer in the last update holds only that update's tokens,
-log-probabilities and text until `services.coordinator.client` joins them. `Answer.seconds` is not sent, because clocks differ."""
+Nothing is sent twice: an update carries only what is new. So the answer in the last update holds only that update's
+tokens, log-probabilities and text until `services.coordinator.client` joins all updates. `Answer.seconds` is not sent,
+because clocks differ."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ FINISH_REASONS = {
     "time_budget": pb.FINISH_REASON_TIME_BUDGET,
     "queue_time": pb.FINISH_REASON_QUEUE_TIME,
 }
-"""Of an answer; what fails or is cancelled has a status code instead."""
+"""Finish reasons of answers. A request that fails or is cancelled ends with a status code instead."""
 
 REPORTS = tuple(name for name, known in SETTINGS.items() if known.report)
-"""Settings of what is reported: they stand beside the sampling settings."""
+"""Settings that ask for reports: messages have them beside the sampling settings."""
 SAMPLING = tuple(name for name in SETTINGS if name not in REPORTS)
 _FIELDS = pb.SamplingParams.DESCRIPTOR.fields_by_name
 _ENUMS = {
@@ -55,10 +56,10 @@ _KINDS = {
 
 
 def sampling_message(settings: Mapping[str, Any]) -> pb.SamplingParams:
-    """A message of the settings that are given; those that are None are left to the server's defaults.
+    """Return a message with the given settings; for settings that are None the server's defaults apply.
 
-    Raises TypeError for a name that is no setting, ValueError for what the message cannot hold; whether a value makes
-    sense is for the server to say."""
+    Raises TypeError for a name that is not a setting, ValueError for a value that the message cannot hold. Other checks
+    of values are left to the server."""
     message = pb.SamplingParams()
     for name, value in settings.items():
         if name not in SAMPLING:
@@ -69,8 +70,8 @@ def sampling_message(settings: Mapping[str, Any]) -> pb.SamplingParams:
 
 
 def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
-    """The settings that a message holds, by name; absent ones are left out. Raises ValueError for an enum number that
-    is unknown, and for more items than are allowed."""
+    """Return the settings that a message holds, by name; absent ones are left out. Raises ValueError for an unknown
+    number of an enum, and for more items than are allowed."""
     check_counts(message)
     settings: dict[str, Any] = {}
     for name in SAMPLING:
@@ -88,7 +89,7 @@ def sampling_settings(message: pb.SamplingParams) -> dict[str, Any]:
 
 
 def constraint_of(message: pb.Constraint) -> dict[str, Any]:
-    """As `smc.api.constraint.Constraint.of` reads it."""
+    """Return a constraint in the form that `smc.api.constraint.Constraint.of` reads."""
     kind = message.WhichOneof("kind")
     given: dict[str, Any] = {"after": message.after} if message.HasField("after") else {}
     if kind is None:
@@ -97,7 +98,7 @@ def constraint_of(message: pb.Constraint) -> dict[str, Any]:
 
 
 def constraint_message(value: Any) -> pb.Constraint:
-    """Raises ValueError."""
+    """Return the message of a constraint. Raises ValueError if the constraint is not valid."""
     constraint = check_constraint("constraint", value)
     given: dict[str, Any] = {constraint.kind: constraint.text}
     if constraint.kind == "choice":
@@ -116,7 +117,7 @@ def check_counts(message: Message) -> None:
 
 
 def name_of(names: Mapping[str, int], number: int, field: str) -> str:
-    """The name of an enum's number. Raises ValueError naming the field, the number and what is allowed."""
+    """Return the name of an enum's number. Raises ValueError naming the field, the number and what is allowed."""
     for name, known in names.items():
         if known == number:
             return name
@@ -154,7 +155,7 @@ def _set(message: pb.SamplingParams, name: str, value: Any) -> None:
         TypeError,
         ValueError,
         OverflowError,
-    ) as error:  # protobuf's own words name neither the field nor what it holds
+    ) as error:  # protobuf's own message names neither the field nor its type
         raise ValueError(f"{name}={value!r}; allowed: {kind}") from error
 
 
@@ -166,8 +167,9 @@ _STATISTICS_FIELDS = tuple(field.name for field in fields(Statistics))
 def to_sampling(
     message: pb.GenerateRequest | Submission, defaults: Mapping[str, Any] = MappingProxyType({}), **own: Any
 ) -> SamplingParams:
-    """The library's settings, from a message with sampling settings and reports. What is absent has the value in `own`
-    or `defaults`, or else the library's own default; one of `defaults` that contradicts the message is left out.
+    """Return the library's settings from a message with sampling settings and reports. An absent setting has its value
+    in `own`, else in `defaults`, else the library's default. A value of `defaults` that contradicts the message is left
+    out.
 
     Raises ValueError naming the field, the value and what is allowed.
     """
@@ -176,15 +178,15 @@ def to_sampling(
 
 
 def _given(message: Any, name: str) -> Any:
-    """A field of a message; None: it is optional, and left out."""
+    """Return a field of a message; None if it is optional and absent."""
     if message.DESCRIPTOR.fields_by_name[name].has_presence and not message.HasField(name):
         return None
     return getattr(message, name)
 
 
 def from_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Fields of a message that has sampling settings and reports. Every setting is in it, so that it does not depend on
-    the reader's defaults.
+    """Return the fields of a message with sampling settings and reports. They include every setting, so that the
+    message does not depend on the reader's defaults.
 
     Raises ValueError for an integer that the message cannot hold.
     """
@@ -193,8 +195,8 @@ def from_sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def to_finish(answer: Answer, *, statistics: bool = True) -> pb.Finish:
-    """The end of an answer. The API has no `statistics` of plain decoding; between our own processes they always go
-    along."""
+    """Return the message that ends an answer. `statistics`: include them. The API has none for plain decoding; messages
+    between our own processes always include them."""
     finish = pb.Finish(
         reason=FINISH_REASONS.get(answer.finish_reason.value, pb.FINISH_REASON_UNSPECIFIED),
         usage=pb.Usage(
@@ -228,10 +230,11 @@ def from_finish(
     reason: FinishReason | None = None,
     error: str | None = None,
 ) -> Answer:
-    """The answer of these tokens and this text. `reason`: how it ended, where that is none of the API's finish reasons.
+    """Return the answer with these tokens and this text. `reason`: how it ended, if not by one of the API's finish
+    reasons.
 
-    `seconds` is NaN: not known here. An answer of no tokens has `logprobs`, `top_logprobs` and `particles` None, asked
-    for or not."""
+    The answer's `seconds` is NaN, because it is not known here. Its `logprobs`, `top_logprobs` and `particles` are None
+    if they are empty, even if they were requested."""
     matched = finish.WhichOneof("matched")
     return Answer(
         request_id=request_id,
@@ -290,7 +293,7 @@ def _from_particle(message: pb.Particle) -> Particle:
 
 
 def to_update(output: Output) -> coordinator_pb2.Update:
-    """An update of one request for the stream between coordinator and gateway."""
+    """Return the message of a request's update for the stream between coordinator and gateway."""
     update = coordinator_pb2.Update(
         request_id=output.request_id, text=output.text, token_ids=output.tokens, logprobs=output.logprobs
     )
@@ -305,8 +308,8 @@ def to_update(output: Output) -> coordinator_pb2.Update:
 
 
 def from_update(update: coordinator_pb2.Update) -> Output:
-    """The contents of an update. An answer in it holds the tokens, log-probabilities and text of this update, not of
-    those before."""
+    """Return the contents of an update. An answer in it holds the tokens, log-probabilities and text of this update
+    only, not of earlier ones."""
     tokens, logprobs, answer = tuple(update.token_ids), tuple(update.logprobs), None
     if update.HasField("finish"):
         ending = update.WhichOneof("ending")
