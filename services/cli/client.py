@@ -1,4 +1,4 @@
-"""`smcserve client`: talk to a running service. Exit code 1: the service failed the call; 2: the call was wrong."""
+"""`smcserve client`: calls a running service. Exit code 1: the service failed; 2: the call was invalid."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from services.client import Client, Completion, CompletionStream
 
 PARTS = {"": "the service", "smc.draft": "draft group", "smc.target": "target group"}
-"""What `health` asks for, and how it is called."""
+"""Name in the health service -> name that `health` prints."""
 MISTAKES = ("INVALID_ARGUMENT", "ALREADY_EXISTS", "UNAUTHENTICATED")
-"""Codes that say that the call was wrong, not the service."""
+"""Status codes of invalid calls, in contrast to failures of the service."""
 
 client = typer.Typer(help="Talk to a running service.")
 
@@ -75,7 +75,7 @@ PromptLogProbs = Annotated[
 
 
 def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
-    """Around every command here: a status code becomes one line and an exit code."""
+    """Wrap a command so that a status code of the service becomes one line and an exit code."""
 
     @wraps(command)
     def call(*args: Any, **kwargs: Any) -> int:
