@@ -355,8 +355,8 @@ def bench_expansions() -> None:
 
 
 def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Iterator[ProductTiling]:
-    """Yield the chosen tiling, and for FP8 others. These have the fewest splits that fill the GPU, and let two programs
-    or one share a multiprocessor."""
+    """Yield the chosen tiling, and for FP8 others, with few splits but enough to fill the GPU. Two programs share a
+    multiprocessor if they can."""
     seen = [choose(rows, outputs, inputs, gated, fp8)]
     yield seen[0]
     padded = token_block_of(rows, fp8)

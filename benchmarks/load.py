@@ -77,8 +77,8 @@ def problem_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
 
 
 def file_load(prompts: Sequence[Sequence[int]], requests: int) -> Load:
-    """Return a load with the given prompts, and answers that end where the model ends them. The prompts are repeated up
-    to twice the number of requests."""
+    """Return a load with the given prompts, and answers that end where the model ends them. Prompts are repeated if
+    there are fewer than two for each request."""
     count = max(len(prompts), 2 * requests)
     return Load(requests, list(itertools.islice(itertools.cycle(prompts), count)), MAX_ANSWER)
 

@@ -123,7 +123,7 @@ class PowerProblems:
     """Answers some problems in every way, at one temperature."""
 
     def __init__(self, pair: ModelPair, problems: dict[int, PowerProblem], tokens: int, ways: Ways) -> None:
-        """`problems`: by number; `tokens`: maximum of an answer."""
+        """`problems`: by number; `tokens`: maximum number of tokens of an answer."""
         self._pair, self._problems, self._tokens, self._ways = pair, problems, tokens, ways
         self._temperature, self._seed = ways.temperature, ways.seed
         self.found: dict[str, list[Solved]] = defaultdict(list)

@@ -223,7 +223,8 @@ class ModeTimer:
                     if self._on_round is not None:
                         self._on_round(TracedRound(last, now, source.waited, seen.work[-1]))
             run += not loop.steady
-            # The next round is timed from here without a gap: the GPUs work meanwhile, and would look faster.
+            # The next round is timed from here, without a gap: the GPUs work meanwhile, so a gap would make them look
+            # faster.
             last = now
         return seen
 

@@ -121,7 +121,7 @@ class PartsOutput:
         retry_failed: bool,
     ) -> None:
         """`made_by`: what answers depend on besides the lines. Raises ValueError for an input without lines, and for a
-        directory that belongs to another input or is written by another run."""
+        directory that was made from another input or with another `made_by`, or is being written by another run."""
         self._source, self.sink, self._retries = source, sink, retry_failed
         self._sizes, self._unit = _sizes(source)
         self._mean = self._mean_size()

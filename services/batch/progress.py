@@ -88,7 +88,7 @@ class BatchProgress:
 
     @property
     def now(self) -> Counts:
-        """Lines that this run has decoded."""
+        """Counts of the lines that this run has decoded."""
         return self.here + self.coming
 
     @property

@@ -160,7 +160,7 @@ def health(
     tls_key: TlsKey = None,
     as_json: options.JsonFlag = False,
 ) -> int:
-    """Whether the service and its groups are ready. Exit code 0 if the service is."""
+    """Show whether the service, its draft group and its target group are ready. Exit code 0 if the service is."""
     with _connect(options.given(ctx.params)) as service:
         states = {part: service.health(part) for part in PARTS}
     if as_json:
@@ -182,7 +182,7 @@ def info(
     tls_key: TlsKey = None,
     as_json: options.JsonFlag = False,
 ) -> int:
-    """What is served, how, and how busy it is."""
+    """Show what is served, with which settings, and how busy the service is."""
     with _connect(options.given(ctx.params)) as service:
         server, models = asdict(service.server_info()), asdict(service.model_info())
     if as_json:

@@ -154,7 +154,7 @@ class DistillOptions:
 
 @options.with_options(DistillOptions)
 def distill(given: DistillOptions) -> int:
-    """Train a draft for a target on nothing but what the target writes, and measure what it gains."""
+    """Train a draft for a target on text that the target itself writes, and measure what the draft gains."""
     from smc import demo
     from smc.distill.conversations import TEMPERATURES, TalkSettings
     from smc.distill.run import DistillConfig, distill

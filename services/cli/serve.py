@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def serve(arguments: ServeOptions) -> int:
     """Serve a model pair over gRPC and over OpenAI's and Anthropic's API; stop with Ctrl-C or SIGTERM.
 
-    --config reads options from a file, which has some more than there are flags; --print-config writes such a file."""
+    --config reads options from a file, also those that have no flag; --print-config writes such a file."""
     import asyncio
     import logging
 

@@ -45,7 +45,7 @@ class WorkerGroupConfig:
     target_resource: str | None = None
     """Custom Ray resource of the hosts that the target's ranks may run on (`ray start --resources`); None: any host."""
     draft_resource: str | None = None
-    """The same for the draft's ranks."""
+    """Custom Ray resource of the hosts that the draft's ranks may run on; None: any host."""
     link: str = "nccl"
     """`nccl`: torch.distributed (NCCL between GPUs, gloo elsewhere); `grpc`: gRPC streams, for hosts that gloo does not
     reach."""
