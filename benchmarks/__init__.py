@@ -1,1 +1,1 @@
-"""What measures the product: quality, speed, costs, time to the first token, kernels. The product does not need it."""
+"""Measurements of the product: quality, speed, costs, time to the first token, kernels. The product runs without it."""

@@ -1,7 +1,7 @@
-"""Which arrangement of GPUs, and which N, F, K, decode how many requests fastest: exact decoding beside plain decoding,
-predicted from cost curves and acceptance; and the short runs that measure both.
+"""Predicts which arrangement of GPUs, and which N, F and K, decode a number of requests fastest, by exact decoding or
+by plain decoding. The prediction uses cost curves and acceptance, which short runs measure here.
 
-N rows of a tree, K tokens of a block, F rows ahead for each of N.
+N: rows of a tree; K: tokens of a block; F: rows ahead for each of the N rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smc.scheduler.stats import EngineStats
 from smc.types import ModelRole
 
 CANDIDATES = 32
-"""Tokens that a root offers: a tree's first level is no wider."""
+"""Candidate tokens of a tree's root, so the maximum width of its first level."""
 PARTICLES = (1, 2, 4, 8, 16, 32)
 BRANCHES = (1, 2, 4, 8)
 BLOCKS = tuple(range(1, 17))
@@ -32,22 +32,22 @@ PLAIN, LOCKSTEP, LOOKAHEAD = "plain", "lockstep", "look-ahead"
 
 PROBED_BLOCK = 5
 WIDE_ROWS = 8
-"""Rows of the second run. The first has one row; both together give the gain of width."""
+"""Rows in the second run that measures acceptance. The first has one row; the gain of width follows from both."""
 PROBED_PROBLEMS = 16
 BESIDE = 4
-"""Requests of these problems in flight."""
+"""Number of requests in flight while acceptance is measured."""
 MOST_GAIN = 2.0
 
 
 @dataclass(frozen=True)
 class AcceptanceCurve:
-    """How often the target draws what has been drafted. Raises ValueError naming the field, the value and what is
-    allowed."""
+    """Probability that the target draws a drafted token, by the number of rows. Raises ValueError naming the field, the
+    value and what is allowed."""
 
     one: float
-    """Probability that the target's next token is the one that a single drafted row has."""
+    """Probability that a single drafted row has the target's next token."""
     gain: float = WIDTH_GAIN
-    """Exponent: N rows miss N^gain times less often."""
+    """Exponent: N rows miss the token N^gain times less often."""
 
     def __post_init__(self) -> None:
         if not 0 < self.one < 1:
@@ -56,21 +56,21 @@ class AcceptanceCurve:
             raise ValueError(f"gain={self.gain!r}; allowed: finite, >= 0")
 
     def of_rows(self, rows: float) -> float:
-        """Probability that one of so many rows has it."""
+        """Return the probability that one of `rows` rows has the target's next token."""
         return 1 - (1 - self.one) / max(1.0, rows) ** self.gain
 
     def lockstep_tokens(self, particles: int, block: int) -> float:
-        """Tokens a round, expected: those accepted of K, and the target's own."""
+        """Return the expected tokens of a round: the accepted ones of K, and one that the target draws."""
         return 1 + sum(self.of_rows(particles) ** token for token in range(1, block + 1))
 
     def lookahead_tokens(self, particles: int, branches: int, block: int) -> float:
-        """Tokens a round, expected in the long run.
+        """Return the expected tokens of a round in the long run.
 
-        Rounds are of two kinds. One verifies a tree whose first token is known to be right: every token that follows is
-        there with the probability of its rows, and so is the target's word after the block, among the rows ahead. The
-        first that is not ends the round, and the next is of the other kind, which has a single token to verify, and
-        draws a tree ahead from one root, as wide as its offers. Rows ahead are dealt out over all by likelihood; those
-        that follow the winning row are as many as its share of them."""
+        Rounds are of two kinds. A round of the first kind verifies a tree whose first token is known to be right. Every
+        further token of the block is in the tree with the probability that its number of rows gives, and likewise the
+        target's token after the block is in the rows ahead. If one of these tokens is missing, the next round is of the
+        second kind: it verifies a single token, and drafts a tree ahead from one root, at most `CANDIDATES` wide. Rows
+        ahead are distributed over all outcomes by likelihood; the winning row is followed by its share of them."""
         share = self.one**block
         found = self.of_rows(min(particles, particles * branches * share))
         hit, again = found**block, self.of_rows(min(particles * branches, CANDIDATES))
@@ -89,7 +89,7 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Equal services that share the requests."""
+    """A number of equal services that share the requests."""
 
     name: str
     form: str
@@ -102,8 +102,8 @@ class Arrangement:
     def speed(
         self, requests: int, setting: TreeShape | None, acceptance: AcceptanceCurve, plain_block: int, context: int
     ) -> PredictedSpeed:
-        """`setting`: None for plain decoding, which plans `plain_block` tokens at a time; `context`: tokens of each
-        request."""
+        """Predict the speed. `setting`: None for plain decoding, which plans `plain_block` tokens at a time; `context`:
+        tokens of each request."""
         costs, here = self.costs, math.ceil(requests / self.copies)
         read = here * context
         if setting is None:
@@ -136,13 +136,13 @@ class PredictedSpeed:
     requests: int
     setting: TreeShape | None
     tokens: float
-    """Tokens that a round adds to an answer; in plain decoding, a pass."""
+    """Tokens that a round, or in plain decoding a pass, adds to an answer."""
     seconds: float
     """Seconds of that round or pass."""
 
     @property
     def per_request(self) -> float:
-        """Tokens a second."""
+        """Tokens a second of one request."""
         return self.tokens / self.seconds
 
     @property
@@ -160,7 +160,8 @@ class TreeShapes:
 
 
 def arrangements(gpus: int, curves: Mapping[int, LatencyModel]) -> list[Arrangement]:
-    """All that fit on so many GPUs, each as often as it does; `curves` by the GPUs of the target."""
+    """Return all arrangements that fit on `gpus` GPUs, each with as many services as fit. `curves`: latency models by
+    the number of the target's GPUs."""
     found = []
     for degree, costs in curves.items():
         split = f"TP {degree}" if degree > 1 else ""
@@ -184,7 +185,8 @@ def best_of(
     plain_block: int,
     context: int,
 ) -> PredictedSpeed:
-    """The setting of most tokens a second; of those within a thousandth of it the one of fewest rows and tokens."""
+    """Return the setting with the most tokens a second; among those within a thousandth of it, the one with the least
+    drafted tokens (N * F * K)."""
     speeds = [
         arrangement.speed(requests, setting, acceptance, plain_block, context)
         for setting in arrangement.settings(among)
@@ -201,7 +203,7 @@ def advise(
     plain_block: int,
     context: int,
 ) -> list[PredictedSpeed]:
-    """The best setting of every arrangement at every load; of each load the fastest first."""
+    """Return the best setting of every arrangement at every load; for each load the fastest first."""
     return [
         speed
         for requests in loads
@@ -218,12 +220,12 @@ def _work(speed: PredictedSpeed) -> int:
 
 
 def measure_costs(backend: PromptBackend, degrees: tuple[int, int], effort: Effort, rows: int) -> LatencyModel:
-    """Costs with `degrees` GPUs for draft and target (0: the target's own), of draft steps of up to `rows` rows. One
-    model works at a time, so that models on one GPU do not slow each other down."""
+    """Measure the costs with `degrees` GPUs for draft and target (0: the draft is on the target's), for draft steps of
+    up to `rows` rows. One model works at a time, so that models on one GPU do not slow each other down."""
     mode = _mode(EngineConfig(form="lockstep", block=PROBED_BLOCK), degrees, WIDE_ROWS)
     longest = min(backend.shape(mode, role).max_context for role in ModelRole)
     context = min(room_for(effort.context, PROBED_BLOCK), longest)
-    # Every timed row reads pages of its own, and so does the request whose whole rounds are timed.
+    # Every timed row reads its own pages, and so does the request whose whole rounds are timed.
     pages = pool_for(max(4, min(rows, effort.crowd)) * context)
     config = replace(mode.config, max_slots=rows, max_context=context, pages=pages)
     with backend.engine(mode, config) as engine:
@@ -235,7 +237,7 @@ def measure_costs(backend: PromptBackend, degrees: tuple[int, int], effort: Effo
 def measure_acceptance(
     backend: PromptBackend, degrees: tuple[int, int], distribution: Mapping[str, Any], problems: int = PROBED_PROBLEMS
 ) -> AcceptanceCurve:
-    """Acceptance in exact answers to problems, with one row and with `WIDE_ROWS`. `distribution`: settings of
+    """Measure acceptance in exact answers to problems, with one row and with `WIDE_ROWS`. `distribution`: settings of
     `SamplingParams`, by name."""
     missed = {}
     for rows in (1, WIDE_ROWS):
@@ -254,10 +256,10 @@ def measure_acceptance(
 
 
 def missed_share(stats: EngineStats, answers: int) -> float:
-    """Share of the tokens compared by rounds in lockstep that the target drew differently. Never 0 or 1, however few
-    tokens there were.
+    """Return the share of the tokens compared by rounds in lockstep that the target drew differently. It is never 0 or
+    1, however few tokens were compared.
 
-    A round compares tokens up to the first that is wrong; the last round of an answer, up to its end.
+    A round compares tokens up to the first wrong one; the last round of an answer, up to the answer's end.
     """
     accepted = stats.spec["walk"].accepted_by_position
     found, unfinished = sum(accepted), stats.spec["walk"].rounds - accepted[-1]

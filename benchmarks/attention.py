@@ -1,13 +1,13 @@
-"""Time one layer's attention and store on a GPU at real sizes, beside the bytes that must be read and beside
-flashinfer.
+"""Time one layer's attention and store on a GPU at real sizes, compared with the time of reading the keys and values
+once, and with flashinfer.
 
 `python -m benchmarks.attention [--rows 8,32,64] [--contexts 256,...] [--groups 1,...] [--shapes
 draft,target,plain] [--only SETTING]
     [--sweep] [--no-flashinfer]`
 
-With several groups, rows are dealt out among them and each has a prefix of its own: as many groups as rows is plain
-decoding. `--sweep` tries the prefix kernel's tile of positions, depth, warps and pieces in every combination in place
-of the settings, best first.
+With several groups, the rows are split evenly among them, and each group has its own prefix: as many groups as rows
+corresponds to plain decoding. `--sweep` replaces the settings by every combination of the prefix kernel's tile of
+positions, depth, warps and pieces, and prints the best.
 
 Every figure is the median over replays of a CUDA graph of many calls, each on the keys and values of another layer, so
 that the L2 cache does not hold them. Each setting is first checked against float64. The last line is JSON.
@@ -37,7 +37,7 @@ HEADS, OWN, BANDWIDTH = (
     (32, 8),
     24,
     4.26e12,
-)  # OWN: positions of a row before its new tokens; bytes/s as measured on an H200.
+)  # OWN: a row's own positions before its new tokens; BANDWIDTH: bytes/s as measured on an H200.
 SHAPES = {"draft": (64, 1), "target": (128, 8), "plain": (128, 1)}  # (D, Q)
 LONGEST, COLD_BYTES, MOST_BYTES, MOST_CALLS = 16384, 256 << 20, 8 << 30, 400
 SETTINGS = {
@@ -62,8 +62,8 @@ SWEEP = {
         (32, 64, 128), (2, 3, 4, 6), (4, 8), (8, 16, 33, 49, 66), (64, 128)
     )
 }  # fmt: skip
-"""More pieces than multiprocessors for each key/value head (16) put several programs on one, which wait for memory in
-turn."""
+"""With more pieces for each key/value head than it has multiprocessors (16), several programs share a multiprocessor
+and wait for memory in turn."""
 
 
 def full(count: int, value: int) -> Tensor:
@@ -72,10 +72,12 @@ def full(count: int, value: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Inputs:
+    """Random queries, keys and values of one size; each layer of keys and values serves one call."""
+
     rows: int
     queries: int
     keys: Tensor
-    """[layers, P + 1, J, D], as `values`."""
+    """[layers, P + 1, J, D], as are `values`."""
     values: Tensor
     qkv: Tensor
     q_THD: Tensor
@@ -111,7 +113,8 @@ class Inputs:
         return (self.keys[0].numel() - self.keys[0, 0].numel()) * 4 / BANDWIDTH * 1e6
 
     def tables(self, tails: bool = False) -> Tables:
-        """Every row has a slot; with `tails` its new tokens' pages are its own."""
+        """Return block tables with a slot for every row; with `tails`, the pages of its new tokens are passed
+        separately."""
         table_SL = torch.cat((self.prefix_RL, self.own_RW), 1)
         slot_R = torch.arange(self.rows, dtype=torch.int32, device="cuda")
         if not tails:
@@ -126,11 +129,11 @@ class Inputs:
         return Groups(group_R, first_G, full(count, size), full(count, self.context))
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Start and count of every row."""
+        """Return start and count of every row's new tokens."""
         return full(self.rows, self.context + OWN), full(self.rows, self.queries)
 
     def reference(self) -> Tensor:
-        """Layer 0 in float64, row by row."""
+        """Return the attention of layer 0, computed in float64 row by row."""
         (h, j), q = HEADS, self.queries
         out_THD = torch.empty(self.q_THD.shape, dtype=torch.float64, device="cuda")
         for r in range(self.rows):
@@ -147,7 +150,7 @@ class Inputs:
 
 
 Call = Callable[[int], Tensor]
-"""Attend on one layer."""
+"""Runs the timed operation on the layer of this index."""
 
 
 def attention_of(inputs: Inputs, setting: dict) -> SharedPrefixAttention:
@@ -165,7 +168,7 @@ def kernels(inputs: Inputs, setting: dict) -> Call:
 
 
 def prepare(inputs: Inputs) -> Call:
-    """What comes once a pass, and not once a layer."""
+    """Return the work that a pass does once, not in every layer."""
     attention, arguments = attention_of(inputs, {}), (inputs.tables(tails=True), inputs.groups(), *inputs.bounds())
     return lambda _layer: attention.prepare(*arguments).page_T
 
@@ -215,7 +218,8 @@ def decode(inputs: Inputs) -> Call:
 
 
 def store(inputs: Inputs) -> Call:
-    """Last of all: it rotates the queries, and writes pages."""
+    """Return the call that rotates queries and keys, and stores keys and values. It overwrites pages, so time it after
+    the attention."""
     dim, tokens = inputs.q_THD.shape[-1], len(inputs.qkv)
     rope = torch.randn(64, dim, device="cuda")
     position_T = torch.arange(tokens, dtype=torch.int32, device="cuda") % 64
@@ -227,7 +231,7 @@ def store(inputs: Inputs) -> Call:
 
 
 def step(inputs: Inputs) -> Call:
-    """Storing and attending in one launch. After the others: it writes pages."""
+    """Return the call that stores and attends in one launch. It overwrites pages, so time it after the attention."""
     tables, bounds = inputs.tables(), inputs.bounds()
     rope = torch.randn(LONGEST + 64, inputs.q_THD.shape[-1], device="cuda")
     out_THD = torch.empty(inputs.q_THD.shape, dtype=torch.bfloat16, device="cuda")
@@ -237,7 +241,7 @@ def step(inputs: Inputs) -> Call:
 
 
 def microseconds(call: Call, calls: int) -> float:
-    """Time of one call, as the median over replays of a graph of all calls."""
+    """Return the microseconds of one call: the median over replays of a graph of all calls."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for layer in range(min(3, calls)):
@@ -259,7 +263,7 @@ def microseconds(call: Call, calls: int) -> float:
 
 
 def measure(name: str, inputs: Inputs, build: Callable[[], Call], reference_THD: Tensor | None) -> dict:
-    """One line of the table; a case that fails is reported and does not end the run."""
+    """Measure one line of the table. A case that fails is reported and does not end the run."""
     try:
         call = build()
         error = None
@@ -281,7 +285,7 @@ def measure(name: str, inputs: Inputs, build: Callable[[], Call], reference_THD:
 def measure_case(
     shape: str, rows: int, context: int, groups: int, settings: dict[str, dict], options: argparse.Namespace
 ) -> list[dict]:
-    """All lines of one size."""
+    """Measure all lines of one size."""
     dim, queries = SHAPES[shape]
     inputs = Inputs.random(rows, dim, queries, context, groups)
     print(

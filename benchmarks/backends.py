@@ -1,6 +1,7 @@
-"""Where modes of decoding run: on GPUs or the CPU of this process, or elsewhere (`benchmarks.processes`).
+"""Backends that run modes of decoding: on the GPUs or the CPU of this process, or in other processes
+(`benchmarks.processes`).
 
-Knows nothing about what is measured there.
+Knows nothing about what is measured.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from smc.types import ModelRole
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of decoding on so many GPUs: a line of the table."""
+    """One way of decoding on a number of GPUs: a line of the table."""
 
     name: str
     method: Method
     config: EngineConfig
     particles: int
     degrees: tuple[int, int]
-    """GPUs of draft and target; 0: the draft shares the target's."""
+    """Numbers of GPUs of draft and target; 0: the draft shares the target's GPUs."""
     population: str | None = None
     """Population of SMC; None: the library's default."""
     verification: str | None = None
@@ -49,33 +50,33 @@ class Mode:
 
 
 class PromptBackend(Protocol):
-    """What running prompts needs of a backend."""
+    """A backend that can run prompts."""
 
     tokenizer: Tokenizer
 
     def engine(self, mode: Mode, config: EngineConfig) -> AbstractContextManager[Engine]:
-        """An engine of these settings; `config` says how many pages both pools have, and the longest context."""
+        """Make an engine with these settings; `config` includes the pages of both pools and the longest context."""
         ...
 
     def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
-        """The shape of a whole model."""
+        """Return the shape of a whole model, before it is split among GPUs."""
         ...
 
 
 class BenchBackend(PromptBackend, Protocol):
-    """What timing rounds needs of a backend, besides."""
+    """A backend that can also time rounds."""
 
     def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
-        """Bytes that the fullest GPU of a model reads in a pass."""
+        """Return the bytes of weights that the fullest GPU of a model reads in a pass."""
         ...
 
     def memory(self, mode: Mode) -> int:
-        """Peak bytes in use on the fullest GPU, of the engine that runs."""
+        """Return the peak bytes in use on the fullest GPU since the running engine was made."""
         ...
 
 
 class GpuBackend:
-    """GPUs of this process, one for each model, or one for both."""
+    """Runs on GPUs of this process: one for each model, or one for both."""
 
     def __init__(
         self,
@@ -84,8 +85,8 @@ class GpuBackend:
         draft_head: Callable[[str], DraftHead | None] = lambda device: None,
         **options: bool,
     ) -> None:
-        """`models` gives the model of a role on a device, where it already is, and `draft_head` what the draft proposes
-        with there, if not with all of its head; options are those of `TritonForward`."""
+        """`models` returns the model of a role on a device. `draft_head` returns the part of the draft's head on a
+        device that it proposes with; None: the whole head. `options`: those of `TritonForward`."""
         self._models, self.tokenizer, self._draft_head, self._options = models, tokenizer, draft_head, options
 
     @contextmanager
@@ -133,7 +134,7 @@ class GpuBackend:
 
 
 class CpuBackend:
-    """A loaded pair in this process, on the device of its models."""
+    """Runs a loaded pair in this process, on the device of its models."""
 
     def __init__(self, pair: ModelPair) -> None:
         self._pair, self.tokenizer = pair, pair.tokenizer
@@ -170,7 +171,7 @@ class MixedBackend:
 
 
 def read_bytes(model: Decoder, draft_head: DraftHead | None = None) -> int:
-    """Bytes of the weights that a pass reads: all but the embedding, and of the head what is used."""
+    """Return the bytes of the weights that a pass reads: all but the embedding; of the head, the part that is used."""
     head = model.lm_head if draft_head is None else draft_head.matrix
     elsewhere = [weight for name, weight in model.named_parameters() if not name.startswith(("embed.", "lm_head."))]
     return sum(weight.nbytes for weight in (*elsewhere, *head.parameters()))

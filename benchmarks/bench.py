@@ -1,5 +1,5 @@
-"""`smcserve bench`: how fast a pair decodes on GPUs; on a CPU, where the time of a round goes; on either, how soon
-answers begin."""
+"""`smcserve bench`: measures the decoding speed of a pair on GPUs, the parts of a round's time on a CPU, and on either
+the time to the first token."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ ROUNDS = 30
 DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p", "guidance_scale")
 """Options of the distribution that tokens are drawn from."""
 OF_METHOD = {"smc": "population", "exact": "verification"}
-"""The option that each method has for itself."""
+"""Method -> the option that only this method has."""
 OWN = ("target_dtype", "draft_dtype", "draft_vocab", "draft_vocab_text")
-"""Options of the models' types and draft vocabulary."""
+"""Options for data types of the models and for the draft vocabulary."""
 MODELS = ("target", "draft")
 
 ParticlesList = Annotated[
@@ -115,7 +115,7 @@ AcceptanceOfOne = Annotated[
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The command's options. What was not given is None, or False."""
+    """Options of `smcserve bench`. Options that were not given are None, or False."""
 
     target: options.Target = None
     draft: options.Draft = None
@@ -241,7 +241,7 @@ class BenchOptions:
 
     @property
     def distribution(self) -> dict[str, Any]:
-        """Given settings of the target's distribution, by their names in `SamplingParams`."""
+        """The given settings of the target's distribution, by their names in `SamplingParams`."""
         return {name: value for name, value in self.named(*DISTRIBUTION).items() if value is not None}
 
     @property
@@ -251,8 +251,8 @@ class BenchOptions:
 
     @property
     def decodings(self) -> list[dict[str, Any]]:
-        """Of the modes of both models, what was given, once for each method; of `SamplingParams`, by name. Where there
-        are several methods, each is told what is its own."""
+        """The given settings of modes that use both models: a mapping by name in `SamplingParams` for each method. If
+        there are several methods, each gets only the option that it has itself."""
         methods = list(dict.fromkeys(self.method or ["smc"]))
         given = {name: value for name, value in self.named(*OF_METHOD.values()).items() if value is not None}
         own = {
@@ -275,7 +275,7 @@ class BenchOptions:
 
     @property
     def loads(self) -> list[int]:
-        """Requests side by side."""
+        """Numbers of concurrent requests."""
         return self.concurrency or list(PROMPTS_BESIDE if self.prompts else (1, 16))
 
     @property
@@ -283,7 +283,7 @@ class BenchOptions:
         return ROUNDS if self.rounds is None else self.rounds
 
     def check(self, idle: Mapping[str, Any], *paths: Path | None) -> None:
-        """Counts, and files that are to be written. `idle`: settings that would have no effect without --link. Raises
+        """Check counts, and the files to be written. `idle`: settings that have no effect without --link. Raises
         ValueError."""
         for name, values in (("concurrency", self.loads), ("rounds", [self.timed_rounds])):
             if min(values) < 1:
@@ -295,7 +295,7 @@ class BenchOptions:
             refuse_idle(idle, "without --link")
 
     def check_decoding(self) -> None:
-        """Raises ValueError for options that contradict the method or have no effect with it."""
+        """Raise ValueError for options that contradict the method or have no effect with it."""
         from smc.api.sampling_params import SamplingParams
 
         if self.load == "grown" and self.guidance_scale not in (None, 1):
@@ -316,7 +316,8 @@ class BenchOptions:
 
 
 def refuse_idle(given: Mapping[str, Any], where: str) -> None:
-    """Settings that would have no effect. Raises ValueError."""
+    """Raise ValueError for the settings in `given` that are not None: they have no effect here. `where`: the condition,
+    for the message."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"--{name.replace('_', '-')} {value} has no effect {where}; leave it out")
@@ -342,7 +343,7 @@ def bench(arguments: BenchOptions) -> None:
 
 
 def _advise(arguments: BenchOptions) -> None:
-    """Costs, and what they say of how to split GPUs."""
+    """Time the models, and print the advice on how to split GPUs."""
     idle = arguments.named("mode") | {"prompts": arguments.prompts or None}
     idle |= arguments.named(
         "rounds", "draft_tp", "trace", "method", "population", "verification", "guidance_scale", "drafting"
@@ -366,7 +367,7 @@ def _advise(arguments: BenchOptions) -> None:
 
 
 def _advise_plan(arguments: BenchOptions, there: int | None) -> AdvisePlan:
-    """`there`: GPUs; None: the models are on a CPU."""
+    """Return the plan for --advise. `there`: number of GPUs; None: the models are on a CPU."""
     gpus = (there or 2) if arguments.gpus is None else arguments.gpus
     most = 1 if not arguments.link else gpus if there is None else min(gpus, there)
     return AdvisePlan(
@@ -387,7 +388,7 @@ def _advise_plan(arguments: BenchOptions, there: int | None) -> AdvisePlan:
 
 
 def _bench_gpus(arguments: BenchOptions) -> None:
-    """Tokens a second, or how soon answers begin."""
+    """Measure tokens a second, or with --prompts the time to the first token."""
     arguments.check(arguments.named("draft_tp", "target_tp", "threads"), arguments.json, arguments.trace)
     contexts: Sequence[int] = arguments.context or (PROMPT_CONTEXTS if arguments.prompts else (256,))
     if arguments.prompts:
@@ -424,7 +425,7 @@ def _bench_gpus(arguments: BenchOptions) -> None:
 
 
 def _bench_prompts(arguments: BenchOptions) -> None:
-    """How soon answers begin, on a CPU."""
+    """Measure the time to the first token on a CPU."""
     idle = arguments.named("load", "mode", "trace", "drafting", *DISTRIBUTION) | {
         "link": arguments.link and arguments.link[0]
     }
@@ -446,7 +447,7 @@ def _bench_prompts(arguments: BenchOptions) -> None:
 
 
 def _bench_rounds(arguments: BenchOptions) -> None:
-    """Where the time of a round goes, on a CPU."""
+    """Measure the parts of a round's time on a CPU."""
     refuse_idle(arguments.named("load", "mode", "context", "trace", "drafting", *DISTRIBUTION), "without --device cuda")
     (particles, *more), blocks, branches = arguments.sizes
     if more:
@@ -474,7 +475,8 @@ def _bench_rounds(arguments: BenchOptions) -> None:
 
 
 def _file_prompts(arguments: BenchOptions) -> list[FileProblem] | None:
-    """Those of --prompts-file. Raises ValueError before models are loaded."""
+    """Return the problems of --prompts-file; None if it is not given. Raises ValueError for an invalid file, before
+    models are loaded."""
     from benchmarks.problem_file import read_problems
 
     return None if arguments.prompts_file is None else read_problems(arguments.prompts_file)
@@ -512,7 +514,7 @@ def _measure_processes(
 
 
 def _worker_group_config(arguments: BenchOptions) -> WorkerGroupConfig:
-    """Raises ValueError for wrong options before torch is imported."""
+    """Return the configuration of the models. Raises ValueError for invalid options, before torch is imported."""
     return service_options.worker_group_config(arguments.named("load", *MODELS, "device", "threads", *OWN))
 
 
@@ -520,8 +522,8 @@ def _worker_group_config(arguments: BenchOptions) -> WorkerGroupConfig:
 def _backend(
     link: Sequence[str] | None, config: WorkerGroupConfig, degrees: tuple[int, int]
 ) -> Iterator[tuple[BenchBackend, int | None]]:
-    """A backend in this process, or with `link` one with each rank in a process of its own; and the number of GPUs,
-    None on a CPU. `degrees`: GPUs of draft and target, where each has its own."""
+    """Make a backend in this process, or with `link` one with each rank in its own process. Yields it with the number
+    of GPUs, None on a CPU. `degrees`: GPUs of draft and target in modes where each model has its own."""
     from benchmarks.backends import GpuBackend, MixedBackend
     from benchmarks.processes import ProcessBackend
     from smc.loading import LoadedModels

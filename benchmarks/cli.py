@@ -1,4 +1,4 @@
-"""The commands of `smcserve` that measure: `eval`, `bench`, `timeline` and `grow`."""
+"""The commands `smcserve eval`, `bench`, `timeline` and `grow`."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ OF_THE_DEMO_PAIR = {
 
 
 def _evaluate_file(arguments: EvalOptions) -> None:
-    """`--problems FILE`."""
+    """Run `smcserve eval --problems FILE`."""
     from benchmarks.own_problems import MAX_TOKENS, USUAL, OwnTerms, evaluate_own
     from benchmarks.problem_file import read_problems
     from smc.api.sampling_params import Method, SamplingParams
@@ -222,7 +222,7 @@ def _evaluate_file(arguments: EvalOptions) -> None:
 
 
 def _check_writable(*paths: Path | None) -> None:
-    """Raises ValueError for files that cannot be written, before anything is measured."""
+    """Raise ValueError for files that cannot be written, before anything is measured."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ValueError(
@@ -231,7 +231,7 @@ def _check_writable(*paths: Path | None) -> None:
 
 
 def _check_outputs(plan: QualityPlan, *paths: Path | None) -> None:
-    """Raises ValueError for files that cannot be written, before anything is measured."""
+    """Raise ValueError for files that cannot be written, before anything is measured. The last path is the picture."""
     _check_writable(*paths)
     if paths[-1] is not None:
         check_drawing()
@@ -242,7 +242,7 @@ def _check_outputs(plan: QualityPlan, *paths: Path | None) -> None:
 def grid_of(
     particles: Sequence[int] | None, blocks: Sequence[int] | None, branches: Sequence[int] | None, temperature: float
 ) -> list[DecodingSetting]:
-    """The settings of the table; without SMC at temperature 0, where it is not defined."""
+    """Return the settings of the table; without SMC at temperature 0, where it is not defined."""
     from benchmarks.quality import grid
 
     return [setting for setting in grid(particles, blocks, branches) if setting.method != "smc" or temperature != 0]
@@ -262,7 +262,7 @@ def _settings(settings: list[DecodingSetting], only: Sequence[str] | None) -> li
 
 
 def _fits(name: str, words: Sequence[str]) -> bool:
-    """Every word is in the name; N=1 is not in N=16."""
+    """Return whether the name contains every word. A word with = must be a whole word: N=1 does not match N=16."""
     name = name.lower()
     return all(word in (name.split() if "=" in word else name) for word in words)
 
@@ -352,6 +352,6 @@ app.command("grow")(grow)
 
 
 def run(command: str, arguments: Sequence[str]) -> int:
-    """Run `smcserve COMMAND ARGUMENTS` and return its exit code. Errors are raised, as by typer without standalone
+    """Run `smcserve COMMAND ARGUMENTS` and return its exit code. Raises errors, as typer does without standalone
     mode."""
     return app([command, *arguments], prog_name="smcserve", standalone_mode=False) or 0

@@ -1,8 +1,8 @@
-"""The engine under loads that change: lengths of rounds, rows beside particles, memory, the prefix cache, requests side
-by side.
+"""Measures the engine under changing loads: lengths of rounds, padding of rows, memory, the prefix cache, and the
+number of requests that run at once.
 
 `python -m benchmarks.engine mixed|prefix|capacity|profile [--target SHAPE] [--draft SHAPE] [--rounds N]`, on one
-GPU or two; random weights. Every part prints a line for people, and ends with a JSON line."""
+GPU or two, with random weights. Every part prints readable lines, and a JSON line at the end."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def allocated() -> list[float]:
 
 
 def mixed(args: argparse.Namespace) -> dict:
-    """A fixed number of requests at once, of 1 to 32 particles and varied sampling settings, lengths and ends; an
-    answered request is replaced by a new one."""
+    """Run a fixed number of requests at once, with 1 to 32 particles and varied sampling settings and lengths. A new
+    request replaces each answered one."""
     config = EngineConfig(block=args.block, branches=2, max_slots=512, max_context=1024, pages=200_000)
     engine, rng = make_engine(args, config), random.Random(1)
     vocab, submitted = engine.tokenizer.size, 0
@@ -138,7 +138,7 @@ def mixed(args: argparse.Namespace) -> dict:
 
 
 def prefix(args: argparse.Namespace) -> dict:
-    """Time to the first token of a prompt of 4,096 tokens, asked again."""
+    """Measure the time to the first token of a prompt of 4,096 tokens, new and cached."""
     config = EngineConfig(block=args.block, branches=4, max_slots=16, max_context=8192, pages=60_000)
     engine, found = make_engine(args, config), {"cold_ms": [], "cached_ms": [], "cached_tokens": []}
     generator = torch.Generator().manual_seed(0)
@@ -157,7 +157,8 @@ def prefix(args: argparse.Namespace) -> dict:
 
 
 def capacity(args: argparse.Namespace) -> dict:
-    """Requests of N = 32 and 2,048 tokens that run at once in as many pages as the 8B shape has on 80 GiB."""
+    """Count the requests of N = 32 and `--tokens` tokens that run at once, with as many pages as the 8B shape has on
+    80 GiB."""
     size, shape = KVPool.page_bytes(preset("llama-8b"), DTYPE), 15.0e9 + 1.05e9
     pages = int((79.1 * 2**30 - shape - (6 << 30)) // size)
     n, tokens, prompt, f, k = 32, args.tokens, 256, 2, 5
@@ -199,7 +200,7 @@ def capacity(args: argparse.Namespace) -> dict:
 
 
 def profile(args: argparse.Namespace) -> dict:
-    """What kernels a round of one request is made of: the longest, and how many launches, by GPU."""
+    """Print the longest kernels of a round of one request, with their times and numbers of launches, by GPU."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 

@@ -1,15 +1,15 @@
-"""Exact decoding beside plain decoding on the shipped pair, by the hundred.
+"""Compares exact decoding with plain decoding on the shipped pair, on hundreds of problems.
 
     python -m benchmarks.exactness equality --problems 1000 [--device cuda --dtype bfloat16] [--form lockstep]
     python -m benchmarks.exactness misses --problems 24 [--temperature 1]
 
 `equality` spreads problems over temperatures, truncations, stop strings, forms, N, K and F, and decodes half of them
-beside SMC requests. It prints the answers that differ from plain decoding, how many of those are right, and tokens a
-round. The tests run fewer problems on a smaller pair.
+beside SMC requests. It prints the answers that differ from plain decoding, the number of these that are right, and the
+tokens a round. The tests run fewer problems on a smaller pair.
 
-`misses` prints for every temperature and N the share of compared tokens that the target drew differently, and the
-exponent by which it falls with N; tokens a round with F = 4, and with F = 1. `smc.scheduler.speculation.WIDTH_GAIN` was
-taken from it. With 48 problems it takes ten minutes."""
+`misses` prints, for every temperature and N, the share of compared tokens that the target drew differently, and the
+tokens a round with F = 4 and with F = 1; for every temperature also the exponent by which this share falls with N.
+`smc.scheduler.speculation.WIDTH_GAIN` was taken from it. With 48 problems it takes ten minutes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EQUALITY_PARTICLES = (1, 4, 8, 16)
 MISSES_PARTICLES = (1, 2, 4, 8)
 MISSES_SEED = 5
 BESIDE = 8
-"""Requests side by side whose misses are counted."""
+"""Number of concurrent requests while misses are counted."""
 
 
 def problem_request(pair: ModelPair, name: str, problem: Problem, params: SamplingParams) -> Request:
@@ -58,7 +58,7 @@ def problem_request(pair: ModelPair, name: str, problem: Problem, params: Sampli
 
 
 def request_by(method: str, pair: ModelPair, index: int, problem: Problem) -> Request:
-    """Its sampling settings and its seed depend on the index alone."""
+    """Return the request for a problem. Its sampling settings and its seed depend on the index alone."""
     rows = {}
     if method == "exact":
         rows = {"particles": EQUALITY_PARTICLES[index // len(SAMPLING) % len(EQUALITY_PARTICLES)]}
@@ -72,7 +72,7 @@ def answers_of(engine: Engine, requests: list[Request]) -> dict[str, Answer]:
 
 
 def with_smc_beside(requests: list[Request]) -> list[Request]:
-    """Every second request of the result is decoded by SMC, until half of `requests` have one beside them."""
+    """Insert an SMC request after each of the first half of `requests`."""
     beside = [
         Request(
             f"smc {i}",
@@ -85,7 +85,7 @@ def with_smc_beside(requests: list[Request]) -> list[Request]:
 
 
 def compare(given: argparse.Namespace) -> None:
-    """Print every exact answer that is not the plain one, then the totals."""
+    """Print every exact answer that differs from the plain one, then the totals."""
     configs = [config for config in CONFIGS if given.form in (None, config.form)]
     pair = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=DTYPES[given.dtype], device=given.device)
     problems, found = generate(11, given.problems, "test"), Counter[str]()
@@ -114,7 +114,7 @@ def compare(given: argparse.Namespace) -> None:
 
 
 def misses_of(pair: ModelPair, problems: int, temperature: float, particles: int, branches: int) -> SpecStats:
-    """Statistics of look-ahead with blocks of 5."""
+    """Answer problems in look-ahead with blocks of 5; return the statistics."""
     engine = local_engine(pair, EngineConfig(block=5, branches=branches, max_slots=BESIDE * particles))
     requests = []
     for i, problem in enumerate(generate(MISSES_SEED, problems, "test")):
@@ -132,7 +132,7 @@ def misses_of(pair: ModelPair, problems: int, temperature: float, particles: int
 
 
 def count_misses(given: argparse.Namespace) -> None:
-    """Print a line for every temperature and N, then the exponent of the temperature."""
+    """For every temperature print a line for each N, then the exponent."""
     pair = ModelPair.load(demo.TARGET, demo.DRAFT)
     for temperature in given.temperature or (1.0, 1.5, 2.0):
         missed = {}

@@ -1,8 +1,8 @@
-"""What OpenAI's API costs beside gRPC: `python -m benchmarks.gateway`. The gateway runs in a process of its own.
+"""Compares the costs of OpenAI's API and of gRPC: `python -m benchmarks.gateway`. The gateway runs in its own process.
 
-One request: time to the first token, and between tokens; of the demo pair, and of a backend that is always ready, so
-that only the gateway is measured. Then 64 streams of that backend: tokens a second, and the gateway's CPU time for each
-token. Every line is JSON."""
+With one request at a time, measures the time to the first token and between tokens, with the demo pair and with a
+backend that is always ready, so that only the gateway is measured. Then, with 64 streams of that backend, measures
+tokens a second and the gateway's CPU time for each token. Every line is JSON."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Ask = Callable[[str, dict], AsyncIterator[None]]
 
 
 class ReadyBackend:
-    """Every answer is `max_tokens` tokens, each as soon as it is awaited."""
+    """A backend without models: every answer has `max_tokens` tokens, each available as soon as it is awaited."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         count = request.params.max_tokens or 1
@@ -72,7 +72,7 @@ class ReadyBackend:
 
 
 class EngineBackend:
-    """An engine in a thread of this process; its outputs are delivered in this asyncio loop."""
+    """A backend with an engine in a thread of this process; its outputs are delivered in this asyncio loop."""
 
     def __init__(self, engine: Any) -> None:
         self._asyncio = asyncio.get_running_loop()
@@ -111,7 +111,7 @@ async def serve(ready: bool) -> None:
 
 @contextmanager
 def process(ready: bool) -> Iterator[tuple[psutil.Process, tuple[int, int]]]:
-    """A process that serves, and its ports for gRPC and HTTP."""
+    """Start a process that serves; yields it with its ports for gRPC and HTTP."""
     command = [sys.executable, "-m", "benchmarks.gateway", "--serve", "ready" if ready else "engine"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
@@ -137,7 +137,7 @@ def by_http(session: aiohttp.ClientSession, port: int) -> Ask:
         body = {"messages": [{"role": "user", "content": text}], "stream": True, "method": "target", **settings}
         async with session.post(f"http://127.0.0.1:{port}{CHAT}", json=body) as response:
             assert response.status == 200
-            # Chunks as they come: parsing lines would be measured, too.
+            # Chunks are taken as they arrive: the time to parse lines would be measured, too.
             async for _ in response.content.iter_any():
                 yield
 
@@ -145,7 +145,7 @@ def by_http(session: aiohttp.ClientSession, port: int) -> Ask:
 
 
 async def times(ask: Ask, text: str, seed: int) -> tuple[float, list[float]]:
-    """Seconds to the first message, and between messages."""
+    """Return the seconds to the first message, and those between messages."""
     moments = [time.perf_counter()]
     async for _ in ask(text, {"seed": seed, "max_tokens": 40}):
         moments.append(time.perf_counter())
@@ -154,7 +154,7 @@ async def times(ask: Ask, text: str, seed: int) -> tuple[float, list[float]]:
 
 
 async def rate(ask: Ask, tokens: int, server: psutil.Process) -> tuple[float, float]:
-    """Tokens a second of all streams, and microseconds of the gateway's CPU for each."""
+    """Return the tokens a second of all streams, and the gateway's CPU time for each token in microseconds."""
 
     async def one(number: int) -> None:
         async for _ in ask("x", {"max_tokens": tokens, "seed": number}):

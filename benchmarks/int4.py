@@ -1,15 +1,15 @@
-"""Check and time int4 on a GPU beside the time that reading the weights takes.
+"""Check and time int4 on a GPU, compared with the time that reading the weights takes.
 
     python -m benchmarks.int4 products [--models 8b,70b] [--rows 8,16,40,64] [--only "8b down"] [--group 64] [--zeros]
     python -m benchmarks.int4 passes [llama-8b:int4:8x5:256 llama-8b:fp8:8x5:256 ...]
 
-The floor is what the bytes take at the speed at which this GPU reads a large tensor, measured first. The last line is
-JSON.
+The floor is the time to read the bytes of the weights, at the speed at which this GPU reads a large tensor, which is
+measured first. The last line is JSON.
 
-`products`: each product of a decoder with codes in groups of 128, or --group, by every tiling, checked against float32.
-A line has the chosen tiling, the fastest ones as n/splits/warps/stages, and the floor, in microseconds. `passes`: whole
-passes with random weights as in `benchmarks.passes decode`, beside the floor of all weights that a pass reads (not the
-embedding)."""
+`products` times each product of a decoder with codes in groups of 128, or --group, with every tiling, checked against
+float32. A line has the chosen tiling, the fastest ones as n/splits/warps/stages, and the floor, in microseconds.
+`passes` times whole passes with random weights as `benchmarks.passes decode` does; their floor includes all weights
+that a pass reads (not the embedding)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ READ_BYTES = 4 << 30
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that this GPU reads."""
+    """Return the bytes a second that this GPU reads."""
     large = torch.zeros(READ_BYTES // 4, device="cuda")
     return READ_BYTES / (1e-3 * call_milliseconds(large.sum))
 
 
 def matrices(inputs: int, outputs: int, held: Int4Format) -> list[Linear]:
-    """As many as exceed the L2 cache together."""
+    """Return random matrices, as many as exceed the L2 cache together. `held`: their format."""
     found = []
     size = held.bytes(outputs, inputs)
     with torch.device("cuda"):
@@ -61,7 +61,7 @@ def matrices(inputs: int, outputs: int, held: Int4Format) -> list[Linear]:
 
 
 def tilings(rows: int, outputs: int, inputs: int, gated: bool, held: Int4Format) -> Iterator[dict[str, int]]:
-    """Fields of tilings, the chosen one first."""
+    """Yield the fields of tilings, the chosen one first."""
     chosen = choose_int4(rows, outputs, inputs, held.group, zeros=held.zeros, gated=gated)
     seen = []
     for block_n in (chosen.block_n, 64, 128):
@@ -119,7 +119,7 @@ def time_products(given: argparse.Namespace) -> dict[str, dict]:
 
 
 def bytes_read(model: Decoder) -> int:
-    """Bytes of weights that a pass reads."""
+    """Return the bytes of the weights that a pass reads."""
     tied = model.lm_head.weight is model.embed.weight
     return sum(weight.nbytes for weight in model.parameters()) - (0 if tied else model.embed.weight.nbytes)
 

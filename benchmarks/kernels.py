@@ -6,12 +6,12 @@
 Times are microseconds a call inside CUDA graphs of many calls, over copies of the data that together exceed the L2
 cache. The last line is JSON: {name: {"us", "floor_us", ...}}. Axes: see `smc.kernels`.
 
-`products` times the products of a decoder's matrices in bf16 and in FP8, ours and the library's, beside the time that
-reading the weights takes. Every tiling is checked against float32. It prints a line for each product and number of
-rows, in microseconds, then the products of a whole model, in milliseconds. Below each line are the fastest FP8 tilings
-as n/k/splits/warps/stages, with a star at that of `choose`; bf16 has one tiling, found by an earlier search. Our FP8
-products get rounded activations, as from a norm; "library fp8" rounds them first, "its product" does not. It takes
-about four minutes a model, most of them to compile."""
+`products` times the products of a decoder's matrices in bf16 and in FP8, by our kernels and by the library's, and
+compares them with the time that reading the weights takes. Every tiling is checked against float32. It prints a line
+for each product and number of rows, in microseconds, then the sum over a whole model, in milliseconds. Below each line
+are the fastest FP8 tilings as n/k/splits/warps/stages, with a star at the choice of `choose`; bf16 has one tiling,
+found by an earlier search. Our FP8 products get rounded activations, as from a norm; "library fp8" includes the
+rounding, "its product" does not. It takes about four minutes a model, mostly for compiling."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ PRODUCTS = {
         "head": (8192, 128256, 1),
     },
 }
-"""Model, product: (inputs, outputs, how often a pass has it)."""
+"""Model -> product -> (inputs, outputs, number of such products in a pass)."""
 PRODUCT_ROWS = (8, 32, 64, 160, 512)
 MOST_OWN = 256
-"""Rows in bf16; sums of more do not fit a program's registers."""
+"""Maximum number of rows of our kernel in bf16; the sums of more rows do not fit a program's registers."""
 BLOCKS = ((64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 128, 8), (128, 256, 4), (256, 128, 4), (256, 128, 8))
 """(block_n, block_k, warps)"""
 SHARED_BYTES = 227 * 1024
@@ -110,14 +110,14 @@ class Truncation:
 
 
 def truncate_arguments(spec: DistributionSpec, device: torch.device) -> list[Tensor | None]:
-    """Temperature, top-k, top-p and min-p as `truncate` takes them: None for what no row uses."""
+    """Return temperature, top-k, top-p and min-p as arguments of `truncate`: None for a setting that no row uses."""
     names = ("temperature", "top_k", "top_p", "min_p")
     used = {"temperature", *spec.active}
     return [to_device(getattr(spec, f"{name}_R"), device) if name in used else None for name in names]
 
 
 def kept(logits_RV: Tensor, cut: Cut) -> Tensor:
-    """bool [R, V], the entries that a cut keeps of bfloat16 logits."""
+    """Return bool [R, V]: the entries of bfloat16 logits that a cut keeps."""
     bits_RV = (logits_RV.float() + 0.0).view(torch.int32)
     key_RV = (bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)) >> 16
     key_R1, column_V = cut.key_R[:, None], torch.arange(logits_RV.shape[1], device=logits_RV.device)
@@ -145,7 +145,7 @@ def copies(tensor: Tensor) -> list[Tensor]:
 
 
 def microseconds(call: Callable[[Tensor], object], data: list[Tensor]) -> float:
-    """Median over replays of a graph of `CALLS` calls, each on the next copy."""
+    """Return the microseconds of a call: the median over replays of a graph of `CALLS` calls, each on the next copy."""
     call(data[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -242,7 +242,7 @@ def bench_truncate(rows: int, truncation: Truncation, vocab: int = 128256) -> No
     differ = (kept(logits[0], truncate(logits[0], vocab, *arguments)) != expected_RV).sum().item()
     count_R = expected_RV.sum(-1)
     print(f"{name} {rows}: keeps {count_R.min().item()} to {count_R.max().item()}; {differ} entries otherwise")
-    # Sums in another order may end top-p a few entries earlier or later.
+    # Sums in another order may move the end of top-p by a few entries.
     assert differ <= (4 * rows if truncation.top_p < 1 else 0)
     sorting = microseconds(lambda x: torch_distributions.target(x.float()), logits[:2])
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)):
@@ -298,7 +298,7 @@ def bench_selection(groups: int, n: int, branches: int) -> None:
 
 
 def bench_expansion(groups: int, rows: int, kind: PopulationKind, vocab: int = 128256) -> None:
-    """The candidates of rows, then the rows of the next step: `rows` rows of every group from as many."""
+    """Time the candidates of rows, then the choice of the next step's rows: `rows` rows of every group from as many."""
     total, device = groups * rows, torch.device("cuda")
     logits, ones_R = copies(random(total, vocab, scale=3.0)), torch.ones(total, device=device)
     keys = torch.randint(0, 2**31, (4, total), device=device)
@@ -355,13 +355,13 @@ def bench_expansions() -> None:
 
 
 def tilings(rows: int, outputs: int, inputs: int, gated: bool, fp8: bool) -> Iterator[ProductTiling]:
-    """The chosen tiling, and for FP8 others, with as few splits as fill the machine; two programs share a
+    """Yield the chosen tiling, and for FP8 others, with few splits but enough to fill the GPU. Two programs share a
     multiprocessor if they can."""
     seen = [choose(rows, outputs, inputs, gated, fp8)]
     yield seen[0]
     padded = token_block_of(rows, fp8)
     for block_n, block_k, warps in BLOCKS if fp8 else ():
-        # What a thread holds of the sums; with more than this there would be no room for anything else.
+        # Sums take at most 160 registers of a thread; with more there would be no room for anything else.
         if inputs % block_k or block_n * padded > 32 * warps * 160 or (gated and block_n == 64):
             continue
         tiles, steps = -(-outputs // block_n) * -(-rows // padded), inputs // block_k
@@ -403,7 +403,7 @@ def _library_product(
 def own_products(
     x: Tensor | QuantisedRows, gated: bool, matrices: list, expected: Tensor
 ) -> tuple[dict[str, float], float]:
-    """Microseconds of every tiling, the fastest first, and of the one that is chosen."""
+    """Return the microseconds of every tiling, the fastest first, and of the chosen one."""
     rows = len(x.value_TK if isinstance(x, QuantisedRows) else x)
     weight, scale = matrices[0]
     inputs, outputs = weight.shape[1], weight.shape[0]
@@ -425,7 +425,7 @@ def own_products(
 def bench_product(
     inputs: int, outputs: int, rows: int, gated: bool
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """The columns of one product, and the times of all its tilings by type."""
+    """Return the columns of one product, and the times of all its tilings, by type."""
     weights, x_TK = copies(random(outputs, inputs, scale=inputs**-0.5)), random(rows, inputs)
     matrices = {"bf16": [(weight, None) for weight in weights]}
     weight8, scale = quantise(weights[0])

@@ -1,4 +1,4 @@
-"""The one driver of load of all measurements: the requests of a load, and the ways in which an engine gets them.
+"""The load driver of all measurements: makes the requests of a load, and submits them to an engine in several ways.
 
 Knows nothing about what is measured.
 """
@@ -27,29 +27,31 @@ from smc.types import ModelRole
 
 PROBLEM_SEED = 20_261_121
 PROBLEMS = 128
-"""The least number of different problems of a load."""
+"""Minimum number of different problems of a load."""
 LONG_PROMPT = 1024
+"""Prompt tokens above which prompts run in chunks."""
 LEFT = 0.9
-"""A wave ends when a smaller share than this of its requests is still running."""
+"""A wave ends when a smaller share of its requests than this is still running."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts and a number of requests that run side by side."""
+    """Prompts, and a number of concurrent requests."""
 
     requests: int
     prompts: Sequence[Sequence[int]]
-    """Token ids. At least as many prompts as requests; with more, a request that ends makes room for the next."""
+    """Token ids of at least as many prompts as requests. With more prompts, a request that ends makes room for the
+    next."""
     answer: int | None
-    """Most tokens of an answer; None: answers go on for as long as rounds are timed."""
+    """Maximum number of tokens of an answer; None: answers last as long as rounds are timed."""
 
     @property
     def context(self) -> int:
-        """Prompt tokens, the mean."""
+        """Mean number of prompt tokens."""
         return round(statistics.mean(map(len, self.prompts)))
 
     def make_requests(self, params: SamplingParams, longest: int) -> list[Request]:
-        """One request a prompt; `longest`: tokens of an answer that is to go on."""
+        """Return one request for each prompt. `longest`: tokens of an answer if `answer` is None."""
         own = (
             replace(params, max_tokens=longest, ignore_eos=True)
             if self.answer is None
@@ -59,13 +61,13 @@ class Load:
 
 
 def random_load(tokenizer: Tokenizer, requests: int, context: int) -> Load:
-    """Prompts of random tokens, and answers that do not end."""
+    """Return a load with prompts of `context` random tokens, and answers that do not end."""
     generator = torch.Generator().manual_seed(1)
     return Load(requests, torch.randint(10, tokenizer.size, (requests, context), generator=generator).tolist(), None)
 
 
 def problem_load(tokenizer: Tokenizer, requests: int) -> Load:
-    """Problems as prompts, and answers that end where the model ends them."""
+    """Return a load with demo problems as prompts, and answers that end where the model ends them."""
     return Load(requests, problem_prompts(tokenizer, PROBLEMS + 2 * requests), MAX_ANSWER)
 
 
@@ -75,8 +77,8 @@ def problem_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
 
 
 def file_load(prompts: Sequence[Sequence[int]], requests: int) -> Load:
-    """Prompts of a file, over and over where it has fewer than requests, and answers that end where the model ends
-    them."""
+    """Return a load with the given prompts, and answers that end where the model ends them. Prompts are repeated if
+    there are fewer than two for each request."""
     count = max(len(prompts), 2 * requests)
     return Load(requests, list(itertools.islice(itertools.cycle(prompts), count)), MAX_ANSWER)
 
@@ -84,15 +86,15 @@ def file_load(prompts: Sequence[Sequence[int]], requests: int) -> Load:
 def endless_requests(
     prompts: Sequence[Sequence[int]], config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int
 ) -> list[Request]:
-    """Prompts, over and over where there are fewer than requests, whose answers last for `rounds` rounds: only their
-    length ends them. `sampling`: settings of `SamplingParams`, by name."""
+    """Return requests whose answers last for `rounds` rounds: only their length ends them. Prompts are repeated if
+    there are fewer than requests. `sampling`: settings of `SamplingParams`, by name."""
     params = SamplingParams(**sampling, seed=0, ignore_eos=True, max_tokens=rounds * (config.block + 1))
     chosen = itertools.islice(itertools.cycle(prompts), requests)
     return [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(chosen)]
 
 
 def repeated(requests: Sequence[Request]) -> Iterator[Request]:
-    """These requests over and over, numbered anew, each time with other seeds."""
+    """Yield these requests in an endless loop, with new ids, and with other seeds each time."""
     for number in itertools.count():
         turn, index = divmod(number, len(requests))
         params = requests[index].params
@@ -101,28 +103,28 @@ def repeated(requests: Sequence[Request]) -> Iterator[Request]:
 
 
 class LoadDriver:
-    """Submits requests to an engine, and keeps count of those that run."""
+    """Submits requests to an engine, and keeps track of those that run."""
 
     def __init__(self, engine: Engine, requests: Iterable[Request], concurrency: int) -> None:
         self.engine, self.concurrency = engine, concurrency
         self._requests = iter(requests)
         self._running: set[str] = set()
         self.wave = 0
-        """Steps with one number are timed together."""
+        """Number of the wave. Steps of one wave are timed together."""
 
     @property
     def running(self) -> int:
         return len(self._running)
 
     def stop(self) -> None:
-        """Abort what runs."""
+        """Abort the running requests."""
         for request_id in self._running:
             self.engine.abort(request_id)
         self.engine.step()
         self._running.clear()
 
     def _submit_missing(self) -> None:
-        """Submit the next requests until `concurrency` of them run, or there are no more."""
+        """Submit further requests until `concurrency` of them run, or there are no more."""
         while len(self._running) < self.concurrency and (request := next(self._requests, None)) is not None:
             self.engine.submit(request)
             self._running.add(request.request_id)
@@ -132,7 +134,7 @@ class LoadDriver:
 
 
 class ClosedLoop(LoadDriver):
-    """Keeps `concurrency` requests running: one that ends makes room for the next."""
+    """Keeps `concurrency` requests running: each request that ends makes room for the next."""
 
     def __init__(self, engine: Engine, requests: Iterable[Request], concurrency: int) -> None:
         super().__init__(engine, requests, concurrency)
@@ -140,7 +142,7 @@ class ClosedLoop(LoadDriver):
 
     @property
     def steady(self) -> bool:
-        """Whether the last step is to be timed: all requests took part in it."""
+        """Whether the last step is to be timed, since all requests took part in it."""
         return self.engine.num_running == len(self._running)
 
     def step(self) -> list[Output]:
@@ -157,15 +159,15 @@ class ClosedLoop(LoadDriver):
 
 
 class Waves(LoadDriver):
-    """Requests that begin together. When a tenth of them has ended, the others are aborted and as many new ones begin,
-    so that rounds of all requests are timed, without prompts between them. Every wave is timed from its first round
-    on."""
+    """Runs requests in waves that begin together. When a tenth of a wave has ended, the others are aborted and a new
+    wave begins. So the timed rounds have nearly all requests, and no prompts between them. Every wave is timed from its
+    first round on."""
 
     def __init__(self, engine: Engine, requests: Iterable[Request], concurrency: int) -> None:
         super().__init__(engine, requests, concurrency)
         self.steady = False
         self._steps_of_all = 0
-        """Steps since all requests of the wave have begun."""
+        """Number of steps since all requests of the wave have begun."""
 
     def step(self) -> list[Output]:
         if len(self._running) < LEFT * self.concurrency:
@@ -173,7 +175,7 @@ class Waves(LoadDriver):
             self._submit_missing()
             self.wave, self._steps_of_all = self.wave + 1, 0
         outputs, all_run = self.engine.step(), self.engine.num_running == self.concurrency
-        # The step after that in which the last request began queues a first round and waits for none.
+        # The step after the one in which the last request began queues a first round, and waits for no round.
         self.steady = self._steps_of_all > 1
         self._steps_of_all += self._steps_of_all > 0 or all_run
         self._remove_finished(outputs)
@@ -181,13 +183,13 @@ class Waves(LoadDriver):
 
 
 def sized_config(config: EngineConfig, requests: Sequence[Request], concurrency: int) -> EngineConfig:
-    """`config` with room for `concurrency` of these requests at once."""
+    """Return `config` with room for `concurrency` of these requests at once."""
     needs = [decoding_of(one.params).ample_pages(config, one.params, len(one.prompt)) for one in requests]
     pages = concurrency * max(max(need.get(role, 0) for role in ModelRole) for need in needs)
     longest = max(len(request.prompt) for request in requests)
     most = max(request.params.max_tokens or 0 for request in requests)
-    # Short prompts run in one chunk, so that requests start together; long ones in pieces, to bound the memory of a
-    # layer's intermediate results.
+    # Short prompts run in one chunk, so that requests start together; long ones in several chunks, to limit the memory
+    # of a layer's intermediate results.
     chunk = concurrency * longest if longest <= LONG_PROMPT else 512
     sized = sized_for(config, requests[0].params, concurrency)
     return replace(sized, max_context=longest + most, pages=pool_for(pages), prefill_chunk=chunk)

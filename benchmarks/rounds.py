@@ -1,5 +1,5 @@
-"""The time of a round on a CPU, split into the draft's part, the target's part and the host's work around them; with
-both models in this process, or each rank in a process of its own.
+"""Measures the time of a round on a CPU, split into the draft's part, the target's part and the host's work; with both
+models in this process, or each rank in its own process.
 
 On a GPU the host's part overlaps with the models (smc/scheduler/decode.py)."""
 
@@ -37,7 +37,7 @@ class RoundTime:
     particles: int
     rounds: int
     tokens: float
-    """Tokens that a round adds to an answer; of exact decoding, tokens confirmed."""
+    """Tokens that a round adds to an answer; in exact decoding, the tokens it confirms."""
     host: float
     """Time of scheduling, planning and recording."""
     draft: float
@@ -78,10 +78,10 @@ def measure_rounds(
     rounds: int,
     prompts: Sequence[Sequence[int]] = (),
 ) -> RoundTime:
-    """Time rounds of `requests` prompts that run side by side, by default problems. `max_slots` and `pages` of `config`
-    are replaced.
+    """Time rounds of `requests` concurrent requests. Values of `config` that depend on the load, such as `max_slots`
+    and `pages`, are replaced.
 
-    `sampling`: settings of `SamplingParams`, by name.
+    `sampling`: settings of `SamplingParams`, by name. `prompts`: token ids; default: problems.
     """
     # The first round runs in the step that prefills.
     prompts = prompts or problem_prompts(pair.tokenizer, requests)
@@ -108,8 +108,8 @@ def measure_process_rounds(
     rounds: int,
     done: Callable[[], None],
 ) -> list[ProcessRoundTime]:
-    """`concurrency` requests side by side in turn, with every engine, each rank in a process of its own; `done` is
-    called after each. Raises WorkerGroupError.
+    """Time rounds with every engine and every number of concurrent requests in `concurrency`, each rank in its own
+    process. `done` is called after each measurement. Raises WorkerGroupError.
 
     `sampling`: settings of `SamplingParams`, by name.
     """
@@ -129,7 +129,7 @@ def decoding_name(params: SamplingParams) -> str:
 
 
 def _timed_step(loop: ClosedLoop) -> tuple[float, float, float]:
-    """(host, draft, target), seconds."""
+    """Run a step; return its seconds as (host, draft, target)."""
     begin = time.perf_counter()
     loop.step()
     whole = time.perf_counter() - begin
@@ -138,13 +138,13 @@ def _timed_step(loop: ClosedLoop) -> tuple[float, float, float]:
     spans = read.spans()
     times = {name: 1e-9 * (end - begin) for name, (begin, end) in spans.items()}
     draft = times.pop("draft")
-    # All else that is timed is the target's: its pass, the choice, and what follows from it.
+    # All other timed work is the target's: its pass, the choice of rows, and the remapping.
     target = sum(times.values())
     return whole - draft - target, draft, target
 
 
 def _process_times(remote: RemoteEngine, requests: int, sampling: Mapping[str, Any], rounds: int) -> list[RoundTimes]:
-    """Times of the rounds in which all requests take part, without the first few."""
+    """Return the times of the rounds in which all requests take part, without the first few."""
     engine = remote.engine
     prompts = problem_prompts(engine.tokenizer, requests)
     problems = endless_requests(prompts, engine.config, requests, sampling, rounds + WARM_UP + 1)

@@ -1,7 +1,8 @@
-"""How fast a model pair decodes on GPUs, mode by mode: plain decoding by the target, and every form of SMC and of exact
-decoding.
+"""Measures how fast a model pair decodes on GPUs, mode by mode: plain decoding by the target, and every form of SMC and
+of exact decoding.
 
-SMC rejects no token, so that its speed is the same with random weights. The speed of exact decoding depends on them."""
+SMC rejects no token, so its speed is the same with random weights. The speed of exact decoding depends on the
+weights."""
 
 from __future__ import annotations
 
@@ -25,16 +26,16 @@ from smc.types import ModelRole
 BANDWIDTH = 4.26e12
 """Bytes a second that an H200 reads and writes in a device copy."""
 WARM_UP = 4
-"""Rounds before the clock starts: the first two compile and record."""
+"""Rounds before the timed ones: the first two compile and record."""
 SETTLED = 60
-"""The same where costs decide, and trees change for a while."""
+"""Rounds before the timed ones if costs choose the trees, which change for a while."""
 PLAIN_BLOCK = 16
 """Tokens that plain decoding queues at a time."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over rounds; milliseconds unless said otherwise."""
+    """Medians over rounds, in milliseconds unless said otherwise."""
 
     mode: str
     decoding: str
@@ -48,45 +49,45 @@ class Speed:
     gpus: int
     target_gpus: int
     rows: float
-    """Rows of a request, the mean over rounds in which something was drafted for it; plain decoding has one."""
+    """Rows of a request: the mean over rounds in which something was drafted for it; in plain decoding 1."""
     alone: float
-    """Share of the rounds of exact decoding in which nothing was drafted for a request, because costs said so."""
+    """Share of the rounds of exact decoding in which nothing was drafted for a request, since drafting did not pay."""
     tokens: float
-    """Answer tokens of one request in a round: of exact decoding, as many as these rounds confirmed, the mean."""
+    """Answer tokens of one request in a round; in exact decoding, the mean number that these rounds confirmed."""
     per_request: float
-    """Answer tokens a second, of one request."""
+    """Answer tokens a second of one request."""
     total: float
-    """Answer tokens a second, of all."""
+    """Answer tokens a second of all requests."""
     round: float
     draft: float
-    """The draft's K steps."""
+    """Time of the draft's K steps."""
     target: float
-    """The target's pass."""
+    """Time of the target's pass."""
     choose: float
-    """Weighing, and choosing what goes on."""
+    """Time of computing weights, and of choosing the rows that continue."""
     link: float
-    """Time in which no model works: messages are on their way, or the host is late. As exact as the clocks of the
+    """Time in which no model works: messages are in transit, or the host is late. Only as exact as the clocks of the
     processes agree."""
     host: float
-    """The host's time to plan and queue a round, which hides behind the models unless it is longer."""
+    """The host's time to plan and queue a round. It is hidden behind the models' time unless it is longer."""
     idle: float
-    """Share of the round in which the slower side has nothing to do."""
+    """Share of the round in which the slower model has nothing to do."""
     floor: float
-    """Share of the time that reading the weights once for every pass would take at full bandwidth."""
+    """Time to read the weights once for every pass at full bandwidth, as a share of the round."""
     memory: float
-    """GiB, of the fullest GPU."""
+    """GiB in use on the fullest GPU."""
 
 
 @dataclass(frozen=True)
 class TracedRound:
-    """One turn of the host's loop, and the round that it read. Nanoseconds of the host's monotonic clock."""
+    """One step of the host, and the round that it read. Times are nanoseconds of the host's monotonic clock."""
 
     begin: int
     end: int
     waited: tuple[int, int]
     """Begin and end of the host's wait."""
     worked: dict[str, tuple[int, int]]
-    """Begin and end of the models' work by name; their passes have the names of their roles."""
+    """Begin and end of the models' work, by name; a model's pass has the name of its role."""
 
 
 @dataclass
@@ -94,27 +95,28 @@ class TimedRounds:
     """Measurements of timed rounds."""
 
     spans: list[tuple[int, float]] = field(default_factory=list)
-    """Wave, and seconds from one round to the next."""
+    """Number of the wave, and seconds from one round to the next."""
     hosts: list[float] = field(default_factory=list)
     """Seconds of planning and queueing."""
     work: list[dict[str, tuple[int, int]]] = field(default_factory=list)
-    """Work of the models: begin and end by name."""
+    """Work of the models in each round: begin and end, by name."""
     runs: list[int] = field(default_factory=list)
-    """Numbers of these: rounds of one follow each other, between two of them lies what was not timed."""
+    """Number of the run of each entry of `work`. Rounds of one run follow each other directly; between two runs are
+    rounds that were not timed."""
     delivered: int = 0
-    """Tokens, to all requests."""
+    """Number of tokens delivered to all requests."""
     took_part: int = 0
-    """Requests, over all rounds."""
+    """Sum over rounds of the number of requests that took part."""
 
     @property
     def round(self) -> float:
-        """Seconds: of every wave the mean, of these the median."""
+        """Seconds of a round: the median over waves of their means."""
         waves = [[span for _, span in steps] for _, steps in groupby(self.spans, key=lambda step: step[0])]
         return statistics.median(map(statistics.mean, waves))
 
     @property
     def link(self) -> float:
-        """Seconds a round in which no model works."""
+        """Mean seconds of a round in which no model works."""
         runs = [
             [worked for _, worked in rounds]
             for _, rounds in groupby(zip(self.runs, self.work), key=lambda round: round[0])
@@ -123,12 +125,12 @@ class TimedRounds:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a request in a round, the mean."""
+        """Mean number of tokens of a request in a round."""
         return self.delivered / self.took_part
 
 
 class ModeTimer:
-    """Times modes on a machine, for requests of one distribution; `on_round` is told of every timed round."""
+    """Times modes on a machine, for requests of one distribution."""
 
     def __init__(
         self,
@@ -137,8 +139,8 @@ class ModeTimer:
         distribution: Mapping[str, Any] | None = None,
         costs: Callable[[Mode], LatencyModel | None] = lambda mode: None,
     ) -> None:
-        """`distribution`: settings of `SamplingParams`, by name; `costs`: what decides about the trees of a mode, if
-        not they themselves."""
+        """`on_round` is called with every timed round. `distribution`: settings of `SamplingParams`, by name. `costs`:
+        the latency model that chooses the trees of a mode; None: trees are as large as the mode says."""
         self._backend, self._on_round, self._distribution, self._costs = backend, on_round, distribution or {}, costs
 
     def run(self, mode: Mode, load: Load, rounds: int) -> Speed:
@@ -221,12 +223,13 @@ class ModeTimer:
                     if self._on_round is not None:
                         self._on_round(TracedRound(last, now, source.waited, seen.work[-1]))
             run += not loop.steady
-            # Not a later time: the GPUs go on meanwhile, and the time left out would make them look faster.
+            # The next round is timed from here, without a gap: the GPUs work meanwhile, so a gap would make them look
+            # faster.
             last = now
         return seen
 
     def _floor(self, mode: Mode) -> float:
-        """Seconds."""
+        """Return the seconds that reading the weights once for every pass of a round takes at full bandwidth."""
         draft, target = (self._backend.weight_bytes(mode, role) / BANDWIDTH for role in ModelRole)
         if mode.method is Method.TARGET:
             return mode.config.block * target
@@ -236,13 +239,13 @@ class ModeTimer:
 
 
 def median_length(work: list[dict[str, tuple[int, int]]], name: str) -> float:
-    """Seconds of the span of that name, the median over rounds; 0 in rounds without it."""
+    """Return the median over rounds of the seconds of the span `name`, which count as 0 in rounds without it."""
     ends = (worked.get(name, (0, 0)) for worked in work)
     return statistics.median(1e-9 * (end - begin) for begin, end in ends)
 
 
 def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
-    """Seconds in which nothing is at work, from when the first round begins to when the last does."""
+    """Return the seconds in which no model works, between the begins of the first and the last round."""
     first, last = (min(begin for begin, _ in worked.values()) for worked in (work[0], work[-1]))
     idle, reached = 0, first
     for begin, end in sorted(span for worked in work for span in worked.values()):
@@ -252,7 +255,7 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
 
 
 def _rehearse(engine: Engine) -> None:
-    """Warm up as a service does, since costs lead to trees of all sizes."""
+    """Warm up as a service does, since costs choose trees of all sizes."""
     warm_up(
         engine,
         warm_up_plans(
@@ -262,5 +265,5 @@ def _rehearse(engine: Engine) -> None:
 
 
 def _stride(mode: Mode) -> int:
-    """Most tokens that a round adds to an answer."""
+    """Return the maximum number of tokens that a round adds to an answer."""
     return mode.config.block if mode.method.plain or mode.config.lookahead else mode.config.block + 1

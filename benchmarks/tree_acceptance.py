@@ -1,26 +1,27 @@
-"""How many of a target's next tokens the draft's tree holds, on text that the target wrote itself.
+"""Measures how many of a target's next tokens the draft's tree contains, on text that the target wrote itself.
 
     python -m benchmarks.tree_acceptance --target DIR --draft DIR [--temperature 1 ...] [-n 8] [-k 5] [--texts 16]
         [--draft-dtype bfloat16 --draft-dtype fp8 --draft-dtype int4]
         [--rounds [--prompts-file FILE] [--pass-steps 11.25 --plain-steps 10.2]]
 
 The target writes conversations: user turns from its chat template's opening, then the answers to them. The demo target
-answers problems. Contexts are taken from the answers at equal distances; `smc.distill.measure` says what happens at each.
-A draft may be loaded in several types: all get the same contexts, so that their differences have small errors.
+answers problems. Contexts are taken from the answers at equal distances; `smc.distill.measure` describes what is
+measured at each. A draft may be loaded in several types: all get the same contexts, so that their differences have
+small errors.
 
-Two things decide the result besides the models. A mean over contexts is larger than a mean over the rounds of served
-answers: a round begins where the last one ended, so text that the draft predicts badly has more rounds for each token.
-And the temperature at which the contexts were written, user turns too, matters as much as that of the draws: text that
-a small model wrote at temperature 1 drifts to where both models are uncertain. Contexts are written at the temperature
-of the draws, but at most at 0.7.
+Two things affect the result besides the models. First, a mean over contexts is larger than a mean over the rounds of
+served answers: a round begins where the last one ended, so text that the draft predicts badly has more rounds for each
+token. Second, the temperature at which the contexts, including user turns, were written matters as much as that of the
+draws: text that a small model wrote at temperature 1 drifts to where both models are uncertain. Contexts are written at
+the temperature of the draws, but at most at 0.7.
 
-`--rounds` walks through the answers instead, as rounds in lockstep do: with every depth up to K, and with the best depth
-of each round, which no rule can know before it. So the last line is a bound for all rules that choose depths up to K.
-The answers are written at the temperature itself, to prompts of the target's own or of a file. The speeds are those
-where a pass over a tree takes as long as so many steps of the draft (`--pass-steps`), and one of plain decoding as
-long as `--plain-steps`.
+`--rounds` instead walks through the answers as rounds in lockstep do: with every depth up to K, and with the best depth
+of each round, which no rule can know in advance. So the last line is a bound for all rules that choose depths up to K.
+The answers are written at the temperature of the draws, to the target's own prompts or those of a file. The speeds
+assume that a pass over a tree takes as long as `--pass-steps` steps of the draft, and a pass of plain decoding as long
+as `--plain-steps` steps.
 
-Knows models, and an engine to write the text."""
+Knows models, and an engine that writes the text."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ PREFILL_CHUNK = 4096
 
 
 def write_texts(pair: ModelPair, count: int, temperature: float, seed: int = 0) -> list[OwnText]:
-    """Conversations, all of which is drawn at `temperature`. Raises ValueError for a model whose chat template cannot be
-    used."""
+    """Write conversations, with user turns and answers drawn at `temperature`. Raises ValueError for a model whose chat
+    template cannot be used."""
     chat = ChatFormat.of(pair.tokenizer)
     opening, closing = chat.opening, chat.closing
     turns = continued(pair, [opening] * count, temperature, USER_TOKENS, range(seed, seed + count))
@@ -68,7 +69,7 @@ def write_answers(
 
 
 def demo_problems(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """Token ids of prompts."""
+    """Return token ids of `count` demo problems as prompts."""
     problems = generate(0, count, "test")
     return [tokenizer.chat([{"role": "user", "content": each.question}]) for each in problems]
 
@@ -76,7 +77,7 @@ def demo_problems(tokenizer: Tokenizer, count: int) -> list[list[int]]:
 def continued(
     pair: ModelPair, prompts: Sequence[Sequence[int]], temperature: float, tokens: int, seeds: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Answers of the target alone to prompts, in one batch."""
+    """Return answers of the target alone to prompts, decoded in one batch."""
     longest = max(map(len, prompts)) + tokens
     config = EngineConfig(form="lockstep", block=8, max_slots=len(prompts))
     engine = local_engine(pair, replace(config, max_context=longest, prefill_chunk=PREFILL_CHUNK))
@@ -151,8 +152,8 @@ def main() -> None:
 def held_along(
     tree: TreeDraft, texts: Sequence[OwnText], block: int, temperature: float, seed: int = 0
 ) -> list[list[int]]:
-    """Of every token of each text's answer, how many of the answer's tokens from there on the tree holds that is drafted
-    before it. `seed`: of the first text, as `write_answers` has it."""
+    """Return, for every token of each text's answer, how many of the answer's tokens from this one on are in the tree
+    that is drafted before it. `seed`: seed of the first text in `write_answers`."""
     found = []
     for number, text in enumerate(texts, seed):
         contexts = range(text.answer_from, len(text.tokens) - block)
@@ -162,8 +163,8 @@ def held_along(
 
 
 def rounds_along(held: Sequence[int], depth: int | None) -> tuple[int, int, int]:
-    """Rounds, the tokens that they confirm, and the steps that they draft, in an answer whose trees hold so many tokens.
-    `depth`: steps of every round; None: as many as it confirms."""
+    """Count the rounds of an answer, the tokens that they add, and the steps that they draft. `held`: as returned by
+    `held_along`; `depth`: steps of every round; None: as many as it confirms."""
     rounds = tokens = steps = 0
     while tokens < len(held):
         confirmed = held[tokens] if depth is None else min(held[tokens], depth)
@@ -182,7 +183,8 @@ def lines_of_rounds(
 
 
 def lines_of(held: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Means over contexts by type of the draft, with standard errors, and differences from the first type."""
+    """Yield a line for each type of the draft: the mean over contexts with its standard error, and the difference from
+    the first type."""
     first = next(iter(held.values()))
     for name, counts in held.items():
         line = f"{name}: {mean_with_error(counts)}"
@@ -197,7 +199,7 @@ def mean_with_error(counts: Sequence[int], digits: int = 2) -> str:
 
 
 def as_record(text: OwnText, drawn: Sequence[DrawnContinuation], held: Sequence[int]) -> dict:
-    """One text of the file of --json."""
+    """Return one text as a record in the file of --json."""
     return {
         "tokens": text.tokens,
         "answer_from": text.answer_from,
@@ -207,7 +209,7 @@ def as_record(text: OwnText, drawn: Sequence[DrawnContinuation], held: Sequence[
 
 
 def from_record(record: dict) -> tuple[OwnText, list[DrawnContinuation], list[int]]:
-    """Inverse of `as_record`."""
+    """Invert `as_record`."""
     drawn = [DrawnContinuation(context, tuple(tokens), seed) for context, tokens, seed in record["drawn"]]
     return OwnText(tuple(record["tokens"]), record["answer_from"]), drawn, record["held"]
 

@@ -1,1 +1,1 @@
-"""What measurements look like: runs shown as they go, tables, pictures. Knows nothing about how a command is called."""
+"""Presentation of measurements: progress of runs, tables, pictures. Knows nothing about how a command is called."""

@@ -1,5 +1,5 @@
-"""`smcserve bench --advise`: which split of GPUs, and which N, F, K, decode how many requests fastest: predicted from
-measured costs."""
+"""`smcserve bench --advise`: predicts from measured costs which split of GPUs, and which N, F and K, decode a number of
+requests fastest."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ LEGEND = (
     "the fastest plain decoding on the same number of GPUs, by several services or with the target split."
 )
 FORM_COLOURS = {"plain": "#000000", "lockstep": "#d55e00", "look-ahead": "#0072b2"}
-"""Told apart by people who see colours differently (Okabe and Ito)."""
+"""Form -> colour. Colour-blind readers can tell them apart (Okabe and Ito)."""
 LINE_STYLES = ("-", "--", ":", "-.")
-"""Line styles of the arrangements of a form, in their order."""
+"""Line styles of the arrangements of one form, in their order."""
 COLUMNS = "GPUs N F K tok_a_round tok/s total x_plain"
 
 
 @dataclass(frozen=True)
 class AdvisePlan:
-    """What is asked. Raises ValueError naming the option, the value and what is allowed."""
+    """The options of --advise. Raises ValueError naming the option, the value and what is allowed."""
 
     gpus: int
     degrees: Sequence[int]
-    """GPUs of the target that are tried."""
+    """Numbers of GPUs of the target that are tried."""
     loads: Sequence[int]
-    """Requests side by side."""
+    """Numbers of concurrent requests."""
     context: int
-    """Tokens of each."""
+    """Tokens of each request."""
     particles: Sequence[int] | None
     branches: Sequence[int] | None
     blocks: Sequence[int] | None
@@ -82,17 +82,18 @@ class AdvisePlan:
 
     @property
     def rows(self) -> int:
-        """Most rows of a timed draft step; beyond it costs are predicted in proportion."""
+        """Maximum number of rows of a timed draft step; costs of more rows are predicted in proportion."""
         among = self.settings
         return min(MOST_ROWS, max(self.loads) * max(among.particles) * max(among.branches))
 
     def split(self, degree: int) -> tuple[int, int]:
-        """GPUs of draft and target when its costs are timed: apart where the target is split, and there is one more."""
+        """Return the GPUs of draft and target while costs are timed. The draft gets its own GPU if the target is split
+        and one more GPU is free."""
         return (1, degree) if 1 < degree < self.gpus else (0, degree)
 
 
 def run(plan: AdvisePlan, backend: PromptBackend, compiles: bool) -> None:
-    """Measure, then print what follows. `compiles`: rounds of a kind are compiled and recorded there before they can be
+    """Measure, then print the advice. `compiles`: the backend compiles and records rounds of a kind before they can be
     timed."""
     from benchmarks.advise import AcceptanceCurve, advise, arrangements, measure_acceptance, measure_costs
     from benchmarks.speed import PLAIN_BLOCK
@@ -120,7 +121,8 @@ def report(
     acceptance: AcceptanceCurve,
     speeds: Callable[[Sequence[int]], list[PredictedSpeed]],
 ) -> None:
-    """Tables; the same numbers, and a picture, where they are wanted. `speeds`: of some loads."""
+    """Print the tables; write the same numbers and a picture if the plan says so. `speeds`: predicts the speeds at
+    several loads."""
     how = (
         f"whose draft, with one row, has the target's next token with probability {acceptance.one:.3f}"
         f" ({'given' if plan.acceptance else 'measured'}), and with N rows misses it "
@@ -148,7 +150,7 @@ def report(
 
 
 def advice_table(speeds: Sequence[PredictedSpeed]) -> Table:
-    """Every load's arrangements, the fastest first."""
+    """Return the table: the arrangements at every load, the fastest first."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
     table.add_column("requests", justify="right", no_wrap=True)
     table.add_column("arrangement", no_wrap=True)
@@ -186,7 +188,7 @@ def advice_table(speeds: Sequence[PredictedSpeed]) -> Table:
 
 
 def plain_of(speeds: Sequence[PredictedSpeed], requests: int) -> float:
-    """Tokens a second of a request by the fastest plain decoding."""
+    """Return the tokens a second of one request with the fastest plain decoding."""
     return max(speed.per_request for speed in speeds if speed.requests == requests and speed.setting is None)
 
 
@@ -211,7 +213,7 @@ def _record(
 
 
 def draw_advice(speeds: Sequence[PredictedSpeed], path: Path, title: str) -> None:
-    """One line an arrangement."""
+    """Draw total speed against concurrent requests, with one line for each arrangement."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6), layout="constrained")

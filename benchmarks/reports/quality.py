@@ -1,5 +1,5 @@
-"""The work behind `smcserve eval`: every setting measured in turn, shown as it goes, recorded, and reported as a table,
-as markdown and as a picture.
+"""Runs `smcserve eval`: measures every setting in turn, shows the progress, records the results, and reports them as a
+table, as markdown and as a picture.
 
 `python -m benchmarks.reports.quality docs/quality.png` draws docs/quality.json.
 """
@@ -48,7 +48,7 @@ HEADERS = (
     *("rounds", "resampled", "ESS / N", "first token", "tok/s batch"),
 )
 NOT_SHOWN = ("rounds", "resampled", "ESS / N", "first token")
-"""Columns that a terminal has no room for."""
+"""Columns that are left out in a terminal, for lack of room."""
 LEGEND = (
     "N particles, or rows of the tree of exact decoding; K tokens a round, F branches. tok/s: one request at a time, "
     "from its first token on; of target: relative to the target alone; tok/s batch: {concurrency} requests in flight. "
@@ -68,22 +68,22 @@ COLOURS = {
     "target": "#000000",
     "draft": "#777777",
 }
-"""Colours by kind, told apart by people who see colours differently (Okabe and Ito)."""
+"""Kind -> colour. Colour-blind readers can tell them apart (Okabe and Ito)."""
 MARKERS = {"lookahead": "o", "lockstep": "s", None: "D"}
 """Markers by form."""
 FORMS = {"lookahead": "look-ahead: a GPU for each model", "lockstep": "lockstep: both on one", None: "one model alone"}
 STEP = 0.03
-"""Least distance between labels, as a share of the picture's height."""
+"""Minimum distance between labels, as a share of the picture's height."""
 TITLE = 150
-"""Characters of a line of the title."""
+"""Maximum number of characters in a line of the title."""
 FEW = 8
-"""Settings that all have their names beside them."""
+"""Maximum number of settings that are all labelled with their names."""
 RECORDS = Path(__file__).parents[2] / "docs" / "quality.json"
 
 
 @dataclass(frozen=True)
 class QualityPlan:
-    """The command's options that say how settings are measured. Raises ValueError for what cannot be."""
+    """The options of the command that affect measurements. Raises ValueError for invalid ones."""
 
     problems: int
     seed: int
@@ -110,7 +110,7 @@ class QualityPlan:
 
 @dataclass(frozen=True)
 class DemoPairs:
-    """The demo pair, in the shapes and on the devices that settings have it in."""
+    """The demo pair, in its own shape or padded to larger ones, on the devices that settings need."""
 
     models: LoadedModels
     load: str
@@ -118,7 +118,7 @@ class DemoPairs:
 
     @staticmethod
     def of(load: str, target: str | None, draft: str | None, device: str, own: tuple[Any, ...]) -> DemoPairs:
-        """`own`: what else `loaded_models` takes, in its order. Raises ValueError for what cannot be."""
+        """`own`: the further arguments of `loaded_models`, in its order. Raises ValueError for invalid options."""
         if load not in ("files", "grown"):
             raise ValueError(f"--load {load}; allowed: files, grown")
         for name, shape in (("target", target), ("draft", draft)):
@@ -130,14 +130,15 @@ class DemoPairs:
         return DemoPairs(loaded_models(load, directories, device, *own), load, device)
 
     def placed(self, setting: DecodingSetting) -> ModelPair:
-        """Look-ahead has a GPU for each model where there are two; all else is on one, which is that of the target."""
+        """Return the pair on the devices for a setting. In look-ahead each model has its own GPU if there are two; all
+        other settings run on the target's GPU."""
         if self.device == "cpu":
             return self.models.pair("cpu", "cpu")
         last = f"cuda:{_gpus() - 1}"
         return self.models.pair("cuda:0" if setting.form == "lookahead" else last, last)
 
     def conditions(self) -> dict[str, object]:
-        """Part of a record's."""
+        """Return the part of a record's conditions that depends on the pair."""
         sources = self.models.sources
         shapes = {str(role): sources.of_role(role).name for role in ModelRole} if self.load == "grown" else {}
         gpus = {} if self.device == "cpu" else {"gpus": _gpus()}
@@ -152,7 +153,7 @@ class DemoPairs:
 
 
 def _gpus() -> int:
-    """Those that are used of those that are there."""
+    """Return the number of GPUs that are used."""
     import torch
 
     return min(2, torch.cuda.device_count())
@@ -166,8 +167,8 @@ def prepare(
     resume: bool,
     solved: Sequence[Path] = (),
 ) -> tuple[QualityRecord, dict[str, QualityRow]]:
-    """Open the record, and find out now whether any setting would be refused later. `solved`: records of what has been
-    answered before; returned are their rows, too."""
+    """Check that no setting will be refused later, and open the record. `solved`: records of earlier answers. Returns
+    the record, and the rows of the earlier ones by name."""
     use_threads(plan.threads, DEMO)
     for setting in settings:
         problem_requests(pairs.models.tokenizer, setting, plan.make_problems(1), plan.terms)
@@ -186,8 +187,8 @@ def measure_all(
     record: QualityRecord,
     known: Mapping[str, QualityRow],
 ) -> None:
-    """Measure what the record does not hold yet; of settings that are `known`, by name, speed alone. One that
-    was stopped says how to go on."""
+    """Measure the settings that the record lacks; for settings in `known` (by name), only the speed. If the run is
+    interrupted, prints how to resume it."""
     todo = [setting for setting in settings if setting.name not in record.rows]
     if len(todo) < len(settings):
         err.print(f"{len(settings) - len(todo)} of {len(settings)} settings are in {record.path} already", style="dim")
@@ -198,7 +199,7 @@ def measure_all(
                 look = progress.add_task("how long it will take", total=None)
                 progress.console.print(f"about {_duration(forecast(pairs, plan, new))} for all", style="dim")
                 progress.remove_task(look)
-            # An answer's cost grows about as its particles, so that is what the bar over everything counts.
+            # The cost of an answer is about proportional to its particles, so the overall bar counts these.
             whole = progress.add_task(
                 f"all {len(todo)} settings", total=plan.problems * sum(setting.particles or 1 for setting in todo)
             )
@@ -213,7 +214,7 @@ def measure_all(
 
 
 def forecast(pairs: DemoPairs, plan: QualityPlan, settings: Sequence[DecodingSetting]) -> float:
-    """Seconds that all settings will take, by a few answers of each: at most a tenth of the work."""
+    """Estimate the seconds that all settings will take, from a few answers of each: at most a tenth of the work."""
     count, seconds = min(plan.concurrency, max(1, plan.problems // 10)), 0.0
     for setting in settings:
         few = seconds_of(pairs.placed(setting), setting, plan.make_problems(count), plan.terms)
@@ -222,7 +223,7 @@ def forecast(pairs: DemoPairs, plan: QualityPlan, settings: Sequence[DecodingSet
 
 
 def _duration(seconds: float) -> str:
-    """A duration in the unit with the fewest digits."""
+    """Return a duration as text, in the unit with the fewest digits."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
@@ -237,7 +238,7 @@ def _measure(
     progress: Progress,
     whole: TaskID,
 ) -> QualityRow:
-    """`row`: what is known of it, but for speed."""
+    """Measure one setting. `row`: its known results, without speed; None: there are none."""
     task = progress.add_task(setting.name, total=plan.problems)
 
     def advance(*_answer: object) -> None:
@@ -263,7 +264,7 @@ def report(
     markdown: Path | None,
     picture: Path | None,
 ) -> None:
-    """The table in the terminal, and wherever else it was asked for; in the order of `settings`."""
+    """Print the table in the order of `settings`; also write it as markdown and as a picture if the paths are given."""
     rows = [record.rows[setting.name] for setting in settings]
     about = _about(record)
     out.print(about, soft_wrap=True)
@@ -304,7 +305,7 @@ def _in_words(row: QualityRow) -> str:
 
 
 def quality_table(rows: Sequence[QualityRow]) -> Table:
-    """Fits 80 columns."""
+    """Return the table for a terminal. It fits into 80 columns."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0, show_edge=False)
     for header in HEADERS:
         if header not in NOT_SHOWN:
@@ -321,7 +322,7 @@ def quality_table(rows: Sequence[QualityRow]) -> Table:
 
 
 def quality_markdown(rows: Sequence[QualityRow], about: str, concurrency: int) -> str:
-    """A document of one table, what it was measured with, and what its columns mean."""
+    """Return a markdown document with the conditions of the measurement, the table, and the meaning of its columns."""
     target = target_alone(rows)
     lines = [list(HEADERS), [":---", *["---:"] * (len(HEADERS) - 1)], *(cells(row, target) for row in rows)]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -329,7 +330,7 @@ def quality_markdown(rows: Sequence[QualityRow], about: str, concurrency: int) -
 
 
 def cells(row: QualityRow, target: QualityRow | None) -> list[str]:
-    """Cells in the order of HEADERS. `target`: the row of the target alone."""
+    """Return the cells of a row in the order of HEADERS. `target`: the row of the target alone."""
     setting, speed = row.setting, row.tokens_per_second
     name = (
         f"{setting.kind} {'lockstep' if setting.form == 'lockstep' else 'look-ahead'}" if setting.form else setting.name
@@ -374,7 +375,8 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 
 def draw_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
-    """Accuracy with its 95% interval against tokens per second of one request. Rows without a speed are left out."""
+    """Draw accuracy with its 95% interval against tokens per second of one request. Rows without a speed are left
+    out."""
     from matplotlib.figure import Figure
 
     timed = [row for row in rows if row.tokens_per_second is not None]
@@ -398,7 +400,7 @@ def draw_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:
 
 
 def frontier(rows: Sequence[QualityRow]) -> list[QualityRow]:
-    """Rows that none other beats in speed without losing accuracy, the slowest first."""
+    """Return the rows on the Pareto frontier of speed and accuracy, the slowest first."""
     best: list[QualityRow] = []
     for row in sorted(rows, key=lambda row: (-_speed(row), -row.accuracy.share)):
         if not best or row.accuracy.share > best[-1].accuracy.share:
@@ -407,7 +409,7 @@ def frontier(rows: Sequence[QualityRow]) -> list[QualityRow]:
 
 
 def leaders(rows: Sequence[QualityRow], best: Sequence[QualityRow]) -> list[QualityRow]:
-    """The row that solves most of every kind and form that is not among the best; of several the fastest."""
+    """Return, for every kind and form without a row in `best`, the row that solves most; among equals the fastest."""
     there = {(row.setting.kind, row.setting.form) for row in best}
     found: dict[tuple[str, str | None], QualityRow] = {}
     for row in sorted(rows, key=lambda row: (row.accuracy.share, _speed(row))):
@@ -424,7 +426,7 @@ def _draw_point(axes, row: QualityRow, is_named: bool) -> None:
     share, (low, high) = row.accuracy.share, row.accuracy.interval
     colour, marker = COLOURS[row.setting.kind], MARKERS[row.setting.form]
     if is_named:
-        # Of shares of 0 and 1 the bound is the share itself, up to rounding.
+        # For shares of 0 and 1 one bound equals the share, up to rounding.
         spread = [[max(0.0, share - low)], [max(0.0, high - share)]]
         axes.errorbar(
             row.tokens_per_second, share, spread, fmt=marker, color=colour, markersize=7, elinewidth=0.8, capsize=2
@@ -434,8 +436,8 @@ def _draw_point(axes, row: QualityRow, is_named: bool) -> None:
 
 
 def _draw_labels(axes, rows: Sequence[QualityRow], left: Sequence[QualityRow]) -> None:
-    """To the right of their points or, of some, to the left; where two would lie on each other, the lower one gives way
-    downwards."""
+    """Draw labels to the right of their points, or to the left for the rows in `left`. If two labels would overlap, the
+    lower one moves down."""
     bottom, top = axes.get_ylim()
     least, reached = STEP * (top - bottom), top
     for row in sorted(rows, key=lambda row: -row.accuracy.share):
@@ -466,8 +468,8 @@ def _draw_legend(axes, rows: Sequence[QualityRow]) -> None:
 
 
 def timed_rows() -> tuple[list[QualityRow], str]:
-    """The rows of docs/quality.json timed at the large size at temperature 1, and a title: look-ahead and the target
-    alone on two GPUs, lockstep on one."""
+    """Return the rows of docs/quality.json that were timed at the large size at temperature 1, and a title. Look-ahead
+    and the target alone were timed on two GPUs, lockstep on one."""
     records = [
         one
         for one in json.loads(RECORDS.read_text())

@@ -1,5 +1,5 @@
-"""The work behind `smcserve bench`: the order of measurements, and the tables of speeds, of first tokens, of the time
-of a round, and of costs."""
+"""Runs `smcserve bench`: orders the measurements, and makes the tables of speeds, of first tokens, of the time of a
+round, and of costs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from smc.scheduler.speculation import LatencyModel, Point
 
 MOST_ROWS = 512
-"""Rows of the largest draft step whose cost is timed."""
+"""Maximum number of rows of a draft step whose cost is timed."""
 MODES = ("plain", "lockstep", "lockstep-apart", "lookahead")
-"""plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each on its own."""
+"""plain: the target alone; lockstep: both models on one GPU; lockstep-apart, lookahead: each model on its own GPUs."""
 WIDE = "plain-tp"
-"""The target alone on all GPUs that the two models have together; so has `plain`, unless each has one."""
+"""The target alone on all GPUs that the two models have together. `plain` uses all of them, too, unless each model has
+one GPU."""
 APART = ("plain", "lockstep-apart", "lookahead")
-"""The default for models in processes of their own."""
+"""Default modes if each model is in its own process."""
 SPEED_LEGEND = (
     "medians of {rounds} rounds, milliseconds. rows: rows of a request; alone: share of its rounds with nothing "
     "drafted (--drafting costs); tok/round: tokens that a round adds to an answer (exact: tokens confirmed); tok/s: "
@@ -47,10 +48,10 @@ SPEED_COLUMNS = (
 )
 
 TableLine = tuple["Mode", int, int | None]
-"""Mode, requests and context of one line of the table."""
+"""Mode, number of requests and context of one line of the table."""
 PROMPT_CONTEXTS = (256, 4096, 16384, 65536)
 SHORT_PROMPT_CONTEXTS = (64, 256)
-"""Contexts on a CPU."""
+"""Default contexts of --prompts on a CPU."""
 PROMPTS_BESIDE = (8,)
 PROMPT_LEGEND = (
     "medians of {repeats} prompts, milliseconds. cached: prompt tokens found in the prefix cache; beside: requests "
@@ -83,16 +84,16 @@ COST_COLUMNS = {
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """What to measure. Raises ValueError naming the option, the value and what is allowed."""
+    """The measurements to make. Raises ValueError naming the option, the value and what is allowed."""
 
     degrees: tuple[int, int]
-    """GPUs of draft and target, where each has its own."""
+    """GPUs of draft and target in modes where each model has its own."""
     modes: Sequence[str]
     particles: Sequence[int]
     blocks: Sequence[int]
     branches: Sequence[int]
     contexts: Sequence[int]
-    """Prompt tokens; empty: prompts are problems, as long as these are."""
+    """Prompt tokens; empty: prompts are problems of any length."""
     concurrency: Sequence[int]
     rounds: int
     distribution: Mapping[str, Any]
@@ -100,12 +101,12 @@ class SpeedPlan:
     prefix_cache: bool = True
     """`prefix_cache` of `EngineConfig`."""
     decodings: Sequence[Mapping[str, Any]] = ({},)
-    """Method, population and verification of the modes of both models, of each in turn; of `SamplingParams`, by
-    name."""
+    """Ways of decoding in modes that use both models, one after another: method, population and verification, by their
+    names in `SamplingParams`."""
     drafting: str = "always"
-    """`drafting` of `EngineConfig`; with `costs` they are timed first."""
+    """`drafting` of `EngineConfig`; with `costs`, costs are timed first."""
     prompts: Sequence[Sequence[int]] = ()
-    """Token ids of prompts, in place of problems."""
+    """Token ids of prompts that replace problems."""
 
     def __post_init__(self) -> None:
         from smc.api.sampling_params import SamplingParams
@@ -121,7 +122,7 @@ class SpeedPlan:
                 raise ValueError(f"--context {context}; allowed: >= 1")
 
     def rows(self, gpus: int) -> Iterator[TableLine]:
-        """The modes of every load, in the order given."""
+        """Yield the lines of the table: for every load all modes, in the order given."""
         modes = list(self._modes(gpus))
         for context, requests in product(self.contexts or (None,), self.concurrency):
             for mode in modes:
@@ -159,14 +160,14 @@ class SpeedPlan:
                     )
 
     def _degrees(self, name: str) -> tuple[int, int]:
-        """GPUs of draft and target in this mode; 0: the draft is on the target's."""
-        # Plain decoding gets as many GPUs as the other modes have, or one if it fits there: a fair comparison uses all.
+        """Return the GPUs of draft and target in this mode; 0: the draft is on the target's GPU."""
+        # For a fair comparison plain decoding gets as many GPUs as the other modes, unless each model has only one.
         if name == WIDE or (name == "plain" and max(self.degrees) > 1):
             return (0, sum(self.degrees))
         return (0, 1) if name in ("plain", "lockstep") else self.degrees
 
     def _decodings(self) -> Iterator[dict[str, Any]]:
-        """What `Mode` has to be told of each."""
+        """Yield the fields of `Mode` for each way of decoding."""
         from smc.api.sampling_params import Method
 
         for decoding in self.decodings:
@@ -175,9 +176,9 @@ class SpeedPlan:
 
 
 def in_turn(rows: Sequence[TableLine]) -> list[tuple[int, TableLine]]:
-    """In the order in which they are run, each with its place in `rows`: those whose target has as many GPUs follow
-    each other, whatever their load. Processes hold a target as it is split among them, and a large one takes minutes to
-    load."""
+    """Return the lines in the order in which they are run, each with its index in `rows`. Lines with the same number of
+    GPUs for the target follow each other, whatever their load: processes load the target for one split, and a large
+    model takes minutes to load."""
     splits = list(dict.fromkeys(mode.degrees[1] for mode, _, _ in rows))
     return sorted(enumerate(rows), key=lambda row: splits.index(row[1][0].degrees[1]))
 
@@ -185,8 +186,8 @@ def in_turn(rows: Sequence[TableLine]) -> list[tuple[int, TableLine]]:
 def measure_speed(
     plan: SpeedPlan, backend: BenchBackend, gpus: int, trace: Path | None, keep_rows: Callable[[Sequence[Speed]], None]
 ) -> list[Speed]:
-    """In the order of `plan.rows`, whatever is run first. With `trace`, all timed rounds are written there as a Chrome
-    trace. `keep_rows` is told of those so far after each."""
+    """Measure all lines; return their speeds in the order of `plan.rows`. `trace`: file for a Chrome trace of all timed
+    rounds. `keep_rows` is called after each measurement with all speeds so far."""
     from benchmarks.advise import measure_costs
     from benchmarks.load import file_load, problem_load, random_load
     from benchmarks.speed import ModeTimer
@@ -233,7 +234,7 @@ def _in_order(measured: Mapping[int, Speed]) -> list[Speed]:
 
 
 def count_gpus() -> int:
-    """Raises ValueError if there is none."""
+    """Return the number of GPUs. Raises ValueError if there is none."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -272,7 +273,7 @@ def speed_table(rows: Sequence[Speed]) -> Table:
 
 
 def measure_prompts(plan: SpeedPlan, backend: PromptBackend, gpus: int) -> list[FirstToken]:
-    """`plan.concurrency`: requests beside; every mode is measured alone first."""
+    """Measure first tokens. `plan.concurrency`: numbers of requests that are decoded meanwhile; 0: none."""
     from benchmarks.prompts import REPEATS, FirstTokenTimer
 
     todo = in_turn(list(plan.rows(gpus)))
@@ -319,7 +320,7 @@ def time_rounds(
     rounds: int,
     prompts: Sequence[Sequence[int]] = (),
 ) -> list[RoundTime]:
-    """Every engine with every number of requests side by side. `prompts`: token ids, in place of problems."""
+    """Time rounds of every engine with every number of concurrent requests. `prompts`: token ids; default: problems."""
     from benchmarks.rounds import measure_rounds as measure
 
     rows = []
@@ -363,10 +364,10 @@ def _round_columns(*headers: str) -> Table:
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """A measured line of a table, as far as costs go. Milliseconds."""
+    """The costs in a measured line of a table, in milliseconds."""
 
     on: str
-    """What runs the models."""
+    """Name of the GPUs or the link that run the target."""
     requests: int
     particles: int
     branches: int
@@ -374,12 +375,12 @@ class MeasuredCosts:
     form: str
     """`plain`, `lockstep` or `lookahead`."""
     draft: float
-    """K steps."""
+    """Time of K steps."""
     target: float
-    """A pass; of plain decoding K."""
+    """Time of a pass; in plain decoding, of K passes."""
 
     def samples(self) -> Iterable[tuple[str, Point]]:
-        """Points of the parts of the costs: size, and milliseconds of one step or pass."""
+        """Yield points by parts of the costs: size, and milliseconds of one step or pass."""
         rows = self.requests * self.particles
         if self.form == "plain":
             yield "alone", (self.requests, self.target / self.block)
@@ -389,8 +390,8 @@ class MeasuredCosts:
 
 
 def costs_of_speeds(rows: Sequence[Speed], drafting: str) -> list[MeasuredCosts]:
-    """`drafting` of `EngineConfig`: where costs decided, who had how many rows, and when, is not known of exact
-    decoding."""
+    """Return the costs in measured speeds. `drafting`: that of `EngineConfig`; with `costs`, lines of exact decoding
+    are left out, since the numbers of rows varied."""
     return [
         MeasuredCosts(
             on=f"{row.target_gpus} GPUs" if row.target_gpus > 1 else "a GPU",
@@ -403,13 +404,13 @@ def costs_of_speeds(rows: Sequence[Speed], drafting: str) -> list[MeasuredCosts]
 
 
 def costs_of_rounds(rows: Sequence[RoundTime | ProcessRoundTime]) -> list[MeasuredCosts]:
-    """Contexts on a CPU."""
+    """Return the costs in times measured on a CPU."""
     names = ("requests", "particles", "branches", "block", "form", "draft", "target")
     return [MeasuredCosts(on=getattr(row, "link", ""), **{name: getattr(row, name) for name in names}) for row in rows]
 
 
 def curve_tables(measured: Sequence[MeasuredCosts]) -> list[Table]:
-    """One for everything that models have run on."""
+    """Return one table for every value of `MeasuredCosts.on`."""
     return [
         _measured_table([each for each in measured if each.on == on], on)
         for on in dict.fromkeys(each.on for each in measured)
@@ -417,7 +418,7 @@ def curve_tables(measured: Sequence[MeasuredCosts]) -> list[Table]:
 
 
 def costs_tables(costs: Mapping[int, LatencyModel]) -> list[Table]:
-    """Tables by the GPUs of the target."""
+    """Return one table for every number of GPUs of the target."""
     return [_costs_table(each, f"target on {degree}") for degree, each in costs.items()]
 
 
@@ -434,7 +435,8 @@ def _costs_table(costs: LatencyModel, title: str) -> Table:
 
 
 def curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str | None = None) -> Table:
-    """`points`: size and milliseconds, by parts of the costs; those without any are left out."""
+    """Return a table of cost curves. `points`: sizes and milliseconds, by parts of the costs; parts without points are
+    left out."""
     table = Table(
         box=SIMPLE_HEAD,
         header_style="bold",

@@ -1,4 +1,4 @@
-"""A picture of recorded rounds, from a Chrome trace: when draft, target and coordinator worked."""
+"""Draws recorded rounds from a Chrome trace: when draft, target and coordinator worked."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KINDS = {
     "follow": ("#e69f00", "let the chosen go on"),
     "work": ("#009e73", "plan and record"),
 }
-"""Colour and label of work, by its name in a trace."""
+"""Name of work in a trace -> its colour and label."""
 OTHER = ("#000000", "other")
 
 
 def within(event: dict[str, Any], start: float, length: float) -> float:
-    """Milliseconds of a span that lie in the interval shown."""
+    """Return the milliseconds of an event that lie in the shown interval of `length` milliseconds from `start`."""
     begin, end = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
     return min(end, start + length) - max(begin, start)
 

@@ -1,1 +1,2 @@
-"""A file of requests in, a file of answers out: resumable, in order, on a worker group that is started for it."""
+"""Answers a file of requests with a file of answers in the same order. A run starts its own worker groups and can be
+resumed."""

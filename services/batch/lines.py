@@ -1,4 +1,4 @@
-"""A line of the input, the request that it stands for, and the line of the output that answers it, as in OpenAI's batch
+"""Converts a line of the input to requests, and their answers to a line of the output, in the format of OpenAI's batch
 files. Knows nothing about files."""
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ FIELDS = ("custom_id", "method", "url", "body")
 
 @dataclass(frozen=True)
 class Line:
-    """One request line, right or wrong."""
+    """One request line, valid or not."""
 
     number: int
-    """In the file, from 1; blank lines count, though they hold nothing. Of a part of a file: what `unit` counts."""
+    """Position in the file, from 1, blank lines included. In a part of a file, counted in `unit`."""
     digest: str
-    """Of its file, its number and its text: two lines of the same digest are the same line."""
+    """Digest of file name, number and text: lines with the same digest are the same line."""
     custom_id: str | None = None
     """None: it could not be read."""
     url: str = ""
@@ -38,25 +38,25 @@ class Line:
     mistake: str | None = None
     """Why the line is not a request; None if it is one. The body is not checked here."""
     file: str = ""
-    """The file that it is in, where there are several."""
+    """Name of the line's file, if there are several."""
     unit: str = "line"
-    """What `number` counts: `line`, `byte` (before it) or `row`."""
+    """Unit of `number`: `line`, `byte` (bytes before the line) or `row`."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the line in messages."""
         return f"{self.file}, {self.unit} {self.number}" if self.file else f"{self.unit} {self.number}"
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A record of an earlier run in the stead of its line, which is not decoded again."""
+    """A record of an earlier run that replaces its line; the line is not decoded again."""
 
     record: dict[str, Any]
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and content of every line that is not blank. Holds one line at a time."""
+    """Yield number and content of every line that is not blank. Holds one line at a time in memory."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if raw.strip():
@@ -64,7 +64,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(number: int, raw: bytes, file: str = "", unit: str = "line") -> Line:
-    """Never raises: `Line.mistake` says why a line is not a request."""
+    """Parse a line. Never raises: `Line.mistake` says why a line is not a request."""
     before = f"{file}:".encode("utf-8", "surrogateescape") if file else b""
     digest = blake2b(before + b"%d:%b" % (number, raw.strip()), digest_size=12).hexdigest()
     line = partial(Line, number, digest, file=file, unit=unit)
@@ -95,14 +95,14 @@ def _mistake(document: dict[str, Any]) -> str | None:
 
 
 class RequestReader:
-    """Makes requests for one pair of models."""
+    """Builds the requests of a line for one pair of models."""
 
     def __init__(self, pair: ServingPair, seed: int) -> None:
         """`seed`: see `BatchConfig.seed`."""
         self._pair, self._seed = pair, seed
 
     def build(self, line: Line) -> tuple[Request, ...]:
-        """One for each answer. Raises ValueError naming the field, the value and what is allowed."""
+        """Return one request for each answer. Raises ValueError naming the field, the value and what is allowed."""
         if line.mistake is not None:
             raise ValueError(line.mistake)
         completion = _understood(line, self._pair)
@@ -128,7 +128,8 @@ class RequestReader:
         return tuple(requests)
 
     def seed_of(self, line: Line) -> int:
-        """The seed of this line: its own, or else one that is the same whenever and wherever it is decoded."""
+        """Return the seed of this line: its own, otherwise one derived from the run's seed and its custom_id, so that
+        it is the same in every run and on every machine."""
         own = line.body.get("seed")
         return own if own is not None else derived_seed(f"{self._seed}:{line.custom_id}")
 
@@ -140,7 +141,7 @@ def _understood(line: Line, pair: ServingPair) -> CompletionRequest:
 
 
 def _check_is_for_a_file(completion: CompletionRequest) -> None:
-    """Of what a service has, one value only is possible here. Raises BadRequest."""
+    """Raise BadRequest for fields of a service that have no effect in a file, unless they have their default value."""
     for name, value, fixed, why in (
         ("stream", completion.stream, False, "an answer is one line"),
         ("request_id", completion.request_id, None, "a line has a custom_id"),
@@ -152,7 +153,7 @@ def _check_is_for_a_file(completion: CompletionRequest) -> None:
 
 
 def record_id(line: Line) -> str:
-    """Tells whether a record answers this very line."""
+    """Return the id of the record that answers this line. Another line has another id."""
     return f"batch_req_{line.digest}"
 
 
@@ -164,7 +165,7 @@ def answered(
     fingerprint: str,
     created: int,
 ) -> dict[str, Any]:
-    """`created`: seconds since the epoch."""
+    """Return the record of a line that was answered. `created`: seconds since the epoch."""
     chat, tokenizer = line.url == CHAT, pair.tokenizer
     heading = ResponseHeader(line.digest, created, pair.target.name, chat, fingerprint)
     completion = _understood(line, pair)
@@ -194,6 +195,7 @@ def answered(
 
 
 def refused(line: Line, error: Exception) -> dict[str, Any]:
+    """Return the record of a line that has no answer because of an error."""
     status = status_of(error)
     return {
         "id": record_id(line),

@@ -1,5 +1,5 @@
-"""The output file: what an earlier run left in it, whether that belongs to this input and these models, and complete
-lines appended to it."""
+"""The output file: reads the records of an earlier run, checks that they belong to this input and these models, and
+appends complete lines."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ FIELDS = ("id", "custom_id", "response", "error")
 BEGINNING = b'{"id": "batch_req_'
 """Start of every line written here, by which an incomplete last line is recognised."""
 FORMATS = {"jsonl": ".jsonl", "parquet": ".parquet"}
-"""Of the files of a directory, and how their names end."""
+"""Format of the files in a directory -> suffix of their names."""
 URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 REMEDY = "give another output file, or --overwrite to start from the beginning"
 
 
 def is_url(path: str) -> bool:
-    """Whether it is an address such as s3://BUCKET/.., not a path."""
+    """Return whether this is an address such as s3://BUCKET/.., not a path."""
     return URL.match(path) is not None
 
 
 class OutputFile:
-    """Opened for one process alone. First `records` to its end, then `append`."""
+    """An output file, locked for one process. Read `records` to the end before `append`."""
 
     def __init__(self, path: Path, overwrite: bool) -> None:
         """Raises ValueError if another process writes it, OSError if it cannot be written."""
@@ -50,9 +50,9 @@ class OutputFile:
             raise
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Lines that are there. A torn last one, left by a run that was killed or a full disk, is cut off.
+        """Yield the records in the file. An incomplete last line, left by a killed run or a full disk, is cut off.
 
-        Raises ValueError for a line that is not one of ours; then the file is as it was.
+        Raises ValueError for a line that this command did not write; then the file is unchanged.
         """
         end = 0
         self._file.seek(0)
@@ -68,11 +68,11 @@ class OutputFile:
         self._file.truncate()
 
     def append(self, record: dict[str, Any]) -> None:
-        """In the hands of the operating system when this returns, so that it outlives this process."""
+        """Append a record. When this returns, the operating system has it, so that it outlives this process."""
         self.extend(written(record))
 
     def extend(self, lines: bytes) -> None:
-        """Several records at once, as `written` writes them."""
+        """Append several records at once, in the form that `written` returns."""
         self._file.write(lines)
         self._file.flush()
 
@@ -85,7 +85,7 @@ class OutputFile:
         self._file.close()
 
     def _lock(self) -> None:
-        """Ends with this process, however that ends."""
+        """Lock the file. The lock ends with this process, however that ends."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -93,18 +93,18 @@ class OutputFile:
                 raise ValueError(
                     f"{self.path} is being written by another run; wait for it, or give another output file"
                 ) from error
-            # Any other error: a file system without locks, which is no reason not to work there.
+            # Any other error means a file system without locks; the run goes on there without one.
 
 
 def written(record: dict[str, Any]) -> bytes:
-    """As a line of the output."""
+    """Return a record as a line of the output."""
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     # A lone surrogate has no UTF-8 form; written as \\udXXX it is the JSON that it was read from.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
-    """None for what is not a line of ours."""
+    """Return the record in a line; None if this command did not write it."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError):
@@ -114,12 +114,14 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Survey:
+    """Numbers of lines of an input and of its output."""
+
     total: int
     """Lines of the input that are not blank."""
     done: int
-    """How many lines, from the first one, are in the output."""
+    """Lines that are in the output: in one file the first ones."""
     failed: int
-    """Those among `done` that have no answer."""
+    """Lines among `done` that have no answer."""
 
 
 def survey(path: Path, output: OutputFile, requests: RequestReader, fingerprint: str) -> Survey:
@@ -149,8 +151,8 @@ def survey(path: Path, output: OutputFile, requests: RequestReader, fingerprint:
 
 
 def rest(path: Path, done: int, earlier: Iterable[dict[str, Any]] = ()) -> Iterator[Line | Kept]:
-    """Lines of the input after the first `done`. `earlier`: records of the first lines, of which those with an answer
-    stay as they are."""
+    """Yield the lines of the input after the first `done`. `earlier`: records of the first lines; those with an answer
+    replace their lines."""
     records = iter(earlier)
     for index, (number, raw) in enumerate(read_lines(path)):
         record = next(records, None)
@@ -184,20 +186,20 @@ def _check(line: Line, record: dict[str, Any], name: str, requests: RequestReade
 
 
 class _CustomIds:
-    """Finds a custom_id that occurs twice in 16 bytes a line: an input may have millions."""
+    """Finds a custom_id that occurs twice. Takes 16 bytes a line, since an input may have millions of lines."""
 
     def __init__(self) -> None:
         self._digests, self._numbers = array("Q"), array("Q")
 
     def add(self, line: Line) -> None:
         assert line.custom_id is not None
-        # 64 bits: two among ten million different ones fall together once in 400,000 files.
+        # With 64 bits, two of ten million different ids collide in one of 400,000 files.
         digest = blake2b(line.custom_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         self._digests.append(int.from_bytes(digest))
         self._numbers.append(line.number)
 
     def twice(self) -> tuple[int, int] | None:
-        """The numbers of the two lines of one that does."""
+        """Return the numbers of two lines with the same custom_id; None if there are none."""
         if not self._digests:
             return None
         digests = np.frombuffer(self._digests, np.uint64)

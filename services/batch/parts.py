@@ -1,5 +1,5 @@
-"""Parts of the input, the unit of resuming where the output is a directory: which lines they are, which are done
-according to the names of the files there, and which are to be done."""
+"""Splits the input into parts, and finds the parts that are still to be done. If the output is a directory, a run is
+resumed part by part, and the names of its files tell which parts are done."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from services.batch.progress import Counts
 from services.batch.storage import Store, records_of, to_parquet
 
 MANIFEST = "_smcserve.json"
-"""What the answers of a directory depend on besides the lines."""
+"""File of a directory that records what its answers depend on besides the lines."""
 NAME = re.compile(r"(?P<file>.+)/(?P<start>\d{15})-(?P<end>\d{15})\.(?P<lines>\d+)-lines\.(?P<failed>\d+)-failed\.\w+")
 PARTS_EACH = 4
-"""Parts that every worker group gets at least, so that all of them end at about the same time."""
+"""Minimum number of parts for each worker group, so that all of them end at about the same time."""
 PART_LINES, MANY_PARTS = 1000, 10_000
-"""Lines of a part, unless the parts would be so many that Ray Data takes minutes to begin; then parts are larger."""
+"""Default number of lines of a part, and the number of parts above which parts are made larger: with more parts Ray
+Data takes minutes to begin."""
 SAMPLED = 8
-"""Files whose beginnings are read for the length of a line."""
+"""Number of files whose beginnings are read to estimate the length of a line."""
 THREADS = 16
-"""Files that are looked at at a time."""
+"""Number of files that are examined at a time."""
 
 
 NOTHING = Counts()
@@ -41,30 +42,31 @@ class InputPart:
     """Consecutive lines of one file. Picklable."""
 
     file: str
-    """Its name in the input's directory; empty: the input is the file."""
+    """Name of the file in the input's directory; empty: the input is the file."""
     name: str
-    """Of the file for people, and of the directory of its parts; empty: lines are called by their number alone."""
+    """Name of the file in messages, and of the output directory of its parts; empty: lines are named by number."""
     unit: str
-    """What `start` and `end` count: `byte`, or `row` of a Parquet file."""
+    """Unit of `start` and `end`: `byte`, or `row` of a Parquet file."""
     start: int
     end: int
-    """The first one after it."""
+    """The first byte or row after the part."""
     first: int | None = None
-    """Number of its first line; None: lines are named by their offsets."""
+    """Number of the part's first line; None: lines are named by their offsets."""
     earlier: str | None = None
-    """An output of this part: its answers stay, and lines without an answer are decoded again."""
+    """Name of an earlier output of this part: its answers stay, and lines without an answer are decoded again."""
     earlier_range: tuple[int, int] | None = None
-    """Where in that output, in bytes; None: all of it."""
+    """Range of bytes of the part in that output; None: all of it."""
 
     def read(self, source: Store) -> tuple[int, bytes]:
-        """Number of the first line, and the lines as JSON."""
+        """Return the number of the first line, and the lines as JSON."""
         if self.unit == "row":
             return self.start + 1, source.rows(self.file, self.start, self.end)
         offset, data = source.lines(self.file, self.start, self.end)
         return offset if self.first is None else self.first, data
 
     def parse(self, first: int, data: bytes, earlier: Iterable[dict[str, Any]] = ()) -> Iterator[Line | Kept]:
-        """What `read` gave, as lines. `earlier`: records of some of them."""
+        """Yield the lines in the result of `read`. `earlier`: records of some of them; those with an answer replace
+        their lines."""
         answers = {record["id"]: record for record in earlier if record["error"] is None}
         unit = "line" if self.first is not None else self.unit
         number = first
@@ -84,16 +86,16 @@ class InputPart:
 
 @dataclass(frozen=True)
 class DonePart:
-    """What became of a part."""
+    """The result of a part."""
 
     part: InputPart
     new: Counts = NOTHING
     kept: Counts = NOTHING
-    """Of records of earlier runs among its lines."""
+    """Counts of the records that were copied from earlier runs."""
     data: bytes = b""
-    """Its records, where they are to be written here."""
+    """Its records, if the caller is to write them."""
     error: str | None = None
-    """Why it could not be read or written; then it is not done."""
+    """Why the part could not be read or written; then it is not done."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Found:
 
 
 class PartsOutput:
-    """A directory with a file for each part that is done. Opened for one run alone where the file system has locks."""
+    """A directory with a file for each part that is done. Locked for one run, if the file system has locks."""
 
     def __init__(
         self,
@@ -118,8 +120,8 @@ class PartsOutput:
         overwrite: bool,
         retry_failed: bool,
     ) -> None:
-        """`made_by`: what answers depend on besides the lines. Raises ValueError for an input without lines, for a
-        directory of another input, or one that another run writes."""
+        """`made_by`: what answers depend on besides the lines. Raises ValueError for an input without lines, and for a
+        directory that was made from another input or with another `made_by`, or is being written by another run."""
         self._source, self.sink, self._retries = source, sink, retry_failed
         self._sizes, self._unit = _sizes(source)
         self._mean = self._mean_size()
@@ -140,12 +142,12 @@ class PartsOutput:
 
     @property
     def is_estimate(self) -> bool:
-        """Of the number of lines: those of JSONL files are not counted before they are decoded."""
+        """Whether the number of lines is an estimate: lines of JSONL files are not counted before they are decoded."""
         return self._unit == "byte" and any(True for _ in self._missing())
 
     @property
     def survey(self) -> Survey:
-        """Without the parts that are to be done again."""
+        """Numbers of lines. Parts that are to be done again do not count as done."""
         missing = sum(end - start for _, start, end in self._missing())
         again = {part.earlier for part in self._again()}
         found = [part for parts in self._found.values() for part in parts]
@@ -154,7 +156,7 @@ class PartsOutput:
         return Survey(total, sum(one.written for one in done), sum(one.failed for one in done))
 
     def parts(self, groups: int, most_lines: int | None) -> list[InputPart]:
-        """To be done, in order, by so many worker groups."""
+        """Return the parts to be done by `groups` worker groups, in order."""
         again = self._again()
         missing = list(self._missing())
         lines = sum(end - start for _, start, end in missing) / self._mean
@@ -167,7 +169,7 @@ class PartsOutput:
         return again + cut
 
     def take(self, done: DonePart) -> bool:
-        """Note that a part has been written."""
+        """Record that a part has been written. Returns True: parts may arrive in any order."""
         part, counts = done.part, done.new + done.kept
         if part.earlier is not None:
             self._redone.add((part.file, part.start))
@@ -177,7 +179,7 @@ class PartsOutput:
         return True
 
     def _again(self) -> list[InputPart]:
-        """Parts with failed lines, unless this run has tried them."""
+        """Return the parts with failed lines that this run has not tried again yet."""
         if not self._retries:
             return []
         return [
@@ -188,7 +190,7 @@ class PartsOutput:
         ]
 
     def _missing(self) -> Iterator[tuple[str, int, int]]:
-        """File, start and end of every range that no part covers."""
+        """Yield file, start and end of every range that no part covers."""
         for file, size in self._sizes.items():
             begin = 0
             for part in self._found.get(file, []):
@@ -240,7 +242,8 @@ class PartsOutput:
         return {file: self._checked(file, parts) for file, parts in found.items()}
 
     def _checked(self, file: str, parts: list[Found]) -> list[Found]:
-        """In order. Of a part that was done again, and whose old output is there yet, the new output counts."""
+        """Return the parts of a file in order. If a part was done again and its old output still exists, the old output
+        is deleted. Raises ValueError for parts that overlap or exceed the file."""
         parts.sort(key=lambda one: (one.start, one.end, one.counts.failed))
         kept: list[Found] = []
         for one in parts:
@@ -256,7 +259,7 @@ class PartsOutput:
         return kept
 
     def _mean_size(self) -> float:
-        """Of a line, in what `InputPart.start` counts."""
+        """Estimate the mean size of a line, in the unit of `InputPart.start`."""
         if self._unit == "row":
             return 1.0
         files = [file for file, size in self._sizes.items() if size]
@@ -271,7 +274,7 @@ class FileParts:
     form = None
 
     def __init__(self, source: Path, output: OutputFile, before: Survey, earlier: OutputFile | None) -> None:
-        """`before`: of the output; `earlier`: another output of this input, of which answers are kept."""
+        """`before`: survey of the output. `earlier`: another output of this input, whose answers are copied."""
         self._source, self._output, self._survey, self._earlier = source, output, before, earlier
         self.sink = Store.of(str(output.path.absolute().parent))
         self._next: int | None = None
@@ -285,13 +288,13 @@ class FileParts:
         return self._survey
 
     def parts(self, groups: int, most_lines: int | None) -> list[InputPart]:
-        """To be done, in order, by so many worker groups."""
+        """Return the parts to be done by `groups` worker groups, in order."""
         parts = list(self._cut(math.ceil(_part_lines(self._survey.total - self._survey.done, groups, most_lines))))
         self._next = parts[0].start if parts else None
         return parts
 
     def take(self, done: DonePart) -> bool:
-        """Append a part; False: one before it is missing."""
+        """Append a part. Return False, and do nothing, if the part before it is missing."""
         if done.part.start != self._next:
             return False
         self._output.extend(done.data)
@@ -301,7 +304,7 @@ class FileParts:
         return True
 
     def _cut(self, step: int) -> Iterator[InputPart]:
-        """The lines that are not done, by so many."""
+        """Yield the lines that are not done, in parts of `step` lines."""
         ends = _line_ends(self._earlier.path) if self._earlier else iter(())
         offset = index = count = start = known_start = known_end = 0
         first = 1
@@ -328,7 +331,7 @@ class FileParts:
 
 
 def _part_lines(lines: float, groups: int, most: int | None) -> float:
-    """Of each part of so many lines. `most`: what the user allows."""
+    """Return the number of lines of a part if `lines` are to be done. `most`: the maximum that the user allows."""
     return max(1, min(most or max(PART_LINES, lines / MANY_PARTS), lines / (PARTS_EACH * groups)))
 
 
@@ -341,7 +344,7 @@ def _line_ends(path: Path) -> Iterator[int]:
 
 
 def _sizes(source: Store) -> tuple[dict[str, int], str]:
-    """Of every file with lines: bytes, or rows; and which of them."""
+    """Return the size of every file with lines, and the unit of these sizes: `byte` or `row`."""
     files = source.files()
     names = {form: [name for name in files if source.path(name).endswith(end)] for form, end in FORMATS.items()}
     if all(names.values()):
@@ -355,7 +358,7 @@ def _sizes(source: Store) -> tuple[dict[str, int], str]:
 
 
 def earlier_records(part: InputPart, sink: Store, form: str) -> list[dict[str, Any]]:
-    """Of a part that is done once more."""
+    """Return the records of the earlier output of a part that is done again."""
     if part.earlier is None:
         return []
     if part.earlier_range is not None:
@@ -364,7 +367,7 @@ def earlier_records(part: InputPart, sink: Store, form: str) -> list[dict[str, A
 
 
 def write_part(done: DonePart, sink: Store, form: str) -> DonePart:
-    """Write it, and delete what it replaces. Returns it without its records."""
+    """Write the records of a part, and delete the output that they replace. Return the part without its records."""
     name = done.part.output_name(done.new + done.kept, form)
     sink.write(name, to_parquet(done.data) if form == "parquet" else done.data)
     if done.part.earlier not in (None, name):

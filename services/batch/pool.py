@@ -1,6 +1,8 @@
-"""Worker groups that answer lines: one (`Replica`), or a pool of them by Ray Data, which gives each part of the input to
-an actor that has a worker group, which reads, decodes and writes it; starts such an actor again when it is lost, with
-the parts that were lost with it; and gives out no more than is asked for."""
+"""Worker groups that answer lines: one (`Replica`), or a pool of them in Ray Data.
+
+Ray Data assigns each part of the input to an actor with its own worker group; the actor reads the part, decodes it and
+writes the result. If an actor is lost, Ray Data starts it again and repeats the parts that were lost with it. An actor
+has at most `PARTS_AT_A_TIME` parts."""
 
 from __future__ import annotations
 
@@ -30,24 +32,24 @@ from services.launch.config import WorkerGroupConfig
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What every worker group of a run is made of. Picklable."""
+    """Settings of every worker group of a run. Picklable."""
 
     group: WorkerGroupConfig
     seed: int
-    """See `BatchConfig`."""
+    """See `BatchConfig.seed`."""
     concurrency: int | None
-    """The same."""
+    """See `BatchConfig.concurrency`."""
 
     @property
     def limit(self) -> Limit:
         if self.concurrency is not None:
             return Limit(requests=self.concurrency)
-        # Twice what can run, so that slots that a round frees are filled at once.
+        # Twice as many as can run, so that slots that a round frees are filled at once.
         return Limit(rows=2 * self.group.engine.max_slots)
 
 
 class Replica:
-    """Needs Ray to be connected. Use it in one asyncio loop."""
+    """One worker group that answers lines. Needs Ray to be connected. Use it in one asyncio loop."""
 
     def __init__(self, spec: ReplicaSpec, pair: ServingPair) -> None:
         from services.launch.supervisor import Supervisor  # imports torch
@@ -59,11 +61,11 @@ class Replica:
         self._runner = BatchRunner(pair, requests, decode, pair.fingerprint(), spec.limit)
 
     async def start(self) -> None:
-        """Returns when it is warm. Raises WorkerGroupError."""
+        """Start the worker group; return when it has warmed up. Raises WorkerGroupError."""
         await self._supervisor.start()
 
     async def answer(self, lines: Iterable[Line | Kept], write: Callable[[dict[str, Any], bool], None]) -> None:
-        """See `BatchRunner.run`. May be called again while it runs."""
+        """See `BatchRunner.run`. Several calls may run at a time."""
         await self._runner.run(lines, write)
 
     async def stop(self) -> None:
@@ -74,25 +76,26 @@ class Replica:
 logger = logging.getLogger(__name__)
 
 PARTS_AT_A_TIME = 2
-"""Of a worker group: while the last lines of one part are decoded, the slots that they leave are not empty."""
+"""Parts that a worker group decodes at a time: while the last lines of one part are decoded, the next part fills the
+slots that become free."""
 REPORT_SECONDS = 1.0
-"""Between two reports of a worker group."""
+"""Time between two reports of a worker group."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """What runs, and where it reads and writes. Picklable."""
+    """A number of worker groups, with the input and the output. Picklable."""
 
     spec: ReplicaSpec
     groups: int
     source: Store
     sink: Store
     form: str | None
-    """Format of the files that are written; None: records come back in their order, and nothing is written."""
+    """Format of the files that actors write; None: they write nothing, and return the records in order."""
 
     def answer(self, parts: Sequence[InputPart], monitor: ray.actor.ActorHandle) -> Iterator[DonePart]:
-        """Each part when it is done. One whose worker group is lost for good does not come. Needs Ray to be connected;
-        the worker groups end with the iterator."""
+        """Yield each part when it is done. A part whose worker group is lost for good is left out. Needs Ray to be
+        connected; the worker groups end with the iterator."""
         _set_up(in_order=self.form is None)
         compute = ray.data.ActorPoolStrategy(
             size=self.groups,
@@ -100,17 +103,17 @@ class Pool:
             max_concurrent_calls_per_actor=PARTS_AT_A_TIME,
             enable_true_multi_threading=True,
         )
-        # Files of this host may be on no other: then the actors are here. Their ranks are where there is room.
+        # Local files may exist only on this host, so the actors run here then. Their ranks run where there is room.
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         host = here if self.source.is_local or self.sink.is_local else None
         # Actors read and write, so that lines do not pass through the memory of other hosts.
         inputs = ray.data.from_items([{"part": pickle.dumps(part)} for part in parts], override_num_blocks=len(parts))
-        actor: Any = ReplicaActor  # Ray Data makes one, and calls it with rows.
+        actor: Any = ReplicaActor  # Ray Data creates the actors, and calls them with rows.
         outputs = inputs.map(
             actor,
             fn_constructor_kwargs={"pool": self, "monitor": monitor},
             compute=compute,
-            num_cpus=0,  # ranks hold all of them where models run on CPUs
+            num_cpus=0,  # if models run on CPUs, their ranks hold all CPUs
             label_selector=host,
         )
         for row in outputs.iter_rows():
@@ -118,10 +121,10 @@ class Pool:
 
 
 class ReplicaActor:
-    """An actor of the pool: it has a worker group and answers parts with it."""
+    """An actor of the pool, which answers parts with its own worker group."""
 
     def __init__(self, pool: Pool, monitor: ray.actor.ActorHandle) -> None:
-        """Returns when the worker group is warm. Raises WorkerGroupError."""
+        """Returns when the worker group has warmed up. Raises WorkerGroupError."""
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
         cluster.release_left()
         self._id, self._pool, self._monitor = ray.get_runtime_context().get_actor_id(), pool, monitor
@@ -140,12 +143,12 @@ class ReplicaActor:
         self._reports = asyncio.run_coroutine_threadsafe(self._report(), self._loop)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Called by several threads."""
+        """Answer the part in a row. Called by several threads."""
         part: InputPart = pickle.loads(row["part"])
         try:
             done = self._done(part)
         except ServiceLost as error:
-            # Another start of this process may find another host, and Ray gives it these parts once more.
+            # Ray starts this actor again, maybe on another host, and gives it these parts once more.
             ray.get(self._monitor.fail.remote(self._id, str(error)))
             os._exit(1)
         except Exception as error:
@@ -182,9 +185,10 @@ class ReplicaActor:
 
 
 def count_that_fit(spec: ReplicaSpec, is_own_cluster: bool) -> int:
-    """Worker groups that the cluster has room for now; at least one, which may have to wait for hosts."""
+    """Return the number of worker groups that the cluster has room for now; at least 1, even if that one has to wait
+    for hosts."""
     group = spec.group
-    if is_own_cluster and group.device == "cpu":  # it declares more CPUs than there are
+    if is_own_cluster and group.device == "cpu":  # our own cluster declares more CPUs than the machine has
         return max(1, (os.cpu_count() or 1) // (group.target_tp + group.draft_tp))
     gpus = group.device == "cuda"
     sides = ((group.target_tp, gpus, group.target_resource), (group.draft_tp, gpus, group.draft_resource))
@@ -192,14 +196,14 @@ def count_that_fit(spec: ReplicaSpec, is_own_cluster: bool) -> int:
 
 
 def _set_up(in_order: bool) -> None:
-    """Of Ray Data, for this process."""
+    """Configure Ray Data in this process."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.preserve_order = in_order
-    # A part that is lost for good is done by another run over what is left; until then the others go on.
+    # A part that is lost for good is done by another pass over the remaining parts; until then the others go on.
     context.max_errored_blocks = -1
     context.max_consecutive_actor_init_deaths = -1  # the caller counts them
-    # One row is a part, however large.
+    # A row is one part, and must not be split however large it is.
     context.target_max_block_size = None
     logging.getLogger("ray.data").setLevel(logging.ERROR)

@@ -1,5 +1,5 @@
-"""How far a run is: its counts, what they say of its speed and its end, how people and Prometheus see them, and the actor
-to which worker groups report while they answer parts of the input. Imports nothing heavy."""
+"""Progress of a run: its counts, the speed and remaining time that follow from them, their display on the console and
+in Prometheus, and the actor to which worker groups report while they answer parts. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 LINE_SECONDS = 5.0
-"""Between two lines where there is no terminal."""
+"""Time between two lines of progress if there is no terminal."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of some lines."""
+    """Numbers of lines and tokens."""
 
     written: int = 0
     """Lines that are done, with an answer or without."""
     failed: int = 0
-    """Those of them without an answer."""
+    """Lines among `written` that have no answer."""
     tokens: int = 0
-    """Of their answers."""
+    """Tokens of the answers."""
 
     @staticmethod
     def of(record: dict[str, Any]) -> Counts:
@@ -45,14 +45,14 @@ class Counts:
 
 @dataclass
 class BatchProgress:
-    """Counts of a run as it goes."""
+    """Counts of a running run."""
 
     before: Survey
-    """What earlier runs had done, and how many lines there are."""
+    """The number of lines, and the lines that earlier runs had done."""
     here: Counts = field(default_factory=Counts)
-    """Of this run: what is in the output."""
+    """Lines of this run that are in the output."""
     coming: Counts = field(default_factory=Counts)
-    """Of this run: decoded, but not in the output yet."""
+    """Lines of this run that are decoded but not in the output yet."""
     kept: Counts = field(default_factory=Counts)
     """Answers of earlier runs that this run has copied."""
     total: int = field(init=False)
@@ -66,14 +66,14 @@ class BatchProgress:
         self.total = self.before.total
 
     def start(self) -> None:
-        """Now, rather than when this was made: speed is that of decoding, not of starting."""
+        """Measure the speed from now on, so that it is the speed of decoding without the start."""
         self.began = time.monotonic()
 
     def count(self, record: dict[str, Any], is_new: bool = True) -> None:
         self.add(Counts.of(record), is_new)
 
     def add(self, more: Counts, is_new: bool = True) -> None:
-        """Lines have been written."""
+        """Count lines that have been written. `is_new`: decoded by this run, not copied."""
         if is_new:
             self.here += more
         else:
@@ -81,14 +81,14 @@ class BatchProgress:
         self.seconds = time.monotonic() - self.began
 
     def expect(self, coming: Counts, total: int | None = None) -> None:
-        """What else is decoded, and how many lines there are, as far as is known now."""
+        """Set the counts of lines that are decoded but not written, and the number of lines as far as it is known."""
         self.coming = coming
         self.total = self.total if total is None else total
         self.seconds = time.monotonic() - self.began
 
     @property
     def now(self) -> Counts:
-        """Of this run."""
+        """Counts of the lines that this run has decoded."""
         return self.here + self.coming
 
     @property
@@ -97,7 +97,7 @@ class BatchProgress:
 
     @property
     def all_failed(self) -> int:
-        """Of this run and those before."""
+        """Lines without an answer, in this run and earlier ones."""
         return self.before.failed + self.now.failed
 
     @property
@@ -106,7 +106,7 @@ class BatchProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """None: nothing is known of the speed yet."""
+        """Estimated remaining time; None: the speed is not known yet."""
         return (self.total - self.done) / self.lines_a_second if self.lines_a_second else None
 
     @property
@@ -140,7 +140,8 @@ class Display:
 
     @contextmanager
     def serving(self, port: int | None, host: str) -> Iterator[None]:
-        """Metrics on this port; None: no metrics; 0: any free one. Raises OSError if it is in use."""
+        """Serve metrics on this port; None: serve no metrics; 0: use any free port. Raises OSError if the port is in
+        use."""
         if port is None:
             yield
             return
@@ -170,7 +171,7 @@ class Display:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def step(self, text: str) -> None:
-        """Of the start: said with the seconds since the run began."""
+        """Print a step of the start, with the seconds since the run began."""
         self._shown = time.monotonic()
         self.say(f"[{time.monotonic() - self._began:5.1f} s] {text}")
 
@@ -179,7 +180,7 @@ class Display:
             self._metrics.set_worker_groups(starting=starting, ready=ready)
 
     def update(self, progress: BatchProgress, quiet: bool = False) -> None:
-        """It has changed. `quiet`: nothing is printed where there is no terminal."""
+        """Show the current progress. `quiet`: print nothing if there is no terminal."""
         if self._metrics is not None:
             self._metrics.set_progress(
                 answered=progress.done - progress.all_failed,
@@ -212,25 +213,25 @@ def _duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What worker groups have reported."""
+    """The reports of all worker groups."""
 
     starting: int
     ready: int
     started: tuple[float, ...]
     """Seconds that starts took, in the order in which they ended."""
     failures: tuple[str, ...]
-    """Starts that have failed since the last one that did not."""
+    """Errors of the starts that have failed since the last successful one."""
     coming: Counts
-    """Of parts that are not written yet."""
+    """Counts of parts that are not written yet."""
 
 
 class Monitor:
-    """What is known of worker groups, wherever they run, and of the parts that they answer. They report to it at any
-    time."""
+    """Collects the reports of worker groups, wherever they run: their states, and the counts of the parts that they
+    answer."""
 
     def __init__(self) -> None:
         self._states: dict[str, bool] = {}
-        """By worker group, whether it is ready; without those that failed."""
+        """Worker group -> whether it is ready; without worker groups that failed."""
         self._started: list[float] = []
         self._failures: list[str] = []
         self._parts: dict[Hashable, Counts] = {}
@@ -252,7 +253,7 @@ class Monitor:
         self._parts |= {part: counts for part, counts in parts.items() if part not in self._written}
 
     def snapshot(self, written: Sequence[Hashable]) -> Snapshot:
-        """`written`: parts that count no longer."""
+        """Return the current state. `written`: parts that are in the output now, and no longer counted here."""
         self._written.update(written)
         for part in written:
             self._parts.pop(part, None)
@@ -262,7 +263,7 @@ class Monitor:
 
 
 def start_monitor() -> Any:
-    """A handle of an actor, on this host. Needs Ray to be connected."""
+    """Start a `Monitor` in an actor on this host, and return its handle. Needs Ray to be connected."""
     import ray
 
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}

@@ -1,7 +1,7 @@
 """One run of `smcserve batch`: its settings, the worker groups that it starts, and its end.
 
-A run has an output, one file or a directory of parts, which says what is to be done; and one worker group, in this
-process, or a pool of them, which answers that."""
+The output, one file or a directory of parts, determines which lines are to be done. They are answered by one worker
+group, with its supervisor in this process, or by a pool of them."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ if TYPE_CHECKING:
     from services.batch.progress import Snapshot
 
 RETRIED = ".retry"
-"""Added to the name of an output whose failed lines are decoded again: the file that replaces it."""
+"""Suffix of a new output in which failed lines are decoded again. At the end it replaces the old output."""
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Raises ValueError naming the field, the value and what is allowed."""
+    """Settings of a run. Raises ValueError naming the field, the value and what is allowed."""
 
     input: str
-    """Requests: a file, or a directory or address of files. A local file of JSON lines is read twice: once to check it,
-    once to send it."""
+    """Requests: a file, or a directory or address of files. A local file of JSON lines is read twice: first to check
+    it, then to decode it."""
     output: str
     """Answers: a file in the order of the input; or a directory or address, with a file for each part of the input.
-    What is there is resumed."""
+    An existing output is resumed."""
     overwrite: bool = False
     """Start from the beginning, whatever `output` holds."""
     retry_failed: bool = False
     """Decode lines again that have no answer in `output`."""
     seed: int = 0
-    """A line without a seed of its own gets one made of this and its custom_id."""
+    """A line without a seed gets one that is derived from this seed and its custom_id."""
     concurrency: int | None = None
     """Requests in flight in each worker group; default: as many as keep every slot of the engine full."""
     gangs: int | None = None
-    """Worker groups. Default: one for one output file, otherwise as many as the cluster has room for."""
+    """Number of worker groups. Default: one for one output file, otherwise as many as the cluster has room for."""
     part_lines: int | None = None
-    """Most lines of a part: a lost worker group has two parts to decode again. Default: 1000, or as many as make 10,000
-    parts."""
+    """Maximum number of lines of a part. If a worker group is lost, up to two parts are decoded again. Default: 1000,
+    or more where that would make more than 10,000 parts."""
     output_format: str | None = None
-    """`jsonl` or `parquet`, of the files in a directory. Default: that of the input."""
+    """Format of the files in a directory, `jsonl` or `parquet`. Default: that of the input."""
     metrics_port: int | None = None
-    """Of metrics for Prometheus; 0: any free one; None: none."""
+    """Port of metrics for Prometheus; 0: any free port; None: no metrics."""
     host: str = "127.0.0.1"
-    """Address of `metrics_port`."""
+    """Address on which `metrics_port` is served."""
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "gangs", "part_lines"):
@@ -131,12 +131,12 @@ class Stopped(Exception):
 
 
 class BatchRun:
-    """One run."""
+    """One run of a batch."""
 
     def __init__(
         self, config: BatchConfig, group: WorkerGroupConfig, ray_address: str | None, display: Display
     ) -> None:
-        """Raises ValueError for models that cannot be served this way."""
+        """Raises ValueError if the models cannot be served with this configuration."""
         self._config, self._group, self._ray_address, self._display = config, group, ray_address, display
         self._pair = group.serving_pair()
         self._fingerprint = self._pair.fingerprint()
@@ -146,8 +146,8 @@ class BatchRun:
             raise ValueError("trace is of one worker group, in one file; leave it out")
 
     def run(self) -> BatchProgress:
-        """Answer the lines that have no answer yet. No process is left running at the end, and the output holds the
-        first answers, complete, or complete parts.
+        """Answer the lines that are not in the output yet. At the end no process is left running, and the output holds
+        complete lines (the first ones of the input) or complete parts.
 
         Raises ValueError for a mistake of the user; ConnectionError, WorkerGroupError or ServiceLost for a failure of
         the cluster; Stopped on a signal."""
@@ -173,7 +173,8 @@ class BatchRun:
         return survey(Path(self._config.input), output, self._requests, self._fingerprint)
 
     def _append(self, output: OutputFile, before: Survey, earlier: OutputFile | None) -> BatchProgress:
-        """The answers that it lacks. `earlier`: another output of the same input, whose answers are copied."""
+        """Append the answers that the output lacks. `earlier`: another output of the same input, whose answers are
+        copied."""
         progress, source = BatchProgress(before), Path(self._config.input)
         if progress.done < progress.total:
             self._begin(progress)
@@ -208,7 +209,7 @@ class BatchRun:
         self._display.step(f"{left:,} of {progress.goal} to do; connecting to Ray")
 
     async def _alone(self, output: OutputFile, progress: BatchProgress, earlier: OutputFile | None) -> None:
-        """By one worker group, with the engine's client in this process."""
+        """Answer the lines with one worker group, whose supervisor and client are in this process."""
 
         def write(record: dict[str, Any], is_new: bool) -> None:
             output.append(record)
@@ -232,8 +233,8 @@ class BatchRun:
                 await replica.stop()
 
     async def _pooled(self, output: FileParts | PartsOutput, progress: BatchProgress) -> None:
-        """By several worker groups, each in an actor. Passes are made over what is left, until nothing is, or a pass
-        has brought nothing."""
+        """Answer the lines with several worker groups, each in an actor. Makes passes over the remaining parts until
+        none is left. A pass that completes no part raises an error."""
         async with _connected(self._ray_address, "services.batch.pool") as is_own:
             from services.batch.pool import Pool, count_that_fit
             from services.batch.storage import Store
@@ -250,7 +251,7 @@ class BatchRun:
 
 
 class _Pass:
-    """Of a pool over parts."""
+    """One pass of a pool over parts."""
 
     def __init__(
         self,
@@ -264,13 +265,13 @@ class _Pass:
         self._display = display
         self._num_started, self._num_done = 0, 0
         self._ended = threading.Event()
-        """A part is missing, without which those after it cannot be taken."""
+        """Set when a part is missing and the parts after it cannot be appended."""
         self._error = "every worker group was lost before it had done a part"
         self._written: list[InputPart] = []
-        """Since the last look at the monitor."""
+        """Parts that were written since the last request to the monitor."""
 
     async def run(self) -> None:
-        """Raises WorkerGroupError when worker groups do not start, ServiceLost when no part has been done."""
+        """Answer the parts. Raises WorkerGroupError if worker groups do not start, ServiceLost if no part was done."""
         import ray
 
         from services.batch.progress import start_monitor
@@ -314,7 +315,7 @@ class _Pass:
         self._progress.add(item.kept, is_new=False)
 
     def _feed(self, monitor: Any, done: asyncio.Queue, loop: asyncio.AbstractEventLoop) -> None:
-        """Parts that are done, an error if there is one, and at the end None. Runs in a thread."""
+        """Put the parts that are done into the queue, then an error if there is one, then None. Runs in a thread."""
 
         def put(item: DonePart | Exception | None) -> None:
             with contextlib.suppress(RuntimeError):  # the run has ended
@@ -347,7 +348,7 @@ class _Pass:
 
 
 LOOK_SECONDS = 1.0
-"""Between two looks at how far worker groups are."""
+"""Time between two requests for the progress of worker groups."""
 
 
 def _first_line(error: Exception) -> str:
@@ -356,13 +357,14 @@ def _first_line(error: Exception) -> str:
 
 @asynccontextmanager
 async def _connected(ray_address: str | None, wanted: str) -> AsyncIterator[bool]:
-    """To a cluster; whether it was started here. `wanted`: a module that the run needs next."""
+    """Connect to a cluster; yields whether it was started here. `wanted`: a module that the run needs next, imported
+    meanwhile."""
     from services.launch import cluster
 
     cluster.import_meanwhile(wanted)
     try:
         yield cluster.connect(ray_address)
-    except SystemExit as error:  # how Ray answers a SIGTERM, until we do
+    except SystemExit as error:  # raised by Ray's handler of SIGTERM, until ours is installed
         raise Stopped(signal.SIGTERM) from error
     finally:
         await asyncio.to_thread(cluster.disconnect)
@@ -372,7 +374,7 @@ async def _connected(ray_address: str | None, wanted: str) -> AsyncIterator[bool
 def _ended_by_signals() -> Iterator[None]:
     """Turn the first signal into Stopped in the caller's task. A second signal has its usual effect.
 
-    Only for use after Ray has been connected: it installs handlers of its own.
+    Use it only after Ray has been connected, since Ray installs handlers of its own.
     """
     task, loop, came = asyncio.current_task(), asyncio.get_running_loop(), []
     assert task is not None

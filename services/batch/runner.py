@@ -1,7 +1,8 @@
-"""Lines in, output records out in the same order, with many requests in flight on a service that may be lost and come
+"""Answers lines with records in the same order. Many requests are in flight, on a service that may be lost and come
 back. Knows nothing about files or processes.
 
-Memory is bounded: reading pauses while too many lines wait, for a decoder or for an earlier line's answer."""
+Memory is bounded: reading pauses while too many lines wait, be it for free slots or for the answer of an earlier
+line."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from services.batch.lines import Kept, Line, RequestReader, answered, refused
 from smc.api.request import Answer, Request
 
 ATTEMPTS = 3
-"""How often a request is sent to a service that is lost while it decodes it."""
+"""Maximum number of times that a request is sent, if the service is lost while it decodes the request."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class ServiceLost(RuntimeError):
 
 
 class ServiceState:
-    """Whether the service is ready, with a wait until it is."""
+    """Records whether the service is ready, and waits until it is."""
 
     def __init__(self, patience: float) -> None:
         """`patience`: seconds to wait for a lost service to come back."""
@@ -43,7 +44,7 @@ class ServiceState:
             self._now.clear()
 
     async def wait(self) -> None:
-        """Raises ServiceLost."""
+        """Wait until the service is ready. Raises ServiceLost if that takes too long."""
         try:
             async with asyncio.timeout(self._patience):
                 while not self._now.is_set():  # it may be lost again before this task's turn comes
@@ -53,20 +54,21 @@ class ServiceState:
 
 
 class RetryingDecoder:
-    """Sends a request again when the service is lost over it: nothing of its answer has been given out by then."""
+    """Sends a request again if the service is lost while it decodes. No part of the answer is written by then."""
 
     def __init__(self, backend: Backend, serving: ServiceState) -> None:
         self._backend, self._serving = backend, serving
         self._last_attempts = asyncio.Lock()
 
     async def decode(self, request: Request) -> Answer:
-        """Raises ValueError, RequestFailed, Unavailable after the last attempt, ServiceLost."""
+        """Return the answer of a request. Raises ValueError, RequestFailed, ServiceLost, and Unavailable after the last
+        attempt."""
         for attempt in range(1, ATTEMPTS):
             try:
                 return await self._once(request)
             except Unavailable as error:
                 logger.warning("line %s, attempt %d of %d: %s", request.request_id, attempt, ATTEMPTS, error)
-        # One at a time: if one of those in flight is what the service dies of, the others must not fail with it.
+        # One at a time: if one of the requests makes the service fail, the others must not fail with it.
         async with self._last_attempts:
             try:
                 return await self._once(request)
@@ -85,19 +87,21 @@ class RetryingDecoder:
 
 
 WINDOW = 1024
-"""Lines read and not yet written. One slow line lets so many later ones finish before the rest has to wait for it."""
+"""Maximum number of lines that are read and not yet written: this many later lines can finish before further lines have
+to wait for a slow one."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How much may be in flight."""
+    """Maximum number of requests in flight, or of the slots that they take; one of the two is set."""
 
     requests: int | None = None
     rows: int | None = None
-    """Slots, one or two a particle; of one kind or the other."""
+    """Slots: one a row, or two if the request is guided."""
 
     def cost(self, requests: Sequence[Request]) -> int:
-        """Of the answers of a line. A line that exceeds all of it runs alone."""
+        """Return the share of the limit that the requests of a line take, at most all of it: a line that needs more
+        runs alone."""
         each = (1 if self.rows is None else one.params.rows * one.params.slots_per_row for one in requests)
         return min(sum(each), self.room)
 
@@ -109,7 +113,7 @@ class Limit:
 
 
 class BatchRunner:
-    """Answers lines within one limit, also those of several calls of `run` at a time. Use it in one asyncio loop."""
+    """Answers lines within one limit, which concurrent calls of `run` share. Use it in one asyncio loop."""
 
     def __init__(
         self,
@@ -125,9 +129,9 @@ class BatchRunner:
         self._freed = asyncio.Condition()
 
     async def run(self, lines: Iterable[Line | Kept], write: Callable[[dict[str, Any], bool], None]) -> None:
-        """`write` takes a record for every line, in order, each as soon as it and all before it are known, and whether
-        it is new. Raises what `write` or the service as a whole raises; what is wrong with one line is a record of its
-        own."""
+        """Answer `lines`. `write` is called for every line, in order, as soon as its record and all earlier ones are
+        known, with the record and whether it is new. An error of one line becomes its record. Raises the errors of
+        `write`, and ServiceLost."""
         window: asyncio.Queue[asyncio.Task | dict | Kept | None] = asyncio.Queue(WINDOW)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -139,7 +143,7 @@ class BatchRunner:
             raise group.exceptions[0] from None
 
     async def _begin(self, line: Line, tasks: asyncio.TaskGroup) -> asyncio.Task | dict[str, Any]:
-        """Its record, or the task that will know it."""
+        """Return the record of a line that is not a request, otherwise a task that answers the line."""
         try:
             requests = self._requests.build(line)
         except Exception as error:
@@ -164,7 +168,7 @@ class BatchRunner:
                 self._freed.notify_all()
 
     async def _answers(self, requests: Sequence[Request]) -> list[Answer]:
-        """All of them, or the first error; the others are then cancelled."""
+        """Return all answers. On the first error the other requests are cancelled, and the error is raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 each = [tasks.create_task(self._decoded(request)) for request in requests]

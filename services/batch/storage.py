@@ -1,5 +1,5 @@
-"""Directories of JSONL and Parquet files on any of pyarrow's filesystems: local, s3://, gs://. Knows nothing about what
-the lines hold."""
+"""Reads and writes directories of JSONL and Parquet files on any of pyarrow's filesystems: local, s3://, gs://. Knows
+nothing about the requests in the lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from services.batch.output_file import is_url
 
 CHUNK = 1 << 20
-"""Bytes that are read at a time where the end of a line is looked for."""
+"""Bytes that are read at a time in search of the end of a line."""
 COLUMNS = ("custom_id", "method", "url", "body")
 JSON_COLUMNS = ("response", "error")
 """Columns of an output in Parquet that hold JSON."""
@@ -25,17 +25,17 @@ RECORD_SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "custom_id", *
 
 @dataclass(frozen=True)
 class Store:
-    """A file or a directory, and what is in it. Picklable."""
+    """A file, or a directory with its files. Picklable."""
 
     filesystem: pa.fs.FileSystem
     root: str
-    """Its path there."""
+    """Path in the filesystem."""
     url: str
-    """As the user wrote it."""
+    """Path or address as the user wrote it."""
 
     @staticmethod
     def of(path: str) -> Store:
-        """Raises ValueError for an address that no filesystem is known for."""
+        """Return the store of a path or address. Raises ValueError for an address without a known filesystem."""
         if not is_url(path):
             return Store(pa.fs.LocalFileSystem(), str(Path(path).absolute()), path)
         try:
@@ -51,12 +51,13 @@ class Store:
         return isinstance(self.filesystem, pa.fs.LocalFileSystem)
 
     def path(self, name: str) -> str:
-        """Of a file in it; of the file itself if `name` is empty."""
+        """Return the path of a file in the store; of the store itself if `name` is empty."""
         return f"{self.root}/{name}" if name else self.root
 
     def files(self) -> dict[str, int]:
-        """Names relative to it and sizes in bytes of all files in it, in order of names; it may not exist yet. Of a
-        file, itself, without a name. Hidden ones and those whose name begins with _ are left out."""
+        """Return names (relative to the store) and sizes in bytes of all its files, in order of names. A directory that
+        does not exist has none; a store that is a file has itself, under an empty name. Files and directories whose
+        names begin with . or _ are left out."""
         info = self.filesystem.get_file_info(self.root)
         if info.type == pa.fs.FileType.File:
             return {"": info.size}
@@ -69,7 +70,7 @@ class Store:
         return {name: found[name] for name in sorted(found) if not any(map(_is_hidden, name.split("/")))}
 
     def read(self, name: str) -> bytes | None:
-        """None: there is no such file."""
+        """Return the content of a file; None if it does not exist."""
         try:
             with self.filesystem.open_input_stream(self.path(name)) as file:
                 return file.read()
@@ -77,9 +78,9 @@ class Store:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Whole or not at all, whatever happens meanwhile; a file of this name is replaced."""
+        """Write a file atomically: whole or not at all. A file of this name is replaced."""
         path = self.path(name)
-        if not self.is_local:  # there a file begins to exist when it is closed
+        if not self.is_local:  # in object stores a file begins to exist when it is closed
             with self.filesystem.open_output_stream(path) as file:
                 file.write(content)
             return
@@ -96,7 +97,8 @@ class Store:
             return
 
     def lines(self, name: str, start: int, end: int) -> tuple[int, bytes]:
-        """The lines whose first byte lies in this range of bytes, whole: the offset of the first, and their text."""
+        """Return the whole lines whose first byte lies in this range of bytes: the offset of the first one, and their
+        text."""
         with self.filesystem.open_input_file(self.path(name)) as file:
             before = max(start - 1, 0)
             file.seek(before)
@@ -112,13 +114,13 @@ class Store:
         return before + begin, data[begin:]
 
     def rows(self, name: str, start: int, end: int) -> bytes:
-        """These rows of a Parquet file as request lines in JSON."""
+        """Return these rows of a Parquet file as request lines in JSON."""
         with pq.ParquetFile(self.filesystem.open_input_file(self.path(name))) as file:
             _check_columns(file.schema_arrow.names, f"{self.url}: {name}")
             return b"".join(map(_request_line, _rows(file, start, end)))
 
     def num_rows(self, name: str) -> int:
-        """Of a Parquet file. Raises ValueError if it is none, or lacks columns."""
+        """Return the number of rows of a Parquet file. Raises ValueError if it is no Parquet file, or lacks columns."""
         where = f"{self.url}: {name}" if name else self.url
         try:
             with pq.ParquetFile(self.filesystem.open_input_file(self.path(name))) as file:
@@ -128,7 +130,7 @@ class Store:
             raise ValueError(f"{where}: {error}") from error
 
     def mean_line(self, name: str, size: int) -> float:
-        """Bytes a line, by the beginning of the file."""
+        """Estimate the mean number of bytes of a line from the beginning of the file."""
         with self.filesystem.open_input_stream(self.path(name)) as file:
             data = file.read(CHUNK)
         return len(data) / max(data.count(b"\n"), 1)
@@ -145,7 +147,7 @@ def _check_columns(names: list[str], where: str) -> None:
 
 
 def _rows(file: pq.ParquetFile, start: int, end: int) -> Iterator[dict[str, Any]]:
-    """Of the row groups, only those that hold some of them are read."""
+    """Yield the rows from `start` to `end`. Reads only the row groups that contain some of them."""
     begin, columns = 0, [name for name in COLUMNS if name in file.schema_arrow.names]
     for index in range(file.num_row_groups):
         count = file.metadata.row_group(index).num_rows
@@ -161,7 +163,7 @@ def _request_line(row: dict[str, Any]) -> bytes:
         try:
             body = json.loads(body)
         except ValueError:
-            body = row["body"]  # is refused as what it is
+            body = row["body"]  # refused later, as a string
     else:
         body = _without_nulls(body)
     url = row.get("url") or ("/v1/completions" if isinstance(body, dict) and "prompt" in body else CHAT)
@@ -170,11 +172,11 @@ def _request_line(row: dict[str, Any]) -> bytes:
 
 
 CHAT = "/v1/chat/completions"
-"""Of a row without a URL, unless it has a prompt."""
+"""URL of a row without one, unless its body has a prompt."""
 
 
 def _without_nulls(value: Any) -> Any:
-    """A column of structures has every field in every row."""
+    """Remove null fields: in a column of structures every row has every field."""
     if isinstance(value, dict):
         return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     if isinstance(value, list):
@@ -183,7 +185,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def to_parquet(lines: bytes) -> bytes:
-    """Records in JSON lines, as a Parquet file: `response` and `error` are JSON, or null."""
+    """Convert records in JSON lines to a Parquet file, in which `response` and `error` are JSON strings or null."""
     rows = [json.loads(line) for line in lines.splitlines()]
     for row in rows:
         for name in JSON_COLUMNS:
@@ -196,7 +198,7 @@ def to_parquet(lines: bytes) -> bytes:
 
 
 def records_of(content: bytes, form: str) -> list[dict[str, Any]]:
-    """Of an output file."""
+    """Return the records in the content of an output file of format `form`."""
     if form == "jsonl":
         return [json.loads(line) for line in content.splitlines()]
     rows = pq.read_table(pa.BufferReader(content)).to_pylist()

@@ -1,4 +1,4 @@
-"""`smcserve batch`: files of requests answered on a Ray cluster, resumable."""
+"""`smcserve batch`: answers files of requests on a Ray cluster; a run can be resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.cli.service_options import BatchOptions, worker_group_config
 from smc.terminal import err, print_error, print_warning
 
 JOB_DIRECTORIES = "working_dir_files"
-"""Where Ray keeps a job's copy of its working directory."""
+"""Directory in whose subdirectories Ray keeps each job's copy of its working directory."""
 
 
 @options.with_options(BatchOptions)

@@ -1,4 +1,4 @@
-"""`smcserve check`: whether two model directories can serve as target and draft."""
+"""`smcserve check`: checks whether two model directories can serve as target and draft."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ def _size(size: int) -> str:
 
 
 def _rank(model: ModelReport, degree: int) -> str:
-    """A rank's weights, query heads and key/value heads; of heads that ranks hold unequally, the fewest and the most."""
+    """Return the size of a rank's weights and its numbers of query heads and key/value heads. If ranks hold different
+    numbers of heads, shows the lowest and the highest."""
     if degree == 1:
         return _size(model.rank_bytes[degree])
     counts = [sorted({*held}) for held in zip(*model.rank_heads[degree])]

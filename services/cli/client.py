@@ -1,4 +1,4 @@
-"""`smcserve client`: talk to a running service. Exit code 1: the service failed the call; 2: the call was wrong."""
+"""`smcserve client`: calls a running service. Exit code 1: the service failed; 2: the call was invalid."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from services.client import Client, Completion, CompletionStream
 
 PARTS = {"": "the service", "smc.draft": "draft group", "smc.target": "target group"}
-"""What `health` asks for, and how it is called."""
+"""Name in the health service -> name that `health` prints."""
 MISTAKES = ("INVALID_ARGUMENT", "ALREADY_EXISTS", "UNAUTHENTICATED")
-"""Codes that say that the call was wrong, not the service."""
+"""Status codes of invalid calls, in contrast to failures of the service."""
 
 client = typer.Typer(help="Talk to a running service.")
 
@@ -75,7 +75,7 @@ PromptLogProbs = Annotated[
 
 
 def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
-    """Around every command here: a status code becomes one line and an exit code."""
+    """Wrap a command so that a status code of the service becomes one line and an exit code."""
 
     @wraps(command)
     def call(*args: Any, **kwargs: Any) -> int:
@@ -160,7 +160,7 @@ def health(
     tls_key: TlsKey = None,
     as_json: options.JsonFlag = False,
 ) -> int:
-    """Whether the service and its groups are ready. Exit code 0 if the service is."""
+    """Show whether the service, its draft group and its target group are ready. Exit code 0 if the service is."""
     with _connect(options.given(ctx.params)) as service:
         states = {part: service.health(part) for part in PARTS}
     if as_json:
@@ -182,7 +182,7 @@ def info(
     tls_key: TlsKey = None,
     as_json: options.JsonFlag = False,
 ) -> int:
-    """What is served, how, and how busy it is."""
+    """Show what is served, with which settings, and how busy the service is."""
     with _connect(options.given(ctx.params)) as service:
         server, models = asdict(service.server_info()), asdict(service.model_info())
     if as_json:

@@ -1,4 +1,5 @@
-"""`smcserve demo`: three questions answered one by one before your eyes, then ways of decoding compared in a table."""
+"""`smcserve demo`: answers three questions one by one, streaming the text, then compares ways of decoding in a
+table."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ CONCURRENCY = 8
 
 @dataclass(frozen=True)
 class DemoDecoding:
-    """One way of decoding, and a line of the table."""
+    """One way of decoding: a row of the table."""
 
     name: str
     sampling: dict[str, Any]
@@ -42,13 +43,14 @@ class DemoDecoding:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def passes(self, tokens: float, rounds: float) -> float:
-        """Target passes after the one over the prompt, which brings the first token: one a token, or one a round."""
+        """Return the number of target passes after the one over the prompt, which yields the first token: one a token,
+        or one a round."""
         if self.sampling["method"] == "draft":
             return 0
         return tokens - 1 if self.sampling["method"] == "target" else rounds
 
     def requests(self, pair: ModelPair, problems: list[Problem], seed: int) -> list[Request]:
-        """One request a problem, named by its index."""
+        """Return one request for each problem, with the problem's index as its id."""
         prompts = [pair.tokenizer.chat([{"role": "user", "content": problem.question}]) for problem in problems]
         return [
             Request(
@@ -93,7 +95,7 @@ Next:  smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"
 
 
 def show(count: int, seed: int) -> None:
-    """Three questions one by one, then `count` further ones in a table."""
+    """Answer three questions one by one, then `count` further ones for the table."""
     use_threads(None, DEMO)
     pair = load_pair(DEMO, "cpu", None)
     problems = generate(seed, QUESTIONS + count, "test")
@@ -127,7 +129,7 @@ def _ask(pair: ModelPair, problem: Problem, seed: int) -> None:
 
 
 def _answer(pair: ModelPair, decoding: DemoDecoding, problem: Problem, seed: int, aloud: bool = False) -> Answer:
-    """`aloud`: print the answer as it comes. Raises RuntimeError for an answer that ends in an error."""
+    """Answer one problem. `aloud`: print the answer as it is streamed. Raises RuntimeError if it ends in an error."""
     from smc.local_engine import fitted_engine
 
     requests = decoding.requests(pair, [problem], seed)
@@ -142,7 +144,7 @@ def _answer(pair: ModelPair, decoding: DemoDecoding, problem: Problem, seed: int
 
 
 def _verdict(problem: Problem, answer: Answer) -> Text:
-    """Goes right behind a streamed answer."""
+    """Return the text that is printed directly after a streamed answer: whether it is right."""
     if grade(problem, answer.text):
         return Text("  ✓ right", style="bold green")
     return Text(f"  ✗ wrong, it is {problem.result}", style="bold red")
@@ -155,7 +157,7 @@ def _result(problem: Problem, answer: Answer) -> Text:
 
 
 def _compare(pair: ModelPair, problems: list[Problem], seed: int) -> list[tuple[str, ...]]:
-    """The rows of the table: every way of decoding answers all problems."""
+    """Answer all problems with every way of decoding; return the rows of the table."""
     decodings = (TARGET, DRAFT, EXACT, SMC, *MORE)
     with Progress(TextColumn("{task.description:33}"), BarColumn(), console=err, transient=True) as progress:
         task = progress.add_task("", total=len(decodings) * len(problems))
@@ -169,7 +171,8 @@ def _compare(pair: ModelPair, problems: list[Problem], seed: int) -> list[tuple[
 def _row(
     pair: ModelPair, decoding: DemoDecoding, problems: list[Problem], seed: int, on_answer: Callable[[], None]
 ) -> tuple[str, ...]:
-    """Raises RuntimeError for an answer that ends in an error."""
+    """Answer all problems with one way of decoding; return its row of the table. `on_answer` is called after each
+    answer. Raises RuntimeError if an answer ends in an error."""
     from smc.local_engine import fitted_engine
 
     begin, solved, tokens, rounds = time.perf_counter(), 0, 0, 0

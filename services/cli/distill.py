@@ -1,4 +1,4 @@
-"""`smcserve distill`: a draft for any target, trained on what the target writes to itself."""
+"""`smcserve distill`: trains a draft for any target on conversations that the target writes itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GPU_CONTEXTS, CPU_CONTEXTS = 400, 48
 
 @dataclass(frozen=True, kw_only=True)
 class DistillOptions:
-    """Options of the command."""
+    """Options of `smcserve distill`."""
 
     out_directory: Annotated[
         Path, options.option(options.OUTPUT, "Directory of the draft.", "--out", metavar="DIR", show_default=False)
@@ -154,7 +154,7 @@ class DistillOptions:
 
 @options.with_options(DistillOptions)
 def distill(given: DistillOptions) -> int:
-    """Train a draft for a target on nothing but what the target writes, and measure what it gains."""
+    """Train a draft for a target on text that the target itself writes, and measure what the draft gains."""
     from smc import demo
     from smc.distill.conversations import TEMPERATURES, TalkSettings
     from smc.distill.run import DistillConfig, distill
@@ -213,7 +213,8 @@ def _check_device(device: str, processes: int) -> None:
 
 
 class _Reporter:
-    """Lines of a run on standard error; lines that pass are the status of a terminal."""
+    """Prints the lines of a run on standard error. A line that begins with a carriage return replaces the status line
+    of a terminal."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
@@ -226,7 +227,8 @@ class _Reporter:
 
 
 def _texts(directory: Path, file: Path | None, log: Path | None, is_demo: bool) -> tuple[tuple[int, ...], ...]:
-    """Token ids of the given prompts. The demo target has learnt to answer alone: it is given its problems."""
+    """Return token ids of the given prompts; without any, those of demo problems for the demo target, which has learnt
+    only to answer them, and none for other targets."""
     from smc.model.tokenizer import Tokenizer
 
     if file is None and log is None and not is_demo:
@@ -244,7 +246,7 @@ def _texts(directory: Path, file: Path | None, log: Path | None, is_demo: bool) 
 
 
 def demo_prompts(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token ids of problems for the demo target."""
+    """Return token ids of problems for the demo target."""
     from smc.demo.problems import generate
 
     problems = generate(0, DEMO_PROMPTS, "train")
@@ -252,7 +254,8 @@ def demo_prompts(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
 
 
 def fitting(prompts: tuple[tuple[int, ...], ...], width: int) -> tuple[tuple[int, ...], ...]:
-    """Prompts that leave room for an answer in conversations of this width. Raises ValueError if there are none."""
+    """Return the prompts that leave room for an answer in conversations of `width` tokens. Raises ValueError if there
+    are prompts but none fits."""
     from smc.distill.conversations import LEAST_ANSWER
 
     most = width - LEAST_ANSWER
@@ -266,7 +269,7 @@ def fitting(prompts: tuple[tuple[int, ...], ...], width: int) -> tuple[tuple[int
 
 def _prompts_of(tokenizer: Tokenizer, file: Path) -> Iterator[tuple[int, ...]]:
     try:
-        # Not `splitlines`: texts in JSON may hold other separators of lines.
+        # Not `splitlines`: texts in JSON may contain other line separators.
         with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -276,9 +279,9 @@ def _prompts_of(tokenizer: Tokenizer, file: Path) -> Iterator[tuple[int, ...]]:
 
 
 def logged_prompts(tokenizer: Tokenizer, log: Path) -> tuple[tuple[int, ...], ...]:
-    """Token ids of the prompts of a service's log, each once. A line of the log may have a time and other things before
-    its JSON, or be wrapped as the `log` of another object. Other lines are left out. Raises ValueError if there are none,
-    or if they are of another tokenizer."""
+    """Return token ids of the prompts in a service's log, each once. A line of the log may have a time and other text
+    before its JSON, or be wrapped as the `log` of another object. Lines without a prompt are left out. Raises
+    ValueError if there are no prompts, or if they have token ids that the target lacks."""
     found: dict[tuple[int, ...], None] = {}
     with log.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -298,7 +301,7 @@ def logged_prompts(tokenizer: Tokenizer, log: Path) -> tuple[tuple[int, ...], ..
 
 
 def _object_of(line: str) -> dict[str, Any]:
-    """The JSON object that a line of a log ends with; empty if there is none."""
+    """Return the JSON object at the end of a line of a log; empty if there is none."""
     at = line.find("{")
     while at >= 0:
         try:

@@ -1,4 +1,4 @@
-"""`smcserve generate`: one prompt, one answer, by an engine in this process."""
+"""`smcserve generate`: answers one prompt with an engine in this process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 ENGINE_FIELDS = ("form", "block", "branches", "max_context")
 PAIR_FIELDS = ("form", "branches", "draft_vocab", "draft_vocab_text")
-"""For methods of both models."""
+"""Settings that affect only methods that use both models."""
 PLAIN = ("target", "draft")
+"""Methods that use one model."""
 
 
 @options.with_sampling
@@ -89,7 +90,8 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def _refuse_idle(given: dict[str, Any]) -> None:
-    """The library refuses what has no effect within one object; these two belong to different ones."""
+    """Raise ValueError for `PAIR_FIELDS` with a method that uses one model. The library refuses a setting without
+    effect only if the cause is in the same object; here the method is in another one."""
     for name in PAIR_FIELDS:
         if given.get("method") in PLAIN and name in given:
             raise ValueError(f"{name}={given[name]!r} has no effect with method={given['method']!r}; leave it out")
@@ -98,7 +100,8 @@ def _refuse_idle(given: dict[str, Any]) -> None:
 def _settings(
     pair: ModelPair, text: str, raw: bool, given: dict[str, Any], sampling: Mapping[str, Any]
 ) -> tuple[Request, EngineConfig]:
-    """Only what was given is passed on: the library knows its own defaults, and refuses settings without effect."""
+    """Return the request and the engine's configuration. Only given options are passed on: the library has its own
+    defaults, and refuses settings without effect."""
     from smc.api.engine_config import EngineConfig
 
     if not raw and not pair.tokenizer.has_chat_template:
@@ -126,7 +129,7 @@ def _answer(
 
     latency = None
     if decoding_of(request.params).adaptive(request.params):
-        # As a service does, so that a draft that does not help is left out.
+        # As in a service, with a latency model, so that the engine does not use a draft that does not help.
         latency = stored_latency(pair, directories, replace(config, max_slots=request.params.rows))
     name = request.params.potential
     engine = fitted_engine(pair, config, [request], potentials=options.load_own([(name, name)]) if name else {})
@@ -150,7 +153,7 @@ def _answer(
 
 
 def summary(answer: Answer | Completion) -> str:
-    """One line about an answer."""
+    """Summarise an answer in one line."""
     stats = answer.statistics
     parts = [
         f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s",
@@ -183,7 +186,7 @@ def warn_of_collapses(answer: Answer | Completion) -> None:
 
 
 def answer_dict(answer: Answer | Completion, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """An answer as JSON shows it."""
+    """Return an answer as a dict for --json."""
     return {
         "text": answer.text,
         "tokens": answer.tokens,

@@ -2,8 +2,8 @@
 
 Exit codes: 0 success, 1 the work failed, 2 invalid arguments, 130 interrupted.
 
-`smcserve eval`, `bench`, `timeline` and `grow` are commands of the package `benchmarks`, which is in the repository and
-not in the wheel. It is imported when one of them is called."""
+`smcserve eval`, `bench`, `timeline` and `grow` are commands of the package `benchmarks`, which is in the repository but
+not in the wheel. It is imported only when one of them is called."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from services.cli.serve import serve
 from smc.terminal import out, print_error
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-"""The root of the repository, where this package is in one."""
+"""Root of the repository, if this package is in a checkout."""
 COMMANDS = {
     "eval": "Measure quality and speed of every way of decoding, on problems made for it, or on those of a file.",
     "bench": "Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes.",
@@ -36,7 +36,7 @@ COMMANDS = {
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Every option goes to the command in `benchmarks`, --help among them."""
+    """Add the commands of `benchmarks`. All their options, including --help, are passed on to that package."""
     pass_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     for name, text in COMMANDS.items():
         app.command(name, help=text, context_settings=pass_on)(_command(name))
@@ -109,7 +109,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     usage_error: Any = (
         typer.BadParameter.__base__
-    )  # click's class of wrong options, under whichever name typer carries it
+    )  # click's class of usage errors, found without its name, which depends on typer's version
     try:
         return app(list(arguments) or ["--help"], prog_name="smcserve", standalone_mode=False) or 0
     except usage_error as error:
@@ -117,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
         print_error(f"{error.format_message()} (see {command} --help)")
         return 2
     except BrokenPipeError:
-        # The reader has gone, as in `| head`; what is still buffered must not raise again when Python exits.
+        # The reader has gone, as in `| head`. Text that is still buffered must not raise again when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:

@@ -1,6 +1,6 @@
-"""The options that commands share, each defined once, and the configuration file: YAML whose keys are the options of a
-command by their names. Knows nothing about what the options mean: their configuration classes check that. Imports
-nothing heavy: `--help` must come at once."""
+"""The options that commands share, each defined once, and the configuration file: YAML whose keys are the names of a
+command's options. Knows nothing about the meaning of options: their configuration classes check the values. Imports
+nothing heavy, so that `--help` is immediate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = (
 
 
 def sampling_option(name: str) -> Any:
-    """Of a field of `SamplingParams`."""
+    """Return the option for a field of `SamplingParams`."""
     known = SETTINGS[name]
     assert known.option is not None, "only of SAMPLING_NAMES"
     panel = SAMPLING if known.scope is Scope.ALL else PARTICLES
@@ -47,7 +47,7 @@ def sampling_option(name: str) -> Any:
 
 
 def _sampling_parameter(name: str, kind: Any) -> inspect.Parameter:
-    """Of a command. What is not given is None, or False."""
+    """Return the parameter of a command for a field of `SamplingParams`. Its default is None, for a flag False."""
     default = False if kind is bool else None
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         kind = str  # the library checks the value
@@ -80,11 +80,12 @@ CONSTRAINTS = {
         ("choice", list[str], "The answer is this text; may be repeated, for one of several.", "TEXT"),
     )
 }
-"""Options of which one says what the answer may be."""
+"""Options that constrain the answer. At most one may be given."""
 
 
 def _constraint(found: dict[str, Any]) -> dict[str, Any]:
-    """As a setting. Raises ValueError for more than one, and OSError for a file that cannot be read."""
+    """Convert the given options of `CONSTRAINTS` to a setting. Raises ValueError if there is more than one, OSError if
+    a file cannot be read."""
     if len(found) > 1:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in found)
         raise ValueError(f"{names} are given; allowed: one of them")
@@ -95,12 +96,12 @@ def _constraint(found: dict[str, Any]) -> dict[str, Any]:
 
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""Given, where `sampling` stands for options."""
+"""Default of a command's parameter `sampling` (see `with_sampling`)."""
 
 
 def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose parameter `sampling` is replaced by one option for each of these fields; it gets the given ones
-    by name."""
+    """Replace the parameter `sampling` of a command with one option for each of `SAMPLING_NAMES` and `CONSTRAINTS`. The
+    command gets the given ones as a mapping by name."""
     signature, kinds = inspect.signature(command, eval_str=True), get_type_hints(SamplingParams)
     parameters: list[inspect.Parameter] = []
     for one in signature.parameters.values():
@@ -123,7 +124,8 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_own(paths: Iterable[tuple[str, str]]) -> Mapping[str, Any]:
-    """Potentials by name, of modules on Python's path or in the current directory. Raises ValueError."""
+    """Load potentials from modules on Python's path or in the current directory. `paths`: pairs of a name and
+    `module:function`. Returns them by name. Raises ValueError if one cannot be loaded."""
     from smc.potentials import load_potentials
 
     if os.getcwd() not in sys.path:
@@ -132,7 +134,7 @@ def load_own(paths: Iterable[tuple[str, str]]) -> Mapping[str, Any]:
 
 
 FILE_ONLY = object()
-"""Marks a field of a record: a key of the configuration file that is no option of the command."""
+"""Marks a field of a record that is a key of the configuration file but not a flag of the command."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +142,16 @@ class Key:
     """An option as a key of the configuration file."""
 
     name: str
-    """That of the option without its dashes in front."""
+    """Name of the option, without its leading dashes."""
     kind: Any
-    """Its type, or a union of it with None."""
+    """Type of the value, or its union with None."""
     help: str
     panel: str
 
 
 def keys_of(record: type) -> dict[str, Key]:
-    """By field, those of a panel together. The options that name or print the file itself, and arguments, are no
-    keys."""
+    """Return the keys by field of a record, with the keys of one panel side by side. Arguments, and the options that
+    name or print the file itself, are not keys."""
     keys, kinds = {}, get_type_hints(record, include_extras=True)
     for field in inspect.signature(record).parameters:
         kind, *extras = get_args(kinds[field])
@@ -163,7 +165,8 @@ def keys_of(record: type) -> dict[str, Key]:
 
 
 def with_options(record: type[Record]) -> Callable[[Callable[[Record], int | None]], Callable[..., int | None]]:
-    """A command whose options are the fields of a dataclass; it is called with one. Fields with FILE_ONLY are none."""
+    """Decorate a command that takes an instance of the dataclass `record`: its fields become the options, except those
+    with FILE_ONLY."""
     kinds = get_type_hints(record, include_extras=True)
     parameters = [
         one.replace(annotation=kinds[one.name])
@@ -185,7 +188,7 @@ def with_options(record: type[Record]) -> Callable[[Callable[[Record], int | Non
 
 
 def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options, without those left to their defaults."""
+    """Return the options that were given, without those left to their defaults."""
     return {
         name: value for name, value in arguments.items() if value is not None and value is not False and value != []
     }
@@ -307,11 +310,11 @@ Resume = Annotated[bool, option(OUTPUT, "Go on with the file of --json.", "--res
 
 
 SHOWN = 88
-"""Columns of a comment in a file that is printed."""
+"""Maximum number of columns of a comment in a printed configuration file, and of a value in an error."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what YAML's own loader passes over: a key that is given twice."""
+    """Refuses a key that is given twice, which YAML's own loader accepts."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
@@ -325,8 +328,8 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def read_config_file(path: Path, record: type) -> dict[str, Any]:
-    """What a file gives of a record's options, by field; null is as good as absent. Raises ValueError naming the
-    file, the key, the value and what is allowed."""
+    """Read a configuration file; return the values by field of `record`. A key with null counts as absent. Raises
+    ValueError naming the file, the key, the value and what is allowed."""
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
@@ -355,7 +358,8 @@ def read_config_file(path: Path, record: type) -> dict[str, Any]:
 
 
 def config_file_text(values: Mapping[str, Any], record: type) -> str:
-    """A file that gives these values, by field: every option below what it is for, options that are None as null."""
+    """Return the text of a configuration file with these values, by field. Each option follows a comment that describes
+    it; None is written as null."""
     lines, panel = [], None
     for field, key in keys_of(record).items():
         if key.panel != panel:
@@ -385,7 +389,7 @@ def _comment(text: str) -> list[str]:
 
 
 def _converted(path: Path, key: Key, value: Any) -> Any:
-    """As the command line would take it. Raises ValueError."""
+    """Convert a value from the file as the command line would. Raises ValueError if it has the wrong type."""
     kind = next(one for one in get_args(key.kind) if one is not types.NoneType) if get_args(key.kind) else key.kind
     if get_origin(kind) is dict:
         if not isinstance(value, dict) or not all(isinstance(text, str) for pair in value.items() for text in pair):
@@ -406,7 +410,7 @@ def _number(kind: type) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise ValueError
-        return kind(str(value))  # so that 8.5 is no whole number
+        return kind(str(value))  # through a string, so that int refuses 8.5
 
     return convert
 
@@ -435,6 +439,6 @@ _CONVERSIONS: Mapping[type, tuple[Callable[[Any], Any], str]] = types.MappingPro
 
 
 def _shown(value: Any) -> str:
-    """Short enough for an error."""
+    """Return a value as text, shortened for an error."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."

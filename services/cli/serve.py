@@ -1,4 +1,4 @@
-"""`smcserve serve`: the whole service, until a signal ends it."""
+"""`smcserve serve`: runs the whole service until a signal ends it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def serve(arguments: ServeOptions) -> int:
     """Serve a model pair over gRPC and over OpenAI's and Anthropic's API; stop with Ctrl-C or SIGTERM.
 
-    --config reads options from a file, which has some more than there are flags; --print-config writes such a file."""
+    --config reads options from a file, also those that have no flag; --print-config writes such a file."""
     import asyncio
     import logging
 
@@ -32,7 +32,7 @@ def serve(arguments: ServeOptions) -> int:
     given |= options.given(asdict(arguments))
     group, gateway = worker_group_config(given), gateway_config(given)
     if not arguments.print_config:
-        check_ports(gateway)  # before the models are looked at, which may take seconds
+        check_ports(gateway)  # before `serving_pair` reads the models' files, which may take seconds
     group.serving_pair()
     if arguments.print_config:
         print(options.config_file_text(effective(group, gateway, given), ServeOptions), end="")

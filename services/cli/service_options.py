@@ -1,8 +1,8 @@
 """The options of `serve` and `batch`, each defined once: keys of the configuration file, and most of them flags, too.
-Imports nothing heavy: `--help` must come at once.
+Imports nothing heavy, so that `--help` is immediate.
 
-A field of a record below is an option. What its configuration class (`WorkerGroupConfig`, `GatewayConfig`,
-`EngineConfig`) calls by the same name gets its value; that class has the default and the check."""
+Each field of a record below is an option. Its value goes to the field of the same name in a configuration class
+(`WorkerGroupConfig`, `GatewayConfig`, `EngineConfig`), which has the default and the check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CLUSTER, LISTEN, SECURITY, BATCH = "Cluster", "Where it listens", "Security and limits", "Batch"
 CONFIGURATION = "Configuration"
 MAX_QUEUE = 256
-"""Requests that may wait for a service, unless its user says otherwise."""
+"""Default number of requests that may wait in a service."""
 
 TargetTp = Annotated[
     int | None,
@@ -36,7 +36,7 @@ DraftTp = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGroupOptions:
-    """Of every command that starts the processes that decode. What was not given is None."""
+    """Options of every command that starts a worker group. Options that were not given are None."""
 
     target: options.Target = None
     draft: options.Draft = None
@@ -186,7 +186,7 @@ class WorkerGroupOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(WorkerGroupOptions):
-    """Of `smcserve serve`."""
+    """Options of `smcserve serve`."""
 
     config: Annotated[
         Path | None,
@@ -354,7 +354,7 @@ class ServeOptions(WorkerGroupOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(WorkerGroupOptions):
-    """Of `smcserve batch`."""
+    """Options of `smcserve batch`."""
 
     input: Annotated[
         str,
@@ -447,9 +447,10 @@ class BatchOptions(WorkerGroupOptions):
 
 
 def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
-    """The worker group that these options describe. Options of other kinds, and those that are None, are passed over.
+    """Return the configuration of the worker group that these options describe. Ignores options of other kinds, and
+    those that are None.
 
-    Only what was given is passed on: the service knows its own defaults. Raises ValueError for what cannot be.
+    Only given options are passed on: the configuration classes have the defaults. Raises ValueError for invalid ones.
     """
     from services.launch.config import WorkerGroupConfig
     from smc.api.engine_config import GPU_PREFILL, EngineConfig
@@ -459,7 +460,7 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     if given.get("load") in ("random", "grown") and not (given.get("target") and given.get("draft")):
         raise ValueError(f"--load {given['load']} needs --target and --draft, each the name of a published shape")
     target, draft = pair_directories(given.get("target"), given.get("draft"))
-    # In lockstep one model waits for the other; two micro-batches let both work. In look-ahead form both work already.
+    # In lockstep one model waits for the other; with two micro-batches both work. In look-ahead both work anyway.
     cohorts = 2 if given.get("form") == "lockstep" else 1
     settings: dict[str, Any] = {"cohorts": cohorts, "prefix_cache": not given.get("no_prefix_cache", False)}
     if given.get("device") == "cuda":
@@ -473,7 +474,7 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
 
 
 def gateway_config(given: Mapping[str, Any]) -> GatewayConfig:
-    """The gateway that these options describe; otherwise as `worker_group_config`."""
+    """Return the configuration of the gateway that these options describe, like `worker_group_config`."""
     from services.gateway.config import DEFAULT_HTTP_PORT, GatewayConfig
 
     http_port = given.get("http_port")
@@ -487,7 +488,7 @@ def gateway_config(given: Mapping[str, Any]) -> GatewayConfig:
 
 
 def effective(group: WorkerGroupConfig, gateway: GatewayConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of `serve` with the value in use; None: it is decided once the models are known."""
+    """Return every option of `serve` with the value in use; None: it is decided once the models are known."""
     engine = group.engine
     values: dict[str, Any] = {"no_prefix_cache": not engine.prefix_cache, "no_page": not gateway.page}
     values["no_http"] = gateway.http_port is None

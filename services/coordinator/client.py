@@ -1,7 +1,7 @@
 """The coordinator as a `services.backend.Backend`: requests go out on one stream, and the updates of every engine step
 come back on it and are dispatched to the calls that wait for them.
 
-Requests have numbers as ids on this stream; the ids that users gave stay in the gateway."""
+On this stream the ids of requests are numbers; the ids that users gave stay in the gateway."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from smc.api.request import Answer, Output, Request
 
 
 class SubmissionPort(Protocol):
-    """Where submissions and aborts go. Neither waits; only `submit` may raise, Unavailable."""
+    """Receives submissions and aborts. Neither call waits. `submit` may raise Unavailable; `abort` raises nothing."""
 
     def submit(self, request: Request) -> None: ...
 
@@ -47,11 +47,11 @@ class Dispatcher:
 
     @property
     def requests(self) -> list[Request]:
-        """Of calls that have not ended."""
+        """Requests of calls that have not ended."""
         return [call.request for call in self._calls.values()]
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """See `Backend.generate`. Updates that a slow caller has not taken are merged, so that none pile up."""
+        """See `Backend.generate`. Updates that a slow caller has not taken are merged, so that they do not pile up."""
         inner, call = str(next(self._numbers)), _PendingUpdates(request)
         self._calls[inner] = call
         try:
@@ -85,7 +85,7 @@ class _PendingUpdates:
     """Updates of one request that its caller has not taken yet."""
 
     def __init__(self, request: Request) -> None:
-        """`request`: as the caller knows it."""
+        """`request`: with the caller's id, not with the number that the stream uses."""
         self.request = request
         self._update: Output | None = None
         self._error: Exception | None = None
@@ -95,7 +95,7 @@ class _PendingUpdates:
         self._texts: list[str] = []
         self._submitted = time.monotonic()
         self.ended = False
-        """The caller has got the end of the request; there is nothing left to abort."""
+        """The caller has received the end of the request; there is nothing left to abort."""
 
     def add(self, output: Output) -> None:
         old = self._update
@@ -132,8 +132,8 @@ class _PendingUpdates:
         return replace(output, request_id=self.request.request_id, answer=self._complete(output.answer))
 
     def _complete(self, answer: Answer | None) -> Answer | None:
-        """Updates carry only what is new, and clocks differ between processes: see
-        `services.protobuf.generation.from_update`."""
+        """Add to the answer the tokens of earlier updates, and its seconds by this process's clock. Updates carry only
+        new tokens, and clocks differ between processes: see `services.protobuf.generation.from_update`."""
         if answer is None:
             return None
         seconds = time.monotonic() - self._submitted if math.isnan(answer.seconds) else answer.seconds
@@ -151,7 +151,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Outbox:
-    """What goes to the coordinator: the dispatcher's port."""
+    """Queue of messages to the coordinator: the dispatcher's port."""
 
     def __init__(self) -> None:
         self.lost: Unavailable | None = None
@@ -192,7 +192,7 @@ class CoordinatorClient:
         self._on_step, self._on_lost, self._outbox = on_step, on_lost, _Outbox()
         self._dispatcher = Dispatcher(self._outbox)
         self.interrupted: list[Request] = []
-        """Requests that were in flight when it was lost."""
+        """Requests that were in flight when the coordinator was lost."""
         self._channel = grpc.aio.insecure_channel(address, OPTIONS)
         stub = pb_grpc.CoordinatorServiceStub(self._channel)
         self._call = stub.Attach(
@@ -201,7 +201,8 @@ class CoordinatorClient:
         self._reader = asyncio.create_task(self._read())
 
     async def attached(self, timeout: float) -> None:
-        """Until the coordinator has taken the stream up. Raises Unavailable if it does not within `timeout` seconds."""
+        """Wait until the coordinator has accepted the stream. Raises Unavailable if it does not within `timeout`
+        seconds."""
         try:
             async with asyncio.timeout(timeout):
                 await self._call.initial_metadata()
@@ -220,7 +221,7 @@ class CoordinatorClient:
 
     @property
     def requests(self) -> list[Request]:
-        """In flight."""
+        """Requests in flight."""
         return self._dispatcher.requests
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:

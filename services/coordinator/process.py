@@ -1,5 +1,5 @@
 """The coordinator's process: it connects to the workers, runs the engine and serves the gateway until it is told to
-stop. The engine is the scheduler of the in-process engine, unchanged, over two links to workers that are elsewhere."""
+stop. The engine is the same as in one process, but its workers are in other processes, over two links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from smc.scheduler.stats import Timeline
 from smc.types import ModelRole
 
 REPORT_SECONDS = 1.0
-"""For a worker's failure report, when a link has broken."""
+"""Time to wait for a worker's failure report when a link has broken."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,29 +37,29 @@ class CoordinatorSpec:
 
     rendezvous: Rendezvous
     target: ModelSource
-    """Whose tokenizer is the pair's."""
+    """Source of the target model; its tokenizer serves both models."""
     engine: EngineConfig
     context: int
     timeout: float
-    """Seconds that any answer of a worker may take, and a step of the engine."""
+    """Longest time in seconds for any answer of a worker, and for a step of the engine."""
     heartbeat: float
-    """Seconds between two heartbeats while idle; workers that receive nothing for long end."""
+    """Seconds between two heartbeats while idle. A worker ends if it receives nothing for too long."""
     warm_up: bool
     """Run all kinds of rounds before serving, so that no request waits for kernels to be compiled."""
     timing: Effort | None
-    """How much is timed for the engine's costs before serving; None: nothing."""
+    """How thoroughly the latency model is timed before serving; None: not at all."""
     trace: Path | None
-    """Where to write a Chrome trace of all rounds when it stops."""
+    """File for a Chrome trace of all rounds, written when the coordinator stops."""
     outlives_draft: bool
     """If the draft is lost, the target decodes alone until another draft replaces it."""
 
 
 class RemoteEngine:
-    """Has met both workers' leaders and seen a round of both models."""
+    """The engine with its links to the leaders of both models. Once it exists, both models have run a round."""
 
     def __init__(self, spec: CoordinatorSpec) -> None:
-        """Returns when every rank has run a round, on GPUs rounds of every kind. Raises LinkError, ValueError or what a
-        worker reports."""
+        """Returns when every rank has run a round, on GPUs rounds of every kind. Raises LinkError, ValueError, or the
+        error that a worker reports."""
         self._spec = spec
         self.timeline = Timeline(trace=spec.trace is not None)
         self._store = store = spec.rendezvous.store()
@@ -67,7 +67,7 @@ class RemoteEngine:
         self.workers = {role: self._worker(role, spec.rendezvous, store, self.timeline) for role in ModelRole}
         pages = {role: self._pages(role, store) for role in ModelRole}
         self.lost_draft = 0
-        """Incarnation of the draft that was lost last."""
+        """Incarnation of the draft that was lost last; 0: none has been lost."""
         self._pair = RemotePair(self.workers)
         self.engine = Engine(
             spec.engine, self.workers, spec.target.tokenizer(), executor=self._pair, pages=pages, context=spec.context
@@ -88,8 +88,9 @@ class RemoteEngine:
         return [worker for worker in self.workers.values() if not worker.lost]
 
     def detach_draft(self, why: str) -> list[str]:
-        """The draft is gone. Returns the ids of requests that end with it. In the engine's thread, as all but
-        `connect_draft` and `pages_of_draft`."""
+        """Make the engine go on without the draft, which is lost. Return the ids of requests that end with it.
+
+        Call it in the engine's thread, as all methods except `connect_draft` and `pages_of_draft`."""
         draft = self.workers[ModelRole.DRAFT]
         draft.set_lost(why)
         if self.lost_draft == draft.incarnation:
@@ -98,8 +99,8 @@ class RemoteEngine:
         return self.engine.detach_draft()
 
     def connect_draft(self, incarnation: int) -> RemoteWorker:
-        """Another draft, which has loaded its weights, of this incarnation. Not in the engine's thread: it waits.
-        Raises RuntimeError if it does not come."""
+        """Connect to another draft, of this incarnation, which has loaded its weights. It waits, so do not call it in
+        the engine's thread. Raises RuntimeError if the draft does not connect."""
         connected = self.workers[ModelRole.DRAFT].incarnation
         if self.lost_draft != connected:
             raise RuntimeError(f"the draft of incarnation {connected} is connected; only a lost draft can be replaced")
@@ -110,16 +111,16 @@ class RemoteEngine:
         return self._worker(ModelRole.DRAFT, rendezvous, rendezvous.store(), Timeline())
 
     def target_meets(self, draft: RemoteWorker) -> bool:
-        """Whether the target has a link to it, which the first question makes it open. Raises LinkError if it has none
-        in time."""
+        """Return whether the target has a link to the new draft. The first call makes the target open the link. Raises
+        LinkError if it cannot be opened in time."""
         return self.workers[ModelRole.TARGET].reconnect(draft.incarnation, self._spec.timeout)
 
     def pages_of_draft(self) -> int:
-        """Of the one that was connected last. Not in the engine's thread."""
+        """Return the number of KV pages of the draft that was connected last. Do not call it in the engine's thread."""
         return self._pages(ModelRole.DRAFT, self._store)
 
     def attach_draft(self, draft: RemoteWorker, pages: int) -> None:
-        """It takes the lost one's place: it and the target have met."""
+        """Replace the lost draft with a new one that has a link to the target (`target_meets`)."""
         draft.report_to(self.timeline)
         self.workers[ModelRole.DRAFT] = draft
         self.engine.attach_draft(pages)
@@ -137,8 +138,8 @@ class RemoteEngine:
         return int(store.get(self._rendezvous[role].name(f"{role}/pages")))
 
     def cause(self, error: Exception) -> Exception:
-        """What the engine stopped for. A worker that fails breaks its links and the other's, so the first error may be
-        neither's own: then it is what a worker has written down, soon."""
+        """Return the error that made the engine stop. A worker that fails also breaks the other worker's link, so the
+        first error may only be a consequence. Then wait up to `REPORT_SECONDS` for a worker's failure report."""
         if isinstance(error, ModelLost) and isinstance(error.__cause__, Exception):
             error = error.__cause__
         if not isinstance(error, LinkError) or error.began_here:
@@ -146,7 +147,7 @@ class RemoteEngine:
         deadline = time.monotonic() + REPORT_SECONDS
         try:
             while time.monotonic() < deadline:
-                # Why a draft ended that is already known to be lost is not reported again.
+                # A draft that is already known to be lost is not the cause.
                 for role in (
                     ModelRole if self.lost_draft < self.workers[ModelRole.DRAFT].incarnation else (ModelRole.TARGET,)
                 ):
@@ -158,7 +159,8 @@ class RemoteEngine:
         return error
 
     def _warm_up(self) -> None:
-        """Every rank runs a round of both models, then those of every kind; clocks are compared, and costs timed."""
+        """Run a round of both models on every rank, then rounds of every kind; compare clocks, and time the latency
+        model."""
         spec = self._spec
         for output in self.engine.run([first_request(spec.engine, spec.context, self.engine.tokenizer.size)]):
             if output.answer and output.answer.error:
@@ -189,11 +191,11 @@ class RemoteEngine:
 
 
 WATCH_SECONDS = 0.5
-"""Between two looks at the engine's thread."""
+"""Time between two checks of the engine's thread."""
 MEET_SECONDS = 0.02
-"""Between two questions whether draft and target have a link."""
+"""Time between two checks whether draft and target have a link."""
 SLACK_SECONDS = 1.0
-"""Beyond a wait for a worker, which is bounded by itself."""
+"""Time that a step may take beyond the longest wait for a worker."""
 
 
 class EngineStuck(RuntimeError):
@@ -201,10 +203,10 @@ class EngineStuck(RuntimeError):
 
 
 class Coordinator:
-    """The one brain of the service. Nothing it does in a round involves Ray."""
+    """Runs the engine's thread and serves the gateway. Rounds do not involve Ray."""
 
     def __init__(self, spec: CoordinatorSpec, host: str) -> None:
-        """Returns when the engine is warm. Raises LinkError, ValueError or what a worker reports."""
+        """Returns when the engine has warmed up. Raises LinkError, ValueError, or the error that a worker reports."""
         torch.set_num_threads(1)
         self._spec = spec
         self._remote = RemoteEngine(spec)
@@ -224,8 +226,8 @@ class Coordinator:
         self.address = self._server.address
 
     def wait(self) -> None:
-        """Until the engine has stopped. Raises what stopped it, if it was not `stop`; EngineStuck if it is at one step
-        for too long."""
+        """Wait until the engine has stopped. Raises the error that stopped it, if it was not `stop`; EngineStuck if one
+        step takes too long."""
         limit = self._spec.timeout + self._spec.heartbeat + SLACK_SECONDS
         while not self._loop.ended.wait(WATCH_SECONDS):
             if self._loop.silence > limit:
@@ -236,18 +238,20 @@ class Coordinator:
             raise self._remote.cause(self._loop.failure)
 
     def stop(self) -> None:
-        """End the loop and tell the workers to end. What still runs is dropped."""
+        """End the loop and tell the workers to end. Requests that still run are dropped."""
         self._loop.stop()
         self._remote.stop()
         if self._spec.trace is not None:
             self._remote.timeline.write(self._spec.trace)
 
     def detach_draft(self) -> None:
-        """The draft's processes have been stopped. Returns once no command to it is in flight."""
+        """Make the engine go on without the draft, whose processes have been stopped. Returns once no command to the
+        draft is in flight."""
         self._loop.do(lambda: self._loop.detach_draft("its processes have ended")).result(2 * self._spec.timeout)
 
     def attach_draft(self, incarnation: int) -> None:
-        """Returns when the draft of this incarnation takes part. Raises RuntimeError if it does not come."""
+        """Connect to the draft of this incarnation; return when it takes part in rounds. Raises RuntimeError if it does
+        not connect."""
         remote, timeout = self._remote, self._spec.timeout
         draft = remote.connect_draft(incarnation)
 
@@ -275,11 +279,11 @@ class Coordinator:
         for side, leaked in step.stats.pages_leaked.items():
             if leaked:
                 logger.error("%d references to KV pages of the %s model are held although nothing runs", leaked, side)
-        for worker in self._remote.present:  # load on one model alone must not suppress the other's heartbeats
+        for worker in self._remote.present:  # a worker needs heartbeats even while only the other one is busy
             worker.keep_alive(self._spec.heartbeat)
-        self._remote.timeline.forget()  # waits between two steps
+        self._remote.timeline.forget()  # waits between two steps belong to no round
 
     def _ping_workers(self) -> None:
-        """Nothing runs: the workers must answer."""
+        """Ping the workers while nothing runs, to notice if one is lost."""
         for worker in self._remote.present:
             worker.ping()

@@ -1,4 +1,4 @@
-"""The coordinator's gRPC server, and the thread that runs its engine: requests and aborts come in on one stream from
+"""The coordinator's gRPC server, and the thread that runs its engine. Requests and aborts come in on one stream from
 the gateway, and the result of every engine step goes out on it. Knows nothing about Ray."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Work(Generic[Result]):
-    """To be done in the engine's thread."""
+    """A call that the engine's thread is to make."""
 
     work: Callable[[], Result]
     done: Future[Result]
@@ -44,12 +44,12 @@ class _Work(Generic[Result]):
     def do(self) -> None:
         try:
             self.done.set_result(self.work())
-        except Exception as error:  # that the caller awaits
+        except Exception as error:  # raised to the caller, who awaits the result
             self.done.set_exception(error)
 
 
 class EngineLoop:
-    """One engine, one thread. `deliver` is called in that thread after every turn that brought something."""
+    """Runs one engine in one thread. `deliver` is called in that thread after every step and in every idle period."""
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class EngineLoop:
         idle_period: float | None = None,
         on_draft_lost: Callable[[str], list[str]] | None = None,
     ) -> None:
-        """`when_idle` is called every `idle_period` seconds while there is nothing to do, `on_draft_lost` when the
-        draft is lost, with the reason; it returns the ids of requests that end then. What either raises ends the loop.
+        """`when_idle` is called every `idle_period` seconds while there is nothing to do. `on_draft_lost` is called
+        with the reason when the draft is lost, and returns the ids of requests that end then. An error raised by
+        either ends the loop.
 
         Statistics are delivered in idle periods, too.
         """
@@ -71,10 +72,10 @@ class EngineLoop:
         self._when_idle = when_idle or (lambda: None)
         self._inbox: queue.SimpleQueue[Request | str | _Work | None] = queue.SimpleQueue()
         self._refusals: dict[str, Exception] = {}
-        """That have not been delivered."""
+        """Refusals that have not been delivered, by request id."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: Exception | None = None
-        """What ended the loop, if anything but `stop` did."""
+        """The error that ended the loop; None if `stop` did."""
         self.ended = threading.Event()
         self._turned = time.monotonic()
 
@@ -85,7 +86,7 @@ class EngineLoop:
         return time.monotonic() - self._turned
 
     def stack(self) -> str:
-        """What the engine's thread is at."""
+        """Return the stack trace of the engine's thread."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else "the thread has ended"
 
@@ -93,7 +94,7 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Hand in a request; a refusal comes with the next step."""
+        """Submit a request. A refusal is delivered with the next step."""
         self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
@@ -101,13 +102,13 @@ class EngineLoop:
         self._inbox.put(request_id)
 
     def do(self, work: Callable[[], Result]) -> Future[Result]:
-        """Let the engine's thread do it, between two steps."""
+        """Let the engine's thread call `work` between two steps."""
         item = _Work(work, Future())
         self._inbox.put(item)
         return item.done
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End the loop after the current step. What still runs is dropped."""
+        """End the loop after the current step. Requests that still run are dropped."""
         self._inbox.put(None)
         self._thread.join(timeout)
 
@@ -122,7 +123,8 @@ class EngineLoop:
             self.ended.set()
 
     def _turn(self) -> bool:
-        """Take new requests and aborts, then advance the engine once. An idle engine waits for some. False: stop."""
+        """Take new requests and aborts, then advance the engine once. If the engine is idle, first wait for a request.
+        Return False if the loop is to stop."""
         engine = self._engine
         wait = engine.idle
         while wait or not self._inbox.empty():
@@ -149,8 +151,8 @@ class EngineLoop:
         self._outliving_draft(lambda: self._deliver(step))
 
     def _outliving_draft(self, work: Callable[[], Any]) -> Any:
-        """What it returns, or None if the draft was lost meanwhile: requests that need it have ended, the others go
-        on."""
+        """Return the result of `work`, or None if the draft was lost meanwhile. Then requests that need the draft have
+        ended; the others go on."""
         try:
             return work()
         except ModelLost as lost:
@@ -158,7 +160,7 @@ class EngineLoop:
             return None
 
     def detach_draft(self, why: str) -> None:
-        """In the engine's thread."""
+        """Refuse the requests that end with the lost draft. Call it in the engine's thread."""
         logger.warning("%s; the target decodes alone", why)
         self._turned = time.monotonic()
         assert self._on_draft_lost is not None, "only a draft that may be lost raises SideLost"
@@ -181,7 +183,7 @@ class EngineLoop:
             refusals[item.request_id] = error
         except NoDraft as error:
             refusals[item.request_id] = Unavailable(str(error))
-        except Exception as error:  # the error of this request alone, as long as the engine can release it
+        except Exception as error:  # only this request fails, if the engine can release it
             logger.exception("request %s could not be taken in", item.request_id)
             self._engine.abort(item.request_id)
             refusals[item.request_id] = RequestFailed(
@@ -190,16 +192,16 @@ class EngineLoop:
 
 
 MAX_BEHIND = 10_000
-"""Steps that may wait for the gateway: minutes of them. A gateway that far behind has stopped."""
+"""Maximum number of steps that wait for the gateway, equal to minutes. A gateway that is further behind has stopped."""
 
 
 class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
-    """Hands submissions to the engine's loop and its steps to the gateway."""
+    """Passes submissions to the engine's loop, and the engine's steps to the gateway."""
 
     def __init__(self, host: str, secret: str) -> None:
         self._secret = secret
         self._loop: EngineLoop | None = None
-        """There before the first call: the server starts with it."""
+        """Set before the first call arrives: `attach_to` starts the server."""
         self._outbox: queue.SimpleQueue[EngineStep | None] | None = None
         self._turn = threading.Lock()
         self._server = grpc.server(ThreadPoolExecutor(4, "attach"), options=OPTIONS)
@@ -211,7 +213,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         self._server.start()
 
     def deliver(self, step: EngineStep) -> None:
-        """Called in the engine's thread: puts the step into a queue, or drops it if no gateway is attached."""
+        """Queue the step for the gateway, or drop it if no gateway is attached. Called in the engine's thread."""
         if (outbox := self._outbox) is None:
             return
         outbox.put(step)
@@ -247,7 +249,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
     def _take_all(
         self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue, submissions: _Submissions
     ) -> None:
-        """Everything the gateway asks. When it goes, so do its requests."""
+        """Pass on all submissions and aborts of the gateway. When its stream ends, abort its remaining requests."""
         loop = self._loop
         assert loop is not None
         try:
@@ -257,7 +259,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
                     continue
                 submissions.add(request.submit.request_id)
                 self._submit(loop, request.submit)
-        except Exception as error:  # gRPC's way of saying that the other side is gone
+        except Exception as error:  # gRPC raises a bare Exception if the other side is gone
             logger.debug("the gateway is gone: %s", error)
         for request_id in submissions.take():
             loop.abort(request_id)
@@ -275,7 +277,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
 
 
 class _Submissions:
-    """Requests that have not ended yet. One thread adds them, another takes away those that have ended."""
+    """Requests that have not ended yet. One thread adds requests, another removes those that have ended."""
 
     def __init__(self) -> None:
         self._ids: set[str] = set()
@@ -290,7 +292,7 @@ class _Submissions:
             self._ids.difference_update(step.refusals, (o.request_id for o in step.outputs if o.answer is not None))
 
     def take(self) -> set[str]:
-        """Take all of them."""
+        """Return all ids, and forget them."""
         with self._guard:
             ids, self._ids = self._ids, set()
         return ids

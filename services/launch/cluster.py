@@ -1,7 +1,8 @@
-"""Ray: finds or starts a cluster, and runs our processes in actors. Ray is not used for anything else. Also what can go
-wrong with a worker group.
+"""Finds or starts a Ray cluster, and runs the service's processes in its actors. Ray is not used for anything else.
+Also defines the error of a worker group.
 
-What an actor runs is imported in its process alone, so that a cluster can be reserved before torch is imported."""
+The code of an actor is imported only in the actor's process, so that a cluster can be reserved before torch is
+imported."""
 
 from __future__ import annotations
 
@@ -36,15 +37,15 @@ class WorkerGroupError(RuntimeError):
     cause."""
 
     def __init__(self, message: str, *, fault: bool = False, draft: bool = False) -> None:
-        """`fault`: a process raised an error of its own; it was not killed and did not lose another process. `draft`:
-        only the draft is lost, and the other processes can go on."""
+        """`fault`: a process raised an error of its own; it was neither killed nor did it merely lose another process.
+        `draft`: only the draft is lost, and the other processes can go on."""
         super().__init__(message)
         self.fault, self.draft = fault, draft
 
 
 class RemoteTraceback(Exception):
-    """A traceback of another process, as text: the cause of the error that names the process, so that it is shown with
-    that, and the error's message stays one line."""
+    """A traceback of another process, as text. It is the cause of the error that names the process: so it is shown
+    with that error, whose message stays one line."""
 
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ OBJECT_STORE_BYTES = 100_000_000
 SLOW_STARTS = ("timed out during startup", "Timed out waiting for file")
 """Text in Ray's error when its processes were not up in time."""
 RESOURCE_SHARE = 0.001
-"""What a rank asks of a custom resource that hosts have: so little that a host with one of it has enough for all its
+"""Amount of a custom resource that a rank requests: so little that a host that has 1 of it has enough for all its
 ranks."""
 SIGNS = "signs"
 """Concurrency group of liveness probes: they are answered while other calls of the actor run."""
@@ -65,7 +66,7 @@ class RankActor:
     """The process of one rank."""
 
     def run(self, spec: RankSpec) -> None:
-        """Returns when the rank is told to stop; raises what went wrong."""
+        """Run the rank until it is told to stop. Raises its errors."""
         with _without_collections():
             from services.workers.process import run_rank
 
@@ -73,7 +74,7 @@ class RankActor:
         run_rank(spec, ray.util.get_node_ip_address())
 
     def process(self) -> tuple[str, int]:
-        """Its host, as Ray calls it, and its id there."""
+        """Return Ray's id of the process's host, and the process's id there."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     @ray.method(concurrency_group=SIGNS)
@@ -85,7 +86,7 @@ class CoordinatorActor:
     """The process of the coordinator."""
 
     def start(self, spec: CoordinatorSpec) -> str:
-        """Returns its address once the engine is warm: see `RemoteEngine`."""
+        """Start the coordinator; return its address once the engine has warmed up (see `RemoteEngine`)."""
         with _without_collections():
             from services.coordinator.process import Coordinator
 
@@ -94,7 +95,7 @@ class CoordinatorActor:
         return self._coordinator.address
 
     def wait(self) -> None:
-        """Returns when it is told to stop; raises what stopped it otherwise."""
+        """Wait until the coordinator is told to stop. Raises the error that stops it otherwise."""
         self._coordinator.wait()
 
     def stop(self) -> None:
@@ -104,7 +105,7 @@ class CoordinatorActor:
         self._coordinator.detach_draft()
 
     def attach_draft(self, incarnation: int) -> None:
-        """See `Coordinator`."""
+        """See `Coordinator.attach_draft`."""
         self._coordinator.attach_draft(incarnation)
 
     @ray.method(concurrency_group=SIGNS)
@@ -113,8 +114,8 @@ class CoordinatorActor:
 
 
 def import_meanwhile(module: str) -> None:
-    """Import it in a thread of its own, before `connect`: that takes seconds, in which this process waits for
-    others."""
+    """Import a module in a thread of its own. Call it before `connect`, which takes seconds in which this process only
+    waits for others."""
 
     def work() -> None:
         with _without_collections():
@@ -125,8 +126,9 @@ def import_meanwhile(module: str) -> None:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Around the import of torch: nearly all objects that it makes stay, and the garbage collector would look through
-    them again and again, for a fifth of the time. It does not look at them afterwards either."""
+    """Suspend garbage collection during the import of torch. Nearly all objects that the import makes stay, and the
+    collector would scan them again and again, for a fifth of the time. The objects are frozen, so later collections do
+    not scan them either."""
     gc.disable()
     try:
         yield
@@ -136,16 +138,17 @@ def _without_collections() -> Iterator[None]:
 
 
 def connect(address: str | None) -> bool:
-    """Join the cluster at `address`, or at RAY_ADDRESS, or start one on this machine. True if it was started here.
+    """Join the cluster at `address` or at RAY_ADDRESS; if neither is given, start one on this machine. Return whether
+    it was started here.
 
-    One that was started here ends with this process. Raises ConnectionError if there is none at the address.
+    A cluster that was started here ends with this process. Raises ConnectionError if there is none at the address.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, logging_level=logging.WARNING)
         return False
-    # Ray asks for a token wherever RAY_AUTH_MODE does not say otherwise; this one is known to this process and its
-    # children alone, and keeps other users of this machine from running code as this one.
+    # Ray asks for a token unless RAY_AUTH_MODE says otherwise. Only this process and its children know this one, which
+    # keeps other users of this machine from running code as this user.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     options: dict[str, Any] = {
         "include_dashboard": False,
@@ -157,7 +160,7 @@ def connect(address: str | None) -> bool:
         try:
             ray.init(**start)
         except Exception as error:
-            # Ray gives itself half a minute, which a busy machine may not have had for it.
+            # Ray allows half a minute for its start, which may be too short on a busy machine.
             if not any(words in str(error) for words in SLOW_STARTS):
                 raise
             logger.warning("Ray was not up in time; it is started once more")
@@ -168,9 +171,9 @@ def connect(address: str | None) -> bool:
 
 @contextlib.contextmanager
 def _own_sessions() -> Iterator[None]:
-    """Processes that Ray starts inside, and with them their children, the ranks, get sessions of their own: a signal to
-    the process group of this process, as of `timeout` or a terminal, must not end them before calls in flight have
-    finished. They end with this process: Ray asks the kernel for that."""
+    """Give processes that Ray starts inside this context, and so their children, the ranks, sessions of their own. A
+    signal to the process group of this process, such as one from `timeout` or a terminal, must not end them before
+    calls in flight have finished. They end with this process, since Ray asks the kernel for that."""
     services: Any = ray_services  # Ray has no setting for this.
     starter = services.ConsolePopen
 
@@ -185,32 +188,33 @@ def _own_sessions() -> Iterator[None]:
 
 
 def disconnect() -> None:
-    """End the cluster if it was started here."""
+    """Leave the cluster; end it if it was started here."""
     ray.shutdown()
 
 
 def reserve(ranks: int, gpus: bool, resource: str | None) -> PlacementGroup:
-    """Room for the ranks of one model, all on one host, which has the resource `resource` if one is given; it may not
-    be there yet."""
+    """Request room for the ranks of one model on one host, which must have the custom resource `resource` if one is
+    given. Does not wait until there is room (`wait_for`)."""
     name = f"{_owner()}{secrets.token_hex(8)}"
     return placement_group([_bundle(gpus, resource)] * ranks, strategy="STRICT_PACK", name=name)
 
 
 def _owner() -> str:
-    """Begins the names of what this actor reserves, in whichever process it runs."""
+    """Return the prefix of the names of this actor's reservations. It is the same in every process of the actor."""
     return f"smcserve {ray.get_runtime_context().get_actor_id() or 'driver'} "
 
 
 def release_left() -> None:
-    """In an actor that Ray has restarted: what its earlier process reserved, which Ray frees only with the actor."""
+    """Release what an earlier process of this actor has reserved. After restarting an actor, Ray keeps these
+    reservations until the actor ends."""
     for group_id, group in ray.util.placement_group_table().items():
         if group["name"].startswith(_owner()) and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
 
 
 def count_that_fit(bundles: Sequence[tuple[int, bool, str | None]]) -> int:
-    """How many times these reservations fit into what is free now: each is ranks of one host, whether they have GPUs,
-    and the resource of the host, as for `reserve`."""
+    """Count how many times all of these reservations fit into the resources that are free now. Each reservation is a
+    tuple of the arguments of `reserve`: number of ranks, whether they have GPUs, custom resource."""
     free = [dict(host) for host in available_resources_per_node().values()]
     count = 0
     while all(_take(free, ranks, _bundle(gpus, resource)) for ranks, gpus, resource in bundles):
@@ -219,7 +223,8 @@ def count_that_fit(bundles: Sequence[tuple[int, bool, str | None]]) -> int:
 
 
 def _take(free: list[dict[str, float]], ranks: int, bundle: dict[str, float]) -> bool:
-    """From the host with the least that is enough."""
+    """Take one reservation from the host with the fewest free GPUs and CPUs that has enough; return False if no host
+    has."""
     needs = {name: amount * ranks for name, amount in bundle.items()}
     hosts = [host for host in free if all(host.get(name, 0) >= amount for name, amount in needs.items())]
     if not hosts:
@@ -231,7 +236,7 @@ def _take(free: list[dict[str, float]], ranks: int, bundle: dict[str, float]) ->
 
 
 def wait_for(group: PlacementGroup, ranks: int, gpus: bool, resource: str | None, timeout: float) -> None:
-    """Raises RuntimeError if there is no such room within `timeout` seconds."""
+    """Wait until a reservation has been granted. Raises RuntimeError if no host has room within `timeout` seconds."""
     if not group.wait(timeout):
         bundle = _bundle(gpus, resource)
         if resource and resource not in ray.cluster_resources():
@@ -251,14 +256,15 @@ def _bundle(gpus: bool, resource: str | None) -> dict[str, float]:
 
 def start_rank(group: PlacementGroup, role: ModelRole, rank: int, gpus: bool) -> ray.actor.ActorHandle:
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-    # Two calls at a time: `run` never returns.
+    # Two calls at a time: `run` occupies one until the rank stops.
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(gpus), "max_restarts": 0, "max_concurrency": 2}
     return _remote(RankActor, f"{role} rank {rank}").options(scheduling_strategy=strategy, **options).remote()
 
 
 def end(actor: ray.actor.ActorHandle, pid: int | None) -> None:
-    """End an actor's process now. `pid`: of one on this host that may be alive (`local_pid`). Ray lets a process end by
-    itself for five seconds first, which one that has been stopped never does."""
+    """End an actor's process now. `pid`: its process id if it is on this host and may be alive (`local_pid`); it is
+    then killed directly, since Ray first gives a process five seconds to end by itself, which a process stopped by
+    SIGSTOP never does."""
     with contextlib.suppress(Exception):
         ray.kill(actor)
     if pid is not None:
@@ -267,7 +273,8 @@ def end(actor: ray.actor.ActorHandle, pid: int | None) -> None:
 
 
 def local_pid(process: ray.ObjectRef) -> int | None:
-    """What `RankActor.process` says, of a process on this host that has said it; else None."""
+    """Return the process id from a result of `RankActor.process`; None if there is no result yet or the process is on
+    another host."""
     ready, _ = ray.wait([process], timeout=0)
     try:
         node, pid = ray.get(ready[0]) if ready else (None, None)
@@ -277,7 +284,8 @@ def local_pid(process: ray.ObjectRef) -> int | None:
 
 
 def start_coordinator(host: str | None) -> ray.actor.ActorHandle:
-    """On this host, as Ray calls it; None: that of this process, where the gateway is."""
+    """Start the coordinator's actor on `host` (Ray's id of it); None: on the host of this process, where the gateway
+    is."""
     here = NodeAffinitySchedulingStrategy(host or ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4}
     return _remote(CoordinatorActor, "coordinator").options(scheduling_strategy=here, **options).remote()
@@ -288,11 +296,11 @@ def release(group: PlacementGroup) -> None:
 
 
 def _quiet() -> None:
-    """One line a message, and no debug chatter, from processes of ours."""
+    """Log one line a message, without debug messages, in this process."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
 
 
 def _remote(actor: type, name: str) -> Any:
-    """The class for Ray, under a name that identifies its process in `ps`, Ray's tools and Ray's logs."""
-    remote: Any = ray.remote  # Its types do not know of groups.
+    """Return the actor class for Ray, under a name that identifies its process in `ps`, Ray's tools and Ray's logs."""
+    remote: Any = ray.remote  # Its types do not include concurrency groups.
     return remote(concurrency_groups={SIGNS: 1})(type(f"smcserve: {name}", (actor,), {}))

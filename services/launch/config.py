@@ -1,5 +1,5 @@
-"""What the service is made of: models, degrees, link, engine, deadlines; and whether there is a GPU for every rank, found
-where this machine decides it. Checked before Ray or a model is started."""
+"""Configuration of a worker group: models, tensor-parallel degrees, link, engine, deadlines. It is checked before Ray
+or a model is started; if this machine is the whole cluster, so is the number of its GPUs."""
 
 from __future__ import annotations
 
@@ -20,68 +20,70 @@ from smc.model.source import LOADS, SourcePair, name_dtypes, pair_dtypes
 from smc.types import ModelRole
 
 DEVICES = {"cpu": "float32", "cuda": "bfloat16"}
-"""Device -> the default type of models on it."""
+"""Device -> default data type of models on it."""
 RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
-"""What Ray counts of every host; a rank asks for its share of these anyway."""
+"""Resources that Ray counts on every host. They are not allowed as custom resources: ranks request their share of them
+anyway."""
 LONGEST = 1_000_000
-"""Of deadlines, in seconds: torch and Ray take neither infinity nor what their clocks cannot count to."""
+"""Longest deadline in seconds: torch and Ray accept neither infinity nor durations that overflow their clocks."""
 
 
 @dataclass(frozen=True)
 class WorkerGroupConfig:
-    """The processes that decode. Raises ValueError naming the field, the value and what is allowed."""
+    """Configuration of the processes that decode. Raises ValueError naming the field, the value and what is allowed."""
 
     target: Path = demo.TARGET
-    """Directory of the target model, which must exist on every host, under the same path; or unless `load` is files a
-    published shape."""
+    """Directory of the target model, which must exist on every host under the same path. Unless `load` is `files`, the
+    name of a published shape."""
     draft: Path = demo.DRAFT
     load: str = "files"
-    """`files`; `random`: weights that mean nothing, for speed alone; `grown`: the demo pair inside published shapes."""
+    """Where weights come from. `files`: the directories; `random`: random numbers, to measure speed; `grown`: the demo
+    pair, padded to published shapes."""
     target_tp: int = 1
-    """Tensor-parallel degree of the target: that many processes, each with its share of the heads."""
+    """Tensor-parallel degree of the target: the number of its processes, each with its share of the heads."""
     draft_tp: int = 1
     target_resource: str | None = None
     """Custom Ray resource of the hosts that the target's ranks may run on (`ray start --resources`); None: any host."""
     draft_resource: str | None = None
-    """The same for the draft's ranks."""
+    """Custom Ray resource of the hosts that the draft's ranks may run on; None: any host."""
     link: str = "nccl"
-    """`nccl`: torch.distributed (NCCL between GPUs, gloo elsewhere); `grpc`: streams, for hosts that gloo does not
+    """`nccl`: torch.distributed (NCCL between GPUs, gloo elsewhere); `grpc`: gRPC streams, for hosts that gloo does not
     reach."""
     device: str = "cpu"
     """`cpu`, or `cuda`: one GPU for each rank."""
     dtype: str | None = None
-    """Of both models, of `smc.api.limits.DTYPE_NAMES`. Default: float32 on a CPU; on a GPU int4 for a model that is
-    stored in int4, otherwise bfloat16."""
+    """Data type of both models, one of `smc.api.limits.DTYPE_NAMES`. Default: float32 on a CPU; on a GPU int4 for a
+    model that is stored in int4, otherwise bfloat16."""
     target_dtype: str | None = None
-    """Of the target, if it has one of its own."""
+    """Data type of the target, if it differs from `dtype`."""
     draft_dtype: str | None = None
-    """Of the draft, likewise; `auto`: its own, fp8 or int4, by measured costs (`smc.draft_dtype`)."""
+    """Data type of the draft, if it differs from `dtype`; `auto`: its own type, fp8 or int4, by measured costs
+    (`smc.draft_dtype`)."""
     draft_vocab: int | None = None
-    """Tokens that the draft proposes by likelihood (`smc.model.draft_vocab`). Default: all."""
+    """Number of tokens that the draft proposes by likelihood (`smc.model.draft_vocab`). Default: all."""
     draft_vocab_text: Path | None = None
-    """A text in UTF-8 whose most frequent tokens these are; read where the service is started."""
+    """A text in UTF-8 whose most frequent tokens the draft proposes; read where the service is started."""
     generation_config: str = "auto"
-    """`auto`: the target's generation_config.json says what requests have that leave sampling settings out; `ignore`:
-    the library does."""
+    """Defaults of sampling settings that a request leaves out. `auto`: those in the target's generation_config.json;
+    `ignore`: those of this library."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     threads: int = 1
     """CPU threads of torch in each rank."""
     near_target: bool = False
-    """The coordinator runs on the host of the target's first rank, rather than on that of the process that starts
-    it."""
+    """The coordinator runs on the host of the target's first rank instead of the host of the process that starts it."""
     start_timeout: float = 600.0
-    """Seconds until every rank must have loaded its weights and run its first rounds: one, and on GPUs those of every
-    kind."""
+    """Seconds within which every rank must have loaded its weights and run its first rounds: one round, and on GPUs
+    rounds of every kind."""
     link_timeout: float = 60.0
-    """Seconds after which a process that is alive but makes no progress counts as dead; one that answers no probes does
-    sooner (`services.launch.worker_group.PROBE_SECONDS`). It must exceed the longest prefill chunk and the longest
-    round."""
+    """Seconds after which a process that is alive but makes no progress counts as dead; a process that answers no
+    probes counts as dead sooner (`services.launch.worker_group.PROBE_SECONDS`). Must exceed the longest prefill chunk
+    and the longest round."""
     heartbeat: float = 2.0
     """Seconds between heartbeats while nothing runs."""
     max_failed_starts: int = 5
     """Failed restarts in a row after which the service ends, so that its process manager can act."""
     trace: Path | None = None
-    """Where the coordinator writes a Chrome trace of all rounds when it stops."""
+    """File to which the coordinator writes a Chrome trace of all rounds when it stops."""
 
     def __post_init__(self) -> None:
         types: dict[str, tuple[str | None, ...]] = dict.fromkeys(("dtype", "target_dtype"), (None, *DTYPE_NAMES))
@@ -119,7 +121,7 @@ class WorkerGroupConfig:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Of either side's model."""
+        """Name of each model's data type, by role; a draft's may be `auto`."""
         directories = (self.target, self.draft)
         return pair_dtypes(self.dtype, self.target_dtype, self.draft_dtype, self.device, directories)
 
@@ -128,7 +130,7 @@ class WorkerGroupConfig:
 
     @cached_property
     def sources(self) -> SourcePair:
-        """What is to be loaded. Raises ValueError if it cannot be served; nothing is loaded yet."""
+        """The models to be loaded; nothing is loaded yet. Raises ValueError if they cannot be served."""
         paths = (self.target.absolute(), self.draft.absolute()) if self.load == "files" else (self.target, self.draft)
         sources = SourcePair.of(self.load, *paths, small=(demo.TARGET, demo.DRAFT))
         return sources.with_draft_vocab(self.draft_vocab, self.draft_vocab_text)
@@ -159,8 +161,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_gpus(config: WorkerGroupConfig, ray_address: str | None, groups: int = 1) -> None:
-    """Raises ValueError if this machine is the whole cluster and has fewer GPUs than ranks of so many worker groups.
-    Imports torch for `device=cuda` only."""
+    """Raise ValueError if this machine is the whole cluster and has fewer GPUs than the ranks of `groups` worker groups
+    need. Imports torch for `device=cuda` only."""
     if config.device != "cuda" or ray_address or os.environ.get("RAY_ADDRESS"):
         return
     import torch
@@ -172,7 +174,8 @@ def check_gpus(config: WorkerGroupConfig, ray_address: str | None, groups: int =
 
 
 def warn_of_few_gpus(config: WorkerGroupConfig) -> None:
-    """Of a cluster that Ray is connected to: hosts may still join it, so a start waits for them."""
+    """Log a warning if the cluster that Ray is connected to has too few GPUs. This is no error: hosts may still join
+    the cluster, and a start waits for them."""
     if config.device != "cuda":
         return
     import ray

@@ -1,4 +1,4 @@
-"""The whole service in one call: Ray, the worker group and its supervisor, the gateway, and their end on a signal."""
+"""Runs the whole service in one call: the worker group with its supervisor, and the gateway. Stops them on a signal."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from services.protobuf.coordinator import EngineStep
 logger = logging.getLogger(__name__)
 
 FRONT_ENDS = (generation.add_to, vllm.add_to, openai_server.add_to)
-"""The APIs that are served."""
+"""Functions that add each served API to the gateway."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The service answers."""
+    """Ports of a service that accepts requests; None: not served."""
 
     port: int
     http_port: int | None
@@ -39,11 +39,11 @@ class Service:
     """Gateway, supervisor and metrics, wired together. Needs Ray to be connected; lives in one asyncio loop."""
 
     def __init__(self, group: WorkerGroupConfig, gateway: GatewayConfig) -> None:
-        """Raises ValueError for models that cannot be served this way."""
+        """Raises ValueError if the models cannot be served with this configuration."""
         pair = group.serving_pair()
         self.metrics = Metrics()
         self._ready = (False, False)
-        """Draft, target."""
+        """Whether there is a draft, and whether there is a target."""
         self.supervisor = Supervisor(
             group,
             pair,
@@ -54,14 +54,14 @@ class Service:
         self.gateway = Gateway(gateway, pair, self.supervisor, self.metrics, self._status, FRONT_ENDS)
 
     async def start(self) -> Ready:
-        """Listen at once, as NOT_SERVING; return when the worker group has warmed up. Raises OSError,
-        WorkerGroupError."""
+        """Listen at once, with health status NOT_SERVING; return when the worker group has warmed up. Raises OSError if
+        a port cannot be used, WorkerGroupError if the worker group does not start."""
         port = await self.gateway.start()
         await self.supervisor.start()
         return Ready(port, self.gateway.http_port, self.gateway.metrics_port)
 
     async def stop(self, drain: bool) -> None:
-        """Let calls in flight finish, if `drain`, within the gateway's limit; then end every process."""
+        """If `drain`, let calls in flight finish within the gateway's time limit. Then end every process."""
         if drain:
             await self.gateway.drain()
         else:
@@ -89,8 +89,8 @@ class Service:
 
 
 async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Callable[[Ready], None]) -> None:
-    """Run until SIGTERM or SIGINT, on the cluster that Ray is connected to; leave it at the end. A second signal ends
-    what is still in flight at once."""
+    """Run until SIGTERM or SIGINT, on the cluster that Ray is connected to; leave it at the end. `announce` is called
+    when the service accepts requests. A second signal ends calls still in flight at once."""
     stopping = _signals()  # Ray has installed handlers of its own
     try:
         service = Service(group, gateway)
@@ -105,14 +105,14 @@ async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Call
                 await _first(interrupted, asyncio.create_task(service.supervisor.wait_failed()))
                 logger.info("draining: calls in flight may go on for %g s", gateway.drain_timeout)
         finally:  # also after a start that failed: gRPC crashes in a process that ends with a server open
-            starting.cancel()  # first, or it could still bring up what the stop has ended
+            starting.cancel()  # first, or it could start again what `stop` has ended
             await service.stop(drain=started)
     finally:
         await asyncio.to_thread(cluster.disconnect)
 
 
 async def _first(*tasks: asyncio.Task) -> None:
-    """Wait until one of the tasks ends, and raise its error if it has one; the others are cancelled."""
+    """Wait until one of the tasks ends, and raise its error if it has one. Cancels the other tasks."""
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -122,7 +122,7 @@ async def _first(*tasks: asyncio.Task) -> None:
 
 
 def _signals() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second one of them has its usual effect."""
+    """Return an event that the first SIGTERM or SIGINT sets; the second signal has its usual effect."""
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:

@@ -1,14 +1,15 @@
-"""Keeps a worker group alive and is the backend in front of it: what to do when a process dies is decided here, and
-only here.
+"""Keeps a worker group alive and serves as the backend in front of it. Only this module decides what happens when a
+process dies.
 
-A lost draft costs speed: its processes are ended, and start again beside the target, which meanwhile decodes alone what
-it can. Requests that need the draft end with UNAVAILABLE, in flight and new ones.
+A lost draft costs speed: its processes are ended and start again beside the target, which meanwhile decodes alone the
+requests that need no draft. Requests that need the draft end with UNAVAILABLE, both those in flight and new ones.
 
-Any other dead process means a dead worker group, and so does a dead draft whose link to the target cannot be made
-again: every process is ended, and a new worker group starts. Until it has warmed up, requests are refused with
-UNAVAILABLE. Those in flight end with UNAVAILABLE if they are of SMC; the others wait for it and are resumed with the
-same seed from where their answers broke off: whatever else is in the batch, the same seed draws the same tokens, since
-their tokens are the target's own draws. Every start, of a worker group or of a draft, has the next incarnation.
+If any other process dies, or a draft whose link to the target cannot be made again, the worker group is lost: every
+process is ended, and a new worker group starts. Until it has warmed up, new requests are refused with UNAVAILABLE.
+Requests in flight end with UNAVAILABLE if they need the draft (`smc`, `draft`). The others (`exact`, `target`) wait for
+the new worker group and are resumed from where their answers broke off. Their tokens are the target's own draws, so the
+same seed draws the same tokens whatever else is in the batch. Every start, of a worker group or of a draft, has the
+next incarnation.
 
 A request is quarantined for a while if it was the only one when a worker group failed. A request that ran beside others
 is not: resumed answers return together and would be quarantined together."""
@@ -36,19 +37,20 @@ from smc.api.sampling_params import Method
 from smc.scheduler.stats import EngineStats
 
 REMEMBERED = 1000
-"""Requests; the oldest are forgotten first."""
+"""Maximum number of quarantined requests; the oldest are forgotten first."""
 FORGOTTEN = 600.0
-"""Seconds after which a request is tried again."""
+"""Seconds after which a quarantined request is accepted again."""
 
 
 class Quarantine:
-    """Identifies a request by its contents, without its id and its seed."""
+    """Remembers the requests that ran alone when a worker group failed, and refuses them for a while. A request is
+    identified by its contents, without its id and its seed."""
 
     def __init__(self) -> None:
         self._failed: OrderedDict[bytes, float] = OrderedDict()
 
     def group_failed(self, requests: Sequence[Request]) -> None:
-        """A worker group has failed with these requests in flight."""
+        """Record that a worker group has failed with these requests in flight."""
         if len(requests) != 1:
             return
         key = _key(requests[0])
@@ -58,7 +60,7 @@ class Quarantine:
             self._failed.popitem(last=False)
 
     def check(self, request: Request) -> None:
-        """Raises RequestFailed for a request that is not decoded again."""
+        """Raise RequestFailed if the request is quarantined."""
         failed = self._failed.get(_key(request)) if self._failed else None
         if failed is not None and time.monotonic() - failed < FORGOTTEN:
             raise RequestFailed(
@@ -67,14 +69,16 @@ class Quarantine:
 
 
 def _key(request: Request) -> bytes:
-    """A request without a seed gets a new seed each time it is submitted."""
+    """Hash the contents of a request. The seed is left out, since a request without one gets a new seed each time it is
+    submitted."""
     params = replace(request.params, seed=None)
     return hashlib.blake2b(repr((request.prompt, request.negative_prompt, params)).encode(), digest_size=16).digest()
 
 
 RESUMED = (Method.EXACT, Method.TARGET)
 MOST = 3
-"""How often one answer is resumed: a request that is lost more often may be what makes the worker group fail."""
+"""Maximum number of times that one answer is resumed: a request that is lost more often may itself make the worker
+group fail."""
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +88,9 @@ Generate = Callable[[Request], AsyncGenerator[Output, None]]
 async def resuming(
     request: Request, ask: Generate, is_back: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[Output, None]:
-    """Updates of a request until its answer, across losses of the worker group. `is_back` waits until `ask` works
-    again, and raises Unavailable if it never does. Raises what `ask` raises; Unavailable for the loss of what cannot be
-    resumed."""
+    """Yield the updates of a request until its answer, across losses of the worker group. `ask` submits the request;
+    `is_back` waits until `ask` works again, and raises Unavailable if it never will. Raises the errors of `ask`;
+    Unavailable if the worker group is lost and the request cannot be resumed."""
     if request.params.method not in RESUMED:
         async with aclosing(ask(request)) as updates:
             async for output in updates:
@@ -112,11 +116,11 @@ async def resuming(
 
 
 class _AnswerDiffers(Unavailable):
-    """What came again is not what was given out."""
+    """The resumed answer differs from the part that was already delivered."""
 
 
 class _ReplayCursor:
-    """How much of an answer has been given out. What comes again is compared with it, and left out."""
+    """Records the delivered part of an answer. When the answer is decoded again, this part is compared and left out."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -125,15 +129,15 @@ class _ReplayCursor:
         self.begin()
 
     def begin(self) -> None:
-        """The answer comes once more, from its beginning."""
+        """Expect the answer once more from its beginning."""
         self._text = "".join(self._pieces)
         self._pieces = [self._text]
         self._come, self._text_come = 0, 0
-        """Tokens and characters that have come again."""
+        """Numbers of tokens and of characters that have arrived since `begin`."""
 
     def more(self, output: Output) -> Output | None:
-        """The part of this update that has not been delivered; None if there is none. Raises _AnswerDiffers if it
-        belongs to another answer."""
+        """Return the part of this update that has not been delivered; None if there is none. Raises _AnswerDiffers if
+        the update contradicts the delivered part."""
         known = self._tokens[self._come : self._come + len(output.tokens)]
         known_text = self._text[self._text_come : self._text_come + len(output.text)]
         if list(output.tokens[: len(known)]) != known or output.text[: len(known_text)] != known_text:
@@ -151,8 +155,8 @@ class _ReplayCursor:
         return replace(output, tokens=tokens, text=text, answer=answer, logprobs=logprobs)
 
     def _whole(self, answer: Answer) -> Answer:
-        """With the log-probabilities that were given out, and with all else that was, where time was up before it had
-        come again."""
+        """Add the delivered log-probabilities to the answer. If its time ran out before it reached the end of the
+        delivered part, replace its tokens and text with the delivered ones."""
         if answer.logprobs is not None or self._logprobs:
             answer = replace(answer, logprobs=tuple(self._logprobs))
         missing = len(self._tokens) - len(answer.tokens)
@@ -173,13 +177,15 @@ class _ReplayCursor:
 
 
 CHECK_SECONDS = 0.5
-"""A death is noticed at once; this is how long a wait for one lasts before it is begun again."""
+"""Length of one wait for the end of a process, before the next wait begins. An end is noticed at once."""
 SILENCE_SECONDS = 5.0
-"""Beyond the link's timeout: the coordinator, which sees more, may say first what is wrong."""
+"""Time beyond the link's timeout after which a silent coordinator counts as lost. The coordinator sees more, so it may
+report the cause first."""
 LOOK_SECONDS, LOG_SECONDS = 0.5, 10.0
-"""Between two looks at how far a start is, and between two lines about it."""
+"""Time between two looks at the progress of a start, and least time between two log lines about it."""
 BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Before the next attempt to start a worker group, or a draft, by attempts that have failed in a row."""
+"""Delay before the next attempt to start a worker group or a draft, by the number of attempts that have failed in a
+row."""
 
 
 class Supervisor:
@@ -194,9 +200,9 @@ class Supervisor:
         on_step: Callable[[EngineStep], None] = lambda step: None,
         on_start: Callable[[StartProgress], None] | None = None,
     ) -> None:
-        """`on_health` is called with whether there is a draft and a target whenever that changes; with a target, the
-        service decodes. `on_step` is called with every engine step, `on_start` with how far the start of a worker group
-        is."""
+        """`on_health` is called whenever the draft or the target comes or goes, with two flags: whether there is a
+        draft, and whether there is a target. With a target, the service decodes. `on_step` is called with every engine
+        step, `on_start` with the progress of the start of a worker group."""
         self._config, self.pair = config, pair
         self._on_health, self._on_step, self._on_start = on_health, on_step, on_start
         self._group: WorkerGroup | None = None
@@ -204,19 +210,21 @@ class Supervisor:
         self._watch: asyncio.Task | None = None
         self._quarantine = Quarantine()
         self._changed = asyncio.Event()
-        """It has come back, or is over."""
+        """Set when a worker group serves, or when no other worker group will be started."""
         self._over = False
         """No other worker group will be started."""
         self._heard = 0.0
-        """When the engine's last step came."""
+        """Time (`time.monotonic`) of the engine's last step."""
         self._draft_incarnation = 0
-        """Of the draft that is there; 0 if there is none."""
+        """Incarnation of the current draft; 0 if there is none."""
         self._in_flight: list[Request] | None = None
-        """When the coordinator reported the loss of the draft."""
+        """Requests that were in flight when the coordinator reported the loss of the draft; None if it has reported no
+        loss that is still to be handled."""
         self._draft_start: asyncio.Task | None = None
         self.incarnation = 0
         self.stats = EngineStats()
-        """Of the engine's last step; of one that holds nothing once its worker group is lost."""
+        """Statistics of the engine's last step; once the worker group is lost, those of an engine that holds
+        nothing."""
 
     @property
     def serving(self) -> bool:
@@ -235,13 +243,14 @@ class Supervisor:
         return self._group
 
     async def start(self) -> None:
-        """The first worker group. Raises WorkerGroupError if it does not start: the first start is not retried."""
+        """Start the first worker group. Raises WorkerGroupError if it does not start: the first start is not
+        retried."""
         await self._start_group()
         self._watch = asyncio.create_task(self._keep_alive())
 
     async def wait_failed(self) -> None:
-        """Returns never; raises WorkerGroupError when the service does not come back: too many starts in a row have
-        failed."""
+        """Wait until the service cannot come back, since too many starts in a row have failed. Then raises
+        WorkerGroupError; never returns."""
         assert self._watch is not None
         await asyncio.shield(self._watch)
 
@@ -257,7 +266,8 @@ class Supervisor:
             await asyncio.to_thread(self._group.stop)
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """See `Backend.generate`. Answers of the target's own draws survive the loss of the worker group."""
+        """See `Backend.generate`. Answers that consist of the target's own draws survive the loss of the worker
+        group."""
         return resuming(request, self._ask, self._is_back)
 
     def _ask(self, request: Request) -> AsyncGenerator[Output, None]:
@@ -266,7 +276,7 @@ class Supervisor:
         return client.generate(request)
 
     async def _is_back(self) -> None:
-        """Until the next worker group serves. Raises Unavailable if there will be none."""
+        """Wait until the next worker group serves. Raises Unavailable if there will be none."""
         while not self.serving:
             self._changed.clear()
             if self._over:
@@ -299,7 +309,7 @@ class Supervisor:
         self._on_health(True, True)
 
     async def _follow_start(self, group: WorkerGroup) -> None:
-        """Say how far it is, for as long as it starts."""
+        """Report the progress of a start, until this task is cancelled."""
         last, logged = None, 0.0
         while self._on_start is not None:
             progress = await asyncio.to_thread(group.progress)
@@ -322,9 +332,11 @@ class Supervisor:
                 lost, in_flight = not self.serving, self._in_flight
                 assert self._group is not None
                 await asyncio.to_thread(self._group.check, CHECK_SECONDS)
-                if in_flight is not None and not lost:  # and no process has ended: one is silent, or the link broke
+                # No process has ended, so in the first case a process is silent or the link broke; in the second the
+                # coordinator was silent for too long, and its requests are gone.
+                if in_flight is not None and not lost:
                     raise WorkerGroupError("the coordinator has lost the draft", draft=True)
-                if lost:  # and no process has died: it was silent for too long, and its requests are gone
+                if lost:
                     raise WorkerGroupError("the connection to the coordinator broke")
                 if (silence := time.monotonic() - self._heard) > self._config.link_timeout + SILENCE_SECONDS:
                     raise WorkerGroupError(f"the coordinator has been silent for {silence:.0f} s")
@@ -344,8 +356,8 @@ class Supervisor:
                     ) from error
 
     async def _detach_draft(self, error: WorkerGroupError) -> None:
-        """The target decodes alone until another draft has joined. Raises WorkerGroupError if that or the coordinator
-        is lost, too."""
+        """Let the target decode alone until another draft has joined. Raises WorkerGroupError if the target or the
+        coordinator is lost, too."""
         group, client = self._group, self._client
         assert group is not None and client is not None
         await asyncio.to_thread(group.probe)
@@ -359,7 +371,7 @@ class Supervisor:
         self._draft_start = asyncio.create_task(self._restart_draft(group))
 
     async def _restart_draft(self, group: WorkerGroup) -> None:
-        """Other failures meanwhile are handled by `_keep_alive`."""
+        """Start the draft again, repeatedly if starts fail. Other failures meanwhile are handled by `_keep_alive`."""
         try:
             await asyncio.to_thread(group.detach_draft)
         except WorkerGroupError as error:
@@ -405,7 +417,8 @@ class Supervisor:
             await client.close()
 
     def _lost(self) -> None:
-        """Nothing is held any more; its last numbers would otherwise stand until the next worker group's first step."""
+        """Report the loss of the worker group. Its statistics are reset, or its last ones would stand until the next
+        worker group's first step."""
         if total := self.stats.pages_total:  # else no step has come
             nothing = dict.fromkeys(total, 0)
             room = EngineStats(

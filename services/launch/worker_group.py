@@ -38,7 +38,8 @@ def rank_spec(
     *,
     shares_gpu: bool = False,
 ) -> RankSpec:
-    """`shares_gpu`: ranks of both sides are on one; NCCL takes no two of those."""
+    """Return the start parameters of one rank. `shares_gpu`: ranks of both models are on one GPU, so the leaders do not
+    talk over NCCL, which does not accept two ranks on one GPU."""
     engine, context = pair.engine, pair.context
     return RankSpec(
         rendezvous=rendezvous,
@@ -65,8 +66,8 @@ def rank_spec(
 def coordinator_spec(
     config: WorkerGroupConfig, pair: ServingPair, rendezvous: Rendezvous, *, warm_up: bool = True
 ) -> CoordinatorSpec:
-    """`warm_up`: do what a service does before it accepts requests; dummy rounds run only where kernels are
-    compiled."""
+    """Return the coordinator's start parameters. `warm_up`: time the models as a service does before it accepts
+    requests, and run dummy rounds where kernels are compiled."""
     compiles, times = config.device == "cuda", warm_up and pair.engine.drafting == "costs"
     return CoordinatorSpec(
         rendezvous=rendezvous,
@@ -83,44 +84,46 @@ def coordinator_spec(
 
 
 LOOK_SECONDS = 0.1
-"""Between two looks at whether a draft has loaded its weights."""
+"""Time between two checks whether a draft has loaded its weights."""
 ASK_SECONDS = 1.0
-"""Between two questions to a process, at least."""
+"""Least time between two probes of a process."""
 PROBE_SECONDS = 5.0
-"""Seconds in which a live process answers a probe, whatever else it does."""
+"""Time in which a live process answers a probe, whatever else it does."""
 
 logger = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """Not restarted: after a failure a new one is made, with the next incarnation. Only the draft's ranks may be,
-    beside the others."""
+    """The processes of one incarnation. A worker group is not restarted: after a failure the supervisor makes a new one
+    with the next incarnation. Only the draft's ranks can start again beside the other processes."""
 
     def __init__(self, config: WorkerGroupConfig, pair: ServingPair, incarnation: int) -> None:
         self._config, self._pair, self.incarnation = config, pair, incarnation
         self.secret = secrets.token_hex(16)
         self.actors: dict[str, ray.actor.ActorHandle] = {}
-        """`coordinator`, `draft0`, `draft1`, .., `target0`, .."""
+        """Keys: `coordinator`, `draft0`, `draft1`, .., `target0`, .."""
         self._groups: dict[str, PlacementGroup] = {}
-        """By side."""
+        """Reservations, by model role."""
         self._guard = threading.Lock()
         self._processes: dict[str, ray.ObjectRef] = {}
-        """What ranks say of their processes."""
+        """Results of `RankActor.process`, by name of the actor."""
         self._draft_starts = False
-        """The caller checks whether it becomes ready or dies."""
+        """`start_draft` is running and watches the draft's processes itself; `check` leaves them out."""
         self._ended = False
         """`kill` has been called, maybe in the middle of the start."""
         self._runs: dict[ray.ObjectRef, str] = {}
+        """Calls that return when an actor's work ends -> name of the actor."""
         self._probes: dict[str, ray.ObjectRef] = {}
-        """Liveness probes in flight."""
+        """Last liveness probe of each process."""
         self._waited: dict[str, float] = {}
-        """Seconds that `check` has waited since then."""
+        """Seconds that `check` has waited since the last probe of each process."""
         self._store: dist.TCPStore | None = None
         self._rendezvous: Rendezvous | None = None
         self.address = ""
 
     def start(self) -> None:
-        """Returns when the coordinator serves. Raises WorkerGroupError; then nothing is left of it."""
+        """Start every process; return when the coordinator serves. If the start fails, ends every process and raises
+        WorkerGroupError."""
         try:
             self._start()
         except WorkerGroupError:
@@ -131,7 +134,7 @@ class WorkerGroup:
             raise WorkerGroupError(f"the worker group did not start: {_first_line(_cause(error))}") from error
 
     def progress(self) -> StartProgress:
-        """How far the start is."""
+        """Return the progress of the start."""
         with self._guard:
             store, rendezvous, begun = self._store, self._rendezvous, set(self.actors)
         degrees = {role: self._config.degree(role) for role in ModelRole}
@@ -144,8 +147,9 @@ class WorkerGroup:
         return StartProgress("load" if min(percent.values()) < 100 else "prepare", percent)
 
     def check(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a process to end. Raises WorkerGroupError, naming it, if one has, or if one
-        has been silent for `PROBE_SECONDS` of such waits: counted only while this process itself was scheduled."""
+        """Wait up to `timeout` seconds for a process to end. Raises WorkerGroupError, naming the process, if one has
+        ended, or has not answered a probe during `PROBE_SECONDS` of such waits. The sum of the waits is counted, not
+        elapsed time, so that a pause of this process is not held against the others."""
         with self._guard:
             runs = {run: name for run, name in self._runs.items() if not (self._draft_starts and _is_draft(name))}
         self._wait_for(list(runs), runs, timeout)
@@ -153,7 +157,8 @@ class WorkerGroup:
             self._look_for_silence({name for name in runs.values() if name in self.actors}, timeout)
 
     def _look_for_silence(self, names: set[str], waited: float) -> None:
-        """Probe whether these processes are alive, periodically."""
+        """Probe periodically whether these processes are alive. `waited`: seconds since the last call. Raises
+        WorkerGroupError for a process that has been silent for too long."""
         probes = list(self._probes.values())
         answered = set(ray.wait(probes, num_returns=len(probes), timeout=0)[0]) if probes else set()
         for name in names:
@@ -165,8 +170,8 @@ class WorkerGroup:
                 self._probes[name], self._waited[name] = self.actors[name].pid.remote(), 0.0
 
     def probe(self) -> None:
-        """Raises WorkerGroupError if a process other than the draft's has ended, or does not say within `PROBE_SECONDS`
-        that it is alive."""
+        """Probe all processes except the draft's. Raises WorkerGroupError if one has ended, or does not answer within
+        `PROBE_SECONDS`."""
         with self._guard:
             probes: dict[ray.ObjectRef, str] = {
                 actor.pid.remote(): name for name, actor in self.actors.items() if not _is_draft(name)
@@ -178,14 +183,14 @@ class WorkerGroup:
             raise WorkerGroupError(f"{probes[silent[0]]} does not answer")
 
     def end_draft(self) -> None:
-        """End its processes now, and give back their place."""
+        """End the draft's processes now, and release their reservation."""
         with self._guard:
             ended = self._take(filter(_is_draft, list(self.actors)), [ModelRole.DRAFT])
         _end(*ended)
 
     def detach_draft(self) -> None:
-        """After `end_draft`: the others go on without it. Raises WorkerGroupError if the coordinator does not say
-        so."""
+        """Make the coordinator go on without the draft; call it after `end_draft`. Raises WorkerGroupError if the
+        coordinator does not confirm."""
         with self._adding():
             told: ray.ObjectRef = self.actors["coordinator"].detach_draft.remote()
         try:
@@ -196,8 +201,8 @@ class WorkerGroup:
             ) from error
 
     def start_draft(self, incarnation: int) -> None:
-        """Another draft, in place of the one that has ended. Returns when requests can use it. Raises
-        WorkerGroupError."""
+        """Start another draft in place of the one that has ended; return when requests can use it. Raises
+        WorkerGroupError if it does not start; then its processes have been ended."""
         self._draft_starts = True
         try:
             assert self._rendezvous is not None
@@ -224,14 +229,14 @@ class WorkerGroup:
         ray.get(taken)
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Let every process end by itself, then make sure."""
+        """Let every process end by itself, for up to twice `timeout` seconds; then kill those that remain."""
         with contextlib.suppress(Exception):  # `kill` follows, whatever the error
             ray.get(self.actors["coordinator"].stop.remote(), timeout=timeout)
             ray.wait(list(self._runs), num_returns=len(self._runs), timeout=timeout)
         self.kill()
 
     def kill(self) -> None:
-        """End every process now and give back its place. A start that is under way fails."""
+        """End every process now and release its reservation. A start that is under way fails."""
         with self._guard:
             self._ended, self._store = True, None
             ended = self._take(list(self.actors), list(self._groups))
@@ -240,8 +245,9 @@ class WorkerGroup:
     def _take(
         self, names: Iterable[str], roles: Iterable[str]
     ) -> tuple[list[tuple[ray.actor.ActorHandle, int | None]], list]:
-        """Forget processes and places, so as to end them. Processes come with their ids, where those may be needed for
-        that."""
+        """Remove processes and reservations from the records, so that the caller can end them. Returns the actors, each
+        with the id of its process if that is on this host and may still run, otherwise with None; and the
+        reservations of `roles`."""
         names, runs = set(names), {name: run for run, name in self._runs.items()}
         over = set(ray.wait(list(runs.values()), num_returns=len(runs), timeout=0)[0]) if runs else set()
         actors = []
@@ -256,7 +262,8 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def _adding(self) -> Iterator[None]:
-        """Around whatever `kill` has to end too."""
+        """Hold the lock while something is started that `kill` must end. Raises WorkerGroupError if `kill` has been
+        called."""
         with self._guard:
             if self._ended:
                 raise WorkerGroupError("the worker group was told to end while it started")
@@ -286,7 +293,7 @@ class WorkerGroup:
             self._runs[coordinator.wait.remote()] = "coordinator"
 
     def _start_side(self, role: ModelRole, rendezvous: Rendezvous) -> None:
-        """Every rank of a model begins to load it."""
+        """Reserve room for every rank of a model, and start them; each begins to load its weights."""
         config = self._config
         degree, resource, gpus = config.degree(role), config.resource(role), config.device == "cuda"
         with self._adding():
@@ -302,20 +309,20 @@ class WorkerGroup:
                 )
 
     def _wait_for(self, some: list[ray.ObjectRef], runs: dict[ray.ObjectRef, str], timeout: float | None) -> bool:
-        """Wait until one of these calls has returned; False: none has. Raises WorkerGroupError if a process of `runs`
-        has ended."""
+        """Wait until one of the calls `some` has returned; return False if none has after `timeout` seconds. Raises
+        WorkerGroupError if that call is one of `runs`: its process has ended."""
         ended, _ = ray.wait(some, timeout=timeout)
         if ended and ended[0] in runs:
             raise self._failure(ended[0], runs[ended[0]])
         return bool(ended)
 
     def _failure(self, run: ray.ObjectRef, name: str) -> WorkerGroupError:
-        """Why a process has ended."""
+        """Return the error that says why a process has ended."""
         draft = _is_draft(name) and self._config.outlives_draft
         try:
             ray.get(run)
         except ray.exceptions.RayTaskError as error:
-            # A step that takes too long is no evidence against its requests: any step does on a machine that pauses.
+            # A step that takes too long is no evidence against its requests: a pause of the machine can delay any step.
             lost = isinstance(error.cause, LinkError) and not error.cause.began_here
             fault = not (lost or isinstance(error.cause, EngineStuck))
             return WorkerGroupError(f"{name} failed: {_first_line(error.cause)}", fault=fault, draft=draft)
@@ -325,7 +332,7 @@ class WorkerGroup:
 
 
 def _percent(store: dist.TCPStore, name: str) -> int:
-    """0: nothing has been said yet."""
+    """Return the percentage that a rank has reported under `name`; 0 if it has not reported yet."""
     return int(store.get(name)) if store.check([name]) else 0
 
 

@@ -1,1 +1,1 @@
-"""How coordinator, draft and target talk: one interface, over torch.distributed or over gRPC."""
+"""Links between coordinator, draft and target: one interface, over torch.distributed or over gRPC."""

@@ -1,7 +1,6 @@
-"""The link's interface: what the coordinator, a worker's leader and the pair of leaders need of a transport.
+"""The link's interface: the ends that the coordinator and the leaders of both models use, whatever the transport.
 
-Messages are those of proto/smc/internal/v1/particles.proto, whichever transport carries them. Every wait has a
-deadline."""
+All transports carry the messages of proto/smc/internal/v1/particles.proto. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -13,23 +12,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINKS = ("nccl", "grpc")
-"""Kinds of it."""
+"""Kinds of links."""
 
 LAYOUT_VERSION = 22
-"""Of particles.proto and its arrays; raised with every change that an older peer would misread."""
+"""Version of particles.proto and its arrays; raised with every change that an older peer would misread."""
 CLOSE_SECONDS = 3.0
-"""Seconds for sent messages to be received when an end is closed."""
+"""Time for sent messages to be received when an end is closed."""
 
 
 class LinkError(RuntimeError):
     """The other side is gone, silent past the deadline, or of another incarnation."""
 
     began_here = False
-    """A worker reports its own error, not a consequence of the other's."""
+    """Whether a worker reports an error of its own, not a consequence of the other worker's error."""
 
 
 def failure_text(error: Exception) -> str:
-    """How a worker's failure is reported to the other processes."""
+    """Return the text by which a worker's failure is reported to the other processes."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -42,11 +41,11 @@ class End(Protocol[Sent, Received]):
     """One end of a link. Messages arrive in the order in which they were sent."""
 
     def send(self, message: Sent) -> None:
-        """Does not wait for the other side."""
+        """Send a message; does not wait for the other side."""
         ...
 
     def receive(self, timeout: float) -> Received:
-        """The next message. Raises LinkError after `timeout` seconds or when the other side is gone."""
+        """Return the next message. Raises LinkError after `timeout` seconds, or when the other side is gone."""
         ...
 
     def close(self) -> None: ...
@@ -59,30 +58,31 @@ LeaderEnd = End[pb.WorkResponse, pb.WorkRequest]
 
 
 class PeerEnd(Protocol):
-    """Either leader's end of the link between them. What one sends, the other receives in the same order."""
+    """Either leader's end of the link between the leaders. Each receives tensors in the order in which the other sends
+    them."""
 
     renewable: bool
-    """If the other side is lost, waiting callers get an error and no work on the device waits for ever: another end can
-    replace this one."""
+    """Whether another end can replace this one after the other side is lost: waiting callers get an error, and no work
+    on the device waits for ever."""
 
     def send(self, name: str, sequence: int, tensor: Tensor) -> None:
-        """Send it; does not wait for the other side."""
+        """Send a tensor; does not wait for the other side."""
         ...
 
     def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
-        """Fill a tensor with what was sent by this name and number. Raises LinkError past `timeout` seconds, or if
-        another comes."""
+        """Fill `here` with the tensor sent under this name and number. Raises LinkError after `timeout` seconds, or if
+        another tensor arrives."""
         ...
 
     def settle(self) -> None:
-        """Buffers that have been sent may be overwritten by work submitted to the device from now on."""
+        """Allow work submitted to the device from now on to overwrite the tensors that have been sent."""
         ...
 
     def close(self) -> None: ...
 
 
 def is_renewable(link: str, device: str) -> bool:
-    """Whether ends of the link between the leaders are renewable (`PeerEnd`)."""
+    """Return whether ends of the link between the leaders are renewable (see `PeerEnd`)."""
     return link == "grpc" or device == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""What the engine asks of workers, and their results, as protobuf messages, and back. Layout:
+"""Converts the engine's commands to workers, and their results, to protobuf messages and back. Layout:
 proto/smc/internal/v1/particles.proto."""
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _PLAN = {
     "begin_pages": ("begin_pages_AP", "<i4"),
     "branch_pages": ("branch_pages_XB", "<i4"),
 }
-"""Field -> attribute, and its type on the way."""
+"""Field of the message -> attribute of `RoundPlan`, and NumPy type in the message. The tables below are alike."""
 _WIDE = ("slot", "group", "particle", "round", "chain", "chain_distribution")
-"""int64 where they are used."""
+"""Fields that are int64 in `RoundPlan`."""
 _UNCONDITIONAL = {
     "scale": ("scale_A", "<f4"),
     "of": ("of_A", "<i4"),
@@ -396,12 +396,12 @@ def _array(data: bytes, kind: str) -> np.ndarray:
 
 
 def _fields(values: object, table: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """A message's fields from an object's arrays."""
+    """Return a message's fields from the arrays of an object."""
     return {name: _bytes(getattr(values, attribute), kind) for name, (attribute, kind) in table.items()}
 
 
 def _attributes(message: object, table: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """The other way round; all in one dimension."""
+    """Return an object's arrays from the fields of a message. All have one dimension."""
     return {attribute: _array(getattr(message, name), kind) for name, (attribute, kind) in table.items()}
 
 

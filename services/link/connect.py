@@ -1,5 +1,6 @@
-"""Creates the ends of a link of either kind. Processes find each other through a `TCPStore`, under names that carry the
-incarnation. Also the ends between the two leaders: messages over any transport, or transfers from GPU to GPU."""
+"""Creates the ends of a link of either kind. Processes find each other through a `TCPStore`, under names that include
+the incarnation. Also defines the ends between the two leaders: messages over any transport, or transfers from GPU to
+GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ Exchange = pb.ExchangeRequest | pb.ExchangeResponse
 
 
 class MessagePeer:
-    """`services.link.base.PeerEnd` whose every tensor is a message with its incarnation, name and number."""
+    """A `services.link.base.PeerEnd` that sends each tensor as a message with incarnation, name and number."""
 
     renewable = True
 
@@ -52,22 +53,23 @@ class MessagePeer:
         here.copy_(torch.frombuffer(bytearray(message.data), dtype=here.dtype).view(here.shape))
 
     def settle(self) -> None:
-        """Messages are copies."""
+        """Does nothing: messages are copies."""
 
     def close(self) -> None:
         self._end.close()
 
 
 class DevicePeer:
-    """On GPUs: tensors go from device to device in the order of the current stream, and the host waits for none. There
-    is nothing to check but what the communicators, which are of one incarnation, make sure of."""
+    """A `services.link.base.PeerEnd` between GPUs. Tensors go from device to device in the order of the current stream,
+    and the host does not wait. Names, numbers and incarnations are not checked: each communicator belongs to one
+    incarnation and keeps the order."""
 
     renewable = False
-    """A kernel of NCCL that waits for a rank that has died stays on the stream, with all later work behind it."""
+    """A kernel of NCCL that waits for a dead rank never ends, and all later work on the stream waits behind it."""
 
     def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int) -> None:
-        """`there` carries what is sent, `back` what is received: within one, messages would have to be sent and
-        received in one order."""
+        """`there` carries sent tensors, `back` received ones: within one group, both sides would have to send and
+        receive in one common order."""
         self._there: dist.ProcessGroup | None = there
         self._back: dist.ProcessGroup | None = back
         self._other = 1 - rank
@@ -92,23 +94,23 @@ class DevicePeer:
 
 
 PEER = "target/peer"
-"""Where the draft's leader finds the target's."""
+"""Name under which the draft's leader finds the address of the target's leader."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where and as what the processes of one incarnation of the worker group, or of the draft in it, find each
+    """Store and names by which the processes of one incarnation (of the worker group, or of the draft in it) find each
     other."""
 
     host: str
     port: int
-    """Of the `TCPStore`."""
+    """Port of the `TCPStore`."""
     incarnation: int
     secret: str
     link: str
     """`nccl` (torch.distributed: gloo on CPUs and towards the coordinator) or `grpc`."""
     start_timeout: float
-    """Seconds to wait for the others to arrive."""
+    """Seconds to wait for the other processes."""
 
     def store(self) -> dist.TCPStore:
         return dist.TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.start_timeout))
@@ -117,24 +119,24 @@ class Rendezvous:
         return f"{self.incarnation}/{what}"
 
     def loaded(self, role: ModelRole, rank: int) -> str:
-        """Where a rank says how many percent of its weights it has loaded."""
+        """Return the name under which a rank reports how many percent of its weights it has loaded."""
         return self.name(f"{role}/loaded/{rank}")
 
     def report_failure(self, store: dist.TCPStore, role: ModelRole, error: Exception) -> None:
-        """Record why a rank of `side` ends before it closes its links, on which messages in transit may be lost. A
-        broken link is not recorded as a cause."""
+        """Record in the store why a rank of `role` ends. Call it before closing the links, on which messages in transit
+        may be lost. A broken link is not recorded as a cause."""
         if not isinstance(error, LinkError):
             with suppress(RuntimeError):  # the store has gone with the rest of the worker group
                 store.set(self.name(f"{role}/failure"), failure_text(error))
 
     def failure_report(self, store: dist.TCPStore, role: ModelRole) -> str | None:
-        """Why a rank of `side` ended, if recorded."""
+        """Return why a rank of `role` ended, or None if it is not recorded."""
         name = self.name(f"{role}/failure")
         return store.get(name).decode() if store.check([name]) else None
 
 
 def coordinator_end(rendezvous: Rendezvous, store: dist.TCPStore, role: ModelRole) -> CoordinatorEnd:
-    """The coordinator's end of the link to the leader of `side`."""
+    """Return the coordinator's end of the link to the leader of `role`."""
     if rendezvous.link == "grpc":
         return StreamCaller(_address(rendezvous, store, role), rendezvous.secret, "Work")
     group = make_group(store, rendezvous.name(f"{role}/link"), 0, 2, rendezvous.start_timeout)
@@ -143,12 +145,14 @@ def coordinator_end(rendezvous: Rendezvous, store: dist.TCPStore, role: ModelRol
 
 @dataclass(frozen=True)
 class LeaderEnds:
+    """A leader's ends of its links to the coordinator and to the other leader."""
+
     coordinator: LeaderEnd
     peer: PeerEnd
     server: StreamServer | None = None
 
     def close(self) -> None:
-        """Twice is fine, for an end that another has taken the place of, too."""
+        """Close all ends. May be called twice, and after another end has replaced `peer`."""
         self.peer.close()
         self.coordinator.close()
         if self.server is not None:
@@ -158,7 +162,7 @@ class LeaderEnds:
 def leader_ends(
     rendezvous: Rendezvous, store: dist.TCPStore, role: ModelRole, host: str, between: torch.device
 ) -> LeaderEnds:
-    """The ends that the leader of `side` needs. `between`: device of what the leaders tell each other; on a GPU it goes
+    """Return the ends of the leader of `role`. `between`: device of the tensors between the leaders; on a GPU they go
     over NCCL."""
     if rendezvous.link == "grpc":
         server = StreamServer(host, rendezvous.secret)
@@ -177,8 +181,8 @@ def peer_end(
     between: torch.device,
     server: StreamServer | None = None,
 ) -> PeerEnd:
-    """The end of the link to the other leader, once that has come. `server`: of this leader, with streams; its end for
-    an earlier peer is closed."""
+    """Return the end of the link to the other leader, waiting for that leader where necessary. `server`: this leader's
+    server if the link uses gRPC; its end for an earlier peer is closed."""
     if server is not None and role == ModelRole.TARGET:
         end = server.renew_peer()
         _publish(rendezvous, store, PEER, server.address)
@@ -200,13 +204,14 @@ def peer_end(
 
 
 def _publish(rendezvous: Rendezvous, store: dist.TCPStore, who: str, address: str) -> None:
-    """Publish where `who` listens. Any process that reaches the store can write to it, so the address is signed."""
+    """Publish the address where `who` listens. It is signed, since any process that reaches the store can write to
+    it."""
     name = rendezvous.name(f"{who}/address")
     store.set(name, f"{address} {proof(rendezvous.secret, f'{name} {address}')}")
 
 
 def _address(rendezvous: Rendezvous, store: dist.TCPStore, who: str) -> str:
-    """Where `who` listens. Raises LinkError if the signature is wrong."""
+    """Return the address where `who` listens. Raises LinkError if the signature is wrong."""
     name = rendezvous.name(f"{who}/address")
     address, _, signature = store.get(name).decode().partition(" ")
     if not hmac.compare_digest(signature, proof(rendezvous.secret, f"{name} {address}")):

@@ -1,8 +1,8 @@
 """Process groups of torch.distributed, and the link over gloo.
 
 Every pair of ends is a process group of two, made over a `TCPStore` that outlives them: when one end dies, only its
-groups do, and the next incarnation makes new ones. A message is one frame of fixed size; what does not fit follows in a
-second send."""
+groups are lost, and the next incarnation makes new ones. A message is one frame of fixed size; if it is larger, the
+rest follows in a second send."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from services.link.base import CLOSE_SECONDS, LinkError, Message
 Received = TypeVar("Received", bound=Message)
 
 FRAME = 8192
-"""Bytes; the first 8 hold the message's size. A round of one request with N = 8 fits."""
+"""Bytes of a frame; the first 8 hold the message's size. A round of one request with N = 8 fits."""
 _HEAD = 8
 _KEPT = 64
-"""Sends in progress. A buffer that is released before it has been received is lost silently."""
+"""Maximum number of sends in progress, whose buffers are kept: a buffer that is released before it has been received is
+lost silently."""
 
 
 def make_group(
     store: dist.TCPStore, name: str, rank: int, size: int, timeout: float, device: torch.device | str = "cpu"
 ) -> dist.ProcessGroup:
-    """A process group of its own: gloo on a CPU, NCCL on a GPU. `timeout` in seconds, for joining and for every
+    """Create a separate process group: gloo on a CPU, NCCL on a GPU. `timeout`: seconds for joining and for every
     collective.
 
-    torch's types say neither how these groups are made nor that they are ProcessGroups.
+    torch's type hints cover neither the creation of these groups nor that they are ProcessGroups, hence `Any`.
     """
     prefix, limit = dist.PrefixStore(name, store), timedelta(seconds=timeout)
     if torch.device(device).type == "cpu":
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        # By default gloo listens where the host's own name leads, which is the loopback interface on many machines.
+        # By default gloo listens at the address of the host's own name, on many machines the loopback interface.
         options._timeout, options._devices = limit, [gloo.create_device(hostname=_address_towards(store.host))]
         return gloo(prefix, rank, size, options)
     nccl: Any = dist.ProcessGroupNCCL
@@ -51,7 +52,7 @@ def make_group(
 
 
 def _address_towards(host: str) -> str:
-    """Of this machine, on the network on which it reaches `host`. Nothing is sent."""
+    """Return this machine's address on the network over which it reaches `host`. Nothing is sent."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         return probe.getsockname()[0]
@@ -60,18 +61,18 @@ def _address_towards(host: str) -> str:
 class DistributedEnd(Generic[Received]):
     """Either end of a link; `receives` is the message type that arrives here.
 
-    A receive is always posted: gloo sends nothing before it knows of one, and to ask then would be a round trip that
-    waits for a thread of a busy process."""
+    A receive is always posted: gloo sends nothing before the receiver has posted one, and posting it only then would
+    cost a round trip that waits for a thread of a busy process."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, receives: type[Received]) -> None:
         self._other, self._receives = 1 - rank, receives
         self._group: dist.ProcessGroup | None = group
-        """None once it is closed."""
+        """None once the end is closed."""
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted: tuple[dist.Work, Tensor] | None = self._post(FRAME)
 
     def send(self, message: Message) -> None:
-        """Waits only if the other side is very far behind."""
+        """Send a message; waits only if the other side is more than `_KEPT` sends behind."""
         assert self._group is not None
         for frame in frames(message.SerializeToString()):
             try:
@@ -93,8 +94,8 @@ class DistributedEnd(Generic[Received]):
         return self._receives.FromString(data.numpy().tobytes())
 
     def close(self) -> None:
-        """After what was sent has been received, or `CLOSE_SECONDS`: the last message of a worker may be why it
-        failed."""
+        """Close the end once sent messages have been received, or after `CLOSE_SECONDS`: the last message of a worker
+        may report its failure."""
         deadline = time.monotonic() + CLOSE_SECONDS
         with suppress(RuntimeError):
             while self._sends and (left := deadline - time.monotonic()) > 0:
@@ -120,7 +121,7 @@ class DistributedEnd(Generic[Received]):
 
 
 def frames(data: bytes) -> list[Tensor]:
-    """A message as one frame, or two if it is large."""
+    """Return a message as one frame, or as two if it is large."""
     room = FRAME - _HEAD
     first = torch.empty(FRAME, dtype=torch.uint8)
     first[:_HEAD] = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)

@@ -1,6 +1,6 @@
-"""Workers in other processes, with the engine's interface to workers, over a link. Rounds are timed here, too.
+"""Workers in other processes, used over a link through the engine's interface to workers.
 
-Results are read when the engine asks for them; the worker's begin and end times go into a `Timeline`."""
+A result is read when the engine asks for it; the begin and end times that the worker reports go into a `Timeline`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Result = TypeVar("Result")
 
 
 class WorkerFailed(LinkError):
-    """The worker has reported an error, and ends."""
+    """The worker has reported an error, and its process ends."""
 
     def __init__(self, role: ModelRole, what: str) -> None:
         super().__init__(f"the {role} model's worker failed: {what}")
         self.role = role
         self.began_here = not what.startswith(LinkError.__name__)
-        """It did not merely lose its link to the other worker."""
+        """See `LinkError`; False if the worker merely lost its link to the other worker."""
         self._what = what
 
     def __reduce__(self) -> tuple[type[WorkerFailed], tuple[str, str]]:
@@ -55,7 +55,8 @@ class RemotePending(Generic[Result]):
     _spans: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def result(self) -> Result:
-        """Waits for it. Raises LinkError, or SideLost, if the worker is gone, silent for too long, or has failed."""
+        """Wait for the result. Raises LinkError or ModelLost if the worker is gone, silent for too long, or has
+        failed."""
         if not self._done:
             response = self.worker.response(self.sequence)
             self._spans = self.worker.spans(response)
@@ -63,14 +64,13 @@ class RemotePending(Generic[Result]):
         return self._value
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """What the worker did for it, and when, nanoseconds of our clock; its model's pass has the name of its side.
-        After `result`."""
+        """Return the work that the worker did for this result: name -> begin and end in nanoseconds of this process's
+        clock. A model's pass has the name of its role. Call it after `result`."""
         return self._spans
 
 
 class RemoteWorker:
-    """`smc.executor.messages.Worker` over a link. `side` is `draft` or `target`; `timeout` bounds every wait, in
-    seconds."""
+    """A `smc.executor.messages.Worker` over a link. `timeout` limits every wait, in seconds."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class RemoteWorker:
         *,
         may_be_lost: bool = False,
     ) -> None:
-        """`may_be_lost`: the other side goes on without it. A broken link is then raised as SideLost, and only where
-        its results are awaited."""
+        """`may_be_lost`: the other model goes on without this worker. A broken link is then raised as ModelLost, and
+        only where results are awaited."""
         self.role, self.incarnation, self.timeout = role, incarnation, timeout
         self._end, self._timeline, self._may_be_lost = end, timeline, may_be_lost
         self._lost: LinkError | None = None
@@ -94,7 +94,7 @@ class RemoteWorker:
         self._pending: WeakValueDictionary[int, RemotePending] = WeakValueDictionary()
         """Results that may still be read."""
         self._awaited = 0
-        """Sequence of the response that is waited for now."""
+        """Sequence number of the response that is awaited now."""
         self._clock_offset_ns = 0
 
     def run_prompts(self, batch: PromptBatch) -> RemotePending[PromptResult[np.ndarray]]:
@@ -104,7 +104,7 @@ class RemoteWorker:
         self._send(join=codec.join_command(group))
 
     def round(self, plan: RoundPlan[np.ndarray]) -> RemotePending[RoundResult[np.ndarray] | DraftReport[np.ndarray]]:
-        """The result is the target's, or that of a model alone; the draft's of a pair is its report."""
+        """Request a round. Its result is a RoundResult, or a DraftReport from the draft in a round of both models."""
         decode: Callable[[pb.RoundOutcome], RoundResult[np.ndarray] | DraftReport[np.ndarray]]
         decode = (
             codec.to_draft_report if plan.program is Program.PAIR and self.role == ModelRole.DRAFT else codec.to_result
@@ -112,24 +112,24 @@ class RemoteWorker:
         return self._ask(lambda response: decode(response.round), round=codec.round_command(plan))
 
     def ping(self) -> None:
-        """Hear from the worker. Raises LinkError, or SideLost, if it does not answer in time."""
+        """Wait for a sign of life from the worker. Raises LinkError or ModelLost if it does not answer in time."""
         self.response(self._send(ping=pb.Ping()))
 
     def keep_alive(self, silence: float) -> None:
-        """Ping a worker that has nothing to do and has been sent nothing for `silence` seconds. Raises as `ping`."""
+        """Ping the worker if it has nothing to do and has been sent nothing for `silence` seconds. Raises as `ping`."""
         if not self._unanswered and time.monotonic() - self._last_sent >= silence:
             self.ping()
 
     def status(self) -> pb.StatusOutcome:
-        """What memory is in use."""
+        """Return the worker's memory use."""
         return self.response(self._send(status=pb.StatusCommand())).status
 
     def stop(self) -> None:
         self._send(stop=pb.StopCommand())
 
     def reconnect(self, incarnation: int, seconds: float) -> bool:
-        """Make it open a link to the other side's leader of this incarnation, within so many seconds; called again,
-        check whether the link is up. Raises LinkError if that leader does not come."""
+        """Make the worker open a link to the other model's leader of this incarnation within `seconds`. Called again,
+        checks the link. Returns whether it is up. Raises LinkError if that leader does not connect."""
         outcome = self.response(
             self._send(reconnect=pb.ReconnectCommand(incarnation=incarnation, seconds=seconds))
         ).reconnect
@@ -138,16 +138,16 @@ class RemoteWorker:
         return outcome.connected
 
     def report_to(self, timeline: Timeline) -> None:
-        """What it does from now on."""
+        """Record the worker's further work in this timeline."""
         self._timeline = timeline
 
     @property
     def lost(self) -> bool:
-        """As far as is known."""
+        """Whether the worker is known to be lost."""
         return self._lost is not None
 
     def set_lost(self, why: str) -> None:
-        """It is gone, as others say."""
+        """Record that the worker is gone, as reported by others."""
         self._lost = self._lost or LinkError(why)
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class RemoteWorker:
         self._end.close()
 
     def set_clock(self) -> None:
-        """Learn how far the worker's clock is from ours, from the fastest of a few pings."""
+        """Estimate the offset between the worker's clock and this process's, from the fastest of a few pings."""
         best: tuple[int, int] | None = None
         for _ in range(CLOCK_PINGS):
             before = time.monotonic_ns()
@@ -168,8 +168,8 @@ class RemoteWorker:
         self._clock_offset_ns = best[1]
 
     def response(self, sequence: int) -> pb.WorkResponse:
-        """Wait for one command's response; other responses that arrive meanwhile are kept for as long as they may be
-        read."""
+        """Wait for the response to command `sequence`. Other responses that arrive meanwhile are kept as long as they
+        may still be read."""
         try:
             if self._lost is None:
                 return self._response(sequence)
@@ -202,7 +202,7 @@ class RemoteWorker:
             self._timeline.worked(self.role, name, *span)
 
     def spans(self, response: pb.WorkResponse) -> dict[str, tuple[int, int]]:
-        """The worker's reported work, in times of this process's clock."""
+        """Return the work that a response reports, in times of this process's clock."""
         work = {span.name: (span.begin_ns, span.end_ns) for span in response.work}
         if response.WhichOneof("result") == "prompt":
             work = {"prompt": (response.begin_ns, response.end_ns)}
@@ -232,7 +232,7 @@ class RemoteWorker:
 
 
 class RemotePair:
-    """`smc.executor.model_runner.RoundExecutor` over two links; its sides talk to each other without us."""
+    """A `smc.executor.model_runner.RoundExecutor` over two links. The two models exchange tensors directly."""
 
     pipelined = True
 

@@ -1,4 +1,4 @@
-"""The link over gRPC streams, for hosts that torch.distributed does not reach. Same messages, same deadlines.
+"""The link over gRPC streams, for hosts that torch.distributed does not reach. Messages and deadlines are the same.
 
 Each leader runs a `WorkerService`; the coordinator calls `Work` on both, the draft's leader calls `Exchange` on the
 target's. Calls carry a proof of the worker group's secret: other processes cannot command a worker, and a listener at a
@@ -24,31 +24,31 @@ OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Without it a ping may stay unanswered for a minute, whatever the timeout above says (seen in grpcio 1.85).
+    # Without this a ping may stay unanswered for a minute, whatever the timeout above is (seen in grpcio 1.85).
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # Between our own processes; a proxy is for the world outside.
+    # Calls stay between our own processes; proxies are for calls to the outside.
     ("grpc.enable_http_proxy", 0),
 )
 PROOF_KEY = "smc-group-proof"
 
 
 def proof(secret: str, what: str) -> str:
-    """Proof that the sender of `what` knows the worker group's secret. It does not reveal the secret, and is valid for
-    nothing else."""
+    """Return a proof that the sender of `what` knows the worker group's secret. It does not reveal the secret, and is
+    valid for `what` only."""
     return hmac.new(secret.encode(), what.encode(), "sha256").hexdigest()
 
 
 def is_proven(metadata: Iterable[tuple[str, str | bytes]], secret: str, address: str) -> bool:
-    """Whether a call's metadata proves that it comes from the worker group, and that it was meant for this address."""
+    """Return whether a call's metadata proves that it comes from the worker group and is meant for this address."""
     return hmac.compare_digest(str(dict(metadata).get(PROOF_KEY, "")), proof(secret, address))
 
 
 class Inbox:
-    """Messages that a thread of gRPC's puts in and ours takes out, with a deadline. An exception put in is raised
-    here."""
+    """A queue of messages that a reading thread puts in and the caller takes out, with a deadline. `get` raises an
+    exception that was put in."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
@@ -67,7 +67,7 @@ class Inbox:
 
 
 class StreamEnd:
-    """An end whose messages a stream of gRPC's takes out of the outbox, and puts into the inbox."""
+    """An end whose outbox a gRPC stream sends, and whose inbox it fills."""
 
     def __init__(self) -> None:
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -84,7 +84,7 @@ class StreamEnd:
 
 
 class StreamCaller(StreamEnd):
-    """The calling end: the coordinator calls `Work`, the draft's leader calls `Exchange` on the target's."""
+    """The calling end: the coordinator calls `Work`, the draft's leader calls `Exchange` on the target's leader."""
 
     def __init__(self, address: str, secret: str, method: str) -> None:
         super().__init__()
@@ -104,8 +104,8 @@ class StreamCaller(StreamEnd):
         super().send(message)
 
     def close(self) -> None:
-        """After the other side has read everything and closed its end too, or `CLOSE_SECONDS`: what is under way would
-        be lost."""
+        """Close once the other side has read everything and closed its end, too, or after `CLOSE_SECONDS`: messages in
+        transit would be lost."""
         super().close()
         self._ended.wait(CLOSE_SECONDS)
         self._channel.close()
@@ -118,7 +118,7 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
     def __init__(self, host: str, secret: str) -> None:
         self._secret = secret
         self.coordinator, self.peer = StreamEnd(), StreamEnd()
-        # Work and Exchange each hold a thread for as long as they run; a third one refuses other callers.
+        # Work and Exchange each hold a thread for as long as they run; the third thread refuses other callers.
         self._server = grpc.server(ThreadPoolExecutor(3, "link"), options=OPTIONS)
         pb_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
@@ -135,7 +135,7 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
         yield from self._join(self.peer, request_iterator, context, "the draft")
 
     def renew_peer(self) -> StreamEnd:
-        """An end for another peer, whose call comes later; that of the earlier one is closed."""
+        """Return an end for another peer, whose call arrives later. The end for the earlier peer is closed."""
         self.peer.close()
         self.peer = StreamEnd()
         return self.peer
@@ -156,7 +156,7 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
 
 
 def _pump(messages: Iterator, inbox: Inbox, other: str) -> None:
-    """Everything a stream brings goes into the inbox, its end too."""
+    """Put every message of a stream into the inbox, and at its end a LinkError."""
     try:
         for message in messages:
             inbox.put(message)

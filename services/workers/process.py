@@ -1,5 +1,5 @@
 """The process of one rank: it loads its shard, connects to the other processes and executes commands until it is told
-to stop. Also the leader's channel to the leader of the other model."""
+to stop. Also defines the leader's channel to the leader of the other model."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 class PeerChannel:
-    """`smc.executor.model_runner.Channel`. `end` is the leader's, None at other ranks; `group` None: there are no
-    others."""
+    """A `smc.executor.model_runner.Channel`. `end`: the leader's end of the link, None at other ranks. `group`: the
+    ranks of this model, None if there is only one."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class PeerChannel:
         *,
         outlives_peer: bool = False,
     ) -> None:
-        """`timeout`: seconds to wait for the other side where the host has to. `outlives_peer`: if the other side is
-        lost, zeros replace what it was to send until `reconnect`: rounds in flight end on every rank, and their results
-        are discarded."""
+        """`timeout`: seconds to wait for the other model, where the host has to wait. `outlives_peer`: if the other
+        model is lost, zeros replace its messages until `reconnect`, so that rounds in flight end on every rank; their
+        results are discarded."""
         self._end, self._group, self._stages, self._timeout = end, group, stages, timeout
         self._outlives_peer = outlives_peer
         self._lost = False
@@ -60,9 +60,9 @@ class PeerChannel:
         self._received: Counter[str] = Counter()
 
     def reconnect(self, incarnation: int, make: Callable[[], PeerEnd]) -> bool:
-        """Connect to another leader of the other side, of this incarnation: `make`, which waits for it, starts in a
-        thread. Called again, whether that has completed; then the end is the new one. Raises RuntimeError if it does
-        not connect; then it is lost, too."""
+        """Connect to the other model's leader of this incarnation. The first call starts `make`, which waits for that
+        leader, in a thread. Every call returns whether `make` has completed; then the new end is in use. Raises
+        RuntimeError if the leader does not connect; then it counts as lost, too."""
         assert self._end is not None
         if self._coming is None or self._coming[0] != incarnation:
             self._lost = True
@@ -129,13 +129,13 @@ class PeerChannel:
 
 
 def _begun(make: Callable[[], PeerEnd]) -> Future[PeerEnd]:
-    """The result of a daemon thread, which is not joined at the end of the process."""
+    """Call `make` in a daemon thread, which is not joined at the end of the process; return its future result."""
     coming: Future[PeerEnd] = Future()
 
     def work() -> None:
         try:
             coming.set_result(make())
-        except Exception as error:  # that is raised to the caller awaiting the result
+        except Exception as error:  # raised to the caller, who awaits the result
             coming.set_exception(error)
 
     threading.Thread(target=work, name="reconnect", daemon=True).start()
@@ -152,33 +152,32 @@ class RankSpec:
     shard: Shard
     source: ModelSource
     vocabulary: ModelSource
-    """Whose tokenizer is the pair's."""
+    """Source of the target model; its tokenizer serves both models."""
     draft_vocab: DraftVocab | None
-    """Of a draft: what it proposes, if not every token by its own likelihood."""
+    """For a draft that proposes only some tokens by its own likelihood: those tokens. Otherwise None."""
     dtype: str
-    """Name of the type; of a draft also `auto`."""
+    """Name of the data type; for a draft also `auto`."""
     device: str
     """`cpu` or `cuda`: the one GPU that this process sees."""
     between: str
-    """Device over which the leaders tell each other: `cuda` (NCCL) if each has a GPU that the other has not, else
-    `cpu`."""
+    """Device of the tensors between the leaders: `cuda` (NCCL) if they are on different GPUs, else `cpu`."""
     width: int
     context: int
     """Tokens of the longest sequence."""
     shares_gpu: bool
-    """With the other side's rank."""
+    """A rank of the other model is on the same GPU."""
     vocab_size: int
     timeout: float
     """Seconds to wait for a command; the coordinator's heartbeats are more frequent."""
     threads: int
     engine: EngineConfig
     outlives_peer: bool
-    """Whether it goes on when the other side is lost."""
+    """Whether this rank goes on when the other model is lost."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A rank's share of a model, with the others that hold it."""
+    """A rank's shard of a model, with its tensor-parallel group."""
 
     model: Decoder
     group: TensorParallel | None
@@ -186,7 +185,7 @@ class Loaded:
 
 
 def load_rank(spec: RankSpec) -> Loaded:
-    """Meets the other ranks of the model."""
+    """Load the shard of a rank. Connects to the other ranks of the model, and waits for them."""
     torch.set_num_threads(spec.threads)
     device, shard, group = torch.device(spec.device), spec.shard, None
     if shard.degree > 1:
@@ -199,7 +198,7 @@ def load_rank(spec: RankSpec) -> Loaded:
 
 
 def _load_reporter(spec: RankSpec) -> Callable[[float], None]:
-    """Tells the supervisor how much of its weights has been loaded."""
+    """Return a function that reports the loaded share (0 to 1) of a rank's weights to the supervisor."""
     store, name, last = spec.rendezvous.store(), spec.rendezvous.loaded(spec.role, spec.shard.rank), -1
 
     def report(share: float) -> None:
@@ -213,7 +212,7 @@ def _load_reporter(spec: RankSpec) -> Callable[[float], None]:
 
 
 def _dtype(spec: RankSpec) -> str:
-    """The first rank chooses for all ranks of the model, which must have the same."""
+    """Return the name of the data type. For `auto` the first rank chooses it for all ranks of the model."""
     if spec.dtype != AUTO_DTYPE:
         return spec.dtype
     store, name = spec.rendezvous.store(), spec.rendezvous.name(f"{spec.role}/dtype")
@@ -223,7 +222,8 @@ def _dtype(spec: RankSpec) -> str:
 
 
 def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
-    """Returns when the coordinator sends a stop command. Raises any error: the worker group is then restarted."""
+    """Run a rank until the coordinator sends a stop command. Raises any error: the supervisor then restarts the worker
+    group."""
     loaded = loaded or load_rank(spec)
     model, group = loaded.model, loaded.group
     device, leads = torch.device(spec.device), spec.shard.rank == 0
@@ -236,7 +236,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     worker = ModelWorker(
         spec.role, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), draft_head=loaded.draft_head, **sizes
     )
-    # Beside all else, or the first constrained request would wait for it, and others with it.
+    # In a thread of its own: otherwise the first constrained request, and the rest of its batch, would wait for it.
     threading.Thread(target=Compiler.of(worker.token_bytes).warm, name="vocabulary", daemon=True).start()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -271,8 +271,8 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
 
 
 def agree_on_pages(spec: RankSpec, model: Decoder) -> int:
-    """Pages of the pool: as many as every rank of the model has memory for. The leader reports it to the
-    coordinator."""
+    """Return the number of pages in the pool: as many as every rank of the model has memory for. The leader reports it
+    to the coordinator."""
     store, name, weight = spec.rendezvous.store(), spec.rendezvous.name(f"{spec.role}/pages"), model.embed.weight
     room = None
     if weight.device.type == "cuda":

@@ -1,8 +1,8 @@
 """Executes the coordinator's commands on one rank of a model, and sends responses once their results have left the
 device. Knows nothing about requests, particles or Ray.
 
-The leader (rank 0) gets commands over the link and hands their bytes to the other ranks of its tensor-parallel group;
-every rank executes all of them, so their states stay equal. Only the leader responds.
+The leader (rank 0) receives commands over the link and passes their bytes to the other ranks of its tensor-parallel
+group. Every rank executes all commands, so the states of the ranks stay equal. Only the leader responds.
 
 Within the group activations are summed. Small sums use one kernel of torch's symmetric memory, where NCCL needs several
 hops. NVLink multicast stays off: these kernels do not need it, and a program that dies while it holds multicast memory
@@ -33,19 +33,19 @@ from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
 
 ROOM = 8 << 20
-"""Bytes of the largest sum made here."""
+"""Bytes of the largest sum in symmetric memory."""
 ONE_SHOT = 256 << 10
-"""Bytes up to which every rank reads all of the others' parts; beyond, each sums its share and hands it out."""
+"""Bytes up to which every rank reads the whole parts of all ranks. For larger sums each rank sums its share, and
+distributes the result."""
 SUMMED = (torch.bfloat16, torch.float32)
 
 
 class SymmetricSum:
-    """The ranks' parts lie in a buffer that all of them can read."""
+    """Sums parts that lie in buffers of symmetric memory, which all ranks can read."""
 
     def __init__(self) -> None:
-        """Room on the current GPU. Raises RuntimeError or ImportError where torch cannot share it."""
-        # Read by torch at the rendezvous of buffers. Each rank may see its own GPU only, and then all of them have the
-        # number 0.
+        """Allocate a buffer on the current GPU. Raises RuntimeError or ImportError if torch cannot share it."""
+        # torch reads these at the rendezvous of buffers. If each rank sees only its own GPU, all GPUs have number 0.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         from torch.distributed import _symmetric_memory as symmetric
@@ -56,9 +56,9 @@ class SymmetricSum:
 
     @staticmethod
     def between(store: dist.Store, name: str, rank: int, degree: int) -> SymmetricSum | None:
-        """None, on every rank alike, where not all of them are in one place with GPUs that reach each other. A
-        collective in which the ranks report the result of every step to each other: a rank that stopped alone would
-        leave the others waiting."""
+        """Set up the sum of all ranks; return None, on every rank alike, unless all ranks are in one container of one
+        host and their GPUs can read each other's memory. This is a collective: the ranks report the result of every
+        step to each other, since a rank that stopped alone would leave the others waiting."""
         if len(set(_exchange(store, f"{name}/host", rank, degree, _host_and_container()))) > 1:
             return None
         made: list[SymmetricSum] = []
@@ -75,7 +75,7 @@ class SymmetricSum:
         return made[0]
 
     def meet(self, store: dist.Store, name: str, rank: int, degree: int) -> None:
-        """Let the ranks see each other's buffers. Raises RuntimeError where a GPU cannot read another's memory."""
+        """Share the buffers between the ranks. Raises RuntimeError if a GPU cannot read another one's memory."""
         from torch._C._distributed_c10d import _register_process_group
         from torch.distributed import _symmetric_memory as symmetric
         from torch.distributed.distributed_c10d import GroupName
@@ -86,25 +86,25 @@ class SymmetricSum:
         symmetric.rendezvous(self._buffer, GroupName(name))
 
     def room(self, tokens: int, features: int, dtype: torch.dtype) -> Tensor | None:
-        """Where a part [tokens, features] can be put to be summed without a copy; None if it is not for here."""
+        """Return the part of the buffer for a tensor [tokens, features], which is summed there without a copy; None if
+        its size or type is not supported."""
         size = tokens * features * dtype.itemsize
         if size > ROOM or size % 16 or dtype not in SUMMED:
             return None
         return self._buffer[:size].view(dtype).view(tokens, features)
 
     def __call__(self, here: Tensor) -> Tensor:
-        """The sum of the parts in all ranks' `room`, the same bits on every rank. It is valid until another part is put
-        there.
+        """Return the sum of the parts in all ranks' `room`, bitwise equal on every rank. It is valid until another part
+        is written there.
 
-        Nothing bounds the wait for a rank that has died: the GPU waits until its process is killed, which the worker
-        group does."""
+        The wait for a rank that has died has no limit: the GPU waits until the worker group kills this process."""
         if here.numel() * here.element_size() <= ONE_SHOT:
             return torch.ops.symm_mem.one_shot_all_reduce(here, "sum", self._name)
         return torch.ops.symm_mem.two_shot_all_reduce_(here, "sum", self._name)
 
 
 def _error_of(act: Callable[[], object]) -> str:
-    """What went wrong, in one line; empty if nothing did."""
+    """Call `act`; return its error in one line, or an empty string if it succeeds."""
     try:
         act()
     except (RuntimeError, ImportError, AttributeError) as error:
@@ -113,13 +113,13 @@ def _error_of(act: Callable[[], object]) -> str:
 
 
 def _host_and_container() -> str:
-    """The same for processes that find each other's sockets: those of one host and one container."""
+    """Return a name of this process's host and container. Processes with equal names can find each other's sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return " ".join((boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "mnt"))))
 
 
 def _exchange(store: dist.Store, name: str, rank: int, degree: int, word: str) -> list[str]:
-    """The values of all ranks, in their order."""
+    """Publish `word` for this rank; return the words of all ranks in order of rank."""
     store.set(f"{name}/{rank}", word)
     return [store.get(f"{name}/{other}").decode() for other in range(degree)]
 
@@ -131,8 +131,8 @@ _FROM_LEADER.rootTensor = 0
 
 
 class TensorParallel:
-    """Rank `rank` of `degree` of one model, a `smc.model.parallel.Reduce`. On GPUs activations are summed in symmetric
-    memory if they are few, else over NCCL; commands always go over gloo."""
+    """Rank `rank` of `degree` of one model, a `smc.model.parallel.Reduce`. On GPUs small sums of activations use
+    symmetric memory, large ones NCCL; commands always go over gloo."""
 
     def __init__(
         self, store: dist.TCPStore, name: str, rank: int, degree: int, device: torch.device, timeout: float
@@ -160,19 +160,20 @@ class TensorParallel:
         return part
 
     def share(self, tensor: Tensor) -> None:
-        """Rank 0's values, in place, on every rank."""
+        """Replace the tensor's values, in place on every rank, with those of rank 0."""
         try:
             self._sums.broadcast([tensor], _FROM_LEADER).wait()
         except RuntimeError as error:
             raise LinkError(f"a rank of the group is gone: {error}") from error
 
     def spread(self, data: bytes) -> None:
-        """Leader: hand a command to the other ranks."""
+        """On the leader: send a command to the other ranks."""
         for frame in frames(data):
             self._broadcast(frame)
 
     def receive(self) -> bytes:
-        """Others: the leader's next command. Raises LinkError when it is gone or silent past the group's timeout."""
+        """On other ranks: return the leader's next command. Raises LinkError if the leader is gone, or silent past the
+        group's timeout."""
         frame = torch.empty(FRAME, dtype=torch.uint8)
         self._broadcast(frame)
         size, room = int(frame[:_HEAD].view(torch.int64)), FRAME - _HEAD
@@ -195,8 +196,8 @@ logger = logging.getLogger(__name__)
 
 
 class ResponseSender:
-    """`waits`: what responses tell of may take a while; a thread waits for it, so that the next command can be carried
-    out."""
+    """Sends responses to the coordinator in order. `waits`: responses have to wait for results of the device; a thread
+    does so, and the next command can be executed meanwhile."""
 
     def __init__(self, end: LeaderEnd, incarnation: int, *, waits: bool) -> None:
         self._end, self._incarnation = end, incarnation
@@ -207,7 +208,7 @@ class ResponseSender:
             self._thread.start()
 
     def put(self, sequence: int, respond: Callable[[], pb.WorkResponse]) -> None:
-        """Send what `respond` returns for command `sequence`, after all that was put before it."""
+        """Send the response that `respond` returns for command `sequence`, after all earlier responses."""
         if self._thread is None:
             self._send(respond())
         else:
@@ -221,7 +222,7 @@ class ResponseSender:
         )
 
     def close(self) -> None:
-        """After everything has been sent, or has taken too long."""
+        """Wait until all responses have been sent, at most `CLOSE_SECONDS`."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(CLOSE_SECONDS)
@@ -230,27 +231,27 @@ class ResponseSender:
         for sequence, respond in iter(self._queue.get, None):
             try:
                 self._send(respond())
-            except Exception as error:  # of the device, raised where its work is awaited
+            except Exception as error:  # an error of the device, raised where its work is awaited
                 logger.exception("command %d failed", sequence)
                 self.fail(sequence, error)
                 return
 
     def _send(self, response: pb.WorkResponse) -> None:
-        """A failure is reported by another thread than what was put before it, and an end takes one message at a
+        """Send under a lock: `fail` may be called in another thread than `_run`, and an end takes one message at a
         time."""
         with self._turn:
             self._end.send(response)
 
 
 Respond = Callable[[], pb.WorkResponse]
-"""Waits for the results of a response."""
+"""Waits for the results of a command, and returns its response."""
 Reconnect = Callable[[int, float], bool]
-"""Open the link to the other side's leader of this incarnation, within so many seconds, beside all else; whether it
-stands. Raises RuntimeError if it does not come."""
+"""Opens a link to the other model's leader in the background. Arguments: its incarnation, and the timeout in seconds.
+Returns whether the link is up. Raises RuntimeError if the leader does not connect."""
 
 
 class Rank:
-    """Carries out commands on a worker."""
+    """Executes commands on a worker."""
 
     def __init__(
         self,
@@ -260,13 +261,14 @@ class Rank:
         timeout: float,
         reconnect: Reconnect | None = None,
     ) -> None:
-        """`reconnect`: of a leader."""
+        """`side`: runs the worker's part of rounds. `timeout`: seconds to wait for a command. `reconnect`: given to
+        leaders only."""
         self.worker, self.side, self.incarnation, self.timeout = worker, side, incarnation, timeout
         self._reconnect_to = reconnect
 
     def carry_out(self, request: pb.WorkRequest, answers: ResponseSender | None = None) -> None:
-        """Execute a command, and give `answers` its response if it has one. Raises LinkError for a message of another
-        incarnation."""
+        """Execute a command, and pass its response, if it has one, to `answers`. Raises LinkError for a message of
+        another incarnation."""
         check_envelope(request, self.incarnation)
         kind = request.WhichOneof("command")
         if kind == "join":
@@ -337,8 +339,8 @@ class Rank:
 
 
 def lead(rank: Rank, end: LeaderEnd, spread: Callable[[bytes], None] | None) -> None:
-    """Serve the coordinator until it sends a stop command. `spread` hands a command to the other ranks. Raises errors
-    after reporting them."""
+    """Serve the coordinator until it sends a stop command. `spread` sends a command to the other ranks. Reports errors
+    to the coordinator, then raises them."""
     answers = ResponseSender(end, rank.incarnation, waits=rank.worker.device.type == "cuda")
     try:
         while True:
@@ -357,7 +359,7 @@ def lead(rank: Rank, end: LeaderEnd, spread: Callable[[bytes], None] | None) -> 
 
 
 def follow(rank: Rank, receive: Callable[[], bytes]) -> None:
-    """Carry out what the leader hands on, until it is `stop`."""
+    """Execute the commands that the leader passes on, until a stop command."""
     while True:
         request = pb.WorkRequest.FromString(receive())
         if request.WhichOneof("command") == "stop":
