@@ -214,8 +214,6 @@ class _RunState:
     measuring_seconds: float = 0.0
     """Duration of the last measurement."""
     training_seconds: float = 0.0
-    run_tokens: int = 0
-    """Tokens that have run through both models, padding excluded."""
 
 
 def seconds_of_round(left: float, rounds: int, measuring: float) -> float:
@@ -369,7 +367,6 @@ class Distillation:
             result = self.trainer.step(rows, self.state.step, progress)
             self.state.step += 1
             self.state.trained_tokens += result.tokens
-            self.state.run_tokens += int(rows["length"].sum())
             if self.state.step % 20 == 0 or self.state.step == first_step + 1:
                 overlap = result.overlap.item() * self.ranks.count / max(1, result.tokens)
                 self._say(f"step {self.state.step}, {progress:.0%}: overlap of the batch {overlap:.3f}", transient=True)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
-from smc.algorithm.resampling import Bounds
 from smc.distributions import DistributionSpec
 from smc.stops import StopMachine
 from smc.types import Array, ModelRole
@@ -234,10 +233,6 @@ class RoundPlan(Generic[Array]):
     def branches(self) -> int:
         """F: number of rows that the draft grows for every batch index."""
         return len(self.branch_pages_XB) // len(self.slot_A)
-
-    @property
-    def bounds(self: RoundPlan[Tensor]) -> Bounds:
-        return Bounds(self.first_G, self.size_G, self.count_G, self.draws_G)
 
     @property
     def seed_G(self: RoundPlan[Tensor]) -> Tensor:

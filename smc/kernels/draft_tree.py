@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import LEAD_GAIN, PopulationKind
 from smc.api.limits import MAX_PARTICLES
-from smc.kernels.expansion import _bound
+from smc.kernels.expansion import find_bound
 from smc.kernels.launch import one_variant
 from smc.kernels.round_tensors import PlanTensors, Room
 
@@ -519,7 +519,7 @@ def _limit_outcomes(
     if is_best & (valid > most) & (most > 0):
         bound, ties = top, 1
         if most > 1:
-            bound, ties, _ = _bound(log_mass_M, log_mass_M, count, lowest, top, most, is_best, CHUNK)
+            bound, ties, _ = find_bound(log_mass_M, log_mass_M, count, lowest, top, most, is_best, CHUNK)
     # The first candidate of the group's first row always stays; it belongs to the group's first outcome.
     lead, equal = tl.load(plan.first_G + group).to(tl.int32) * F, 0
     lead = tl.where(first == lead, first, -1)

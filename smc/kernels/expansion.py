@@ -24,7 +24,7 @@ from smc.algorithm.expansion import LEAD as MOST_MASS
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.round_tensors import contiguous
-from smc.kernels.select import _uniform
+from smc.kernels.select import draw_uniforms
 
 CHUNKS = (256, 512, 1024, 2048)
 """Number of candidates that a program handles at a time: all of them, unless there are more than the last size."""
@@ -199,7 +199,7 @@ def _part(log_mass_M, relative_M, count, probe, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.constexpr):
+def find_bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.constexpr):
     """Return what decides among more candidates than may be kept: a log mass above which all are certain, how many of
     those that equal it are certain, and the factor that turns the others' relative mass into their probability.
 
@@ -357,9 +357,9 @@ def _expand(
         tl.store(log_mass_M + lead, tl.full((), LEAD, tl.float64))
         tl.debug_barrier()
     if valid > most:
-        bound, ties, factor = _bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK)
+        bound, ties, factor = find_bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK)
     uniform = tl.sum(
-        _uniform(tl.load(groups.seed_G + group), position + tl.arange(0, 1), tl.load(groups.round_G + group)), 0
+        draw_uniforms(tl.load(groups.seed_G + group), position + tl.arange(0, 1), tl.load(groups.round_G + group)), 0
     )
     parent_N, candidate_N, mass_N, alive_N = (
         out.parent_X + row_first,

@@ -32,7 +32,7 @@ from smc.kernels.round_tensors import (
     after_all,
     row_tokens,
 )
-from smc.kernels.select import SelectTensors, _uniform
+from smc.kernels.select import SelectTensors, draw_uniforms
 from smc.kernels.verify import VerifyTensors
 
 INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
@@ -256,7 +256,7 @@ def _surviving_prefix(index, exists, group, first, plan, blocks, verified, Q: tl
     power = tl.where(weight > NONE, tl.exp(weight - tl.where(top > NONE, top, 0.0)), 0.0)
     total, seed = tl.sum(power, 0), tl.load(plan.seed_A + first)
     position = tl.full((1,), PREFIX, tl.int32)
-    uniform = tl.sum(_uniform(seed, position, tl.load(plan.round_A + first)), 0)
+    uniform = tl.sum(draw_uniforms(seed, position, tl.load(plan.round_A + first)), 0)
     pick = tl.sum((exists & (tl.cumsum(power, 0) <= uniform * total)).to(tl.int32), 0)
     size = tl.load(plan.size_G + group).to(tl.int32)
     pick = tl.where(total > 0, tl.minimum(pick, size - 1), 0)

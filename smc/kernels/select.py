@@ -363,7 +363,7 @@ def _sort(value_X, SIZE: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
-def _uniform(seed, position_X, rounds):
+def draw_uniforms(seed, position_X, rounds):
     """Return `smc.philox.uniforms` of one seed and round at the given positions."""
     high, low, _, _ = tl.philox(seed, position_X.to(tl.uint32), 0, rounds.to(tl.uint32), PURPOSE)
     return ((high.to(tl.int64) << 21) | (low.to(tl.int64) >> 11)).to(tl.float64) * 2.0**-53
@@ -434,7 +434,7 @@ def _draw(weight_NF, sure_NF, is_rest, scheme, draws, last, seed, rounds, BLOCK_
     left = draws - tl.sum(sure_M, 0)
     fall_NF = tl.where(is_rest, weight_NF * draws.to(tl.float64) - sure_NF, weight_NF)
     cumulative_M = _cumulative(tl.reshape(fall_NF, (BLOCK_M,)), 0)
-    uniform_P = _uniform(seed, p, rounds)
+    uniform_P = draw_uniforms(seed, p, rounds)
     shift_P = tl.where(scheme == SYSTEMATIC, tl.sum(tl.where(p == 0, uniform_P, 0.0), 0), uniform_P)
     is_even = (scheme == SYSTEMATIC) | (scheme == STRATIFIED)
     point_P = tl.where(is_even, (p.to(tl.float64) + shift_P) / draws.to(tl.float64), uniform_P)
@@ -489,7 +489,7 @@ def _resample(
     expected_NF = weight_NF * draws.to(tl.float64)
     sure_NF = tl.where((scheme == RESIDUAL) | (scheme == SSP), tl.floor(expected_NF), 0.0)
     if scheme == SSP:
-        uniform_NF = _uniform(seed, at_NF - begin, rounds)
+        uniform_NF = draw_uniforms(seed, at_NF - begin, rounds)
         end = begin + size * branches
         sure_NF += _srinivasan(expected_NF, uniform_NF, at_NF, inside_NF, draws, begin, end, scratch)
     last = (size - 1) * BLOCK_F + branches - 1
@@ -538,7 +538,7 @@ def _select(
             first * branches, branches, scratch, BLOCK_N, BLOCK_F,
         )  # fmt: skip
     else:
-        uniform_N = _uniform(seed, n + FIRST_BRANCH, rounds)
+        uniform_N = draw_uniforms(seed, n + FIRST_BRANCH, rounds)
         taken_N = n * BLOCK_F + _own_branch(candidates_NF, highest_N, uniform_N, branches)
         held_N = alive_N & (tl.cumsum(alive_N.to(tl.int32), 0) <= tl.where(has_weight, BLOCK_N, draws))
     reset = resampled | (squares == 0)

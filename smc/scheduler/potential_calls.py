@@ -21,7 +21,7 @@ import numpy as np
 from smc.potentials import Potential, Prefixes, log_values
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
-from smc.scheduler.stats import MOST_SAMPLES, PotentialStats
+from smc.scheduler.stats import PotentialStats
 
 GRACE = 0.001
 """Seconds that a step waits for the calls that it has started. Most calls end within this time, so that their requests
@@ -98,7 +98,6 @@ class PotentialCalls:
     def take_stats(self) -> PotentialStats:
         """Return the statistics since the last call."""
         stats, self._stats = self._stats, PotentialStats()
-        del stats.seconds[:-MOST_SAMPLES]
         return stats
 
     def follow(self, admitted: Iterable[SequenceGroup]) -> list[SequenceGroup]:
@@ -155,7 +154,7 @@ class PotentialCalls:
                 self._stats.timeouts += 1
             return False
         self._calls.remove(call)
-        self._stats.seconds.append(call.ended - call.began)
+        self._stats.count_call(call.ended - call.began)
         if not is_current:
             return False
         if error := call.logphi_N.exception():

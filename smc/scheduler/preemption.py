@@ -42,8 +42,8 @@ class Preemption:
             self._reports.report_ended() or (not given and self._make_room(wanting[0]))
         ):
             wanting = [group for group in wanting if group in self._registry.admitted]
-            left_out = [group for group in wanting if group not in [g for g, _ in given]]
-            given += self._give(left_out)
+            served = {group.id for group, _ in given}
+            given += self._give([group for group in wanting if group.id not in served])
         if len(given) < len(wanting):
             for group, _ in given:
                 self._shrink(group)

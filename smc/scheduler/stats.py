@@ -72,6 +72,12 @@ class PotentialStats:
     collapses: int = 0
     """Calls after which no particle of the request would have had weight."""
 
+    def count_call(self, seconds: float) -> None:
+        """Record the duration of a call. The newest ones are kept, however rarely they are read."""
+        self.seconds.append(seconds)
+        if len(self.seconds) > 2 * MOST_SAMPLES:
+            del self.seconds[:-MOST_SAMPLES]
+
 
 @dataclass
 class EngineStats:

@@ -218,7 +218,7 @@ def test_a_group_that_collapses_takes_what_it_is_offered():
 @pytest.mark.skipif(ON_GPU, reason="a compiled kernel's uniforms cannot be replaced")
 @pytest.mark.parametrize("uniform", [0.0, 0.25, 0.5, 1 - 2.0**-53])
 def test_points_on_edges_take_as_many_as_there_is_room_for_and_none_without_mass(uniform, monkeypatch):
-    monkeypatch.setattr(expansion, "_uniform", lambda _, position_X, __: position_X.to(tl.float64) * 0 + uniform)
+    monkeypatch.setattr(expansion, "draw_uniforms", lambda _, position_X, __: position_X.to(tl.float64) * 0 + uniform)
     log = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0], dtype=torch.float64).log()
     given = {"mass_R": log, "share_RC": torch.zeros(11, 1), "size": 8, "kind": PopulationKind.DISTINCT}
     arguments = grouped([given | {"most": most} for most in (2, 4, 5)], 1)

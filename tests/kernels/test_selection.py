@@ -182,7 +182,7 @@ def test_points_on_edges_choose_no_candidate_without_weight(threshold):
 @pytest.mark.skipif(ON_GPU, reason="a compiled kernel's uniforms cannot be replaced")
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
 def test_uniforms_at_the_ends_choose_no_candidate_without_weight(uniform, monkeypatch):
-    monkeypatch.setattr(selection, "_uniform", lambda _, position_X, __: position_X.to(tl.float64) * 0 + uniform)
+    monkeypatch.setattr(selection, "draw_uniforms", lambda _, position_X, __: position_X.to(tl.float64) * 0 + uniform)
     groups = []
     for scheme in SCHEME_NAMES:
         candidates_NF = random_candidates(8, 4, 5)
