@@ -98,9 +98,10 @@ class ServingPair:
 
     def fingerprint(self) -> str:
         """Return a hash of what answers depend on besides the request: two services, or runs of a batch, with the same
-        fingerprint give the same answers for the same seeds. Of a model, only name and number of parameters count."""
+        fingerprint give the same answers for the same seeds. Of a model, its name, its number of parameters and the
+        fingerprint of its weights count."""
         settings = {name: getattr(self.engine, name) for name in ENGINE_FIELDS}
-        models = [(model.name, model.parameters) for model in (self.target, self.draft)]
+        models = [(model.name, model.parameters, model.weights) for model in (self.target, self.draft)]
         # A setting that a request leaves out has the default of the library or of the checkpoint.
         defaults = {name: value for name, value in asdict(SamplingParams()).items() if name not in WITHOUT_EFFECT}
         defaults |= self.sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from services.launch.config import WorkerGroupConfig
 from services.openai.bodies import COMPLETIONS
@@ -20,7 +21,17 @@ def test_answers_and_streams_name_what_they_depend_on(service):
     assert found == {service.gateway.handler.pair.fingerprint()} and len(named) > 3
 
 
+def pair():
+    return WorkerGroupConfig(engine=EngineConfig(block=8)).serving_pair()
+
+
 def test_what_batch_files_name_has_not_changed():
     """Files of earlier runs are resumed only by it."""
-    pair = WorkerGroupConfig(engine=EngineConfig(block=8)).serving_pair()
-    assert pair.fingerprint() == "smc_b78c86deebba6e6ce31f28c7"
+    assert pair().fingerprint() == "smc_2696941a00246454e72d48bb"
+
+
+def test_other_weights_of_the_same_name_and_size_are_other_models():
+    served = pair()
+    assert served.draft.weights
+    trained_on = replace(served, draft=replace(served.draft, weights="0" * 16))
+    assert trained_on.fingerprint() != served.fingerprint()
