@@ -18,6 +18,10 @@ from torch import Tensor
 
 from smc.api.limits import SCHEME_NAMES
 
+Scheme = Callable[[Tensor, Tensor, int, Tensor], Tensor]
+"""(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. `most` is the largest number of draws. SSP needs M uniforms,
+systematic resampling 1, the other schemes `most`."""
+
 
 def block_log_weight(logp_XK: Tensor, logq_XK: Tensor, counts_X: Tensor, alpha_X: Tensor) -> Tensor:
     """Return the log-weight increment [X] of a block, float64: the sum of alpha * log p - log q over its first `counts`
@@ -79,11 +83,6 @@ class Bounds:
         exists_GN = valid(self.size_G, n)
         index_GN = self.first_G.long()[:, None] + torch.arange(n, device=exists_GN.device)
         return torch.where(exists_GN, index_GN, 0), exists_GN
-
-
-Scheme = Callable[[Tensor, Tensor, int, Tensor], Tensor]
-"""(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. `most` is the largest number of draws. SSP needs M uniforms,
-systematic resampling 1, the other schemes `most`."""
 
 
 def systematic(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ not trigger resampling."""
 BRANCH_POSITION = 1 << 20
 """Position of the first uniform that chooses a branch. Resampling uses positions from 0, so neither depends on how many
 uniforms the other uses."""
+PREFIX_POSITION = 3 << 20
+"""Position of the uniform that draws a prefix."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +167,6 @@ def final_draw(logw_N: Tensor, uniform: float) -> int:
     # Scaled by the last cumulative sum itself: a sum that rounds differently could put the point past the last particle
     # with weight.
     return int((cumulative_N <= uniform * cumulative_N[-1]).sum())
-
-
-PREFIX_POSITION = 3 << 20
-"""Position of the uniform that draws a prefix."""
 
 
 def surviving_prefix(

@@ -21,6 +21,9 @@ from torch import Tensor
 
 from smc.algorithm.expansion import grid
 
+NO_TOKEN = -1
+"""Value for a token that is not on the accepted path. Matches no token."""
+
 
 def match_samples(
     tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]
@@ -43,10 +46,6 @@ def match_samples(
         first_H1 = matching_HN.argmax(-1, keepdim=True)
         best_A[index_HN[exists_HN]] = index_HN.gather(1, first_H1).expand_as(index_HN)[exists_HN]
     return best_A, matching_A[best_A].clamp(min=1)
-
-
-NO_TOKEN = -1
-"""Value for a token that is not on the accepted path. Matches no token."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,18 @@ CHAT_TEMPLATE = (
     "{% else %}{{ raise_exception('the demo models know the roles user and assistant only') }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+TOKENIZER_SEED = 1_000_000
+TOKENIZER_PROBLEMS = 20_000
+FIRST_SEED = 0
+"""Chunk i of the corpus is generated from seed FIRST_SEED + i."""
+CHUNK = 4_000
+"""Number of problems that a worker generates at a time."""
+GROUPS = 3
+"""Number of groups of similar length."""
+IGNORED = -100
+"""Label of positions whose next token is not part of an answer."""
+_worker_tokenizer: Tokenizer
+"""Tokenizer of this worker process."""
 
 
 def render(question: str) -> str:
@@ -84,18 +96,6 @@ def write(tokenizer: Tokenizer, directory: Path, max_context: int) -> None:
 
 def _write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-TOKENIZER_SEED = 1_000_000
-TOKENIZER_PROBLEMS = 20_000
-FIRST_SEED = 0
-"""Chunk i of the corpus is generated from seed FIRST_SEED + i."""
-CHUNK = 4_000
-"""Number of problems that a worker generates at a time."""
-GROUPS = 3
-"""Number of groups of similar length."""
-IGNORED = -100
-"""Label of positions whose next token is not part of an answer."""
 
 
 def learn_tokenizer() -> Tokenizer:
@@ -175,10 +175,6 @@ def make_corpus(tokenizer: Tokenizer, count: int, workers: int) -> Corpus:
 
 def _bounds(count: int) -> list[int]:
     return [group * count // GROUPS for group in range(GROUPS + 1)]
-
-
-_worker_tokenizer: Tokenizer
-"""Tokenizer of this worker process."""
 
 
 def _start_worker(tokenizer_json: str) -> None:

@@ -143,6 +143,8 @@ TEST_SHARE = 16
 
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 _ANSWER = re.compile(r"\s*(-?[0-9]{1,9})(?!\.?[0-9])")
+_EVENT_WEIGHTS = (5, 5, 3, 2, 2, 3)
+_END_WEIGHTS = (4, 5, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -364,9 +366,7 @@ def _end_pack(story: _Story) -> None:
 
 
 _EVENTS: tuple[Callable[[_Story, int], None], ...] = (_gain, _loss, _boxes, _times, _split, _compare)
-_EVENT_WEIGHTS = (5, 5, 3, 2, 2, 3)
 _ENDS: tuple[Callable[[_Story], None], ...] = (_end_plain, _end_pair, _end_price, _end_pack)
-_END_WEIGHTS = (4, 5, 1, 1)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,31 @@ from smc.model.decoder import Decoder, RopeTable, hidden_states
 from smc.model.loader import save_model
 from smc.training import LearningRate, Optimizer
 
+StopCondition = Callable[[int, Decoder], bool]
+"""(step, model) -> whether to stop. Called after every step."""
+TARGET_SEED, DRAFT_SEED = 1, 2
+SNAPSHOT_SEED, FINAL_SEED = 3, 4
+"""Seeds of the problems that select the draft and of those that both models are measured on. Both sets belong to the
+test split."""
+TARGET_CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=corpus.VOCAB_SIZE,
+    hidden_size=256,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=640,
+    max_context=512,
+    rms_eps=1e-5,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    tied_embeddings=True,
+    qkv_bias=False,
+    qk_norm=False,
+)
+DRAFT_CONFIG = replace(TARGET_CONFIG, hidden_size=128, num_layers=2, num_heads=2, intermediate_size=256)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -67,10 +92,6 @@ class Recipe:
     @property
     def rate(self) -> LearningRate:
         return LearningRate(self.peak_rate, self.warmup)
-
-
-StopCondition = Callable[[int, Decoder], bool]
-"""(step, model) -> whether to stop. Called after every step."""
 
 
 def initialise(config: ModelConfig, seed: int) -> Decoder:
@@ -174,31 +195,6 @@ def sample_answers(model: Decoder, rope_SD: Tensor, prompts: list[list[int]], eo
             break
     answers = [row[len(prompt) : len(prompt) + MAX_ANSWER] for row, prompt in zip(tokens_BS.tolist(), prompts)]
     return [answer[: answer.index(eos)] if eos in answer else answer for answer in answers]
-
-
-TARGET_SEED, DRAFT_SEED = 1, 2
-SNAPSHOT_SEED, FINAL_SEED = 3, 4
-"""Seeds of the problems that select the draft and of those that both models are measured on. Both sets belong to the
-test split."""
-
-TARGET_CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=corpus.VOCAB_SIZE,
-    hidden_size=256,
-    num_layers=8,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    intermediate_size=640,
-    max_context=512,
-    rms_eps=1e-5,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    tied_embeddings=True,
-    qkv_bias=False,
-    qk_norm=False,
-)
-DRAFT_CONFIG = replace(TARGET_CONFIG, hidden_size=128, num_layers=2, num_heads=2, intermediate_size=256)
 
 
 class Evaluator:

@@ -35,6 +35,9 @@ from smc.executor.messages import RoundChoice
 from smc.executor.plan import RoundPlan
 from smc.executor.state import SlotState
 
+KEPT_CANDIDATES = 16
+"""Number of candidate tokens that are kept for an inner node."""
+
 
 def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
     """Choose the rows of groups with draft trees: at most as many as a step has. Other groups keep the rows of the last
@@ -139,10 +142,6 @@ def _taken(grown: GrownRows, leaf_X: Tensor, alive_X: Tensor) -> TokenTree:
     values["alive_X"] = values["alive_X"] & alive_X
     values["mass_X"] = torch.where(alive_X, values["mass_X"], -torch.inf)
     return TokenTree(**values, run_4X=None)
-
-
-KEPT_CANDIDATES = 16
-"""Number of candidate tokens that are kept for an inner node."""
 
 
 class InnerNodes:

@@ -38,6 +38,8 @@ MAX_EOS = 64
 WIDTHS = (16, 256, MAX_STOP_IDS + MAX_BIASES + MAX_EOS)
 """Numbers of tokens of an entry that a round may read. They are few, because fewer kinds of rounds save more than fewer
 operations."""
+SlotEntries = tuple[Tensor, Tensor]
+"""For all slots: the entry, and the number of leading tokens of the sequence that must not end it."""
 
 
 def biased_tokens(machine: StopMachine) -> dict[int, tuple[float, float]]:
@@ -84,10 +86,6 @@ class BiasTables:
         ):
             table_EB[entry].fill_(0)
             table_EB[entry, :count] = to_device(values_B, self.device).to(table_EB.dtype)
-
-
-SlotEntries = tuple[Tensor, Tensor]
-"""For all slots: the entry, and the number of leading tokens of the sequence that must not end it."""
 
 
 def add_biases(

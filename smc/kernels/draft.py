@@ -45,6 +45,9 @@ ROWS = 16
 """Rows of a program of `begin` or `pack`."""
 TREE_ROWS = 4
 """Rows of a program of `reparent`: a program waits for the longest token among its rows."""
+_SLACK = tl.constexpr(SLACK)
+_FACTOR, _BELOW = tl.constexpr(RANK_FACTOR), tl.constexpr(RANKED_BELOW)
+_HALF, _MOST = tl.constexpr(RANK_BITS // 2), tl.constexpr((1 << RANK_BITS) - 1)
 
 
 class TreeTensors(NamedTuple):
@@ -497,11 +500,6 @@ def _reparent_tokens(
     known_XB = tl.load(before.tail_XB + of * strides.tail + b, mask=is_page & (b < step), other=0)
     own_XB = tl.load(plan.branch_pages_XB + to * pages + b, mask=is_page & (b >= step), other=0)
     tl.store(out.tail_XB + to * pages + b, tl.where(b < step, known_XB, own_XB), mask=is_page)
-
-
-_SLACK = tl.constexpr(SLACK)
-_FACTOR, _BELOW = tl.constexpr(RANK_FACTOR), tl.constexpr(RANKED_BELOW)
-_HALF, _MOST = tl.constexpr(RANK_BITS // 2), tl.constexpr((1 << RANK_BITS) - 1)
 
 
 def observe_draws(

@@ -17,6 +17,7 @@ from smc import stops
 from smc.stops import StopTables
 
 Packed = TypeVar("Packed", bound=NamedTuple)
+DONE, STATES = tl.constexpr(stops.DONE), tl.constexpr(stops.MAX_STATES)
 
 
 class PlanTensors(NamedTuple):
@@ -128,9 +129,6 @@ class Room:
 
     def bools(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bool, device=self._device)
-
-
-DONE, STATES = tl.constexpr(stops.DONE), tl.constexpr(stops.MAX_STATES)
 
 
 class StopTensors(NamedTuple):

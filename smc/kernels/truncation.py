@@ -32,6 +32,11 @@ from torch import Tensor
 
 from smc.kernels.launch import one_variant
 
+DIGIT = 4
+"""Number of bits of the key that a pass finds."""
+ALLOWED, POSSIBLE = tl.constexpr(1), tl.constexpr(2)
+"""What a program finds in its columns: one is allowed; one that is allowed is possible."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -132,10 +137,6 @@ def best_column(max_S, top_RS, row, splits):
     """Return the first column that holds the row's maximum."""
     _, at = tl.max(max_S, 0, return_indices=True, return_indices_tie_break_left=True)
     return tl.load(top_RS + row * splits + tl.minimum(at, splits - 1))
-
-
-DIGIT = 4
-"""Number of bits of the key that a pass finds."""
 
 
 def truncate(
@@ -459,10 +460,6 @@ def _column_of(logits_V, vocab, key, number, equal_S, BLOCK: tl.constexpr, SPLIT
     is_equal = (order_key(tl.load(logits_V + column, mask=column < vocab, other=0.0)) == key) & (column < vocab)
     rank = tl.cumsum(is_equal.to(tl.int32), 0)
     return tl.max(tl.where(is_equal & (rank == (number - before).to(tl.int32)), column, -1), 0)
-
-
-ALLOWED, POSSIBLE = tl.constexpr(1), tl.constexpr(2)
-"""What a program finds in its columns: one is allowed; one that is allowed is possible."""
 
 
 def apply_mask(

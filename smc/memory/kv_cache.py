@@ -25,6 +25,10 @@ from smc.types import ModelRole
 KEY_BYTES = 16
 
 Tokens = np.ndarray | Sequence[int]
+RESERVED_BYTES = 5 << 30
+"""Memory of a GPU that is reserved for activations and captured graphs."""
+WATERMARK = 0.05
+"""Share of a pool that new requests must leave free for running ones."""
 
 
 def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
@@ -155,10 +159,6 @@ class PrefixCache:
             yield key
 
 
-RESERVED_BYTES = 5 << 30
-"""Memory of a GPU that is reserved for activations and captured graphs."""
-
-
 def pages_that_fit(page_bytes: int, device: torch.device, distribution_bytes: int = 0) -> int:
     """Return the number of pages that fit into a GPU's free memory, after reserving memory for activations, captured
     graphs and the token distributions of draft chains (`distribution_bytes`)."""
@@ -189,10 +189,6 @@ class KVPool:
     def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
         """Return the bytes that one token position takes over all layers."""
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
-WATERMARK = 0.05
-"""Share of a pool that new requests must leave free for running ones."""
 
 
 def pool_for(pages: int) -> int:

@@ -16,6 +16,29 @@ from smc.model.families import BY_ARCHITECTURE, FAMILIES, Family, require
 from smc.model.files import read_json
 from smc.model.quantisation import Int4Quantisation, Quantisation, quantisation_of
 
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "max_context": "max_position_embeddings",
+}
+"""Field name -> published name, for every field that must be a positive integer."""
+SAVED_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Families that `ModelConfig.to_hf` can write, for the demo's training, `smc.distill` and `smc.model.padded`."""
+_CONTEXTS = ("max_position_embeddings", "original_max_position_embeddings")
+"""Fields that Phi-3 has beside `rope_scaling`, not in it."""
+GENERATION_CONFIGS = ("auto", "ignore")
+"""Defaults of sampling settings that a request leaves out: those of the checkpoint (`auto`), or those of
+`SamplingParams` (`ignore`)."""
+FILE = "generation_config.json"
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Settings that are taken from `FILE`, as vLLM does. `do_sample` is not: a client that wants greedy decoding sets
+temperature 0."""
+
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
@@ -196,19 +219,6 @@ class ModelConfig:
         }
 
 
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "intermediate_size",
-    "max_context": "max_position_embeddings",
-}
-"""Field name -> published name, for every field that must be a positive integer."""
-
-
 def read_quantisation(directory: str | Path) -> Quantisation | None:
     """Read the quantisation of a directory's weights; None if they are not quantised. Raises ValueError if it is not
     supported."""
@@ -231,10 +241,6 @@ def default_dtype(directory: str | Path, device: str) -> str:
         return "bfloat16"
     is_int4 = isinstance(quantisation, Int4Quantisation) and not quantisation.act_order
     return "int4" if is_int4 else "bfloat16"
-
-
-SAVED_FAMILIES = ("llama", "qwen2", "qwen3")
-"""Families that `ModelConfig.to_hf` can write, for the demo's training, `smc.distill` and `smc.model.padded`."""
 
 
 def _from_dict(raw: dict[str, Any]) -> ModelConfig:
@@ -313,10 +319,6 @@ def _yarn_scale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-_CONTEXTS = ("max_position_embeddings", "original_max_position_embeddings")
-"""Fields that Phi-3 has beside `rope_scaling`, not in it."""
-
-
 def _longrope(rope: dict[str, Any]) -> LongRopeScaling:
     longest, original = (rope[name] for name in _CONTEXTS)
     factor, attention = longest / original, rope.get("attention_factor")
@@ -356,15 +358,6 @@ def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if "original_context" in numbers:
         numbers["original_max_position_embeddings"] = numbers.pop("original_context")
     return {"rope_type": kind[type(scaling)], **numbers}
-
-
-GENERATION_CONFIGS = ("auto", "ignore")
-"""Defaults of sampling settings that a request leaves out: those of the checkpoint (`auto`), or those of
-`SamplingParams` (`ignore`)."""
-FILE = "generation_config.json"
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Settings that are taken from `FILE`, as vLLM does. `do_sample` is not: a client that wants greedy decoding sets
-temperature 0."""
 
 
 def sampling_defaults(directory: Path) -> dict[str, Any]:

@@ -34,6 +34,14 @@ from smc.model.linear import FP8, INT4, Linear, require_fp8
 from smc.model.parallel import Reduce
 from smc.model.quantisation import Int4Format
 
+Widen = Callable[[Linear, torch.dtype], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q_THD, k_TJD, v_TJD) -> out_THD. q and k are already rotated."""
+NOTHING_SHARED: Mapping[str, nn.Parameter] = MappingProxyType({})
+NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+MAIN, LOCAL, UNROTATED = "main", "local", "unrotated"
+"""Kinds of rotation: with the model's frequencies, with those of layers that have a window, or none."""
+
 
 class Choice(NamedTuple):
     """The chosen experts of every token."""
@@ -42,9 +50,6 @@ class Choice(NamedTuple):
     """Indices of the experts, the most probable first."""
     weight_TC: Tensor
     """Weights of the experts' outputs, float32."""
-
-
-Widen = Callable[[Linear, torch.dtype], Tensor]
 
 
 def _values(matrix: Linear, dtype: torch.dtype) -> Tensor:
@@ -112,10 +117,6 @@ class Experts(nn.Module):
     def _all(self, matrix: Linear, dtype: torch.dtype, widen: Widen) -> Tensor:
         """Return the numbers of all experts' matrices [X, outputs, inputs]."""
         return widen(matrix, dtype).unflatten(0, (self.count, -1))
-
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_THD, k_TJD, v_TJD) -> out_THD. q and k are already rotated."""
 
 
 class Decoder(nn.Module):
@@ -188,9 +189,6 @@ class Decoder(nn.Module):
         """Quantise the embedding into the head, if the head is tied and in FP8. Call after the embedding is loaded."""
         if self.config.tied_embeddings and self.lm_head.is_fp8:
             self.lm_head.quantise_from(self.embed.weight)
-
-
-NOTHING_SHARED: Mapping[str, nn.Parameter] = MappingProxyType({})
 
 
 def empty_decoder(
@@ -326,9 +324,6 @@ def rotate(x_THD: Tensor, rope_T2D: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
-NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
-
-
 class OffsetNorm(nn.RMSNorm):
     """RMSNorm in float32 with a constant `offset` added to the weights."""
 
@@ -348,10 +343,6 @@ def make_norm(config: ModelConfig, width: int) -> nn.RMSNorm:
 
 def _normed(norm: nn.RMSNorm | None, x_TE: Tensor) -> Tensor:
     return x_TE if norm is None else norm(x_TE)
-
-
-MAIN, LOCAL, UNROTATED = "main", "local", "unrotated"
-"""Kinds of rotation: with the model's frequencies, with those of layers that have a window, or none."""
 
 
 def _rope_kind(config: ModelConfig, layer: int) -> str:

@@ -19,6 +19,20 @@ from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
     from torch import Tensor
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+STORED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Supported unquantised storage types and their bytes per element."""
+STORED_FP8 = "F8_E4M3"
+"""Supported quantised storage type. It has 1 byte per element and needs scales."""
+STORED_BYTES = STORED_DTYPES | {STORED_FP8: 1, "I32": 4, "I64": 8}
+"""Bytes per element of all supported types."""
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""First bytes of the pointer file that Git LFS puts in place of a large file."""
+HEAD_BYTES = 1 << 20
+"""Number of bytes hashed from the start of each file, where safetensors files have their header."""
+SAMPLES, SAMPLE_BYTES = 64, 16 << 10
+"""Number and size in bytes of the samples of each file or tensor, at equal distances."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -32,16 +46,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a JSON {type(raw).__name__}; an object is needed")
     return raw
-
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-STORED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Supported unquantised storage types and their bytes per element."""
-STORED_FP8 = "F8_E4M3"
-"""Supported quantised storage type. It has 1 byte per element and needs scales."""
-STORED_BYTES = STORED_DTYPES | {STORED_FP8: 1, "I32": 4, "I64": 8}
-"""Bytes per element of all supported types."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +146,6 @@ def open_file(file: Path, framework: str) -> Iterator[safe_open]:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
 
 
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""First bytes of the pointer file that Git LFS puts in place of a large file."""
-
-
 def _is_lfs_pointer(file: Path) -> bool:
     try:
         with file.open("rb") as opened:
@@ -158,12 +158,6 @@ def abbreviate(items: Sequence[str], count: int = 5, separator: str = ", ") -> s
     """Join the first `count` items into a text that also names the number of items left out."""
     more = f"{separator}and {len(items) - count} more" if len(items) > count else ""
     return separator.join(items[:count]) + more
-
-
-HEAD_BYTES = 1 << 20
-"""Number of bytes hashed from the start of each file, where safetensors files have their header."""
-SAMPLES, SAMPLE_BYTES = 64, 16 << 10
-"""Number and size in bytes of the samples of each file or tensor, at equal distances."""
 
 
 def tensor_fingerprint(tensor: StoredTensor, name: str) -> str:

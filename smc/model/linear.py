@@ -35,6 +35,19 @@ from smc.model.quantisation import PER_WORD, SYMMETRIC_ZERO, Codes, Int4Format
 SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of scales, by the name of the storage type."""
 LARGEST_CODE = 15
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+"""448, the largest FP8 number. Larger values would become NaN."""
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
+DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16, FP8, INT4), strict=True))
+"""Dtypes that a model can be loaded in, by name. With FP8, the matrices and the head are FP8; the embedding, norms,
+biases and activations are bfloat16. With int4, the layers' matrices are int4; everything else is bfloat16."""
+PIECE = 1 << 24
+"""Number of weights converted at a time, which bounds the memory of intermediate tensors."""
+DIVISOR = 16
+"""`torch._scaled_mm` needs inputs and outputs that are multiples of this."""
+FP8_CAPABILITY = (8, 9)
+"""First compute capability with FP8 products."""
 
 
 def pack(code_NK: Tensor, groups: int) -> Tensor:
@@ -79,21 +92,6 @@ def quantise_int4(weight_NK: Tensor, group: int) -> Codes:
     steps_NGI = weight_NGI / torch.where(scale_NG > 0, scale_NG, 1.0)[..., None]
     code_NK = (steps_NGI.round().clamp(-8, 7) + SYMMETRIC_ZERO).int().flatten(1)
     return Codes(code_NK, scale_NG, torch.full_like(scale_NG, SYMMETRIC_ZERO).int())
-
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
-"""448, the largest FP8 number. Larger values would become NaN."""
-INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
-DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16, FP8, INT4), strict=True))
-"""Dtypes that a model can be loaded in, by name. With FP8, the matrices and the head are FP8; the embedding, norms,
-biases and activations are bfloat16. With int4, the layers' matrices are int4; everything else is bfloat16."""
-PIECE = 1 << 24
-"""Number of weights converted at a time, which bounds the memory of intermediate tensors."""
-DIVISOR = 16
-"""`torch._scaled_mm` needs inputs and outputs that are multiples of this."""
-FP8_CAPABILITY = (8, 9)
-"""First compute capability with FP8 products."""
 
 
 class QuantisedRows(NamedTuple):

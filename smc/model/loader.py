@@ -31,6 +31,11 @@ from smc.model.quantisation import GROUP, Codes, Fp8Quantisation, Int4Quantisati
 from smc.model.weight_map import WeightSlice, check_weights, int4_formats, weight_slices
 
 logger = logging.getLogger(__name__)
+EMBEDDING, HEAD = "embed.weight", "lm_head.weight"
+SCALE = 0.02
+"""Standard deviation of the weights, small enough that bfloat16 activations stay finite."""
+CODES_DEVIATION = 4.6
+"""Standard deviation of uniform int4 codes."""
 
 
 def load_model(
@@ -81,9 +86,6 @@ def load_model(
     if config.rotated < config.head_dim:
         model.pair_rotated()
     return model
-
-
-EMBEDDING, HEAD = "embed.weight", "lm_head.weight"
 
 
 def _shared(
@@ -271,13 +273,6 @@ def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
     low, high = values.aminmax()  # propagates NaN; unlike isfinite, it allocates nothing
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"{name} holds NaN or inf as {str(dtype).removeprefix('torch.')}; every weight must be finite")
-
-
-SCALE = 0.02
-"""Standard deviation of the weights, small enough that bfloat16 activations stay finite."""
-
-CODES_DEVIATION = 4.6
-"""Standard deviation of uniform int4 codes."""
 
 
 def random_model(

@@ -40,6 +40,8 @@ SMALL_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", COUNTS_FILE),
 )
 """Files that are read of a model besides its weights, if they exist."""
+LOADS = ("files", "random", "grown")
+"""Kinds of sources, as the option `--load` names them. `grown` is a padded model (`smc.model.padded`)."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +175,6 @@ def _shards(index: Path) -> tuple[str, ...]:
         return ()
     shard_of = read_json(index).get("weight_map")
     return tuple(sorted(set(shard_of.values()))) if isinstance(shard_of, dict) else ()
-
-
-LOADS = ("files", "random", "grown")
-"""Kinds of sources, as the option `--load` names them. `grown` is a padded model (`smc.model.padded`)."""
 
 
 def pair_dtypes(

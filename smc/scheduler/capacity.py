@@ -23,6 +23,14 @@ from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.types import ModelRole
 
+LEARNING = 0.1
+"""Weight of the newest answer in the average length of answers, and of the newest count in the averages of shared
+tokens."""
+OWN_TOKENS = 64
+"""Last tokens of a particle, which are assumed to be shared with no other. For earlier tokens the share is learnt."""
+COUNT_EVERY = 16
+"""Number of steps between two counts of held pages."""
+
 
 def longest_answer(
     params: SamplingParams,
@@ -88,15 +96,6 @@ def check_fits(
         wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
         if len(wrong):
             raise ValueError(f"{name} contains token id {wrong[0]}; allowed: 0..{vocab_size - 1}")
-
-
-LEARNING = 0.1
-"""Weight of the newest answer in the average length of answers, and of the newest count in the averages of shared
-tokens."""
-OWN_TOKENS = 64
-"""Last tokens of a particle, which are assumed to be shared with no other. For earlier tokens the share is learnt."""
-COUNT_EVERY = 16
-"""Number of steps between two counts of held pages."""
 
 
 class PageForecast:

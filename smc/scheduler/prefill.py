@@ -29,6 +29,15 @@ from smc.scheduler.slots import Slots, row_of_batch
 from smc.stops import DONE, START, StopMachine, TokenBytes
 from smc.types import ModelRole
 
+LEAST = 256
+"""Minimum tokens of a chunk beside rounds, if the prompts have that many left: a pass of fewer takes hardly less time,
+because it reads all weights."""
+IN_FLIGHT = 2
+"""Maximum number of chunks in flight at a model. More would delay the next round."""
+Spans = Mapping[str, tuple[int, int]]
+"""Begin and end of each piece of work, in nanoseconds. The names of models' passes are their roles."""
+Job = TypeVar("Job", bound=PrefillJob)
+
 
 class Handoff:
     """Fills slots, and hands particles to a `RoundExecutor`."""
@@ -188,17 +197,6 @@ def _of_rows(rows: list[PromptRow], size: int, name: str) -> np.ndarray:
     for out_L, values_L in zip(out_XL, values):
         out_L[: len(values_L)] = values_L
     return out_XL
-
-
-LEAST = 256
-"""Minimum tokens of a chunk beside rounds, if the prompts have that many left: a pass of fewer takes hardly less time,
-because it reads all weights."""
-IN_FLIGHT = 2
-"""Maximum number of chunks in flight at a model. More would delay the next round."""
-
-Spans = Mapping[str, tuple[int, int]]
-"""Begin and end of each piece of work, in nanoseconds. The names of models' passes are their roles."""
-Job = TypeVar("Job", bound=PrefillJob)
 
 
 class PrefillBudget:

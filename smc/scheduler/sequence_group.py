@@ -48,6 +48,11 @@ from smc.scheduler.speculation import Acceptance
 from smc.scheduler.stats import RequestCounters
 from smc.types import ModelRole
 
+MEMORY = 0.97
+"""Factor by which the counts of a request's earlier rounds in its `acceptance` decay with each round."""
+RoundPages = dict[Stream, np.ndarray]
+"""Pages that a round has allocated for a request, by stream."""
+
 
 class RequestState(Enum):
     WAITING = "waiting"
@@ -103,13 +108,6 @@ class PendingChange(NamedTuple):
     switches: bool
     """Whether the request switches between the draft-target pair and the target alone; otherwise only its number of
     rows changes."""
-
-
-MEMORY = 0.97
-"""Factor by which the counts of a request's earlier rounds in its `acceptance` decay with each round."""
-
-RoundPages = dict[Stream, np.ndarray]
-"""Pages that a round has allocated for a request, by stream."""
 
 
 class WeighedParticles(NamedTuple):

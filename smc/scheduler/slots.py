@@ -30,6 +30,11 @@ from smc.executor.messages import Lineage
 from smc.memory.pages import PageAllocator
 from smc.types import ModelRole
 
+SAVED = ("tokens_SL", "logp_SL", "logq_SL", "length_S", "block_S", "logw_S", "logphi_S", "weighed_S", "ended_S")
+"""Arrays of `Slots` that a checkpoint copies."""
+SHRINK_ROUND = 1 << 30
+"""First round number for the random numbers of choices between rounds, so that they differ from those of rounds."""
+
 
 class Slots:
     """`count` slots for answers of up to `width` tokens, with room for the token distributions of `chains` draft
@@ -167,12 +172,6 @@ class Slots:
             array[dst_X, :width] = array[src_X, :width]
         for of_slots in (self.length_S, self.block_S, self.logphi_S, self.weighed_S, self.ended_S):
             of_slots[dst_X] = of_slots[src_X]
-
-
-SAVED = ("tokens_SL", "logp_SL", "logq_SL", "length_S", "block_S", "logw_S", "logphi_S", "weighed_S", "ended_S")
-"""Arrays of `Slots` that a checkpoint copies."""
-SHRINK_ROUND = 1 << 30
-"""First round number for the random numbers of choices between rounds, so that they differ from those of rounds."""
 
 
 @dataclass(eq=False)

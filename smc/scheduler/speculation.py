@@ -28,6 +28,38 @@ from smc.algorithm.coupling import FIRST_EXPONENT, FIRST_GREEDY_EXPONENT, DrawOb
 
 Point = tuple[int, float]
 """A size and its time in seconds."""
+NAMES = {
+    "draft": "a draft step by rows",
+    "target": "a target pass by positions",
+    "alone": "the target alone by sequences",
+}
+"""Description of each part, and of its size."""
+PARTS = tuple(NAMES)
+WIDTH_GAIN = 0.6
+"""Gain before anything was observed: eight rows miss 3.5 times less often than one, as on the shipped pair before
+drafting was coupled to the target's noise. With coupling, the gain at temperature 1 is 0.29 (`python -m
+benchmarks.exactness misses --problems 24`)."""
+MOST_GAIN = 1.5
+WIDE, WIDE_TOKENS = 8, 4
+"""A tree of eight rows has about four distinct tokens at its first depth, because rows share them."""
+PRIOR_MISSES = 4.0
+"""Weight of the initial gain, in draws that the draft's first token missed."""
+PRIOR_MISS_RATE = 0.03
+"""Miss rate before anything was observed, that of a good draft: a draft that is never used cannot be measured."""
+PRIOR_WEIGHT = 4.0
+"""Weight of the prior, in tokens of one row."""
+UNTRIED = 0.1
+"""Share of a round by which a depth that the round did not reach is forgotten. If little is drafted, deep tokens are
+rarely tried: their miss rates are then remembered for many rounds, but not for ever."""
+FORGOTTEN = 1e-3
+"""Number of tried tokens for a width of trees below which the width is dropped."""
+PRIOR_RECOVERY = 0.3
+"""Recovery before anything was observed: the share of rounds with a missed token after which rows drafted ahead from an
+inner node continue."""
+SHARED_MEMORY, REQUEST_MEMORY = 0.999, 0.99
+"""Weight that earlier draws keep after each draw, in the fit of all requests and in that of one request."""
+INHERITED = 16.0
+"""Maximum information that a request takes over from the fit of all requests: about as many draws."""
 
 
 @dataclass(frozen=True)
@@ -144,38 +176,6 @@ class LatencyModel:
         return f"{NAMES[name]} {points}, and {1e9 * part.read:.0f} ns a token of context"
 
 
-NAMES = {
-    "draft": "a draft step by rows",
-    "target": "a target pass by positions",
-    "alone": "the target alone by sequences",
-}
-"""Description of each part, and of its size."""
-PARTS = tuple(NAMES)
-
-
-WIDTH_GAIN = 0.6
-"""Gain before anything was observed: eight rows miss 3.5 times less often than one, as on the shipped pair before
-drafting was coupled to the target's noise. With coupling, the gain at temperature 1 is 0.29 (`python -m
-benchmarks.exactness misses --problems 24`)."""
-MOST_GAIN = 1.5
-WIDE, WIDE_TOKENS = 8, 4
-"""A tree of eight rows has about four distinct tokens at its first depth, because rows share them."""
-PRIOR_MISSES = 4.0
-"""Weight of the initial gain, in draws that the draft's first token missed."""
-PRIOR_MISS_RATE = 0.03
-"""Miss rate before anything was observed, that of a good draft: a draft that is never used cannot be measured."""
-PRIOR_WEIGHT = 4.0
-"""Weight of the prior, in tokens of one row."""
-UNTRIED = 0.1
-"""Share of a round by which a depth that the round did not reach is forgotten. If little is drafted, deep tokens are
-rarely tried: their miss rates are then remembered for many rounds, but not for ever."""
-FORGOTTEN = 1e-3
-"""Number of tried tokens for a width of trees below which the width is dropped."""
-PRIOR_RECOVERY = 0.3
-"""Recovery before anything was observed: the share of rounds with a missed token after which rows drafted ahead from an
-inner node continue."""
-
-
 @dataclass
 class Acceptance:
     """How often drafted tokens are accepted, as moving averages over rounds."""
@@ -285,12 +285,6 @@ def tokens_a_round(
     hits_GL = all_right_GLD[:, :, -1] + (1 - before_last_GL) * recovery_G1
     restarts_GL = (1 - hits_GL) / np.maximum(right_GLD[:, :, 0], 1e-9)
     return (1 + all_right_GLD[:, :, :-1].sum(2) + restarts_GL) / (1 + restarts_GL)
-
-
-SHARED_MEMORY, REQUEST_MEMORY = 0.999, 0.99
-"""Weight that earlier draws keep after each draw, in the fit of all requests and in that of one request."""
-INHERITED = 16.0
-"""Maximum information that a request takes over from the fit of all requests: about as many draws."""
 
 
 class DraftExponents:

@@ -15,6 +15,9 @@ from smc.types import ModelRole, is_mask_span
 
 MOST_SAMPLES = 4096
 """Number of newest individual values that are kept between two readings."""
+MAX_EVENTS = 400_000
+"""Maximum spans of a trace: about an hour of one request's rounds."""
+LANES = {"coordinator": 0, "draft": 1, "target": 2}
 
 
 @dataclass
@@ -197,11 +200,6 @@ class RequestCounters:
             mean_rows=self.rows_sum / drafted,
             draft_exponent=draft_exponent,
         )
-
-
-MAX_EVENTS = 400_000
-"""Maximum spans of a trace: about an hour of one request's rounds."""
-LANES = {"coordinator": 0, "draft": 1, "target": 2}
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,23 @@ from smc.scheduler.round_plan import DraftSize, bucket
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.speculation import WIDTH_GAIN, Acceptance, LatencyModel, tokens_a_round
 
+FREE = 1.01
+"""A round drafts as many branches as lengthen it by no more than this factor."""
+MARGIN = 1.1
+"""Throughput that new trees must promise, as a multiple of the throughput that is expected without a change."""
+SURE = 1.05
+"""Throughput that trees must keep promising, as a multiple of plain decoding's. Forecasts err by some per cent, and
+drafting must not be slower than plain decoding."""
+EVERY = 8
+"""Steps between two calls of the policy about the same requests."""
+FIRST = 3
+"""Steps between the first and the second call about new requests: a useless draft shows in its first rounds."""
+REST = 16
+"""Steps without a call after a change, so that its effect can show, unless fewer than half of the requests remain."""
+FADE = 0.999
+"""Share of the acceptance counts that is left after each step in which nothing is drafted, and so nothing is learnt: a
+draft that was bad for earlier requests is tried again after thousands of steps."""
+
 
 class ParticlePolicy(Protocol):
     def wanted(self, group: SequenceGroup, *, short: bool) -> int:
@@ -107,15 +124,6 @@ class TreePolicy(Protocol):
         of their contexts together. Called for every round; `trees` is iterable so that it costs nothing if it is not
         used."""
         ...
-
-
-FREE = 1.01
-"""A round drafts as many branches as lengthen it by no more than this factor."""
-MARGIN = 1.1
-"""Throughput that new trees must promise, as a multiple of the throughput that is expected without a change."""
-SURE = 1.05
-"""Throughput that trees must keep promising, as a multiple of plain decoding's. Forecasts err by some per cent, and
-drafting must not be slower than plain decoding."""
 
 
 class CostBasedTreePolicy:
@@ -366,17 +374,6 @@ class DraftFallback:
         batches = self._registry.batches[group.decoding.program]
         if not group.error and not self._registry.complete(group) and self._prefill.switch(group, decoding, rows):
             batches.remove(group)
-
-
-EVERY = 8
-"""Steps between two calls of the policy about the same requests."""
-FIRST = 3
-"""Steps between the first and the second call about new requests: a useless draft shows in its first rounds."""
-REST = 16
-"""Steps without a call after a change, so that its effect can show, unless fewer than half of the requests remain."""
-FADE = 0.999
-"""Share of the acceptance counts that is left after each step in which nothing is drafted, and so nothing is learnt: a
-draft that was bad for earlier requests is tried again after thousands of steps."""
 
 
 class TreeController:
