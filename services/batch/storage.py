@@ -14,6 +14,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from services.batch.output_file import is_url
+from services.openai.bodies import CHAT, COMPLETIONS
 
 CHUNK = 1 << 20
 """Bytes that are read at a time in search of the end of a line."""
@@ -158,6 +159,7 @@ def _rows(file: pq.ParquetFile, start: int, end: int) -> Iterator[dict[str, Any]
 
 
 def _request_line(row: dict[str, Any]) -> bytes:
+    """Write a row as a line of a JSONL file. The URL of a row without one follows from its body."""
     body = row["body"]
     if isinstance(body, str):
         try:
@@ -166,13 +168,9 @@ def _request_line(row: dict[str, Any]) -> bytes:
             body = row["body"]  # refused later, as a string
     else:
         body = _without_nulls(body)
-    url = row.get("url") or ("/v1/completions" if isinstance(body, dict) and "prompt" in body else CHAT)
+    url = row.get("url") or (COMPLETIONS if isinstance(body, dict) and "prompt" in body else CHAT)
     document = {"custom_id": row["custom_id"], "method": row.get("method") or "POST", "url": url, "body": body}
     return json.dumps(document, default=str).encode() + b"\n"
-
-
-CHAT = "/v1/chat/completions"
-"""URL of a row without one, unless its body has a prompt."""
 
 
 def _without_nulls(value: Any) -> Any:

@@ -160,7 +160,6 @@ FIELD_NAMES = {
 """This API's names for fields of a chat, where they differ."""
 WITHOUT = frozenset({"stop", "logprobs", "top_logprobs", "prompt_logprobs"})
 FORM = ChatForm(MESSAGES, MessagesBody, WITHOUT, FIELD_NAMES)
-NAMES = FORM.names
 
 
 class MessagesDialect:

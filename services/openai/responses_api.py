@@ -203,7 +203,6 @@ FIELD_NAMES = {
 }
 """This API's names for fields of a chat, where they differ."""
 FORM = ChatForm(RESPONSES, ResponsesBody, frozenset({"max_tokens", "logprobs", "prompt_logprobs"}), FIELD_NAMES)
-NAMES = FORM.names
 
 
 class ResponsesDialect:

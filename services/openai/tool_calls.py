@@ -238,7 +238,7 @@ class ToolCallReader:
                 return
 
     def _content(self) -> Iterator[Delta]:
-        text, mark, self._kept = *self._kept.partition(HERMES_MARK)[:2], self._kept.partition(HERMES_MARK)[2]
+        text, mark, self._kept = self._kept.partition(HERMES_MARK)
         if mark:
             self._state, self._before = self._head, text[len(text.rstrip()) :] + mark
         else:

@@ -190,7 +190,7 @@ def test_bodies_of_the_other_apis_are_read_or_refused(pair, dialect):
 
     for _ in range(300):
         fields = {
-            name: rng.choice((*VALUES, [item()], item())) for name in sorted(dialect.NAMES) if rng.random() < 0.04
+            name: rng.choice((*VALUES, [item()], item())) for name in sorted(dialect.FORM.names) if rng.random() < 0.04
         }
         given = [{"role": rng.choice(("user", "assistant")), "content": rng.choice(("x", [item()]))}, item()]
         fields |= {reads.prompt: given[: rng.choice((1, 1, 2))]} if rng.random() < 0.9 else {}

@@ -57,8 +57,8 @@ def test_it_names_every_path(described):
     [
         ("/v1/chat/completions", NAMES[True]),
         ("/v1/completions", NAMES[False]),
-        ("/v1/responses", responses_api.NAMES),
-        ("/v1/messages", messages_api.NAMES),
+        ("/v1/responses", responses_api.FORM.names),
+        ("/v1/messages", messages_api.FORM.names),
     ],
 )
 def test_it_names_every_field_and_no_other(described, path, names):
