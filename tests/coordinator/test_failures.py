@@ -1,5 +1,5 @@
-"""A worker that fails says why, whichever of the two it is, and whomever the coordinator waits for. A target outlives
-its draft."""
+"""The error of a failing worker names that worker and the cause, whichever model it runs and whichever worker the
+coordinator waits for. A target outlives its draft."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_the_error_is_known_when_its_message_is_lost(monkeypatch):
 
 
 def fails(monkeypatch, link: str, side: str, what: str) -> None:
-    """A pair of workers, one of which raises ValueError in its first `what`; the coordinator says which and why. The
-    target outlives it."""
+    """Run a pair of workers, one of which raises ValueError in its first call of `what`. The coordinator must name that
+    worker and the error. If it is the draft, the target must go on."""
     config = WorkerGroupConfig(
         engine=EngineConfig(block=3, branches=2), start_timeout=30.0, link_timeout=20.0, link=link
     )

@@ -1,4 +1,4 @@
-"""A cluster of this process's own, on a machine that has other things to do."""
+"""Starting a Ray cluster of this process's own on a busy machine: a start that times out is tried once more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLOW = [
 
 @pytest.fixture
 def starts(monkeypatch) -> list[str]:
-    """What Ray says at each start; "" is one that goes well."""
+    """The error message of each start of Ray, in order; "" is a start that succeeds."""
     said: list[str] = []
 
     def init(**_: object) -> None:

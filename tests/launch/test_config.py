@@ -27,7 +27,8 @@ def test_each_model_has_its_own_type():
 
 
 def test_a_model_that_is_stored_in_int4_stays_so_on_a_gpu(tmp_path):
-    """Unless a type is given, or its groups are not of consecutive inputs."""
+    """A model stored in int4 is loaded as int4 on a GPU, unless a dtype is given or its quantization groups are not of
+    consecutive inputs."""
     for directory, layout, act_order in (("draft", "awq", False), ("ordered", "gptq", True)):
         to_int4(save_tiny(tmp_path / directory, hidden_size=64), layout, 32, act_order=act_order)
     of_draft = {"draft": tmp_path / "draft", "target": tmp_path / "ordered"}
@@ -54,7 +55,8 @@ def test_resources_of_hosts_are_custom_ones(field, value):
     [("nccl", "cpu", True), ("grpc", "cpu", True), ("grpc", "cuda", True), ("nccl", "cuda", False)],
 )
 def test_where_a_target_can_go_on_without_its_draft(link, device, outlives):
-    """A communicator of NCCL cannot be given up without what waits in it."""
+    """The target outlives its draft except with NCCL on GPUs: an NCCL communicator cannot be closed without ending the
+    operations that wait in it."""
     assert WorkerGroupConfig(link=link, device=device).outlives_draft is outlives
 
 

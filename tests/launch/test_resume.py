@@ -1,5 +1,5 @@
-"""Answers that are asked for again when the worker group is lost: no token twice, none missing, none of another
-answer."""
+"""Answers that are requested again when the worker group is lost: the stream has no token twice, misses none, and mixes
+no two answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def text_of(tokens: tuple[int, ...]) -> str:
 
 
 def logprobs_of(tokens: tuple[int, ...], life: int = 0) -> tuple[float, ...]:
-    """The last bits depend on what else is in the batch."""
+    """Return log-probabilities of the tokens. Like real ones, whose last bits depend on the rest of the batch, they
+    differ slightly between attempts (`life`)."""
     return tuple(-token - life * 2**-20 for token in tokens)
 
 
@@ -29,7 +30,8 @@ ANSWER = Answer("r", TOKENS, text_of(TOKENS), FinishReason.LENGTH, None, 1, 3, S
 
 
 class Shaky:
-    """Gives the same answer each time, in pieces of another size, and is lost after so many tokens."""
+    """Gives the same answer at each attempt, in pieces of another size, and is lost after as many tokens as `losses`
+    says for that attempt."""
 
     def __init__(self, losses: list[int], tokens: tuple[int, ...] = TOKENS) -> None:
         self.losses, self.tokens, self.seeds, self.waits = losses, tokens, [], []
