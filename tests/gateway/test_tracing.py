@@ -1,4 +1,4 @@
-"""Spans that a collector gets: a real one's service, which keeps what it is sent."""
+"""Trace spans as a collector receives them, with a collector's real gRPC service that stores them."""
 
 from __future__ import annotations
 
