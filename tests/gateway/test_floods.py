@@ -65,8 +65,8 @@ def test_what_is_too_large_is_refused_before_it_costs_anything(large, flood):
 
 @pytest.mark.slow
 def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
-    """A long text that the context can hold is encoded in a thread without blocking the loop. (The tokenizer's plain
-    `encode` blocked every thread for seconds.)"""
+    """A long text that the context can hold is encoded in a thread without blocking the loop. (Plain `encode` of the
+    tokenizers package holds the interpreter lock and blocked every thread for seconds.)"""
     pauses, flood = Pauses(), FLOODS["text"]()
 
     async def work() -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""The table of what there is of vLLM's API is that of the code, and the code's list that of the server."""
+"""The table of vLLM's endpoints and fields in docs/openai.md equals the one that the code generates, and the code's
+list matches the server."""
 
 from __future__ import annotations
 

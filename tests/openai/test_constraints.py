@@ -1,4 +1,4 @@
-"""What an answer is to be, by every field of OpenAI's and vLLM's that says so, and over gRPC."""
+"""Constraints on answers, by every field of OpenAI and vLLM that sets one, and over gRPC."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCHEMA = {
     "properties": {"a": {"enum": [1, 22]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
     "required": ["a", "b"],
     "additionalProperties": False,
-    # The shipped pair would write blanks.
+    # Without this, the demo pair would write only whitespace.
     "x-guidance": {"whitespace_flexible": False},
 }
 EXACT = {"method": "exact", "particles": 2, "max_tokens": 40, "seed": 3}

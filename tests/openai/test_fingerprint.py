@@ -1,4 +1,5 @@
-"""`system_fingerprint`: in every answer and every event of a stream, the same as in answers of a batch."""
+"""`system_fingerprint`: it is in every answer and every event of a stream, is the same for batch answers, and depends
+on the weights."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def pair():
 
 
 def test_what_batch_files_name_has_not_changed():
-    """Files of earlier runs are resumed only by it."""
+    """The fingerprint of the demo pair is fixed: output files of earlier batch runs are resumed only if it is the
+    same."""
     assert pair().fingerprint() == "smc_2696941a00246454e72d48bb"
 
 

@@ -1,4 +1,5 @@
-"""Prompts that the context does not hold: OpenAI's code with the tokens given and allowed, however long they are."""
+"""Prompts that exceed the context get OpenAI's error code and the numbers of tokens given and allowed, however long
+they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats as templates read them, and what is asked of the library: without a service."""
+"""Chats as chat templates render them, and the settings that bodies give to the library, without a service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 @pytest.fixture(scope="module")
 def tokenizer(pair) -> Tokenizer:
-    """The demo pair's, with a template that shows all it is given."""
+    """The demo pair's tokenizer, with a template that renders everything that it is given."""
     return Tokenizer(pair.tokenizer._tokenizer, pair.tokenizer.eos_ids, {}, TEMPLATE)
 
 

@@ -1,4 +1,4 @@
-"""`/v1/responses` by openai-python: the same answers as of a chat, as items and events."""
+"""`/v1/responses` with openai-python: the same answers as those of a chat, as items and events."""
 
 from __future__ import annotations
 

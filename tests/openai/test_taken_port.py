@@ -1,5 +1,5 @@
-"""A port that another program took after the check of all ports: the gateway's start fails, and its stop says nothing
-more."""
+"""A port that another program takes after the check of all ports: the gateway's start fails, and stopping it raises no
+further error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat says about its template: where the prompt ends, and how much the model is to reason."""
+"""Settings of a chat for its template: where the prompt ends, and how much effort the model spends on reasoning."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
 )
 @pytest.mark.parametrize("content", ["s", "<", "e", "end", "|", "im_start", "assistant", "The answer is", "{", " a \n"])
 def test_a_continued_message_ends_where_it_does_whatever_its_words(pair, template, content):
-    """Also if the template writes the same text elsewhere."""
+    """The prompt ends where the continued message ends, whatever its words, even if the template writes the same text
+    elsewhere."""
     tokenizer = with_template(pair.tokenizer, template)
     begun = tokenizer.decode(ids(tokenizer, messages=user(content)))
     inside = ids(

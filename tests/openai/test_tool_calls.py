@@ -1,4 +1,4 @@
-"""Tools: calls that are required are written and valid, and calls are read from the text however it is cut."""
+"""Tools: required calls are written and valid, and calls are read from the text however it is split into pieces."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def pair() -> ModelPair:
 
 
 def with_template(tokenizer: Tokenizer, form: str) -> Tokenizer:
-    """The shipped pair's, which begins with what tools there are."""
+    """The demo pair's tokenizer with a chat template that begins with the tools, if there are any."""
     template = "{% if tools %}" + MARKS[form] + "{{ tools | tojson }}{% endif %}" + (tokenizer.chat_template or "")
     return Tokenizer(tokenizer._tokenizer, tokenizer.eos_ids, tokenizer._special, template)
 
@@ -102,7 +102,8 @@ def asked(tokenizer: Tokenizer, **more: object):
 
 @pytest.mark.parametrize("form", ToolFormat)
 def test_grammars_of_required_calls(pair, form: ToolFormat):
-    """They allow what models of the format write, and no other function and no text."""
+    """Grammars of required calls allow the texts that models of that format write, and neither other functions nor
+    plain text."""
     tokenizer = with_template(pair.tokenizer, form)
     texts = {
         name: text.replace('"}\\"{", "b": [1, {}]', "1").replace("Let me see. \n", "").strip()
@@ -144,7 +145,8 @@ def test_what_is_refused(pair):
 
 
 def test_calls_over_http_whole_and_streamed(pair):
-    """By openai-python. The arguments of all deltas together are JSON that the schema allows."""
+    """Calls by openai-python, whole and streamed. The arguments of all deltas together are JSON that matches the
+    schema."""
     changed = ModelPair(pair.target, pair.draft, with_template(pair.tokenizer, "hermes"), pair.max_context)
     settings = {
         "model": "demo",
