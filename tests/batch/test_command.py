@@ -1,5 +1,5 @@
-"""The command where it needs no cluster: mistakes, found before anything starts, and files on which nothing is left to
-do."""
+"""`smcserve batch` where it needs no cluster: mistakes that are found before anything starts, and inputs with no lines
+left to do."""
 
 from __future__ import annotations
 

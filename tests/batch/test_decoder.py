@@ -1,4 +1,4 @@
-"""A service that is lost and comes back: requests are sent again, and not for ever."""
+"""Requests are sent again after the service was lost and has come back, but only a limited number of times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.batch.asking import answer_of
 
 
 class Shaky:
-    """A backend that is lost whenever it decodes one of `deadly`, and comes back after a while."""
+    """A backend that is lost each time it decodes a request of `deadly`, as often as its value says, and soon comes
+    back."""
 
     def __init__(self, serving: ServiceState, deadly: dict[str, int]) -> None:
         self._serving, self._left, self.calls = serving, dict(deadly), []

@@ -1,4 +1,4 @@
-"""What is around a body: read, or refused with a reason that names what is allowed."""
+"""The fields around the body of a request line: they are read, or refused with a message that names what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bodies in OpenAI's terms: what is understood, what is refused by name, and the seed of a line without one."""
+"""Request bodies in OpenAI's format: how they are read, which fields are refused, and the seed of a line that gives
+none."""
 
 from __future__ import annotations
 
@@ -168,7 +169,8 @@ def test_a_long_prompt_leaves_room_for_a_shorter_answer(pair, requests):
 
 
 def test_seeds_come_from_the_name_of_the_line_and_the_seed_of_the_run(pair, requests):
-    """Not from the place in the file: a line keeps its answer in any file."""
+    """A line's seed comes from its custom_id and the run's seed, not from its position: a line keeps its answer in any
+    file."""
     names = [f"line {i}" for i in range(1000)] + ["\ud800"]
     seeds = [requests.seed_of(line(chat(name))) for name in names]
     assert len(set(seeds)) == 1001 and all(0 <= seed < 2**63 for seed in seeds)
@@ -182,7 +184,8 @@ def test_seeds_come_from_the_name_of_the_line_and_the_seed_of_the_run(pair, requ
 
 
 def test_negative_prompts(pair, requests):
-    """A string as it is, token ids, messages for the template; none at all is the engine's to fill in."""
+    """A negative prompt is a string, a list of token ids, or messages for the chat template. If it is absent, the
+    engine fills it in."""
 
     def read(**body) -> tuple[int, ...] | None:
         return requests.build(line(chat("a", guidance_scale=1.5, **body)))[0].negative_prompt
@@ -219,7 +222,7 @@ def test_negative_prompts_that_are_refused(requests, body, message):
 
 
 def test_several_answers_to_a_line(requests):
-    """As the API has them: the first has the line's own seed, each prompt as many answers."""
+    """As over the API, the first of several answers has the line's own seed, and each prompt has as many answers."""
     alone = requests.build(line(completion("a", prompt="one", seed=5)))[0]
     several = requests.build(line(completion("a", prompt=["one", "two"], seed=5, n=2)))
     assert several[0] == alone and several[0].prompt == several[1].prompt != several[2].prompt

@@ -1,4 +1,4 @@
-"""Many lines in flight: answers in order, bounded memory, and a failing line that harms no other."""
+"""Many lines in flight: answers are written in order, memory is bounded, and a failing line affects no other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(pair, lines, decode, limit, write=None) -> list[dict]:
 
 
 class Meter:
-    """Decodes after a while; knows how many it decoded at once."""
+    """Decodes after a short random delay and records the largest number of requests and of rows at a time."""
 
     def __init__(self) -> None:
         self.now = self.most = self.most_rows = self.rows = 0
@@ -59,7 +59,8 @@ def test_no_more_particles_than_allowed_but_one_request_at_least(pair):
 
 
 def test_a_slow_line_stops_the_reading_of_others(pair, monkeypatch):
-    """Otherwise all answers of a long file could have to wait in memory."""
+    """A slow line stops the reading of further lines, as otherwise all answers of a long file could accumulate in
+    memory."""
     monkeypatch.setattr(module, "WINDOW", 10)
     read, waiting = [], []
 
@@ -116,7 +117,8 @@ def test_lines_that_fail_are_records_in_their_place(pair):
 
 
 def test_the_loss_of_the_service_ends_the_run_and_no_line(pair):
-    """What was not answered must be done by the next run, so it must not be written as failed."""
+    """When the service is lost the run ends, and lines without an answer are not written as failed, because the next
+    run must do them."""
     written = []
 
     async def decode(request):
