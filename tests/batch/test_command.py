@@ -48,6 +48,7 @@ def test_an_empty_file(smcserve, files):
 
 
 def test_another_run_is_at_it(smcserve, files):
+    """A run whose output is locked by another run ends with exit code 2."""
     with files[1].open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         ran = smcserve("batch", *files)

@@ -59,6 +59,7 @@ def test_a_lost_request_is_sent_again():
 
 
 def test_a_line_that_the_service_dies_of_fails_alone():
+    """A request that makes the service fail at every attempt fails after `ATTEMPTS`; all others are answered."""
     found, calls = decode_all({"b": 99}, "abcdef")
     assert isinstance(found.pop("b"), Unavailable)
     assert {each: answer.request_id for each, answer in found.items()} == {each: each for each in "acdef"}

@@ -124,6 +124,8 @@ def test_a_run_over_a_directory(stores):
 
 
 def test_lines_are_named_by_file_and_offset(stores):
+    """A line is named by its file and byte offset, and its digest does not depend on how the file is divided into
+    parts."""
     put_lines(stores[0], "a.jsonl", [chat(f"a{i}") for i in range(3)])
     with_parts = [line for part in opened(stores).parts(9, 1) for line in lines_of(part, stores[0])]
     size = len(json.dumps(chat("a0"))) + 1
@@ -147,6 +149,8 @@ def test_files_may_be_added_and_lines_at_the_end(stores):
 
 
 def test_failed_lines_are_done_again_and_answers_stay(stores):
+    """With `retry_failed` only failed lines are decoded again. Parts without failures are unchanged, and lines that
+    fail again are not tried again in the same run."""
     put_lines(stores[0], "a.jsonl", [chat(f"a{i}") for i in range(9)])
     output = opened(stores)
     fill(output, stores, failed=("a1", "a2", "a7"))
@@ -170,6 +174,8 @@ def test_failed_lines_are_done_again_and_answers_stay(stores):
 
 
 def test_a_run_that_is_killed_between_a_part_and_the_end_of_what_it_replaces(stores):
+    """A run may be killed after it has written a new version of a part and before it has deleted the old one. The next
+    run deletes the old one."""
     put_lines(stores[0], "a.jsonl", [chat("a0"), chat("a1")])
     output = opened(stores)
     (part,) = output.parts(1, 9)[:1]

@@ -67,6 +67,7 @@ def test_metrics():
 
 
 def test_what_is_copied_is_no_work(monkeypatch):
+    """Records copied from an earlier output count as done, but not towards the rate and the time left."""
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     run = BatchProgress(Survey(total=10, done=2, failed=0), is_estimate=True)

@@ -80,6 +80,7 @@ def test_a_salt(requests):
 
 
 def test_a_completion_may_ask_for_log_probabilities_of_others_by_their_number(requests):
+    """In a completion, `logprobs` is a number of tokens, as in OpenAI's API."""
     params = requests.build(line(completion("a", logprobs=3)))[0].params
     assert params.logprobs and params.top_logprobs == 3
     assert requests.build(line(completion("a", logprobs=0)))[0].params.logprobs
@@ -159,6 +160,7 @@ def test_a_prompt_is_refused_by_name(requests, prompt, message):
 
 
 def test_a_line_that_is_no_request_says_what_it_said(requests):
+    """Building the requests of an invalid line raises ValueError with the line's own mistake."""
     with pytest.raises(ValueError, match="method='GET'"):
         requests.build(line(chat("a") | {"method": "GET"}))
 

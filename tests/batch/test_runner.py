@@ -51,6 +51,7 @@ def test_no_more_requests_than_allowed(pair):
 
 
 def test_no_more_particles_than_allowed_but_one_request_at_least(pair):
+    """The rows in flight stay within the limit, except that one larger request may run alone."""
     meter, sizes = Meter(), [4, 1, 60, 3, 8, 16, 2, 5] * 5
     run(pair, [line(chat(f"{i}", particles=size), i + 1) for i, size in enumerate(sizes)], meter, Limit(rows=20))
     assert meter.most > 1 and meter.most_rows == 60

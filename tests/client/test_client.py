@@ -34,6 +34,7 @@ def test_a_stream_ends_in_a_completion(service):
 
 
 def test_generate_is_the_stream_at_once(service):
+    """`generate` returns what a stream of the same request returns in total."""
     with service.client() as client:
         whole = client.generate(QUESTION, seed=3, particles=4, logprobs=True)
         with client.stream(QUESTION, seed=3, particles=4, logprobs=True) as stream:
@@ -48,6 +49,7 @@ def test_generate_is_the_stream_at_once(service):
 
 
 def test_prompts_share_what_was_computed_within_a_salt(service):
+    """Cached prompt tokens are shared between requests of the same `cache_salt` only."""
     with service.client() as client:
         found = [client.generate(QUESTION, seed=3, min_particles=2, cache_salt=salt) for salt in ("a", "a", "b")]
     assert len({completion.tokens for completion in found}) == 1

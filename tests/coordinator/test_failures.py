@@ -41,6 +41,8 @@ def test_the_error_is_that_of_the_worker_that_failed(monkeypatch, link, side, wh
 
 
 def test_the_error_is_known_when_its_message_is_lost(monkeypatch):
+    """The coordinator names the failed worker and its error even if the worker's own message about it does not
+    arrive."""
     monkeypatch.setattr(ResponseSender, "fail", lambda *_: None)
     fails(monkeypatch, "nccl", "target", "round")
 

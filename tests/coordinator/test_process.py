@@ -48,6 +48,8 @@ async def ask(client: CoordinatorClient, name: str, **params) -> FinishReason:
 
 
 def test_idle_time_is_no_part_of_the_next_round():
+    """The times of a round do not include the idle time before it."""
+
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         await asyncio.sleep(1.0)
         await ask(client, "first", particles=2, max_tokens=10)
@@ -61,6 +63,7 @@ def test_idle_time_is_no_part_of_the_next_round():
 
 
 def test_costs_are_timed_before_anybody_is_served(caplog):
+    """With `drafting="costs"` the coordinator has its latency model and is idle before it serves a request."""
     caplog.set_level("INFO", logger="services.coordinator.process")
     with coordinator(replace(ENGINE, drafting="costs")) as (made, _):
         engine = made._remote.engine
@@ -106,6 +109,8 @@ def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
 
 @pytest.mark.parametrize("link", one_of("grpc", "nccl"))
 def test_everybody_leaves_at_once(link):
+    """After all 100 callers cancel at once, the next request is answered within seconds."""
+
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         calls = [
             asyncio.create_task(ask(client, str(i), particles=1, max_tokens=400, ignore_eos=True)) for i in range(100)
@@ -142,6 +147,9 @@ def test_a_step_that_does_not_end_is_noticed():
 
 
 def test_a_request_that_cannot_be_taken_in_or_reported_ends_alone(monkeypatch):
+    """An error while a request is accepted, or while its tokens are reported, fails that request only; the engine's
+    page accounting stays correct."""
+
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         others = [
             asyncio.create_task(ask(client, str(i), particles=2, max_tokens=25, ignore_eos=True)) for i in range(3)

@@ -51,6 +51,8 @@ def large(pair):
 
 @pytest.mark.parametrize("flood", FLOODS)
 def test_what_is_too_large_is_refused_before_it_costs_anything(large, flood):
+    """Requests with one huge field are refused with INVALID_ARGUMENT and a short message, without blocking the
+    gateway's loop."""
     data = FLOODS[flood]().SerializeToString()
     with grpc.insecure_channel(large.address) as channel:
         send = channel.unary_stream("/smc.v1.GenerationService/Generate")
@@ -220,6 +222,8 @@ def test_calls_at_the_same_time_are_limited(pair):
 
 
 def test_a_full_queue_refuses_before_the_prompt_is_looked_at(pair):
+    """With a full queue, a long prompt is refused as RESOURCE_EXHAUSTED, before it is encoded and found to be too
+    long."""
     with serving(pair, EngineConfig(block=4, branches=2, max_slots=16, max_queue=1)) as service, service.stub() as stub:
         request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**LONG))
         calls = [stub.Generate(request) for _ in range(2)]

@@ -243,6 +243,8 @@ def test_two_services_do_not_share_numbers(metrics):
 
 
 def test_a_served_request_moves_them(pair):
+    """After three answers and a refusal, the metrics equal the sums over the answers' own usage, times and
+    statistics."""
     with serving(pair, metrics_port=0) as service, service.client() as client:
         question = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
         populations = ("independent", "distinct", "independent")

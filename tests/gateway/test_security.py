@@ -66,6 +66,7 @@ def test_without_one_every_method_is_closed(pair, token_file, metadata):
 
 
 def test_ids_belong_to_the_token_that_they_came_with(pair, token_file):
+    """Callers with different tokens can use the same request id, and each can abort only its own request."""
     with serving(pair, auth_token_file=token_file) as service:
         mine, other = service.client(token=TOKEN), service.client(token="another")
         with (

@@ -148,6 +148,7 @@ def test_every_choice_of_a_field_has_its_number(name, enum):
 
 
 def test_the_answers_words_are_the_librarys():
+    """The messages have every finish reason with which an answer can end, and every field of the statistics."""
     assert set(FINISH_REASONS) == set(FinishReason) - {FinishReason.ERROR, FinishReason.CANCELLED}
     assert sorted(FINISH_REASONS.values()) == [number for number in pb.FinishReason.values() if number]
     assert set(pb.Statistics.DESCRIPTOR.fields_by_name) == {field.name for field in fields(Statistics)}
@@ -188,6 +189,7 @@ def test_what_a_message_cannot_hold(settings, message):
 
 
 def test_a_setting_that_is_none():
+    """An unknown setting raises TypeError; known ones that are None are left out."""
     with pytest.raises(TypeError, match="beams is not a sampling setting; allowed: method, max_tokens"):
         sampling_message({"beams": 3})
     assert sampling_message({"particles": None, "stop": None}) == pb.SamplingParams()

@@ -1,3 +1,5 @@
+"""Checks, data types and derived settings of WorkerGroupConfig."""
+
 from __future__ import annotations
 
 import math
@@ -46,6 +48,7 @@ def test_types_that_there_are_not(field):
 @pytest.mark.parametrize("field", ["target_resource", "draft_resource"])
 @pytest.mark.parametrize("value", ["", " ", "GPU", "memory"])
 def test_resources_of_hosts_are_custom_ones(field, value):
+    """`target_resource` and `draft_resource` accept only custom resources of Ray."""
     with pytest.raises(ValueError, match=f"{field}='{value}'; allowed: a name of `ray start --resources`, none of CPU"):
         WorkerGroupConfig(**{field: value})
 
@@ -62,6 +65,8 @@ def test_where_a_target_can_go_on_without_its_draft(link, device, outlives):
 
 @pytest.mark.parametrize(("device", "effort"), [("cpu", BRIEF), ("cuda", THOROUGH)])
 def test_costs_are_timed_where_they_decide(device, effort):
+    """Models are timed at start unless drafting is `always`: briefly on CPUs, thoroughly on GPUs."""
+
     def timing(**engine) -> Effort | None:
         config = WorkerGroupConfig(device=device, engine=EngineConfig(**engine))
         return coordinator_spec(config, config.serving_pair(), Rendezvous("host", 1, 1, "secret", "grpc", 1.0)).timing

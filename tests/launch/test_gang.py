@@ -1,3 +1,5 @@
+"""Errors of a worker group that fails to start."""
+
 from __future__ import annotations
 
 import pytest

@@ -76,6 +76,9 @@ def test_the_stream_goes_on_where_it_broke_off(method, losses):
 
 
 def test_what_was_given_out_is_in_the_answer_even_if_time_is_up_before_it_has_come_again():
+    """If the time budget ends while an interrupted answer waits to be resumed, the answer holds the tokens that were
+    already streamed and ends with TIME_BUDGET."""
+
     class OutOfTime(Shaky):
         async def ask(self, request: Request):
             async for output in super().ask(request):
@@ -96,11 +99,13 @@ def test_what_was_given_out_is_in_the_answer_even_if_time_is_up_before_it_has_co
 
 
 def test_populations_are_not_resumed():
+    """An SMC answer fails when its worker group is lost; only `exact` and `target` are resumed."""
     with pytest.raises(Unavailable, match="lost"):
         follow(Shaky([7]), method="smc")
 
 
 def test_what_is_lost_again_and_again_is_given_up():
+    """A request is resumed at most `MOST` times."""
     shaky = Shaky([3] * 10)
     with pytest.raises(Unavailable, match="lost"):
         follow(shaky, method="exact")
@@ -108,6 +113,7 @@ def test_what_is_lost_again_and_again_is_given_up():
 
 
 def test_an_answer_that_does_not_come_out_the_same_is_not_glued_together():
+    """If the repeated answer differs from what was already streamed, the call fails."""
     shaky = Shaky([7], tokens=(*TOKENS[:5], 99, *TOKENS[6:]))
     with pytest.raises(Unavailable, match="did not come out the same"):
         follow(shaky, method="target")

@@ -105,6 +105,7 @@ async def until(condition) -> None:
 
 @pytest.mark.parametrize("error", [WorkerGroupError("draft0 died"), RuntimeError("Ray does not answer")])
 def test_whatever_a_check_raises_the_worker_group_starts_again(fakes, error):
+    """Any error of a check restarts the worker group."""
     FakeWorkerGroup.deaths = {1: error}
 
     async def work() -> None:
@@ -175,6 +176,7 @@ def test_a_draft_that_dies_comes_back_beside_the_target(fakes):
 
 
 def test_a_draft_that_cannot_be_started_stays_away(fakes):
+    """After `max_failed_starts` failed starts of a draft, the target keeps serving without one."""
     FakeWorkerGroup.deaths, FakeWorkerGroup.stillborn = (
         {1: WorkerGroupError("draft0 died", draft=True)},
         tuple(range(2, 100)),
@@ -229,6 +231,7 @@ def test_a_service_that_cannot_be_started_again_is_given_up(fakes):
 
 
 def test_starts_that_fail_now_and_then_are_no_reason_to_give_up(fakes):
+    """Only failed starts in a row count towards `max_failed_starts`."""
     FakeWorkerGroup.deaths = {incarnation: WorkerGroupError("draft0 died") for incarnation in (1, 4, 7)}
     FakeWorkerGroup.stillborn = (2, 3, 5, 6, 8, 9)
 

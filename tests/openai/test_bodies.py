@@ -171,6 +171,7 @@ def test_a_prompt_that_is_wrong(service, prompt, message):
 
 
 def test_what_is_neutral_is_accepted(service):
+    """Fields that the service does not support are accepted with a value that has no effect."""
     fields = {
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
@@ -195,6 +196,8 @@ def test_what_is_neutral_is_accepted(service):
 
 
 def test_prompts_are_not_repeated_without_end(service, monkeypatch):
+    """With `echo`, the characters of all repeated prompts together are limited to `MOST_ECHOED`."""
+
     def said(n: int) -> Said:
         return post(
             service,

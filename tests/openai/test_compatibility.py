@@ -26,5 +26,6 @@ def test_endpoints_are_those_of_the_server(service):
 
 
 def test_fields_that_are_not_here_are_refused(service):
+    """Fields that the table lists as missing are refused by name."""
     for name in set(compatibility.FIELDS[CHAT]) - NAMES[True]:
         assert post(service, chat(**{name: 1})).error["param"] == name

@@ -43,6 +43,7 @@ def expected(pair) -> Answer:
     ids=lambda fields: next(iter(fields)),
 )
 def test_every_field_asks_for_the_same(service: Service, expected: Answer, fields):
+    """Every field that sets a JSON schema gives the answer of the in-process engine under that schema."""
     found = post(service, chat(QUESTIONS[0], **EXACT, **fields)).json["choices"][0]
     assert found["message"]["content"] == expected.text
     assert found["finish_reason"] == "stop"
@@ -72,6 +73,7 @@ def test_over_grpc(service: Service):
 
 
 def test_what_happened_is_counted(service: Service):
+    """Constraints are compiled once and then found in the cache; metrics count compilations, hits and masks."""
     hits, compiled = (
         service.metric("smc_constraint_cache_hits_total"),
         service.metric("smc_constraint_compile_seconds_count"),

@@ -13,6 +13,7 @@ from tests.openai.asking import chat, events, post
 
 
 def test_answers_and_streams_name_what_they_depend_on(service):
+    """Chats, completions and every event of a stream have the fingerprint of the served pair."""
     named = [
         post(service, chat(max_tokens=2)).json,
         post(service, json.dumps({"prompt": "x", "max_tokens": 2}).encode(), COMPLETIONS).json,

@@ -126,6 +126,7 @@ def test_every_setting_is_offered_with_what_is_allowed_for_it():
 
 @pytest.mark.parametrize("name", ["particles", "verification", "alpha", "draft_temperature", "ess_threshold"])
 def test_a_setting_is_offered_for_the_methods_that_it_has_an_effect_with(name):
+    """The methods that the page lists for a setting are those for which `SamplingParams` accepts it."""
     given = {"particles": 4, "verification": "walk", "alpha": 2.0, "draft_temperature": 0.7, "ess_threshold": 0.2}[name]
     more = {"draft_temperature": {"verification": "rejection"}}.get(name, {})
     for method in Method:

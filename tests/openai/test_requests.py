@@ -112,6 +112,8 @@ def test_a_message_that_is_wrong(message, said):
 
 
 def test_what_is_asked():
+    """Fields of a body become settings of the library, and the `n` seeds are distinct, begin with the given one and are
+    reproducible."""
     one = asked(
         [{"role": "user", "content": "x"}],
         temperature=0.5,
@@ -151,6 +153,7 @@ def test_the_method_of_a_body_that_names_none(default, fields, method):
 
 
 def test_the_longest_answer_is_the_longest_that_could_run():
+    """`longest_answer` is limited by the context and by the KV pages that the request's rows would need."""
     config = EngineConfig(block=4, branches=2, max_slots=16)
     for params in (SamplingParams(particles=16), SamplingParams(method="exact"), SamplingParams(method="target")):
         assert longest_answer(params, config, {}, 512, 12) == 500

@@ -74,6 +74,7 @@ def test_calls_are_read_however_the_text_is_cut(form: ToolFormat):
 @pytest.mark.parametrize("name", ['"f\ng"', '"\\x"', '"\\u12"', '"\\ud800"', '"a\\uDC00\\ud800"', '"\t"', '"\\U00e9"'])
 @pytest.mark.parametrize("form", ToolFormat)
 def test_a_call_whose_name_is_no_text_is_text(form: ToolFormat, name: str):
+    """A call whose name is no valid JSON string is returned as text."""
     text = form.written("f", '{"a": 1}').removeprefix("[TOOL_CALLS]").replace('"f"', name)
     assert message_of(text, form, None, "x") == {"role": "assistant", "content": text}
     for known in ('"é\\n\\"\\/"', '"\\ud83d\\ude00"', '"\\u00e9"'):

@@ -96,6 +96,7 @@ def test_every_name_is_exported(known):
 
 
 def test_variables_of_dashboards_ask_for_what_is_exported(known):
+    """Dashboard variables query exported series and labels that the scraper adds."""
     for dashboard in dashboards().values():
         for variable in dashboard["templating"]["list"]:
             if variable["type"] == "query":
@@ -105,6 +106,8 @@ def test_variables_of_dashboards_ask_for_what_is_exported(known):
 
 
 def test_every_metric_is_of_use(exposition, known):
+    """Every exported metric outside `UNUSED` appears in a dashboard, rule or alert, and every recorded series is read
+    by one."""
     exported, checked = known
     used = {name for found in checked for name in found.metrics}
     used |= {name for rule in rules("alerts.yml") for name in promql.check(rule["expr"], exported).metrics}

@@ -81,6 +81,8 @@ def test_an_answer_is_the_targets_own(service, pair, prompt):
 
 
 def test_why_answers_end(service, pair, prompt):
+    """Finish reasons and matched stops: at the context's end, at a stop string, at a stop token and at the end
+    token."""
     greedy = local_answer(pair, prompt, method="target", temperature=0, max_tokens=4)
     third = greedy.tokens[2]
     with engine(service) as stub:

@@ -105,6 +105,7 @@ def test_a_caller_that_leaves_frees_what_it_held(service, client):
 
 
 def test_without_workers_there_is_a_status_and_they_are_found_again(service, client):
+    """Without healthy workers the router answers 503; when they are healthy again, calls succeed again."""
     service.set_health(draft=False, target=False)
     try:
         with pytest.raises(openai.APIStatusError) as caught:
