@@ -36,6 +36,8 @@ def done_by(calls: list[str]):
 
 
 def test_any_beginning_becomes_the_same_file(pair, source, tmp_path):
+    """An output that is cut at, next to or between line ends is completed to the same file, and only missing lines are
+    decoded."""
     answer_file(pair, source, tmp_path / "whole.jsonl")
     whole = (tmp_path / "whole.jsonl").read_bytes()
     lines = whole.splitlines(keepends=True)

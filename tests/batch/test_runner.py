@@ -95,6 +95,7 @@ def test_a_record_is_written_as_soon_as_all_before_it_are(pair):
 
 
 def test_lines_that_fail_are_records_in_their_place(pair):
+    """A failed line has a record with its error code, in the order of the lines."""
     errors = {
         2: ValueError("too long"),
         4: RequestFailed("NaN"),

@@ -119,6 +119,8 @@ def test_a_time_budget_runs_from_arrival_and_may_end_in_the_queue(service):
 
 
 def test_a_client_that_stops_reading_loses_its_call_only(pair):
+    """A call whose client reads nothing for `write_timeout` ends with RESOURCE_EXHAUSTED, without a retry hint; other
+    calls are unaffected."""
     with serving(pair, write_timeout=0.3) as service, service.stub(*SMALL_WINDOW) as stub, service.client() as other:
         call = stub.Generate(long_request())
         next(call)

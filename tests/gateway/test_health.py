@@ -64,6 +64,7 @@ def test_check_follows_the_groups(starting, health):
 
 
 def test_watch_says_every_change(starting, health):
+    """A watcher of a name receives each change of its state once; setting the same state again sends nothing."""
     watches = {name: health.Watch(pb.HealthCheckRequest(service=name)) for name in (*NAMES, "nothing")}
     assert [next(watch).status for watch in watches.values()] == [NOT_SERVING] * 5 + [UNKNOWN]
     for _ in range(3):
@@ -90,6 +91,7 @@ def test_a_watcher_that_does_not_read_holds_up_nobody(starting, health):
 
 
 def test_the_end_is_not_serving(starting, health):
+    """A drain reports NOT_SERVING to every watcher and then ends its stream."""
     starting.set_health(draft=True, target=True)
     watch = health.Watch(pb.HealthCheckRequest())
     assert next(watch).status == SERVING

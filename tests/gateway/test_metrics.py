@@ -116,6 +116,7 @@ def report_everything(metrics: Metrics) -> None:
 
 
 def test_what_is_reported_is_what_is_shown(metrics):
+    """Every metric shows the value that `report_everything` reported."""
     report_everything(metrics)
     for name, expected in {
         "smc_prompt_tokens_total": 20,

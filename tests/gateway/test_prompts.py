@@ -31,6 +31,8 @@ async def encode(prompts: PromptEncoder, message: pb.GenerateRequest) -> tuple[i
 
 
 def test_many_small_messages_are_long_too():
+    """A chat of thousands of empty messages counts as long and is encoded in a thread; a short one is encoded in the
+    loop."""
     for count, here in ((3, True), (5000, False)):
         tokenizer = Listening()
         message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * count))

@@ -140,6 +140,7 @@ def test_every_sampling_field_has_its_line_in_the_messages():
     ],
 )
 def test_every_choice_of_a_field_has_its_number(name, enum):
+    """Every choice of a setting has a number in its enum and is read back from it."""
     numbers = [getattr(sampling_message({name: choice}), name) for choice in SETTINGS[name].check.names]
     assert sorted(numbers) == [number for number in enum.values() if number]
     assert [sampling_settings(pb.SamplingParams(**{name: number}))[name] for number in numbers] == list(
@@ -184,6 +185,7 @@ def test_defaults_stand_in_for_what_is_absent():
     ],
 )
 def test_what_a_message_cannot_hold(settings, message):
+    """Settings of a wrong type or out of the message's range raise ValueError naming the setting."""
     with pytest.raises(ValueError, match=message):
         sampling_message(settings)
 
@@ -316,6 +318,7 @@ def test_the_loss_of_the_draft_round_trips():
 
 
 def test_a_finish_reason_that_nobody_knows():
+    """An unset finish reason is refused; an update without an end has no answer."""
     with pytest.raises(ValueError, match=r"finish.reason=0; allowed: 1 \(eos\)"):
         from_finish(pb.Finish(), "id", (), "")
     assert from_update(coordinator_pb2.Update(request_id="id", text="a")).answer is None
@@ -366,6 +369,7 @@ def test_an_answer_is_whole_again_where_it_is_followed():
 
 
 def test_early_ends_are_exceptions_where_they_are_followed():
+    """An answer that ended with an error raises RequestFailed in the gateway."""
     with pytest.raises(RequestFailed, match="NaN"):
         follow(
             [Output("id", (), "", replace(ENDED, tokens=(), text="", finish_reason=FinishReason.ERROR, error="NaN"))]

@@ -23,6 +23,7 @@ def test_deadlines_are_times(field, value):
 
 
 def test_each_model_has_its_own_type():
+    """The dtype of a model is its own setting, otherwise the common one, otherwise the default of the device."""
     assert WorkerGroupConfig().dtypes == {"target": "float32", "draft": "float32"}
     assert WorkerGroupConfig(device="cuda", target_dtype="fp8").dtypes == {"target": "fp8", "draft": "bfloat16"}
     assert WorkerGroupConfig(dtype="fp8", draft_dtype="float16").dtypes == {"target": "fp8", "draft": "float16"}

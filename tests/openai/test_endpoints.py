@@ -30,6 +30,7 @@ def ask(url: str, path: str, body: object = None, headers: dict[str, str] | None
 
 
 def test_texts_become_ids_and_ids_texts(service, pair):
+    """`/tokenize` and `/detokenize` agree with the tokenizer, for texts and for chats."""
     text = "Ann has 3 pens."
     status, found, _ = ask(service.url, "/tokenize", {"model": "demo", "prompt": text, "return_token_strs": True})
     expected = pair.tokenizer.encode(text)

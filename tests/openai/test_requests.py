@@ -176,6 +176,7 @@ def test_the_longest_answer_is_the_longest_that_could_run():
 
 
 def test_numbers_beyond_what_others_can_hold_are_refused_by_name():
+    """Numbers that are too large for a float or an integer of the library are refused with the name of the field."""
     for name in ("temperature", "top_k", "seed", "particles", "time_budget", "n"):
         body = json.loads(json.dumps({"messages": [{"role": "user", "content": "x"}], name: 10**400}))
         with pytest.raises(BadRequest) as caught:

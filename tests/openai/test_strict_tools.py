@@ -84,6 +84,8 @@ TEXTS = (
 
 @pytest.mark.parametrize("form", ToolFormat)
 def test_text_is_free_and_calls_are_not(form: ToolFormat):
+    """The grammar of optional strict tools allows any text without calls and any valid calls, and no invalid call.
+    Without `strict` and with parallel calls there is no constraint."""
     constraint = constraint_of(form, [STRICT, STOP, POINT])
     assert constraint is not None
     for text in TEXTS:

@@ -275,6 +275,7 @@ def test_deadline_and_time_budget(group):
 
 
 def test_abort_frees_both_groups(group):
+    """An abort ends a call with CANCELLED and releases its pages at both models."""
     with group.client() as client, ThreadPoolExecutor(1) as pool:
         call = pool.submit(outcome, client, seed=1, request_id="mine", **LONG)
         group.until(lambda: group.supervisor.stats.running == 1, 10, "the request did not start")

@@ -97,6 +97,8 @@ def test_why_answers_end(service, pair, prompt):
 
 
 def test_biases_and_answers_that_must_not_end(service, pair, prompt):
+    """`logit_bias` and `min_tokens` give the answer of the in-process engine: the end token, though strongly biased,
+    comes only after `min_tokens` tokens."""
     greedy = {"temperature": 0.0, "max_tokens": 20}
     first, eos = local_answer(pair, prompt, method="target", **greedy).tokens[0], pair.tokenizer.eos_ids[0]
     settings = greedy | {"min_tokens": 3, "logit_bias": {eos: 100.0, first: -100.0}}
@@ -208,6 +210,7 @@ NEUTRAL = {
 
 
 def test_what_there_is_not_is_refused_by_name(service):
+    """Unsupported or invalid fields are refused by name; fields with values that have no effect are accepted."""
     with engine(service) as stub:
         for sampling, message in WRONG:
             with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
@@ -344,6 +347,7 @@ def test_what_is_served(service, pair, tmp_path):
 
 
 def test_methods_that_there_are_not_say_what_there_is(service):
+    """Unsupported methods of the protocol fail with UNIMPLEMENTED and name the alternative."""
     with engine(service) as stub:
         for call, message in (
             (lambda: stub.Embed(pb.EmbedRequest()), "no embeddings"),
