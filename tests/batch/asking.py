@@ -1,4 +1,4 @@
-"""Request lines, and a run over them in which a function of this process answers."""
+"""Helpers that write request lines, and a batch run in which a function of this process gives the answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def line(document: Any, number: int = 1) -> Line:
 
 
 def write_lines(path: Path, documents: Iterable[Any]) -> Path:
-    """Strings are written as they are."""
+    """Write the documents as JSON lines and return the path; strings are written unchanged."""
     path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in documents))
     return path
 
@@ -49,7 +49,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def answer_of(request: Request) -> Answer:
-    """Depends on what was asked, on nothing else."""
+    """Return an answer that depends only on the request."""
     tokens = tuple(request.prompt[:3])
     statistics = Statistics(request.params.rows, rounds=2)
     text = f"{request.params.seed} of {len(request.prompt)}"
@@ -82,7 +82,7 @@ def answer_file(
     limit: Limit | None = None,
     fingerprint: str = PRINT,
 ) -> Survey:
-    """What `services.batch.run.BatchRun` does, without a cluster. Returns what was there before."""
+    """Do what `services.batch.run.BatchRun` does, without a cluster. Returns what the output held before."""
     requests = RequestReader(pair, seed)
     with OutputFile(output, overwrite) as file:
         before = survey(source, file, requests, fingerprint)
@@ -92,6 +92,7 @@ def answer_file(
 
 
 def essence(record: dict) -> tuple:
+    """Return what a test compares of a record: its custom_id, and the answer or the error code."""
     if record["error"] is not None:
         return record["custom_id"], record["error"]["code"]
     body = record["response"]["body"]

@@ -18,14 +18,14 @@ from tests.batch.s3 import s3_server
 
 @pytest.fixture(scope="session")
 def pair() -> ServingPair:
-    """The demo pair, as a run sees it before any model is loaded."""
+    """The demo pair, as a run sees it before it loads a model."""
     return WorkerGroupConfig().serving_pair()
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """One cluster with a dashboard for the tests of a file, started as a user starts one, beside a stand-in for S3; and
-    gone before others start theirs."""
+    """One cluster with a dashboard for the tests of a file, started as a user starts one, and a stand-in for S3. Both
+    end with the file, before other tests start their own."""
     with s3_server() as settings, pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
@@ -39,7 +39,7 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def asked() -> list[dict]:
-    """16 lines, two of which have no answer."""
+    """16 request lines, two of which are invalid."""
     lines = [
         chat(f"q{i}", problem.question, **KINDS[i % len(KINDS)]) for i, problem in enumerate(generate(5, 16, "test"))
     ]
@@ -50,7 +50,7 @@ def asked() -> list[dict]:
 
 @pytest.fixture(scope="session")
 def expected(pair, asked) -> list[tuple]:
-    """What an engine in this process answers."""
+    """What `essence` returns for the records of all lines, from an engine in this process."""
     requests, wanted = RequestReader(pair, 3), {}
     for number, document in enumerate(asked, 1):
         if document["custom_id"].startswith("q"):

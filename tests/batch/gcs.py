@@ -1,5 +1,5 @@
-"""A stand-in for Google's storage, an emulator, on this machine. It is a process of its own: pyarrow holds the
-interpreter's lock while it waits for an answer."""
+"""A local emulator in place of Google Cloud Storage. It runs in its own process, because pyarrow holds the interpreter
+lock while it waits for a response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ print("listens", flush=True)
 
 @contextmanager
 def gcs_server() -> Iterator[dict[str, str]]:
-    """With a bucket; gives the environment of processes that are to use it, as `gs://anonymous@BUCKET/..`."""
+    """Run the emulator with a bucket. Yields the environment variables of processes that use it as
+    `gs://anonymous@BUCKET/..`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = subprocess.Popen([sys.executable, "-c", SERVE, str(port), BUCKET], stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""A cluster as a user starts one, commands run beside it or as its jobs, and what they leave behind."""
+"""A Ray cluster as a user starts one, commands that run on it, and checks of what they leave behind."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-se
 
 
 class Cluster:
-    """`ray start --head --block` with a dashboard, on ports and in a directory of its own."""
+    """`ray start --head --block` with a dashboard, on its own ports and in its own directory."""
 
     def __init__(self, logs: Path, **settings: str) -> None:
         """`settings`: environment variables of all its processes."""
         self._log = logs / "ray.log"
-        # Short: the names of Unix sockets in it may have 107 characters.
+        # A short path, because names of Unix sockets in it are limited to 107 characters.
         self._directory = tempfile.mkdtemp(prefix="sb", dir="/tmp")
         ports = free_ports(len(PORTS))
         self._ports = dict(zip(PORTS, ports))
@@ -60,13 +60,13 @@ class Cluster:
         self.until(lambda: "Ray runtime started" in self._log.read_text(), 60, "the cluster did not start")
 
     def stop(self) -> None:
-        """At once: nothing that is left is of use."""
+        """Kill all processes of the cluster and remove its directory."""
         if self._head is not None:
             end_family(self._head)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def until(self, condition: Callable[[], object], timeout: float, what: str) -> None:
-        """Fails the test after `timeout` seconds, or if the cluster has died."""
+        """Wait until the condition holds. Fails the test after `timeout` seconds, or if the cluster has ended."""
         end = time.monotonic() + timeout
         while not condition():
             assert self._head.poll() is None, f"the cluster has ended: {self._log.read_text()}"
@@ -74,21 +74,21 @@ class Cluster:
             time.sleep(0.1)
 
     def start_batch(self, *arguments: object) -> subprocess.Popen:
-        """`smcserve batch` on this cluster, as a process of this machine."""
+        """Start `smcserve batch` on this cluster, as a process of this machine."""
         command = [BIN / "smcserve", "batch", *map(str, arguments), "--ray-address", self.address]
         return subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def ranks(self) -> dict[int, str]:
-        """Pids of the processes that decode, and their classes."""
+        """Return the process ids of the workers and coordinators, with their actor classes."""
         return self.actors("smcserve: ")
 
     def actors(self, name: str) -> dict[int, str]:
-        """Pids and classes of those whose class begins with this."""
+        """Return the process ids and classes of live actors whose class begins with `name`."""
         actors = list_actors(self.dashboard, filters=[("state", "=", "ALIVE")], detail=True)
         return {actor.pid: actor.class_name for actor in actors if actor.class_name.startswith(name)}
 
     def until_empty(self) -> None:
-        """No actor is alive or to be, and no placement group holds anything."""
+        """Wait until no actor is left, other than Ray's own, and every placement group is removed."""
 
         def left() -> list:
             actors = [

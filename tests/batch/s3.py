@@ -1,4 +1,4 @@
-"""A stand-in for S3, moto's server, on this machine."""
+"""A local server of moto in place of S3."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUCKET = "questions"
 
 @contextmanager
 def s3_server() -> Iterator[dict[str, str]]:
-    """With a bucket; gives the environment of processes that are to use it."""
+    """Run the server with a bucket. Yields the environment variables of processes that use it."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()

@@ -1,5 +1,5 @@
-"""The command on a real cluster, with one worker group and with several, over files and a stand-in for S3: the engine's
-own answers, whatever is killed or stopped on the way, and nothing left behind."""
+"""`smcserve batch` on a real cluster, with one worker group and with several, over files and a stand-in for S3: it
+gives the engine's own answers, whatever process is killed or stopped meanwhile, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ TWO = ("--gangs", 2, "--part-lines", 2)
 
 @pytest.fixture
 def options(tmp_path) -> tuple:
-    """Of every run. No worker group times its models before the first line, which takes longer than the line."""
+    """Options of every run. Worker groups do not time their models at start, which would take longer than decoding a
+    line."""
     config = tmp_path / "config.yaml"
     config.write_text("drafting: always\n")
     return (*OPTIONS, "--config", config)
@@ -45,8 +46,8 @@ def whole_lines(path: Path) -> bytes:
 
 
 def test_disturbed_runs_make_the_file_of_an_undisturbed_one(cluster: Cluster, asked, expected, options, tmp_path):
-    """The first run has one worker group and is killed with SIGKILL; the second has two, whose parts it appends in
-    order, and loses a rank. Between them they do every line once."""
+    """A run with one worker group is killed with SIGKILL. A second run has two, appends their parts in order, and loses
+    a rank. Together they do every line once and write the same output as an undisturbed run."""
     source, output = write_lines(tmp_path / "in.jsonl", asked), tmp_path / "out.jsonl"
     killed = cluster.start_batch(source, output, *options)
     cluster.until(lambda: lines_in(output) >= 3 or killed.poll() is not None, 300, "no progress")
@@ -72,7 +73,8 @@ def test_disturbed_runs_make_the_file_of_an_undisturbed_one(cluster: Cluster, as
 
 
 def test_a_cluster_without_room(cluster: Cluster, asked, tmp_path):
-    """The run waits for it as long as it is told to, or until a signal ends it, as when `ray job stop` stops a job."""
+    """Without room on the cluster, a run waits until its start timeout, or until a signal ends it, as `ray job stop`
+    sends one."""
     source, no_room = write_lines(tmp_path / "in.jsonl", asked), ("--device", "cuda", "--start-timeout")
     jobs, command = (
         JobSubmissionClient(cluster.dashboard),
@@ -96,8 +98,8 @@ def test_a_cluster_without_room(cluster: Cluster, asked, tmp_path):
 
 
 def test_a_run_over_s3_that_loses_its_worker_group(cluster: Cluster, asked, expected, options, tmp_path):
-    """Its only one: another takes its place, and the parts that were written stay. How an output in parts is resumed:
-    tests/batch/test_parts.py."""
+    """A run with one worker group loses it. Another takes its place, and the parts that were written stay. How an
+    output in parts is resumed: tests/batch/test_parts.py."""
     source, sink = (Store.of(f"s3://{BUCKET}/{name}/") for name in ("in", "out"))
     for name, lines in (("a.jsonl", asked[:10]), ("more/b.jsonl", asked[10:])):
         source.write(name, write_lines(tmp_path / "lines", lines).read_bytes())

@@ -1,5 +1,5 @@
-"""The command where it needs no cluster: mistakes, found before anything starts, and files on which nothing is left to
-do."""
+"""`smcserve batch` where it needs no cluster: mistakes that are found before anything starts, and inputs with no lines
+left to do."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def test_an_empty_file(smcserve, files):
 
 
 def test_another_run_is_at_it(smcserve, files):
+    """A run whose output is locked by another run ends with exit code 2."""
     with files[1].open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         ran = smcserve("batch", *files)

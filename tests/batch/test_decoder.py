@@ -1,4 +1,4 @@
-"""A service that is lost and comes back: requests are sent again, and not for ever."""
+"""Requests are sent again after the service was lost and has come back, but only a limited number of times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.batch.asking import answer_of
 
 
 class Shaky:
-    """A backend that is lost whenever it decodes one of `deadly`, and comes back after a while."""
+    """A backend that is lost each time it decodes a request of `deadly`, as often as its value says, and soon comes
+    back."""
 
     def __init__(self, serving: ServiceState, deadly: dict[str, int]) -> None:
         self._serving, self._left, self.calls = serving, dict(deadly), []
@@ -58,6 +59,7 @@ def test_a_lost_request_is_sent_again():
 
 
 def test_a_line_that_the_service_dies_of_fails_alone():
+    """A request that makes the service fail at every attempt fails after `ATTEMPTS`; all others are answered."""
     found, calls = decode_all({"b": 99}, "abcdef")
     assert isinstance(found.pop("b"), Unavailable)
     assert {each: answer.request_id for each, answer in found.items()} == {each: each for each in "acdef"}

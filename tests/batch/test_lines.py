@@ -1,4 +1,4 @@
-"""What is around a body: read, or refused with a reason that names what is allowed."""
+"""The fields around the body of a request line: they are read, or refused with a message that names what is allowed."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def test_a_wrong_line_keeps_its_name(change, mistake):
 
 
 def test_blank_lines_hold_nothing_but_count(tmp_path):
+    """Blank lines are skipped, but count in the numbers of later lines."""
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n{}\n  \n\r\n[]")
     assert list(read_lines(path)) == [(2, b"{}\n"), (5, b"[]")]

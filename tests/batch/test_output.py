@@ -1,4 +1,5 @@
-"""The output file: whole lines, a torn end that is cut, and nothing of anybody else's touched."""
+"""The output file: it holds whole lines, an incomplete last line is cut off, and a file that is not an output is left
+untouched."""
 
 from __future__ import annotations
 

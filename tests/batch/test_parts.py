@@ -1,5 +1,5 @@
-"""Directories of files, here and in stand-ins for S3 and Google's storage: every line in one part exactly, and what is done known by the
-names of outputs alone."""
+"""Directories of files, local and in stand-ins for S3 and Google Cloud Storage: every line is in exactly one part, and
+the names of the outputs alone say which parts are done."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gs() -> Iterator[None]:
 
 @pytest.fixture(params=["local", "s3", pytest.param("gs", marks=pytest.mark.slow)])
 def stores(request, tmp_path) -> tuple[Store, Store]:
-    """An input and an output."""
+    """A store for the input and one for the output."""
     if request.param == "local":
         return Store.of(f"{tmp_path}/in"), Store.of(f"{tmp_path}/out/")
     request.getfixturevalue(request.param)
@@ -61,7 +61,7 @@ def lines_of(part: InputPart, source: Store) -> list:
 
 
 def do(part: InputPart, stores, form="jsonl", failed: tuple[str, ...] = ()) -> DonePart:
-    """What a worker group makes of a part, with records that hold no answers."""
+    """Do a part as a worker group does, with records that hold no texts."""
     known = earlier_records(part, stores[1], form)
     new = kept = Counts()
     data = b""
@@ -106,7 +106,7 @@ def test_every_line_is_in_one_part_wherever_files_are_cut(tmp_path, step):
 
 
 def test_a_run_over_a_directory(stores):
-    """Stopped in the middle, resumed, and complete: every line once, in the order of its file."""
+    """A run that is stopped in the middle and resumed does every line once, in the order of its file."""
     put_lines(stores[0], "a.jsonl", [chat(f"a{i}") for i in range(9)])
     put_lines(stores[0], "deep/b.jsonl", [chat(f"b{i}") for i in range(5)])
     stores[0].write("_success", b"")
@@ -124,6 +124,8 @@ def test_a_run_over_a_directory(stores):
 
 
 def test_lines_are_named_by_file_and_offset(stores):
+    """A line is named by its file and byte offset, and its digest does not depend on how the file is divided into
+    parts."""
     put_lines(stores[0], "a.jsonl", [chat(f"a{i}") for i in range(3)])
     with_parts = [line for part in opened(stores).parts(9, 1) for line in lines_of(part, stores[0])]
     size = len(json.dumps(chat("a0"))) + 1
@@ -147,6 +149,8 @@ def test_files_may_be_added_and_lines_at_the_end(stores):
 
 
 def test_failed_lines_are_done_again_and_answers_stay(stores):
+    """With `retry_failed` only failed lines are decoded again. Parts without failures are unchanged, and lines that
+    fail again are not tried again in the same run."""
     put_lines(stores[0], "a.jsonl", [chat(f"a{i}") for i in range(9)])
     output = opened(stores)
     fill(output, stores, failed=("a1", "a2", "a7"))
@@ -170,6 +174,8 @@ def test_failed_lines_are_done_again_and_answers_stay(stores):
 
 
 def test_a_run_that_is_killed_between_a_part_and_the_end_of_what_it_replaces(stores):
+    """A run may be killed after it has written a new version of a part and before it has deleted the old one. The next
+    run deletes the old one."""
     put_lines(stores[0], "a.jsonl", [chat("a0"), chat("a1")])
     output = opened(stores)
     (part,) = output.parts(1, 9)[:1]
@@ -237,7 +243,7 @@ def test_addresses_that_pyarrow_does_not_know():
 
 
 def test_parquet(stores):
-    """Rows in, rows out; bodies are JSON or structures."""
+    """Rows of Parquet become rows of Parquet. Bodies may be JSON texts or structures."""
     bodies = [{"messages": [{"role": "user", "content": "1?"}], "stop": "a"}, {"messages": [], "n": 2}, {"prompt": "x"}]
     table = pa.table({"custom_id": ["r0", "r1", "r2"], "body": [json.dumps(each) for each in bodies]})
     structs = pa.table({"custom_id": ["s0", "s1"], "body": [{"prompt": "x", "n": 1}, {"prompt": "y"}]})
@@ -262,7 +268,8 @@ def test_parquet(stores):
 
 
 def test_parts_appended_to_one_file_make_the_file_of_one_worker_group(pair, tmp_path):
-    """From any line on, whatever the size of parts; and nothing after a part that is missing."""
+    """Parts appended to one file give the output of a single worker group, from whichever line the run resumes and
+    whatever the size of parts. A part is not appended before the one that precedes it."""
     documents = [chat(f"q{i}") for i in range(9)]
     documents[2:2] = ["", "not json", chat("wrong", n=0), ""]
     source = write_lines(tmp_path / "in.jsonl", documents)
@@ -292,7 +299,7 @@ def test_parts_appended_to_one_file_make_the_file_of_one_worker_group(pair, tmp_
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_failed_lines_of_one_file(pair, tmp_path, groups):
-    """Parts carry the answers that there are, which stay."""
+    """With `--retry-failed`, parts contain the answers that exist, which are kept, and the lines to do again."""
     source = write_lines(tmp_path / "in.jsonl", [chat("a"), chat("b", n=0), "", chat("c"), chat("d")])
     path = tmp_path / "out.jsonl"
     answer_file(pair, source, path)
@@ -308,7 +315,7 @@ def test_failed_lines_of_one_file(pair, tmp_path, groups):
 
 
 def test_a_survey_of_a_file_may_be_made_twice(pair, tmp_path):
-    """The second reads what the first has found to be whole."""
+    """A second survey of the same open output file gives the same records as the first."""
     source = write_lines(tmp_path / "in.jsonl", [chat("a"), chat("b")])
     answer_file(pair, source, tmp_path / "out.jsonl")
     with OutputFile(tmp_path / "out.jsonl", overwrite=False) as output:

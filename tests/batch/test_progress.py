@@ -1,4 +1,4 @@
-"""What a run says of itself where nobody watches."""
+"""Progress of a run without a terminal: log lines, a summary and metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_line_every_few_seconds_and_a_summary(monkeypatch):
 
 
 def test_metrics():
-    """What a scraper finds while a run goes on."""
+    """The metrics of a run while it is in progress."""
     console = Console(file=io.StringIO(), force_terminal=False, width=400)
     run, display = BatchProgress(Survey(total=10, done=2, failed=1)), Display(console)
     with display.serving(0, "127.0.0.1"):
@@ -63,10 +63,11 @@ def test_metrics():
         assert sample in page
     assert console.file.getvalue().count("\n") == 1
     run.expect(Counts())
-    display.update(run)  # a worker group was lost: nothing is counted back
+    display.update(run)  # a worker group was lost: counters do not decrease
 
 
 def test_what_is_copied_is_no_work(monkeypatch):
+    """Records copied from an earlier output count as done, but not towards the rate and the time left."""
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     run = BatchProgress(Survey(total=10, done=2, failed=0), is_estimate=True)

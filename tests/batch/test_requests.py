@@ -1,4 +1,5 @@
-"""Bodies in OpenAI's terms: what is understood, what is refused by name, and the seed of a line without one."""
+"""Request bodies in OpenAI's format: how they are read, which fields are refused, and the seed of a line that gives
+none."""
 
 from __future__ import annotations
 
@@ -79,6 +80,7 @@ def test_a_salt(requests):
 
 
 def test_a_completion_may_ask_for_log_probabilities_of_others_by_their_number(requests):
+    """In a completion, `logprobs` is a number of tokens, as in OpenAI's API."""
     params = requests.build(line(completion("a", logprobs=3)))[0].params
     assert params.logprobs and params.top_logprobs == 3
     assert requests.build(line(completion("a", logprobs=0)))[0].params.logprobs
@@ -158,6 +160,7 @@ def test_a_prompt_is_refused_by_name(requests, prompt, message):
 
 
 def test_a_line_that_is_no_request_says_what_it_said(requests):
+    """Building the requests of an invalid line raises ValueError with the line's own mistake."""
     with pytest.raises(ValueError, match="method='GET'"):
         requests.build(line(chat("a") | {"method": "GET"}))
 
@@ -168,7 +171,8 @@ def test_a_long_prompt_leaves_room_for_a_shorter_answer(pair, requests):
 
 
 def test_seeds_come_from_the_name_of_the_line_and_the_seed_of_the_run(pair, requests):
-    """Not from the place in the file: a line keeps its answer in any file."""
+    """A line's seed comes from its custom_id and the run's seed, not from its position: a line keeps its answer in any
+    file."""
     names = [f"line {i}" for i in range(1000)] + ["\ud800"]
     seeds = [requests.seed_of(line(chat(name))) for name in names]
     assert len(set(seeds)) == 1001 and all(0 <= seed < 2**63 for seed in seeds)
@@ -182,7 +186,8 @@ def test_seeds_come_from_the_name_of_the_line_and_the_seed_of_the_run(pair, requ
 
 
 def test_negative_prompts(pair, requests):
-    """A string as it is, token ids, messages for the template; none at all is the engine's to fill in."""
+    """A negative prompt is a string, a list of token ids, or messages for the chat template. If it is absent, the
+    engine fills it in."""
 
     def read(**body) -> tuple[int, ...] | None:
         return requests.build(line(chat("a", guidance_scale=1.5, **body)))[0].negative_prompt
@@ -219,7 +224,7 @@ def test_negative_prompts_that_are_refused(requests, body, message):
 
 
 def test_several_answers_to_a_line(requests):
-    """As the API has them: the first has the line's own seed, each prompt as many answers."""
+    """As over the API, the first of several answers has the line's own seed, and each prompt has as many answers."""
     alone = requests.build(line(completion("a", prompt="one", seed=5)))[0]
     several = requests.build(line(completion("a", prompt=["one", "two"], seed=5, n=2)))
     assert several[0] == alone and several[0].prompt == several[1].prompt != several[2].prompt

@@ -1,4 +1,4 @@
-"""Output lines: OpenAI's shape, every number of them JSON."""
+"""Output lines have OpenAI's shape, and all their numbers are valid JSON."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_a_chat(pair):
 
 
 def test_scored_prompts(pair):
-    """Of a chat beside its answers, whose first alone scores it; of a completion in every choice, and alone with
-    `max_tokens` 0."""
+    """`prompt_logprobs` are beside the answers of a chat and in every choice of a completion, also with `max_tokens` 0.
+    Only the first request of each prompt computes them."""
     scores = tuple(PromptToken(-0.5 * rank, rank, ((7, -0.1),)) for rank in range(1, 60))
 
     def body_of(document):

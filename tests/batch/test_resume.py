@@ -1,5 +1,4 @@
-"""Whatever beginning of an output is there, the next run makes the same file of it, and decodes no line that is in
-it."""
+"""From any beginning of an output the next run makes the same file, without decoding a line that is already in it."""
 
 from __future__ import annotations
 
@@ -37,6 +36,8 @@ def done_by(calls: list[str]):
 
 
 def test_any_beginning_becomes_the_same_file(pair, source, tmp_path):
+    """An output that is cut at, next to or between line ends is completed to the same file, and only missing lines are
+    decoded."""
     answer_file(pair, source, tmp_path / "whole.jsonl")
     whole = (tmp_path / "whole.jsonl").read_bytes()
     lines = whole.splitlines(keepends=True)
@@ -65,7 +66,7 @@ def test_failed_lines_of_earlier_runs_count(pair, source, tmp_path):
 
 
 def test_failed_lines_are_done_again_and_answers_stay(pair, source, tmp_path):
-    """In their order, and then the lines that were not done."""
+    """Failed lines are done again in their order, before the lines that have not been done; answers are kept."""
     output, calls = tmp_path / "out.jsonl", []
     answer_file(pair, source, output)
     before = output.read_bytes().splitlines(keepends=True)

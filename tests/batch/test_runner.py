@@ -1,4 +1,4 @@
-"""Many lines in flight: answers in order, bounded memory, and a failing line that harms no other."""
+"""Many lines in flight: answers are written in order, memory is bounded, and a failing line affects no other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(pair, lines, decode, limit, write=None) -> list[dict]:
 
 
 class Meter:
-    """Decodes after a while; knows how many it decoded at once."""
+    """Decodes after a short random delay and records the largest number of requests and of rows at a time."""
 
     def __init__(self) -> None:
         self.now = self.most = self.most_rows = self.rows = 0
@@ -51,6 +51,7 @@ def test_no_more_requests_than_allowed(pair):
 
 
 def test_no_more_particles_than_allowed_but_one_request_at_least(pair):
+    """The rows in flight stay within the limit, except that one larger request may run alone."""
     meter, sizes = Meter(), [4, 1, 60, 3, 8, 16, 2, 5] * 5
     run(pair, [line(chat(f"{i}", particles=size), i + 1) for i, size in enumerate(sizes)], meter, Limit(rows=20))
     assert meter.most > 1 and meter.most_rows == 60
@@ -59,7 +60,8 @@ def test_no_more_particles_than_allowed_but_one_request_at_least(pair):
 
 
 def test_a_slow_line_stops_the_reading_of_others(pair, monkeypatch):
-    """Otherwise all answers of a long file could have to wait in memory."""
+    """A slow line stops the reading of further lines, as otherwise all answers of a long file could accumulate in
+    memory."""
     monkeypatch.setattr(module, "WINDOW", 10)
     read, waiting = [], []
 
@@ -93,6 +95,7 @@ def test_a_record_is_written_as_soon_as_all_before_it_are(pair):
 
 
 def test_lines_that_fail_are_records_in_their_place(pair):
+    """A failed line has a record with its error code, in the order of the lines."""
     errors = {
         2: ValueError("too long"),
         4: RequestFailed("NaN"),
@@ -116,7 +119,8 @@ def test_lines_that_fail_are_records_in_their_place(pair):
 
 
 def test_the_loss_of_the_service_ends_the_run_and_no_line(pair):
-    """What was not answered must be done by the next run, so it must not be written as failed."""
+    """When the service is lost the run ends, and lines without an answer are not written as failed, because the next
+    run must do them."""
     written = []
 
     async def decode(request):

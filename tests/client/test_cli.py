@@ -1,4 +1,4 @@
-"""`smcserve client` as its user meets it: answers, health, information, mistakes; exit codes 0, 1 and 2."""
+"""`smcserve client` as its user sees it: answers, health, information and mistakes, with exit codes 0, 1 and 2."""
 
 from __future__ import annotations
 

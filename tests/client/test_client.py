@@ -1,4 +1,4 @@
-"""The Python client's own promises: what it returns, what it refuses, what it imports."""
+"""The Python client: what it returns, what it refuses, and what it imports."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def test_a_stream_ends_in_a_completion(service):
 
 
 def test_generate_is_the_stream_at_once(service):
+    """`generate` returns what a stream of the same request returns in total."""
     with service.client() as client:
         whole = client.generate(QUESTION, seed=3, particles=4, logprobs=True)
         with client.stream(QUESTION, seed=3, particles=4, logprobs=True) as stream:
@@ -48,6 +49,7 @@ def test_generate_is_the_stream_at_once(service):
 
 
 def test_prompts_share_what_was_computed_within_a_salt(service):
+    """Cached prompt tokens are shared between requests of the same `cache_salt` only."""
     with service.client() as client:
         found = [client.generate(QUESTION, seed=3, min_particles=2, cache_salt=salt) for salt in ("a", "a", "b")]
     assert len({completion.tokens for completion in found}) == 1
@@ -97,7 +99,7 @@ def test_a_hint_to_try_again(pair):
 
 
 def test_one_client_outlives_a_service(pair):
-    """The same port, a new service: the same client goes on."""
+    """A client keeps working when its service is replaced by another on the same port."""
     with serving(pair) as first:
         port = first.gateway.port
         client = first.client()
@@ -138,13 +140,14 @@ def test_its_types_are_the_librarys():
 
 
 def test_it_loads_no_model_code():
-    """Importing takes no torch, so a script that only asks starts at once."""
+    """Importing the client loads neither torch nor numpy nor Ray, so a script that only sends requests starts at
+    once."""
     script = "import sys, services.client; assert not {'torch', 'numpy', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_the_vote_of_the_documentation(service, capsys):
-    """docs/particles.md, as it stands there: the shares of the three likeliest results."""
+    """The example in docs/particles.md runs unchanged and prints the shares of the three likeliest results."""
     (script,) = re.findall(
         r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "particles.md").read_text(), flags=re.DOTALL
     )

@@ -1,9 +1,9 @@
-"""Other people's clients against `smcserve serve`, in an environment of their own: `python -m tests.clients
+"""Third-party clients against `smcserve serve`, in a separate environment: `python -m tests.clients
 [--environment DIR]`.
 
-Not in the gate: what they need is large, and has versions of its own. The demo pair is served with a chat template that
-takes every role. With `--target DIR --draft DIR`, the pair of `benchmarks.real_pair`, its template offers tools as Qwen's
-does, and LangChain's suite tests tools and structured output."""
+Not part of the gate, because the clients' packages are large and pin versions of their own. The demo pair is served
+with a chat template that accepts every role. With `--target DIR --draft DIR`, the pair of `benchmarks.real_pair`, the
+template renders tools as Qwen's does, and only LangChain's suite runs, with tools and structured output."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TEMPLATE = (
 
 
 def environment(folder: Path) -> Path:
-    """The Python of an environment with the clients, made if it is not there."""
+    """Return the Python of an environment with the clients, which is created if it does not exist."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
@@ -67,7 +67,7 @@ def environment(folder: Path) -> Path:
 
 @contextmanager
 def served(folder: Path, pair: tuple[Path, Path], template: str) -> Iterator[str]:
-    """The address of OpenAI's API of a service on free ports. `pair`: target and draft."""
+    """Run a service on free ports and yield the URL of its OpenAI API. `pair`: directories of target and draft."""
     models = []
     for name, source in zip(("target", "draft"), pair):
         shutil.copytree(source, folder / name)
@@ -105,7 +105,7 @@ def main() -> int:
             "addopts=",
             "-o",
             "asyncio_mode=auto",
-            # LangChain keeps connections from one test to the next.
+            # LangChain keeps connections open between tests.
             "-o",
             "asyncio_default_test_loop_scope=session",
             "-o",

@@ -1,5 +1,5 @@
-"""The requests of `vllm bench serve`, and how it reads what comes back: backends `openai-chat` and `openai`, many at a
-time."""
+"""The requests that `vllm bench serve` sends with its backends `openai-chat` and `openai`, many at a time, and the way
+it reads the responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ COMPLETION = COMMON | {"prompt": PROMPT, "repetition_penalty": 1.0, "max_tokens"
 
 
 async def measured(session: aiohttp.ClientSession, path: str, body: dict) -> tuple[str, int, float, list[float]]:
-    """Text, tokens, time to the first token, and times between them."""
+    """Return the text, the number of tokens, the time to the first token and the times between later ones, in
+    seconds."""
     text, tokens, gaps, first = "", 0, [], None
     headers = {"Authorization": "Bearer none", "x-request-id": "bench-1"}
     began = last = time.perf_counter()

@@ -1,6 +1,6 @@
-"""LangChain's own suite for chat models, over langchain-openai. With tools it is about a model of 135 million parameters,
-which does not choose tools by itself, nor ends JSON of any kind: `test_agent_loop` and `test_json_mode` fail. Tests of
-structured output pass with PENALTY=1.2 in the environment, those of tools without."""
+"""LangChain's own test suite for chat models, over langchain-openai. With tools the model has 135 million parameters;
+it does not choose tools by itself and does not end unconstrained JSON, so `test_agent_loop` and `test_json_mode` fail.
+Tests of structured output pass with PENALTY=1.2 in the environment, tests of tools without it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 TOOLS = bool(os.environ["SMCSERVE_TOOLS"])
-"""The model's template offers tools."""
+"""Whether the model's chat template renders tools."""
 
 
 class TestSmcserve(ChatModelIntegrationTests):
@@ -30,7 +30,8 @@ class TestSmcserve(ChatModelIntegrationTests):
             "max_tokens": 40,
         }
         if TOOLS:
-            # It repeats calls where it may, and words: PENALTY=1.2 ends its texts, and spoils what it copies.
+            # The model repeats calls, if allowed, and words. PENALTY=1.2 makes its texts end, but spoils text that it
+            # copies.
             penalty = float(os.environ.get("PENALTY", "1"))
             params |= {"max_tokens": 120, "temperature": 0, "model_kwargs": {"parallel_tool_calls": False}}
             params |= {"extra_body": {"repetition_penalty": penalty}}

@@ -1,4 +1,4 @@
-"""A worker group without Ray: the coordinator in this thread, every rank in a thread beside it, a real link between
+"""A worker group without Ray: the coordinator in this thread, every rank in a thread of its own, and real links between
 them."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SIDES = tuple(ModelRole)
 def coordinator(
     engine: EngineConfig, *, watched: bool = True, **settings: Any
 ) -> Iterator[tuple[Coordinator, CoordinatorSpec]]:
-    """Of the demo pair, warmed up; `settings` of the worker group. At the end every rank must have heard that it is to
-    stop. `watched`: nothing may stop it before."""
+    """Start a coordinator for the demo pair, warmed up. `settings` are those of the worker group. At the end, every
+    rank must have received the command to stop. `watched`: check that the engine does not fail before that."""
     config = WorkerGroupConfig(
         engine=engine, **{"start_timeout": 30.0, "link_timeout": 20.0, "heartbeat": 0.2, **settings}
     )
@@ -68,6 +68,6 @@ def coordinator(
 
 
 def _run(spec: RankSpec) -> None:
-    """What a rank fails with, the coordinator says."""
+    """Run one rank. Its errors are ignored here, because the coordinator reports them."""
     with suppress(Exception):
         run_rank(spec, HOST)

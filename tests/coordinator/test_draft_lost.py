@@ -1,5 +1,4 @@
-"""A draft that fails while requests run, and another that takes its place, without Ray: the target and the coordinator
-go on."""
+"""A draft fails while requests run and another replaces it, without Ray: the target and the coordinator go on."""
 
 from __future__ import annotations
 
@@ -45,7 +44,8 @@ async def outcome(client: CoordinatorClient, **params) -> str:
 
 @pytest.mark.slow
 def test_one_draft_after_the_other(monkeypatch):
-    """In lockstep: tests/scheduler/test_draft_lost.py."""
+    """Twice in a row a draft fails and another replaces it: answers of exact decoding and of the target are unchanged,
+    and other methods are unavailable meanwhile. In lockstep: tests/scheduler/test_draft_lost.py."""
     engine = EngineConfig(block=4, drafting="always", branches=2)
     settings = {"link": "nccl", "engine": engine, "start_timeout": 30.0, "link_timeout": 20.0}
     broken, fails = DraftRunner.draft, threading.Event()
@@ -100,7 +100,7 @@ def test_one_draft_after_the_other(monkeypatch):
 
 @pytest.mark.slow
 def test_answers_go_on_while_another_draft_is_slow(monkeypatch):
-    """It has come, and says nothing for a while: nobody but it waits."""
+    """The new draft has connected but says nothing for a while; answers of the target do not wait for it."""
     settings = {
         "link": "grpc",
         "engine": EngineConfig(block=4, branches=2, drafting="always"),
@@ -131,9 +131,9 @@ def test_answers_go_on_while_another_draft_is_slow(monkeypatch):
         threading.Thread(target=lambda: run_rank(rank, HOST), daemon=True).start()
         attaching = asyncio.create_task(asyncio.to_thread(made.attach_draft, 2))
         await asyncio.to_thread(come.wait, 60)
-        await asyncio.sleep(1.0)  # the coordinator is at it
+        await asyncio.sleep(1.0)  # so that the coordinator is waiting for the draft
         for _ in range(3):
-            async with asyncio.timeout(20):  # a quarter of what the draft has
+            async with asyncio.timeout(20):  # a quarter of the draft's time limit
                 assert (await ask(client, method="target")).tokens == plain
         assert not attaching.done()
         silence.set()

@@ -1,5 +1,5 @@
-"""A worker that fails says why, whichever of the two it is, and whomever the coordinator waits for. A target outlives
-its draft."""
+"""The error of a failing worker names that worker and the cause, whichever model it runs and whichever worker the
+coordinator waits for. A target outlives its draft."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ def test_the_error_is_that_of_the_worker_that_failed(monkeypatch, link, side, wh
 
 
 def test_the_error_is_known_when_its_message_is_lost(monkeypatch):
+    """The coordinator names the failed worker and its error even if the worker's own message about it does not
+    arrive."""
     monkeypatch.setattr(ResponseSender, "fail", lambda *_: None)
     fails(monkeypatch, "nccl", "target", "round")
 
 
 def fails(monkeypatch, link: str, side: str, what: str) -> None:
-    """A pair of workers, one of which raises ValueError in its first `what`; the coordinator says which and why. The
-    target outlives it."""
+    """Run a pair of workers, one of which raises ValueError in its first call of `what`. The coordinator must name that
+    worker and the error. If it is the draft, the target must go on."""
     config = WorkerGroupConfig(
         engine=EngineConfig(block=3, branches=2), start_timeout=30.0, link_timeout=20.0, link=link
     )

@@ -1,4 +1,5 @@
-"""The coordinator between its two workers, over a long time: idle, under load of one model only, under bursts."""
+"""A coordinator with its two workers over a longer time: idle, under load on one model only, under bursts, and with
+failures."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from tests.coordinator.harness import coordinator
 from tests.pairwise import one_of
 
 ENGINE = EngineConfig(block=4, branches=2, max_slots=200, cohorts=2, drafting="always")
-"""It starts at once: no rounds are timed."""
+"""With `drafting="always"` no rounds are timed, so the coordinator starts at once."""
 
 
 def attached(made, spec, work: Callable[[CoordinatorClient, list[EngineStep]], Coroutine]) -> None:
-    """Run `work` with a client of this coordinator and the steps it hears of."""
+    """Run `work` with a client of this coordinator and the list of steps that the client receives."""
 
     async def run() -> None:
         steps: list[EngineStep] = []
@@ -47,11 +48,13 @@ async def ask(client: CoordinatorClient, name: str, **params) -> FinishReason:
 
 
 def test_idle_time_is_no_part_of_the_next_round():
+    """The times of a round do not include the idle time before it."""
+
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         await asyncio.sleep(1.0)
         await ask(client, "first", particles=2, max_tokens=10)
         times = [step.times for step in steps if step.times]
-        # Nobody reads what comes of a chunk that draws nothing: it is not kept.
+        # The result of a prefill chunk that draws no token is never read, so it must not be kept.
         assert not any(worker._arrived for worker in made._remote.workers.values())
         assert times and all(t.coordinator >= 0 and t.coordinator + t.link <= t.whole + 1e-6 for t in times), times[0]
 
@@ -60,6 +63,7 @@ def test_idle_time_is_no_part_of_the_next_round():
 
 
 def test_costs_are_timed_before_anybody_is_served(caplog):
+    """With `drafting="costs"` the coordinator has its latency model and is idle before it serves a request."""
     caplog.set_level("INFO", logger="services.coordinator.process")
     with coordinator(replace(ENGINE, drafting="costs")) as (made, _):
         engine = made._remote.engine
@@ -71,7 +75,8 @@ def test_costs_are_timed_before_anybody_is_served(caplog):
 
 
 def test_load_on_one_model_does_not_starve_the_other():
-    """A worker takes silence for death. Here the draft has nothing to do, and the engine is never idle."""
+    """A worker that hears nothing for too long takes its coordinator for dead. Here the draft has no work and the
+    engine is never idle, so only heartbeats reach the draft."""
 
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         heard, send = [], made._remote.workers["draft"]._send
@@ -91,7 +96,8 @@ def test_load_on_one_model_does_not_starve_the_other():
 
 @pytest.mark.slow
 def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
-    """They wait as long as their leader does: only the coordinator knows when it will speak again."""
+    """Ranks wait as long as their leader does, even longer than `start_timeout`, because only the coordinator knows
+    when its next command comes."""
 
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         await asyncio.sleep(8.0)
@@ -103,6 +109,8 @@ def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
 
 @pytest.mark.parametrize("link", one_of("grpc", "nccl"))
 def test_everybody_leaves_at_once(link):
+    """After all 100 callers cancel at once, the next request is answered within seconds."""
+
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         calls = [
             asyncio.create_task(ask(client, str(i), particles=1, max_tokens=400, ignore_eos=True)) for i in range(100)
@@ -120,7 +128,7 @@ def test_everybody_leaves_at_once(link):
 
 
 def test_a_step_that_does_not_end_is_noticed():
-    """Nobody but the engine's thread could say so, and it cannot."""
+    """`wait` raises EngineStuck if a step takes too long. The engine's own thread, being stuck, cannot report it."""
     go_on = threading.Event()
 
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
@@ -139,6 +147,9 @@ def test_a_step_that_does_not_end_is_noticed():
 
 
 def test_a_request_that_cannot_be_taken_in_or_reported_ends_alone(monkeypatch):
+    """An error while a request is accepted, or while its tokens are reported, fails that request only; the engine's
+    page accounting stays correct."""
+
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         others = [
             asyncio.create_task(ask(client, str(i), particles=2, max_tokens=25, ignore_eos=True)) for i in range(3)

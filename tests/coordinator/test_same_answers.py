@@ -1,5 +1,5 @@
-"""Over the other links and at the other degrees, with every rank in a thread: what an engine in this process
-answers."""
+"""Worker groups over every link and at several tensor-parallel degrees, with each rank in a thread, give the answers of
+an engine in this process."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ FORMS = {"lookahead": {"block": 4, "branches": 2, "cohorts": 2}, "lockstep": {"f
     [("grpc", 2, 3, "lookahead"), ("nccl", 2, 2, "lockstep"), ("grpc", 1, 4, "lockstep")],
 )
 def test_over_every_link_at_every_degree(link, draft_tp, target_tp, form):
-    """Three ranks of a target with 4 query heads and 2 key/value heads hold 2, 1 and 1 of each, and four one of each:
-    key heads are repeated."""
+    """Answers equal those of the in-process engine. Three ranks of a target with 4 query heads and 2 key/value heads
+    hold 2, 1 and 1 query heads; four ranks hold one each. Key/value heads are then repeated."""
     expected = _answers_here(form)
     with coordinator(_config(form), link=link, draft_tp=draft_tp, target_tp=target_tp) as (made, spec):
         found = asyncio.run(_answers(made.address, spec.rendezvous.secret))
@@ -60,7 +60,7 @@ def _answers_here(form: str) -> dict[str, Answer]:
 
 
 async def _answers(address: str, secret: str) -> list[Answer]:
-    """To all at once."""
+    """Send all requests of `ASKED` at once and return their answers."""
     client = CoordinatorClient(address, secret, lambda step: None, lambda: None)
 
     async def ask(request: Request) -> Answer:

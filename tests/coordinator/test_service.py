@@ -1,4 +1,5 @@
-"""The stream of the gateway: what it leaves behind when it goes."""
+"""The stream between gateway and coordinator: its start, its limits, and what happens to requests when the gateway
+disconnects."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ STATS = EngineStats(pages_used={"draft": 0, "target": 0}, pages_total={"draft": 
 
 
 class FakeLoop:
-    """Answers what is asked with even numbers, refuses multiples of three, and lets the others wait."""
+    """Answers requests with even numbers, refuses multiples of three, and lets all others wait."""
 
     def __init__(self, server: CoordinatorServer) -> None:
         self._server, self.aborted, self.salts, self.priorities = server, set(), set(), set()
@@ -48,7 +49,7 @@ class FakeLoop:
 
 @contextmanager
 def proxy(monkeypatch) -> Iterator[list[bytes]]:
-    """One that answers nobody, set as everybody's; what it is sent."""
+    """Set a proxy that never answers as the proxy of all connections. Yields the data that it receives."""
     heard: list[bytes] = []
 
     def listen() -> None:
@@ -68,7 +69,8 @@ def proxy(monkeypatch) -> Iterator[list[bytes]]:
 
 
 def test_what_stays_on_this_machine_goes_through_no_proxy(monkeypatch):
-    """The stream of the gateway, the link, and a client's token."""
+    """The gateway's stream, the link between processes and the client bypass the configured proxy, so that none of them
+    sends it anything."""
     with proxy(monkeypatch) as heard:
         server = CoordinatorServer("127.0.0.1", "secret")
         server.attach_to(FakeLoop(server))
@@ -89,7 +91,8 @@ def test_what_stays_on_this_machine_goes_through_no_proxy(monkeypatch):
 
 
 def test_a_coordinator_that_does_not_take_the_stream_up():
-    """The service must not say that it serves before this."""
+    """`attached` fails if the coordinator does not answer in time; the service reports that it serves only after it
+    succeeds."""
     server = CoordinatorServer("127.0.0.1", "secret")
 
     async def work() -> None:
@@ -103,7 +106,7 @@ def test_a_coordinator_that_does_not_take_the_stream_up():
 
 
 def test_a_gateway_that_takes_nothing_is_given_up(monkeypatch):
-    """What waits for it is bounded."""
+    """Steps that wait for a gateway that reads nothing are limited; beyond `MAX_BEHIND` its stream is closed."""
     monkeypatch.setattr(service, "MAX_BEHIND", 5)
     server = CoordinatorServer("127.0.0.1", "secret")
     server._outbox = outbox = SimpleQueue()
@@ -114,7 +117,8 @@ def test_a_gateway_that_takes_nothing_is_given_up(monkeypatch):
 
 
 def test_when_the_gateway_goes_only_what_still_runs_is_aborted():
-    """What has ended is forgotten at once: a coordinator serves for months."""
+    """Only unfinished requests are aborted when the gateway disconnects. Finished ones are forgotten at once, because a
+    coordinator serves for months."""
     server = CoordinatorServer("127.0.0.1", "secret")
     loop = FakeLoop(server)
     server.attach_to(loop)

@@ -12,7 +12,8 @@ import pytest
 
 @dataclass(frozen=True)
 class Certificates:
-    """Two authorities; the first has signed a server's and a client's certificate, the second a stranger's."""
+    """A directory of certificates and keys. There are two authorities: the first signed the server's and the client's
+    certificate, the second the stranger's."""
 
     folder: Path
 

@@ -15,7 +15,7 @@ def pair() -> ModelPair:
 
 @pytest.fixture(scope="session")
 def shared(pair):
-    """A service that tests share: each leaves it as it found it."""
+    """A service that tests share; each test leaves it as it found it."""
     with serving(pair) as service:
         yield service
 

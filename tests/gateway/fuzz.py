@@ -1,5 +1,5 @@
-"""Requests of every kind that nobody would send: `python -m tests.gateway.fuzz --requests 100000 --seed 1` sends them
-to a service that it starts, and says how they ended, what they left behind, and what somebody else noticed of them."""
+"""Malformed and extreme requests of every kind: `python -m tests.gateway.fuzz --requests 100000 --seed 1` starts a
+service, sends them, and reports how they ended, what they left behind, and how they affected another client."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ MODES = (0, 1, 2, 3, 4, 5, 99)
 GENERATE, ABORT = "/smc.v1.GenerationService/Generate", "/smc.v1.GenerationService/Abort"
 METHODS = (*[GENERATE] * 18, ABORT, "/vllm.grpc.engine.VllmEngine/Generate")
 TOGETHER = 8
-"""Requests at a time."""
+"""Number of requests in flight at a time."""
 BYSTANDER = {"method": "target", "max_tokens": 300, "ignore_eos": True, "seed": 1}
-"""An answer that does not depend on what else is decoded."""
+"""Settings of an answer that does not depend on the rest of the batch."""
 WORSE = 0.25
-"""Seconds that the bystander's longest pause may be longer than without the others."""
+"""Seconds by which the bystander's longest pause may exceed its longest pause without the other requests."""
 MIB = 1 << 20
 SERVE = ("--max-slots", "32", "--max-queue", "16")
 
 
 def sampling(rng: random.Random) -> pb.SamplingParams:
-    """Each field is absent more often than not; else as extreme as it comes, or sound."""
+    """Return random sampling settings. Most fields are absent; the others have extreme or valid values."""
     message = pb.SamplingParams(max_tokens=rng.randrange(1, 30))
     for each in pb.SamplingParams.DESCRIPTOR.fields:
         if rng.random() < 0.95:
@@ -113,7 +113,7 @@ def request(rng: random.Random) -> bytes:
 
 
 def ended(channel: grpc.Channel, rng: random.Random) -> str:
-    """How one request ends; of a code that none should end with also its message."""
+    """Send one random request and return its status code; for a code outside `CODES` with the error's message."""
     send = channel.unary_stream(rng.choice(METHODS))
     call = send(request(rng), timeout=rng.choice((0.001, 0.01, 0.1, 60, 60, 60)))
     try:
@@ -129,12 +129,12 @@ def ended(channel: grpc.Channel, rng: random.Random) -> str:
 
 @dataclass
 class Bystander:
-    """Somebody who has one answer after the other streamed to him: in a process of his own, as he knows nothing of
-    those who send the rest and does not wait for their Python."""
+    """A client that streams one answer after another. It runs in a process of its own, so that the clients that send
+    the other requests do not slow down its Python."""
 
     address: str
     longest: float = 0.0
-    """Seconds between two messages of an answer."""
+    """Longest time in seconds between two messages of an answer."""
     answers: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     @contextmanager
@@ -172,7 +172,7 @@ def _watch(address: str, pipe: Connection) -> None:
 
 
 def fuzz(address: str, numbers: range, seed: int) -> Counter[str]:
-    """How these requests end."""
+    """Send the requests of these numbers and count how they end."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options) as channel, ThreadPoolExecutor(TOGETHER) as pool:
         return Counter(pool.map(lambda number: ended(channel, random.Random(f"{seed} {number}")), numbers))
@@ -180,13 +180,13 @@ def fuzz(address: str, numbers: range, seed: int) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Look:
-    """At a service that nobody asks for anything."""
+    """State of a service without requests."""
 
     epoch: int
     pids: dict[str, set[int]]
     held: dict[str, ProcessUsage]
     busy: dict[str, float]
-    """What should be 0."""
+    """Numbers that must be 0."""
 
     @classmethod
     def at(cls, served: ServedChild, tree: ProcessTree) -> Look:
@@ -195,7 +195,7 @@ class Look:
             while (info := client.server_info()).running or info.queued:
                 assert time.monotonic() < end, "requests of callers who are gone still run"
                 time.sleep(0.1)
-        time.sleep(5.0)  # it checks its books, and gives memory back
+        time.sleep(5.0)  # it checks its page accounting and returns memory
         metrics = scrape(served.metrics)
         busy = {
             name: value
@@ -209,7 +209,7 @@ class Look:
 
 
 def faults(found: Counter[str], before: Look, after: Look, alone: float, beside: float, answers: int) -> list[str]:
-    """What is wrong, in sentences."""
+    """Compare the states before and after the requests and return a sentence for each fault."""
     wrong = [f"{count} ended with {code}" for code, count in found.items() if code not in CODES]
     if (before.epoch, before.pids) != (after.epoch, after.pids):
         wrong.append(
@@ -241,7 +241,7 @@ def run(served: ServedChild, requests: int, seed: int, warm_up: int) -> int:
     beside = bystander.longest
     after = Look.at(served, tree)
     with bystander.watching():
-        time.sleep(seconds)  # the longest of many pauses is longer than that of few, whatever makes them
+        time.sleep(seconds)  # as long as before: more pauses have a longer maximum
     alone = bystander.longest
     print(
         f"{requests} requests in {seconds:.0f} s: "

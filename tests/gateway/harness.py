@@ -1,5 +1,4 @@
-"""A gateway as its callers meet it: a real server in a thread of its own, in front of a real engine of the demo
-pair."""
+"""A gateway as its callers see it: a real server in a thread of its own, in front of a real engine of the demo pair."""
 
 from __future__ import annotations
 
@@ -34,11 +33,11 @@ from smc.scheduler.stats import EngineStats
 
 PLAIN_CONFIG = EngineConfig(block=4, branches=2, max_slots=64, pages=12_288)
 LONG = {"particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}
-"""An answer that takes seconds: long enough to be interrupted in."""
+"""Settings of an answer that takes seconds, long enough to be interrupted."""
 
 
 class LocalBackend:
-    """A `services.backend.Backend`: an engine in a thread, its news handed over to this asyncio loop."""
+    """A `services.backend.Backend`: an engine in a thread that delivers its outputs to this asyncio loop."""
 
     def __init__(self, engine, metrics: Metrics) -> None:
         self.engine, self._metrics = engine, metrics
@@ -65,7 +64,7 @@ class LocalBackend:
 
 
 class Service:
-    """Everything that runs, as seen from the test's thread."""
+    """A running gateway with its engine, for use from the test's thread."""
 
     def __init__(
         self, pair: ModelPair, config: GatewayConfig, engine_config: EngineConfig, wrap: Callable[[Any], Any]
@@ -97,11 +96,11 @@ class Service:
 
     @property
     def url(self) -> str:
-        """Of OpenAI's API."""
+        """Base URL of OpenAI's API."""
         return f"http://127.0.0.1:{self.gateway.http_port}/v1"
 
     def do(self, work: Coroutine[Any, Any, Any], timeout: float = 30.0) -> Any:
-        """Run `work` where the gateway runs."""
+        """Run `work` in the gateway's asyncio loop and return its result."""
         return self.begin(work).result(timeout)
 
     def begin(self, work: Coroutine[Any, Any, Any]):
@@ -118,7 +117,7 @@ class Service:
 
     @contextmanager
     def stub(self, *options: tuple[str, int]) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
-        """On a connection of its own."""
+        """A gRPC stub on a connection of its own."""
         with grpc.insecure_channel(self.address, [*options, ("grpc.use_local_subchannel_pool", 1)]) as channel:
             yield generation_pb2_grpc.GenerationServiceStub(channel)
 
@@ -126,7 +125,8 @@ class Service:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def wait_until_free(self, timeout: float = 5.0) -> None:
-        """Until the engine holds nothing and nobody waits; then its books must balance, once its last step has ended."""
+        """Wait until the engine is idle and no call is left, then check its page accounting, which may be complete only
+        after the last step has ended."""
         until(lambda: self.engine.idle and not self.backend.dispatcher.num_calls, timeout)
         deadline = time.monotonic() + 1.0
         while True:
@@ -154,7 +154,7 @@ def serving(
     wrap: Callable[[Any], Any] = lambda backend: backend,
     **gateway: Any,
 ) -> Iterator[Service]:
-    """A service on a free port. `wrap` may put something between gateway and backend."""
+    """Start a service on a free port and stop it at the end. `wrap` may put something between gateway and backend."""
     service = Service(pair, GatewayConfig(**{"port": 0, "write_timeout": 5.0, **gateway}), engine, wrap)
     try:
         if ready:
@@ -181,7 +181,7 @@ def serving_pair(pair: ModelPair, engine: EngineConfig) -> ServingPair:
 
 
 def local_answer(pair: ModelPair, prompt: list[int], engine: EngineConfig = PLAIN_CONFIG, **sampling: Any) -> Answer:
-    """What the engine in this process says."""
+    """Return the answer of an engine in this process."""
     request = Request("local", tuple(prompt), SamplingParams(**sampling))
     return next(output.answer for output in local_engine(pair, engine).run([request]) if output.answer)
 

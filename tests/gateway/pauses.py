@@ -1,4 +1,4 @@
-"""How long an asyncio loop stands still: what everybody who is served by it notices."""
+"""Measures how long an asyncio loop is blocked, which delays every call that it serves."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 from contextlib import contextmanager
 
 LIMIT = 0.5
-"""Seconds: twice what anybody may keep the others waiting for, because the machine may be busy."""
+"""Limit in seconds. It is twice the longest permitted delay, because the machine may be busy."""
 TICK = 0.005
 
 
 class Pauses:
-    """Use it around what may stop `loop`; afterwards `longest` is the longest time in seconds for which nobody had a
-    turn."""
+    """Measures the pauses of the loop that runs `watch`. `longest` is the longest time in seconds for which the loop
+    ran no task."""
 
     def __init__(self) -> None:
         self.longest = 0.0
@@ -29,7 +29,7 @@ class Pauses:
 
 @contextmanager
 def pauses_of(service):
-    """Of a gateway's loop (tests.gateway.harness.Service)."""
+    """Measure the pauses of a gateway's loop. `service`: a `tests.gateway.harness.Service`."""
     pauses = Pauses()
     watching = service.begin(pauses.watch())
     try:

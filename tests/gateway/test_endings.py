@@ -1,5 +1,5 @@
-"""Calls that end early: cancelled, out of time, aborted, unread, drained. Whatever happens, the engine is free again at
-once."""
+"""Calls that end early, because they are cancelled, aborted, too late, unread or drained. In every case the engine is
+free again at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.protobuf import RETRY_TRAILER
 from tests.gateway.harness import LONG, serving, until
 
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))
-"""A client that has room for next to nothing it has not read."""
+"""Channel options of a client that can hold almost no unread data."""
 
 
 def long_request(**sampling) -> pb.GenerateRequest:
@@ -43,7 +43,8 @@ def test_a_client_that_cancels_frees_the_engine(service):
 
 
 def test_cancels_at_random_moments(service):
-    """Before admission, in the prefill, between rounds, at the end: twelve at once, then the books balance."""
+    """Twelve calls are cancelled at random times: before admission, in the prefill, between rounds or at the end.
+    Afterwards the engine holds nothing."""
     rng = random.Random(7)
     delays = [rng.uniform(0, 0.4) for _ in range(12)]
 
@@ -118,11 +119,13 @@ def test_a_time_budget_runs_from_arrival_and_may_end_in_the_queue(service):
 
 
 def test_a_client_that_stops_reading_loses_its_call_only(pair):
+    """A call whose client reads nothing for `write_timeout` ends with RESOURCE_EXHAUSTED, without a retry hint; other
+    calls are unaffected."""
     with serving(pair, write_timeout=0.3) as service, service.stub(*SMALL_WINDOW) as stub, service.client() as other:
         call = stub.Generate(long_request())
         next(call)
         assert other.generate([Message("user", "How many?")], seed=1, max_tokens=20).tokens
-        service.wait_until_free(1.2)  # the answer itself would have taken twice as long
+        service.wait_until_free(1.2)  # the whole answer would have taken twice as long
         assert service.metric("smc_requests_cancelled_total", by="slow_reader") == 1
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
@@ -142,7 +145,7 @@ def test_stopping_does_not_wait_for_clients_that_do_not_read(pair):
 
 
 def test_a_client_that_vanished_is_noticed(pair, tmp_path):
-    """Stopped in its tracks, with its connection open: the keepalive finds out."""
+    """The keepalive detects a client process that is stopped while its connection stays open."""
     script = (
         "import sys; from services.client import Client\n"
         "stream = Client(sys.argv[1]).stream('x', particles=1, ignore_eos=True, max_tokens=500)\n"
@@ -164,7 +167,8 @@ def test_a_client_that_vanished_is_noticed(pair, tmp_path):
 
 @pytest.mark.parametrize(("interval", "others"), [(0.5, 3600.0), (3600.0, 60.0)])
 def test_clients_that_ping_more_often_than_allowed_are_disconnected(pair, interval, others):
-    """And only those, by their third ping: how often the service itself pings has nothing to do with it."""
+    """Clients that ping too often are disconnected at their third ping, and only those. How often the service itself
+    pings makes no difference."""
     pinging = (("grpc.keepalive_time_ms", 1000), ("grpc.http2.max_pings_without_data", 0))
     config = {"min_ping_interval": interval, "keepalive_time": others, "write_timeout": 60.0}
     with serving(pair, **config, wrap=Endless) as service, service.stub(*pinging) as stub:
@@ -175,7 +179,7 @@ def test_clients_that_ping_more_often_than_allowed_are_disconnected(pair, interv
 
 
 class Unhurried:
-    """A backend whose answers take seconds, and hardly any of the machine."""
+    """A backend whose answers take seconds and use hardly any CPU time."""
 
     def __init__(self, backend) -> None:
         self._backend = backend
@@ -188,7 +192,7 @@ class Unhurried:
 
 
 class Endless:
-    """A backend whose answers stop coming after their first news."""
+    """A backend whose answers stop after their first output."""
 
     def __init__(self, backend) -> None:
         self._backend = backend
@@ -214,7 +218,7 @@ def test_draining_lets_calls_finish_and_nobody_in(pair):
         channel.subscribe(states.append)
         draining = service.begin(service.gateway.drain(20.0))
         assert next(watch).status == 2
-        # Connections are told to go elsewhere: one with a call in flight keeps it and takes no other.
+        # Clients are told to use another connection: one with a call in flight keeps it but starts no other call on it.
         until(lambda: grpc.ChannelConnectivity.IDLE in states)
         for other in (client, service.client()):
             with pytest.raises(ServiceError) as caught:
@@ -230,7 +234,8 @@ def test_draining_lets_calls_finish_and_nobody_in(pair):
 
 @pytest.mark.slow
 def test_clients_connect_anew_after_a_while_and_lose_no_call(pair):
-    """Else they would never find a replica that was started after them."""
+    """Clients reconnect after `max_connection_age` without losing a call; otherwise they would never find a replica
+    that started later."""
     with (
         serving(pair, max_connection_age=1.0, wrap=Unhurried) as service,
         grpc.insecure_channel(service.address) as channel,
@@ -260,7 +265,7 @@ def test_draining_ends_what_takes_too_long(pair):
 
 
 def test_stop_in_the_middle_of_a_drain(pair):
-    """A second signal: what is in flight ends now."""
+    """A stop during a drain, as on a second signal, ends the calls in flight at once."""
     with serving(pair) as service, service.client() as client:
         stream = client.stream("x", **LONG)
         next(stream)

@@ -1,5 +1,5 @@
-"""Every row of the table in docs/errors.md: its code, its hint, what is left behind. Lost workers:
-tests/service/test_faults.py."""
+"""Every row of the table in docs/errors.md: its status code, its retry hint, and that nothing is left behind. Lost
+workers: tests/service/test_faults.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ HERE = {
 
 
 def test_every_row_of_the_table_has_a_test():
-    """The rows by how they begin; a row that is added, or a test that goes, is noticed here."""
+    """Every row of the table, identified by its beginning, has a test. Fails when a row is added or a test removed."""
     rows = re.findall(
         r"^\| `[A-Z_]+` \| [^|]* \| (.*?) \|", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE
     )
@@ -150,7 +150,7 @@ def small(pair):
 
 @pytest.mark.parametrize(("fields", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
 def test_invalid_arguments(small, fields, message):
-    """The message names the field, the value, and what is allowed."""
+    """The message names the field, its value and the allowed values."""
     before = small.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid")
     with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
         ask(small, **fields)
@@ -231,7 +231,7 @@ def test_nobody_listens(pair):
 
 
 def test_a_model_that_returns_nan(pair):
-    """One token's embedding is broken: only the request that meets it fails."""
+    """The embedding of one token is NaN: only the request that contains this token fails."""
     broken = type(pair.draft)(pair.draft.config)
     broken.load_state_dict({name: value.clone() for name, value in pair.draft.state_dict().items()})
     broken.requires_grad_(False).eval()
@@ -254,7 +254,7 @@ class Failing:
 
 
 def test_an_error_of_our_own(pair, caplog):
-    """The caller learns its kind; the log has it all."""
+    """The caller learns the type of the error only; the log has its message and traceback."""
     caplog.set_level(logging.ERROR, "services.gateway")
     said = r"^internal error \(KeyError\); the server's log has the details$"
     with serving(pair, wrap=lambda _: Failing()) as service, refused(grpc.StatusCode.INTERNAL, said):
@@ -278,7 +278,8 @@ def test_no_such_method(service):
 
 @pytest.mark.parametrize("method", ["Generate", "Abort", "GetModelInfo", "GetServerInfo"])
 def test_malformed_bytes(service, caplog, method):
-    """Refused like any other mistake: without a class of ours in the message or a traceback in the log, and counted."""
+    """Malformed bytes are refused and counted like any other invalid argument, with no name of our classes in the
+    message and no traceback in the log."""
     before = service.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid")
     with grpc.insecure_channel(service.address) as channel:
         send = channel.unary_stream(f"/smc.v1.GenerationService/{method}")

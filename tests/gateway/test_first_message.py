@@ -1,4 +1,4 @@
-"""A call that is aborted while its first message is on its way has its status nevertheless."""
+"""A call that is aborted while its first message is being sent ends with a proper status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gateway.harness import LONG, serving
 
 @pytest.mark.parametrize("during", ["begin", "write"])
 def test_a_call_that_is_aborted_while_its_first_message_is_on_its_way(pair, monkeypatch, during):
-    """gRPC refuses a status that would bring headers which are on their way already; the client then waited for
+    """Before this was handled, gRPC refused a status whose headers were already being sent, and the client waited for
     ever."""
     send = getattr(RequestHandler, during)
 

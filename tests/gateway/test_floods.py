@@ -1,4 +1,4 @@
-"""Requests that are cheap to send and were expensive to refuse: nobody else may notice them."""
+"""Requests that are cheap to send but could be expensive to refuse: other callers must not notice them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.gateway.pauses import LIMIT, Pauses, pauses_of
 
 MIB = 1 << 20
 ALMOST = 4 * MIB - 4096
-"""Bytes: what fits into the largest message, with room for its other fields."""
+"""Bytes that fit into the largest message, with room for its other fields."""
 FLOODS: dict[str, Callable[[], pb.GenerateRequest]] = {
     "text": lambda: pb.GenerateRequest(text="The quick brown fox. " * (ALMOST // 21)),
     "spaces": lambda: pb.GenerateRequest(text=" " * ALMOST),
@@ -44,13 +44,15 @@ FLOODS: dict[str, Callable[[], pb.GenerateRequest]] = {
 
 @pytest.fixture(scope="module")
 def large(pair):
-    """A service that takes in such messages, as it would for a long context."""
+    """A service that accepts messages of 4 MiB, as it would for a long context."""
     with serving(pair, max_message_bytes=4 * MIB) as service:
         yield service
 
 
 @pytest.mark.parametrize("flood", FLOODS)
 def test_what_is_too_large_is_refused_before_it_costs_anything(large, flood):
+    """Requests with one huge field are refused with INVALID_ARGUMENT and a short message, without blocking the
+    gateway's loop."""
     data = FLOODS[flood]().SerializeToString()
     with grpc.insecure_channel(large.address) as channel:
         send = channel.unary_stream("/smc.v1.GenerationService/Generate")
@@ -65,8 +67,8 @@ def test_what_is_too_large_is_refused_before_it_costs_anything(large, flood):
 
 @pytest.mark.slow
 def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
-    """Where the context is long enough for it. (The encoder of the tokenizer's plain call kept every thread waiting for
-    seconds.)"""
+    """A long text that the context can hold is encoded in a thread without blocking the loop. (Plain `encode` of the
+    tokenizers package holds the interpreter lock and blocked every thread for seconds.)"""
     pauses, flood = Pauses(), FLOODS["text"]()
 
     async def work() -> tuple[int, ...]:
@@ -84,7 +86,8 @@ def test_a_long_text_that_is_let_in_is_encoded_beside_the_others(pair):
 
 @pytest.mark.slow
 def test_texts_that_wait_for_the_encoder_are_bounded(pair, monkeypatch):
-    """Of a sixteenth of the size, as the bound."""
+    """The total size of texts that wait for the encoder is bounded; calls beyond it fail with QueueFull. Texts and
+    bound are a sixteenth of their usual size."""
     flood = pb.GenerateRequest(text=FLOODS["text"]().text[: ALMOST // 16])
     monkeypatch.setattr("services.prompts.WAITING", WAITING // 16)
 
@@ -117,14 +120,15 @@ with grpc.insecure_channel(sys.argv[1]) as channel, ThreadPoolExecutor(count) as
 
 COUNT = 100
 UNREAD = COUNT * LARGE
-"""Bytes that callers may have sent before their requests are let in."""
+"""Bytes that callers may have sent before their requests are admitted."""
 SLACK = 128 * MIB
-"""What the allocator keeps in pieces, and what else this process does meanwhile: seen on a busy machine were 70 MiB."""
+"""Bytes for allocator fragmentation and for other work of this process; up to 70 MiB were observed on a busy
+machine."""
 
 
 def held(process: psutil.Process) -> int:
-    """Bytes, without what nobody refers to: in this process, with all that other tests have left in it, collections are
-    rare."""
+    """Return the resident bytes of this process after a garbage collection. Automatic collections are rare here,
+    because other tests have left many objects."""
     gc.collect()
     if trim := _malloc_trim():
         trim(0)
@@ -132,8 +136,8 @@ def held(process: psutil.Process) -> int:
 
 
 def flooded(service) -> tuple[set[str], int, float]:
-    """A hundred prompts of 4 MiB at once, from another process: the codes they end with, bytes that the gateway grew
-    by, and the longest pause of its loop in seconds."""
+    """Send a hundred prompts of 4 MiB at once from another process. Returns the status codes, the bytes by which the
+    gateway grew, and the longest pause of its loop in seconds."""
     process, most = psutil.Process(), 0
     command = [sys.executable, "-c", FLOOD, service.address, str(ALMOST), str(COUNT)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
@@ -151,8 +155,9 @@ def flooded(service) -> tuple[set[str], int, float]:
 
 
 def bear(service, codes: set[str], most: int) -> None:
-    """Three tries for the pause and the codes: all processes of the machine share two cores, and what they do to one
-    try they do not do to each. A prompt of which others hold up the sender for longer than `PATIENCE` is refused."""
+    """Check the growth in every flood, and the pause and the codes in the best of three: all processes share two cores,
+    and a disturbance rarely hits every try. A prompt whose sender is delayed by others for longer than `PATIENCE` is
+    refused."""
     seen = []
     for _ in range(3):
         ended, grown, pause = flooded(service)
@@ -164,19 +169,20 @@ def bear(service, codes: set[str], most: int) -> None:
 
 
 def test_a_hundred_long_prompts_at_once(service):
-    """More than a prompt of this context can need is not even received."""
+    """A message larger than any prompt of this context is not even received."""
     bear(service, {"RESOURCE_EXHAUSTED"}, UNREAD + SLACK)
 
 
 @pytest.mark.slow
 def test_a_hundred_long_prompts_where_prompts_may_be_long(large):
-    """A few are let in at a time. Of each there are the pieces that it came in, two copies that gRPC makes of them, and
-    its message."""
+    """A few prompts are admitted at a time. Each needs memory for the pieces in which it arrived, two copies that gRPC
+    makes of them, and its message."""
     bear(large, {"INVALID_ARGUMENT"}, UNREAD + 4 * ARRIVING + SLACK)
 
 
 def test_callers_who_send_nothing_keep_nobody_waiting(pair):
-    """Where one request at a time is let in."""
+    """Where one request is received at a time, calls that send nothing delay others by at most about twice
+    `PATIENCE`."""
     with serving(pair, max_message_bytes=ARRIVING) as service, grpc.insecure_channel(service.address) as channel:
         silence = threading.Event()
 
@@ -216,6 +222,8 @@ def test_calls_at_the_same_time_are_limited(pair):
 
 
 def test_a_full_queue_refuses_before_the_prompt_is_looked_at(pair):
+    """With a full queue, a long prompt is refused as RESOURCE_EXHAUSTED, before it is encoded and found to be too
+    long."""
     with serving(pair, EngineConfig(block=4, branches=2, max_slots=16, max_queue=1)) as service, service.stub() as stub:
         request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**LONG))
         calls = [stub.Generate(request) for _ in range(2)]

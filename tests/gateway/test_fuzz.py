@@ -1,8 +1,6 @@
-"""Requests of every kind that nobody would send: each ends with a status that says something, and nothing of it is left
-behind.
+"""Malformed and extreme requests: each ends with a documented status and leaves nothing behind.
 
-`python -m tests.gateway.fuzz` sends as many as are asked for, to a whole service.
-"""
+`python -m tests.gateway.fuzz` sends any number of them to a whole service."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ import pytest
 from tests.gateway.fuzz import CODES, fuzz
 
 BESIDE = {"max_tokens": 40, "ignore_eos": True, "seed": 1}
-"""An answer that does not depend on what else is decoded."""
+"""Settings of an answer that does not depend on the rest of the batch."""
 
 
 @pytest.mark.slow
 def test_whatever_is_asked_is_answered_or_refused(shared):
-    """Beside two long answers."""
+    """Every random request is answered or refused, and two long answers that are decoded meanwhile are unchanged."""
     with ThreadPoolExecutor(2) as pool, shared.client() as client:
         alone = client.generate("x", method="target", **BESIDE).tokens
         beside = [pool.submit(client.generate, "x", method=method, **BESIDE) for method in ("exact", "target")]

@@ -1,5 +1,5 @@
-"""Answers over the wire: the same as in-process, whatever the form of the prompt and the company; streamed as they
-become final."""
+"""Answers over gRPC equal those of the in-process engine, whatever the form of the prompt and the rest of the batch,
+and are streamed as they become final."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_an_answer_is_the_engines_own(service, pair):
 
 @pytest.mark.slow
 def test_particles_are_the_engines_own(service, pair):
-    """Those of independent and of distinct ones; of other methods the answer."""
+    """Returned particles equal the engine's, for distinct and independent populations. For other methods the only
+    particle is the answer."""
     prompt = chat_ids(pair, QUESTIONS[2])
     for settings in (
         {"temperature": 2.0},
@@ -91,8 +92,8 @@ def test_the_three_forms_of_a_prompt(service, pair):
 
 
 def test_a_long_text_is_the_same_text(service, pair):
-    """Long enough to be encoded in a thread; too long for the context, which is how we learn how many tokens it came
-    to."""
+    """A long text is encoded in a thread to the same tokens. The text exceeds the context, so the refusal reports its
+    number of tokens."""
     text = "apples and pears " * 350
     with (
         service.client() as client,
@@ -103,7 +104,7 @@ def test_a_long_text_is_the_same_text(service, pair):
 
 @pytest.mark.slow
 def test_company_changes_nothing(service, pair):
-    """Five callers at once, all different, each on its own connection."""
+    """Five different calls at once, each on its own connection, give the answers they would give alone."""
     settings = [{"particles": 2 + i, "seed": i, "max_tokens": 10 + 2 * i} for i in range(4)] + [
         {"method": "target", "seed": 7, "max_tokens": 12}
     ]
@@ -148,7 +149,8 @@ def test_only_the_last_response_has_the_end(service):
 
 
 def test_absent_settings_have_the_librarys_defaults(service):
-    """An id is made, a seed drawn and reported; 256 tokens, or what the context leaves."""
+    """Absent settings get the library's defaults: a new request id, a random seed that is reported, and at most 256
+    tokens or as many as fit into the context."""
     with service.stub() as stub:
         long = list(
             stub.Generate(
@@ -218,14 +220,15 @@ def test_what_is_served(service, pair):
 
 
 def test_an_id_is_free_again_at_once(service):
-    """Eight calls in a row under one name."""
+    """A request id can be reused at once: eight calls in a row have the same id."""
     with service.client() as client:
         for _ in range(8):
             client.generate("x", request_id="again", max_tokens=2, particles=1)
 
 
 def test_one_connection_cannot_take_more_than_its_share(pair):
-    """A third call waits in the client, or is refused; on another connection it is answered."""
+    """Beyond `max_concurrent_streams` calls on a connection, a further call waits in the client or is refused; on
+    another connection it is answered."""
     with serving(pair, max_concurrent_streams=2) as service, service.client() as client, service.stub() as stub:
         streams = [client.stream("x", **LONG) for _ in range(2)]
         for stream in streams:

@@ -1,4 +1,5 @@
-"""`grpc.health.v1`: Check, List and Watch follow what is set, whoever watches and however slowly."""
+"""`grpc.health.v1`: Check, List and Watch follow the state that is set, whichever client watches and however slowly it
+reads."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def states(health) -> list[int]:
 
 
 def test_the_gateway_is_alive_whatever_its_workers_are(starting, health):
-    """What a liveness probe asks: a restart of this process would not help workers that start again."""
+    """The health name for liveness probes always reports SERVING: restarting this process would not help workers that
+    are starting again."""
     alive = pb.HealthCheckRequest(service="smc.gateway")
     for ready in (False, True, False):
         starting.set_health(draft=ready, target=ready)
@@ -45,7 +47,7 @@ def test_the_gateway_is_alive_whatever_its_workers_are(starting, health):
 
 
 def test_check_follows_the_groups(starting, health):
-    """The service is ready when the target is: without a draft it decodes by the target alone."""
+    """The service is ready when the target is; without a draft it decodes with the target alone."""
     assert states(health) == [NOT_SERVING] * 5
     starting.set_health(draft=True, target=False)
     assert states(health) == [NOT_SERVING, NOT_SERVING, NOT_SERVING, SERVING, NOT_SERVING]
@@ -62,6 +64,7 @@ def test_check_follows_the_groups(starting, health):
 
 
 def test_watch_says_every_change(starting, health):
+    """A watcher of a name receives each change of its state once; setting the same state again sends nothing."""
     watches = {name: health.Watch(pb.HealthCheckRequest(service=name)) for name in (*NAMES, "nothing")}
     assert [next(watch).status for watch in watches.values()] == [NOT_SERVING] * 5 + [UNKNOWN]
     for _ in range(3):
@@ -75,7 +78,8 @@ def test_watch_says_every_change(starting, health):
 
 
 def test_a_watcher_that_does_not_read_holds_up_nobody(starting, health):
-    """Fifty changes: more than its window holds; others still see the last one at once."""
+    """A watcher that does not read, whose window fifty changes overflow, does not delay others: they see the latest
+    state at once."""
     window = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)]
     with grpc.insecure_channel(starting.address, window) as channel:
         slow = health_pb2_grpc.HealthStub(channel).Watch(pb.HealthCheckRequest())
@@ -87,11 +91,12 @@ def test_a_watcher_that_does_not_read_holds_up_nobody(starting, health):
 
 
 def test_the_end_is_not_serving(starting, health):
+    """A drain reports NOT_SERVING to every watcher and then ends its stream."""
     starting.set_health(draft=True, target=True)
     watch = health.Watch(pb.HealthCheckRequest())
     assert next(watch).status == SERVING
     with ThreadPoolExecutor(1) as thread:
-        # Asked for before the end: gRPC throws away what nobody has asked for when a connection breaks.
+        # Read before the end: when a connection breaks, gRPC discards messages that no one has requested.
         told = thread.submit(next, watch)
         starting.do(starting.gateway.drain(1.0))
         assert told.result().status == NOT_SERVING

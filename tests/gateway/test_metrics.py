@@ -1,4 +1,5 @@
-"""What Prometheus sees: names that its own linter accepts, series that exist from the start, numbers that add up."""
+"""The metrics page: names that Prometheus' linter accepts, series that exist from the start, and values that match what
+happened."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_every_name_is_ours_or_the_process(metrics):
 
 
 def test_series_exist_from_the_start_and_no_others_come(metrics):
-    """Everything that can be reported is reported: no series is new, so labels are a fixed set."""
+    """Reporting everything that can be reported creates no new series, so label values come from fixed sets."""
 
     def series() -> set[tuple]:
         return {
@@ -115,6 +116,7 @@ def report_everything(metrics: Metrics) -> None:
 
 
 def test_what_is_reported_is_what_is_shown(metrics):
+    """Every metric shows the value that `report_everything` reported."""
     report_everything(metrics)
     for name, expected in {
         "smc_prompt_tokens_total": 20,
@@ -184,7 +186,8 @@ def test_what_is_reported_is_what_is_shown(metrics):
 
 
 def test_a_leak_stays_seen_while_requests_run(metrics):
-    """Only an engine without requests can tell; the alert must not end with the next request."""
+    """A leak stays reported while requests run, because only an idle engine can detect it: the alert must not end with
+    the next request."""
     pages = {"pages_used": {"draft": 30}, "pages_total": {"draft": 100}}
     for leaked in ({"draft": 2}, {}):
         metrics.observe_step(EngineStats(**pages, pages_leaked=leaked))
@@ -199,8 +202,8 @@ def test_all_slots_are_free_while_models_load(metrics):
 
 
 def test_a_lost_worker_group_holds_nothing(metrics, monkeypatch):
-    """Its last numbers would stand until the next worker group's first step, and look like a queue that does not
-    move."""
+    """When a worker group is lost, its gauges fall to zero. Otherwise its last values would stand until the next
+    group's first step and look like a queue that does not move."""
     told, group = {}, SimpleNamespace(start=lambda: None, address="", secret="")
 
     def connect(address, secret, on_step, on_lost) -> SimpleNamespace:
@@ -241,6 +244,8 @@ def test_two_services_do_not_share_numbers(metrics):
 
 
 def test_a_served_request_moves_them(pair):
+    """After three answers and a refusal, the metrics equal the sums over the answers' own usage, times and
+    statistics."""
     with serving(pair, metrics_port=0) as service, service.client() as client:
         question = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
         populations = ("independent", "distinct", "independent")
@@ -293,7 +298,8 @@ def test_a_served_request_moves_them(pair):
 
 
 def test_texts_are_logged_where_that_is_asked_for(pair, caplog, tmp_path):
-    """And a draft can learn from the prompts, of which each counts once."""
+    """With `log_texts` the log has prompts and answers. `logged_prompts` reads the prompts back for training a draft,
+    each distinct prompt once."""
     caplog.set_level(logging.INFO, "smcserve.requests")
     questions = ['Mia has 12 apples.\n"How many" now?', "2 + 3 = ?"]
     with serving(pair, log_texts=True) as service, service.client() as client:
@@ -305,7 +311,7 @@ def test_texts_are_logged_where_that_is_asked_for(pair, caplog, tmp_path):
     log.write_text("Starting {\n" + "".join(f"2026-01-01 12:00:00 INFO {line}\n" for line in caplog.messages))
     prompts = [tuple(pair.tokenizer.chat([{"role": "user", "content": question}])) for question in questions]
     assert list(logged_prompts(pair.tokenizer, log)) == prompts
-    # As containers' runtimes wrap lines, and behind other braces.
+    # The same with lines wrapped as container runtimes do, and with other braces before them.
     wrapped = [json.dumps({"log": f"{{x}} INFO {line}\n", "stream": "stderr"}) for line in caplog.messages]
     log.write_text("\n".join(wrapped))
     assert list(logged_prompts(pair.tokenizer, log)) == prompts
@@ -318,7 +324,7 @@ def test_texts_are_logged_where_that_is_asked_for(pair, caplog, tmp_path):
 
 
 def test_the_log_has_one_line_a_request(service, caplog):
-    """With what operators ask for, and nothing that callers wrote or were answered."""
+    """The log has one line for each request, with the fields that operators need and no text of prompts or answers."""
     caplog.set_level(logging.INFO, "smcserve.requests")
     prompt = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
     with service.client() as client:
@@ -353,7 +359,8 @@ def test_a_metrics_port_in_use_is_said_so(metrics):
 
 
 def test_distinct_particles_have_no_share_of_effective_ones():
-    """Their weights are as unequal as the law, and would look like a population that has degenerated."""
+    """Distinct particles do not count in the metric of effective sample size: their weights are as unequal as the token
+    distribution, and would look like a degenerate population."""
     metrics, stats = Metrics(), EngineStats()
     stats.count_round(None, lag=3, resampled=False, collapsed=False)
     stats.count_round(0.5, lag=4, resampled=True, collapsed=False)
@@ -362,7 +369,8 @@ def test_distinct_particles_have_no_share_of_effective_ones():
 
 
 def test_calls_of_potentials_are_counted(metrics):
-    """From the engine through the coordinator's stream: times of calls, and requests that a potential has ended."""
+    """Times of potential calls and requests that a potential has ended are counted, from the engine through the
+    coordinator's stream to the metrics."""
     end = threading.Event()
 
     def fails(prefixes: Prefixes) -> list[float]:

@@ -1,4 +1,4 @@
-"""What turns a prompt into token ids must not keep other callers waiting."""
+"""Encoding a prompt must not delay other callers, and prompts that cannot be encoded are refused clearly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smc.model.presets import NoText
 
 
 class Listening:
-    """A tokenizer that knows which thread it was called in."""
+    """A tokenizer that records the thread that called it."""
 
     has_chat_template = True
     thread = None
@@ -31,6 +31,8 @@ async def encode(prompts: PromptEncoder, message: pb.GenerateRequest) -> tuple[i
 
 
 def test_many_small_messages_are_long_too():
+    """A chat of thousands of empty messages counts as long and is encoded in a thread; a short one is encoded in the
+    loop."""
     for count, here in ((3, True), (5000, False)):
         tokenizer = Listening()
         message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * count))
@@ -40,6 +42,6 @@ def test_many_small_messages_are_long_too():
 
 @pytest.mark.parametrize("given", [{"text": "hello"}, {"messages": ({"role": "user", "content": "hello"},)}])
 def test_random_weights_have_no_text(given):
-    """In the words of a caller's mistake."""
+    """A text for a model with random weights is refused with ValueError, the error for a caller's mistake."""
     with pytest.raises(ValueError, match="random weights has no"):
         Prompt(**given).encode(NoText(10), limit=5)

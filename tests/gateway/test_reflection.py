@@ -1,4 +1,4 @@
-"""A client that has never seen our code completes a request: it learns everything from the server."""
+"""A client without our code completes a request: it learns all message types from the server's reflection service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets in: tokens, TLS, mutual TLS; and security settings that would have no effect stop the start."""
+"""Access by tokens, TLS and mutual TLS. Security settings that would have no effect stop the start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_a_known_token_lets_in(pair, token_file):
     [(), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),), (("authorization", f"Basic {TOKEN}"),)],
 )
 def test_without_one_every_method_is_closed(pair, token_file, metadata):
-    """Also reflection, and methods that do not exist; health is open."""
+    """Without a valid token every method is refused, also reflection and methods that do not exist. Health checks need
+    no token."""
     with serving(pair, auth_token_file=token_file) as service, grpc.insecure_channel(service.address) as channel:
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
@@ -65,6 +66,7 @@ def test_without_one_every_method_is_closed(pair, token_file, metadata):
 
 
 def test_ids_belong_to_the_token_that_they_came_with(pair, token_file):
+    """Callers with different tokens can use the same request id, and each can abort only its own request."""
     with serving(pair, auth_token_file=token_file) as service:
         mine, other = service.client(token=TOKEN), service.client(token="another")
         with (
@@ -121,7 +123,8 @@ def test_mutual_tls(pair, certificates):
 
 
 def test_renewed_certificates_hold_for_new_connections(pair, certificates, tmp_path):
-    """And a certificate that has no key yet, because the files are written one after the other, changes nothing."""
+    """New connections use a renewed certificate. While only one of its two files has been replaced, the old pair stays
+    in use; open connections are left alone."""
     cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
 
     def write(path: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Tokens are changed while the service runs: what callers of both APIs meet, and what the log says."""
+"""Tokens that change while the service runs: the effect on callers of both APIs, and the log messages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NO_TOKEN = "holds no token"
 
 
 def swap(path: Path, text: str) -> None:
-    """As Kubernetes and careful editors write a file: whole, in the old one's name."""
+    """Replace a file atomically by a new file of the same name, as Kubernetes and careful editors do."""
     new = path.with_suffix(".new")
     new.write_text(text)
     new.replace(path)
 
 
 def lets_in(service: Service, token: str) -> bool:
-    """Whether both APIs do; they never differ."""
+    """Whether both APIs accept the token. Fails if they differ."""
     with service.client(token=token) as client:
         try:
             grpc = client.server_info().serving
@@ -41,7 +41,7 @@ def lets_in(service: Service, token: str) -> bool:
 
 
 def test_tokens_are_changed_without_a_drain(pair, tmp_path):
-    """A call that is running when its token goes is answered to its end."""
+    """Changed tokens take effect at once. A call that is running when its token is removed is answered completely."""
     path = tmp_path / "tokens"
     path.write_text("old\n")
     with serving(pair, http_port=0, auth_token_file=path) as service:
@@ -58,7 +58,8 @@ def test_tokens_are_changed_without_a_drain(pair, tmp_path):
 
 
 def test_a_broken_file_keeps_the_tokens_and_is_said_once(pair, tmp_path, caplog):
-    """Until it is whole again; a secret is never in the log."""
+    """While the file is invalid, the old tokens stay valid and the log has one error. The log never contains a
+    token."""
     caplog.set_level(logging.INFO, "services.security")
     path = tmp_path / "tokens"
     path.write_text("old\n")
@@ -82,7 +83,8 @@ def test_a_broken_file_keeps_the_tokens_and_is_said_once(pair, tmp_path, caplog)
 
 
 def test_a_secret_of_kubernetes(pair, tmp_path):
-    """Its files are links into a folder that a link names; a change moves that link, and touches no file."""
+    """A mounted Kubernetes secret: its files are links into a directory that is itself named by a link. An update moves
+    that link and touches no file."""
     for version, token in (("1", "old"), ("2", "new")):
         (tmp_path / version).mkdir()
         (tmp_path / version / "tokens").write_text(f"{token}\n")

@@ -1,4 +1,4 @@
-"""Spans that a collector gets: a real one's service, which keeps what it is sent."""
+"""Trace spans as a collector receives them, with a collector's real gRPC service that stores them."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def test_a_call_continues_its_callers_trace(pair, monkeypatch):
 
 
 def test_nobody_is_told_where_no_collector_is_named(monkeypatch):
+    """Tracing is off unless the environment names a collector and does not disable the SDK."""
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     assert Tracing.from_environment() is None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")

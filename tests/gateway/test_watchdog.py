@@ -1,4 +1,4 @@
-"""A loop that stands still is seen: what held it, and for how long."""
+"""A blocked event loop is detected: the log says what blocked it, and its pauses are measured."""
 
 from __future__ import annotations
 

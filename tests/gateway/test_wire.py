@@ -1,4 +1,5 @@
-"""Nothing is lost or changed between the library's nouns and the messages: for any settings, any news."""
+"""Conversion between the library's types and protobuf messages loses and changes nothing, for any settings and any
+outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from smc.api.sampling_params import SETTINGS, Method, SamplingParams
 from smc.scheduler.stats import EngineStats, PotentialStats, SpecStats
 
 CARRIERS = (pb.GenerateRequest, coordinator_pb2.Submission)
-"""Messages with sampling settings and reports."""
+"""Messages that carry sampling settings and reports."""
 POPULATIONS = SETTINGS["population"].check.names
 positive = st.floats(1e-6, 1e6)
 share = st.floats(0.0, 1.0)
@@ -47,7 +48,7 @@ tokens = st.lists(int32, max_size=12).map(tuple)
 
 @st.composite
 def settings_of(draw) -> dict:
-    """Any settings that the library accepts, some left out."""
+    """Draw any settings that the library accepts; some are left out."""
     method = draw(st.sampled_from(sorted(Method)))
     possible = {
         "temperature": positive if method == "smc" else st.just(0.0) | positive,
@@ -117,7 +118,7 @@ def sent(message):
 
 
 def test_every_sampling_field_has_its_line_in_the_messages():
-    """And the messages have no other."""
+    """The messages have a field for every sampling setting, and no others."""
     assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == set(SAMPLING)
     beside = [
         set(kind.DESCRIPTOR.fields_by_name) - {"request_id", "sampling", "cache_salt", "priority", "waited"}
@@ -139,6 +140,7 @@ def test_every_sampling_field_has_its_line_in_the_messages():
     ],
 )
 def test_every_choice_of_a_field_has_its_number(name, enum):
+    """Every choice of a setting has a number in its enum and is read back from it."""
     numbers = [getattr(sampling_message({name: choice}), name) for choice in SETTINGS[name].check.names]
     assert sorted(numbers) == [number for number in enum.values() if number]
     assert [sampling_settings(pb.SamplingParams(**{name: number}))[name] for number in numbers] == list(
@@ -147,6 +149,7 @@ def test_every_choice_of_a_field_has_its_number(name, enum):
 
 
 def test_the_answers_words_are_the_librarys():
+    """The messages have every finish reason with which an answer can end, and every field of the statistics."""
     assert set(FINISH_REASONS) == set(FinishReason) - {FinishReason.ERROR, FinishReason.CANCELLED}
     assert sorted(FINISH_REASONS.values()) == [number for number in pb.FinishReason.values() if number]
     assert set(pb.Statistics.DESCRIPTOR.fields_by_name) == {field.name for field in fields(Statistics)}
@@ -182,11 +185,13 @@ def test_defaults_stand_in_for_what_is_absent():
     ],
 )
 def test_what_a_message_cannot_hold(settings, message):
+    """Settings of a wrong type or out of the message's range raise ValueError naming the setting."""
     with pytest.raises(ValueError, match=message):
         sampling_message(settings)
 
 
 def test_a_setting_that_is_none():
+    """An unknown setting raises TypeError; known ones that are None are left out."""
     with pytest.raises(TypeError, match="beams is not a sampling setting; allowed: method, max_tokens"):
         sampling_message({"beams": 3})
     assert sampling_message({"particles": None, "stop": None}) == pb.SamplingParams()
@@ -226,7 +231,7 @@ particles = st.builds(
 
 @st.composite
 def outputs(draw) -> Output:
-    """News of one request that came in one piece, so that it is all there is; with or without its end."""
+    """Draw an output that holds everything generated for a request, with or without its end."""
     ids, words = draw(tokens), draw(text)
     answer, logprob = None, st.one_of(st.just(math.nan), st.floats(max_value=0, width=32))
     if draw(st.booleans()):
@@ -264,7 +269,7 @@ def outputs(draw) -> Output:
 
 
 def same(found: Output, expected: Output) -> bool:
-    """Equal, NaN being itself; the time is not sent."""
+    """Whether two outputs are equal. NaN equals itself; the time is not sent, so it is not compared."""
     if expected.answer is not None:
         assert math.isnan(found.answer.seconds)
         expected = replace(expected, answer=replace(expected.answer, seconds=found.answer.seconds))
@@ -291,7 +296,8 @@ by_side = st.dictionaries(st.sampled_from(("draft", "target")), count)
 
 @given(st.builds(EngineStats, **{f.name: by_side if f.type.startswith("dict") else int32 for f in PLAIN}))
 def test_the_state_of_the_engine_round_trips(stats):
-    """What a side does not have stays absent: pages that leak are not known while requests run."""
+    """Engine statistics round-trip. Entries that a model lacks stay absent: leaked pages are unknown while requests
+    run."""
     stats.ess_shares, stats.committed_lags = [0.5, 1.0], [0, 7]
     stats.spec = {"walk": SpecStats(1, 2, 3, [3, 2, 0], 4, 5, 6), "rejection": SpecStats(7, 8, 9, [1], 10, 11, 12)}
     stats.potentials = PotentialStats([0.25, 2.0], 1, 2)
@@ -312,13 +318,14 @@ def test_the_loss_of_the_draft_round_trips():
 
 
 def test_a_finish_reason_that_nobody_knows():
+    """An unset finish reason is refused; an update without an end has no answer."""
     with pytest.raises(ValueError, match=r"finish.reason=0; allowed: 1 \(eos\)"):
         from_finish(pb.Finish(), "id", (), "")
     assert from_update(coordinator_pb2.Update(request_id="id", text="a")).answer is None
 
 
 class Port:
-    """Takes submissions and answers with what a coordinator elsewhere would send."""
+    """Takes submissions and answers with the messages that a remote coordinator would send."""
 
     def __init__(self, pieces: list[Output]) -> None:
         self.pieces, self.aborted = pieces, []
@@ -348,7 +355,8 @@ ENDED = Answer("id", (1, 2, 3), "abc", FinishReason.EOS, 3, 5, 7, Statistics(4),
 
 
 def test_an_answer_is_whole_again_where_it_is_followed():
-    """Whatever the pieces it came in, under the caller's own id, with a time that was measured here."""
+    """An answer is complete whatever the pieces in which it arrived. It has the caller's own request id and a time
+    measured in the gateway."""
     pieces = [Output("id", (1,), "a", logprobs=(-1.0,)), Output("id", (2,), "b", logprobs=(-2.0,))]
     found = follow([*pieces, Output("id", (3,), "c", replace(ENDED, logprobs=(-3.0,)), (-3.0,))])
     assert "".join(output.text for output in found) == "abc" and {output.request_id for output in found} == {"mine"}
@@ -361,6 +369,7 @@ def test_an_answer_is_whole_again_where_it_is_followed():
 
 
 def test_early_ends_are_exceptions_where_they_are_followed():
+    """An answer that ended with an error raises RequestFailed in the gateway."""
     with pytest.raises(RequestFailed, match="NaN"):
         follow(
             [Output("id", (), "", replace(ENDED, tokens=(), text="", finish_reason=FinishReason.ERROR, error="NaN"))]
@@ -368,7 +377,7 @@ def test_early_ends_are_exceptions_where_they_are_followed():
 
 
 def test_a_complete_answer_is_delivered_whatever_comes_after_it():
-    """The worker group may die before its caller has read it."""
+    """A complete answer is delivered even if the worker group dies before its caller has read it."""
 
     async def work() -> list[Output]:
         port = Port([])

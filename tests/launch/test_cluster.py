@@ -1,4 +1,4 @@
-"""A cluster of this process's own, on a machine that has other things to do."""
+"""Starting a Ray cluster of this process's own on a busy machine: a start that times out is tried once more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLOW = [
 
 @pytest.fixture
 def starts(monkeypatch) -> list[str]:
-    """What Ray says at each start; "" is one that goes well."""
+    """The error message of each start of Ray, in order; "" is a start that succeeds."""
     said: list[str] = []
 
     def init(**_: object) -> None:
@@ -35,6 +35,7 @@ def test_a_start_that_was_too_slow_is_tried_once_more(starts, error):
 
 @pytest.mark.parametrize(("errors", "left"), [((SLOW[1], SLOW[1], ""), 1), (("no such address", ""), 1)])
 def test_what_fails_twice_or_otherwise_is_said(starts, errors, left):
+    """A start that times out twice, or fails for another reason, raises Ray's error."""
     starts += errors
     with pytest.raises(RuntimeError, match=errors[0]):
         cluster.connect(None)

@@ -1,3 +1,5 @@
+"""Checks, data types and derived settings of WorkerGroupConfig."""
+
 from __future__ import annotations
 
 import math
@@ -21,13 +23,15 @@ def test_deadlines_are_times(field, value):
 
 
 def test_each_model_has_its_own_type():
+    """The dtype of a model is its own setting, otherwise the common one, otherwise the default of the device."""
     assert WorkerGroupConfig().dtypes == {"target": "float32", "draft": "float32"}
     assert WorkerGroupConfig(device="cuda", target_dtype="fp8").dtypes == {"target": "fp8", "draft": "bfloat16"}
     assert WorkerGroupConfig(dtype="fp8", draft_dtype="float16").dtypes == {"target": "fp8", "draft": "float16"}
 
 
 def test_a_model_that_is_stored_in_int4_stays_so_on_a_gpu(tmp_path):
-    """Unless a type is given, or its groups are not of consecutive inputs."""
+    """A model stored in int4 is loaded as int4 on a GPU, unless a dtype is given or its quantization groups are not of
+    consecutive inputs."""
     for directory, layout, act_order in (("draft", "awq", False), ("ordered", "gptq", True)):
         to_int4(save_tiny(tmp_path / directory, hidden_size=64), layout, 32, act_order=act_order)
     of_draft = {"draft": tmp_path / "draft", "target": tmp_path / "ordered"}
@@ -45,6 +49,7 @@ def test_types_that_there_are_not(field):
 @pytest.mark.parametrize("field", ["target_resource", "draft_resource"])
 @pytest.mark.parametrize("value", ["", " ", "GPU", "memory"])
 def test_resources_of_hosts_are_custom_ones(field, value):
+    """`target_resource` and `draft_resource` accept only custom resources of Ray."""
     with pytest.raises(ValueError, match=f"{field}='{value}'; allowed: a name of `ray start --resources`, none of CPU"):
         WorkerGroupConfig(**{field: value})
 
@@ -54,12 +59,15 @@ def test_resources_of_hosts_are_custom_ones(field, value):
     [("nccl", "cpu", True), ("grpc", "cpu", True), ("grpc", "cuda", True), ("nccl", "cuda", False)],
 )
 def test_where_a_target_can_go_on_without_its_draft(link, device, outlives):
-    """A communicator of NCCL cannot be given up without what waits in it."""
+    """The target outlives its draft except with NCCL on GPUs: an NCCL communicator cannot be closed without ending the
+    operations that wait in it."""
     assert WorkerGroupConfig(link=link, device=device).outlives_draft is outlives
 
 
 @pytest.mark.parametrize(("device", "effort"), [("cpu", BRIEF), ("cuda", THOROUGH)])
 def test_costs_are_timed_where_they_decide(device, effort):
+    """Models are timed at start unless drafting is `always`: briefly on CPUs, thoroughly on GPUs."""
+
     def timing(**engine) -> Effort | None:
         config = WorkerGroupConfig(device=device, engine=EngineConfig(**engine))
         return coordinator_spec(config, config.serving_pair(), Rendezvous("host", 1, 1, "secret", "grpc", 1.0)).timing

@@ -1,3 +1,5 @@
+"""Errors of a worker group that fails to start."""
+
 from __future__ import annotations
 
 import pytest
@@ -12,7 +14,8 @@ from services.launch.worker_group import WorkerGroup
     "error", [ValueError("no such file"), RayTaskError("start", "a long traceback", ValueError("no such file"))]
 )
 def test_a_start_that_fails_says_why(monkeypatch, error):
-    """Also if it failed in a process of Ray's, whose error begins with that process's address."""
+    """The error names the cause, also if the start failed in a process of Ray, whose error begins with that process's
+    address."""
 
     def fail(self: WorkerGroup) -> None:
         raise error

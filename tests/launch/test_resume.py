@@ -1,5 +1,5 @@
-"""Answers that are asked for again when the worker group is lost: no token twice, none missing, none of another
-answer."""
+"""Answers that are requested again when the worker group is lost: the stream has no token twice, misses none, and mixes
+no two answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def text_of(tokens: tuple[int, ...]) -> str:
 
 
 def logprobs_of(tokens: tuple[int, ...], life: int = 0) -> tuple[float, ...]:
-    """The last bits depend on what else is in the batch."""
+    """Return log-probabilities of the tokens. Like real ones, whose last bits depend on the rest of the batch, they
+    differ slightly between attempts (`life`)."""
     return tuple(-token - life * 2**-20 for token in tokens)
 
 
@@ -29,7 +30,8 @@ ANSWER = Answer("r", TOKENS, text_of(TOKENS), FinishReason.LENGTH, None, 1, 3, S
 
 
 class Shaky:
-    """Gives the same answer each time, in pieces of another size, and is lost after so many tokens."""
+    """Gives the same answer at each attempt, in pieces of another size, and is lost after as many tokens as `losses`
+    says for that attempt."""
 
     def __init__(self, losses: list[int], tokens: tuple[int, ...] = TOKENS) -> None:
         self.losses, self.tokens, self.seeds, self.waits = losses, tokens, [], []
@@ -74,6 +76,9 @@ def test_the_stream_goes_on_where_it_broke_off(method, losses):
 
 
 def test_what_was_given_out_is_in_the_answer_even_if_time_is_up_before_it_has_come_again():
+    """If the time budget ends while an interrupted answer waits to be resumed, the answer holds the tokens that were
+    already streamed and ends with TIME_BUDGET."""
+
     class OutOfTime(Shaky):
         async def ask(self, request: Request):
             async for output in super().ask(request):
@@ -94,11 +99,13 @@ def test_what_was_given_out_is_in_the_answer_even_if_time_is_up_before_it_has_co
 
 
 def test_populations_are_not_resumed():
+    """An SMC answer fails when its worker group is lost; only `exact` and `target` are resumed."""
     with pytest.raises(Unavailable, match="lost"):
         follow(Shaky([7]), method="smc")
 
 
 def test_what_is_lost_again_and_again_is_given_up():
+    """A request is resumed at most `MOST` times."""
     shaky = Shaky([3] * 10)
     with pytest.raises(Unavailable, match="lost"):
         follow(shaky, method="exact")
@@ -106,6 +113,7 @@ def test_what_is_lost_again_and_again_is_given_up():
 
 
 def test_an_answer_that_does_not_come_out_the_same_is_not_glued_together():
+    """If the repeated answer differs from what was already streamed, the call fails."""
     shaky = Shaky([7], tokens=(*TOKENS[:5], 99, *TOKENS[6:]))
     with pytest.raises(Unavailable, match="did not come out the same"):
         follow(shaky, method="target")

@@ -1,4 +1,4 @@
-"""What the supervisor does when something goes wrong, with a worker group that only says so."""
+"""How the supervisor reacts to failures, with a fake worker group that reports them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PAIR = CONFIG.serving_pair()
 
 
 class FakeWorkerGroup:
-    """Lives until its incarnation's entry in `deaths` is raised by a check."""
+    """A worker group that lives until a check raises the error that `deaths` holds for its incarnation."""
 
     deaths: ClassVar[dict[int, Exception]] = {}
     stillborn: ClassVar[tuple[int, ...]] = ()
     silent: ClassVar[tuple[int, ...]] = ()
     drafts: ClassVar[list[int]] = []
-    """Epochs of drafts that have come beside a target."""
+    """Incarnations of drafts that were started beside a running target."""
     secret = ""
 
     def __init__(self, config, pair, incarnation: int) -> None:
@@ -105,6 +105,7 @@ async def until(condition) -> None:
 
 @pytest.mark.parametrize("error", [WorkerGroupError("draft0 died"), RuntimeError("Ray does not answer")])
 def test_whatever_a_check_raises_the_worker_group_starts_again(fakes, error):
+    """Any error of a check restarts the worker group."""
     FakeWorkerGroup.deaths = {1: error}
 
     async def work() -> None:
@@ -117,7 +118,7 @@ def test_whatever_a_check_raises_the_worker_group_starts_again(fakes, error):
 
 
 def test_a_start_says_how_far_it_is(fakes, monkeypatch):
-    """Every change once, and nothing after its end."""
+    """Each change of progress is reported once, and none after the start has ended."""
     steps = [StartProgress("reserve"), *[StartProgress("load", {"target": percent}) for percent in (0, 0, 50)]]
     left, told = iter(steps), []
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
@@ -140,7 +141,8 @@ def test_a_start_says_how_far_it_is(fakes, monkeypatch):
 
 
 def test_a_lost_connection_to_a_coordinator_that_lives(fakes):
-    """Nobody has died, so nobody but the gateway knows; requests must not be refused for ever."""
+    """No process has died, so only the gateway notices. The worker group must restart, as otherwise requests would be
+    refused for ever."""
     told = []
 
     async def work() -> None:
@@ -156,7 +158,8 @@ def test_a_lost_connection_to_a_coordinator_that_lives(fakes):
 
 
 def test_a_draft_that_dies_comes_back_beside_the_target(fakes):
-    """Two of its starts fail, which is no reason to give anything up."""
+    """The draft is started again until it succeeds, while the target keeps serving. Two failed starts are fewer than
+    `max_failed_starts`."""
     told = []
     FakeWorkerGroup.deaths, FakeWorkerGroup.stillborn = {1: WorkerGroupError("draft0 died", draft=True)}, (2, 3)
 
@@ -173,6 +176,7 @@ def test_a_draft_that_dies_comes_back_beside_the_target(fakes):
 
 
 def test_a_draft_that_cannot_be_started_stays_away(fakes):
+    """After `max_failed_starts` failed starts of a draft, the target keeps serving without one."""
     FakeWorkerGroup.deaths, FakeWorkerGroup.stillborn = (
         {1: WorkerGroupError("draft0 died", draft=True)},
         tuple(range(2, 100)),
@@ -191,8 +195,8 @@ def test_a_draft_that_cannot_be_started_stays_away(fakes):
 
 @pytest.mark.parametrize("target_answers", [True, False])
 def test_the_coordinator_says_that_the_draft_is_lost(fakes, target_answers):
-    """Nobody has died. Of a pair that waits for each other, the one that is stopped may be the target: then nothing is
-    left to go on."""
+    """The coordinator reports a lost draft although no process has died. When draft and target wait for each other, the
+    stopped one may be the target; then the whole worker group restarts."""
     FakeWorkerGroup.silent = () if target_answers else (1,)
 
     async def work() -> None:
@@ -210,7 +214,8 @@ def test_the_coordinator_says_that_the_draft_is_lost(fakes, target_answers):
 
 
 def test_a_service_that_cannot_be_started_again_is_given_up(fakes):
-    """Whoever watches the process must learn of it: the machine may be broken."""
+    """After `max_failed_starts` failed starts in a row the supervisor fails, so that the process ends and its operator
+    learns that the machine may be broken."""
     FakeWorkerGroup.deaths, FakeWorkerGroup.stillborn = {1: WorkerGroupError("draft0 died")}, tuple(range(2, 100))
 
     async def work() -> None:
@@ -226,6 +231,7 @@ def test_a_service_that_cannot_be_started_again_is_given_up(fakes):
 
 
 def test_starts_that_fail_now_and_then_are_no_reason_to_give_up(fakes):
+    """Only failed starts in a row count towards `max_failed_starts`."""
     FakeWorkerGroup.deaths = {incarnation: WorkerGroupError("draft0 died") for incarnation in (1, 4, 7)}
     FakeWorkerGroup.stillborn = (2, 3, 5, 6, 8, 9)
 
@@ -239,7 +245,8 @@ def test_starts_that_fail_now_and_then_are_no_reason_to_give_up(fakes):
 
 
 def test_a_coordinator_that_says_nothing(fakes, monkeypatch):
-    """Its connection may stand: the process was stopped, or its engine does not come back from a step."""
+    """A coordinator that sends nothing is replaced, although its connection may be intact: its process may be stopped,
+    or its engine stuck in a step."""
     monkeypatch.setattr(module, "SILENCE_SECONDS", 0.1)
 
     async def work() -> None:
@@ -255,7 +262,8 @@ ALONE, FIRST, SECOND = (Request("any id", (1, 2, n), SamplingParams(seed=n)) for
 
 
 def test_what_a_worker_group_failed_over_is_not_decoded_again(fakes, monkeypatch):
-    """What was alone. What had company is not, nor is anything after a process was killed."""
+    """Only a request that was in flight alone when a process failed with an error of its own is refused afterwards.
+    Requests that ran together are not, nor is one during which a process was killed."""
     FakeWorkerGroup.deaths = {
         1: WorkerGroupError("coordinator failed: KeyError", fault=True),
         2: WorkerGroupError("draft0 died"),
@@ -277,7 +285,8 @@ def test_what_a_worker_group_failed_over_is_not_decoded_again(fakes, monkeypatch
 
 
 def test_what_a_draft_failed_over_is_not_decoded_again(fakes):
-    """It was in flight alone when the coordinator lost the draft; who has come since then is not to blame."""
+    """The request that was in flight alone when the coordinator lost the draft is refused afterwards; requests that
+    arrived later are not."""
     FakeWorkerGroup.deaths = {1: WorkerGroupError("draft0 failed: ValueError", fault=True, draft=True)}
 
     async def work() -> list[Request]:

@@ -1,4 +1,4 @@
-"""Requests as they go over the wire, and what comes back, without anybody's client."""
+"""Raw HTTP requests and their responses, without any client library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gateway.harness import Service
 
 QUESTIONS = [problem.question for problem in generate(1, 16, "test")]
 LONG = {"particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}
-"""Of our own fields: an answer that takes seconds."""
+"""Settings, among them fields of our own, of an answer that takes seconds."""
 ADD = {
     "x-guidance": {"whitespace_pattern": ""},
     "type": "object",
@@ -37,7 +37,7 @@ class Said:
 
     @property
     def error(self) -> dict[str, Any]:
-        """Fails for what is not OpenAI's shape."""
+        """The error object of the response. Fails if it does not have OpenAI's shape."""
         error = self.json["error"]
         assert (
             set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"] and error["code"]
@@ -72,7 +72,7 @@ def ask(service: Service, method: str, path: str, body: bytes | None = None, **h
 
 
 def events(data: bytes) -> list[Any]:
-    """Of a stream; its end is a string."""
+    """Return the events of a stream as JSON; the final "[DONE]" as a string."""
     parts = [part.removeprefix("data: ") for part in data.decode().split("\n\n") if part]
     return [part if part == "[DONE]" else json.loads(part) for part in parts]
 

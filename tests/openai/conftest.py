@@ -18,7 +18,7 @@ def pair() -> ModelPair:
 
 @pytest.fixture(scope="session")
 def shared(pair) -> Iterator[Service]:
-    """A service for all tests of this process: each leaves it as it found it."""
+    """A service for all tests of this process; each test leaves it as it found it."""
     with serving(pair, http_port=0, served_model_names=("demo", "gpt-4o")) as service:
         yield service
 
@@ -31,8 +31,8 @@ def service(shared) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def tool_service(pair) -> Iterator[Service]:
-    """Of a model whose chat template reads tools, with calls as Hermes has them, their results and what a system
-    says."""
+    """A service whose chat template renders tools, system messages and tool results, and reads tool calls in the Hermes
+    format."""
     read = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
     read += "{% for m in messages if m.role in ('system', 'tool') %}{{ m.content }}{% endfor %}"
     read += "{% for m in messages if m.tool_calls %}{{ m.tool_calls }}{% endfor %}"

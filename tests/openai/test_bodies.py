@@ -1,5 +1,5 @@
-"""Bodies that are wrong: the field, what was given and what is allowed, in OpenAI's shape; and what asks for nothing is
-accepted."""
+"""Invalid bodies: the error, in OpenAI's shape, names the field, the given value and what is allowed. Fields with a
+value that has no effect are accepted."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_what_is_no_json(service, body, message):
     ids=["a field twice", "no messages", "empty messages", "fields of a message", "fields", "no parts"],
 )
 def test_what_is_large_and_wrong_is_refused_in_no_time(body):
-    """The loop that answers everybody reads it."""
-    gc.freeze()  # what other tests have left in this process is not looked through
+    """Large invalid bodies are refused quickly, because they are parsed in the loop that serves all callers."""
+    gc.freeze()  # garbage collections do not walk the objects of other tests
     try:
         begin = time.thread_time()
         with pytest.raises(ValueError):
@@ -171,6 +171,7 @@ def test_a_prompt_that_is_wrong(service, prompt, message):
 
 
 def test_what_is_neutral_is_accepted(service):
+    """Fields that the service does not support are accepted with a value that has no effect."""
     fields = {
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
@@ -195,6 +196,8 @@ def test_what_is_neutral_is_accepted(service):
 
 
 def test_prompts_are_not_repeated_without_end(service, monkeypatch):
+    """With `echo`, the characters of all repeated prompts together are limited to `MOST_ECHOED`."""
+
     def said(n: int) -> Said:
         return post(
             service,

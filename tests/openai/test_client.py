@@ -1,5 +1,5 @@
-"""openai-python, as it is: answers, streams, errors and retries. The answers are those of gRPC and of an engine in this
-process."""
+"""openai-python, unmodified: answers, streams, errors and retries. The answers equal those over gRPC and those of an
+engine in this process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def create(client, text: str, settings: dict, **fields):
 
 
 def joined(stream) -> tuple[str, str, dict]:
-    """Text, finish reason and our own block of a streamed chat of one answer."""
+    """Return the text, the finish reason and the `smc` block of a streamed chat with one answer."""
     text, reason, ours = "", None, None
     for chunk in stream:
         (choice,) = chunk.choices
@@ -47,7 +47,8 @@ def joined(stream) -> tuple[str, str, dict]:
 
 
 def test_eight_at_once_and_alone_are_the_engines_own(service, client, pair):
-    """Over HTTP as a whole and as a stream, over gRPC, and in this process."""
+    """Eight requests at once, half of them streamed, get the answers of the in-process engine; alone and over gRPC the
+    first gets the same."""
 
     def at_once(index: int) -> tuple:
         question, settings = ASKED[index]
@@ -70,7 +71,8 @@ def test_eight_at_once_and_alone_are_the_engines_own(service, client, pair):
         expected = local[str(index)]
         assert (text, seed) == (expected.text, index)
         assert reason == ("length" if expected.finish_reason == "length" else "stop")
-        # How often the draft of an exact request is right depends on the requests before it: exponents are shared.
+        # Exponents of coupled drafting are fitted over all requests, so how often the draft is right depends on earlier
+        # ones.
         if statistics is not None and ASKED[index][1].get("method") != "exact":
             assert statistics["rounds"] == expected.statistics.rounds
             assert statistics["log_z"] == pytest.approx(expected.statistics.log_z, abs=1e-3)
@@ -92,8 +94,7 @@ def test_exact_is_the_targets_answer(service, client):
 
 
 def test_the_likeliest_tokens(service, client, pair):
-    """As a whole and in a stream, of which openai-python's own reader makes one answer; over gRPC and in process the
-    same."""
+    """`top_logprobs` equal the in-process engine's, in a whole answer and in a stream that openai-python assembles."""
     settings = {"seed": 5, "max_tokens": 48, "temperature": 0.8, "logprobs": True, "top_logprobs": 4}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[1]), method="target", **settings)
     ours = {"method": "target"}
@@ -133,7 +134,7 @@ def test_the_likeliest_tokens_of_a_completion(service, client, pair):
 
 
 def by_id(pair, prompt: tuple[int, ...], scores) -> list:
-    """As vLLM lists them."""
+    """Return prompt log-probabilities in vLLM's format: for each position a dictionary by token id."""
     listed = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
         ranked = {token: (score.logprob, score.rank)}
@@ -152,8 +153,8 @@ def by_id(pair, prompt: tuple[int, ...], scores) -> list:
 
 
 def test_how_likely_prompts_are(service, client, pair):
-    """Of a chat beside its answer, of completions in every choice; before the answer with `echo`; over gRPC the
-    same."""
+    """`prompt_logprobs` equal the in-process engine's: beside the choices of a chat, in every choice of a completion,
+    with `echo` before the answer, and over gRPC."""
     settings = {"seed": 4, "max_tokens": 6, "prompt_logprobs": 2}
     prompt = chat_ids(pair, QUESTIONS[2])
     expected = local_answer(pair, prompt, **settings)
@@ -193,7 +194,8 @@ def test_how_likely_prompts_are(service, client, pair):
 
 
 def test_biases_and_answers_that_must_not_end(service, client, pair):
-    """As OpenAI's clients ask for them; over gRPC and in process the same."""
+    """`logit_bias` and `min_tokens`, as OpenAI's clients send them, give the answers of gRPC and of the in-process
+    engine."""
     digit, eos = pair.tokenizer.encode("7")[-1], pair.tokenizer.eos_ids[0]
     bias, settings = {str(digit): 4, str(eos): 90}, {"seed": 3, "max_tokens": 20}
     found = create(
@@ -206,7 +208,7 @@ def test_biases_and_answers_that_must_not_end(service, client, pair):
     )
     with service.client() as grpc_client:
         assert grpc_client.generate([Message("user", QUESTIONS[0])], **settings).tokens == expected.tokens
-    # Nothing is said about its length.
+    # Without `max_tokens`.
     assert create(client, QUESTIONS[0], {"min_tokens": 2}, seed=1).usage.completion_tokens > 2
 
 
@@ -252,7 +254,8 @@ def test_a_chat_may_go_on_to_the_end_of_the_context(service, client, pair):
 
 
 def test_a_chat_is_no_longer_than_what_there_is_memory_for(pair):
-    """Of a small pool; nothing that a caller leaves out may be a reason to refuse it."""
+    """With a small pool, a chat without `max_tokens` is limited by the memory there is. A field that a caller leaves
+    out must never cause a refusal."""
     engine = EngineConfig(block=4, branches=2, max_slots=16, pages=800)
     with serving(pair, engine, http_port=0) as service, openai.OpenAI(base_url=service.url, api_key="-") as client:
         service.client().generate("x", particles=1, max_tokens=2)
@@ -263,7 +266,8 @@ def test_a_chat_is_no_longer_than_what_there_is_memory_for(pair):
 
 
 def test_several_answers_share_their_prompt(service, client, pair):
-    """Of different seeds; the first is the request's own."""
+    """The `n` answers of a request share its cached prompt and have different seeds; the first has the request's own
+    seed."""
     before = service.metric("smc_prefix_cache_hits_total", group="target")
     text = "There are 17 plums in a box. " * 8
     fields = {"seed": 3, "n": 3, "max_tokens": 6, "temperature": 2.0}
@@ -299,7 +303,8 @@ def test_a_stream_with_usage(service, client):
 
 @pytest.mark.parametrize("more", [{}, {"stop": "####", "extra_body": {"method": "target"}}], ids=str)
 def test_a_stream_has_logprobs_with_their_tokens(service, client, more):
-    """The whole answer's, each once; text that is kept back, of a stop string, does not keep them back."""
+    """A stream has each log-probability of the whole answer once, together with its tokens, even while text is held
+    back because a stop string may follow."""
     asked = {"messages": user(QUESTIONS[2]), "model": "demo", "seed": 2, "logprobs": True, "max_tokens": 30} | more
     scored = [c.choices[0].logprobs for c in client.chat.completions.create(**asked, stream=True)]
     whole = client.chat.completions.create(**asked).choices[0].logprobs.content
@@ -394,7 +399,7 @@ def test_models(service, client, pair):
 
 
 def test_a_service_that_is_busy_is_asked_again(pair):
-    """Its hint says when; a mistake is said once."""
+    """The client retries when a busy service says so; an invalid request is sent once."""
     names = ("demo",)
     with (
         serving(pair, http_port=0, max_calls=1, served_model_names=names) as service,
@@ -416,7 +421,7 @@ def test_a_service_that_is_busy_is_asked_again(pair):
 
 
 def test_the_method_of_those_who_name_none(pair):
-    """Over HTTP and over gRPC."""
+    """A request that names no method uses the service's `default_method`, over HTTP and over gRPC."""
     asked = {"seed": 6, "max_tokens": 8}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[5]), method="target", **asked)
     with (

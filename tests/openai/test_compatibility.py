@@ -1,4 +1,5 @@
-"""The table of what there is of vLLM's API is that of the code, and the code's list that of the server."""
+"""The table of vLLM's endpoints and fields in docs/openai.md equals the one that the code generates, and the code's
+list matches the server."""
 
 from __future__ import annotations
 
@@ -25,5 +26,6 @@ def test_endpoints_are_those_of_the_server(service):
 
 
 def test_fields_that_are_not_here_are_refused(service):
+    """Fields that the table lists as missing are refused by name."""
     for name in set(compatibility.FIELDS[CHAT]) - NAMES[True]:
         assert post(service, chat(**{name: 1})).error["param"] == name

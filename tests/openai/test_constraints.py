@@ -1,4 +1,4 @@
-"""What an answer is to be, by every field of OpenAI's and vLLM's that says so, and over gRPC."""
+"""Constraints on answers, by every field of OpenAI and vLLM that sets one, and over gRPC."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCHEMA = {
     "properties": {"a": {"enum": [1, 22]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
     "required": ["a", "b"],
     "additionalProperties": False,
-    # The shipped pair would write blanks.
+    # Without this, the demo pair would write only whitespace.
     "x-guidance": {"whitespace_flexible": False},
 }
 EXACT = {"method": "exact", "particles": 2, "max_tokens": 40, "seed": 3}
@@ -43,6 +43,7 @@ def expected(pair) -> Answer:
     ids=lambda fields: next(iter(fields)),
 )
 def test_every_field_asks_for_the_same(service: Service, expected: Answer, fields):
+    """Every field that sets a JSON schema gives the answer of the in-process engine under that schema."""
     found = post(service, chat(QUESTIONS[0], **EXACT, **fields)).json["choices"][0]
     assert found["message"]["content"] == expected.text
     assert found["finish_reason"] == "stop"
@@ -72,6 +73,7 @@ def test_over_grpc(service: Service):
 
 
 def test_what_happened_is_counted(service: Service):
+    """Constraints are compiled once and then found in the cache; metrics count compilations, hits and masks."""
     hits, compiled = (
         service.metric("smc_constraint_cache_hits_total"),
         service.metric("smc_constraint_compile_seconds_count"),

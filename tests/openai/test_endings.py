@@ -1,5 +1,5 @@
-"""Calls over HTTP that end early: drained, failed, out of time, aborted, left. After the first byte an event says
-why."""
+"""Calls over HTTP that end early: drained, failed, out of time, aborted or disconnected. After the first byte, an event
+gives the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROBE = Path(__file__).parents[2] / "deploy/helm/smcserve/files/scripts/startup_
 
 
 def test_before_the_workers_are_ready(pair):
-    """Clients and the chart's probe are told how far the start is."""
+    """Before the workers are ready, clients and the chart's startup probe receive the progress of the start."""
     with serving(pair, http_port=0, ready=False) as service:
         for said in (post(service, chat()), ask(service, "GET", "/health")):
             is_error(said, 503, "unavailable", "the service is (starting|not ready)", hint=True)
@@ -41,7 +41,7 @@ def test_before_the_workers_are_ready(pair):
 
 
 def begin(service, **fields) -> tuple:
-    """A stream whose first events have come."""
+    """Begin a streamed call and return its connection, its response and its first data."""
     connection = connect(service)
     connection.request("POST", CHAT, chat(stream=True, **{**LONG, **fields}), {"content-type": "application/json"})
     response = connection.getresponse()
@@ -51,7 +51,7 @@ def begin(service, **fields) -> tuple:
 
 @pytest.mark.slow
 def test_draining(pair):
-    """Calls in flight go on; connections are not taken any more, and those that are open are told to go elsewhere."""
+    """During a drain, calls in flight go on, new connections are refused, and open ones are told to close."""
     with serving(pair, http_port=0) as service:
         idle = connect(service)
         idle.request("GET", "/health")
@@ -87,7 +87,7 @@ def test_draining_ends_what_takes_too_long(pair):
 
 
 class Failing:
-    """A backend that fails over what it is asked, after its first news if it is to."""
+    """A backend that fails at every request: at once, or after its first output if `late`."""
 
     def __init__(self, error: Callable[[], Exception], late: bool = False) -> None:
         self.error, self.late = error, late
@@ -107,14 +107,15 @@ class Failing:
 
 @pytest.fixture(scope="module")
 def failing(pair):
-    """A service whose backend fails as a test wants."""
+    """A service with a backend whose error each test chooses, and that backend."""
     backend = Failing(lambda: RequestFailed("the target returned NaN"))
     with serving(pair, http_port=0, wrap=backend) as service:
         yield service, backend
 
 
 def both_ways(failing, error: Callable[[], Exception]) -> tuple[Said, dict]:
-    """How the error is said before the first byte, and the last event after it."""
+    """Let the backend fail with this error. Returns the response if it fails before the first byte, and the error event
+    if it fails later."""
     service, backend = failing
     backend.error, backend.late = error, False
     asked = {**LONG, "particles": 2}
@@ -157,7 +158,7 @@ def test_a_deadline(service):
 
 
 def test_abort(service):
-    """By gRPC, of a request over HTTP."""
+    """`Abort` over gRPC ends a request over HTTP."""
     with ThreadPoolExecutor(1) as pool, service.client() as client:
         call = pool.submit(post, service, chat(request_id="abort-me", **LONG))
         until(lambda: client.abort("abort-me"))
@@ -165,7 +166,8 @@ def test_abort(service):
 
 
 def test_a_closed_connection_frees_its_slots(service):
-    """A whole answer, a stream, and three answers at once; gone within a round."""
+    """A closed connection releases its slots within a round: for a whole answer, a stream, and three answers at
+    once."""
     before = service.metric("smc_requests_cancelled_total", by="client")
     for fields in ({}, {"stream": True}, {"n": 3}):
         connection = connect(service)
@@ -193,7 +195,8 @@ def test_connections_that_close_at_random_moments(service):
 
 
 def test_connections_that_ask_for_nothing_are_closed(pair):
-    """Or not for something whole; and old ones are told to come anew."""
+    """Connections that send nothing, or only part of a request, are closed. Connections older than `max_connection_age`
+    are told to close."""
     with serving(pair, http_port=0, write_timeout=0.3, max_connection_age=1.0) as service:
         silent, slow = (socket.create_connection(("127.0.0.1", service.gateway.http_port)) for _ in range(2))
         slow.sendall(b"GET /health HTTP/1.1\r\nhost:")

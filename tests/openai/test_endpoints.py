@@ -1,4 +1,5 @@
-"""Endpoints beside completions: ids of texts and back, versions, load, and pages of other origins."""
+"""Endpoints other than completions: tokenize and detokenize, version, ping and load, and access by web pages of other
+origins (CORS)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ QUESTION = [{"role": "user", "content": "Ann has 3 pens and buys 4. How many pen
 
 
 def ask(url: str, path: str, body: object = None, headers: dict[str, str] | None = None, method: str | None = None):
-    """Status, JSON and headers of the reply."""
+    """Send a request and return status, JSON and headers of the response."""
     base = url.removesuffix("/v1")
     data = None if body is None else json.dumps(body).encode()
     sent = {"content-type": "application/json"} if data else {}
@@ -29,6 +30,7 @@ def ask(url: str, path: str, body: object = None, headers: dict[str, str] | None
 
 
 def test_texts_become_ids_and_ids_texts(service, pair):
+    """`/tokenize` and `/detokenize` agree with the tokenizer, for texts and for chats."""
     text = "Ann has 3 pens."
     status, found, _ = ask(service.url, "/tokenize", {"model": "demo", "prompt": text, "return_token_strs": True})
     expected = pair.tokenizer.encode(text)
@@ -45,6 +47,7 @@ def test_texts_become_ids_and_ids_texts(service, pair):
 
 
 def test_ids_are_those_that_an_answer_is_made_of(service, client):
+    """`/tokenize` of a chat counts as many tokens as the prompt of its answer has."""
     answer = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=3, seed=1)
     counted = ask(service.url, "/tokenize", {"messages": QUESTION})[1]["count"]
     assert answer.usage.prompt_tokens == counted
@@ -134,6 +137,7 @@ def test_no_page_may_read_by_default(service):
 
 @pytest.mark.parametrize("origin", ["app.example.com", "https://app.example.com/path", ""])
 def test_an_origin_that_no_browser_sends_is_refused(origin):
+    """`allow_origins` accepts only "*" and origins in the form that browsers send."""
     from services.gateway.config import GatewayConfig
 
     with pytest.raises(ValueError, match=r"allow_origins contains .*; allowed: \* or SCHEME://HOST"):

@@ -1,4 +1,4 @@
-"""The column of HTTP in docs/errors.md: every row has a test. Here what is refused; how calls end: test_endings.py."""
+"""The HTTP column of docs/errors.md: every row has a test. Here are refusals; how calls end: test_endings.py."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_a_full_queue(pair):
 
 
 def test_a_body_too_large(service):
-    """Said before it is read, or when it has become too much; either way nothing of it is parsed."""
+    """A body that is too large is refused by its declared length before it is read, or while it is read; it is never
+    parsed."""
     rejected = {"code": "RESOURCE_EXHAUSTED", "cause": "too_large"}
     before = service.metric("smc_requests_rejected_total", **rejected)
     is_error(
@@ -116,7 +117,7 @@ def test_a_body_too_large(service):
 
 
 def test_a_body_that_breaks_off(service):
-    """In chunks that are none."""
+    """A body with malformed chunks gets status 400."""
     with socket.create_connection(("127.0.0.1", service.gateway.http_port)) as connection:
         head = (
             f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -129,7 +130,7 @@ def test_a_body_that_breaks_off(service):
 @pytest.mark.parametrize("levels", [150, 300, 700, 990, 1500, 2500])
 @pytest.mark.parametrize("field", ["input", "messages", "prompt", "metadata", "tools", "chat_template_kwargs"])
 def test_nesting(service, caplog, levels, field):
-    """Every API refuses what is nested too deeply."""
+    """Every API refuses bodies that are nested too deeply with status 400, and logs no error."""
     deep = "[" * levels + "]" * levels
     values = {
         "metadata": f'{{"a": {deep}}}',
@@ -174,7 +175,7 @@ def test_a_body_that_does_not_arrive(pair):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_caller_that_does_not_read(pair, stream):
-    """Its answer is many times what buffers hold."""
+    """A caller that does not read its answer, which is many times larger than all buffers, is disconnected."""
 
     class Chatty:
         def __init__(self, backend) -> None:
@@ -203,7 +204,7 @@ def test_a_caller_that_does_not_read(pair, stream):
 
 
 def test_a_caller_that_reads_nothing_at_all(pair):
-    """It asks for more than buffers hold, without reading."""
+    """A caller that requests more than buffers hold and reads nothing is disconnected."""
     with serving(pair, http_port=0, write_timeout=0.5) as service, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", service.gateway.http_port))
@@ -243,7 +244,7 @@ def test_a_model_that_is_not_served(service):
 
 
 class Unwritable:
-    """A dialect whose answers nobody can write: see `AnswerWriter`."""
+    """A dialect whose writer (see `AnswerWriter`) fails for every answer."""
 
     prompt = "messages"
 
@@ -275,7 +276,7 @@ def test_a_port_that_is_taken(pair, service):
 
 
 def test_metrics_and_the_log_know_of_it(service, caplog):
-    """As they know of gRPC's calls."""
+    """Metrics and log include calls over HTTP, as they do those over gRPC."""
     with caplog.at_level("INFO", "smcserve.requests"):
         answered = service.metric("smc_requests_total", status="OK", finish_reason="length")
         post(service, json.dumps({"messages": user("a secret"), "max_tokens": 3, "n": 2, "ignore_eos": True}).encode())

@@ -1,4 +1,5 @@
-"""`system_fingerprint`: in every answer and every event of a stream, the same as in answers of a batch."""
+"""`system_fingerprint`: it is in every answer and every event of a stream, is the same for batch answers, and depends
+on the weights."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tests.openai.asking import chat, events, post
 
 
 def test_answers_and_streams_name_what_they_depend_on(service):
+    """Chats, completions and every event of a stream have the fingerprint of the served pair."""
     named = [
         post(service, chat(max_tokens=2)).json,
         post(service, json.dumps({"prompt": "x", "max_tokens": 2}).encode(), COMPLETIONS).json,
@@ -26,7 +28,8 @@ def pair():
 
 
 def test_what_batch_files_name_has_not_changed():
-    """Files of earlier runs are resumed only by it."""
+    """The fingerprint of the demo pair is fixed: output files of earlier batch runs are resumed only if it is the
+    same."""
     assert pair().fingerprint() == "smc_2696941a00246454e72d48bb"
 
 

@@ -1,4 +1,5 @@
-"""Prompts that the context does not hold: OpenAI's code with the tokens given and allowed, however long they are."""
+"""Prompts that exceed the context get OpenAI's error code and the numbers of tokens given and allowed, however long
+they are."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ def test_negative_prompts_too(service):
 
 
 def test_a_body_without_a_length(service):
+    """A chunked body without a declared length gets the same error once it exceeds the limit."""
     connection = connect(service)
     chunks = (b"x" * 8192 for _ in range(20))
     connection.request("POST", CHAT, chunks, {"content-type": "application/json"}, encode_chunked=True)
@@ -48,5 +50,7 @@ def test_a_body_without_a_length(service):
 
 
 def test_a_limit_of_bytes_says_nothing_of_the_context(pair):
+    """A body over a byte limit that is lower than the context needs is refused with 413, not as too long for the
+    context."""
     with serving(pair, http_port=0, max_message_bytes=2000) as service:
         is_error(post(service, chat("x" * 3000)), 413, "too_large", "more than 2000 bytes")

@@ -1,8 +1,6 @@
-"""Bodies of every kind that nobody would send: none ends with 5xx or without an answer, and nothing of it is left
-behind.
+"""Malformed and extreme bodies: none ends with 5xx or without an answer, and none leaves anything behind.
 
-As a command it sends as many as are asked for: `python -m tests.openai.test_malformed --requests 20000`.
-"""
+As a command it sends any number of them: `python -m tests.openai.test_malformed --requests 20000`."""
 
 from __future__ import annotations
 
@@ -53,9 +51,9 @@ ODD = (
     "exact",
     "target",
 )
-"""Values that fit some fields and no others."""
+"""Values that are valid for some fields and invalid for all others."""
 BESIDE = {"max_tokens": 40, "ignore_eos": True, "seed": 1}
-"""An answer that does not depend on what else is decoded."""
+"""Settings of an answer that does not depend on the rest of the batch."""
 VALUES = (*ODD, *DOUBLES, *INTEGERS, *TEXTS)
 
 
@@ -86,8 +84,8 @@ def prompt(rng: random.Random) -> Any:
 
 
 def body(rng: random.Random, path: str) -> bytes:
-    """Fields are absent more often than not; else as extreme as they come, or sound; some bodies are cut, or have bytes
-    changed."""
+    """Return a random body. Most fields are absent; the others have extreme or valid values. Some bodies are truncated,
+    or have changed bytes."""
     fields: dict[str, Any] = {
         "max_tokens": rng.randrange(1, 12),
         "method": rng.choice(("smc", "exact", "target", "draft")),
@@ -122,7 +120,8 @@ def body(rng: random.Random, path: str) -> bytes:
 
 
 def ended(service: Service, seed: str) -> str:
-    """`seed`: what the request is made of; it is named where there is no answer."""
+    """Send one random request and return its status, or a description of the fault. `seed` determines the request; it
+    is named if there is no answer."""
     rng = random.Random(seed)
     connection = http.client.HTTPConnection("127.0.0.1", service.gateway.http_port, timeout=120)
     path = rng.choice((CHAT, COMPLETIONS))
@@ -154,7 +153,8 @@ def ended(service: Service, seed: str) -> str:
 
 
 def fuzz(service: Service, requests: int, seed: int) -> Counter[str]:
-    """How so many requests end, sent by a few threads at a time, beside two long answers."""
+    """Send this many requests from eight threads, beside two long answers that must not change, and count how they
+    end."""
     with ThreadPoolExecutor(8) as pool, service.client() as client:
         alone = client.generate("x", method="target", **BESIDE).tokens
         beside = [pool.submit(client.generate, "x", method=method, **BESIDE) for method in ("exact", "target")]
@@ -166,7 +166,7 @@ def fuzz(service: Service, requests: int, seed: int) -> Counter[str]:
 
 @pytest.mark.parametrize("dialect", [responses_api, messages_api], ids=lambda api: api.__name__)
 def test_bodies_of_the_other_apis_are_read_or_refused(pair, dialect):
-    """Whatever holds what: the only error is one about the request."""
+    """Random bodies of the Responses and Messages APIs are read or refused with BadRequest; no other error occurs."""
     reads = {responses_api: responses_api.ResponsesDialect, messages_api: messages_api.MessagesDialect}[dialect]()
     served, rng, found = Served(("demo",), pair.tokenizer), random.Random(1), Counter()
     items = ["message", "function_call", "function_call_output", "reasoning", "text", "tool_use", "tool_result", 1]
@@ -223,7 +223,7 @@ JSON = st.recursive(
     fields=st.dictionaries(st.sampled_from(sorted(NAMES[True] | NAMES[False])), JSON, max_size=4),
 )
 def test_the_mapping_understands_or_says_what_is_wrong(path, sound, fields):
-    """Whatever JSON there is: nothing but BadRequest leaves it, and its message can be sent."""
+    """For any JSON, `understood` raises only BadRequest, and its message can be sent."""
     if sound:
         fields = {"messages": [{"role": "user", "content": "x"}]} | fields if path == CHAT else {"prompt": "x"} | fields
     try:

@@ -1,4 +1,4 @@
-"""`/v1/messages` by Anthropic's own client: the same answers as of a chat, as content blocks and events."""
+"""`/v1/messages` with Anthropic's own client: the same answers as those of a chat, as content blocks and events."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.gateway.harness import serving
 from tests.openai.asking import ADD, LONG, QUESTIONS, post, user
 from tests.pairwise import one_of
 
-if TYPE_CHECKING:  # it takes longer to import than all tests here, in every process that collects tests
+if TYPE_CHECKING:  # a slow import that every process that collects tests would make
     import anthropic
 
-# One process imports that client, and serves tools.
+# A single process imports that client and serves tools.
 pytestmark = pytest.mark.xdist_group("tools")
 TOOLS = [{"name": "add", "description": "Adds.", "input_schema": ADD}]
 ASKS = {"model": "demo", "max_tokens": 12, "extra_body": {"seed": 3, "method": "exact"}}
@@ -95,7 +95,8 @@ def test_stop_sequences_and_turns(messages):
 
 
 def test_the_last_message_is_continued(messages):
-    """What the model wrote itself, and then half of it given: greedy, the rest is the same."""
+    """An assistant message at the end is continued: given the first half of its own greedy answer, the model writes the
+    rest."""
     greedy = ASKS | {"extra_body": {"temperature": 0}}
     whole = messages.create(messages=user(QUESTIONS[3]), **greedy).content[0].text
     head = whole[: whole.index(" ", len(whole) // 2)]
@@ -143,7 +144,8 @@ def test_arguments_that_are_no_json(arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", one_of(NO_JSON[-1], *NO_JSON[3:5]))
 def test_a_call_that_is_no_json_is_text(tools, tool_service, arguments):
-    """The answer is paid for, and not the caller's fault."""
+    """A call whose arguments are not JSON is returned as text: the answer has been computed, and the fault is not the
+    caller's."""
     text = f'so\n<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
     forced = {"constraint": {"choice": [text]}, "method": "target"}
     asks = ASKS | {"tools": TOOLS, "max_tokens": 100, "extra_body": forced}
@@ -161,6 +163,7 @@ def test_a_call_that_is_no_json_is_text(tools, tool_service, arguments):
 
 @pytest.mark.slow
 def test_a_call_that_is_cut_has_what_there_is(tools):
+    """A tool call that is cut by a stop sequence or at `max_tokens` has the arguments that are complete so far."""
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": tr'
     forced = {"constraint": {"choice": [text + "ue}}\n</tool_call>"]}, "method": "target"}
     asks = ASKS | {"tools": TOOLS, "extra_body": forced}

@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs` describe what there is, and what is accepted."""
+"""`/openapi.json` and `/docs` describe all endpoints and exactly the fields that are accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.openai.asking import ask, post, user
 
 
 def test_it_is_written_once_and_beside_the_loop(pair, monkeypatch):
-    """It takes as long as many rounds."""
+    """The document is generated once, outside the event loop, because that takes as long as many rounds."""
     writers, write = [], pages.document
 
     def noted(*args):
@@ -76,7 +76,8 @@ def test_it_names_every_field_and_no_other(described, path, names):
     ],
 )
 def test_its_schemas_hold(service, described, path, body):
-    """What is served validates, a wrong type and an unknown field do not."""
+    """Bodies that the service accepts validate against the schema; a wrong type or an unknown field does not, and is
+    refused."""
     whole = {"$ref": f"#/components/schemas/{_name(described, path)}", "components": described["components"]}
     checks = jsonschema.Draft202012Validator(whole)
     assert post(service, json.dumps(body).encode(), path).status == 200

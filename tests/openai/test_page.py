@@ -1,4 +1,4 @@
-"""The web page of `serve`, in a browser without a window: Debian's chromium, driven by Playwright."""
+"""The web page of `serve`, in a headless browser: Debian's chromium, driven by Playwright."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ QUESTION = "Mia has 12 apples. She buys 30 more. How many now?"
 STATES = "[...document.querySelectorAll('.answer > header span')].map(one => one.textContent)"
 TOKEN = "open-sesame"
 SECONDS = 60_000
-"""Milliseconds: for a busy machine."""
+"""Time limit in milliseconds, with room for a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def browser():
     sync_playwright = pytest.importorskip("playwright.sync_api").sync_playwright
     with sync_playwright() as playwright:
-        # Its own sandbox needs rights that containers have not; it visits this page alone.
+        # Chromium's sandbox needs rights that containers lack; this browser visits only this page.
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--renderer-process-limit=1"]
         )
@@ -43,7 +43,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def secured(pair, tmp_path_factory) -> Iterator[Service]:
-    """It wants a token, and its chat template reads tools."""
+    """A service that requires a token and whose chat template renders tools."""
     tokens = tmp_path_factory.mktemp("page") / "tokens"
     tokens.write_text(f"{TOKEN}\n")
     changed = ModelPair(pair.target, pair.draft, with_template(pair.tokenizer, "hermes"), pair.max_context)
@@ -53,8 +53,8 @@ def secured(pair, tmp_path_factory) -> Iterator[Service]:
 
 @pytest.fixture
 def visit(browser) -> Iterator[Callable]:
-    """Opens the page of a service in a tab of its own. At the end nothing may have failed in it, and nothing may have
-    been asked of any other address."""
+    """Opens the page of a service in a new tab. At the end, no error may have occurred in it, and no request may have
+    gone to another address."""
     pages, faults = [], []
 
     def open_page(service: Service, width: int = 1200, theme: str = "light"):
@@ -65,7 +65,7 @@ def visit(browser) -> Iterator[Callable]:
         page.set_default_timeout(SECONDS)
         origin = service.url.removesuffix("/v1")
         page.on("pageerror", lambda error: faults.append(str(error)))
-        # The browser itself reports every answer of 4xx.
+        # The browser itself logs every response with status 4xx.
         page.on("console", lambda line: "status of 4" in line.text or faults.append(line.text))
         page.on("request", lambda request: request.url.startswith(f"{origin}/") or faults.append(request.url))
         page.goto(origin)
@@ -79,7 +79,7 @@ def visit(browser) -> Iterator[Callable]:
 
 @pytest.fixture
 def page(visit, service):
-    """With its settings loaded."""
+    """The page of the service, with its settings loaded."""
     page = visit(service)
     page.wait_for_selector("#setting-seed")
     return page
@@ -95,7 +95,7 @@ def wait_for_end(page) -> None:
 
 
 def long_answers(page) -> None:
-    """Answers that take seconds from now on."""
+    """Change the settings so that further answers take seconds."""
     page.select_option("#method-0", "smc")
     page.fill("#setting-max_tokens", "400")
     page.fill("#setting-particles", "16")
@@ -117,7 +117,7 @@ def test_every_setting_is_offered_with_what_is_allowed_for_it():
     }
     assert found["resampling"]["choices"] == ["systematic", "stratified", "residual", "multinomial", "ssp"]
     assert found["stop"]["kind"] == "texts" and found["logit_bias"]["kind"] == "biases"
-    # What is allowed is what the error says.
+    # The allowed range equals the one in the error message.
     for name, wrong in (("temperature", -1), ("top_p", 2), ("particles", 65), ("alpha", 0), ("population", "all")):
         with pytest.raises(ValueError) as error:
             SamplingParams(**{name: wrong})
@@ -126,6 +126,7 @@ def test_every_setting_is_offered_with_what_is_allowed_for_it():
 
 @pytest.mark.parametrize("name", ["particles", "verification", "alpha", "draft_temperature", "ess_threshold"])
 def test_a_setting_is_offered_for_the_methods_that_it_has_an_effect_with(name):
+    """The methods that the page lists for a setting are those for which `SamplingParams` accepts it."""
     given = {"particles": 4, "verification": "walk", "alpha": 2.0, "draft_temperature": 0.7, "ess_threshold": 0.2}[name]
     more = {"draft_temperature": {"verification": "rejection"}}.get(name, {})
     for method in Method:
@@ -151,7 +152,7 @@ def test_files_of_the_page_may_load_nothing_else(service):
 @in_a_browser
 def test_a_chat(page):
     page.select_option("#method-0", "smc")
-    page.fill("#setting-seed", "9007199254740993")  # more digits than a number of JavaScript holds
+    page.fill("#setting-seed", "9007199254740993")  # more digits than a JavaScript number holds
     say(page)
     wait_for_end(page)
     stored = json.loads(page.evaluate("sessionStorage.getItem('smcserve.chat')"))
@@ -159,7 +160,7 @@ def test_a_chat(page):
     text = "".join(answer["pieces"])
     assert text == page.text_content(".answer .text") and len(answer["pieces"]) > 1
     assert answer["facts"]["seed"] == "9007199254740993"
-    # Every piece is shaded by its tokens, and each token is there.
+    # Every piece is shaded by its number of tokens, and every token is shown.
     counts = page.eval_on_selector_all(
         ".answer .piece", "all => all.map(one => [one.className, one.querySelectorAll('.token').length])"
     )
@@ -168,7 +169,7 @@ def test_a_chat(page):
     assert names == ["First token", "Tokens / second", "Tokens / round", "Tokens"]
     page.click(".particles summary")
     assert page.is_visible(".particle meter")
-    # The second question has the first answer before it, and the same request works as code.
+    # The second request contains the first answer, and the code that the page shows for it works.
     say(page, "And with one more?")
     wait_for_end(page)
     page.click("#show-code")
@@ -207,7 +208,7 @@ def test_two_methods_answer_one_question(page):
     assert left.bounding_box()["y"] == right.bounding_box()["y"]
     rounds = page.eval_on_selector_all(".numbers div:nth-child(3) dd", "all => all.map(one => +one.textContent)")
     assert rounds[0] > 1 == rounds[1]
-    # What only SMC has is not sent to others.
+    # Settings that only SMC has are not sent for other methods.
     assert "idle" in page.get_attribute("[data-setting=alpha]", "class")
 
 
@@ -270,7 +271,7 @@ def test_a_reload_keeps_the_conversation(page, service):
     assert page.locator(".answer .piece").count() >= 3 and page.locator(".failed").count() == 0
     assert page.input_value("#system") == "Be short." and page.input_value("#setting-particles") == "16"
     service.wait_until_free()
-    page.fill("#system", "")  # which the demo pair's template does not take
+    page.fill("#system", "")  # the demo pair's template does not accept a system message
     page.fill("#setting-max_tokens", "4")
     say(page, "And now?")
     wait_for_end(page)
@@ -356,7 +357,7 @@ def test_both_themes_and_the_switch(visit, service):
     assert lightness(light) == lightness(dark)
     light.reload()
     assert lightness(light) == lightness(dark)
-    # A keyboard shows where it is.
+    # The focus is visible for keyboard users.
     light.focus("#question")
     assert light.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 

@@ -1,4 +1,4 @@
-"""`priority`: a call of a lower number is decoded before those that have waited longer."""
+"""`priority`: a call with a lower number is decoded before calls that have waited longer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.openai.asking import chat, is_error, post, user
 
 @pytest.mark.slow
 def test_calls_are_answered_by_priority(pair):
-    """One at a time fits. The three wait behind a long one: by chat, by messages and over gRPC."""
+    """One call fits at a time. Three calls, to the chat API, to the Messages API and over gRPC, wait behind a long one
+    and are answered by priority."""
     ended, short = [], {"max_tokens": 2, "method": "target"}
     with (
         serving(pair, EngineConfig(max_slots=1), http_port=0, served_model_names=("demo",)) as service,

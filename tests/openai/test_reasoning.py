@@ -1,4 +1,4 @@
-"""Reasoning before an answer: it is a field of its own, and a constraint begins where it ends."""
+"""Reasoning before an answer is returned in a field of its own, and a constraint begins where the reasoning ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_calls_after_reasoning():
 
 
 def thinking(tokenizer: Tokenizer) -> Tokenizer:
-    """The shipped pair's, with a token of its vocabulary as the end of a reasoning that the prompt begins."""
+    """The demo pair's tokenizer, with one token of its vocabulary changed to `</think>`, the end of reasoning that the
+    prompt begins."""
     parts = json.loads(tokenizer._tokenizer.to_str())
     vocabulary = parts["model"]["vocab"]
     digit = vocabulary.pop("7")

@@ -1,4 +1,4 @@
-"""Chats as templates read them, and what is asked of the library: without a service."""
+"""Chats as chat templates render them, and the settings that bodies give to the library, without a service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 @pytest.fixture(scope="module")
 def tokenizer(pair) -> Tokenizer:
-    """The demo pair's, with a template that shows all it is given."""
+    """The demo pair's tokenizer, with a template that renders everything that it is given."""
     return Tokenizer(pair.tokenizer._tokenizer, pair.tokenizer.eos_ids, {}, TEMPLATE)
 
 
@@ -112,6 +112,8 @@ def test_a_message_that_is_wrong(message, said):
 
 
 def test_what_is_asked():
+    """Fields of a body become settings of the library, and the `n` seeds are distinct, begin with the given one and are
+    reproducible."""
     one = asked(
         [{"role": "user", "content": "x"}],
         temperature=0.5,
@@ -151,6 +153,7 @@ def test_the_method_of_a_body_that_names_none(default, fields, method):
 
 
 def test_the_longest_answer_is_the_longest_that_could_run():
+    """`longest_answer` is limited by the context and by the KV pages that the request's rows would need."""
     config = EngineConfig(block=4, branches=2, max_slots=16)
     for params in (SamplingParams(particles=16), SamplingParams(method="exact"), SamplingParams(method="target")):
         assert longest_answer(params, config, {}, 512, 12) == 500
@@ -173,6 +176,7 @@ def test_the_longest_answer_is_the_longest_that_could_run():
 
 
 def test_numbers_beyond_what_others_can_hold_are_refused_by_name():
+    """Numbers that are too large for a float or an integer of the library are refused with the name of the field."""
     for name in ("temperature", "top_k", "seed", "particles", "time_budget", "n"):
         body = json.loads(json.dumps({"messages": [{"role": "user", "content": "x"}], name: 10**400}))
         with pytest.raises(BadRequest) as caught:

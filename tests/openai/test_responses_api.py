@@ -1,4 +1,4 @@
-"""`/v1/responses` by openai-python: the same answers as of a chat, as items and events."""
+"""`/v1/responses` with openai-python: the same answers as those of a chat, as items and events."""
 
 from __future__ import annotations
 
@@ -223,6 +223,7 @@ def test_parts_are_the_same_however_the_text_is_cut():
 
 
 def test_half_of_a_call_is_refused_in_the_words_of_the_api(pair):
+    """A function call in the input whose arguments are no JSON is refused with `input` as the parameter."""
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
     with pytest.raises(BadRequest, match=r"arguments is no JSON") as caught:
         ResponsesDialect().read({"input": [call]}, Served(("demo",), pair.tokenizer))

@@ -1,4 +1,4 @@
-"""Tools with `strict` that the model may call or not: text is free, and every call that begins is valid."""
+"""Optional tools with `strict`: text is unconstrained, and every call that begins is valid."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POINT = {
         "$defs": {"at": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
     },
 }
-"""Its schema refers to its own definitions."""
+"""A tool whose schema refers to its own definitions."""
 
 
 def with_template(tokenizer: Tokenizer, form: ToolFormat) -> Tokenizer:
@@ -84,6 +84,8 @@ TEXTS = (
 
 @pytest.mark.parametrize("form", ToolFormat)
 def test_text_is_free_and_calls_are_not(form: ToolFormat):
+    """The grammar of optional strict tools allows any text without calls and any valid calls, and no invalid call.
+    Without `strict` and with parallel calls there is no constraint."""
     constraint = constraint_of(form, [STRICT, STOP, POINT])
     assert constraint is not None
     for text in TEXTS:
@@ -93,7 +95,7 @@ def test_text_is_free_and_calls_are_not(form: ToolFormat):
     def written(*calls: tuple[str, str]) -> str:
         texts = [form.written(*call) for call in calls]
         if form is ToolFormat.MISTRAL:
-            # The mark is a token that stands for no text, if the tokenizer has it.
+            # If the tokenizer has the mark, it is a token without text.
             return f"[{', '.join(text.removeprefix('[TOOL_CALLS] [').removesuffix(']') for text in texts)}]"
         return ("\n" if form is ToolFormat.HERMES else "; ").join(texts)
 
@@ -125,6 +127,7 @@ def test_required_arguments_may_refer_to_definitions(form: ToolFormat):
 
 @pytest.mark.parametrize("setting", [{"logprobs": True, "top_logprobs": 2}, {"ignore_eos": True}])
 def test_what_constrained_calls_are_not_available_with(setting: dict):
+    """Settings that are not available with constraints are refused where calls are constrained."""
     for how in ({"functions": [STRICT]}, {"functions": [ADD], "parallel_tool_calls": False}):
         with pytest.raises(BadRequest, match="is not available where calls are constrained") as caught:
             constraint_of(ToolFormat.HERMES, **how, **setting)
@@ -178,7 +181,7 @@ BEGINNINGS = {
     "llama": {'{"name": "f", "parameters": {': 11.0, '; {"name": "f", "parameters": {': 8.0, '{"name': 4.0},
     "mistral": {'[{"name": "f", "arguments": {': 11.0, ', {"name": "f", "arguments": {': 8.0, "}]": 6.0},
 }
-"""Texts of calls that are tokens, and how much likelier they are made."""
+"""Parts of calls that are single tokens, each with the logit bias that makes it likelier."""
 END = 7.0
 LENGTH = 60
 METHODS = {
@@ -191,13 +194,16 @@ METHODS = {
 
 @cache
 def pair(form: str) -> ModelPair:
-    """Random models over characters, some longer texts, among them those with which calls begin, and an end."""
+    """Random models over single characters and some longer texts, among them those that begin calls, and an end
+    token."""
     texts = [text.replace(" ", "Ġ").replace("\n", "Ċ") for text in (*PIECES, *BEGINNINGS[form], "\n")]
     return character_pair(texts, LENGTH + 8)
 
 
 def check(form: ToolFormat, config: EngineConfig, numbers: range) -> Counter:
-    """Answers that end, and valid calls in them, by method; all other answers are cut, their last call maybe, too."""
+    """Decode constrained answers for random schemas with every method. Counts, by method, the answers that ended, those
+    without calls, and the calls, all of which must be valid. An answer that was cut at its length may have an
+    incomplete last call."""
     models, requests, schemas = pair(form), [], {}
     for number in numbers:
         schema = schemas[number] = some_schema(random.Random(number)) | {"type": "object"}
@@ -238,7 +244,8 @@ def test_calls_of_random_models_are_valid(form: ToolFormat, config: EngineConfig
 
 
 MORE = 8
-"""Schemas of the slow test. 96 for each format, of either form, were all valid once: 1,100 calls."""
+"""Number of schemas of the slow test. In one run of 96 schemas for each format, in lockstep and in look-ahead, all
+1,100 calls were valid."""
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""A port that another program took after the check of all ports: the gateway's start fails, and its stop says nothing
-more."""
+"""A port that another program takes after the check of all ports: the gateway's start fails, and stopping it raises no
+further error."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.gateway.harness import serving_pair
 
 
 def test_a_stop_after_a_port_that_could_not_be_had(pair, service):
+    """`start` raises OSError naming the port, and `stop` then succeeds."""
+
     async def start_and_stop() -> None:
         config = replace(service.config, port=0, http_port=service.gateway.http_port)
         models = serving_pair(pair, service.engine_config)

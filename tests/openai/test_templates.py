@@ -1,4 +1,4 @@
-"""What a chat says about its template: where the prompt ends, and how much the model is to reason."""
+"""Settings of a chat for its template: where the prompt ends, and how much effort the model spends on reasoning."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def ids(tokenizer: Tokenizer, **fields: object) -> list[int]:
 
 
 def test_a_prompt_may_end_elsewhere(pair):
+    """`add_generation_prompt` and `continue_final_message` set where the prompt ends. Trailing spaces of a continued
+    message stay unless the template strips them."""
     tokenizer = pair.tokenizer
     begun = ids(tokenizer)
     ended = ids(tokenizer, add_generation_prompt=False)
@@ -54,7 +56,8 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
 )
 @pytest.mark.parametrize("content", ["s", "<", "e", "end", "|", "im_start", "assistant", "The answer is", "{", " a \n"])
 def test_a_continued_message_ends_where_it_does_whatever_its_words(pair, template, content):
-    """Also if the template writes the same text elsewhere."""
+    """The prompt ends where the continued message ends, whatever its words, even if the template writes the same text
+    elsewhere."""
     tokenizer = with_template(pair.tokenizer, template)
     begun = tokenizer.decode(ids(tokenizer, messages=user(content)))
     inside = ids(
@@ -67,6 +70,7 @@ def test_a_continued_message_ends_where_it_does_whatever_its_words(pair, templat
     "written", ["m.content | upper", "m.content[:3]", "m.content[3:]", "m.content | tojson | upper", "'yes'"]
 )
 def test_a_message_that_the_template_changes_is_not_continued(pair, written):
+    """A message can be continued only if the template renders its content unchanged."""
     tokenizer = with_template(pair.tokenizer, CHATML.replace("m.content", written))
     with pytest.raises(ValueError, match="does not write the last message's content as it is"):
         ids(tokenizer, messages=[*user("x"), HALF], continue_final_message=True)

@@ -1,4 +1,4 @@
-"""The same certificates as gRPC's: of the server, of clients, and renewed while it runs."""
+"""TLS over HTTP with the certificates that gRPC uses: the server's, the clients', and renewed ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_clients_with_certificates(pair, certificates):
 
 
 def test_renewed_certificates_hold_for_new_connections(pair, certificates, tmp_path):
-    """And a certificate that has no key yet, because the files are written one after the other, changes nothing."""
+    """New connections use a renewed certificate. While only one of its two files has been replaced, the old pair stays
+    in use."""
     cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
 
     def write(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Tools: calls that are required are written and valid, and calls are read from the text however it is cut."""
+"""Tools: required calls are written and valid, and calls are read from the text however it is split into pieces."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def test_calls_are_read_however_the_text_is_cut(form: ToolFormat):
 @pytest.mark.parametrize("name", ['"f\ng"', '"\\x"', '"\\u12"', '"\\ud800"', '"a\\uDC00\\ud800"', '"\t"', '"\\U00e9"'])
 @pytest.mark.parametrize("form", ToolFormat)
 def test_a_call_whose_name_is_no_text_is_text(form: ToolFormat, name: str):
+    """A call whose name is no valid JSON string is returned as text."""
     text = form.written("f", '{"a": 1}').removeprefix("[TOOL_CALLS]").replace('"f"', name)
     assert message_of(text, form, None, "x") == {"role": "assistant", "content": text}
     for known in ('"é\\n\\"\\/"', '"\\ud83d\\ude00"', '"\\u00e9"'):
@@ -87,7 +88,7 @@ def pair() -> ModelPair:
 
 
 def with_template(tokenizer: Tokenizer, form: str) -> Tokenizer:
-    """The shipped pair's, which begins with what tools there are."""
+    """The demo pair's tokenizer with a chat template that begins with the tools, if there are any."""
     template = "{% if tools %}" + MARKS[form] + "{{ tools | tojson }}{% endif %}" + (tokenizer.chat_template or "")
     return Tokenizer(tokenizer._tokenizer, tokenizer.eos_ids, tokenizer._special, template)
 
@@ -102,7 +103,8 @@ def asked(tokenizer: Tokenizer, **more: object):
 
 @pytest.mark.parametrize("form", ToolFormat)
 def test_grammars_of_required_calls(pair, form: ToolFormat):
-    """They allow what models of the format write, and no other function and no text."""
+    """Grammars of required calls allow the texts that models of that format write, and neither other functions nor
+    plain text."""
     tokenizer = with_template(pair.tokenizer, form)
     texts = {
         name: text.replace('"}\\"{", "b": [1, {}]', "1").replace("Let me see. \n", "").strip()
@@ -144,7 +146,8 @@ def test_what_is_refused(pair):
 
 
 def test_calls_over_http_whole_and_streamed(pair):
-    """By openai-python. The arguments of all deltas together are JSON that the schema allows."""
+    """Calls by openai-python, whole and streamed. The arguments of all deltas together are JSON that matches the
+    schema."""
     changed = ModelPair(pair.target, pair.draft, with_template(pair.tokenizer, "hermes"), pair.max_context)
     settings = {
         "model": "demo",

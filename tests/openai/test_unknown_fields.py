@@ -1,4 +1,4 @@
-"""Fields that the API does not have: refused by name, or with `--unknown-fields ignore` logged once and left out."""
+"""Unknown fields: refused by name, or with `--unknown-fields ignore` logged once and ignored."""
 
 from __future__ import annotations
 

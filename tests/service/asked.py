@@ -1,4 +1,5 @@
-"""A request of every kind, what an engine in this process answers, and whether a service answers the same."""
+"""Requests of every kind, the answers of an in-process engine to them, and a check that a service gives the same
+answers."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ ASKED = [
 
 
 def engines_own(pair: ModelPair, form: dict) -> list:
-    """What an engine in this process answers."""
+    """Return the answers of an engine in this process to all of `ASKED`."""
     engine = local_engine(pair, EngineConfig(**form | {"cohorts": 1}))
     requests = [engine_request(pair, i, question, dict(params)) for i, (question, params) in enumerate(ASKED)]
     found = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
@@ -55,12 +56,12 @@ def engine_request(pair: ModelPair, i: int, question: str, params: dict) -> Engi
 
 
 def with_chats(params: dict) -> dict:
-    """As the client takes them."""
+    """Replace the text of the negative prompt by a chat, as the client takes it."""
     return params | ({"negative_prompt": [Message("user", NEGATIVE)]} if "negative_prompt" in params else {})
 
 
 def all_are_the_engines_own(client: Client, http_port: int, answers: list) -> None:
-    """A request of every kind at once, some of them over HTTP as well."""
+    """Send all of `ASKED` at once, three of them over HTTP as well, and check that the service gives `answers`."""
 
     def ask(i: int):
         question, params = ASKED[i]
@@ -87,8 +88,8 @@ def all_are_the_engines_own(client: Client, http_port: int, answers: list) -> No
             assert [logp for _, logp in found] == pytest.approx([logp for _, logp in expected], abs=1e-3)
             assert found[0][0] == expected[0][0] or found[0][1] == pytest.approx(found[1][1], abs=1e-3)
         if completion.statistics is not None:
-            # Exponents of coupled drafting are fitted to all requests (`smc.scheduler.speculation`): how often the
-            # draft of an exact request is right depends on who was there before, what is answered does not.
+            # Exponents of coupled drafting are fitted over all requests (`smc.scheduler.speculation`), so how often the
+            # draft of an exact request is right depends on earlier requests. The answer does not.
             if params.get("method") != "exact":
                 assert completion.statistics.rounds == answer.statistics.rounds
                 assert completion.statistics.hits == answer.statistics.hits

@@ -34,9 +34,9 @@ def demo_pair() -> ModelPair:
 
 @pytest.fixture(scope="session")
 def group(start) -> Iterator[Running]:
-    """A service that tests of several files share: its actors take ten seconds of both cores to start. With two ranks
-    at the target, so that there is one that talks to nobody but its leader; and with all the patience of a service that
-    nobody has told anything."""
+    """A service that tests of several files share, because its actors take ten seconds of both cores to start. The
+    target has two ranks, so that one of them talks only to its leader. Time limits other than those of `start` are the
+    defaults."""
     gateway = GatewayConfig(port=0, http_port=0, metrics_port=0)
     with start(gateway, engine=EngineConfig(**LOOKAHEAD, potentials=POTENTIALS), target_tp=2) as running:
         yield running
@@ -44,7 +44,8 @@ def group(start) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def start(ray_cluster) -> Callable:
-    """`with start(link="grpc", ..) as running`: a service that is taken down whatever happens."""
+    """Returns a context manager: `with start(link="grpc", ..) as running` starts a service and always stops it at the
+    end."""
 
     @contextmanager
     def make(gateway: GatewayConfig | None = None, **group) -> Iterator[Running]:

@@ -1,4 +1,4 @@
-"""A potential of the service that tests share."""
+"""A potential for the service that several tests share."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from smc.potentials import Prefixes
 
 
 def indifferent(prefixes: Prefixes) -> list[float]:
-    """All prefixes are as good."""
+    """Return log-potential 0 for every prefix, which changes no weight."""
     return [0.0] * len(prefixes.texts)

@@ -46,14 +46,15 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
 
     def pids(self) -> dict[str, int]:
-        """Of every process of the worker group, by name."""
+        """Return the process id of every process of the worker group, by name."""
         return {name: ray.get(actor.pid.remote()) for name, actor in self.supervisor.group.actors.items()}
 
     def kill(self, name: str, how: int = signal.SIGKILL) -> None:
         os.kill(self.pids()[name], how)
 
     def until(self, condition: Callable[[], bool], timeout: float, what: str) -> float:
-        """Seconds until the condition held. Fails the test after `timeout`."""
+        """Wait until the condition holds and return how many seconds that took. Fails the test after `timeout`
+        seconds."""
         begin = time.monotonic()
         while not condition():
             assert time.monotonic() - begin < timeout, f"{what}: not within {timeout} s"
@@ -61,7 +62,7 @@ class Running:
         return time.monotonic() - begin
 
     def until_empty(self, timeout: float = 15) -> None:
-        """Nothing runs, nothing waits, and of both pools only the prefix cache holds anything."""
+        """Wait until no request runs or waits and only the prefix cache holds pages of the two pools."""
 
         def empty() -> bool:
             stats = self.supervisor.stats
@@ -69,7 +70,7 @@ class Running:
 
         self.until(empty, timeout, "the engine did not become empty")
         before, seen = self.supervisor.stats, 0
-        while seen < 2:  # signs of life, each of which counts the pages
+        while seen < 2:  # every heartbeat counts the pages
             self.until(
                 lambda last=before: self.supervisor.stats is not last, timeout, "the coordinator gave no sign of life"
             )
@@ -95,12 +96,12 @@ def open_files(pid: int) -> int:
 
 
 def ranks() -> set[int]:
-    """Processes of any worker group."""
+    """Return the process ids of the ranks of all worker groups that this process has started."""
     return {p.pid for p in psutil.Process().children(recursive=True) if _is_rank(p)}
 
 
 def _is_rank(process: psutil.Process) -> bool:
     try:
         return any(word.startswith("ray::smcserve: ") for word in process.cmdline())
-    except psutil.Error:  # it has ended meanwhile
+    except psutil.Error:  # the process has just ended
         return False

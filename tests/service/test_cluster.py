@@ -1,5 +1,5 @@
-"""The Ray cluster that a service starts for itself: nobody else on this machine can use it; and what an actor has
-reserved there is free again after Ray has started the actor once more."""
+"""The Ray cluster that a service starts for itself: no other process on this machine can join it, and reservations of
+an actor are released after Ray has restarted that actor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ else:
     os.environ.get("RAY_AUTH_MODE") == "disabled", reason="whoever runs the tests has asked for no authentication"
 )
 def test_strangers_are_not_let_in(ray_cluster):
-    """Neither without a token nor with another one. Ray asks once, and not twenty times a second apart."""
+    """A process without a token, or with a wrong one, cannot join. The setting of `RAY_NUM_REDIS_GET_RETRIES` makes Ray
+    try once instead of twenty times, a second apart."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
         "RAY_NUM_REDIS_GET_RETRIES": "1"
     }
@@ -44,7 +45,7 @@ def test_strangers_are_not_let_in(ray_cluster):
 
 
 class Holder:
-    """Reserves whenever its process starts."""
+    """An actor that, whenever its process starts, releases what it left behind and reserves room for two ranks."""
 
     def __init__(self) -> None:
         cluster.release_left()
@@ -56,7 +57,7 @@ class Holder:
 
 @pytest.mark.slow
 def test_a_restarted_actor_frees_what_it_had_reserved(ray_cluster):
-    """And nothing of others."""
+    """A restarted actor releases what its earlier process reserved, and nothing that others reserved."""
     before, free = set(ray.util.placement_group_table()), int(ray.available_resources()["CPU"])
 
     def states() -> list[str]:

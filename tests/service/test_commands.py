@@ -1,4 +1,4 @@
-"""`smcserve bench --link` and `smcserve serve`: the commands around the worker group."""
+"""`smcserve bench --link` and the checks of arguments of `smcserve serve` and `smcserve bench`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 @pytest.mark.slow
 def test_bench_over_a_link(smcserve, tmp_path, monkeypatch, ray_cluster):
-    """Here the cluster is there already; the command would start one of its own."""
+    """`bench --link` measures every form at every concurrency. A cluster already runs, so connecting and shutting down
+    are replaced; the command would otherwise start its own."""
     monkeypatch.setattr("services.launch.cluster.connect", lambda address: None)
     monkeypatch.setattr("ray.shutdown", lambda: None)
     path = tmp_path / "bench.json"

@@ -1,5 +1,5 @@
-"""Dashboards, rules and alerts against a service that runs: what they name is there, and a real Prometheus makes
-numbers of it."""
+"""Dashboards, rules and alerts against a running service: every metric that they name is exported, and a real
+Prometheus evaluates every query to numbers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.xdist_group("ray")
 UNUSED = {
     "process_virtual_memory_bytes": "address space that is mapped, not memory that is used",
 }
-"""Metrics that no dashboard, rule or alert names, and why."""
+"""Metrics that no dashboard, rule or alert names, each with the reason."""
 PATIENCE = 120.0
-"""Seconds; a few are enough on a machine with nothing else to do."""
+"""Time limit in seconds; a few seconds are enough on an idle machine."""
 
 
 @pytest.fixture(scope="module")
 def exposition(group) -> str:
-    """What the service exports after a few calls."""
+    """The metrics page of the service after a few calls."""
     with group.client() as client:
         ask(client, 0)
     with urllib.request.urlopen(f"http://127.0.0.1:{group.ready.metrics_port}/metrics") as page:
@@ -38,13 +38,13 @@ def exposition(group) -> str:
 
 @pytest.fixture(scope="module")
 def known(exposition) -> tuple[promql.Exported, list[promql.Checked]]:
-    """This, together with what the rules record of it."""
+    """The exported metrics together with those that the recording rules derive from them, and the checked rules."""
     return promql.with_rules(promql.exported(exposition), rules("rules.yml"))
 
 
 @pytest.fixture(scope="module")
 def prometheus(group, tmp_path_factory) -> Iterator[Prometheus]:
-    """Watching a service under a little load."""
+    """A Prometheus that scrapes the service while two callers keep it lightly loaded."""
     running = Prometheus(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{group.ready.metrics_port}")
     enough = threading.Event()
 
@@ -67,8 +67,8 @@ def prometheus(group, tmp_path_factory) -> Iterator[Prometheus]:
 
 
 def ask(client: Client, seed: int) -> None:
-    """Answers by particles, by exact decoding, by the target alone, with a potential and under a constraint that nobody
-    had before, and a refusal."""
+    """Make calls of every kind: SMC, exact decoding, the target alone, with a potential, with a constraint that has not
+    been compiled before, and one that is refused."""
     client.generate([Message("user", "How many?")], particles=4, population="independent", seed=seed, max_tokens=24)
     client.generate([Message("user", "How many?")], method="exact", particles=4, seed=seed, max_tokens=24)
     client.generate([Message("user", "How many?")], method="target", seed=seed, max_tokens=4)
@@ -96,6 +96,7 @@ def test_every_name_is_exported(known):
 
 
 def test_variables_of_dashboards_ask_for_what_is_exported(known):
+    """Dashboard variables query exported series and labels that the scraper adds."""
     for dashboard in dashboards().values():
         for variable in dashboard["templating"]["list"]:
             if variable["type"] == "query":
@@ -105,6 +106,8 @@ def test_variables_of_dashboards_ask_for_what_is_exported(known):
 
 
 def test_every_metric_is_of_use(exposition, known):
+    """Every exported metric outside `UNUSED` appears in a dashboard, rule or alert, and every recorded series is read
+    by one."""
     exported, checked = known
     used = {name for found in checked for name in found.metrics}
     used |= {name for rule in rules("alerts.yml") for name in promql.check(rule["expr"], exported).metrics}
@@ -130,7 +133,7 @@ def test_every_query_has_an_answer(prometheus):
 
 
 def has_numbers(prometheus: Prometheus, expr: str) -> bool:
-    """Within the last 20 s, as a graph would show it."""
+    """Whether the query has finite values within the last 20 s, as a graph would show them."""
     now = time.time()
     expr = filled(expr.replace("$__rate_interval", "5s"))
     found = prometheus.ask("query_range", query=expr, start=now - 20, end=now, step=1)["result"]

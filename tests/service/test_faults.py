@@ -1,5 +1,5 @@
-"""Processes that die, clients that leave: a clear code, no hang, no leak, nobody else harmed, and the service comes
-back by itself."""
+"""Processes that die and clients that leave: calls end with a clear code, nothing hangs or leaks, other calls are
+unharmed, and the service recovers by itself."""
 
 from __future__ import annotations
 
@@ -39,26 +39,27 @@ NEEDS_DRAFT = [
 
 @pytest.fixture(scope="module")
 def alone(group) -> list[int]:
-    """Tokens of the target's own answer."""
+    """The tokens of the target's own answer to `SURVIVES`."""
     with group.client() as client:
         return client.generate(QUESTION, method="target", **SURVIVES).tokens
 
 
 @pytest.fixture(scope="module")
 def lives() -> list[Held]:
-    """What this process, where gateway and supervisor are, holds after every restart."""
+    """The resources that this process, which runs gateway and supervisor, holds after each restart."""
     return []
 
 
 class Held(NamedTuple):
-    """Of a process, by kind and by name."""
+    """Open files and threads of a process, counted by name."""
 
     files: Counter[str]
     threads: Counter[str]
 
 
 def note(lives: list[Held], group: Running) -> None:
-    """After a restart."""
+    """Record what this process holds after a restart, once the service has answered and only ranks of the present
+    worker group are left."""
     with group.client() as client:
         client.generate(QUESTION, particles=2, max_tokens=4, timeout=60)
     group.until_empty()
@@ -67,7 +68,7 @@ def note(lives: list[Held], group: Running) -> None:
 
 
 def end_a_life(group: Running) -> None:
-    """By the coordinator's death."""
+    """Kill the coordinator and wait until the worker group has restarted."""
     group.until(lambda: group.supervisor.serving, 60, "the service did not come up")
     incarnation = group.supervisor.incarnation
     group.kill("coordinator", signal.SIGKILL)
@@ -79,14 +80,15 @@ def end_a_life(group: Running) -> None:
 
 
 def held() -> Held:
-    """What nobody refers to any more, such as the channel of a failed call, may wait for the collector otherwise. Without
-    asyncio's pool of threads: that takes another one whenever the last has not quite become idle. And without threads
-    of libraries in C++: one that calls Python code once, to log something, stays in Python's list after its end."""
+    """Count the open files and threads of this process, after a garbage collection: unreferenced objects, such as the
+    channel of a failed call, may still hold some. Threads of asyncio's pool are not counted, because the pool grows
+    whenever its last thread is not quite idle. Threads of C++ libraries are not counted either: one that has called
+    Python code once, for example to log, stays in Python's list after its end."""
     gc.collect()
     known = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
     files, threads = Counter[str](), Counter(thread.name for thread in known)
     for file in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the listing
+        with suppress(OSError):  # the descriptor of the listing itself
             files[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{file}"))] += 1
     return Held(files, Counter({name: count for name, count in threads.items() if not name.startswith("asyncio_")}))
 
@@ -106,8 +108,8 @@ def outcome(client, **params) -> str:
     ],
 )
 def test_a_process_dies_under_load(group, alone, lives, name, how):
-    """Killed: noticed within 5 s. Stopped, which looks like a very slow process: after five seconds of silence. Answers
-    that are the target's own draws go on where they were, and are those that they would have been."""
+    """A killed process is noticed within 5 s. A stopped one, which looks like a very slow process, is noticed after
+    five seconds of silence. Answers that the target draws itself continue after the restart and are unchanged."""
     group.until(lambda: group.supervisor.serving, 60, "the service did not come up")
     incarnation = group.supervisor.incarnation
     with group.client() as client, ThreadPoolExecutor(8) as pool:
@@ -121,7 +123,7 @@ def test_a_process_dies_under_load(group, alone, lives, name, how):
         seconds = time.monotonic() - begin
         assert ended == ["UNAVAILABLE"] * 6
         assert seconds < (5 if how is signal.SIGKILL else 15)
-        # A draft that has lost its target may be the first to say so.
+        # The draft may be the first to report that its target is gone.
         group.until(lambda: client.health() == "NOT_SERVING", 15, "the loss was not noticed")
         group.until(lambda: group.supervisor.serving, 60, "the service did not come back")
         assert group.supervisor.incarnation == incarnation + 1 == client.server_info().epoch
@@ -132,8 +134,8 @@ def test_a_process_dies_under_load(group, alone, lives, name, how):
 
 
 def test_the_draft_is_lost_under_load(group, alone):
-    """The target goes on: answers of its own draws do not break off, and are those that they would have been; what
-    needs the draft ends, is refused for a while, and is served again. No other process is started again."""
+    """The target goes on: answers that it draws itself are neither interrupted nor changed. Calls that need the draft
+    end with UNAVAILABLE, as do new ones until another draft has started. No other process restarts."""
     group.until(lambda: group.supervisor.has_draft, 60, "the service did not come up")
     incarnation, before = group.supervisor.incarnation, group.pids()
     with group.client() as client, ThreadPoolExecutor(10) as pool:
@@ -174,8 +176,8 @@ def test_the_draft_is_lost_under_load(group, alone):
 
 @pytest.mark.parametrize(("name", "is_draft"), [("coordinator", False), ("target1", False), ("draft0", True)])
 def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(group, name, is_draft):
-    """Processes of the service are asked beside its own supervisor, by waits that nobody has waited; one is stopped for
-    a moment."""
+    """A second WorkerGroup object probes the processes of the running service, with waiting times that the test makes
+    up. While one process is stopped, only that one is reported as silent, after `PROBE_SECONDS` of such time."""
     group.until(lambda: group.supervisor.has_draft, 60, "the service did not come up")
     beside = WorkerGroup(group.supervisor._config, group.supervisor.pair, group.supervisor.incarnation)
     beside.actors = dict(group.supervisor.group.actors)
@@ -197,7 +199,7 @@ def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(group, name, i
     os.kill(pid, signal.SIGSTOP)
     try:
         beside._look_for_silence(names, ASK_SECONDS)
-        # In five seconds the service's own supervisor would find it dead.
+        # After five seconds the service's own supervisor would report the process as dead.
         wait_for_answers(names - {name}, 4)
         beside._look_for_silence(names, PROBE_SECONDS)
         with pytest.raises(WorkerGroupError, match=f"^{name} does not answer$") as caught:
@@ -211,13 +213,14 @@ def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(group, name, i
 
 @pytest.mark.slow
 def test_calls_that_never_return_are_no_silence(group, lives):
-    """Attaching a draft that dies meanwhile is one; several at a time are not the end of the worker group."""
+    """Calls to the coordinator that do not return, such as attaching a draft that dies meanwhile, do not count as
+    silence: eight at a time do not end the worker group."""
     group.until(lambda: group.supervisor.serving, 60, "the service did not come up")
     incarnation, coordinator = group.supervisor.incarnation, group.supervisor.group.actors["coordinator"]
     waiting = [coordinator.wait.remote() for _ in range(8)]
     time.sleep(PROBE_SECONDS + 3)
     assert group.supervisor.serving and group.supervisor.incarnation == incarnation
-    # Its threads are of no use to anybody now.
+    # The coordinator's threads are blocked for good, so restart the worker group.
     end_a_life(group)
     del waiting
     note(lives, group)
@@ -225,8 +228,9 @@ def test_calls_that_never_return_are_no_silence(group, lives):
 
 @pytest.mark.slow
 def test_no_life_leaves_anything_behind(group, lives):
-    """After the restarts of the tests above, or others where those have not run. Pools of threads fill up as they are
-    first used, so the first two lives say what is held; what every life leaves behind is then one more by the third."""
+    """Restarts leave no open files or threads behind. Counts the restarts of the tests above, or causes its own if
+    those have not run. Thread pools fill up on first use, so the larger count of the first two runs is the limit; a
+    leak in every run exceeds it by the third."""
     while len(lives) < 3:
         end_a_life(group)
         note(lives, group)
@@ -241,7 +245,8 @@ def test_no_life_leaves_anything_behind(group, lives):
 
 
 def test_clients_cancel_at_random_moments(group):
-    """Some go before their first token, some in the middle; those who stay get the answers they would get alone."""
+    """Clients that cancel before their first token or in the middle of an answer do not affect others: those that stay
+    get the answers they would get alone."""
     rng = random.Random(0)
     with group.client() as client, ThreadPoolExecutor(12) as pool:
         alone = client.generate(QUESTION, seed=7, particles=4, max_tokens=60).text
@@ -270,6 +275,7 @@ def test_deadline_and_time_budget(group):
 
 
 def test_abort_frees_both_groups(group):
+    """An abort ends a call with CANCELLED and releases its pages at both models."""
     with group.client() as client, ThreadPoolExecutor(1) as pool:
         call = pool.submit(outcome, client, seed=1, request_id="mine", **LONG)
         group.until(lambda: group.supervisor.stats.running == 1, 10, "the request did not start")

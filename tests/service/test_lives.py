@@ -1,4 +1,5 @@
-"""Lives of the worker group that end before they have begun: nothing stays behind. Many in a row: test_faults.py."""
+"""A worker group that is stopped while it starts leaves no processes and no reservations behind. Repeated restarts:
+test_faults.py."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def start_in_thread(**settings) -> tuple[WorkerGroup, threading.Thread, list[Exc
 
 @pytest.mark.parametrize("ready", [0, 1, 3])
 def test_stop_in_the_middle_of_a_start(ray_cluster, ready):
-    """As a signal does when the service is still starting. `ready`: actors that have been made by then."""
+    """A signal may stop the service while it is still starting. `ready`: number of actors that have been created by
+    then."""
     others, room = ranks(), ray.available_resources()["CPU"]
     group, thread, errors = start_in_thread()
     until(lambda: len(group.actors) >= ready, 30, "no actor was made")
@@ -54,7 +56,7 @@ def test_stop_in_the_middle_of_a_start(ray_cluster, ready):
 
 
 def test_stop_while_it_waits_for_room(ray_cluster, caplog):
-    """What is missing is said at once."""
+    """The log says at once which resources are missing, and a stop ends the waiting start."""
     others = ranks()
     group, thread, errors = start_in_thread(device="cuda")
     until(lambda: group._groups, 30, "nothing was reserved")

@@ -1,5 +1,5 @@
-"""The service gives the answers of the in-process engine, whatever else is in flight. Over gRPC, in lockstep and with
-two ranks at each model: tests/deploy/test_ray.py."""
+"""The service gives the answers of the in-process engine, whatever else is in flight. The same over gRPC, in lockstep
+and with two ranks for each model: tests/deploy/test_ray.py."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def test_clients_of_all_kinds_at_once(group, demo_pair):
 
 
 def test_draft_and_target_work_at_the_same_time(group):
-    """In look-ahead form a round's two batches are on the way together: what both models take adds up to more than the
-    round."""
+    """In look-ahead both models work on a round at once: in most rounds the times of draft and target add up to more
+    than the round takes."""
     rounds, supervisor = [], group.service.supervisor
     before, supervisor._on_step = supervisor._on_step, lambda step: rounds.append(step.times) if step.times else None
     try:

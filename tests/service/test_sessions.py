@@ -1,4 +1,4 @@
-"""A signal to this process's group, as of `timeout` or a terminal, reaches none of Ray's processes."""
+"""A signal to this process's group, as sent by `timeout` or a terminal, reaches none of Ray's processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 def is_ray(command: list[str]) -> bool:
-    """A worker, or a program of Ray's; not one that merely has Ray on its path of modules."""
+    """Whether this is the command of a Ray worker or of a Ray program, not of a process that merely has Ray on its
+    module path."""
     return any(part.startswith("ray::") or (part.startswith("/") and "/ray/" in part) for part in command)
 
 
@@ -29,7 +30,7 @@ def test_processes_of_ray_are_in_other_sessions(group):
     children = psutil.Process().children(recursive=True)
     names = {child.pid: child.name() for child in children if child.status() != psutil.STATUS_ZOMBIE}
     assert {"gcs_server", "raylet"} <= set(names.values()) and set(group.pids().values()) <= set(names)
-    # Not the helpers of other tests in this process.
+    # Leaves out helper processes of other tests in this process.
     of_ray = {child.pid for child in children if child.pid in names and is_ray(child.cmdline())}
     assert set(group.pids().values()) <= of_ray
     assert not [names[pid] for pid in of_ray if os.getsid(pid) == ours[0] or os.getpgid(pid) == ours[1]]
@@ -37,7 +38,8 @@ def test_processes_of_ray_are_in_other_sessions(group):
 
 @pytest.mark.slow
 def test_sigterm_while_ray_starts():
-    """The code of a process that SIGTERM has ended, and no process of Ray is left."""
+    """SIGTERM while Ray starts ends the command with the exit code of a terminated process, and no process of Ray is
+    left."""
     program = "import sys; from services.cli.main import main; sys.argv[0] = 'smcserve'; main()"
     command = [sys.executable, "-c", program, "serve", "--port", "0", "--http-port", "0"]
     process = psutil.Popen(command, stderr=subprocess.DEVNULL)
@@ -49,7 +51,7 @@ def test_sigterm_while_ray_starts():
         with contextlib.suppress(psutil.NoSuchProcess):
             children = process.children(recursive=True)
     process.terminate()
-    # 0: Ray was up already.
+    # 0: Ray had already started.
     assert process.wait(60) in (128 + signal.SIGTERM, -signal.SIGTERM, 0)
     _, left = psutil.wait_procs(children, timeout=30)
     assert not left, "processes of Ray stay"

@@ -1,4 +1,4 @@
-"""Callers that stream answers of OpenAI's API one after the other, and what became of each call."""
+"""Callers that stream one answer after another from an OpenAI API, and counts of how their calls ended."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ HANG = 60.0
 
 @dataclass
 class Load:
-    """Callers that go on until they are told to stop."""
+    """Callers that make calls until they are stopped."""
 
     client: Callable[[], openai.OpenAI]
-    """Asked for before every call."""
+    """Returns the client; called before every call."""
     model: str
     callers: int = CALLERS
     rest: float = 0.0
-    """Seconds that a caller waits after an answer."""
+    """Seconds that a caller waits after each answer."""
     ends: Counter = field(default_factory=Counter)
-    """How calls ended: `ok`, or the kind of the error."""
+    """Number of calls by how they ended: `ok`, or the kind of error."""
     begun: Counter = field(default_factory=Counter)
-    """Of those, calls that had streamed something."""
+    """Number of calls that had streamed text, by how they ended."""
     longest: float = 0.0
-    """Seconds of a call."""
+    """Duration of the longest call in seconds."""
     pause: float = 0.0
-    """Longest time between two pieces of an answer, or before the first."""
+    """Longest time in seconds between two pieces of an answer, or before the first."""
 
     def __post_init__(self) -> None:
         self._stop = threading.Event()
@@ -75,7 +75,7 @@ class Load:
             time.sleep(self.rest if end == "ok" else 0.2)
 
     def _call(self, question: str) -> tuple[str, bool, float]:
-        """How it ended, whether something had come, and its longest pause."""
+        """Make one call. Returns how it ended, whether it had streamed text, and its longest pause in seconds."""
         begun, pause, last, finish = False, 0.0, time.monotonic(), None
         try:
             for chunk in ask(self.client(), self.model, question, max_tokens=60, temperature=1.0):

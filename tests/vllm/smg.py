@@ -1,4 +1,4 @@
-"""smg, the router, as a process of its own in front of worker groups."""
+"""Runs smg, a router, as a separate process in front of worker groups."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ QUICK = (
     *("--health-check-interval-secs", "2", "--health-failure-threshold", "2", "--health-success-threshold", "1"),
     *("--cb-failure-threshold", "3", "--cb-success-threshold", "1", "--cb-timeout-duration-secs", "5"),
 )
-"""So that a rehearsal sees in seconds what the defaults bring in minutes: probes, and breakers that close again."""
+"""Short intervals for health probes and circuit breakers, so that a test sees in seconds what takes minutes with the
+defaults."""
 
 
 @contextmanager
 def routing(groups: Sequence[str], log: Path, policy: str = "cache_aware") -> Iterator[str]:
-    """The URL of a router in front of these addresses, once it serves a model."""
+    """Run a router in front of these addresses and yield its URL once it serves a model."""
     port, metrics_port = free_ports(2)
     workers = [f"grpc://{group}" for group in groups]
     command = [
@@ -45,7 +46,7 @@ def routing(groups: Sequence[str], log: Path, policy: str = "cache_aware") -> It
             wait_for_models(url, process)
             yield url
         finally:
-            process.kill()  # it would wait for load balancers to take notice
+            process.kill()  # on SIGTERM it would wait for load balancers to notice
 
 
 def wait_for_models(url: str, process: subprocess.Popen, timeout: float = 60.0) -> None:
@@ -57,7 +58,7 @@ def wait_for_models(url: str, process: subprocess.Popen, timeout: float = 60.0) 
 
 
 def models(url: str) -> list[str]:
-    """Names of what it serves; none while it does not answer."""
+    """Return the names of the models that the router serves; none while it does not answer."""
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response:
             return [model["id"] for model in json.load(response)["data"]]

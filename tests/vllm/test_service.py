@@ -1,4 +1,4 @@
-"""vLLM's engine protocol by its own stubs: answers, limits and ends are those of `smc.v1`."""
+"""vLLM's engine protocol with its own stubs: answers, limits and ends of calls are those of `smc.v1`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STREAMED = {"temperature": 0.0, "max_tokens": 20}
 
 @contextmanager
 def engine(service: Service) -> Iterator[pb_grpc.VllmEngineStub]:
-    """The protocol's own stub, on a connection of its own."""
+    """The protocol's own stub, on a separate connection."""
     with grpc.insecure_channel(service.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         yield pb_grpc.VllmEngineStub(channel)
 
@@ -61,7 +61,8 @@ def prompt(pair) -> list[int]:
 
 
 def test_an_answer_is_the_targets_own(service, pair, prompt):
-    """With a seed, without one at temperature 0; all at once, streamed, and of a text."""
+    """Answers equal the target's own: with a seed, at temperature 0 without one, whole, streamed, and for a text
+    prompt."""
     text = pair.tokenizer.encode("Mia has 12 apples.")
     with engine(service) as stub:
         (drawn,) = stub.Generate(asked(prompt, temperature=1.5, seed=7, max_tokens=16))
@@ -80,6 +81,8 @@ def test_an_answer_is_the_targets_own(service, pair, prompt):
 
 
 def test_why_answers_end(service, pair, prompt):
+    """Finish reasons and matched stops: at the context's end, at a stop string, at a stop token and at the end
+    token."""
     greedy = local_answer(pair, prompt, method="target", temperature=0, max_tokens=4)
     third = greedy.tokens[2]
     with engine(service) as stub:
@@ -94,6 +97,8 @@ def test_why_answers_end(service, pair, prompt):
 
 
 def test_biases_and_answers_that_must_not_end(service, pair, prompt):
+    """`logit_bias` and `min_tokens` give the answer of the in-process engine: the end token, though strongly biased,
+    comes only after `min_tokens` tokens."""
     greedy = {"temperature": 0.0, "max_tokens": 20}
     first, eos = local_answer(pair, prompt, method="target", **greedy).tokens[0], pair.tokenizer.eos_ids[0]
     settings = greedy | {"min_tokens": 3, "logit_bias": {eos: 100.0, first: -100.0}}
@@ -106,7 +111,8 @@ def test_biases_and_answers_that_must_not_end(service, pair, prompt):
 
 @pytest.mark.parametrize("count", one_of(2, 0))
 def test_log_probabilities(service, pair, prompt, count):
-    """Of the likeliest tokens; of none besides, the drawn one stands for them."""
+    """Log-probabilities of the drawn and the likeliest tokens equal the engine's. With `logprobs=0`, the drawn token
+    takes the place of the likeliest."""
     expected = local_answer(pair, prompt, method="target", logprobs=True, top_logprobs=count, **STREAMED)
     with engine(service) as stub:
         *chunks, end = stub.Generate(asked(prompt, stream=True, logprobs=count, **STREAMED))
@@ -125,7 +131,8 @@ def test_log_probabilities(service, pair, prompt, count):
 
 @pytest.mark.parametrize("count", one_of(2, 0))
 def test_how_likely_a_prompt_is(service, pair, prompt, count):
-    """With the first chunk and at the end; of none besides, the prompt's own token stands for the likeliest."""
+    """`prompt_logprobs` equal the engine's, in the first chunk and in the last message. With 0, the prompt's own token
+    takes the place of the likeliest."""
     expected = local_answer(pair, prompt, method="target", prompt_logprobs=count, **STREAMED)
     with engine(service) as stub:
         chunk, end = stub.Generate(asked(prompt, stream=True, prompt_logprobs=count, **STREAMED))
@@ -143,7 +150,7 @@ def test_how_likely_a_prompt_is(service, pair, prompt, count):
 
 
 def test_several_answers_to_one_call(service, pair, prompt):
-    """Each is that of a seed of its own; the prompt is run once."""
+    """Each of `n` answers has a seed of its own, and the prompt is computed once."""
     settings = {"temperature": 1.5, "max_tokens": 10}
     with engine(service) as stub:
         responses = list(stub.Generate(asked(prompt, stream=True, n=3, seed=11, **settings)))
@@ -203,6 +210,7 @@ NEUTRAL = {
 
 
 def test_what_there_is_not_is_refused_by_name(service):
+    """Unsupported or invalid fields are refused by name; fields with values that have no effect are accepted."""
     with engine(service) as stub:
         for sampling, message in WRONG:
             with refused(grpc.StatusCode.INVALID_ARGUMENT, message):
@@ -215,7 +223,8 @@ def test_what_there_is_not_is_refused_by_name(service):
 
 @pytest.mark.slow
 def test_penalties_change_answers(service):
-    """0 of a repetition penalty is what a client sends that does not know the field."""
+    """Penalties change answers. A repetition penalty of 0, which clients send that do not know the field, has no
+    effect."""
     with engine(service) as stub:
         plain, unset, penalised = (
             [
@@ -238,7 +247,7 @@ EXTREMES = {
 
 
 def extreme(rng: random.Random) -> pb.GenerateRequest:
-    """A request with some settings at their extremes, and a short answer."""
+    """Return a request for a short answer with some settings at extreme values."""
     message = asked(
         rng.choice(([5], [5], [], [2**32 - 1], [5] * 511)),
         stream=rng.random() < 0.5,
@@ -256,7 +265,7 @@ def extreme(rng: random.Random) -> pb.GenerateRequest:
 
 
 def test_extremes_are_answered_or_refused(service, caplog):
-    """Never an error of ours: 150 requests, of which some must come through."""
+    """None of 150 requests with extreme values causes an internal error; some must be answered."""
     rng, ends = random.Random(3), set()
     with engine(service) as stub:
         for _ in range(150):
@@ -269,7 +278,7 @@ def test_extremes_are_answered_or_refused(service, caplog):
 
 
 def test_limits_and_ends_are_those_of_every_call(pair):
-    """Ids, calls at a time and aborts are shared with `smc.v1`; a call that is left frees what it held."""
+    """Request ids, the limit of calls and aborts are shared with `smc.v1`. A cancelled call releases what it held."""
     with serving(pair, max_calls=2) as service, engine(service) as stub, Client(service.address) as client:
         calls = [stub.Generate(asked([5], request_id=name, stream=True, ignore_eos=True)) for name in ("one", "two")]
         for call in calls:
@@ -338,6 +347,7 @@ def test_what_is_served(service, pair, tmp_path):
 
 
 def test_methods_that_there_are_not_say_what_there_is(service):
+    """Unsupported methods of the protocol fail with UNIMPLEMENTED and name the alternative."""
     with engine(service) as stub:
         for call, message in (
             (lambda: stub.Embed(pb.EmbedRequest()), "no embeddings"),

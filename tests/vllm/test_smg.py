@@ -1,5 +1,5 @@
-"""smg, unmodified, in front of one gateway: OpenAI's API over ours. Two worker groups, and the loss of one:
-`tests.vllm.two_replicas`."""
+"""The unmodified router smg in front of one gateway: OpenAI's API over the engine protocol. Two worker groups and the
+loss of one: `tests.vllm.two_replicas`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smc.demo.problems import generate
 from tests.gateway.harness import local_answer, until
 from tests.vllm.smg import models, routing
 
-# One router for all: each has a pool of threads of its own.
+# One router for all tests, because each router has a thread pool of its own.
 pytestmark = pytest.mark.xdist_group("smg")
 QUESTIONS = [problem.question for problem in generate(1, 8, "test")]
 
@@ -40,7 +40,7 @@ def expected(pair, question: str, **settings):
 
 
 def test_answers_and_streams_are_the_targets_own(service, client, pair):
-    """Six at once, half of them streamed; usage and finish reasons come along."""
+    """Six calls at once, half of them streamed, get the target's own answers, with usage and finish reasons."""
 
     def call(number: int) -> tuple[str, str, int]:
         settings = {"temperature": 1.5, "seed": number, "max_tokens": 12}
@@ -76,7 +76,7 @@ def test_several_answers_stops_and_log_probabilities(service, client, pair):
 
 
 def test_constrained_answers(service, client):
-    # The shipped pair would write blanks.
+    # Without this, the demo pair would write only whitespace.
     compact = {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
     schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], **compact}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
@@ -105,6 +105,7 @@ def test_a_caller_that_leaves_frees_what_it_held(service, client):
 
 
 def test_without_workers_there_is_a_status_and_they_are_found_again(service, client):
+    """Without healthy workers the router answers 503; when they are healthy again, calls succeed again."""
     service.set_health(draft=False, target=False)
     try:
         with pytest.raises(openai.APIStatusError) as caught:

@@ -1,9 +1,8 @@
-"""Two worker groups behind smg, and what happens when one of them is killed: a rehearsal of docs/scale.md, too heavy
-for the tests.
+"""Two worker groups behind smg, one of which is killed: checks what docs/scale.md says, but is too heavy for the tests.
 
     python -m tests.vllm.two_replicas --directory /tmp/rehearsal
 
-Prints what it saw; exits with 1 if anything was not as docs/scale.md says. Takes about two minutes and 6 GB.
+Prints its observations and exits with 1 if one of them contradicts docs/scale.md. Takes about two minutes and 6 GB.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from tests.vllm.load import CALLERS, HANG, QUESTIONS, Load, ask
 from tests.vllm.smg import models, routing
 
 FAMILIES, MEMBERS = 5, 6
-"""Prompts that begin alike: so many beginnings, so many ends of each. An odd number of beginnings, or taking turns
-would part none."""
+"""Number of common beginnings of prompts, and number of prompts for each. With an even number of beginnings,
+round-robin routing would send all prompts of a beginning to the same worker group."""
 
 
 class Replica:
-    """One `smcserve serve`, with every process that it starts."""
+    """One `smcserve serve` with all processes that it starts."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self._log = name, directory / f"{name}.log"
@@ -66,7 +65,7 @@ class Replica:
         ranks[0].send_signal(signal.SIGKILL)
 
     def kill(self) -> int:
-        """Every process, without notice. How many there were."""
+        """Kill all processes with SIGKILL and return their number."""
         processes = self.processes()
         for process in processes:
             with suppress(psutil.NoSuchProcess):
@@ -83,7 +82,7 @@ class Replica:
                 self.kill()
 
     def metric(self, name: str, labels: str = "") -> float:
-        """The sum of a metric over all label sets that contain `labels`; 0 while nobody answers."""
+        """Return the sum of a metric over all label sets that contain `labels`; 0 while the service does not answer."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as response:
                 text = response.read().decode()
@@ -138,8 +137,8 @@ class TwoReplicas(Rehearsal):
             raise SystemExit(f"NOT: the {group.name} worker group did not start; see its log")
 
     def prefixes(self, url: str, salt: str) -> tuple[int, float]:
-        """Prompts of several families, one after the other: families that one worker group answered alone, and prompt
-        tokens found computed."""
+        """Send prompts of all families one after another. Returns the number of families that a single worker group
+        answered, and the number of prompt tokens found in the cache."""
         hits = sum(group.hits for group in self.groups)
         owners: list[set[str]] = [set() for _ in range(FAMILIES)]
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -162,8 +161,8 @@ class TwoReplicas(Rehearsal):
         return alone, found
 
     def lose_a_rank(self, url: str) -> None:
-        """A worker's process is killed: its worker group starts anew behind its gateway, and answers of the target's
-        own draws go on."""
+        """Kill the process of one rank. Its worker group restarts behind its gateway, and answers that the target draws
+        itself continue."""
         first, _ = self.groups
         epoch = first.metric("smc_epoch")
         with self.load(url) as load:
@@ -185,7 +184,7 @@ class TwoReplicas(Rehearsal):
         )
 
     def lose_a_replica(self, url: str) -> None:
-        """All its processes at once, its gateway among them; then it is started again."""
+        """Kill all processes of a replica at once, its gateway included, and start it again."""
         first, second = self.groups
         with self.load(url) as load:
             self.until(
