@@ -1,5 +1,5 @@
-"""The prefix kernel of Hopper GPUs where there is none: it compiles, leaves room, and no other device has it. What it
-computes only such a GPU can say (`tests/gpu/test_specialized.py`)."""
+"""The prefix kernel of Hopper GPUs, on machines without one: it compiles, leaves enough resources free, and is used on
+no other device. `tests/gpu/test_specialized.py` checks its results."""
 
 from __future__ import annotations
 
