@@ -1,4 +1,5 @@
-"""200 random JSON schemas on a GPU, by the shipped pair: answers that end are valid, and exact ones are the target's."""
+"""200 random JSON schemas on a GPU with the shipped pair: completed answers are valid, and exact answers equal the
+target's."""
 
 from __future__ import annotations
 
