@@ -36,9 +36,9 @@ class Case:
     dim: int = 64
     dtype: torch.dtype = torch.float32
     tail: int | None = None
-    """How far before a row's first new token its tail begins; None: there are no tails."""
+    """Number of positions before a row's first new token at which its tail begins; None: there are no tails."""
     declared: list[int] | None = None
-    """Shared positions as the host has them; None: as they are."""
+    """Shared positions that the host declares; None: the true ones."""
     padding: int = 1
     """Rows of padding before every group and at the end, and groups of padding."""
     backwards: bool = False
@@ -76,7 +76,7 @@ class Built:
         self.tail_R = torch.full((self.rows,), 3, **ints)
         self.together = max(map(len, case.held))
         self.pages: dict[int, Tensor] = {}
-        """Of all positions of a row, new tokens included."""
+        """Pages of all positions of a row, new tokens included."""
         row = 0
         for g in reversed(range(len(case.held))) if case.backwards else range(len(case.held)):
             row += case.padding

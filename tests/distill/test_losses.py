@@ -10,7 +10,7 @@ from smc.distill.trainer import LossMix, chunk_size, head_loss, mix_at
 from tests.model.tiny import random_decoder, tiny_config
 
 VOCAB = 290
-"""Fewer than the rows of the embedding."""
+"""Smaller than the number of rows of the embedding."""
 
 
 def plain(p_logits: torch.Tensor, q_logits: torch.Tensor, mix: LossMix) -> torch.Tensor:

@@ -25,7 +25,7 @@ from tests.model.dense import dense_logits
 from tests.model.tiny import numbers_tokenizer, random_decoder, tiny_config
 
 SIZE = 5
-"""Tokens of the tiny vocabulary, of which the last ends a text."""
+"""Size of the tiny vocabulary; its last token ends a text."""
 
 
 def tiny_pair() -> ModelPair:

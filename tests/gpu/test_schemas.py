@@ -13,9 +13,9 @@ from tests.scheduler.test_schemas import METHODS, check
 
 FORMS = [EngineConfig(form="lockstep", block=5), EngineConfig(block=5, branches=4)]
 SCHEMAS = 100
-"""Of each form."""
+"""Number of schemas for each form."""
 NEAR_TIES = 2
-"""Answers that may differ because a near-tie falls the other way in a pass over more positions."""
+"""Number of answers that may differ, because a near-tie falls the other way in a pass over more positions."""
 
 
 @pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead"])

@@ -54,7 +54,7 @@ def seconds(client: Client, law: dict) -> float:
 
 
 NEAR_TIES = 1
-"""Answers that may differ from the CPU's, because a near-tie falls the other way."""
+"""Number of answers that may differ from the CPU's because a near-tie falls the other way."""
 
 
 def assert_same(running: Running, expected: list[str]) -> None:

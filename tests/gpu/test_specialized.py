@@ -16,7 +16,7 @@ from tests.attention.packed import TOLERANCE, Built, Case, error
 BF16 = torch.bfloat16
 TILES = {64: {"block_p": 128, "stages": 3}, 128: {"block_p": 64, "stages": 3}}
 RING = 384
-"""Positions that a program reads ahead, of heads of 64."""
+"""Number of positions that a program loads ahead, with heads of 64."""
 CASES = {
     "one_position": Case([1], [[(1, 1), (9, 1)]], 1, (32, 8)),
     "one_query": Case([450], [[(450, 1)]], 1, (8, 8)),

@@ -22,9 +22,9 @@ FORMS = [
     EngineConfig(form="lockstep", block=5, max_slots=16, max_context=CONTEXT),
 ]
 TIMES = 16
-"""That so many requests at once are sent, of each number of them."""
+"""Number of times that requests are sent for each bound on their number."""
 ROUND = 1.0
-"""Seconds that a step may take which has a round of a new size to record."""
+"""Seconds that a step may take, including the capture of a round of a new size."""
 
 
 @pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])

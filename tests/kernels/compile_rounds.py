@@ -101,10 +101,11 @@ def check_pairs(module: Any) -> Any:
 THROUGH_MEMORY = re.compile(
     r"(local_alloc .*tensor<\d+x(64|128)xbf16, #linear|convert_layout .*tensor<\d+x(64|128)xbf16.*dot_op).*"
 )
-"""Not of groups of 32, whose words are too few for the registers' order that tensor cores take."""
+"""Matches code that moves widened weights through shared memory. Groups of 32 are not matched: they have too few words
+for the register layout of tensor cores."""
 NEIGHBOURS = re.compile(r"register = \[\[0, 1\]|sizePerThread = \[\d+, (2|4|8|16)\].*order = \[1, 0\]")
 CHECKED: list[str] = []
-"""Shapes of words whose layouts have been checked."""
+"""Word shapes whose layouts have been checked."""
 
 
 def compile_only(compiled: set[str]) -> None:

@@ -21,7 +21,7 @@ ROUNDS = [
     *((ALL, lookahead) for lookahead in (True, False)),
     *(pytest.param(frozenset({kind}), kind % 2 == 0, marks=pytest.mark.slow) for kind in PopulationKind),
 ]
-"""Kinds and whether in look-ahead: of one kind alone in one of both forms."""
+"""(kinds, whether in look-ahead): all kinds in both forms, each kind alone in one form."""
 CPU = torch.device("cpu")
 SEEDS = range(6)
 

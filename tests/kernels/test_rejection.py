@@ -21,7 +21,7 @@ from tests.pairwise import one_of
 CPU = torch.device("cpu")
 ON_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="too slow in the interpreter")
 VOCABS = [VOCAB, 77, 5000, pytest.param(128_256, marks=ON_GPU)]
-"""Of which the next to last is of more than one block of the kernel."""
+"""The next to last is larger than one block of the kernel."""
 KINDS = frozenset({PopulationKind.CHAINS})
 
 

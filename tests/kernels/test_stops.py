@@ -20,7 +20,7 @@ from smc.stops import grow as reference
 from tests.test_stops import LONG, Letters
 
 BLOCK = 32
-"""Places of a program."""
+"""Batch indices per program."""
 random = np.random.default_rng(0)
 TOKENS = [
     b"a",

@@ -37,7 +37,7 @@ COMPRESSED_TENSORS = {
 }
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-"""As AutoFP8 writes it."""
+"""Configuration as AutoFP8 writes it."""
 KINDS = ("channel", "tensor", "static", "blocks", "fp8 tensor", "compressed blocks")
 
 

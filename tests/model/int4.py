@@ -16,7 +16,7 @@ from smc.model.loader import load_model
 
 LAYOUTS = ("awq", "gptq", "gptq_v2", "pack-quantized")
 AWQ_OUTPUT_OF_POSITION = (0, 2, 4, 6, 1, 3, 5, 7)
-"""AutoAWQ's order: position i of a word, from the lowest bits up, has this output of eight."""
+"""AutoAWQ's order: position i of a word, counted from the lowest bits, holds this one of eight outputs."""
 
 
 def is_matrix(name: str) -> bool:

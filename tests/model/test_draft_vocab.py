@@ -18,7 +18,7 @@ from tests.model.tiny import in_fp8, random_decoder, tiny_config
 from tests.scheduler.pairs import letter_tokenizer
 
 EOS = 7
-"""Of seven letters: a = 0 to g = 6."""
+"""The id after those of the seven letters, a = 0 to g = 6."""
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ torch.set_num_threads(1)
 # The models take seconds to import, in every process that uses one.
 pytestmark = pytest.mark.xdist_group("transformers")
 TOKENS = 32
-"""Past a window of attention, whose prompt is shorter."""
+"""More tokens than an attention window; the prompt is shorter than a window."""
 FEW_TOKENS = 12
-"""Of families without windows."""
+"""Number of tokens for families without windows."""
 FAMILIES = [name for name in HF_CONFIGS if not name.startswith(("llama", "qwen2"))]
 WINDOWS = ("mistral-window", "phi3-window", "gemma3")
 DECODED_QUICKLY = ("gemma3", "qwen3_moe", "phi3-longrope")
@@ -43,8 +43,8 @@ DECODED = [
     )
     for i, name in enumerate(FAMILIES)
 ]
-"""Each family in one of both forms: forms differ in nothing that a family has of its own. `make test` decodes with
-windows, experts and LongRoPE; of all others it compares logits (`test_logits`)."""
+"""Each family is decoded in one of both forms, because no form depends on the family. `make test` decodes families with
+windows, experts and LongRoPE; for all others it compares logits (`test_logits`)."""
 
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 120) for name in HF_CONFIGS), ("phi3-longrope", 40)])

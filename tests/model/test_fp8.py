@@ -40,7 +40,7 @@ from tests.pairwise import few_of_pairs
 
 UP = "model.layers.1.mlp.up_proj.weight"
 WIDE = {"hidden_size": 160, "intermediate_size": 200}
-"""More than one block, the last of them smaller."""
+"""More than one block of 128; the last block is smaller."""
 
 
 def numbers(model: Decoder) -> dict[str, Tensor]:

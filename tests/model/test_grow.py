@@ -176,7 +176,8 @@ def test_a_directory_is_the_model(family, tmp_path, monkeypatch):
 def test_the_vocabulary_is_the_shape_s(tmp_path):
     import transformers
 
-    """New ids have a token, which no text is encoded to, not even text that spells it; all others are as they were."""
+    """Every new id has a token, which no text encodes to, not even text that spells it. All other tokens are
+    unchanged."""
     small, out = tmp_path / "small", tmp_path / "grown"
     before = Tokenizer.load(
         save_byte_level(small, words=("added",), chat_template="{{ messages[0].content }}", model_max_length=64)

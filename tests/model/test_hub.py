@@ -32,7 +32,7 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     requests: list[str] = field(default_factory=list)
     cut: dict[str, int] = field(default_factory=dict)
-    """Names of files whose next answer ends after so many bytes."""
+    """Number of bytes after which the next answer with this file ends."""
     url: str = ""
 
     def got(self) -> list[str]:

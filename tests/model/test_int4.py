@@ -35,7 +35,7 @@ from tests.scheduler.harness import CASES, answers, request
 
 UP = "model.layers.1.mlp.up_proj"
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
-"""Whole groups of 128 and 64, also of half of a layer's inputs."""
+"""Sizes that are multiples of the groups 128 and 64, as are the halves of a layer's inputs."""
 IDS_T = torch.randint(300, (50,), generator=torch.Generator().manual_seed(2))
 
 

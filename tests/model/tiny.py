@@ -50,7 +50,7 @@ OF_FAMILY = {
     "qwen3_moe": {"qk_norm": True, "num_experts": 6, "experts_per_token": 3, "intermediate_size": 24},
     "mixtral": {"num_experts": 4, "experts_per_token": 2, "normalised_experts": True, "intermediate_size": 24},
 }
-"""What a tiny model of a family has of its own."""
+"""Settings that distinguish a family."""
 
 
 def tiny_config(family: str = "llama", **changes) -> ModelConfig:
