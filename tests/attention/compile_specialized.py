@@ -1,6 +1,7 @@
-"""Compile the prefix kernel of Hopper GPUs, with none at hand, for rows x queries x dimension of a head; the last line
-is JSON of what each needs. Triton's interpreter cannot do it: `python -m tests.attention.compile_specialized 32x1x64
-8x5x128`."""
+"""Compiles the prefix kernel of Hopper GPUs on a machine without one, for given rows x queries x head dimension. The
+last line of the output is JSON with the resources that each variant needs. Triton's interpreter cannot run this kernel.
+
+    python -m tests.attention.compile_specialized 32x1x64 8x5x128"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Packed rows with random keys and values, and float64 attention of one query at a time over the pages that each row's
-lookup names.
+"""Packed rows with random keys and values, and a float64 reference that computes attention for one query at a time,
+over the pages that the row's block table and tail name.
 
 Axes: G groups, R rows, Q queries of a row, T = R * Q tokens, J key/value heads, H query heads, D head dimension, S
 slots, L positions of a table, B positions of a tail, X positions that one query sees."""
@@ -19,15 +19,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {
     torch.float32: 3e-6,
     torch.bfloat16: 1e-2,
-}  # Of ||out - reference|| / ||reference||; the interpreter truncates.
-PAGES, FOREIGN = 2500, 10  # The last pages are somebody else's and hold NaN.
+}  # Bounds of ||out - reference|| / ||reference||; the interpreter truncates.
+PAGES, FOREIGN = 2500, 10  # The last FOREIGN pages belong to other requests and hold NaN.
 SMALL = {"pieces": 3, "block_p": 16, "min_tiles": 1}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of every group as (positions held, new tokens); the first `shared` positions of a group's live rows are the
-    same pages."""
+    """The rows of every group as (positions held, new tokens). The first `shared` positions of a group's live rows are
+    the same pages."""
 
     shared: list[int]
     held: list[list[tuple[int, int]]]
@@ -36,9 +36,9 @@ class Case:
     dim: int = 64
     dtype: torch.dtype = torch.float32
     tail: int | None = None
-    """How far before a row's first new token its tail begins; None: there are no tails."""
+    """Number of positions before a row's first new token at which its tail begins; None: there are no tails."""
     declared: list[int] | None = None
-    """Shared positions as the host has them; None: as they are."""
+    """Shared positions that the host declares; None: the true ones."""
     padding: int = 1
     """Rows of padding before every group and at the end, and groups of padding."""
     backwards: bool = False
@@ -47,7 +47,7 @@ class Case:
 
 
 class Built:
-    """Tensors of a case, its pages scattered over the pool, its slots over the table."""
+    """Tensors of a case. Its pages are scattered over the pool and its slots over the table."""
 
     def __init__(self, case: Case) -> None:
         self.case, (h, j) = case, case.heads
@@ -57,7 +57,7 @@ class Built:
         groups = len(case.held) + case.padding
         longest = max((held + new for members in case.held for held, new in members), default=1)
         slots, ints = self.rows + 3, {"dtype": torch.int32}
-        # What is in a table past a row's end, or in that of a row that has ended, is somebody else's.
+        # Tables name foreign pages past a row's end, and everywhere for a row that has ended.
         self.table_SL = torch.randint(
             PAGES - FOREIGN + 1, PAGES + 1, (slots, longest + 5), generator=self.generator, **ints
         )
@@ -76,7 +76,7 @@ class Built:
         self.tail_R = torch.full((self.rows,), 3, **ints)
         self.together = max(map(len, case.held))
         self.pages: dict[int, Tensor] = {}
-        """Of all positions of a row, new tokens included."""
+        """Pages of all positions of a row, new tokens included."""
         row = 0
         for g in reversed(range(len(case.held))) if case.backwards else range(len(case.held)):
             row += case.padding
@@ -86,11 +86,11 @@ class Built:
             torch.randn(PAGES + 1, j, case.dim, generator=self.generator).to(case.dtype) for _ in "kv"
         )
         for store in (self.keys, self.values):
-            store[0] = 1e4  # Past the end, page 0 is read and masked: it need only be finite.
+            store[0] = 1e4  # Page 0 is read past the end and masked: it need only be finite.
             store[PAGES - FOREIGN + 1 :] = torch.nan
         qkv = torch.randn(self.rows * case.queries, (h + 2 * j) * case.dim, generator=self.generator).to(case.dtype)
         self.q_THD = qkv[:, : h * case.dim].unflatten(1, (h, case.dim)) * 2
-        self.q_THD[~self.exists_T] = torch.nan  # What padding holds must not matter.
+        self.q_THD[~self.exists_T] = torch.nan  # Values of padding must not matter.
 
     def _take(self, count: int) -> Tensor:
         return torch.tensor([next(self._order) for _ in range(count)], dtype=torch.int32)
@@ -118,7 +118,7 @@ class Built:
 
     @property
     def page_T(self) -> Tensor:
-        """Of every token, 0 where there is none."""
+        """Page of every token; 0 for padding."""
         page_RQ = torch.zeros(self.rows, self.case.queries, dtype=torch.int32)
         for r, pages in self.pages.items():
             new = int(self.count_R[r])
@@ -138,7 +138,7 @@ class Built:
         return Groups(*(x.to(DEVICE) for x in (self.group_R, self.first_G, self.size_G, self.shared_G)))
 
     def reference(self) -> Tensor:
-        """Zeros for padding queries."""
+        """Expected output; zeros for padding queries."""
         (h, j), q = self.case.heads, self.case.queries
         out_THD = torch.zeros(self.q_THD.shape, dtype=torch.float64)
         for r, pages in self.pages.items():
@@ -154,7 +154,7 @@ class Built:
         return out_THD
 
     def attention(self, **tuning: object) -> SharedPrefixAttention:
-        """Its workspace full of NaN."""
+        """Attention whose workspace is filled with NaN."""
         case, shape = self.case, (len(self.first_G), self.rows, self.together, self.case.queries)
         made = SharedPrefixAttention(*shape, case.heads, case.dim, case.dtype, DEVICE, 2000, **(case.tuning | tuning))
         made.part_JED.fill_(torch.nan)
@@ -165,8 +165,8 @@ class Built:
         return self.run_short() if short else self._run_long(attention or self.attention())
 
     def run_short(self, tiling: StepTiling | None = None) -> Tensor:
-        """What a pass over short rows does in one launch, of new keys and values that are nowhere yet, turned by no
-        angle."""
+        """Run the pass over short rows, in a single launch. New keys and values are not in the pool before it; the
+        rotary angle is 0 everywhere."""
         d = self.case.dim
         new = [x[self.page_T.long()].clone() for x in (self.keys, self.values)]
         for x_TJD in new:
@@ -187,7 +187,7 @@ class Built:
 
     def _run_long(self, attention: SharedPrefixAttention) -> Tensor:
         case = self.case
-        # The real input is a strided view of the fused matrix, and stays one.
+        # As in the model, the input is a strided view of the fused matrix.
         qkv = torch.full(
             (len(self.q_THD), (case.heads[0] + 2 * case.heads[1]) * case.dim),
             torch.nan,

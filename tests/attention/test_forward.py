@@ -1,7 +1,7 @@
-"""Whole decoders over packed rows: the kernels' pass is that of the reference, which is that of every row alone.
+"""Whole decoders over packed rows: the pass with kernels equals the reference pass, which equals running every row
+alone.
 
-Axes: R rows, Q tokens of a row, T = R * Q, E hidden size.
-"""
+Axes: R rows, Q tokens of a row, T = R * Q, E hidden size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = {
 
 
 def forward(kernels: bool, built: Built, family: str = "llama") -> StaticForward:
-    """Over a pool with random keys and values of all positions held, and NaN where somebody else's are."""
+    """A pass over a pool with random keys and values at all positions held, and NaN on foreign pages."""
     heads = dict(zip(("num_heads", "num_kv_heads"), built.case.heads))
     config = tiny_config(family, hidden_size=32, head_dim=16, max_context=1024, **heads)
     model = random_decoder(config).to(DEVICE)
@@ -70,7 +70,7 @@ def rows_of(built: Built, contexts: Contexts) -> Rows:
 
 
 def run(made: StaticForward, built: Built, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states of tokens that exist, keys, values."""
+    """Return the hidden states of tokens that exist, and all keys and values of the pool."""
     tokens_T = torch.randint(
         0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)
     ).to(DEVICE)
@@ -122,7 +122,7 @@ def test_families_and_lengths_about_the_bound_of_short_rows(family, held):
     ),
 )
 def test_kernels_of_every_family(family, contexts):
-    """Rows longer than the windows, and prefixes that some windows begin behind."""
+    """The rows are longer than the attention windows, and some windows begin after the shared prefix."""
     built = Built(CASES["blocks"])
     rows = rows_of(built, contexts)
     found, expected = (run(forward(kernels, built, family), built, rows) for kernels in (True, False))

@@ -1,7 +1,7 @@
-"""The Triton kernels against float64 attention of one query at a time. Without a GPU they run in Triton's interpreter.
+"""The Triton kernels of attention against a float64 reference of one query at a time. Without a GPU they run in
+Triton's interpreter.
 
-Axes: as in `tests.attention.packed`.
-"""
+Axes: as in `tests.attention.packed`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ CASES = {
     ],
 )
 def test_attention_is_that_of_each_query_alone(name, short):
-    """How the long ones are cut (`tuning`) is nothing to those of short rows."""
+    """The kernel of short rows ignores `tuning`, which says how long rows are cut."""
     built = Built(CASES[name])
     assert_right(built, built.run(short))
 
@@ -130,12 +130,12 @@ def test_groups_of_few_queries_have_small_tiles_and_many_loads_on_their_way(toge
 @pytest.mark.parametrize(
     ("rows", "queries", "heads", "dim", "sizes"),
     [
-        (1, 1, (32, 8), 128, (16, 16, 4)),  # nothing to compute while another waits
+        (1, 1, (32, 8), 128, (16, 16, 4)),  # while one program waits, no other has work
         (8, 5, (32, 8), 128, (64, 32, 4)),
-        (8, 12, (64, 8), 128, (128, 16, 8)),  # keys would be loaded twelve times
+        (8, 12, (64, 8), 128, (128, 16, 8)),  # smaller tiles would load the keys twelve times
         (8, 1, (32, 8), 64, (32, 32, 4)),
         (32, 1, (32, 8), 64, (64, 32, 4)),
-        (8, 5, (32, 8), 256, (128, 16, 8)),  # no room for two
+        (8, 5, (32, 8), 256, (128, 16, 8)),  # two programs do not fit on a multiprocessor
     ],
 )
 def test_two_programs_share_a_multiprocessor_where_they_have_something_to_compute(rows, queries, heads, dim, sizes):
@@ -177,12 +177,12 @@ def test_short_rows_are_read_by_programs_of_as_many_queries_as_leave_room_for_al
 
 @pytest.mark.parametrize(("rows", "queries", "heads"), [(16, 9, (32, 8)), (4, 33, (32, 8)), (128, 5, (8, 1))])
 def test_programs_of_the_widest_heads_are_of_few_queries(rows, queries, heads):
-    """By 64 they would need 240 KiB of shared memory or more, and there are 227."""
+    """Programs of 64 queries would need at least 240 KiB of shared memory; a multiprocessor has 227 KiB."""
     assert StepTiling.choose(queries, queries * heads[0] // heads[1], heads[1] * rows, 256, 2).block_y <= 32
 
 
 def test_several_groups_of_many_queries_have_one_program_of_128_each():
-    """Four loads on their way of two programs of 64 would not find room on a multiprocessor."""
+    """With four loads in flight, two programs of 64 queries do not fit on a multiprocessor."""
     assert Tuning.choose(8, 1, 12, (64, 8), 128, BF16).block_x == 128
 
 
@@ -208,7 +208,7 @@ group = st.tuples(
 def test_ragged_groups_tails_and_padding(groups, tail, short, extra, padding, pieces):
     shared = [shared for shared, _ in groups]
     held = [[(shared + own, new) for own, new in members] for shared, members in groups]
-    # One live row holds its group's prefix and no more, so that more may be declared shared.
+    # One live row holds exactly its group's prefix, so that more shared positions may be declared than there are.
     held = [[(shared, members[-1][1]), *members] for shared, members in zip(shared, held)]
     declared = [shared + extra * (members[0][1] > 0) for shared, members in zip(shared, held)]
     case = Case(
@@ -236,21 +236,22 @@ def test_lengths_about_the_bound_between_short_and_long(held, short, tail):
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("particles", [17, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_group_of_many_particles_with_4_branches(particles, short):
-    """Branches of a particle read one slot; every third particle has ended."""
+    """Branches of a particle read the same slot; every third particle has ended."""
     members = [(20 + i // 4 % 3, int(i // 4 % 3 > 0)) for i in range(4 * particles)]
     built = Built(Case([20], [members], 1, (2, 1), 16, tail=0, padding=0))
     assert_right(built, built.run(short))
 
 
 def test_one_query_of_many_is_as_good_as_the_others():
-    """The norm over all hides one bad query; large logits would show a lost maximum."""
+    """The norm over all queries would hide one bad query, so each is compared; large logits would show a lost
+    maximum."""
     built = Built(CASES["target_fp32"])
     built.q_THD *= 10
     assert torch.allclose(built.run().double(), built.reference(), atol=2e-4)
 
 
 def test_a_prefix_is_read_by_a_table_of_a_row_that_lives():
-    """The table of a row that has ended names pages that were given to others."""
+    """The table of a row that has ended names pages that now belong to other requests."""
     built = Built(Case([40], [[(40, 0), (40, 1), (41, 1)]], 1))
     assert (built.table_SL[built.slot_R[1]] > PAGES - FOREIGN).all(), "an ended row's table names pages that hold NaN"
     assert_right(built, built.run())
@@ -258,7 +259,7 @@ def test_a_prefix_is_read_by_a_table_of_a_row_that_lives():
 
 @pytest.mark.parametrize("first", ["few_splits_used", "long_beside_short"])
 def test_a_workspace_serves_changed_lengths_and_groups(first):
-    """What other splits left in the workspace is not merged."""
+    """Values that another split left in the workspace are not merged."""
     case = CASES[first]
     rows = sum(len(members) for members in case.held)
     long = Case([90, 30], [[(95, 1)] * (rows - 1), [(30, 1)]] if rows > 1 else [[(95, 1)], []], 1, tuning=case.tuning)
@@ -272,7 +273,7 @@ def test_a_workspace_serves_changed_lengths_and_groups(first):
 
 
 def _with_rows(built: Built, rows: int) -> Built:
-    """More rows of padding."""
+    """Add rows of padding, up to `rows`."""
     more = rows - built.rows
     for name in ("slot_R", "start_R", "count_R", "group_R", "tail_R"):
         setattr(built, name, torch.cat((getattr(built, name), torch.zeros(more, dtype=torch.int32))))
@@ -295,7 +296,7 @@ def test_one_launch_does_what_storing_and_attending_do(name, splits, norm):
     built, case = Built(CASES[name]), CASES[name]
     (h, j), d, tokens, generator = case.heads, case.dim, built.rows * case.queries, torch.Generator().manual_seed(3)
     qkv = torch.randn(tokens, (h + 2 * j) * d, generator=generator).to(case.dtype)
-    qkv[~built.exists_T] = torch.nan  # What padding rows hold must not matter.
+    qkv[~built.exists_T] = torch.nan  # Values of padding rows must not matter.
     parts = qkv if splits == 1 else torch.stack((qkv.float() - 1, torch.ones_like(qkv, dtype=torch.float32)))
     norms = [torch.randn(d, generator=generator).to(case.dtype) for _ in "qk"] if norm else [None, None]
     rope, q_THD = torch.randn(300, d, generator=generator), torch.empty(tokens, h, d, dtype=case.dtype)
@@ -313,7 +314,7 @@ def test_one_launch_does_what_storing_and_attending_do(name, splits, norm):
 
     found = on_device(parts, built.keys, built.values, rope, torch.full_like(q_THD, torch.nan))
     step_attention(*found[:4], built.tables(), start_R, count_R, found[4], *norms, eps=1e-6)
-    # A norm's sum is made in two halves there.
+    # The kernel sums a norm in two halves.
     tolerance = {"atol": 1e-5, "rtol": 8e-3} if norm else {"atol": 0, "rtol": 0}
     torch.testing.assert_close(found[1], expected[2], **tolerance, equal_nan=True)
     torch.testing.assert_close(found[2], expected[3], atol=0, rtol=0, equal_nan=True)

@@ -1,7 +1,6 @@
-"""What a pass over packed rows needs beforehand: places of new tokens, and pieces that cover every prefix once.
+"""The preparation of a pass over packed rows: the pages of new tokens, and pieces that cover every prefix exactly once.
 
-Axes: as in `smc.kernels.packed_rows`.
-"""
+Axes: as in `smc.kernels.packed_rows`."""
 
 from __future__ import annotations
 
@@ -50,7 +49,8 @@ def test_pieces_cover_each_query_and_position_once(groups, heads, pieces, min_ti
 
 
 def assert_cover(built: Built, shape: PieceShape, prepared: Prepared, expected: dict[int, tuple[int, int]]) -> None:
-    """`expected`: rows from a group's first live one on, and positions that they share."""
+    """Check that the pieces cover each shared prefix once. `expected` maps a group's first live row to the number of
+    rows from it on, and to the number of positions that they share."""
     count, width = int(prepared.pieces_1), built.case.queries * shape.heads
     assert count <= prepared.piece_6W.shape[1]
     seen = np.zeros((built.rows * width, 100), dtype=int)
@@ -85,7 +85,7 @@ def assert_row_finds_its_entries(
 
 
 def splits(shared: list[int], sizes: list[int], pieces: int = 16, block_p: int = 64, min_tiles: int = 1) -> list[int]:
-    """Of each group, whose rows are 32 queries each; a tile has 64."""
+    """Return the number of splits of each group. Rows have 32 queries each, a tile has 64."""
     rows = sum(sizes)
     first = np.cumsum([0, *sizes[:-1]])
     tables = Tables(torch.zeros(1, 20000, dtype=torch.int32, device=DEVICE), int32(*[0] * rows))
@@ -122,7 +122,7 @@ def test_ended_rows_and_small_splits():
     ("tail", "pages"), [(None, [5, 6, 0]), (2, [9, 8, 0]), (3, [5, 9, 8]), (4, [5, 6, 9]), (5, [5, 6, 0])]
 )
 def test_no_page_is_read_beyond_a_table_or_a_tail(tail, pages):
-    """Behind either lie pages of others."""
+    """The entries after the end of a table or a tail name pages of other requests."""
     table_SL, tail_RB = int32(3, 4, 5, 6, 77, 78)[None, :4], int32(9, 8, 77, 77)[None, :2]
     tails = (None, None) if tail is None else (tail_RB, int32(tail))
     groups, shape = Groups(int32(0), int32(0), int32(1), int32(0)), PieceShape(1, 16, 8, 1, 1, 100)

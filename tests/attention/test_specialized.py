@@ -1,5 +1,5 @@
-"""The prefix kernel of Hopper GPUs where there is none: it compiles, leaves room, and no other device has it. What it
-computes only such a GPU can say (`tests/gpu/test_specialized.py`)."""
+"""The prefix kernel of Hopper GPUs, on machines without one: it compiles, leaves enough resources free, and is used on
+no other device. `tests/gpu/test_specialized.py` checks its results."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from smc.attention.kernels import SharedPrefixAttention, _prefix_kernel, compile
 
 ROOT = Path(__file__).parents[2]
 SHARED, RESERVED, REGISTERS = 228 * 1024, 1024, 64 * 1024
-"""Of a multiprocessor: bytes of shared memory, those that each program takes besides, registers."""
+"""Resources of a multiprocessor: bytes of shared memory, bytes of it that every program reserves, and registers."""
 OWN_SHARED, OWN_REGISTERS = 8 * 1024, 256 * 32
-"""Of a program of rows' own attention, of narrow heads; of any."""
+"""Resources of a program of the rows' own attention: bytes of shared memory with narrow heads, and registers with
+any."""
 
 
 @pytest.mark.slow

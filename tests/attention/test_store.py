@@ -1,7 +1,6 @@
-"""What comes before attention, in Triton: queries and keys normalised and rotated, keys and values written.
+"""The Triton kernel that runs before attention: it normalises and rotates queries and keys, and writes keys and values.
 
-Axes: as in `smc.kernels.packed_rows`.
-"""
+Axes: as in `smc.kernels.packed_rows`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the attention backends in torch, against float64 attention of one query at a time over that row's own table.
+"""The attention backends in torch against a float64 reference of one query at a time over its row's own table.
 
 Axes: R rows, T new tokens, L layers, J key/value heads, H query heads, D head dimension, S segments, P pages, X
 positions."""
@@ -21,7 +21,7 @@ from smc.memory.pages import DUMMY_PAGE
 from tests.model.tiny import tiny_config
 
 WIDTH, CAPACITY, DIM, LAYERS = 16, 300, 8, 2
-# A segment is (positions shared, [(positions held besides, new tokens) of each row]).
+# A segment is (positions shared, [(further positions held, new tokens) of each row]).
 Segment = tuple[int, list[tuple[int, int]]]
 segment = st.tuples(
     st.integers(0, 6), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), min_size=1, max_size=4)
@@ -64,8 +64,8 @@ class Case:
         return torch.randn(*shape, DIM, generator=self.generator)
 
     def _tables(self, shared_R: np.ndarray, bounds_S: np.ndarray) -> np.ndarray:
-        """Pages in any order; the rows of a segment have those of its first in what they share. Past a row's end there
-        are pages too."""
+        """Tables with pages in random order. The rows of a segment share the pages of its prefix. Past a row's end,
+        tables name pages too."""
         pages = 1 + np.random.default_rng(0).permutation(CAPACITY)[: len(shared_R) * WIDTH]
         table_RL = pages.reshape(-1, WIDTH).astype(np.int32)
         for begin, end in pairwise(bounds_S):
@@ -76,8 +76,8 @@ class Case:
         return backend().plan(self.pool, self.batch).attend(layer, self.q_THD, self.k_TJD, self.v_TJD)
 
     def slow(self, layer: int = 1) -> Tensor:
-        """One query and one head at a time, over the pages that the row's own table names. To be called after the new
-        ones are stored."""
+        """Reference: one query and one head at a time, over the pages that the row's own table names. The new keys and
+        values must be stored before the call."""
         keys, values = self.pool.keys[layer].double(), self.pool.values[layer].double()
         group = self.config.num_heads // self.config.num_kv_heads
         out_THD = torch.zeros(self.q_THD.shape, dtype=torch.float64)
@@ -103,8 +103,8 @@ def test_ragged_segments_equal_attention_of_each_query_alone(kv_heads, group, se
     [
         [(0, [(0, 1)])],  # the very first token
         [(0, [(0, 9)])],  # a prefill
-        [(5, [(3, 1), (3, 1), (3, 1)])],  # a decode step: nothing ragged, nothing hidden
-        [(6, [(0, 1), (0, 1)]), (6, [(0, 1), (0, 1)])],  # nothing held besides the prefix
+        [(5, [(3, 1), (3, 1), (3, 1)])],  # a decode step: rows of equal length, one new token each
+        [(6, [(0, 1), (0, 1)]), (6, [(0, 1), (0, 1)])],  # nothing held after the prefix
         [(6, [(4, 6)]), (0, [(0, 1)])],  # one row fills its table, the other has hardly begun
         [(0, [(2, 3), (0, 1)]), (6, [(0, 2)]), (1, [(4, 1), (1, 4), (0, 6)])],
     ],
@@ -148,7 +148,7 @@ def test_what_dummy_unheld_and_unwritten_pages_contain_does_not_matter(segments)
 @settings(max_examples=10, deadline=None)
 @given(segments=st.lists(segment, min_size=1, max_size=4), data=st.data())
 def test_what_is_there_already_is_not_stored_again(segments, data):
-    """A token may be run only for what it sees; its keys and values were stored when it was run before."""
+    """A token may be run again for its output alone; its keys and values were stored by the first run."""
     backend = data.draw(st.sampled_from([TorchAttention, FusedAttention]))
     once, again = Case(segments, 2, 2), Case(segments, 2, 2)
     expected = once.attend(backend=backend)
@@ -169,7 +169,7 @@ def test_how_much_of_a_common_past_is_declared_shared_does_not_matter(segments, 
 
 
 class CountingTensor(torch.Tensor):
-    """Counts the pages that are gathered from it."""
+    """A tensor that counts the pages gathered from it."""
 
     gathered = 0
 

@@ -1,5 +1,5 @@
-"""What is predicted from costs and acceptance: tokens a round against a simulation of rounds, times, arrangements, and
-which is best."""
+"""Forecasts from latency and acceptance: tokens per round against a simulation, times, possible arrangements, and the
+best arrangement."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ COSTS = LatencyModel(
     ModelLatency(LatencyCurve(((1, 0.004), (64, 0.005), (512, 0.020))), 5e-8),
     0.0002,
 )
-"""As of an 8B and a 1B model on a GPU each."""
+"""Latencies like those of an 8B and a 1B model on one GPU each."""
 
 
 def simulated(stride: int, found: float, again: float, rounds: int = 200_000) -> float:
-    """Tokens a round in look-ahead where every token of a tree is there with probability `found`, and of a root's rows
-    with `again`."""
+    """Simulate look-ahead and return its tokens per round. The tree of a block holds the target's next token with
+    probability `found`; a tree newly grown after a miss holds it with probability `again`."""
     generator, tokens, tree = random.Random(7), 0, True
     for _ in range(rounds):
         if not tree:
@@ -45,7 +45,7 @@ def simulated(stride: int, found: float, again: float, rounds: int = 200_000) ->
         right = 0
         while right < stride and generator.random() < found:
             right += 1
-        # The first token was known to be right; the last comparison is that of the target's word after the block.
+        # The first token was known to be right; the last comparison is with the target's token after the block.
         tokens, tree = tokens + min(right + 1, stride), right == stride
     return tokens / rounds
 
@@ -57,7 +57,7 @@ def test_tokens_a_round(one, particles, branches, block):
     acceptance = AcceptanceCurve(one)
     width = min(particles, max(1.0, particles * branches * one**block))
     found, again = (1 - (1 - one) / rows**WIDTH_GAIN for rows in (width, min(particles * branches, 32)))
-    # A mean of 200,000 rounds: its standard error is below 0.2%.
+    # A mean over 200,000 rounds has a standard error below 0.2%.
     assert acceptance.lookahead_tokens(particles, branches, block) == pytest.approx(
         simulated(block, found, again), rel=0.01
     )
@@ -82,7 +82,7 @@ def test_time_of_a_round():
     plain, lockstep, ahead = arrangements(2, {1: COSTS})
     setting, acceptance = TreeShape(8, 4, 5), AcceptanceCurve(0.9)
     assert (plain.name, lockstep.name, ahead.name) == ("2 x plain", "2 x lockstep", "look-ahead 1 + 1")
-    # Two services share three requests: one of them has two.
+    # Two services share three requests: one of them serves two.
     assert plain.speed(3, None, acceptance, 16, 100).seconds == pytest.approx(COSTS.alone.at(2, 200) + 0.0002 / 16)
     drafting, scoring = 5 * COSTS.draft.at(2 * 8, 200), COSTS.target.at(2 * 8 * 6, 200)
     assert lockstep.speed(3, TreeShape(8, 1, 5), acceptance, 16, 100).seconds == pytest.approx(
@@ -120,8 +120,8 @@ def test_the_best_setting_is_that_of_all():
 
 
 def test_one_request_wants_two_gpus_and_a_crowd_plain_decoding():
-    """Where passes are bound by arithmetic, and drafts are rarely right, nothing beats plain decoding; unless that
-    reads much."""
+    """Many requests make passes compute-bound, and with a poor draft nothing beats plain decoding, unless contexts are
+    long."""
     found = arrangements(2, {1: COSTS})
     alone, *_ = advise(found, [1], AcceptanceCurve(0.9), TreeShapes(), 16, 256)
     assert alone.arrangement.form == LOOKAHEAD and alone.setting.particles > 1
@@ -133,8 +133,8 @@ def test_one_request_wants_two_gpus_and_a_crowd_plain_decoding():
 
 def test_what_rounds_say_of_acceptance():
     stats = EngineStats()
-    # Two answers of 3 and 2 rounds, each of which ends within a block; of the other rounds one is whole, and two are
-    # wrong somewhere.
+    # Two answers of 3 and 2 rounds, each of which ends within a block. Of the other rounds, one accepts its whole block
+    # and two reject a token.
     for accepted in (3, 1, 2, 0, 1):
         stats.spec["walk"].count(accepted, 3, 4, ahead=False, hit=False)
     assert missed_share(stats, 2) == pytest.approx((2 + 0.5) / (7 + 2 + 1))
@@ -144,6 +144,6 @@ def test_what_rounds_say_of_acceptance():
 def test_what_a_pair_s_own_answers_say_of_acceptance():
     machine = CpuBackend(ModelPair.load(demo.TARGET, demo.DRAFT))
     acceptance = measure_acceptance(machine, (0, 1), {"temperature": 1.0}, problems=2)
-    # On 16 problems a single row has 97 of 100 tokens; here some 70 are compared, by fixed seeds.
+    # On 16 problems a single row holds 97 of 100 tokens; this test compares about 70 tokens, with fixed seeds.
     assert 0.85 < acceptance.one < 1 and 0 <= acceptance.gain <= 2
     assert acceptance.of_rows(8) >= acceptance.one

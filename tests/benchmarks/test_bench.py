@@ -1,4 +1,4 @@
-"""`smcserve bench` on a few rounds: the parts of a round, and what is refused."""
+"""`smcserve bench` on a few rounds: the parts of a round, and refused options."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_costs_of_what_ran(smcserve):
     assert ran.code == 0
     *_, curves = ran.out.split("draft step ms")
     rows = [line.split() for line in curves.splitlines() if line.strip()[:1].isdigit()]
-    # Of draft steps 2 and 8 rows in lockstep, 4 and 16 in look-ahead; of passes (3 + 1) and 3 positions a row.
+    # Draft steps of 2 and 8 rows in lockstep, 4 and 16 in look-ahead; passes of (3 + 1) and 3 positions per row.
     assert [int(row[0]) for row in rows] == [2, 4, 8, 16] and [int(row[2]) for row in rows] == [6, 8, 24, 32]
     assert [row[1] for row in rows] == sorted((row[1] for row in rows), key=float)
 
 
 @pytest.mark.slow
 def test_advice(smcserve, tmp_path, monkeypatch):
-    # However busy the machine is, no size is left out for want of time.
+    # No size may be omitted for lack of time on a busy machine.
     effort = replace(timing.STEADY, seconds=math.inf, repeats=2, untimed=0, crowd=4, context=128)
     monkeypatch.setattr(timing, "STEADY", effort)
     path, picture = tmp_path / "advice.json", tmp_path / "advice.png"
@@ -112,8 +112,8 @@ def test_types_of_either_model(smcserve):
 
 
 def test_each_method_in_every_mode_of_both_models():
-    """Plain decoding beside them comes once, on one GPU and on as many as both models have; each method is told what is
-    its own."""
+    """Plain decoding is measured once on one GPU and once on the GPUs of both models; each method gets its own options
+    only."""
     asked = BenchOptions(
         mode=["plain", "plain-tp", "lookahead"], method=["smc", "exact"], population="independent", link=["nccl"]
     )
@@ -126,7 +126,8 @@ def test_each_method_in_every_mode_of_both_models():
 
 
 def test_what_is_given_twice_is_measured_once():
-    """In the order given; the only method is told all that was given, and refuses what is another's."""
+    """Measurements follow the given order. With a single method, all given options apply to it, and those of another
+    method are refused."""
     twice = BenchOptions(
         mode=["lookahead", "plain", "lookahead"], method=["exact", "exact"], verification="rejection", link=["nccl"]
     )
@@ -137,7 +138,7 @@ def test_what_is_given_twice_is_measured_once():
 
 
 def test_plain_decoding_on_all_gpus_is_measured_once(capsys):
-    """Where either model has several GPUs, `plain` has them all."""
+    """If either model has several GPUs, `plain` uses the GPUs of both."""
     plan = SpeedPlan((1, 2), ("plain-tp", "plain", "lookahead"), (4,), (5,), (2,), (), (1, 2), 3, {})
     assert [(mode.name, mode.degrees) for mode, requests, _ in plan.rows(3) if requests == 2] == [
         ("plain", (0, 3)),
@@ -148,7 +149,8 @@ def test_plain_decoding_on_all_gpus_is_measured_once(capsys):
 
 
 def test_more_gpus_than_there_are(capsys):
-    """Said once, however many loads there are, of plain decoding as well where that has the GPUs of both models."""
+    """The message appears once per mode for any number of loads. It includes plain decoding that needs the GPUs of both
+    models."""
     plan = SpeedPlan((1, 3), ("lockstep", "plain", "lookahead"), (4,), (5,), (2,), (), (1, 2), 3, {})
     assert [mode.name for mode, *_ in plan.rows(2)] == ["lockstep"] * 2
     assert capsys.readouterr().err.splitlines() == [

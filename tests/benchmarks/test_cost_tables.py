@@ -1,4 +1,4 @@
-"""Cost curves of what the bench has run: of sizes that are known."""
+"""Latency curves from the rounds of a benchmark, for the sizes whose work is known."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of(seen: list[MeasuredCosts]) -> list[tuple]:
 
 
 def test_what_costs_decided_says_nothing_of_costs():
-    """A draft that was not asked takes no time, of which no curve can be made."""
+    """If the latency model turned drafting off, the draft's time is zero, which is no point of a curve."""
     seen = costs_of_speeds([PLAIN, ALONE], "costs")
     assert of(seen) == [("alone", (128, pytest.approx(91.5 / 16)))]
     assert len(curve_tables(seen)) == 1 and not curve_tables(costs_of_speeds([ALONE], "costs"))

@@ -1,4 +1,4 @@
-"""`smcserve eval` and `demo` on a few problems: what they write, and that a stopped run goes on."""
+"""`smcserve eval` and `demo` on a few problems: their output, and that an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NAMES = [
 
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch):
-    """What is written depends neither on the length of answers nor on the number of untimed ones."""
+    """Shorten answers and the warm-up; the format of the output depends on neither."""
     monkeypatch.setattr(benchmarks.quality, "MAX_ANSWER", 16)
     monkeypatch.setattr(benchmarks.quality, "WARM_UP_PROBLEMS", 1)
 
@@ -135,7 +135,7 @@ def test_mistakes_are_found_before_the_work(smcserve, arguments, message):
 
 @pytest.mark.parametrize("command", [("eval", "--picture", "x.png"), ("timeline", "/dev/null", "x.png")])
 def test_a_picture_is_refused_at_once_where_none_can_be_drawn(smcserve, monkeypatch, command):
-    """The images that serve have no matplotlib."""
+    """The images of the service have no matplotlib."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ran = smcserve(*command)
     assert (ran.code, ran.out) == (2, "") and "pip install 'smcserve[plots]'" in ran.err

@@ -1,4 +1,4 @@
-"""Pools of a measurement are as large as what is measured needs: nobody's round waits for pages."""
+"""Page pools of a measurement fit its load: no round waits for pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the comparison of losses measures of a draft: nothing is lost where it is the target itself."""
+"""Measurements of the comparison of losses: a draft that is the target itself loses nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ SIZE = 5
 
 @pytest.mark.slow
 def test_the_target_is_its_own_best_draft():
-    """Short answers of another draft are farther away than chance."""
+    """The target as draft has no divergence beyond statistical error; another draft has more, even for short
+    answers."""
     config = tiny_config(vocab_size=SIZE)
     target, other = (random_decoder(config, seed) for seed in (3, 4))
     target.lm_head.weight.mul_(0.5)

@@ -1,4 +1,4 @@
-"""`smcserve eval --problems FILE` and `bench --prompts-file FILE`: formats, checks, and what is refused."""
+"""`smcserve eval --problems FILE` and `bench --prompts-file FILE`: formats, checks, and refused files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings a picture names."""
+"""Settings that are labelled in a picture."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from benchmarks.reports.quality import frontier, leaders, timed_rows
 
 
 def test_the_frontier_and_the_best_of_all_others():
-    """Of docs/quality.json: no row beats one of the frontier, some row of it beats any other, and every kind and form
-    has one named."""
+    """For docs/quality.json: no row is better than one of the frontier, every other row is worse than some row of it,
+    and every kind and form has a labelled row."""
     rows, _ = timed_rows()
     points = {row.setting.name: (row.tokens_per_second, row.accuracy.share) for row in rows}
     best = frontier(rows)

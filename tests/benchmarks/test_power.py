@@ -1,4 +1,4 @@
-"""The table of power and potentials, of problems from a file."""
+"""The table of powers and potentials, for problems from a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_problems_of_a_file_are_solved_in_every_way(pair, tmp_path):
         "alpha 2, distinct, N = 2",
         "checker, distinct, N = 2",
     ]
-    # The target solves the first at this temperature; nothing solves the second.
+    # The target solves the first problem at this temperature; no method solves the second.
     assert rows["one answer"].solved == rows["temperature 0.5"].solved == 0.5
     assert rows["alpha 2, distinct, N = 2"].passes < rows["one answer"].passes
     assert "| one answer | 50 ± 35 |" in text_of([*rows.values()])

@@ -1,4 +1,4 @@
-"""Worker groups for measuring, without Ray: they serve one engine after another, say what went wrong, and leave nothing
+"""Worker groups for measurements, without Ray: they serve one engine after another, report errors, and leave no process
 behind."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pids(processes: RankProcesses) -> list[int]:
 
 
 def test_one_engine_after_another_over_the_same_models_until_a_rank_dies():
-    """The rank is named, and the other one ends, too."""
+    """The error names the rank that died, and the other rank ends as well."""
     demo_pair = ModelPair.load(demo.TARGET, demo.DRAFT)
     asked = [
         Request(str(i), tuple(range(5, 12 + i)), SamplingParams(particles=4, seed=i, max_tokens=12)) for i in range(3)
@@ -68,8 +68,8 @@ def test_one_engine_after_another_over_the_same_models_until_a_rank_dies():
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_load_says_so_at_once():
-    """The message has its name and its error; the traceback is the cause, which whoever prints or logs the error shows
-    with it."""
+    """The message names the rank and its error. The traceback is the exception's cause, and appears whenever the error
+    is printed or logged."""
     begin = time.monotonic()
     failed = pytest.raises(WorkerGroupError, match=r"(draft|target)0: \w+Error: .*(CUDA|cuda)")
     with RankProcesses(replace(CONFIG, device="cuda")) as processes, failed as found, processes.engine(EngineConfig()):
@@ -81,7 +81,7 @@ def test_a_rank_that_cannot_load_says_so_at_once():
 
 @pytest.mark.slow
 def test_speed_of_models_in_processes_of_their_own():
-    """What a GPU bench does, on CPUs: the same modes, over weights that are loaded once."""
+    """The same modes as in a benchmark on GPUs, on CPUs; the weights are loaded once."""
     modes = [
         Mode("plain", Method.TARGET, EngineConfig(block=4), 1, (0, 1)),
         Mode("lookahead", Method.SMC, EngineConfig(block=3, branches=2), 4, (1, 1)),
@@ -107,7 +107,7 @@ def test_speed_of_models_in_processes_of_their_own():
         "exact",
         "exact",
     ]
-    # Of problems, the tokens of a tree are confirmed; of random ones hardly any.
+    # For problems, tokens of a tree are confirmed; for random prompts hardly any.
     assert rows[3].tokens > 2 and 20 < rows[3].context < 200 and (rows[3].rows, rows[3].alone) == (4, 0)
     assert alone.alone == 1 and alone.tokens <= 3 and alone.draft == 0
     assert [row.tokens for row in rows[:2]] == [4, 3] and 1 <= rows[2].tokens <= 4
@@ -124,7 +124,7 @@ def test_speed_of_models_in_processes_of_their_own():
     [
         ((1, 1), (1, 1), 2, [0], [1]),
         ((0, 1), (1, 1), 2, [0], [1]),  # plain decoding in the processes of look-ahead
-        ((0, 1), (1, 1), 1, [0], [0]),  # which do not exist where there is one GPU
+        ((0, 1), (1, 1), 1, [0], [0]),  # with a single GPU these processes do not exist
         ((1, 3), (1, 3), 4, [0], [1, 2, 3]),
         ((0, 4), (1, 3), 4, [0], [0, 1, 2, 3]),
         ((0, 2), (1, 1), 2, [0], [0, 1]),
@@ -154,8 +154,8 @@ def test_a_gpu_that_was_not_given_is_refused(monkeypatch, given, shown):
 
 
 def test_time_in_which_nobody_works_is_counted_once():
-    """Two rounds of 100: draft and target overlap, then 10 of nothing; what begins with the last round is not looked
-    at."""
+    """Two timed rounds of 100 ns. Draft and target overlap, then 10 ns are idle. Whatever begins with the last round is
+    ignored."""
     rounds = [
         {"draft": (at, at + 60), "target": (at + 20, at + 80), "choose": (at + 85, at + 95)}
         for at in (1000, 1100, 1200)
@@ -181,8 +181,8 @@ def test_what_the_same_processes_run_is_run_in_a_row(degrees, gpus):
 
 @pytest.mark.slow
 def test_processes_are_started_no_more_often_than_targets_are_split(monkeypatch):
-    """Whatever stands between two modes of the same processes, and for however many loads; what is shown keeps the
-    order asked for."""
+    """Processes are reused for all modes with the same split of the target, for any order of modes and number of loads.
+    The results keep the requested order."""
     started = []
 
     class Counted(RankProcesses):
@@ -206,7 +206,7 @@ def test_processes_are_started_no_more_often_than_targets_are_split(monkeypatch)
 
 @pytest.mark.slow
 def test_a_trace_of_timed_rounds(tmp_path, smcserve):
-    """Whatever was done stands in the lane of who did it."""
+    """Every span is in the lane of the process that did the work."""
     plan, path = SpeedPlan((1, 1), ("lookahead",), (2,), (3,), (2,), (16,), (1,), 3, {}, True), tmp_path / "trace.json"
     kept: list[Speed] = []
     with closing(ProcessBackend(replace(CONFIG, link="grpc"))) as machine:

@@ -1,4 +1,5 @@
-"""Time to the first token: what is counted, and that a prompt's rounds are compared with quiet ones."""
+"""Time to the first token: the number of operations, and that a prompt's rounds are compared with rounds without a
+prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def test_operations_are_those_of_the_weights_and_of_what_is_seen():
     weights = count_parameters(config) - norms - config.vocab_size * config.hidden_size
     head, width = 2 * config.vocab_size * config.hidden_size, config.num_heads * config.head_dim
     assert operations(config, 1, 0) == head + 2 * weights + 4 * width * config.num_layers
-    # Each token sees itself and all before it: 8 + 9 + 10.
+    # Each token attends to itself and all before it: 8 + 9 + 10.
     assert operations(config, 3, 7) == head + 6 * weights + 4 * width * config.num_layers * 27
     whole, begun = operations(config, 100, 0), operations(config, 40, 0)
     assert whole == begun + operations(config, 60, 40) - head
@@ -55,7 +56,8 @@ def test_prompts_alone_and_beside_others_new_and_cached(mode, monkeypatch):
 
 @pytest.mark.slow
 def test_whoever_is_decoded_beside_a_prompt_outlasts_it(monkeypatch):
-    """Though no request lasts for all prompts. On a busy machine the prompt takes more rounds of the others."""
+    """The number of decoding requests beside the prompts never falls, although no request lasts for all prompts. On a
+    busy machine a prompt spans more of their rounds."""
     monkeypatch.setattr(prompts, "BESIDE_ROUNDS", 16)
     running: list[int] = []
     timed = prompts._timed_step

@@ -1,4 +1,5 @@
-"""What is measured, that it reproduces, and that the demo target knows more than the draft."""
+"""Quality measurements: their figures, reproducibility, and that the demo target solves more problems than the
+draft."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_wilson_interval(correct, count, interval):
 
 @pytest.mark.slow
 def test_target_beats_draft(pair):
-    """The target solves all problems and the draft a quarter: 5 are enough to never see it the other way round."""
+    """The target solves all problems and the draft a quarter, so 5 problems are enough to tell them apart."""
     problems = generate(21, 5, "test")
     target, draft = (
         measure(pair, DecodingSetting.plain(method), problems, 8, Terms(0)) for method in ("target", "draft")
@@ -104,12 +105,12 @@ def test_seeds_are_all_different():
 
 
 def test_engine_fits_exactly(pair):
-    """Slots and pages for `concurrency` of the largest requests, so that as many really run at once."""
+    """There are slots and pages for exactly `concurrency` of the largest requests, and that many run at once."""
     sizes = (3, 9, 6, 4)
     requests = [Request(str(n), (0, 2, 40, 3), SamplingParams(particles=n, max_tokens=10, seed=n)) for n in sizes]
     engine = fitted_engine(pair, EngineConfig(block=4, branches=3), requests, concurrency=2)
-    # Prompt and answers of nine particles, and two rounds in flight, each with a token and three branches of three a
-    # particle.
+    # Prompt and answers of nine particles, and two rounds in flight, each with a token and three branches of three
+    # tokens per particle.
     assert engine.config.max_slots == 18 and engine.config.pages == pool_for(2 * (4 + 9 * 10 + 2 * 9 * (1 + 3 * 3)))
     answered, running = [], []
     for output in ClosedLoop(engine, requests, 2).run():

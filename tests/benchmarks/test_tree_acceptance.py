@@ -1,5 +1,5 @@
-"""Trees along answers, and lines of a comparison of types: the contexts are the same, so differences have errors of
-their own."""
+"""Acceptance of trees along answers, and the comparison of types: all types have the same contexts, so differences have
+standard errors of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_differences_are_of_pairs():
 
 
 def test_a_tree_of_the_target_itself_holds_its_answers():
-    """The noise of the walk is that with which the answers were drawn."""
+    """The trees are coupled to the noise with which the answers were drawn."""
     target = load_model(demo.TARGET)
     pair = ModelPair(target, target, Tokenizer.load(demo.TARGET), max_context=256)
     texts = write_answers(pair, demo_problems(pair.tokenizer, 2), 1.0, seed=3)
@@ -30,7 +30,7 @@ def test_a_tree_of_the_target_itself_holds_its_answers():
 
 def test_rounds_of_an_answer():
     held = [2, 0, 1, 0, 3, 0, 0, 0]
-    # Rounds begin after 0, 3, 4 and 8 tokens; with one step after 0, 2, 4, 6 and 7.
+    # Rounds begin after 0, 3, 4 and 8 tokens; with one step, after 0, 2, 4, 6 and 7.
     assert rounds_along(held, 3) == (3, 8, 9)
     assert rounds_along(held, 1) == (5, 8, 5)
     assert rounds_along(held, None) == (3, 8, 5)

@@ -1,4 +1,4 @@
-"""Laws of the demo problems and of their tokenizer."""
+"""Properties of the demo problems and of their tokenizer."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from smc.demo.problems import generate
 from smc.demo.train import TARGET_CONFIG
 from smc.model.decoder import RopeTable
 
-# What they learn from is made once.
+# The corpus and tokenizer are made once.
 pytestmark = pytest.mark.xdist_group("training")
 TINY = replace(
     TARGET_CONFIG, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16
@@ -73,7 +73,8 @@ def test_rate_rises_then_falls_to_zero():
 
 
 def test_samples_end_at_eos_whatever_else_is_in_the_batch(learned):
-    """A model that prefers one token by far samples it; padding on the right of a shorter prompt changes nothing."""
+    """The model nearly always samples the token that it prefers; padding a shorter prompt on the right changes
+    nothing."""
     eos = learned.token_to_id(corpus.EOS)
     model = train.initialise(TINY, seed=0)
     rope_SD = RopeTable(TINY, TINY.max_context).table

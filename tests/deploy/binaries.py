@@ -1,5 +1,5 @@
-"""Prometheus' own programs: those of this machine, or those of Debian's package, unpacked and not installed, so no
-daemon starts."""
+"""Prometheus' programs: those installed here, or those of Debian's package, which is unpacked but not installed, so
+that no daemon starts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CACHE = Path(__file__).parents[2] / ".cache"
 
 
 def binary(name: str) -> str:
-    """Path of `promtool` or `prometheus`. Fetches the package where there is neither; fails the test where that does
-    not work."""
+    """Return the path of `promtool` or `prometheus`. Downloads the package if neither is installed; fails the test if
+    that does not work."""
     found = shutil.which(name)
     if found:
         return found
@@ -25,13 +25,14 @@ def binary(name: str) -> str:
             _fetch(Path(work), name)
             try:
                 os.rename(Path(work) / "unpacked", unpacked)
-            except OSError:  # another process of the tests was faster
+            except OSError:  # another test process was faster
                 assert unpacked.is_dir()
     return str(unpacked / "usr/bin" / name)
 
 
 def _fetch(work: Path, name: str) -> None:
-    """With the lists of packages that the machine has; without any, with lists of our own, which needs no root."""
+    """Download and unpack the package, with the machine's package lists or, if there are none, with private lists,
+    which need no root."""
     (work / "lists/partial").mkdir(parents=True)
     (work / "archives/partial").mkdir(parents=True)
     own = ("-o", f"Dir::State::lists={work}/lists", "-o", f"Dir::Cache={work}")

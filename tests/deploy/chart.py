@@ -1,4 +1,4 @@
-"""The chart, rendered and checked: every object against a schema in which a field that it does not name is an error."""
+"""Renders the chart, and checks every object against schemas in which an unknown field is an error."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ OPERATORS = {
     "keda.sh/v1alpha1": "keda",
     "gateway.networking.k8s.io/v1": "gateway-api",
 }
-"""Files of schemas by the version of the API."""
+"""Schema files by API version."""
 KUBERNETES = ("1.29.0", kubernetes_validate.latest_version())
-"""An old version that is still run, and the newest that the validator knows."""
+"""An old version that is still in use, and the newest that the validator knows."""
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def this_chart() -> helm_python.Chart:
 
 
 def values(*layers: str | Path | dict) -> dict[str, Any]:
-    """Values laid over each other as `helm -f` does: names of profiles, files, or values."""
+    """Merge layers of values as `helm -f` does. A layer is the name of a profile, a file, or a mapping."""
     merged: dict[str, Any] = {}
     for layer in layers:
         if not isinstance(layer, dict):
@@ -64,14 +64,14 @@ def _merge(under: dict, over: dict) -> dict:
 
 
 def render(*layers: str | Path | dict, name: str = "demo", chart: helm_python.Chart | None = None) -> list[dict]:
-    """Every object, as Helm would send it; ValueError with Helm's words if it refuses the values."""
+    """Return every object as Helm would send it. Raises ValueError with Helm's message if it refuses the values."""
     given = json.dumps(values(*layers))
     return pickle.loads(_rendered(given, name) if chart is None else _rendered_of(chart, given, name))
 
 
 @functools.cache
 def _rendered(given: str, name: str) -> bytes:
-    """Tests ask for the same values again and again, and change what they get."""
+    """Cached, because tests often render the same values; pickled, because tests modify the result."""
     return _rendered_of(this_chart(), given, name)
 
 
@@ -86,24 +86,25 @@ def _rendered_of(chart: helm_python.Chart, given: str, name: str) -> bytes:
 
 
 def of_kind(objects: list[dict], kind: str) -> dict:
-    """The only one of its kind."""
+    """Return the only object of a kind."""
     (found,) = all_of_kind(objects, kind).values()
     return found
 
 
 def all_of_kind(objects: list[dict], kind: str) -> dict[str, dict]:
-    """By name."""
+    """Return the objects of a kind by name."""
     return {each["metadata"]["name"]: each for each in objects if each["kind"] == kind}
 
 
 def check(thing: dict, version: str) -> None:
-    """Raises if Kubernetes `version`, or the operator whose object it is, would refuse or not know a field."""
+    """Raise an exception if Kubernetes `version`, or the operator that owns the object, would refuse it or not know a
+    field."""
     _check(json.dumps(thing, sort_keys=True), version)
 
 
 @functools.cache
 def _check(text: str, version: str) -> None:
-    """Variants of the chart have most of their objects in common."""
+    """Cached, because variants of the chart have most objects in common."""
     thing = json.loads(text)
     try:
         kubernetes_validate.validate(thing, version, strict=True)
@@ -116,7 +117,7 @@ def _check(text: str, version: str) -> None:
 
 @functools.cache
 def _real_schemas(api: str, kind: str) -> list[jsonschema.Draft202012Validator]:
-    """One of every release whose CustomResourceDefinitions are at hand."""
+    """Return one schema for every release whose CustomResourceDefinitions are available."""
     group, version = api.split("/")
     found = []
     for path in sorted(REAL.glob(f"*/{kind.lower()}s.yaml*")):
@@ -129,7 +130,7 @@ def _real_schemas(api: str, kind: str) -> list[jsonschema.Draft202012Validator]:
 
 
 def _strict(schema: object) -> object:
-    """The same schema, in which an object has no fields but those that are named, unless it is open on purpose."""
+    """Return the schema with unknown fields forbidden in every object that is not open on purpose."""
     if isinstance(schema, dict):
         for inside in (*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")):
             _strict(inside)
@@ -156,7 +157,7 @@ def _definitions(version: str) -> dict:
 
 
 def config_of(objects: list[dict], command: str) -> str:
-    """The configuration file that the command is started with, of the ConfigMap that its pod mounts."""
+    """Return the configuration file of a command, from the ConfigMap that its pod mounts."""
     pods = [pod for pod in pod_specs(objects) if any(each["name"] == "config" for each in pod["volumes"])]
     mounted = {volume["configMap"]["name"] for pod in pods for volume in pod["volumes"] if volume["name"] == "config"}
     (found,) = [
@@ -168,12 +169,12 @@ def config_of(objects: list[dict], command: str) -> str:
 
 
 def pod_specs(objects: list[dict]) -> list[dict]:
-    """Of every pod that these objects lead to."""
+    """Return the specification of every pod that these objects create."""
     return [template["spec"] for template in templates(objects).values()]
 
 
 def templates(objects: list[dict]) -> dict[str, dict]:
-    """Pod templates by component; those of a batch job's cluster begin with `batch-`."""
+    """Return pod templates by component; those of a batch job's cluster begin with `batch-`."""
     found = {}
     for each in objects:
         spec = each.get("spec", {})
@@ -197,7 +198,7 @@ def templates(objects: list[dict]) -> dict[str, dict]:
 
 
 def containers(pod: dict) -> list[dict]:
-    """The chart's own, not those that values add."""
+    """Return the chart's own containers, without those that values add."""
     return [
         each for each in (*pod.get("initContainers", ()), *pod["containers"]) if each["image"].startswith("smcserve")
     ]

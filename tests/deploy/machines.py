@@ -1,5 +1,5 @@
-"""A cluster of several machines on one: a head and further nodes, each on a loopback address of its own, as `ray start`
-makes them."""
+"""A Ray cluster of several machines, emulated on one: a head and further nodes, each started by `ray start` on a
+loopback address of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNTED = {"num-cpus": 4, "object-store-memory": 80_000_000, "include-log-monito
 
 
 def end_family(process: subprocess.Popen) -> None:
-    """Kill it and all that it has started. Ray takes twenty seconds to end by itself."""
+    """Kill a process and all its descendants, because Ray takes twenty seconds to end by itself."""
     family = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)
@@ -39,11 +39,12 @@ def end_family(process: subprocess.Popen) -> None:
 
 
 class Machines:
-    """`ray start --block` for every machine, on free ports and in a directory of its own; all gone after `stop`."""
+    """Runs `ray start --block` for every machine, on free ports and in a directory of its own; `stop` removes
+    everything."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        # Short: the names of Unix sockets in it may have 107 characters.
+        # The path is short, because the names of Unix sockets in it are limited to 107 characters.
         self._directory = tempfile.mkdtemp(prefix="sd", dir="/tmp")
         self._processes: list[subprocess.Popen] = []
         self.address = ""
@@ -57,7 +58,7 @@ class Machines:
         }
 
     def start(self, *resources: str) -> None:
-        """One machine for each custom resource; the first is the head, the next is at 127.0.0.2, and so on."""
+        """Start one machine for each custom resource: the head, then one at 127.0.0.2, and so on."""
         ports = dict(zip(HEAD_PORTS, free_ports(len(HEAD_PORTS))))
         self.address = f"127.0.0.1:{ports['port']}"
         head = ports | {"temp-dir": self._directory, "include-dashboard": "false"}
@@ -77,20 +78,20 @@ class Machines:
             self._processes.append(
                 subprocess.Popen(command, env=self.env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
             )
-        # One after the other: they share a directory on this machine, and would take the same sockets in it.
+        # One after another: they share a directory, and would choose the same sockets in it.
         self.until(lambda: "Ray runtime started" in self.log(name).read_text(), 120, f"{name} did not start")
 
     def log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
 
     def stop(self) -> None:
-        """At once: nothing that is left is of use."""
+        """Kill all machines at once; nothing of them is needed any more."""
         for process in reversed(self._processes):
             end_family(process)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def until(self, condition: Callable[[], object], timeout: float, what: str) -> None:
-        """Fails the test after `timeout` seconds, or if a machine has died."""
+        """Wait for a condition. Fails the test after `timeout` seconds, or if a machine has died."""
         end = time.monotonic() + timeout
         while not condition():
             assert all(process.poll() is None for process in self._processes), [
@@ -100,12 +101,12 @@ class Machines:
             time.sleep(0.05)
 
     def run(self, name: str, *command: object) -> subprocess.Popen:
-        """Something in the cluster's environment; what it says is in the log of that name."""
+        """Start a command in the cluster's environment, with its output in the log of that name."""
         with self.log(name).open("wb") as out:
             return subprocess.Popen([str(each) for each in command], env=self.env, stdout=out, stderr=subprocess.STDOUT)
 
     def named(self, name: str) -> dict[int, str]:
-        """Addresses of the machines that have processes of the service with such a name, by pid."""
+        """Return the addresses of machines that run service processes with such a name, by pid."""
         nodes = {}
         for process in psutil.process_iter(["cmdline", "ppid"]):
             with contextlib.suppress(psutil.Error):

@@ -21,7 +21,7 @@ from tests.deploy.sources import PROMETHEUS
 
 
 class Program:
-    """A process of its own session, whose words go to a file."""
+    """A process in a session of its own, with its output in a file."""
 
     def __init__(self, name: str, folder: Path, command: list[object], env: dict[str, str] | None = None) -> None:
         self._name, self._log = name, folder / f"{name}.log"
@@ -34,7 +34,7 @@ class Program:
         return self._log.read_text()
 
     def until(self, condition: Callable[[], object], timeout: float, what: str) -> None:
-        """Fails the test after `timeout` seconds, or if the process has ended."""
+        """Wait for a condition. Fails the test after `timeout` seconds, or if the process has ended."""
         end = time.monotonic() + timeout
         while not condition():
             assert self._process.poll() is None, f"{self._name} has ended:\n{self.said}"
@@ -51,7 +51,7 @@ class Program:
 
 
 class Prometheus(Program):
-    """The shipped configuration, but for the address of the service and one scrape a second."""
+    """Prometheus with the shipped configuration, except for the service's address and one scrape per second."""
 
     def __init__(self, folder: Path, target: str) -> None:
         config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
@@ -72,7 +72,7 @@ class Prometheus(Program):
             raise
 
     def ask(self, path: str, **question: object) -> dict:
-        """The `data` of an answer."""
+        """Query the HTTP API and return the `data` of the response."""
         with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(question)}") as reply:
             return json.load(reply)["data"]
 
@@ -80,5 +80,5 @@ class Prometheus(Program):
         try:
             with urllib.request.urlopen(f"{self._url}/-/ready"):
                 return True
-        except urllib.error.URLError:  # nobody listens yet, or says that it is not ready
+        except urllib.error.URLError:  # the server does not listen yet, or is not ready
             return False

@@ -1,5 +1,5 @@
-"""What expressions name, held against what a service exports: metrics, labels, values of labels. Knows nothing about
-where they stand."""
+"""Checks PromQL expressions against the metrics, labels and label values that a service exports. Does not know which
+files the expressions are in."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import promql_parser as ast
 from prometheus_client.parser import text_string_to_metric_families
 
 SCRAPER = {"job", "instance", "namespace", "pod"}
-"""Labels that a scraper adds to every series."""
+"""Labels that the scraper adds to every series."""
 GIVEN = {"up": {}}
-"""Metrics that Prometheus itself makes."""
+"""Metrics that Prometheus itself adds."""
 
 Labels = dict[str, set[str]]
-"""Label -> the values that it has."""
+"""Label -> its values."""
 Exported = dict[str, Labels]
 """Metric -> its labels."""
 
 
 def exported(exposition: str) -> Exported:
-    """Every series of a page of metrics, by the names that queries use (`.._bucket`, `.._total`)."""
+    """Return every series of a metrics page, by the names that queries use (`.._bucket`, `.._total`)."""
     found: Exported = {name: dict(labels) for name, labels in GIVEN.items()}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
@@ -34,16 +34,16 @@ def exported(exposition: str) -> Exported:
 
 @dataclass(frozen=True)
 class Checked:
-    """What an expression is about, and what is wrong with it."""
+    """The labels and metrics of an expression, and its mistakes."""
 
     labels: Labels
-    """Of the result; those of the scraper are not listed."""
+    """Labels of the result, without those of the scraper."""
     metrics: set[str]
     mistakes: list[str]
 
 
 def check(text: str, known: Exported) -> Checked:
-    """Raises ValueError for what is no PromQL."""
+    """Check an expression. Raises ValueError if it is not PromQL."""
     mistakes: list[str] = []
     metrics: set[str] = set()
     labels = _labels(ast.parse(text), known, metrics, mistakes)
@@ -51,7 +51,7 @@ def check(text: str, known: Exported) -> Checked:
 
 
 def check_legend(text: str, labels: Labels) -> list[str]:
-    """A legend `{{label}}`, or `{{ $labels.label }}` of an alert: does the result have that label?"""
+    """Check that the result has the labels of a legend `{{label}}`, or `{{ $labels.label }}` of an alert."""
     named = re.findall(r"{{(\w+)}}|\$labels\.(\w+)", text)
     return [
         f"no label {a or b} to show in {text!r}" for a, b in named if (a or b) not in labels and (a or b) not in SCRAPER
@@ -59,7 +59,7 @@ def check_legend(text: str, labels: Labels) -> list[str]:
 
 
 def with_rules(known: Exported, rules: Iterable[Mapping]) -> tuple[Exported, list[Checked]]:
-    """`known` and what the recording rules add to it, in the order in which they stand."""
+    """Return `known` with the metrics that the recording rules add, in order, and the checks of the rules."""
     known, checked = dict(known), []
     for rule in rules:
         found = check(rule["expr"], known)
@@ -115,7 +115,7 @@ def _children(node: ast.Expr) -> list[ast.Expr]:
 
 
 def _named(node: ast.Expr) -> Iterator[str]:
-    """Labels that a node itself names."""
+    """Yield the labels that a node itself names."""
     modifier = getattr(node, "modifier", None)
     if modifier is None:
         return

@@ -1,4 +1,4 @@
-"""The files of deploy/prometheus and deploy/grafana, as Python sees them."""
+"""Loads the files of deploy/prometheus and deploy/grafana."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ VARIABLES = {"$__rate_interval": "1m", "$namespace": ".*", "$job": ".*"}
 
 
 def rules(file: str) -> list[dict]:
-    """Those of all groups of `rules.yml` or `alerts.yml`."""
+    """Return the rules of all groups of `rules.yml` or `alerts.yml`."""
     return [rule for group in yaml.safe_load((PROMETHEUS / file).read_text())["groups"] for rule in group["rules"]]
 
 
 def dashboards() -> dict[str, dict]:
-    """By the name of the file."""
+    """Return all dashboards by file name."""
     return {path.stem: json.loads(path.read_text()) for path in DASHBOARDS}
 
 
 def panels(dashboard: dict) -> list[dict]:
-    """Without rows, which are headings."""
+    """Return a dashboard's panels without rows, which are headings."""
     return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 
 def targets() -> Iterator[tuple[str, dict]]:
-    """Every query of every dashboard, with the place where it stands."""
+    """Yield every query of every dashboard, with its location."""
     for name, dashboard in dashboards().items():
         for panel in panels(dashboard):
             for target in panel["targets"]:

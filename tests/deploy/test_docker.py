@@ -1,4 +1,4 @@
-"""The images: rules that a Dockerfile must keep, and its steps, which are scripts, run here."""
+"""The images: rules for Dockerfiles, and their build steps, which are scripts and run here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.deploy.chart import CHART, ROOT
 
 DOCKER = ROOT / "deploy/docker"
 DOCKERFILES = [DOCKER / "Dockerfile.cpu", DOCKER / "Dockerfile.cuda"]
-"""Of the images that serve; the router's has no application of ours."""
+"""The images of the service; the router's image contains no code of ours."""
 BIN = Path(sys.executable).parent
 BUILD_TOOLS = {
     "gcc",
@@ -32,12 +32,12 @@ BUILD_TOOLS = {
 
 
 def with_python() -> dict[str, str]:
-    """An environment in which `python3` is the one that this environment was made of."""
+    """Return an environment in which `python3` is the interpreter from which this environment was made."""
     return os.environ | {"PATH": f"{Path(sys.base_prefix, 'bin')}{os.pathsep}{os.environ['PATH']}"}
 
 
 def instructions(path: Path, name: str) -> list[tuple[int, str]]:
-    """Stage and text of every instruction of this name; lines that go on are joined."""
+    """Return stage and text of every instruction of this name, with continued lines joined."""
     stage, found = -1, []
     for line in re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", path.read_text())).splitlines():
         stage += line.startswith("FROM ")
@@ -77,8 +77,8 @@ def test_the_final_image_runs_the_service_as_nobody_special_and_cannot_build(pat
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_a_change_of_the_code_leaves_the_layer_of_its_dependencies(path):
-    """Neither their stage nor what the final image copies of it sees the checkout, but for the lock and the scripts
-    that read it."""
+    """Neither the dependencies' stage nor the layers copied from it depend on the checkout, except for the lock and the
+    scripts that read it."""
     copied = [text.split()[:-1] for stage, text in instructions(path, "COPY") if stage == 0]
     lock = f"deploy/docker/locks/{path.suffix[1:]}.txt"
     assert copied and all(source.startswith("deploy/docker/") for sources in copied for source in sources)
@@ -101,7 +101,8 @@ def test_an_image_says_what_it_is(path):
 
 
 def test_versions_agree():
-    """The chart installs the image of its own version; KubeRay probes by the version of Ray that the chart names."""
+    """The chart installs the image of its own version, and names the Ray version that is pinned, by which KubeRay
+    chooses its probes."""
     (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert f"\nappVersion: {version}\n" in (CHART / "Chart.yaml").read_text()
     (pinned,) = re.findall(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
@@ -110,7 +111,7 @@ def test_versions_agree():
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory) -> Path:
-    """What `docker build` would send: the files of the checkout that .dockerignore lets through."""
+    """The build context that `docker build` would send: files of the checkout that .dockerignore allows."""
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     kept, dropped = (
         [rule[1:] for rule in rules if rule.startswith("!")],
@@ -136,7 +137,7 @@ def context(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_the_application_is_built_out_of_the_build_context(context, tmp_path):
-    """The step that every image is built with, beside an environment that has the dependencies: that of this test."""
+    """Runs the build step of every image, with this test's environment as the one that holds the dependencies."""
     assert not list((context / "services/pb").glob("*_pb2.py")), "generated code is made by the build, not copied"
     for path in DOCKERFILES:
         assert any(

@@ -1,5 +1,5 @@
-"""The bake file of the images, read as HCL: what it builds, against the Dockerfiles and the chart; and releases, which
-are built from pinned inputs only."""
+"""The bake file of the images, read as HCL: its targets agree with the Dockerfiles and the chart, and releases are
+built from pinned inputs only."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def bake() -> dict[str, list[dict]]:
 
 
 def blocks(kind: str) -> dict[str, dict]:
-    """By name."""
+    """Return the blocks of a kind by name."""
     parsed = bake()[kind]
     return {name.strip('"'): body for block in parsed for name, body in block.items()}
 
 
 def evaluated(thing: object, variables: dict[str, str]) -> object:
-    """Strings with their `${..}` filled in, and names of variables by their values. A name that is none raises KeyError."""
+    """Return `thing` with each `${..}` and each variable name replaced by its value. An unknown name raises
+    KeyError."""
     if isinstance(thing, dict):
         return {key: evaluated(inside, variables) for key, inside in thing.items() if key != "__is_block__"}
     if isinstance(thing, list):
@@ -46,7 +47,8 @@ def evaluated(thing: object, variables: dict[str, str]) -> object:
 
 
 def targets(**environment: str) -> dict[str, dict]:
-    """What is built by default, as `docker buildx bake --print` shows it, under these variables of the environment."""
+    """Return the targets of a default build, as `docker buildx bake --print` shows them with these environment
+    variables."""
     own = {name: evaluated(body["default"], {}) for name, body in blocks("variable").items()}
     variables = own | {name: value for name, value in environment.items() if name in own}
     every = {name: evaluated(body, variables) for name, body in blocks("target").items()}
@@ -62,7 +64,7 @@ def targets(**environment: str) -> dict[str, dict]:
 
 
 def declared(target: dict) -> dict[str, str]:
-    """Arguments of its Dockerfile, with their defaults."""
+    """Return the arguments of a target's Dockerfile, with their defaults."""
     path = ROOT / target["context"] / target["dockerfile"]
     return dict(text.split("=", 1) for _, text in instructions(path, "ARG"))
 
@@ -80,7 +82,8 @@ def test_an_image_says_what_is_in_it_and_how_it_was_built():
 
 
 def test_its_arguments_are_those_of_the_dockerfiles():
-    """With the same defaults; and every hash and label that a Dockerfile takes is given."""
+    """Arguments have the same defaults as in the Dockerfiles, and every hash and label that a Dockerfile takes is
+    given."""
     for name, target in targets().items():
         known = declared(target)
         assert target["args"].items() <= known.items(), (
@@ -91,7 +94,7 @@ def test_its_arguments_are_those_of_the_dockerfiles():
 
 
 def test_the_chart_installs_what_is_tagged():
-    """Under the same repository, and without one."""
+    """The chart and the bake file name the same images, with and without a repository."""
     tags = {name: target["tags"] for name, target in targets(REPOSITORY="registry.example/smcserve").items()}
     own = {"image": {"repository": "registry.example/smcserve"}}
     router = {"router": {"enabled": True, "controlKeySecret": "c", **own}}
@@ -118,7 +121,7 @@ def checkout(tmp_path) -> Path:
 
 
 def release(checkout: Path, kinds: str, pins: str, *arguments: str) -> subprocess.CompletedProcess:
-    """Of `release.sh`, with a `docker` that prints its arguments and environment as JSON."""
+    """Run `release.sh` with a `docker` that prints its arguments and environment as JSON."""
     bin_ = checkout.parent / "bin"
     bin_.mkdir(exist_ok=True)
     (checkout.parent / "pins.env").write_text(pins)
@@ -149,7 +152,7 @@ def test_a_release_is_not_built_from_what_may_change(checkout, kinds, pins, said
 
 
 def test_a_release_says_which_commit_it_is(checkout):
-    """And is built from nothing beside it."""
+    """The image carries the commit's hash and date. A checkout with other files is refused."""
     ran = release(checkout, "cuda,router", PINS, "--push")
     assert ran.returncode == 0, ran.stderr
     arguments, environment = json.loads(ran.stdout)

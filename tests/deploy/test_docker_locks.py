@@ -1,5 +1,4 @@
-"""What an image is made of: locks that are whole, checked by hash, and agree with what was tested; releases from pinned
-bases alone."""
+"""Lock files of the images: complete, checked by hash, and with the tested versions; releases use pinned bases only."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ PINNED = {
 
 
 def locked(name: str) -> list[tuple[Requirement, list[str]]]:
-    """Requirement and hashes, in the order of the lock. Nothing else may be in it: no address of an index, no path."""
+    """Return (requirement, hashes) in the order of the lock. Index addresses and paths in it are errors."""
     text = re.sub(r"\s*\\\n\s*", " ", "".join(line for line in LOCKS[name].open() if not line.startswith("#")))
     found = []
     for line in text.splitlines():
@@ -46,7 +45,7 @@ def locked(name: str) -> list[tuple[Requirement, list[str]]]:
 
 
 def installed(name: str) -> dict[str, str]:
-    """Versions in an image, by canonical name."""
+    """Return the versions in an image, by canonical name."""
     every = [
         requirement for requirement, _ in locked(name) if not requirement.marker or requirement.marker.evaluate(IMAGE)
     ]
@@ -54,7 +53,7 @@ def installed(name: str) -> dict[str, str]:
 
 
 def needs(requirements: list[str]) -> set[tuple[str, str]]:
-    """Canonical names with each extra that is asked for, in an image."""
+    """Return (canonical name, extra) for each requirement that applies in an image; the extra may be empty."""
     asked = [Requirement(each) for each in requirements]
     return {
         (canonicalize_name(each.name), extra)
@@ -85,8 +84,8 @@ def test_locks_hold_the_versions_that_are_tested():
 
 
 def test_locks_are_whole():
-    """What the project asks for, and what that asks for, as far as it is installed here; but no more than serving
-    takes."""
+    """A lock holds the project's requirements and their requirements, as far as these are installed here, and nothing
+    that serving does not need."""
     serving = PROJECT["project"]["dependencies"]
     asked = {
         "build": PROJECT["build-system"]["requires"],
@@ -117,7 +116,7 @@ def test_locks_are_whole():
 
 
 def test_the_generator_is_no_newer_than_the_oldest_grpc_that_is_accepted():
-    """Its code would not start with an older one; every build has this generator, whoever's it is."""
+    """Generated code does not run with an older grpcio than its generator; every build uses this pinned generator."""
     (generator,) = [each for each in PROJECT["build-system"]["requires"] if each.startswith("grpcio-tools")]
     oldest = [each for each in PROJECT["project"]["dependencies"] if each.startswith("grpcio>=")]
     version = generator.removeprefix("grpcio-tools==")
@@ -125,7 +124,7 @@ def test_the_generator_is_no_newer_than_the_oldest_grpc_that_is_accepted():
 
 
 def wheel(folder: Path, name: str) -> str:
-    """A package that says its name; its hash."""
+    """Write a wheel whose module holds its name, and return its hash."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         f"{name}.py": f"NAME = {name!r}\n",
@@ -151,8 +150,8 @@ def wheel(folder: Path, name: str) -> str:
 
 @pytest.mark.slow
 def test_dependencies_are_installed_by_their_hashes(tmp_path):
-    """Those of the lock, and the one of another index; an environment that builds nothing, and finds the application
-    beside it."""
+    """Packages of the lock and the one from another index are checked by hash. The new environment contains no build
+    tools and finds the application next to it."""
     first = wheel(tmp_path / "found", "smc_first")
     second = wheel(tmp_path / "index/smc-second", "smc_second")
     (tmp_path / "index/smc-second/index.html").write_text('<a href="smc_second-1-py3-none-any.whl">x</a>')
@@ -206,7 +205,7 @@ def test_a_driver_that_is_too_old_is_named(version, code, tmp_path):
 
 
 def test_every_gpu_pod_looks_at_the_driver_first():
-    """Those that start by the image's entry point, and Ray's, which do not."""
+    """This holds for containers that use the image's entry point, and for Ray's, which do not."""
     assert instructions(DOCKER / "Dockerfile.cuda", "ENTRYPOINT") == [(2, '["tini", "--", "check-driver", "smcserve"]')]
     assert any(
         text.endswith("check_driver.sh /usr/local/bin/check-driver")

@@ -1,5 +1,4 @@
-"""The dashboards are those that build.py makes, every panel can be read without asking anybody, and pictures can be
-made of them."""
+"""The dashboards equal the output of build.py, every panel explains itself, and pictures can be made of them."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def test_provisioning_names_what_is_there():
 
 
 class Made(BaseHTTPRequestHandler):
-    """Answers every query with two series over the range that is asked for."""
+    """Answers every query with two series over the requested range."""
 
     empty = False
 

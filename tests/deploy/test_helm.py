@@ -1,4 +1,4 @@
-"""The chart, with every profile and option: valid to Kubernetes and to each operator, safe, and in agreement with its
+"""The chart with every profile and option: valid for Kubernetes and each operator, secure, and consistent with the
 commands."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.deploy.chart import (
     values,
 )
 
-# One process renders each variant of the chart once.
+# A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
 
 POD = {"topology": "pod"}
@@ -240,7 +240,8 @@ MOST = (
     "replicas behind a router",
     "closed, and scaled without KEDA",
 )
-"""Profiles, and variants that have every object of the chart in them: others are left to the whole run."""
+"""Profiles, and variants that together contain every object of the chart. Only the whole test suite renders the
+others."""
 every_variant = pytest.mark.parametrize(
     "variant",
     [pytest.param(variant, marks=() if variant in MOST else pytest.mark.slow) for variant in VARIANTS],
@@ -249,12 +250,12 @@ every_variant = pytest.mark.parametrize(
 
 @functools.cache
 def rendered(variant: str) -> list[dict]:
-    """Not to be changed: tests share it."""
+    """Render a variant. Tests share the result and must not change it."""
     return render(*VARIANTS[variant])
 
 
 def test_lint():
-    """Of profiles, and of what has every object of the chart in it."""
+    """Lints the profiles, and variants that contain every object of the chart."""
     for variant in MOST:
         report = helm_python.lint(CHART, values(*VARIANTS[variant]), strict=True)
         assert not report["errors"], report
@@ -263,7 +264,7 @@ def test_lint():
 
 @every_variant
 def test_every_object_is_valid(variant):
-    """To the newest Kubernetes; profiles, and what has everything in it, to an old one as well."""
+    """All variants are valid for the newest Kubernetes; profiles and complete variants also for an old one."""
     objects = rendered(variant)
     assert len({(each["kind"], each["metadata"]["name"]) for each in objects}) == len(objects)
     old = variant in PROFILES or variant.startswith("everything")
@@ -420,8 +421,8 @@ def test_a_profile_is_refused_in_the_other_topology(profile, topology):
 
 
 def test_the_schema_knows_every_value():
-    """An unknown value is refused only as long as nothing but free-form objects is open; and Helm must not be told to
-    ignore the file."""
+    """An unknown value is refused only if all objects of the schema are closed, except free-form ones, and if Helm does
+    not ignore the file."""
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     def closed(part: dict, value: object) -> None:
@@ -442,7 +443,7 @@ CONFIG = "/etc/smcserve/config/"
 
 
 def read_config(objects: list[dict], command: str, folder: Path) -> dict:
-    """What the command makes of its file; a key that it does not know raises."""
+    """Return the configuration that the command reads from its file; an unknown key raises."""
     path = folder / f"{command}.yaml"
     path.write_text(config_of(objects, command))
     return options.read_config_file(path, {"serve": ServeOptions, "batch": BatchOptions}[command])
@@ -488,7 +489,7 @@ def test_the_commands_accept_their_files(variant, tmp_path):
 
 @every_variant
 def test_pods_keep_the_restricted_standard(variant):
-    """Of Kubernetes' Pod Security Standards; and no container writes to its image."""
+    """The `restricted` level of Kubernetes' Pod Security Standards; in addition, no container writes to its image."""
     for pod in pod_specs(rendered(variant)):
         security = pod["securityContext"]
         assert (
@@ -551,8 +552,8 @@ def test_keda_asks_for_metrics_that_there_are():
 
 
 def test_keda_sees_no_load_where_models_are_loading(tmp_path):
-    """A replica that is three quarters full, one that loads, one that has lost its workers; and a release whose name
-    begins alike."""
+    """A replica with three quarters of its slots in use, one that is loading, one without workers, and another release
+    whose name begins with the same letters."""
     full, loading, lost = Metrics(), Metrics(), Metrics()
     for replica in (full, loading, lost):
         replica.set_build_info("1", "big", "lookahead", "grpc", 64, block=8, weights={"draft": "", "target": ""})

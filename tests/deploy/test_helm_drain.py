@@ -1,4 +1,4 @@
-"""The chart's objects among each other: who selects whom, how long each may take to end, and the scripts that wait."""
+"""Relations between the chart's objects: selectors, grace periods, and the scripts that wait during a drain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from services.gateway.server import GATEWAY
 from tests.deploy.chart import CHART, all_of_kind, of_kind, render, templates
 
-# One process renders each variant of the chart once.
+# A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
 
 POD = {"topology": "pod"}
@@ -23,7 +23,7 @@ SCRIPTS = CHART / "files/scripts"
 
 
 def labels(component: str, template: dict, cluster: str) -> dict[str, str]:
-    """Of a pod; KubeRay adds some of its own."""
+    """Return a pod's labels, including those that KubeRay adds."""
     node = "head" if component == "head" else "worker"
     kuberay = (
         {}
@@ -72,7 +72,7 @@ def test_the_network_policy_covers_every_pod():
 
 
 def test_disruption_budgets_keep_one_pod_of_each_group_and_nothing_that_is_broken():
-    """A pod that stands by may go; one pod has one budget, or Kubernetes evicts it never."""
+    """A standby pod may be evicted. No pod has two budgets, because Kubernetes would never evict it."""
     objects = render({"target": {"replicas": 2}})
     budgets = [each["spec"] for each in all_of_kind(objects, "PodDisruptionBudget").values()]
     covered = [selected(objects, budget["selector"]["matchLabels"]) for budget in budgets]
@@ -96,7 +96,7 @@ def test_a_pod_may_take_as_long_to_end_as_draining_takes(drain, topology):
             *command, last = container["lifecycle"]["preStop"]["exec"]["command"]
             if command == ["sleep"]:
                 waited = int(last) + drain
-            else:  # Ray waits for the gateway: longer than the gateway takes
+            else:  # Ray waits longer than the gateway takes to end
                 waited = int(command[4] if "drain-head.sh" in command else last)
                 assert waited >= 7 + drain + 10
             assert pod["terminationGracePeriodSeconds"] >= waited + 10
@@ -110,12 +110,12 @@ def probes(*layers: dict) -> dict[str, dict]:
 
 
 def test_probes():
-    """Ready while it can decode; alive as long as the gateway answers, whatever its workers do; starting as long as
-    that may take."""
+    """Ready: it can decode. Alive: the gateway answers, whatever the state of its workers. Startup: bounded by the
+    configured time."""
     plain = probes({"timeouts": {"start": 1800}})
     alone = probes({"gateway": {"httpPort": 0}})
     assert plain["readiness"]["grpc"] == alone["readiness"]["grpc"] == alone["startup"]["grpc"] == {"port": 50051}
-    # Over HTTP it says how far the start is.
+    # Over HTTP the startup probe reports the progress.
     python, flag, _, port = plain["startup"]["exec"]["command"]
     assert (python, flag, port) == ("python", "-c", "8000")
     assert plain["startup"]["failureThreshold"] * plain["startup"]["periodSeconds"] > 1800
@@ -147,7 +147,7 @@ def test_drain_head_waits_for_the_gateway(tmp_path):
         ["bash", SCRIPTS / "drain-head.sh", "0.2", lock], check=True, capture_output=True, text=True, timeout=30
     )
     assert bounded.stdout == "the gateway did not end within 0.2 s\n"
-    holder.kill()  # however it ends
+    holder.kill()  # it may end in any way
     holder.communicate()
     assert waiting.wait(30) == 0
 
@@ -160,7 +160,7 @@ def test_drain_worker_waits_for_the_ranks():
         deadline = time.monotonic() + 30
         while (
             not Path(f"/proc/{rank.pid}/cmdline").read_bytes().startswith(name.encode())
-        ):  # bash has not become it yet
+        ):  # bash has not replaced itself yet
             assert time.monotonic() < deadline
             time.sleep(0.01)
         waiting = subprocess.Popen(["bash", SCRIPTS / "drain-worker.sh", "600", name])
@@ -177,7 +177,7 @@ def test_drain_worker_waits_for_the_ranks():
 
 
 def test_a_worker_is_not_kept_by_the_words_of_its_own_hook(tmp_path):
-    """The script is part of a command line, and looks for ranks in command lines."""
+    """The script is part of the hook's command line, and searches command lines for ranks: it must not find itself."""
     (worker,) = templates(render({}))["target"]["spec"]["containers"]
     *command, seconds = worker["lifecycle"]["preStop"]["exec"]["command"]
     assert int(seconds) > 20
@@ -186,7 +186,8 @@ def test_a_worker_is_not_kept_by_the_words_of_its_own_hook(tmp_path):
 
 
 def test_gateway_starts_once_ray_answers(tmp_path):
-    """With commands in the place of `ray` and `smcserve`: what it waits for, holds and passes on."""
+    """Runs gateway.sh with fake `ray` and `smcserve` commands: what it waits for, the lock that it holds, and the
+    arguments that it passes on."""
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     said, lock, ready = tmp_path / "said", tmp_path / "lock", tmp_path / "ready"

@@ -1,4 +1,5 @@
-"""What may leave a release's pods: each other, DNS and what is named, by the rules of Kubernetes' policies."""
+"""Egress of a release's pods: to each other, to DNS and to the listed destinations, by the rules of Kubernetes'
+policies."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.deploy.chart import KUBERNETES, all_of_kind, check, render, templates
 
-# One process renders each variant of the chart once.
+# A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
 
 CLOSED = {"networkPolicy": {"enabled": True, "egress": {"enabled": True}}}
@@ -37,7 +38,8 @@ def matches(selector: dict | None, labels: dict) -> bool:
 
 
 class Cluster:
-    """The objects of a release; decides as a network plugin would. Own pods live in namespace `llm`."""
+    """The objects of a release; decides on connections as a network plugin would. Its own pods are in namespace
+    `llm`."""
 
     def __init__(self, *layers: dict) -> None:
         objects = render(*layers)
@@ -48,7 +50,7 @@ class Cluster:
                 check(each, version)
 
     def _rules(self, pod: str) -> list[dict] | None:
-        """Egress rules for a pod; None: none applies, so that everything may leave."""
+        """Return the egress rules of a pod; None if no policy applies, so that all egress is allowed."""
         chosen = [
             policy
             for policy in self.policies
@@ -77,7 +79,8 @@ class Cluster:
         return self._allowed(pod, port, protocol, is_peer)
 
     def reaches_pod(self, pod: str, namespace: dict | None, labels: dict, port: int, protocol: str = "TCP") -> bool:
-        """`namespace`: labels of another namespace; None: the release's own."""
+        """Return whether a pod reaches another. `namespace`: labels of the other pod's namespace; None: the release's
+        own."""
 
         def is_peer(peer: dict) -> bool:
             if "ipBlock" in peer or ("namespaceSelector" in peer) != (namespace is not None):
@@ -91,7 +94,7 @@ class Cluster:
     "layer", [BATCH, {"topology": "pod"}, ROUTER | closed(api=[API]), DOWNLOADED | closed(models=[HUB])]
 )
 def test_pods_reach_each_other_and_dns_and_no_address_outside(layer):
-    """Ranks and Ray use any port."""
+    """Ranks and Ray use arbitrary ports."""
     cluster = Cluster(CLOSED, layer)
     for pod in cluster.labels:
         assert all(cluster.reaches_pod(pod, None, labels, 40123) for labels in cluster.labels.values())

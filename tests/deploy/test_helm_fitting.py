@@ -1,5 +1,5 @@
-"""How the chart fits into a cluster of others: labels of queues, schedulers, sidecars, claims, routes, and the test
-that Helm runs."""
+"""Integration of the chart into a shared cluster: queue labels, schedulers, sidecars, claims, routes, and the test that
+Helm runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from services.cli.main import app
 from tests.deploy.chart import all_of_kind, containers, of_kind, pod_specs, render, templates
 
-# One process renders each variant of the chart once.
+# A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
 
 POD = {"topology": "pod"}
@@ -36,7 +36,7 @@ EVERY_OBJECT = {
 
 @pytest.mark.parametrize("layer", [BATCH, POD, POD | {"keda": {"enabled": True}}])
 def test_labels_and_annotations_are_on_every_object(layer):
-    """Kueue finds a job by one, Volcano a group by another."""
+    """Kueue finds a job by one of the labels, Volcano a group by another."""
     layer = {**layer, "commonLabels": {"kueue.x-k8s.io/queue-name": "gpus"}, "commonAnnotations": {"owner": "a"}}
     every = {**EVERY_OBJECT, "monitoring": EVERY_OBJECT["monitoring"] | {"ray": "topology" not in layer}}
     for each in render(every, layer):
@@ -98,7 +98,7 @@ def test_what_is_added_to_pods_is_in_every_container(layer):
                     added["extraVolumeMounts"][0] in container["volumeMounts"]
                     and container["envFrom"] == added["envFrom"]
                 )
-        # A pod that should end would be kept by a container beside it.
+        # A sidecar would keep a pod alive that should end.
         assert ("beside" in [each["name"] for each in pod["containers"]]) == (name not in ends)
         assert ("first" in [each["name"] for each in pod.get("initContainers", ())]) == (name not in ends)
         assert pod["containers"][0]["name"] != "beside", "KubeRay takes the first for Ray's"

@@ -1,4 +1,4 @@
-"""A HorizontalPodAutoscaler without KEDA: what it asks the metrics APIs for, and how prometheus-adapter answers."""
+"""A HorizontalPodAutoscaler without KEDA: the metrics that it requests, and the answers of prometheus-adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.deploy.binaries import binary
 from tests.deploy.chart import KUBERNETES, all_of_kind, check, of_kind, render
 from tests.deploy.sources import PROMETHEUS
 
-# One process renders each variant of the chart once.
+# A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
 
 HPA = {"topology": "pod", "hpa": {"enabled": True}}
@@ -30,13 +30,13 @@ def hpa(**more: object) -> dict:
 
 
 def adapter() -> dict[str, dict]:
-    """Rules by the name of the metric."""
+    """Return the adapter's rules by metric name."""
     rules = yaml.safe_load((PROMETHEUS / "adapter.yml").read_text())["rules"]["custom"]
     return {rule["name"]["as"]: rule for rule in rules}
 
 
 def query(name: str) -> str:
-    """As the adapter fills it in for the pods of a release."""
+    """Return a metric's query as the adapter fills it in for the pods of a release."""
     text = adapter()[name]["metricsQuery"].replace("<<.GroupBy>>", "pod")
     return text.replace("<<.LabelMatchers>>", 'namespace="llm",pod=~"demo-1-a|demo-1-b"')
 
@@ -106,7 +106,7 @@ def test_the_adapter_makes_the_metrics_that_it_asks_for():
 
 
 def test_the_adapter_answers_for_each_pod(tmp_path):
-    """One waits 3 s for its turn and is three quarters full; the other loads its models."""
+    """One pod has a queue of 3 s and three quarters of its slots in use; the other is loading its models."""
     series = []
     for pod, queued, per_minute, free, serving in (
         ("demo-1-a", 6, 120, 16, 1),

@@ -1,5 +1,4 @@
-"""How models come into pods: what each source renders to, and the program that downloads, against servers that
-break."""
+"""Models in pods: the objects that each source renders to, and the download program against faulty servers."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import yaml
 
 from tests.deploy.chart import CHART, all_of_kind, config_of, containers, of_kind, render, templates
 
-# One process renders each variant of the chart once.
+# A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
 
 SCRIPTS = CHART / "files/scripts"
@@ -101,7 +100,8 @@ def test_pods_wait_for_what_a_job_downloads(layer, gateway):
 
 
 def test_another_source_has_another_directory_and_another_job():
-    """A replica that runs keeps its files while the next one's come; a Job cannot be changed, not even its image."""
+    """A running replica keeps its files while those of the next one are downloaded. A Job cannot be changed, not even
+    its image, so a new image needs a new Job."""
 
     def of(layer: dict, **more: object) -> tuple[str, str]:
         objects = render(layer, POD, more)
@@ -164,15 +164,15 @@ def fetch(monkeypatch):
     spec = importlib.util.spec_from_file_location("fetch_models", SCRIPTS / "fetch_models.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "fetch_models", module)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the chart has what lies in its folders
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the chart includes all files in its folders
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "PAUSE_S", 0.0)
     return module
 
 
 class Files(http.server.ThreadingHTTPServer):
-    """Files by path, with ranges. `cut`: how often an answer of more than 1,000 bytes ends in its middle. `moved`:
-    where they are."""
+    """A server of files by path, with ranges. `cut`: number of answers of more than 1,000 bytes that end in the middle.
+    `moved`: address to which requests are redirected."""
 
     daemon_threads = True
 
@@ -234,7 +234,7 @@ CONFIG = b'{"hidden_size": 8}'
 
 
 def of_the_hub(server: Files) -> None:
-    """A repository of two pages, with what no model is loaded from."""
+    """Serve a repository whose file list has two pages, with additional files that are not needed to load the model."""
     tree, resolve = f"/api/models/org/model/tree/{COMMIT}", f"/org/model/resolve/{COMMIT}"
     git = hashlib.sha1(b"blob %d\0" % len(CONFIG) + CONFIG).hexdigest()
     small = {"type": "file", "path": "config.json", "oid": git, "size": len(CONFIG)}
@@ -250,7 +250,7 @@ def of_the_hub(server: Files) -> None:
 
 
 def of_a_folder(server: Files, path: str = "/m") -> str:
-    """Hash of its SHA256SUMS."""
+    """Serve a folder, and return the hash of its SHA256SUMS."""
     files = {"config.json": CONFIG, "sub/model.safetensors": WEIGHTS}
     text = "".join(f"{hashlib.sha256(body).hexdigest()}  {name}\n" for name, body in files.items()).encode()
     server.files |= {f"{path}/{name}": body for name, body in files.items()} | {f"{path}/SHA256SUMS": text}
@@ -302,7 +302,7 @@ def test_a_token_goes_to_the_hub_and_to_nobody_else(fetch, server, tmp_path):
 
 
 def test_a_download_goes_on_where_it_was_cut_off(fetch, server, tmp_path):
-    """By the connection, and by the death of its pod."""
+    """A download resumes after a broken connection, and after the death of its pod."""
     digest = of_a_folder(server)
     server.cut = 2
     (tmp_path / "sub").mkdir()
@@ -335,7 +335,7 @@ def test_what_has_another_hash_is_not_kept(fetch, server, tmp_path, what):
     with pytest.raises(ValueError, match=r"its hash is [0-9a-f]{64}, and [0-9a-f]{64} was promised"):
         fetch.download(given, {})
     assert not there(tmp_path).keys() & {".complete", "config.json", "config.json.part"}
-    if what == "a part of the last attempt":  # the next pod begins anew
+    if what == "a part of the last attempt":  # the next pod starts again
         fetch.download(given, {})
         assert there(tmp_path)["config.json"] == CONFIG
 
@@ -370,7 +370,7 @@ def test_a_bucket_is_asked_with_a_signature(fetch, server, tmp_path):
 
 
 def test_the_signature_is_that_of_amazons_documents(fetch):
-    """'Signature Calculations for the Authorization Header', its first example."""
+    """The first example of Amazon's 'Signature Calculations for the Authorization Header'."""
     headers = {
         "host": "examplebucket.s3.amazonaws.com",
         "range": "bytes=0-9",
@@ -410,5 +410,6 @@ def test_a_mistake_is_told_at_once_and_ends_the_pod(server, tmp_path):
     ("engine", "cohorts"), [({}, None), ({"form": "lockstep"}, None), ({"form": "lockstep", "cohorts": 3}, 3)]
 )
 def test_micro_batches_are_the_commands_own_unless_they_are_given(engine, cohorts):
-    """With look-ahead both models are at work already: the command takes one micro-batch, in lockstep two."""
+    """By default the command decides: one micro-batch in look-ahead, where both models are busy anyway, two in
+    lockstep."""
     assert config(render(POD, {"engine": engine})).get("cohorts") == cohorts

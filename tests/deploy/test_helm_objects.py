@@ -1,4 +1,4 @@
-"""What each operator and Kubernetes itself make of the chart's objects, beyond their schemas."""
+"""Behaviour of each operator and of Kubernetes with the chart's objects, beyond their schemas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.deploy.chart import all_of_kind, config_of, containers, of_kind, pod_specs, render, templates
 
-# One process renders each variant of the chart once.
+# A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
 
 POD = {"topology": "pod"}
@@ -18,7 +18,7 @@ BATCH = {"batch": {"enabled": True, "volume": {"persistentVolumeClaim": {"claimN
 
 
 def test_a_batch_job_has_no_upgrade_strategy_and_does_not_wait_for_ever():
-    """KubeRay refuses a cluster with `upgradeStrategy` if a RayJob made it, and the job would wait for it."""
+    """KubeRay refuses a cluster with `upgradeStrategy` that a RayJob created, and the job would wait for it."""
     objects = render(BATCH, {"ray": {"upgradeStrategy": "Recreate"}})
     job = of_kind(objects, "RayJob")["spec"]
     assert of_kind(objects, "RayCluster")["spec"]["upgradeStrategy"] == {"type": "Recreate"}
@@ -27,7 +27,8 @@ def test_a_batch_job_has_no_upgrade_strategy_and_does_not_wait_for_ever():
 
 
 def test_a_batch_in_an_object_store_needs_no_volume():
-    """Every pod of its cluster may read and write there, none of the service's; a file beside it is in the volume."""
+    """Every pod of the batch job's cluster gets the credentials of the store, no pod of the service does. If the output
+    is a file, the job also mounts the volume."""
     stored = {"enabled": True, "input": "s3://a/in/", "output": "s3://a/out/", "credentialsSecret": "storage"}
     mixed = {"output": "/data/out/", "volume": {"persistentVolumeClaim": {"claimName": "data"}}}
     for layer, has_volume in (({}, False), (mixed, True)):
@@ -62,14 +63,14 @@ def test_a_load_balancer_is_chosen_and_closed():
     ("layer", "protocol"), [({}, "kubernetes.io/h2c"), (TLS, "https"), ({"service": {"appProtocol": "http2"}}, "http2")]
 )
 def test_a_proxy_is_told_what_the_port_speaks(layer, protocol):
-    """`grpc` means plain text to some: with TLS it would be spoken to in vain."""
+    """Some proxies take `grpc` for plain text, which would fail with TLS."""
     port, _ = all_of_kind(render(layer), "Service")["demo-smcserve"]["spec"]["ports"]
     assert port["appProtocol"] == protocol
 
 
 @pytest.mark.parametrize(("layer", "protocol"), [(POD, "http"), (TLS, "https")])
 def test_openais_api_has_a_port_unless_it_is_turned_off(layer, protocol):
-    """Who may call may call either; what speaks HTTP before the service is led to it; probes stay with gRPC."""
+    """The network policy allows both ports, ingress and routes lead to the HTTP port, and probes stay with gRPC."""
     wanted = {"networkPolicy": {"enabled": True}}
     outside = {
         "ingress": {"enabled": True, "hosts": ["a.example"]},
@@ -92,7 +93,7 @@ def test_openais_api_has_a_port_unless_it_is_turned_off(layer, protocol):
     assert {"name": "http", "containerPort": 8000} in gateway["ports"] and all(
         gateway[probe] == before[probe] for probe in probes
     )
-    # Over HTTP in plain text the startup probe says how far the start is.
+    # Over HTTP in plain text the startup probe reports the progress.
     says = gateway["startupProbe"].get("exec", {}).get("command", [])[-1:] == ["8000"]
     assert says == (layer == POD) and (says or gateway["startupProbe"] == before["startupProbe"])
     (rule,) = of_kind(objects, "Ingress")["spec"]["rules"]
@@ -109,15 +110,15 @@ def clusters(objects: list[dict]) -> list[dict]:
 
 
 def test_workers_find_the_head_before_it_is_ready():
-    """The head is ready once its gateway is, which needs the workers: whatever the operator's settings, they must see
-    it earlier."""
+    """The head is ready when its gateway is, and the gateway needs the workers. So workers must resolve the head before
+    it is ready, whatever the operator's settings."""
     for cluster in clusters(render(BATCH)):
         service = cluster["headGroupSpec"]["headService"]["spec"]
         assert service == {"clusterIP": "None", "publishNotReadyAddresses": True}
 
 
 def kuberay_reads(text: str) -> dict[str, float]:
-    """As getResourcesMap of KubeRay's pod.go does."""
+    """Parse as getResourcesMap in KubeRay's pod.go does."""
     return json.loads(text.strip("'\"` "))
 
 
@@ -131,7 +132,8 @@ def test_ray_and_kuberay_read_the_resource_of_each_group():
 
 
 def test_the_head_takes_no_ranks():
-    """Whatever its node has: a GPU that the head pod can see would be counted otherwise."""
+    """The head declares no CPUs and GPUs, whatever its node has: Ray would otherwise count a GPU that the head pod can
+    see."""
     for cluster in clusters(render("values-8b", BATCH)):
         params = cluster["headGroupSpec"]["rayStartParams"]
         assert (params["num-cpus"], params["num-gpus"]) == ("0", "0")
@@ -162,7 +164,7 @@ def test_openshift_may_choose_users(layer):
 
 
 def test_every_container_can_be_given_a_limit_of_cpus():
-    """Where a quota counts them, a pod with a container without one is refused."""
+    """If a quota counts CPUs, Kubernetes refuses a pod with a container without a limit."""
     own = {"resources": {"limits": {"cpu": "3"}}}
     layer = {"device": "cuda", "draft": own, "target": own, "gateway": own, "ray": {"head": own}}
     for pod in pod_specs(render(BATCH, layer)):

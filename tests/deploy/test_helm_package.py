@@ -1,5 +1,5 @@
-"""The chart as it travels: what it has of other files is theirs, a package renders the same, and one that lost a file
-says so."""
+"""The packaged chart: its copies of other files are identical to them, the package renders the same objects, and a
+package that lacks a file reports it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 
 from tests.deploy.chart import CHART, ROOT, all_of_kind, of_kind, render
 
-# One process renders each variant of the chart once.
+# A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
 
 EVERYTHING = {"monitoring": {"serviceMonitor": True, "rules": True, "dashboards": True}}
@@ -36,7 +36,7 @@ def test_generated_files_are_current(monkeypatch):
 
 
 def test_the_chart_has_no_links():
-    """Flux and others drop them."""
+    """Flux and others drop symbolic links."""
     assert not [path for path in CHART.rglob("*") if path.is_symlink()]
 
 
@@ -67,7 +67,7 @@ def test_rules_and_dashboards_are_those_of_the_repository():
     assert groups == [group for path in files for group in yaml.safe_load(path.read_text())["groups"]]
     found = {}
     for each in all_of_kind(objects, "ConfigMap").values():
-        if each.get("immutable"):  # of a command
+        if each.get("immutable"):  # configuration of a command
             continue
         assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
         found |= each["data"]

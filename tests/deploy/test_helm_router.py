@@ -1,4 +1,5 @@
-"""smg before several replicas: which pods it finds, what it may do, and how the number of replicas follows the load."""
+"""The router smg in front of several replicas: the pods that it finds, its rights, and autoscaling of replicas by
+load."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from services.metrics import Metrics
 from tests.deploy.binaries import binary
 from tests.deploy.chart import all_of_kind, of_kind, render, templates
 
-# One process renders each variant of the chart once.
+# A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
 
 ROUTER = {"topology": "pod", "router": {"enabled": True, "controlKeySecret": "control"}}
@@ -120,7 +121,7 @@ def test_it_ends_after_the_calls_that_it_carries():
 
 WAITS = {
     "nobody waits": ([0, 0], [60, 60], 0),
-    # 6 wait, 2 a second are answered: 3 s, times two replicas
+    # 6 requests wait, 2 per second are answered: 3 s, times two replicas
     "some wait": ([6, 0], [60, 60], 6),
     "nothing is answered": ([3, 0], [0, 0], 600),
 }
@@ -128,7 +129,8 @@ WAITS = {
 
 @pytest.mark.parametrize("case", WAITS)
 def test_keda_reckons_how_long_a_request_waits(case, tmp_path):
-    """Of two replicas, by what each says in a minute; a release whose name begins alike counts for nothing."""
+    """Computed for two replicas from their metrics over a minute; another release whose name begins with the same
+    letters does not count."""
     queued, answered, expected = WAITS[case]
     assert {"smc_requests_queued", "smc_requests", "smc_serving"} <= {
         family.name for family in Metrics().registry.collect()
@@ -156,8 +158,8 @@ def test_keda_reckons_how_long_a_request_waits(case, tmp_path):
 
 
 def test_alerts_of_the_router(tmp_path):
-    """Three replicas, of which one is lost, then another; a router that has met none; and one that has lost its only
-    one."""
+    """Three replicas of which one is lost, then another; a router that has not found any replica; and a router that has
+    lost its only replica."""
     groups = all_of_kind(render(ROUTER, {"monitoring": {"rules": True}}), "PrometheusRule")["demo-smcserve-router"][
         "spec"
     ]["groups"]

@@ -1,5 +1,5 @@
-"""The checker of expressions finds what it is there to find: each mistake below would show nothing, and say nothing, on
-a dashboard."""
+"""The checker of expressions finds every mistake below; on a dashboard, each would show an empty panel without any
+error."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The rule files by Prometheus' own tools, and what its tools do not ask: is every alert explained, and tried both
-ways?"""
+"""The rule files: checked by Prometheus' own tools; every alert is explained, and tested both firing and not firing."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def test_promtool_accepts_rules_and_configuration():
 
 @pytest.mark.parametrize(
     "case",
-    # Of hours and days: these take several times as long as the others together.
+    # Cases over hours and days take several times as long as all others together.
     [
         pytest.param(path, marks=pytest.mark.slow if path.stem in ("objectives", "life", "particles") else ())
         for path in CASES
@@ -46,7 +45,7 @@ def test_a_case_can_fail(tmp_path):
 
 
 def test_every_alert_is_seen_firing_and_not_firing():
-    """An alert is told apart from its slower twin by its severity."""
+    """The severity distinguishes an alert from its slower variant of the same name."""
     firing, silent = set(), set()
     every = {(rule["alert"], rule["labels"]["severity"]) for rule in ALERTS}
     for path in CASES:

@@ -1,4 +1,4 @@
-"""Draft and target on machines of their own, with the gateway started and drained as in a pod; and the files for `ray
+"""Draft and target on separate machines, with the gateway started and drained as in a pod; and the files for `ray
 up`."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESOURCES = ("--draft-resource=smc_draft", "--target-resource=smc_target")
 RAY = ROOT / "deploy/ray"
 SCRIPTS = CHART / "files/scripts"
 PATIENCE = 120
-"""Seconds; a busy machine is no failure."""
+"""Seconds; a busy machine must not fail the test."""
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ def machines(tmp_path_factory) -> Iterator[Machines]:
 
 @pytest.mark.slow
 def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: Machines, tmp_path):
-    """As in the head pod: the gateway finds Ray's node beside it by a port of 127.0.0.1, and Ray outlives the gateway.
-    Answers are those of an engine in this process: over gRPC, in lockstep, with two ranks at each model. In threads:
-    tests/coordinator/test_same_answers.py."""
+    """As in the head pod, the gateway finds the Ray node by a port of 127.0.0.1, and Ray outlives the gateway. Answers
+    equal those of an engine in this process: over gRPC, in lockstep, with two ranks for each model.
+    tests/coordinator/test_same_answers.py does the same with threads."""
     (port, http_port), lock = free_ports(2), tmp_path / "gateway.lock"
     config = tmp_path / "gateway.yaml"
     config.write_text(yaml.safe_dump(LOCKSTEP))
@@ -86,7 +86,7 @@ def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: M
 def serving(client: Client) -> bool:
     try:
         return client.health() == "SERVING"
-    except Exception:  # nobody listens yet
+    except Exception:  # the server does not listen yet
         time.sleep(0.2)
         return False
 
@@ -113,7 +113,7 @@ def test_a_resource_that_no_machine_has(machines: Machines):
 
 @pytest.mark.parametrize("name", ["local", "aws"])
 def test_files_for_ray_up(name):
-    """Ray's own check of them; and the start of every node has flags that `ray start` knows."""
+    """Ray's own check accepts the files, and `ray start` knows the flags of every node's start command."""
     config = yaml.safe_load((RAY / f"{name}.yaml").read_text())
     validate_config(prepare_config(config))
     for command in (*config["head_start_ray_commands"], *config["worker_start_ray_commands"]):
@@ -126,7 +126,7 @@ def test_the_walk_through_has_flags_that_ray_knows():
 
 
 def check_ray_start(command: str) -> dict:
-    """What Ray makes of the `ray start` in it, if there is one."""
+    """Parse the `ray start` in a command with Ray's own parser; empty if it has none."""
     *_, last = command.split("; ")
     program, verb, *arguments = shlex.split(last)
     assert program == "ray"
@@ -134,7 +134,7 @@ def check_ray_start(command: str) -> dict:
 
 
 def test_a_machine_says_itself_what_it_is_for(tmp_path):
-    """The command that `ray up` runs on every worker, in a shell, with something else in the place of Ray."""
+    """Runs the command that `ray up` runs on every worker, with a fake `ray`."""
     *_, command = yaml.safe_load((RAY / "local.yaml").read_text())["worker_start_ray_commands"]
     resources, ray = tmp_path / "resources", tmp_path / "ray"
     resources.write_text('{"smc_draft": 1}\n')

@@ -1,4 +1,4 @@
-"""What stands in for a cluster in `python -m tests.deploy.rehearsal` keeps its order of things."""
+"""The emulated cluster of `python -m tests.deploy.rehearsal` restarts and ends pods in Kubernetes' order."""
 
 from __future__ import annotations
 

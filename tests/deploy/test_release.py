@@ -1,5 +1,5 @@
-"""The workflow that publishes a release: valid to GitHub's schema, its scripts to shellcheck, its references to what
-there is, and its rights no more than it needs."""
+"""The release workflow: valid by GitHub's schema, its scripts pass shellcheck, its references exist, and it has no more
+rights than it needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def schema_says(path: Path) -> subprocess.CompletedProcess:
 
 
 def steps() -> list[tuple[str, dict]]:
-    """With the name of the job."""
+    """Return all steps with the names of their jobs."""
     return [(name, step) for name, job in JOBS.items() for step in job["steps"]]
 
 
@@ -42,7 +42,8 @@ def test_it_is_a_workflow(tmp_path):
 
 @pytest.mark.parametrize(("job", "step"), [each for each in steps() if "run" in each[1]])
 def test_its_scripts_are_sound(job, step):
-    """As bash, with the variables that GitHub sets and those of the step; nothing is pasted into them."""
+    """Scripts are checked as bash. They use variables of GitHub and of the step only, and no expression is pasted into
+    them."""
     assert "${{" not in step["run"].replace("{{ json", ""), f"{job}: give it by `env`, or a tag's name could be run"
     command = [BIN / "shellcheck", "--shell=bash", "--severity=style", "-"]
     linted = subprocess.run(command, input=step["run"], capture_output=True, text=True)
@@ -80,7 +81,7 @@ def test_it_publishes_every_image():
 
 @pytest.mark.parametrize(("tag", "fits"), [(None, True), ("v9.9.9", False)])
 def test_a_tag_must_be_the_version(tag, fits, tmp_path):
-    """The step itself, run here."""
+    """Runs the step's script."""
     (script,) = [step["run"] for _, step in steps() if step.get("id") == "version"]
     version = re.findall(r"^version: (.+)$", (CHART / "Chart.yaml").read_text(), re.MULTILINE)[0]
     output = tmp_path / "output"

@@ -1,4 +1,4 @@
-"""The runbook and the alerts are about the same things, and what the runbook tells people to type exists."""
+"""The runbook covers exactly the alerts, and the queries, panels and options that it names exist."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def test_links_in_it_lead_somewhere():
 
 
 def test_options_in_it_exist():
-    """As flags, or as keys of the configuration file."""
+    """Options exist as flags or as keys of the configuration file."""
     named = {name.strip("-") for name in re.findall(r"`(--[a-z-]+)", TEXT)} - {"prometheus", "out"}
     assert len(named) > 10 and not named - {key.name for key in keys_of(ServeOptions).values()}

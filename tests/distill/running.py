@@ -1,5 +1,4 @@
-"""Runs of distill and steps of its trainer, for processes of their own too: this module imports no more than they
-need."""
+"""Runs of distill and steps of its trainer, also for subprocesses: this module imports no more than they need."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def run_distill(config: DistillConfig) -> None:
 
 
 def kill_after_a_round(config: DistillConfig) -> list[int]:
-    """Run until there is a draft, and kill by signal 9. Returns the processes that it had started."""
+    """Start a run, kill it with signal 9 once there is a draft, and return the processes that it had started."""
     process = get_context("spawn").Process(target=run_distill, args=(config,))
     process.start()
     deadline = time.monotonic() + 200
@@ -86,5 +85,5 @@ def kill_after_a_round(config: DistillConfig) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started and that run."""
+    """Return the running child processes of a process."""
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

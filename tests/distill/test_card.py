@@ -1,4 +1,4 @@
-"""The picture beside a draft has a panel for what was measured, and no empty one."""
+"""The picture beside a draft has a panel for each kind of measurement, and no empty panel."""
 
 from __future__ import annotations
 

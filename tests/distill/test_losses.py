@@ -10,11 +10,11 @@ from smc.distill.trainer import LossMix, chunk_size, head_loss, mix_at
 from tests.model.tiny import random_decoder, tiny_config
 
 VOCAB = 290
-"""Fewer than the rows of the embedding."""
+"""Smaller than the number of rows of the embedding."""
 
 
 def plain(p_logits: torch.Tensor, q_logits: torch.Tensor, mix: LossMix) -> torch.Tensor:
-    """Sum over tokens of the mixed loss, by definition."""
+    """Return the sum over tokens of the mixed loss, by definition."""
     p, q = p_logits.double().softmax(-1), q_logits.double().softmax(-1)
     tv, chi2, kl = 1 - torch.minimum(p, q).sum(-1), (p * p / q).sum(-1).log(), (p * (p / q).log()).sum(-1)
     return (mix.tv * tv + mix.chi2 * chi2 + mix.kl * kl).sum()
@@ -28,8 +28,8 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize("mix", [LossMix(tv=1.0), LossMix(chi2=1.0), LossMix(kl=1.0), LossMix(0.5, 0.3, 0.2)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "granite", "gemma3_text"])
 def test_gradients_are_those_of_the_plain_formula(small_chunks, mix, family):
-    """Of hidden states and of a head that is trained, over chunks of which the last is shorter; where logits are divided
-    or capped, too."""
+    """Gradients of hidden states and of a trained head, over several chunks of which the last is shorter, also for
+    models that divide or cap their logits."""
     target, draft = (random_decoder(tiny_config(family), seed=seed) for seed in (0, 1))
     draft.lm_head.weight.requires_grad_(True)
     generator = torch.Generator().manual_seed(0)
@@ -49,7 +49,7 @@ def test_gradients_are_those_of_the_plain_formula(small_chunks, mix, family):
 
 
 def test_certain_targets_have_finite_gradients():
-    """Probabilities that are zero in float32, of either model."""
+    """Probabilities of either model may be zero in float32."""
     p_logits, q_logits = torch.zeros(2, 5), torch.zeros(2, 5)
     p_logits[0, 1], q_logits[1, 2] = 200.0, 200.0
     values, gradient = trainer.divergence(p_logits, q_logits, torch.ones(3), True)
@@ -67,6 +67,6 @@ def test_kl_gives_way_to_the_loss():
 
 
 def test_chunks_are_no_larger_than_what_runs_at_once():
-    """On a GPU each is padded to its full size, which of a small vocabulary would be half a million tokens."""
+    """On a GPU every chunk is padded to its full size, which for a small vocabulary would be half a million tokens."""
     assert chunk_size(1 << 17, "cuda") == 1 << 11 and chunk_size(1 << 17, "cpu") == 1 << 7
     assert chunk_size(512, "cuda") == chunk_size(512, "cpu") == 1 << 14

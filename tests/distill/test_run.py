@@ -1,5 +1,5 @@
-"""Training: overlap rises as computed, two processes have the gradients of one, a killed run goes on with the same bits,
-and every command takes the draft."""
+"""Training: overlap follows its definition and rises, two processes have the gradients of one, a killed run resumes
+with the same bits, and every command accepts the draft."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ other.join()
 
 
 def random_rows(folder: Path, count: int, seed: int = 0) -> np.ndarray:
-    """Rows of a store with texts of different lengths."""
+    """Random rows of a store, of texts of different lengths."""
     generator, store = np.random.default_rng(seed), ConversationStore(folder, 24)
     for number in range(count):
         tokens = tuple(generator.integers(0, VOCAB, 4 + number % 20).tolist())
@@ -80,7 +80,7 @@ def overlap_by_definition(target: Decoder, draft: Decoder, rows_N: np.ndarray) -
 
 @pytest.mark.parametrize("loss", ["tv", "chi2", "kl"])
 def test_the_overlap_rises_as_computed(tmp_path, loss):
-    """The steps' own overlap and the measured one are those of the definition; training raises it."""
+    """The overlap of training steps and the measured one equal the definition; training raises the overlap."""
     target, rows = tiny_target(), random_rows(tmp_path, 8)
     draft = student(target)
     trainer = Trainer(target, draft, VOCAB, 24, TrainingSettings(loss, batch=8, peak_rate=1e-2, warmup=1), Ranks())
@@ -102,7 +102,7 @@ def test_the_overlap_rises_as_computed(tmp_path, loss):
 
 
 def test_a_perfect_draft_holds_every_token(tmp_path):
-    """A tree of one row coupled to the target's own draws."""
+    """If the draft is the target itself, a tree of one row, coupled to the target's draws, holds all of them."""
     target = tiny_target()
     held_out = HeldOut(random_rows(tmp_path, 8), (1.0, 0.7), contexts=16, seed=0)
     found = held_out.measure(target, target, VOCAB, None, seconds=0.0, step=0, trained_tokens=0, written_tokens=0)
@@ -113,7 +113,7 @@ def test_a_perfect_draft_holds_every_token(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one(tmp_path):
-    """After a step of the optimiser, too."""
+    """The gradients are compared after a step of the optimiser."""
     rows, spawn = random_rows(tmp_path / "rows", 10), get_context("spawn")
     gradients(0, 1, tmp_path, rows)
     other = spawn.Process(target=gradients, args=(1, 2, tmp_path, rows))
@@ -130,7 +130,7 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
-    """Killed by signal 9 in its second round. The draft is one that commands take."""
+    """The run is killed with signal 9 in its second round and resumed. Other commands accept the draft."""
     save_tiny(tmp_path / "target", rope_scaling=None)
     save_byte_level(tmp_path / "target")
     whole, killed = config_of(tmp_path, "whole"), config_of(tmp_path, "killed")
@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
         run_distill(replace(killed, held_out=5, resume=True))
     with pytest.raises(ValueError, match="the prompts are not those"):
         run_distill(replace(killed, prompts=((5, 6, 7), (8, 10)), resume=True))
-    # A log has grown meanwhile.
+    # The log of prompts has grown since.
     run_distill(replace(killed, prompts=(*killed.prompts, (3, 4)), resume=True))
     ours, theirs = (load_file(config.out / "model.safetensors") for config in (killed, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -163,7 +163,8 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, smcserve):
 
 @pytest.mark.slow
 def test_two_processes_go_on_with_the_same_bits(tmp_path):
-    """The first one is killed by signal 9; the other one ends with it, whatever it does."""
+    """The first process is killed with signal 9. The other one must end as well, and the resumed run gives the same
+    bits."""
     save_tiny(tmp_path / "target", rope_scaling=None)
     save_byte_level(tmp_path / "target")
     whole, killed = (replace(config_of(tmp_path, out), processes=2, tokens=4000) for out in ("whole", "killed"))
@@ -184,8 +185,8 @@ def test_two_processes_go_on_with_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 def test_other_processes_end_with_the_first(tmp_path):
-    """A process that writes for long does not notice by itself that the first one was killed, and would write into the
-    files of the run that is resumed."""
+    """A process that is busy writing conversations does not notice that the first one was killed, and would write to
+    the files of the resumed run."""
     process = subprocess.Popen([sys.executable, "-c", WAITING, tmp_path / "started"])
     deadline = time.monotonic() + 100
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:
@@ -206,7 +207,7 @@ def byte_target(tmp_path_factory) -> Path:
 
 
 def test_models_are_not_replaced(tmp_path, byte_target):
-    """Neither the target nor another model."""
+    """`--out` may be neither the target's directory nor that of another model."""
     before = (byte_target / "model.safetensors").read_bytes()
     for options in ({}, {"student": StudentSpec(draft=byte_target)}):
         config = replace(config_of(byte_target.parent, byte_target.name), **options)
@@ -232,7 +233,7 @@ def test_a_run_that_cannot_begin_leaves_its_directory_free(tmp_path, byte_target
 
 
 def test_a_draft_of_another_vocabulary_is_refused(tmp_path, byte_target):
-    """Before anything is written."""
+    """The vocabulary is checked before anything is written."""
     draft = save_tiny(tmp_path / "other", vocab_size=400)
     save_byte_level(draft, words=("<other>",))
     config = replace(config_of(byte_target.parent, "draft"), out=tmp_path / "draft", student=StudentSpec(draft=draft))
@@ -243,7 +244,7 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path, byte_target):
 
 @pytest.mark.slow
 def test_weights_that_are_not_finite_end_the_run(tmp_path, byte_target):
-    """No draft is written that no command takes."""
+    """Such weights are not saved, because no command would accept the draft."""
     config = replace(config_of(byte_target.parent, "draft"), out=tmp_path / "draft")
     config = replace(config, training=replace(config.training, peak_rate=1e30))
     with pytest.raises(ValueError, match=r"not finite; begin in another --out with a lower --rate than 1e\+30"):
@@ -260,7 +261,8 @@ def test_a_run_without_time_to_learn_says_so(tmp_path, byte_target):
 
 
 def test_layers_are_chosen_by_answers(tmp_path):
-    """Of whole conversations, also if one of them is short."""
+    """Layers are chosen by the divergence over the answers of whole conversations, even if one conversation is
+    short."""
     target, rows = tiny_target(), random_rows(tmp_path, 12)
     rows["tokens"][0, :4] = 1
 
@@ -279,7 +281,7 @@ def test_layers_are_chosen_by_answers(tmp_path):
 
 
 def test_texts_that_fill_the_context_are_measured(tmp_path):
-    """What the target draws after the last contexts would not fit in."""
+    """After the last contexts there is no room for the tokens that the target draws."""
     config = replace(CONFIG, max_context=24)
     target = random_decoder(config, seed=5)
     rows = random_rows(tmp_path, 20)
@@ -294,7 +296,7 @@ def _steps(folder: Path) -> int:
 
 @pytest.mark.parametrize("family", ["llama-linear", "mistral-window", "phi3-window", "smollm3", "gemma3", "qwen3_moe"])
 def test_drafts_of_all_families_are_read_again(tmp_path, family):
-    """With the windows and rotations of the layers they are cut from."""
+    """A draft keeps the windows and rotations of the target's layers that it consists of."""
     save_hf(family, tmp_path / "target")
     save_byte_level(tmp_path / "target")
     target = load_model(tmp_path / "target").bfloat16().float()  # drafts are saved in bfloat16
@@ -309,7 +311,8 @@ def test_drafts_of_all_families_are_read_again(tmp_path, family):
 
 
 def test_a_full_disk_leaves_the_files_before(tmp_path):
-    """The error names the file, and there is room again for another try."""
+    """The error names the file, earlier files stay intact, and temporary files are removed, so that another attempt has
+    room."""
     store, target = ConversationStore(tmp_path / "data", 24), tiny_target()
     store.append(Conversation(0, 0.7, (1, 2, 3), (False, True, True)))
     store.flush()
@@ -360,7 +363,7 @@ def test_a_new_shape_learns_its_own_embedding(tmp_path):
 def test_measuring_does_not_take_the_time_to_learn():
     assert seconds_of_round(800.0, 8, 0.0) == 100.0
     assert seconds_of_round(700.0, 7, 5.0) == 95.0
-    # Seen on a GPU: 58 s of measuring were more than a seventh of what was left, so that nothing was learnt any more.
+    # Observed on a GPU: measuring took 58 s, more than a seventh of the time left, and training stopped.
     assert seconds_of_round(172.0, 7, 58.0) == 114.0
     assert seconds_of_round(20.0, 3, 58.0) == 0.0
     for left in (50.0, 200.0, 1000.0):

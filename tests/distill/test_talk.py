@@ -1,4 +1,4 @@
-"""What the target writes: its distribution, conversations as a template has them, filters, and rows on disk."""
+"""Conversations that the target writes: their distribution, the chat template, filters, and rows on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.model.dense import dense_logits
 from tests.model.tiny import numbers_tokenizer, random_decoder, tiny_config
 
 SIZE = 5
-"""Tokens of the tiny vocabulary, of which the last ends a text."""
+"""Size of the tiny vocabulary; its last token ends a text."""
 
 
 def tiny_pair() -> ModelPair:
@@ -42,7 +42,8 @@ def written(writer: TalkWriter, count: int) -> list[Conversation]:
 
 
 def test_texts_follow_the_targets_distribution():
-    """Chi-square against all beginnings of three tokens, at two temperatures. False alarms: one in a thousand each."""
+    """Chi-square test over all beginnings of three tokens, at two temperatures. False alarms: one in a thousand
+    each."""
     pair, count = tiny_pair(), 480
     settings = TalkSettings(temperatures=(1.0, 0.5), width=32, answer_tokens=4, turns=1)
     found = written(TalkWriter(pair, settings, None, slots=128), count)
@@ -51,7 +52,7 @@ def test_texts_follow_the_targets_distribution():
         answers = [each.tokens[1:4] for each in found if each.temperature == temperature]
         probability = {}
         for index in np.ndindex(SIZE - 1, SIZE - 1, SIZE - 1):
-            tokens = (SIZE - 1, *map(int, index))  # begins with the token that begins texts
+            tokens = (SIZE - 1, *map(int, index))  # the first token begins texts
             probability[tokens[1:]] = 0.0
         keys = list(probability)
         rows = torch.tensor([[SIZE - 1, *key] for key in keys])
@@ -67,7 +68,7 @@ def test_texts_follow_the_targets_distribution():
         expected *= len(answers) / expected.sum()  # shorter answers are left out
         seen = Counter(answers)
         assert set(seen) <= set(keys)
-        # Rare answers are counted together.
+        # Rare answers are pooled.
         common = expected >= 5
         observed = np.array([seen[key] for key in keys], dtype=float)
         e = np.append(expected[common], expected[~common].sum())
@@ -94,7 +95,8 @@ def demo_pair() -> ModelPair:
 
 
 def test_conversations_are_what_the_template_renders(demo_pair):
-    """Answers to a given prompt, marked token by token, end-of-text included."""
+    """A given prompt is rendered by the template and answered. The tokens of the answer are marked, end-of-text
+    included."""
     tokenizer = demo_pair.tokenizer
     chat = ChatFormat.of(tokenizer)
     assert chat.between is not None
@@ -114,7 +116,7 @@ def test_conversations_are_what_the_template_renders(demo_pair):
 
 
 def test_a_target_that_writes_nothing_to_learn_from(tmp_path):
-    """Every answer is too short: writing does not go on for ever."""
+    """If every answer is too short, writing ends with an error."""
     settings = TalkSettings(width=32, answer_tokens=2, turns=1)
     store = ConversationStore(tmp_path, 32)
     writer = TalkWriter(tiny_pair(), settings, store, slots=128)
@@ -133,7 +135,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_template_that_shows_no_user_turn(template, demo_pair, caplog):
-    """The target then answers given prompts alone; without any there is an error that says so."""
+    """The target then answers the given prompts only; without prompts there is an error that says so."""
     with_template = Tokenizer(
         demo_pair.tokenizer._tokenizer, demo_pair.tokenizer.eos_ids, {"eos_token": "<eos>"}, template
     )
@@ -148,7 +150,7 @@ def test_a_template_that_shows_no_user_turn(template, demo_pair, caplog):
 
 
 def test_neither_a_template_nor_a_first_token():
-    """As the error says, --prompts helps."""
+    """The error recommends --prompts, and with prompts the writer works."""
     pair = tiny_pair()
     pair.tokenizer.eos_ids = ()
     settings = TalkSettings(width=32, answer_tokens=12, turns=1)
@@ -164,7 +166,8 @@ def test_what_repeats_itself_is_left_out():
 
 
 def test_rows_come_back_from_disk(tmp_path, monkeypatch):
-    """Over full files, a file in the making, and rows that were not flushed; only so many files are open."""
+    """Rows are read from full files, an incomplete file and rows not yet flushed; the number of open files is
+    limited."""
     monkeypatch.setattr("smc.distill.conversations.ROWS_PER_FILE", 4)
     monkeypatch.setattr("smc.distill.conversations.OPEN_FILES", 1)
     store = ConversationStore(tmp_path, 6)

@@ -1,4 +1,4 @@
-"""The target's draws and the draft's trees, of several texts at once, against their definitions."""
+"""Batched draws of the target and trees of the draft for several texts, against their definitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCAB, SEED = 300, 7
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_texts_of_different_lengths_do_not_change_each_other(family):
-    """Also where layers have a window that contexts outgrow."""
+    """Includes layers with an attention window that is shorter than the contexts."""
     config = tiny_config(family, num_layers=3)
     target, draft = (random_decoder(config, seed) for seed in (1, 2))
     target.lm_head.weight.mul_(0.5)
@@ -42,7 +42,7 @@ def test_texts_of_different_lengths_do_not_change_each_other(family):
 
 
 def test_a_vocabulary_smaller_than_the_tree():
-    """The first level has fewer continuations than rows."""
+    """The first level of the tree has fewer continuations than rows."""
     config = tiny_config(vocab_size=5)
     target = random_decoder(config, 1)
     text = OwnText((0, 1, 2, 3, 4, 0, 1, 2), 2)

@@ -1,4 +1,4 @@
-"""Everything here needs a GPU."""
+"""All tests in this folder need a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 
 def pytest_ignore_collect(config):
-    """Without a GPU, `make test` need not import what it would skip; the whole run does, and finds what no longer can
-    be imported."""
+    """Skip the folder's imports in `make test` on a machine without a GPU. The whole suite collects it everywhere, and
+    so finds modules that cannot be imported."""
     return True if config.option.markexpr == "not slow" and not torch.cuda.is_available() else None
 
 
@@ -21,5 +21,5 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Bounds on rounding errors hold for nearly all random inputs, not for all: every run has the same ones."""
+    """Seed torch: bounds on rounding errors hold for nearly all random inputs, so every run uses the same ones."""
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""The shipped pair on a GPU against the engine on a CPU: same seeds, same answers, up to noise in the logits."""
+"""The shipped pair on a GPU against the engine on a CPU: the same seeds give the same answers, up to noise in the
+logits."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def on_cpu() -> ModelPair:
 @pytest.mark.parametrize("devices", DEVICES, ids=["one GPU", "two GPUs"])
 @pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead", "cohorts"])
 def test_float32_answers_are_the_cpu_s(on_cpu, config, devices):
-    """16 requests at once, of which all but a few must be equal token for token: a near-tie may fall the other way."""
+    """16 concurrent requests; all but two must be equal token for token, because a near-tie may fall the other way."""
     asked = requests(on_cpu, 16, particles=8)
     expected = answers(local_engine(on_cpu, config), asked)
     found = answers(local_engine(load(torch.float32, devices), config), asked)
@@ -82,7 +83,7 @@ def test_laws_and_schemes_on_the_device(on_cpu, truncation):
     ids=str,
 )
 def test_guided_answers_are_the_cpu_s(on_cpu, kind):
-    """In look-ahead, with rounds recorded: answers are long enough for each to be replayed."""
+    """In look-ahead with CUDA graphs: the answers are long enough for every graph to be replayed."""
     config, negative = (
         EngineConfig(block=5, branches=4),
         tuple(on_cpu.tokenizer.chat([{"role": "user", "content": "What is 2 + 2?"}])),
@@ -98,7 +99,8 @@ def test_guided_answers_are_the_cpu_s(on_cpu, kind):
 
 @pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead", "cohorts"])
 def test_constrained_answers_are_the_cpu_s(on_cpu, config):
-    """By all methods in rounds together, with rounds recorded; exact answers are those of the target on the same GPU."""
+    """All methods together in the same rounds, with CUDA graphs. Exact answers equal those of the target on the same
+    GPU."""
     kinds = [{"method": "target"}, {"method": "exact"}, {}, {"population": "independent", "constraint_scope": "answer"}]
     given = {"constraint": {"regex": "[A-Z][a-z ,.]{40,}[0-9]+"}}
     asked = [
@@ -115,8 +117,8 @@ def test_constrained_answers_are_the_cpu_s(on_cpu, config):
 
 
 def test_bfloat16_solves_as_many_problems(on_cpu):
-    """The target alone, greedy, through every kernel: it solves nearly all problems, and rounding must not change
-    that."""
+    """Greedy decoding by the target alone, through every kernel: it solves nearly all problems, and rounding must not
+    change that."""
     problems = generate(11, 64, "test")
     pair = load(torch.bfloat16, DEVICES[0])
     prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in problems]

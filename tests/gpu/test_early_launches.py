@@ -1,5 +1,5 @@
-"""Kernels that begin before those before them have ended find what these leave: the same bits as one after the
-other."""
+"""Programmatic dependent launch: kernels that start before their predecessors end still read their results, so the
+output has the same bits as without overlap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ REPLAYS = 20
 
 
 class Moving:
-    """A pass whose tokens, tables and lengths a kernel writes just before it, each time others."""
+    """A forward pass whose tokens, tables and lengths are written by a kernel just before it, with new values each
+    time."""
 
     def __init__(self, one: DecodePass) -> None:
         self.one, self.stores = one, (one.worker.pool.keys, one.worker.pool.values)
@@ -37,14 +38,14 @@ class Moving:
         return run
 
     def change(self) -> None:
-        """Some rows are shorter than others, so that new tokens' pages differ as well."""
+        """Draw new inputs. Some rows are shorter than others, so that the pages of new tokens differ as well."""
         rows: Rows = self.one.random_rows()
         shorter_R = torch.randint(0, 20, (self.one.rows,), device="cuda", dtype=torch.int32)
         for given, value in zip(self.given, (self.one.tokens(), rows.table_SL, rows.start_R - shorter_R)):
             given.copy_(value)
 
     def restore(self) -> None:
-        """Keys and values of before any pass."""
+        """Restore the keys and values from before any pass."""
         for store, held in zip(self.stores, self.held):
             store.copy_(held)
 
@@ -66,7 +67,7 @@ def test_of_rows_that_share_nothing(shape, block):
 @torch.inference_mode()
 def assert_same(one: DecodePass) -> None:
     moving = Moving(one)
-    # Recordings run in what these hold.
+    # The graphs use the memory of these objects.
     calls = [moving.call(pdl) for pdl in (False, True)]
     (one_by_one, expected), (early, found) = map(record, calls)
     for _ in range(REPLAYS):

@@ -1,7 +1,7 @@
-"""FP8 on a GPU: our kernels and the library's products against float64, models that never are there twice, answers.
+"""FP8 on a GPU: our kernels and the library's products against float64, peak memory while models are loaded, and
+answers.
 
-Axes: T tokens, K inputs, N outputs.
-"""
+Axes: T tokens, K inputs, N outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES = [(2048, 3072), (8192, 2048), (4096, 6144), (14336, 4096), (2048, 128256
 
 
 def matrix(inputs: int, outputs: int, bias: bool = False) -> Linear:
-    """With rows of very different sizes."""
+    """A matrix whose rows have very different sizes."""
     generator = torch.Generator("cuda").manual_seed(inputs + outputs)
     made = Linear(inputs, outputs, bias).to("cuda", torch.bfloat16).requires_grad_(False)
     weight_NK = torch.randn(outputs, inputs, generator=generator, device="cuda") * inputs**-0.5
@@ -43,14 +43,14 @@ def matrix(inputs: int, outputs: int, bias: bool = False) -> Linear:
 
 
 def errors(found: torch.Tensor, expected: torch.Tensor, made: Linear) -> torch.Tensor:
-    """Of every output over all tokens, [N]: relative to itself or, where it happens to be small, to what activations of
-    size 1 give."""
+    """Return the error [N] of every output over all tokens, relative to the output's norm or, where that happens to be
+    small, to the norm that activations of size 1 give."""
     usual_N = (made.weight.double() * made.scale[:, None].double()).norm(dim=1) * len(found) ** 0.5
     return (found.double() - expected).norm(dim=0) / torch.maximum(expected.norm(dim=0), usual_N)
 
 
 def off(found: torch.Tensor, expected: torch.Tensor, made: Linear) -> float:
-    """The error of the output that is worst off."""
+    """Return the largest error of an output."""
     return float(errors(found, expected, made).max())
 
 
@@ -61,7 +61,7 @@ def test_our_products(tokens, inputs, outputs):
     expected_TN = (x.value_TK.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
     for splits in (None, 1):
         out = linear(x, made.weight, splits, scale_N=made.scale)
-        # Tensor cores keep some 14 bits of a sum of FP8.
+        # Tensor cores keep about 14 bits of a sum of FP8 products.
         assert off(reduce(out) if out.dim() == 3 else out, expected_TN, made) < 2e-2
     act_TI = gate_up_silu(x, made.weight, scale=made.scale)
     gate, up = expected_TN.chunk(2, 1)
@@ -73,8 +73,8 @@ def test_our_products(tokens, inputs, outputs):
 @pytest.mark.parametrize("tokens", [1, 17, 160, 600])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES[:4])
 def test_products_of_the_library(tokens, inputs, outputs):
-    """With a bias; exactly those of rounded activations, and near those of the activations themselves; a row is what it
-    is alone."""
+    """Products with a bias equal those of rounded activations and are close to those of the activations themselves. A
+    row has the same result alone."""
     made, x_TK = matrix(inputs, outputs, bias=True), torch.randn(tokens, inputs, device="cuda").bfloat16()
     x = round_rows(x_TK)
     weight_NK, bias_N = made.weight.double() * made.scale[:, None].double(), made.bias.double()
@@ -97,8 +97,8 @@ def test_a_product_that_the_library_cannot_do():
 
 @pytest.mark.parametrize("load", ["random", "grown", "files"])
 def test_a_model_is_never_there_twice(load):
-    """What a GPU holds at most while a model of the 1B shape is loaded, beyond what it holds afterwards: a part of one
-    matrix."""
+    """While a model is loaded, peak memory exceeds the model by a part of one matrix only, in the 1B shape for random
+    and padded weights."""
     small = load_model(demo.DRAFT)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -130,8 +130,8 @@ def test_logits_are_those_of_the_cpu():
 
 
 def test_fp8_solves_as_many_problems():
-    """Both models in FP8: the target alone, and exact decoding, which gives the target's own answers but for
-    near-ties."""
+    """Both models in FP8. The target alone solves as many problems as before, and exact decoding gives the same answers
+    except for near-ties."""
     problems, pair = generate(11, 64, "test"), ModelPair.load(demo.TARGET, demo.DRAFT, dtype=FP8, device="cuda")
     prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in problems]
     found = {}

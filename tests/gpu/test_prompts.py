@@ -1,7 +1,6 @@
-"""Prompts on a GPU: flashinfer's attention against the reference, and the fused pass against the decoder's own.
+"""Prompts on a GPU: flashinfer's attention against the reference, and the fused pass against the decoder's own pass.
 
-Axes: R rows, T new tokens, J key/value heads, H query heads, D head dimension, L positions of a table.
-"""
+Axes: R rows, T new tokens, J key/value heads, H query heads, D head dimension, L positions of a table."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.pairs import letter_tokenizer
 
 DEVICE, DTYPE, LAYERS = torch.device("cuda:0"), torch.bfloat16, 2
-TOLERANCE = 1e-2  # Of ||out - reference|| / ||reference||, in bfloat16.
+TOLERANCE = 1e-2  # Bound of ||out - reference|| / ||reference||, in bfloat16.
 HEADS = [(32, 8), (8, 8), (14, 2), (16, 4), (4, 1)]
 ROWS = {
     "one whole": [(0, 1000)],
@@ -41,14 +40,14 @@ ROWS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels():
-    # By the check that the service makes; where it finds a reason, there is nothing to test here.
+    # The service makes the same check; if flashinfer cannot run, these tests are skipped.
     why = obstacle((32, 8), 128, DTYPE, DEVICE) or obstacle((32, 8), 64, DTYPE, DEVICE)
     if why is not None:
         pytest.skip(why)
 
 
 class Case:
-    """Random keys and values on all pages that rows hold, NaN on those of nobody; pages in any order."""
+    """Rows with random keys and values on their pages and NaN on all other pages; pages are in random order."""
 
     def __init__(self, rows: list[tuple[int, int]], heads: tuple[int, int], dim: int, shared: int = 0) -> None:
         """The first `shared` positions of all rows are the same pages."""
@@ -57,7 +56,7 @@ class Case:
         ends_R = starts_R + counts_R
         pages = int(ends_R.sum()) + 100
         order = 1 + rng.permutation(pages)
-        # Past a row's end a table names pages of nobody.
+        # Past a row's end, its table names a page of no row.
         self.table_RL = np.full((len(rows), ends_R.max()), order[-1], dtype=np.int32)
         for row, end, last in zip(self.table_RL, ends_R, np.cumsum(ends_R)):
             row[:end] = order[last - end : last]
@@ -79,7 +78,7 @@ class Case:
             store[:, nobody] = torch.nan
             store[:, DUMMY_PAGE] = 0.0
         tokens = len(row_T)
-        # Wide logits, so that some weigh nearly all.
+        # With large logits, some positions have nearly all of the weight.
         self.q_THD = 3 * self._random(tokens, h, dim)
         self.k_TJD, self.v_TJD = self._random(tokens, j, dim), self._random(tokens, j, dim)
 
@@ -90,7 +89,7 @@ class Case:
         return planned.attend(layer, self.q_THD, self.k_TJD, self.v_TJD)
 
     def reference(self) -> Tensor:
-        """In float32, over a copy of the pool; a row after another, for want of memory."""
+        """Attention in float32 over a copy of the pool, row by row to save memory."""
         pool = KVPool.__new__(KVPool)
         pool.keys, pool.values, pool.windows = self.pool.keys.float(), self.pool.values.float(), self.pool.windows
         q_THD, k_TJD, v_TJD = (x.float() for x in (self.q_THD, self.k_TJD, self.v_TJD))
@@ -123,7 +122,7 @@ def test_attention_is_that_of_the_reference(heads, dim, kernel):
         case = Case(rows, heads, dim)
         found[name] = error(case.attend(backend.plan_with(kernel, case.pool, case.batch)), case.reference())
     print(kernel, heads, dim, {name: f"{value:.1e}" for name, value in found.items()})
-    # NaN fails as well.
+    # NaN also fails this comparison.
     assert all(value < TOLERANCE for value in found.values()), found
 
 
@@ -147,7 +146,7 @@ def test_new_keys_and_values_land_on_their_own_pages_only():
 
 
 def test_passes_that_nobody_waits_for_keep_their_plans():
-    """More passes are asked for than there are plans, behind work that takes long: each is as it is alone."""
+    """More passes are queued behind slow work than there are plans; each result equals that of the pass alone."""
     backend, cases = flash((32, 8), 128), [Case([(100 * i, 200 + i), (3 * i, 5)], (32, 8), 128) for i in range(12)]
     expected = [case.attend(backend.plan(case.pool, case.batch)) for case in cases]
     torch.cuda.synchronize()
@@ -182,7 +181,8 @@ def test_what_it_cannot_do_is_said_beforehand(heads, dim, dtype):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_fused_pass_is_that_of_the_decoder(family):
-    """In bfloat16, chunk by chunk, rows side by side: hidden states of the last tokens, keys and values."""
+    """In bfloat16, in chunks, with several rows at once: hidden states of the last tokens, keys and values are
+    equal."""
     heads = {
         "num_heads": 8,
         "num_kv_heads": 2,
@@ -193,7 +193,7 @@ def test_the_fused_pass_is_that_of_the_decoder(family):
     }
     model = random_decoder(tiny_config(family, vocab_size=300, max_context=4096, **heads))
     for name, weight in model.named_parameters():
-        # Laws of attention that rounding does not turn over.
+        # With small weights, rounding does not change which positions attention prefers.
         weight.mul_(1.0 if "norm" in name else 0.2)
     model = model.to(DEVICE, DTYPE)
     made = {name: _worker(model) for name in ("reference", "fused")}
@@ -215,7 +215,8 @@ def _worker(model: torch.nn.Module) -> ModelWorker:
 
 @torch.inference_mode()
 def _hidden(worker: ModelWorker, parts: list[tuple[int, int]]) -> Tensor:
-    """Rows r with pages 1 + 4096 r and on; (positions held, new tokens)."""
+    """Return hidden states after the last token of each row. `parts`: (positions held, new tokens); row r has the pages
+    from 1 + 4096 r on."""
     starts_R, counts_R = (np.array(column, dtype=np.int32) for column in zip(*parts))
     pages_X = np.concatenate([1 + 4096 * r + np.arange(held + new) for r, (held, new) in enumerate(parts)]).astype(
         np.int32

@@ -1,4 +1,4 @@
-"""CUDA graphs of an engine that is gone, and of one that is at work."""
+"""CUDA graphs of a discarded engine, while another engine captures its own."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def eager_collector():
 
 
 def test_garbage_of_another_engine_ends_no_recording(eager_collector):
-    """Its recordings are in cycles of references: given up when the collector comes by, which is not while a stream is
-    recorded."""
+    """The discarded engine's graphs are in reference cycles, so the garbage collector frees them. It must not do so
+    during a capture."""
     pair = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=torch.float32, device="cuda")
     prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(7, 4, "test")]
     asked = [

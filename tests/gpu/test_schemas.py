@@ -1,4 +1,5 @@
-"""200 random JSON schemas on a GPU, by the shipped pair: answers that end are valid, and exact ones are the target's."""
+"""200 random JSON schemas on a GPU with the shipped pair: completed answers are valid, and exact answers equal the
+target's."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from tests.scheduler.test_schemas import METHODS, check
 
 FORMS = [EngineConfig(form="lockstep", block=5), EngineConfig(block=5, branches=4)]
 SCHEMAS = 100
-"""Of each form."""
+"""Number of schemas for each form."""
 NEAR_TIES = 2
-"""Answers that may differ because a near-tie falls the other way in a pass over more positions."""
+"""Number of answers that may differ, because a near-tie falls the other way in a pass over more positions."""
 
 
 @pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead"])

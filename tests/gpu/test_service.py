@@ -1,4 +1,4 @@
-"""The whole service on two GPUs: Ray, a rank on each, NCCL between them, gRPC towards the clients."""
+"""The whole service on two GPUs: Ray, one rank on each GPU, NCCL between them, and gRPC for clients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    """What the engine on a CPU answers."""
+    """The answers of the engine on a CPU."""
     pair = ModelPair.load(demo.TARGET, demo.DRAFT)
     asked = [engine_request(pair, i, question, dict(params)) for i, (question, params) in enumerate(ASKED)]
     found = answers(local_engine(pair, ENGINE), asked)
@@ -54,11 +54,11 @@ def seconds(client: Client, law: dict) -> float:
 
 
 NEAR_TIES = 1
-"""Answers that may differ from the CPU's, because a near-tie falls the other way."""
+"""Number of answers that may differ from the CPU's because a near-tie falls the other way."""
 
 
 def assert_same(running: Running, expected: list[str]) -> None:
-    """Answers to clients that ask at once are those of the CPU; others are printed."""
+    """Compare answers to concurrent clients with those of the CPU. A few near-ties may differ; these are printed."""
     with running.client() as client, ThreadPoolExecutor(len(ASKED)) as pool:
         found = pool.map(
             lambda asked: client.generate([Message("user", asked[0])], timeout=100, **with_chats(asked[1])).text, ASKED

@@ -1,8 +1,7 @@
-"""Prefixes read by warps of two kinds, against float64 attention of one query at a time, and against the kernel of any
+"""The warp-specialised prefix kernel against a float64 reference of one query at a time, and against the kernel for any
 GPU.
 
-Axes: as in `tests.attention.packed`.
-"""
+Axes: as in `tests.attention.packed`."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tests.attention.packed import TOLERANCE, Built, Case, error
 BF16 = torch.bfloat16
 TILES = {64: {"block_p": 128, "stages": 3}, 128: {"block_p": 64, "stages": 3}}
 RING = 384
-"""Positions that a program reads ahead, of heads of 64."""
+"""Number of positions that a program loads ahead, with heads of 64."""
 CASES = {
     "one_position": Case([1], [[(1, 1), (9, 1)]], 1, (32, 8)),
     "one_query": Case([450], [[(450, 1)]], 1, (8, 8)),
@@ -43,7 +42,7 @@ def on_hopper():
 
 
 def specialized(case: Case, dtype: torch.dtype = BF16, **tuning: object) -> Case:
-    """With tiles as the kernel has them."""
+    """Return the case with tile sizes that the kernel supports."""
     tuning = {"block_x": 64, "specialized": True, "pieces": 7, "min_tiles": 1, **TILES[case.dim]} | tuning
     return replace(case, dtype=dtype, tuning=tuning)
 
@@ -86,7 +85,7 @@ def test_weights_that_are_all_alike_or_one_alone(scale, dim):
 
 
 def test_one_key_of_all_is_seen():
-    """All weight is on one position, anywhere in a prefix."""
+    """All attention weight is on one position, anywhere in a prefix."""
     built = Built(specialized(Case([600], [[(600, 1), (601, 1)]], 1, (8, 2))))
     built.keys.zero_()
     built.q_THD.fill_(8.0)

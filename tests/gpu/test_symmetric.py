@@ -1,4 +1,4 @@
-"""Sums in symmetric memory against NCCL's, eager and in a CUDA graph, by ranks that each see one GPU."""
+"""Sums in symmetric memory against NCCL's, eager and in a CUDA graph, between ranks that each see one GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def summed(rank: int, degree: int, port: int, results: multiprocessing.Queue) ->
 
 
 def timed(operation, part: torch.Tensor) -> tuple[torch.Tensor | None, float]:
-    """Its result, and microseconds of one replay."""
+    """Return the operation's result, and the microseconds of one replayed operation."""
     torch.cuda.synchronize()
     stream, graph, start, end = (
         torch.cuda.Stream(),

@@ -1,5 +1,4 @@
-"""After what a service does before it serves, no kind of request compiles a kernel, and no step of the engine takes
-seconds."""
+"""After the service's warm-up, no kind of request compiles a kernel, and no engine step takes seconds."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ FORMS = [
     EngineConfig(form="lockstep", block=5, max_slots=16, max_context=CONTEXT),
 ]
 TIMES = 16
-"""That so many requests at once are sent, of each number of them."""
+"""Number of times that requests are sent for each bound on their number."""
 ROUND = 1.0
-"""Seconds that a step may take which has a round of a new size to record."""
+"""Seconds that a step may take, including the capture of a round of a new size."""
 
 
 @pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
@@ -44,12 +43,13 @@ def test_no_user_waits_for_a_compiler(config):
     )
     longest, number = (0.0, None), 0
     try:
-        # One after another, then in company.
+        # One request at a time, then several together.
         for most in (1, 1, 1, 1, 4):
             for _ in range(TIMES):
                 together = draw.randint(1, most)
                 for _ in range(together):
-                    # All that come together are served together, even if each has as many unconditional rows as rows.
+                    # Requests submitted together run together: they fit even if each has as many unconditional rows as
+                    # rows.
                     asked.append(some_request(draw, number, shape.vocab_size, config.max_slots // (2 * together)))
                     engine.submit(asked[-1])
                     number += 1

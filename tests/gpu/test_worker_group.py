@@ -1,4 +1,5 @@
-"""Ranks in processes of their own, each with its GPU: NCCL between the leaders and within a model, at any degrees."""
+"""Ranks in processes of their own, each with its GPU: NCCL between the leaders and within a model, for several degrees
+of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ GROUPS += [("wide", "nccl", 1, 1), ("wide", "nccl", 1, 2), ("wide", "nccl", 1, 3
 
 @dataclass(frozen=True)
 class Started:
-    """A worker group, and the pair that it holds, on the CPU."""
+    """A worker group, and its pair of models on the CPU."""
 
     group: RankProcesses
     on_cpu: ModelPair
@@ -45,8 +46,8 @@ class Started:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
-    """Target and draft: the shipped pair, whose two key/value heads go to two ranks at most, and one of random weights
-    with eight."""
+    """Directories of target and draft: the shipped pair, which at most two ranks can share because it has two key/value
+    heads, and a random pair with eight."""
     directory, shipped = tmp_path_factory.mktemp("wide"), ModelPair.load(demo.TARGET, demo.DRAFT)
     sides = {"target": shipped.target, "draft": shipped.draft}
     for seed, (side, model) in enumerate(sides.items()):
@@ -59,7 +60,7 @@ def directories(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: "-".join(map(str, group)))
 def started(request, directories) -> Iterator[Started]:
-    """Models stay loaded for all tests of the same link and degrees."""
+    """A worker group whose models stay loaded for all tests with the same link and degrees."""
     models, link, draft, target = request.param
     if torch.cuda.device_count() < draft + target:
         pytest.skip(f"needs {draft + target} GPUs")
@@ -71,7 +72,7 @@ def started(request, directories) -> Iterator[Started]:
 
 @pytest.mark.parametrize("link", ["nccl", "grpc"])
 def test_a_follower_that_dies_ends_the_worker_group(link):
-    """Its leader's GPU waits for it without end, in the middle of a sum: nobody else may."""
+    """The leader's GPU waits for the follower forever, in the middle of a sum; the engine must not wait for it."""
     if torch.cuda.device_count() < 3:
         pytest.skip("needs 3 GPUs")
     config = WorkerGroupConfig(device="cuda", dtype="float32", link=link, target_tp=2, link_timeout=20.0)
@@ -101,7 +102,8 @@ def requests(pair: ModelPair, **params) -> list[Request]:
 
 
 def compare(started: Started, engine: EngineConfig, asked: list[Request]) -> None:
-    """Sums over ranks round otherwise than sums within one, so a near-tie may fall the other way."""
+    """Compare answers with those of one process on the CPU. Sums over ranks round differently, so near-ties may fall
+    the other way."""
     with started.group.engine(engine) as remote:
         found = {output.request_id: output.answer for output in remote.engine.run(asked) if output.answer}
     expected = answers(local_engine(started.on_cpu, engine), asked)

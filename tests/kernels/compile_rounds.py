@@ -1,12 +1,11 @@
-"""Compiles the kernels of a round for an H100, on a machine without one, and prints their names as JSON. The interpreter
-accepts what the compiler refuses, such as a variable that has another type in a branch.
+"""Compiles the kernels of a round for an H100, on a machine without one, and prints their names as JSON. The compiler
+refuses some code that the interpreter accepts, such as a variable that has another type in a branch.
 
-The first variant of a kernel is compiled to the end. The others go as far as Triton's intermediate code for GPUs, where
-everything has been refused that a constant or a type of an argument can make wrong: the rest is LLVM's and ptxas's, and
-is three quarters of the time.
+The first variant of a kernel is compiled to the end. The others are compiled to Triton's intermediate code for GPUs
+only. By then, Triton has refused every bad constant or type of an argument; the remaining steps, in LLVM and ptxas,
+take three quarters of the time.
 
-    python -m tests.kernels.compile_rounds
-"""
+    python -m tests.kernels.compile_rounds"""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ KINDS = [
 
 
 class NoDriver:
-    """Of a GPU that is not there."""
+    """Driver of a GPU that does not exist."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -77,7 +76,7 @@ class NoDriver:
 
 
 class Accepted(Exception):
-    """The compiler has taken a further variant of a kernel."""
+    """Ends a compilation early: the compiler has accepted a further variant of a kernel."""
 
 
 def accept(*_: object) -> None:
@@ -85,8 +84,9 @@ def accept(*_: object) -> None:
 
 
 def check_pairs(module: Any) -> Any:
-    """Asserts that the two words which one call of int4's instructions gets, those that a thread holds one after the other,
-    are neighbours of one output, and that tensor cores take the widened weights from where they are."""
+    """Assert two properties of the int4 kernels. One call of the inline instructions takes two words that a thread
+    holds one after the other: they must be neighbours of one output. Tensor cores must take the widened weights from
+    registers."""
     text = str(module)
     for line in text.splitlines():
         if "elementwise_inline_asm" in line and "0x43004300" in line:
@@ -101,14 +101,15 @@ def check_pairs(module: Any) -> Any:
 THROUGH_MEMORY = re.compile(
     r"(local_alloc .*tensor<\d+x(64|128)xbf16, #linear|convert_layout .*tensor<\d+x(64|128)xbf16.*dot_op).*"
 )
-"""Not of groups of 32, whose words are too few for the registers' order that tensor cores take."""
+"""Matches code that moves widened weights through shared memory. Groups of 32 are not matched: they have too few words
+for the register layout of tensor cores."""
 NEIGHBOURS = re.compile(r"register = \[\[0, 1\]|sizePerThread = \[\d+, (2|4|8|16)\].*order = \[1, 0\]")
 CHECKED: list[str] = []
-"""Shapes of words whose layouts have been checked."""
+"""Word shapes whose layouts have been checked."""
 
 
 def compile_only(compiled: set[str]) -> None:
-    """From now on a launch compiles its kernel and adds its name."""
+    """Make every later launch compile its kernel and add its name to `compiled`."""
     run, add_all_stages, begun = JITFunction.run, CUDABackend.add_stages, ""
 
     def warm_up(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
@@ -182,7 +183,7 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
 
 
 def passes(family: str) -> None:
-    """A pass of few rows, over short contexts and over shared prefixes."""
+    """Run a pass of few rows over short contexts, and one over shared prefixes."""
     case = Case([33, 17], [[(33, 4), (37, 2)], [(17, 1)]], 4, (4, 2), tail=1, padding=0)
     config = tiny_config(family, hidden_size=64, head_dim=64, num_heads=4, num_kv_heads=2, intermediate_size=64)
     model, built = random_decoder(config).bfloat16(), Built(case)
@@ -195,7 +196,7 @@ def passes(family: str) -> None:
 
 
 def int4_passes() -> None:
-    """A pass of a model in int4, and its products with zero points."""
+    """Run a pass of an int4 model, and int4 products with and without zero points."""
     case = Case([33, 17], [[(33, 4), (37, 2)], [(17, 1)]], 4, (4, 2), tail=1, padding=0)
     config = tiny_config("qwen2", hidden_size=256, head_dim=64, num_heads=4, num_kv_heads=2, intermediate_size=256)
     model, built = random_model(config, dtype=INT4, device=CPU), Built(case)

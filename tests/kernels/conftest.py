@@ -1,4 +1,5 @@
-"""Kernels run on the GPU if there is one, else in Triton's interpreter; without Triton these tests are left out."""
+"""Kernels run on the GPU if there is one, otherwise in Triton's interpreter. Without Triton these tests are not
+collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `truncate` is asked for, and which entries a cut keeps, read off it in torch."""
+"""Arguments for `truncate`, and a torch function that returns the entries that a cut keeps."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from smc.kernels.truncation import Cut
 
 
 def arguments(spec: DistributionSpec, device: torch.device) -> list[torch.Tensor | None]:
-    """Temperature, top-k, top-p and min-p as `truncate` takes them: None for what no row uses."""
+    """Return temperature, top-k, top-p and min-p as `truncate` takes them; None for a setting that no row uses."""
     names = ("temperature", "top_k", "top_p", "min_p")
     used = {"temperature", *spec.active}
     return [to_device(getattr(spec, f"{name}_R"), device) if name in used else None for name in names]
 
 
 def kept(logits_RV: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """bool [R, V], on the logits' device."""
+    """Return the kept entries as bool [R, V], on the logits' device."""
     bits_RV = (logits_RV.float() + 0.0).view(torch.int32)
     key_RV = bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)
     if logits_RV.dtype == torch.bfloat16:

@@ -1,8 +1,7 @@
-"""Rounds of any kinds, with everything in them that a round may meet: dead and ended places, NaN, no weight, padding.
-The same for a seed, on whatever device.
+"""Random rounds of all kinds, with the special cases that a round may contain: dead and ended particles, NaN, particles
+without weight, padding. A seed gives the same round on every device.
 
-Axes: see smc/executor/__init__.py; V vocabulary, C offers of a place.
-"""
+Axes: see smc/executor/__init__.py; V vocabulary, C candidate tokens of a batch index."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ MACHINES = (StopMachine.of((3,), ()), StopMachine.of((5, 6), (b"ab", b"bca")))
 
 
 def assert_equal(found: object, wanted: object, name: str = "") -> None:
-    """Tensors, dataclasses and tuples of them: whole numbers are equal, others to rounding."""
+    """Compare tensors, dataclasses or tuples of them: integers must be equal, other numbers equal up to rounding."""
     if is_dataclass(wanted):
         for field in fields(wanted):
             assert_equal(getattr(found, field.name), getattr(wanted, field.name), f"{name}.{field.name}")
@@ -45,7 +44,7 @@ def assert_equal(found: object, wanted: object, name: str = "") -> None:
 
 
 class Round:
-    """One round, drawn at random."""
+    """One randomly drawn round."""
 
     def __init__(
         self, seed: int, kinds: frozenset[PopulationKind], lookahead: bool, device: torch.device, *, largest: int = 6
@@ -67,7 +66,7 @@ class Round:
         return torch.as_tensor(np.asarray(values)).to(self.device, dtype)
 
     def floats(self, *shape: int, nan: bool = True) -> np.ndarray:
-        """float32 log-probabilities."""
+        """Random float32 log-probabilities."""
         values = -np.abs(self.rng.normal(size=shape) * self.rng.choice([0.1, 3.0, 500.0])).astype(np.float32)
         values[self.rng.random(shape) < self.dead / 4] = NO_MASS
         values[self.rng.random(shape) < self.nan * nan] = np.nan
@@ -153,19 +152,19 @@ class Round:
             getattr(state, name)[:-1] = self.here(value[:-1], getattr(state, name).dtype)
         for first, size, kind in zip(self.plan.first_G.tolist(), self.sizes, self.plan.kind_G.tolist()):
             if kind == PopulationKind.CHAINS:
-                # Some of the same tokens.
+                # Give some chains the same tokens.
                 slots = self.plan.slot_A[first : first + size]
                 like = slots[self.here(rng.integers(0, size, size) * rng.integers(0, 2, size))]
                 for name in ("pending_SQ", "pending_S", "end_S"):
                     getattr(state, name)[slots] = getattr(state, name)[like]
-        # Those of a group end alike.
+        # Particles of a group share the conditions that end them.
         state.entry_S[self.plan.slot_A] = self.plan.group_A % 3
         state.entry_S[-1] = 0
         state.text_S[state.entry_S != 2] = 0
         return state
 
     def drafted(self) -> DraftedRows:
-        """What rows follow, or are: each group's in the order of the places they come from."""
+        """Random drafted rows. The rows of a group are in the order of the batch indices that they come from."""
         rng, x = self.rng, self.places * self.f
         root_X = np.repeat(np.arange(self.places), self.f)
         for size, first, kind in zip(self.sizes, self.plan.first_G.tolist(), self.plan.kind_G.tolist()):
@@ -184,7 +183,7 @@ class Round:
         return DraftedRows.of(*(self.here(values) for values in given))
 
     def scored(self, asked: VerifyInputs) -> VerifyOutputs:
-        """The target agrees with most of what was drafted."""
+        """Target outputs that agree with most of the drafted tokens."""
         rng, a, q = self.rng, self.places, self.q
         blocks = asked.blocks
         column_Q = torch.arange(q, device=self.device)
@@ -204,7 +203,7 @@ class Round:
         )
 
     def target_outputs(self, drafted: DraftedRows) -> TargetOutputs:
-        """As `smc.executor.select.target_outputs` would have it."""
+        """Random outputs in the form that `smc.executor.select.target_outputs` returns."""
         rng, rows, c = self.rng, drafted.all_WX.shape[1], 4
         if self.plan.all_exact:
             return TargetOutputs()

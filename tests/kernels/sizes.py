@@ -1,4 +1,4 @@
-"""Rows that rounds have, padded, and which of these a service has before it serves."""
+"""Padded numbers of rows that rounds can have, and the subset that the warm-up runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SLOTS = [12, 16, 28, 32, 44, 64, 128]
 
 @cache
 def rehearsed(slots: int) -> set[int]:
-    """Rounds of places alone are rehearsed in all their sizes, and the largest with companions."""
+    """Return the batch sizes of the warm-up: every size without unconditional rows, and the largest with them."""
     return {bucket(places) for places in range(1, slots + 1)} | {max(possible(slots))}
 
 
 @cache
 def possible(slots: int) -> set[int]:
-    """With companions, each of which takes a slot, too."""
+    """Return the batch sizes of rounds with unconditional rows, each of which takes a slot as well."""
     return {crowded(guided, others) for guided in range(1, slots // 2 + 1) for others in range(slots - 2 * guided + 1)}

@@ -1,4 +1,4 @@
-"""What is added to logits, by the kernel and by the reference: the same, whatever rows and entries hold."""
+"""The kernel adds the same biases to logits as the reference, for any rows and table entries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOME = np.sort(rng.choice(VOCAB, 700, replace=False))
 
 
 def machine_of(stops: int, biases: int) -> StopMachine:
-    """Some tokens are both, and some beyond the vocabulary."""
+    """A stop machine in which some tokens are both stop tokens and biased, and some lie outside the vocabulary."""
     ids = rng.choice(VOCAB + 40, (2, max(stops, biases, 1)))
     values = {int(token): float(value) for token, value in zip(ids[1][:biases], rng.normal(size=biases) * 50)}
     return StopMachine.of(
@@ -49,7 +49,7 @@ def test_rows_are_changed_as_by_the_reference(device, ids_M, dtype, each):
     tables = BiasTables(len(MACHINES) + 1, columns, device, ids_M)
     for entry, machine in enumerate(MACHINES, 1):
         tables.set(entry, machine)
-    # An entry is used again, with less in it.
+    # An entry is reused for a machine with fewer tokens.
     tables.set(3, MACHINES[1])
     entry_S = torch.tensor([*range(len(MACHINES) + 1), 0], device=device)
     least_S = torch.tensor([9, 0, 5, 9, 3, 6, 0], device=device)

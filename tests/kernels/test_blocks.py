@@ -1,4 +1,4 @@
-"""What the target runs, and its verdict, against the torch ones, over rounds of all kinds. See
+"""Kernels that lay out the target's blocks and verify them, against torch, over rounds of all kinds. See
 tests/kernels/rounds.py."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def of(asked: VerifyInputs) -> tuple:
-    """Everything of it; types of whole numbers are the kernels' own where it does not matter."""
+    """Return all fields of `asked`. The kernels' integer types may differ where this does not matter."""
     rows, keys = asked.rows, asked.keys
     laid = (rows.slot_R, rows.tail_RB, rows.tail_R, rows.start_R, rows.count_R, rows.group_R, rows.queries)
     return asked.blocks, *laid, asked.distribution_T, asked.label_T.long(), keys, asked.last_A
@@ -32,7 +32,7 @@ def test_what_is_run_and_its_verdict_are_the_torch_ones(kinds, lookahead):
             made = Round(seed, kinds, lookahead, device, largest=64 if seed == 0 else 6)
             logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
             if seed % 3 == 0:
-                # A draft that proposes nothing to its first group.
+                # The draft proposes nothing to its first group.
                 drafted.all_WX[-1, : made.sizes[0] * made.f] = torch.tensor([NO_MASS]).view(torch.int32).to(device)
             asked = ops.lay_out_blocks(made.state, logq_SQ, made.plan, None if lookahead else drafted)
             laid.append(of(asked))

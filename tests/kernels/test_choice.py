@@ -1,4 +1,4 @@
-"""A round's weights and its conclusion as kernels, against the torch ones, over rounds of all kinds. See
+"""Kernels that compute a round's weights and its final choice, against torch, over rounds of all kinds. See
 tests/kernels/rounds.py."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS = [
     *((ALL, lookahead) for lookahead in (True, False)),
     *(pytest.param(frozenset({kind}), kind % 2 == 0, marks=pytest.mark.slow) for kind in PopulationKind),
 ]
-"""Kinds and whether in look-ahead: of one kind alone in one of both forms."""
+"""(kinds, whether in look-ahead): all kinds in both forms, each kind alone in one form."""
 CPU = torch.device("cpu")
 SEEDS = range(6)
 
@@ -64,7 +64,7 @@ def assert_same(seed: int, kinds: frozenset[PopulationKind], lookahead: bool, **
 
 
 def moved(value: object) -> object:
-    """On the device."""
+    """Return a copy of `value` on the device."""
     if isinstance(value, torch.Tensor):
         return value.to(DEVICE)
     return type(value)(**{name: moved(one) for name, one in vars(value).items()}) if value is not None else None

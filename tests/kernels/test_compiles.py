@@ -1,4 +1,4 @@
-"""The kernels of a round compile for a GPU, also where there is none."""
+"""The kernels of a round compile for a GPU, even on a machine without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Coupled drafting by the kernels, against the torch form: candidate tokens, and what draws say of the exponent.
+"""Kernels of coupled drafting against torch: candidate tokens, and the statistics of the target's draws from which the
+exponent is fitted.
 
 Axes: R rows, V vocabulary, M columns of a draft head, A batch indices."""
 
@@ -33,7 +34,8 @@ PLACES = 3
 def drawn(
     vocab: int, width: int, seed: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, DistributionSpec, DrawKeys, Coupling]:
-    """Logits of `width` rows for each batch index, one of which is not coupled, one without noise."""
+    """Logits of `width` rows for each of three batch indices: coupled, not coupled (exponent 0), and without noise
+    (temperature 0)."""
     rng, rows = np.random.default_rng(seed), PLACES * width
     logits_RV = torch.from_numpy(rng.normal(size=(rows, vocab)) * 3).to(dtype)
     one_R, longs = torch.ones(rows), torch.from_numpy(rng.integers(0, 2**31, (3, rows)))
@@ -44,7 +46,7 @@ def drawn(
 
 
 def moved(value: object) -> object:
-    """To the device of the kernels."""
+    """Return a copy of `value` on the device of the kernels."""
     if isinstance(value, torch.Tensor):
         return value.to(DEVICE)
     return type(value)(
@@ -80,7 +82,7 @@ def test_candidate_tokens_are_the_torch_ones(shape, cut, has_head):
     is_finite_BV = torch.isfinite(kept_one)
     shift_B1 = (kept_other - kept_one).where(is_finite_BV, torch.zeros(())).amax(-1, keepdim=True)
     torch.testing.assert_close(kept_other, kept_one + shift_B1, atol=1e-4, rtol=1e-4)
-    # The last one stands for the rest, which coupled rows ignore.
+    # The last candidate stands for the rest; coupled rows ignore it.
     if dtype is torch.float32:  # without noise, equal logits in bfloat16 have equal scores
         assert torch.equal(other.token_RC.cpu()[is_coupled_R, :-1], one.token_RC[is_coupled_R, :-1])
     torch.testing.assert_close(other.share_RC.cpu()[:, :-1], one.share_RC[:, :-1], atol=2e-5, rtol=2e-5)
@@ -89,7 +91,7 @@ def test_candidate_tokens_are_the_torch_ones(shape, cut, has_head):
 
 
 def test_noise_belongs_to_tokens_and_not_to_columns():
-    """A draft head that holds half of the vocabulary has the same scores for its tokens, up to a constant."""
+    """A draft head with half of the vocabulary gives its tokens the same scores as the whole head, up to a constant."""
     vocab = 60
     logits_RV, distribution, keys, coupling = drawn(vocab, 1, 5, torch.float32)
     ids_M = np.arange(0, vocab, 2)
@@ -131,7 +133,8 @@ def test_what_draws_say_is_what_torch_finds(lookahead, has_head):
 
 
 def test_ranks_are_looked_for_whatever_the_length_of_rounds():
-    """Rounds of full blocks visit every n-th position."""
+    """Whatever the length of a round, a fair share of the visited positions is ranked. Rounds of n tokens visit every
+    n-th position."""
     ranked_P = is_ranked(torch.arange(4096))
     for length in range(1, 20):
         for begin in range(length):
@@ -139,13 +142,14 @@ def test_ranks_are_looked_for_whatever_the_length_of_rounds():
 
 
 def test_the_rank_of_a_draw_is_how_many_tokens_the_draft_prefers():
-    """At some positions; a token that a head lacks, or that has no probability, is after all others."""
+    """The reference counts the tokens with a higher score. A token that the head lacks or that has no probability is
+    ranked last. Ranks are computed at some positions only."""
     found = {False: 0, True: 0}
     for seed in range(40):
         made = DraftRound(seed, frozenset({PopulationKind.BEST}), False, CPU, largest=6)
         plan, tree, choice = made.plan, made.tree(), choice_of(made)
         kept_BV = made.here(made.rng.normal(size=(made.places, VOCAB)).astype(np.float32))
-        if seed % 2:  # as a mask leaves it
+        if seed % 2:  # like a token mask
             kept_BV[:, ::3] = -torch.inf
         coupled = partial(Coupling, plan.exponent_A, plan.target_distribution.temperature_R, plan.seed_A)
         root_A = choice.ancestor_A

@@ -1,4 +1,4 @@
-"""What a round does at the model that drafts, beside running it, against the torch one. See tests/kernels/rounds.py."""
+"""Kernels that run at the draft before and after its passes, against torch. See tests/kernels/rounds.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ in_both = pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "loc
 
 
 class DraftRound(Round):
-    """As the draft has it: one or two tokens are pending, and pages are named for them and for rows."""
+    """A round as the draft sees it: slots have one or two pending tokens, and pages are assigned to these and to the
+    rows."""
 
     def __init__(
         self, seed: int, kinds: frozenset[PopulationKind], lookahead: bool, device: torch.device, **options: int
@@ -53,7 +54,7 @@ class DraftRound(Round):
         return DraftShape(self.k, by_round)
 
     def tree(self) -> TokenTree:
-        """Rows of K tokens."""
+        """A random tree: rows of K tokens."""
         rng, drafted, rows = self.rng, self.drafted(), self.places * self.f
         mass_X = rng.normal(size=rows) * 5
         mass_X[rng.random(rows) < self.dead] = NO_MASS
@@ -76,7 +77,7 @@ class DraftRound(Round):
 
 
 def begun(made: DraftRound, ops: RoundOps, by_round: bool) -> tuple:
-    """All that is read again: of the dummy slot no page is."""
+    """Run `begin_draft` and return everything that is read later; the table of the dummy slot is not."""
     of: DraftInputs = ops.begin_draft(made.state, made.plan, made.law, made.shape(by_round))
     rows = of.rows
     assert rows.tail_RB is None and rows.tail_R is None and rows.contexts is made.plan.contexts
@@ -116,7 +117,7 @@ def test_particles_go_on_as_by_the_torch_one(lookahead):
             plan, state, tree, choice = made.plan, made.state, made.tree(), choice_of(made)
             reach_A = state.end_S[plan.slot_A[choice.ancestor_A]] - choice.cut_A + made.k - 1
             next_ = ops.resume_draft(state, plan, tree, choice, max(1, made.k - seed % 2))
-            # The prompt's pages are those of all particles; what is past the row's is written over before it is read.
+            # All particles share the prompt's pages; pages past the row's end are overwritten before they are read.
             column_L = torch.arange(WIDTH, device=device)
             is_read_AL = (column_L >= state.base_S[plan.slot_A][:, None]) & (column_L < reach_A[:, None])
             kept.append((next_, torch.where(is_read_AL, state.table_SL[plan.slot_A], 0)[plan.slot_A < made.slots]))

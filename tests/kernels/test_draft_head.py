@@ -1,8 +1,7 @@
-"""Columns of a draft's head become tokens: the kernels against the torch ones, and these against the law that they
-claim.
+"""Conversion of a draft head's columns to tokens: the kernels against torch, and the torch code against the
+distribution that it reports.
 
-Axes: R rows, D draws a row, C offers, M columns.
-"""
+Axes: R rows, D draws per row, C candidate tokens, M columns."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def keys_of(rng: np.random.Generator, rows: int, draws: int, device: torch.devic
 
 @pytest.mark.parametrize("share", [1e-3, 0.9])
 def test_kernels_are_the_torch_ones(share):
-    """NaN, rests without mass, one row and many."""
+    """Inputs with NaN, rests without mass, one row and many rows."""
     for seed, (rows, draws, width) in enumerate([(1, 1, 2), (7, 3, 5), (9, 8, 33)]):
         made = []
         for device, sampling in ((CPU, HeadSampling), (DEVICE, TritonHeadSampling)):
@@ -77,8 +76,8 @@ def test_a_law_that_is_nan_somewhere_is_nan_everywhere():
 
 @pytest.mark.parametrize("truncated", [False, True], ids=["whole", "top-k"])
 def test_tokens_come_from_the_law_that_is_claimed(truncated, monkeypatch):
-    """Every token's log q adds up to 1, and 6,000 draws of each kind are within 4.5 standard errors of it: 11 tokens, 2
-    kinds, 2 cases, so a false alarm in about 3,000 choices of seeds."""
+    """The reported probabilities of all tokens add up to 1, and frequencies in 6,000 draws of each kind are within 4.5
+    standard errors of them. 11 tokens, 2 kinds, 2 cases: a false alarm for about one seed in 3,000."""
     monkeypatch.setattr("smc.executor.sampling.CANDIDATES_PER_ROW", 3)
     vocab, rows = 10, 6000
     ids_M = np.array([0, 3, 4, 7, 9, 10])

@@ -1,7 +1,7 @@
-"""The device's choice among continuations, of places, and of the block that agrees longest, against the torch ones.
+"""Kernels that choose continuations, roots to keep, and the block that agrees longest with the target, against torch.
 
-Axes: R source rows, C offers of a row, X rows that go on, A places, G groups, N places of a group, Q tokens of a block.
-"""
+Axes: R source rows, C candidate tokens of a row, X chosen rows, A batch indices, G groups, N batch indices of a group,
+Q tokens of a block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Bounds = tuple[torch.Tensor, torch.Tensor]
 
 
 def bounds(sizes: list[int]) -> Bounds:
-    """First and size of groups one after another."""
+    """Return the first index and the size of groups that follow each other."""
     return torch.tensor(list(itertools.accumulate(sizes[:-1], initial=0)), dtype=torch.int32), torch.tensor(
         sizes, dtype=torch.int32
     )
@@ -48,8 +48,9 @@ def to(device: torch.device, value: object) -> object:
 def grouped(
     groups: list[dict], width: int, padding: int = 0, padding_groups: int = 0, least: float = 0.0, step: int = 0
 ) -> tuple:
-    """The arguments of `expand`; a group: log masses and shares [R, C] of its sources, places, how many may go on,
-    kind, seed, and which sources are not there. `padding` sources and places come last, with what is worth taking."""
+    """Return the arguments of `expand`. A group is a dict: log masses and shares [R, C] of its sources, number of rows,
+    the most that may continue, kind, seed, and indices of dead sources. `padding` sources and rows come last; their
+    mass is large, so that a kernel that read them would choose them."""
     mass_R = torch.cat([*(group["mass_R"] for group in groups), torch.full((padding,), 1e6, dtype=torch.float64)])
     share_RC = torch.cat([*(group["share_RC"] for group in groups), torch.zeros(padding, width)])
     there_R = torch.ones(len(mass_R), dtype=torch.bool)
@@ -79,7 +80,8 @@ def grouped(
 
 
 def assert_same(arguments: tuple, chunk: int | None = CHUNK) -> Expansion:
-    """Returns the kernel's expansion. Where nothing goes on in a group, what its rows repeat means nothing."""
+    """Compare kernel and reference, and return the kernel's expansion. Where no row of a group continues, its parents
+    and candidates are not compared: they mean nothing."""
     expected, made = reference.expand(*arguments), expansion.expand(*to(DEVICE, arguments), chunk=chunk)
     made = Expansion(*(value.cpu() for value in vars(made).values()))
     rows, alive_X = arguments[4], expected.alive_X
@@ -89,7 +91,7 @@ def assert_same(arguments: tuple, chunk: int | None = CHUNK) -> Expansion:
         said_X[first : first + size] = alive_X[first : first + size].any()
     for name in ("parent_X", "candidate_X"):
         assert torch.equal(getattr(made, name)[said_X], getattr(expected, name)[said_X]), name
-    # A log of a log mass's size is as exact as that.
+    # The error of a log mass is relative to its size.
     torch.testing.assert_close(made.mass_X, expected.mass_X, atol=1e-10, rtol=1e-14)
     torch.testing.assert_close(made.ess_G, expected.ess_G, atol=1e-9, rtol=1e-9)
     return made
@@ -103,8 +105,8 @@ def shares(rows: int, width: int, seed: int, spread: float, dropped: float = 0.0
 
 @st.composite
 def groups(draw, width: int) -> dict:
-    """Masses of any spread, far from 0, some or all without mass, in ties, or NaN; more and fewer places than
-    offers."""
+    """Groups with masses of any spread, far from 0, partly or wholly without mass, with ties, or NaN; with fewer or
+    more rows than candidates."""
     sources, seed = draw(st.integers(1, 9)), draw(st.integers(0, 10**6))
     mass_R = torch.randn(sources, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     mass_R = mass_R * draw(st.sampled_from([0.01, 1.0, 20.0, 1000.0])) + draw(st.sampled_from([0.0, -700.0, -1e5, 1e5]))
@@ -179,7 +181,8 @@ def test_equals_the_torch_expansion_up_to_the_largest_shape(sources, width, size
 @pytest.mark.parametrize("kind", [PopulationKind.BEST, PopulationKind.DISTINCT])
 @pytest.mark.parametrize("masses", ["equal", "in steps of e^100", "one", "halves", "two of each"])
 def test_masses_in_ties_and_in_steps(masses, kind):
-    """Of equal masses the first are the best; each step makes one offer more sure, and an offer may be just sure."""
+    """Among equal masses the first are the best. In steps, every further candidate becomes certain in turn, some of
+    them barely."""
     r = torch.arange(40, dtype=torch.float64)
     mass_R = {
         "equal": r * 0 - 3.5,
@@ -233,7 +236,7 @@ def test_points_on_edges_take_as_many_as_there_is_room_for_and_none_without_mass
 
 @st.composite
 def populations(draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Bounds, Bounds, int]:
-    """The arguments of `keep_roots`: groups whose rows are no more alive than there are places."""
+    """Arguments of `keep_roots`: groups in which no more rows are alive than there are batch indices."""
     sizes = draw(st.lists(st.sampled_from([0, 1, 2, 5, MAX_PARTICLES]), min_size=1, max_size=4))
     rows = [size and draw(st.sampled_from([1, size, 3 * size])) for size in sizes]
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
@@ -269,7 +272,7 @@ def test_roots_are_kept_as_the_torch_ones(arguments):
 
 @st.composite
 def blocks(draw) -> tuple[torch.Tensor, ...]:
-    """The arguments of `walk`, of few tokens, so that blocks agree for long."""
+    """Arguments of `match_samples`, with only two different tokens, so that blocks agree with the draws for long."""
     sizes = draw(st.lists(st.sampled_from([0, 1, 2, 7, MAX_PARTICLES]), min_size=1, max_size=4))
     padding, q, rng = (
         draw(st.integers(0, 2)),

@@ -1,4 +1,4 @@
-"""Experts' kernels do what the reference does, for any number of tokens, experts and features."""
+"""The kernels of mixture-of-experts layers equal the reference for any number of tokens, experts and features."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def module(normalised: bool = True, **sizes: int) -> Experts:
 )
 @pytest.mark.parametrize("normalised", [False, True])
 def test_experts(tokens, count, chosen, inner, normalised):
-    """More tokens than a program takes; experts that nobody chose; all experts chosen."""
+    """Includes more tokens than one program takes, experts that no token chooses, and tokens that choose all
+    experts."""
     made = module(normalised, num_experts=count, experts_per_token=chosen, intermediate_size=inner)
     x_TE = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     torch.testing.assert_close(experts(made, x_TE).sum(0), made(x_TE), atol=1e-4, rtol=1e-4)
 
 
 def in_int4(made: Experts, group: int, zeros: bool) -> Experts:
-    """Random codes and scales; any zero points."""
+    """Convert to int4 with random codes and scales, and random zero points if `zeros`."""
     generator = torch.Generator().manual_seed(3)
     for matrix in (made.gate_up, made.down):
         matrix.to_int4(Int4Format(min(group, matrix.in_features), zeros, "F16"))
@@ -57,7 +58,7 @@ def in_int4(made: Experts, group: int, zeros: bool) -> Experts:
     ],
 )
 def test_experts_in_int4(tokens, count, chosen, inner, group, zeros):
-    """The same, and for a prompt the product of all experts at once is given the same numbers."""
+    """Results equal the reference, and the weights widened for the grouped product of prompts are exact."""
     made = module(num_experts=count, experts_per_token=chosen, intermediate_size=inner, hidden_size=128)
     made = in_int4(made, group, zeros)
     x_TE = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(2)).to(DEVICE)
@@ -69,7 +70,7 @@ def test_experts_in_int4(tokens, count, chosen, inner, group, zeros):
 
 
 def test_only_chosen_experts_are_read():
-    """Codes and scales of the others are not: their scales are NaN."""
+    """The scales of all other experts are NaN, which must not reach the output."""
     made = in_int4(module(num_experts=4, experts_per_token=2, intermediate_size=64, hidden_size=64), 32, True)
     x_TE = torch.randn(6, 64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     made.router.weight[2:] = 0
@@ -83,7 +84,7 @@ def test_only_chosen_experts_are_read():
 
 
 def test_choice_of_extreme_logits():
-    """Of equal ones the first, and one that outweighs all others by far."""
+    """Among equal logits the first experts are chosen; one logit may exceed all others by far."""
     logits_TX = torch.tensor([[0.0, 0.0, 0.0], [-1e5, 1e5, 0.0], [-1e30, -1e30, -1e30]], device=DEVICE)
     found = choose(logits_TX, 2, True)
     assert found.expert_TC.tolist() == [[0, 1], [1, 0], [0, 1]]
@@ -91,7 +92,8 @@ def test_choice_of_extreme_logits():
 
 
 def test_prompts_of_a_gpu_take_one_product_of_all_experts():
-    """Experts that nobody chose among them. The library's product takes bfloat16."""
+    """The grouped product equals the product expert by expert, also if no token chooses some expert. The library's
+    product takes bfloat16 only."""
     made = module(num_experts=6, experts_per_token=2, intermediate_size=16).bfloat16()
     x_TE = torch.randn(40, 32, generator=torch.Generator().manual_seed(2)).bfloat16().to(DEVICE)
     choice = made.choose(x_TE)

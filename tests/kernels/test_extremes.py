@@ -1,8 +1,7 @@
-"""Every kernel that normalises a law against the torch laws and the slow ones, over logits far from 0, all but one
-forbidden, equal ones, and vocabularies of one entry, of a block, and of one more.
+"""Every kernel that normalises a distribution against torch and against the slow reference: logits far from 0, all
+tokens but one forbidden, equal logits, vocabularies of one entry, of one block, and of one entry more.
 
-Axes: R rows, V vocabulary, D draws, F extra tokens.
-"""
+Axes: R rows, V vocabulary, D draws, F extra tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tests.test_distributions import TOLERANCE, Spec, assert_same_law, law_spec,
 BLOCK, DRAWS = 16, 3
 DTYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 examples = settings(max_examples=300 if DEVICE.type == "cuda" else 4, deadline=None)
-# Powers of two, so that a quotient is as exact as its logit however far that is from 0.
+# With powers of two, logit / temperature is as exact as the logit, however far it is from 0.
 temperature = st.sampled_from([0.0, 0.25, 1.0, 4.0])
 specs = st.builds(Spec, temperature=temperature)
 truncating = st.builds(
@@ -40,7 +39,7 @@ truncating = st.builds(
 
 @st.composite
 def logit_rows(draw, dtype: torch.dtype, vocab: int) -> list[float]:
-    """Multiples of 1/8 where they are near 0, and what the type makes of them elsewhere: ties are ties."""
+    """Random logits in multiples of 1/8, which `dtype` rounds where they are far from 0: ties are exact."""
     random = np.random.default_rng(draw(st.integers(0, 10**6)))
     row = random.normal(size=vocab) * draw(st.sampled_from([0.1, 3.0, 20.0]))
     kind = draw(st.sampled_from(["any", "any", "one", "few", "equal"]))
@@ -56,7 +55,7 @@ def logit_rows(draw, dtype: torch.dtype, vocab: int) -> list[float]:
 
 @st.composite
 def batches(draw, dtype: torch.dtype, spec: st.SearchStrategy[Spec]) -> tuple[torch.Tensor, list[Spec]]:
-    """Logits [R, V] on the device, and every row's settings."""
+    """Logits [R, V] on the device, and the settings of every row."""
     vocab = draw(st.sampled_from([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1]))
     rows = draw(st.lists(st.tuples(logit_rows(dtype, vocab), spec), min_size=1, max_size=4))
     return torch.tensor([row for row, _ in rows], dtype=dtype, device=DEVICE), [spec for _, spec in rows]
@@ -69,7 +68,8 @@ def assert_draws_are_of(
     cut: Cut | None,
     slack: float,
 ) -> None:
-    """Tokens and log-probabilities; of two entries that come in within rounding of each other, either may win."""
+    """Draw tokens, and check them and their log-probabilities. If the race keys of two tokens are equal up to rounding,
+    either may win."""
     rows, vocab = logits_RV.shape
     rng = np.random.default_rng(rows)
     keys = (
@@ -95,7 +95,8 @@ def assert_draws_are_of(
 
 
 def scored(logits_RV: torch.Tensor, spec: distributions.DistributionSpec, cut: Cut | None) -> torch.Tensor:
-    """Log-probability of every entry [R, V]: the last as the label, the others as further tokens."""
+    """Score every entry and return log-probabilities [R, V]: the last entry is scored as the label, the others as extra
+    tokens."""
     rows, vocab = logits_RV.shape
     last_R = torch.full((rows,), vocab - 1, dtype=torch.int32, device=DEVICE)
     other_RF = torch.arange(vocab - 1, dtype=torch.int32, device=DEVICE).expand(rows, -1) if vocab > 1 else None
@@ -129,8 +130,8 @@ def test_draws_and_scores_after_a_cut(dtype, data, mixed):
     expected_RV = ((1 - mixed) * truncated_RV + mixed * whole_RV).log()
     cut = truncate(logits_RV, logits_RV.shape[1], *arguments(spec, DEVICE), mixed, block=BLOCK)
     assert_same_law(distributions.Distributions(spec).proposal(logits_RV.cpu().float(), mixed), expected_RV)
-    # An entry that is dropped, but not forbidden, is lowered where it stands, in float32; it is drawn by what it then
-    # is.
+    # In a mixed distribution a token that is truncated, but not forbidden, has its logit lowered in float32; its
+    # probability is that of the lowered logit.
     slack = largest(logits_RV, spec) * 2**-23 if mixed else 0.0
     found_RV = scored(logits_RV, spec, cut)
     assert torch.equal(found_RV == -torch.inf, expected_RV == -torch.inf)
@@ -139,7 +140,7 @@ def test_draws_and_scores_after_a_cut(dtype, data, mixed):
 
 
 def largest(logits_RV: torch.Tensor, spec: distributions.DistributionSpec) -> float:
-    """How far from 0 any entry is, over its temperature."""
+    """Return the largest absolute value of a finite logit, divided by its temperature."""
     temperature_R = np.where(spec.temperature_R == 0, 1, spec.temperature_R)
     tempered_RV = logits_RV.cpu().double() / torch.from_numpy(temperature_R)[:, None]
     return tempered_RV[tempered_RV.isfinite()].abs().max().item()

@@ -1,4 +1,4 @@
-"""What becomes of slots after a choice, against the torch one, over rounds of all kinds. See
+"""Kernels that update slots after a round's choice, against torch, over rounds of all kinds. See
 tests/kernels/rounds.py."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.kernels.rounds import VOCAB, WIDTH, Round, assert_equal
 
 
 def choice_of(made: Round) -> RoundChoice:
-    """Survivors keep their place, and every other place continues one of them."""
+    """A random choice: survivors keep their batch index, every other batch index continues one of them."""
     rng, a = made.rng, made.places
     ancestor_A = np.arange(a)
     for size, first in zip(made.sizes, made.plan.first_G.tolist()):
@@ -41,7 +41,7 @@ def choice_of(made: Round) -> RoundChoice:
 
 
 def contents(state: SlotState) -> tuple[torch.Tensor, ...]:
-    """All that is read again; of the dummy slot neither pages, nor tokens, nor text."""
+    """Return everything that is read later; of the dummy slot, pages, tokens and text are not."""
     whole = (
         state.end_S,
         state.pending_S,
@@ -66,7 +66,7 @@ def test_slots_follow_as_by_the_torch_one(lookahead):
             reach_A = state.held(plan.slot_A[choice.ancestor_A]) + made.q
             next_ = ops.follow(state, logq_SQ, plan, drafted, choice, lookahead)
             ops.advance(state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
-            # The prompt's pages are those of all particles; what is past the block's is written over before it is read.
+            # All particles share the prompt's pages; pages past the block's end are overwritten before they are read.
             column_L = torch.arange(WIDTH, device=device)
             is_read_AL = (column_L >= state.base_S[plan.slot_A][:, None]) & (column_L < reach_A[:, None])
             pages_AL = torch.where(is_read_AL, state.table_SL[plan.slot_A], 0)[plan.slot_A < made.slots]
@@ -75,7 +75,7 @@ def test_slots_follow_as_by_the_torch_one(lookahead):
 
 
 def test_tokens_of_a_slice_are_kept():
-    """As of the draft, which has one pending token or two."""
+    """`advance` accepts a slice of a wider tensor, as the draft passes it: it has one or two pending tokens."""
     for seed in range(4):
         kept = []
         for device, ops in ((torch.device("cpu"), TorchOps()), (DEVICE, TritonOps())):

@@ -1,4 +1,4 @@
-"""What guidance adds to a round, against the torch ones."""
+"""Kernels of guidance against torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.kernels.conftest import DEVICE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 4097), (2, 128_256)], ids=str)
 def test_guided_logits_are_those_of_the_torch_one(dtype, shape):
-    """Rows at a stride of their own; scales from none to large; companions of few of them, in any order. Where there is
-    no scale, a companion may say anything."""
+    """Rows have a stride of their own; scales are none, moderate or large; unconditional rows belong to a few of the
+    rows, in any order. Where a row has no scale, NaN in its unconditional row does no harm."""
     torch.manual_seed(shape[1])
     tokens, width = shape
     own_TV, unconditional_XV = (torch.randn(2, tokens, width + 5) * 30).to(dtype)[..., :width]
@@ -32,14 +32,14 @@ def test_guided_logits_are_those_of_the_torch_one(dtype, shape):
 
 
 def test_pages_follow_as_by_the_torch_one():
-    """Longer than a chunk, and none at all; tails of any width, of which the last one ends the table."""
+    """Copied ranges are longer than a chunk, or empty; tails have several widths, and the last one ends the table."""
     rng = np.random.default_rng(0)
     for width in (1, 3, 9):
         table_SL = torch.from_numpy(rng.integers(1, 999, (8, 1500 + width), dtype=np.int32))
         slot_A, source_A = torch.tensor([0, 1, 2, 3, 7]), torch.tensor([0, 0, 2, 2, 7])
         base_A, end_A = torch.tensor([5, 0, 3, 3, 0]), torch.tensor([1500, 1500, 3, 3, 0])
         tail_AB = torch.from_numpy(rng.integers(1, 999, (5, width), dtype=np.int32))
-        # What comes before the base is the same already.
+        # Positions before the base are the same already.
         table_SL[3, :3] = table_SL[2, :3]
         found_SL = table_SL.to(DEVICE)
         remap_block_table(table_SL, slot_A, source_A, base_A, end_A, tail_AB, 1500 + width)

@@ -1,4 +1,4 @@
-"""What is kept of inner nodes, and the rows that begin there, against the torch form. See tests/kernels/rounds.py."""
+"""Kernels that keep inner nodes of a block and grow rows from them, against torch. See tests/kernels/rounds.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH = VOCAB + 1
 
 
 def grown_rows(made: DraftRound) -> GrownRows:
-    """K steps of which each continues rows of the one before, as their tokens say."""
+    """K random steps: every step continues rows of the step before, and the tokens are those of the resulting paths."""
     rng, rows, kept = made.rng, made.places * made.f, []
     tokens_XK = np.zeros((rows, made.k), np.int64)
     for step in range(made.k):
@@ -50,7 +50,7 @@ def grown_rows(made: DraftRound) -> GrownRows:
 
 
 def choice_for(made: DraftRound, grown: GrownRows) -> RoundChoice:
-    """As of a group that goes on: all of its rows take all of their tokens, but for those that end."""
+    """A choice in which the block of every row is accepted completely, unless the row ends."""
     choice = choice_of(made)
     whole_A = grown.leaf_X[choice.row_A] // len(grown.leaf_X) + 1
     choice.all_9A[2] = torch.where(choice.ended_A, torch.minimum(choice.count_A, whole_A), whole_A)
@@ -83,7 +83,7 @@ def test_nodes_are_the_torch_ones(kinds):
             has_mass_HC = candidates.share_RC > -torch.inf
             seen += int(has_mass_HC.sum())
             slots = made.plan.slot_A
-            # Of a candidate without a share nothing else counts, nor of a node without candidates.
+            # Of a candidate without a share, and of a node without candidates, no other field is compared.
             is_there_H = has_mass_HC.any(-1) | (rows.cut_X == 0)
             # All padding writes to the dummy slot.
             is_there_H = is_there_H & (slots < made.slots).repeat_interleave(made.k)
@@ -107,8 +107,8 @@ def test_nodes_are_the_torch_ones(kinds):
 
 
 def outcomes_of(made: DraftRound) -> np.ndarray:
-    """Rows of one outcome are beside each other: at most as many as the group has batch indices, and one more of its
-    first outcome."""
+    """Random outcomes. Rows of one outcome are neighbours: at most as many as the group has batch indices, and one more
+    for the group's first outcome."""
     outcome_X = np.arange(made.places * made.f)
     for size, first in zip(made.sizes, made.plan.first_G.tolist()):
         begin, end = first * made.f, (first + size) * made.f
@@ -128,7 +128,7 @@ def test_outcomes_are_limited_as_by_the_torch_form(kinds):
             made = DraftRound(seed, kinds, True, device, largest=64 if seed == 0 else 6)
             tree = replace(made.tree(), outcome_X=made.here(outcomes_of(made)))
             shares_XC = made.here(made.floats(len(tree.mass_X), WIDTH))
-            if seed % 3 == 0:  # of equal ones the first stay
+            if seed % 3 == 0:  # among equal masses the first stay
                 shares_XC, tree = shares_XC.round(), replace(tree, mass_X=tree.mass_X.round())
             if seed % 3 == 1:
                 shares_XC, tree = shares_XC.clamp(0, 0), replace(tree, mass_X=tree.mass_X.clamp(0, 0))
@@ -140,7 +140,8 @@ def test_outcomes_are_limited_as_by_the_torch_form(kinds):
 
 
 def test_an_outcome_gets_no_more_rows_than_the_group_may_have():
-    """Those of largest mass, beside those that have ended; of a group's first row the first candidate stays."""
+    """The candidates of largest mass stay, and rows that have ended count as well. The first candidate of a group's
+    first row always stays."""
     seen = 0
     for seed in range(20):
         made = DraftRound(seed, frozenset({PopulationKind.BEST}), True, CPU)
@@ -174,7 +175,7 @@ def test_an_outcome_gets_no_more_rows_than_the_group_may_have():
 
 
 def test_no_outcome_is_that_of_a_row_and_none_is_there_twice():
-    """Every outcome is a path of tokens that no row of the block begins with, and no two are the same."""
+    """No outcome equals the beginning of a row of the block, and all outcomes differ."""
     outcomes = 0
     for seed in range(40):
         made = DraftRound(seed, frozenset({PopulationKind.BEST}), True, CPU)
@@ -194,7 +195,8 @@ def test_no_outcome_is_that_of_a_row_and_none_is_there_twice():
                 for c in (nodes.share_SDC[slot_A[a], d] > -torch.inf).nonzero()[:, 0].tolist()
             ]
             assert len(set(found)) == len(found) and not paths & set(found)
-            # Every node of a row that goes on has outcomes: each row has as many candidates as there are tokens.
+            # Every node of a row that continues has outcomes, because each row has as many candidates as there are
+            # tokens.
             inner = {path[:-1] for path in found}
             assert inner <= paths
             outcomes += len(found)

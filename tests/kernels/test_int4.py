@@ -1,7 +1,6 @@
-"""Products with int4 weights against those of the widened matrix.
+"""Products with int4 weights against products with the widened matrix.
 
-Axes: T tokens, K inputs, N outputs.
-"""
+Axes: T tokens, K inputs, N outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tests.pairwise import few_of_pairs
 
 
 def matrix_of(device, outputs: int, inputs: int, group: int, zeros: bool, bias: bool = False) -> Linear:
-    """Random codes, of which some rows have all values; scales of very different sizes; any zero points."""
+    """A matrix with random codes, scales of very different sizes, and random zero points if `zeros`."""
     generator = torch.Generator().manual_seed(1)
     matrix = Linear(inputs, outputs, bias).requires_grad_(False)
     matrix.to_int4(Int4Format(group, zeros, "F16"))
@@ -35,7 +34,7 @@ def matrix_of(device, outputs: int, inputs: int, group: int, zeros: bool, bias: 
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Every output, of whatever size, within 1e-2 of the largest of its own."""
+    """Assert that the error of every output, over all tokens, is at most 1e-2 of that output's norm."""
     error_N, size_N = (found.float() - expected).norm(dim=0), expected.norm(dim=0)
     assert (error_N <= 1e-2 * size_N).all(), (error_N / size_N).max()
 
@@ -77,7 +76,7 @@ def test_gate_up(device, tokens, inner, zeros, gelu):
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, KIND])
 def test_weights_are_widened(device, zeros, dtype):
-    """Bit for bit, some rows of them, and their products with many tokens."""
+    """Weights are widened bit for bit, all rows or some; products with many tokens use them."""
     matrix = matrix_of(device, 200, 384, 128, zeros, bias=True)
     for rows in (slice(0, 200), slice(70, 135)):
         assert torch.equal(widened(matrix, rows, dtype), matrix.values(rows, dtype))
@@ -98,7 +97,7 @@ def test_widening_in_pieces(device, monkeypatch):
 
 
 def test_every_code_and_zero_point_is_exact(device):
-    """By the unit matrix."""
+    """Multiplies by the unit matrix, which returns every weight."""
     matrix = Linear(32, 256).requires_grad_(False).to(device)
     matrix.to_int4(Int4Format(32, True, "F32"))
     matrix.scale.fill_(1.0)

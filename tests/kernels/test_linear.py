@@ -1,7 +1,6 @@
-"""Products of few rows against torch, in every way of cutting them.
+"""Products of few rows against torch, for every tiling.
 
-Axes: T tokens, K inputs, N outputs, S splits.
-"""
+Axes: T tokens, K inputs, N outputs, S splits."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def test_gate_up_silu(device, tokens, inner, block_n):
 
 
 def usual(x: QuantisedRows, weight8_NK: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
-    """How large products [T, N] of rows of such sizes are, if they have nothing to do with each other."""
+    """Return the expected size of products [T, N] of unrelated vectors with these norms."""
     row_T, row_N = x.value_TK.float().norm(dim=1), weight8_NK.float().norm(dim=1)
     return (row_T[:, None] * x.scale_T1) * (row_N * scale_N) / weight8_NK.shape[1] ** 0.5
 
@@ -100,7 +99,7 @@ def usual(x: QuantisedRows, weight8_NK: torch.Tensor, scale_N: torch.Tensor) -> 
     ],
 )
 def test_fp8(device, tokens, outputs, inputs, splits):
-    """Weights and tokens of very different sizes; a row of zeros of either; a bias."""
+    """Weights and tokens of very different sizes; a row of zeros in each; a bias."""
     x_TK, weight_NK = operands(device, tokens, outputs, inputs)
     weight_NK[0] = 0.0
     weight8_NK, scale_N = quantise(weight_NK * torch.logspace(-3, 3, outputs, device=device)[:, None])
@@ -113,14 +112,14 @@ def test_fp8(device, tokens, outputs, inputs, splits):
     out = linear(x, weight8_NK, splits, bias_N, torch.float32, scale_N=scale_N)
     total_TN = out if out.dim() == 2 else out.sum(0)
     expected_TN = x.value_TK.float() @ weight8_NK.float().T * x.scale_T1 * scale_N + bias_N.float()
-    # Tensor cores keep some 14 bits of a sum of FP8.
+    # Tensor cores keep about 14 bits of a sum of FP8 products.
     bound_TN = (1e-5 if device.type == "cpu" else 2e-2) * usual(x, weight8_NK, scale_N) + 1e-5 * bias_N.float().abs()
     assert ((total_TN - expected_TN).abs() <= bound_TN).all()
 
 
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (40, 72), (96, 64), (200, 72)])
 def test_fp8_gate_up_silu(device, tokens, inner):
-    """Every row of both halves has its own scale."""
+    """Every row of the gate and of the up matrix has its own scale."""
     x_TK, weight = operands(device, tokens, 2 * inner, 256)
     weight8, scale = quantise(weight * torch.logspace(-1, 1, 2 * inner, device=device).flip(0)[:, None])
     x = quantise_rows(x_TK)
@@ -132,7 +131,7 @@ def test_fp8_gate_up_silu(device, tokens, inner):
 
 @pytest.mark.parametrize("of_weights", [True, False])
 def test_every_fp8_number_is_read_as_it_is(device, of_weights):
-    """256 of them but the two that are NaN, by the unit matrix."""
+    """Multiplies all 256 FP8 numbers, except the two NaN, by the unit matrix."""
     number_K = torch.arange(256, dtype=torch.uint8, device=device).view(FP8)
     number_K = torch.where(number_K.float().isnan(), 0.0, number_K.float()).to(FP8)
     numbers_KK, unit_KK = number_K.expand(16, -1).contiguous(), torch.eye(256, device=device)[64:128].to(FP8)
@@ -175,7 +174,8 @@ def test_tokens_of_fp8_are_padded_to_a_power_of_two_or_to_three_quarters_of_one(
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_rounds_with_companions_bring_no_product_that_has_not_been_rehearsed(fp8):
-    """Of a row at the draft, of 2 to 9 tokens of a row at the target."""
+    """The tilings that rounds with unconditional rows need are all among those of the warm-up: for one token of a row
+    at the draft, and for 2 to 9 at the target."""
     shapes = [
         (3072, 2048),
         (2048, 8192),

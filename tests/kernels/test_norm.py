@@ -1,7 +1,6 @@
 """Residual add, RMSNorm and gated activation against torch.
 
-Axes: T tokens, E features, I inner features, S splits.
-"""
+Axes: T tokens, E features, I inner features, S splits."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
     ("features", "kind", "splits"), few_of_pairs(product([48, 256, 2048, 8192], [BF16, FP32], [None, 0, 1, 3]))
 )
 def test_add_norm(device, features, kind, splits):
-    """`splits` 0 is one bf16 tensor [T, E], None is nothing to add."""
+    """`splits` 0 adds one bf16 tensor [T, E]; None adds nothing."""
     x_TE = (torch.randn(5, features, device=device) * 3).to(kind)
     weight_E = torch.randn(features, device=device).to(BF16)
     if splits is None:

@@ -1,8 +1,7 @@
-"""What rows offer, against the torch laws: which tokens, their log-probabilities, the rest's share, and the token that
-stands for it.
+"""Candidate tokens of rows against the torch distributions: tokens, log-probabilities, share of the rest, and the token
+that stands for the rest.
 
-Axes: R rows, V vocabulary, C likeliest tokens.
-"""
+Axes: R rows, V vocabulary, C candidate tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ ALPHAS = (1.0, 0.5, 2.0)
 
 
 def keys(rows: int, device: torch.device = DEVICE) -> DrawKeys:
-    """One draw a row: seeds of all 64 bits, rounds, streams and positions of all 32."""
+    """Keys of one draw per row: seeds use all 64 bits; rounds, streams and positions all 32."""
     rng = np.random.default_rng(rows)
     big = torch.from_numpy(rng.integers(0, 2**32, (3, rows))).to(device)
     return DrawKeys(
@@ -46,7 +45,7 @@ def keys(rows: int, device: torch.device = DEVICE) -> DrawKeys:
 def made(
     logits_RV: torch.Tensor, vocab: int, spec: DistributionSpec, share: float = 0.0, block: int | None = None
 ) -> CandidateTokens:
-    """By the kernel, back on the CPU."""
+    """Run the kernel and return its candidates on the CPU."""
     key, on_device = keys(len(logits_RV)), arguments(spec, DEVICE)
     cut = truncate(logits_RV, vocab, *on_device, share) if spec.active & {"top_k", "top_p", "min_p"} else None
     random = (key.seed_R, key.round_R, key.stream_RD[:, 0], key.position_R, int(key.purpose))
@@ -57,8 +56,8 @@ def made(
 def assert_offers(
     offers: CandidateTokens, logits_RV: torch.Tensor, log_law_RV: torch.Tensor, slack: float = 0.0
 ) -> None:
-    """`log_law_RV` on the CPU; of two entries of the rest that come in within rounding of each other, either may
-    win."""
+    """Compare with `log_law_RV`, which is on the CPU. If the race keys of two tokens of the rest are equal up to
+    rounding, either may win."""
     rows, vocab = log_law_RV.shape
     most = min(CANDIDATES_PER_ROW, vocab)
     tolerance = {"atol": TOLERANCE + slack, "rtol": TOLERANCE}
@@ -85,7 +84,7 @@ def assert_offers(
 @examples
 @given(data=st.data(), share=st.sampled_from([0.0, 0.1]))
 def test_truncated_mixed_and_greedy_laws(dtype, data, share):
-    """Fewer columns than are offered, logits far from 0, all but one forbidden, equal ones."""
+    """Includes fewer columns than candidates, logits far from 0, all tokens but one forbidden, and equal logits."""
     vocab = data.draw(st.sampled_from(SIZES))
     rows = data.draw(
         st.lists(st.tuples(logit_rows(dtype, vocab), truncating | st.just(Spec())), min_size=1, max_size=4)
@@ -100,7 +99,7 @@ def test_truncated_mixed_and_greedy_laws(dtype, data, share):
 @pytest.mark.parametrize("vocab", [256, 257, 2048, 2049, 16384, 16385, 20000])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_where_a_search_gets_a_further_step(vocab, dtype):
-    """Also with so many equal logits that the likeliest are some of them."""
+    """Includes so many equal logits that only some of them are candidates."""
     logits_RV = (torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).to(dtype).to(DEVICE)
     logits_RV[1] = (logits_RV[1] / 4).round()
     logits_RV[2] = -torch.inf
@@ -141,7 +140,7 @@ def test_rows_without_a_law_give_nan(vocab, temperature):
 
 
 def powered(rows: int, truncated: bool) -> DistributionSpec:
-    """A power for each row, one of them 1; on the device, as in a round."""
+    """Distributions with one power per row, one of them 1, on the device as in a round."""
     rng = np.random.default_rng(rows)
     top_k_R = rng.choice([0, 3, 40], rows) if truncated else np.zeros(rows, dtype=np.int64)
     numbers = (rng.choice([0.0, 0.7, 1.0], rows), top_k_R, np.ones(rows), np.zeros(rows), np.resize(ALPHAS, rows))
@@ -160,7 +159,7 @@ def test_offers_of_a_powered_law(vocab, truncated):
     laws = Distributions(spec, DEVICE)
     offers = CandidateTokens(*(values_RC.cpu() for values_RC in vars(found[0]).values()))
     assert_offers(offers, logits_RV, laws.powered(laws.target(logits_RV))[0].cpu())
-    # Of tokens without mass any may come.
+    # Among tokens without mass, any may be a candidate.
     torch.testing.assert_close(
         found[1].cpu(), laws.target(logits_RV).cpu().gather(1, offers.token_RC), atol=TOLERANCE, rtol=TOLERANCE
     )

@@ -1,4 +1,5 @@
-"""Laws of chains and what the target says of them as kernels, against the torch ones, over extremes."""
+"""Kernels of rejection sampling against torch, with extreme inputs: the chains' distributions, and the target's
+verdict."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from tests.pairwise import one_of
 CPU = torch.device("cpu")
 ON_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="too slow in the interpreter")
 VOCABS = [VOCAB, 77, 5000, pytest.param(128_256, marks=ON_GPU)]
-"""Of which the next to last is of more than one block of the kernel."""
+"""The next to last is larger than one block of the kernel."""
 KINDS = frozenset({PopulationKind.CHAINS})
 
 
 def laws(rng: np.random.Generator, rows: tuple[int, ...], vocab: int) -> Tensor:
-    """Log-laws [rows, vocab]: wide, narrow, with tokens of no mass, and of one token alone; most of it on the first
-    `VOCAB` tokens."""
+    """Log-distributions [rows, vocab]: wide ones, narrow ones, ones with tokens without mass, and ones with a single
+    token. Most of the mass is on the first `VOCAB` tokens."""
     flat = int(np.prod(rows))
     logits_RV = rng.normal(size=(flat, vocab)) * rng.choice([0.1, 1.0, 30.0], (flat, 1))
     logits_RV[:, VOCAB:] -= 8.0
@@ -56,8 +57,8 @@ def said(
 @pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_what_is_said_is_the_reference(vocab, lookahead):
-    """Of blocks of different lengths, dead chains and groups of one to six, with laws that have nothing in common, or
-    are the same."""
+    """Blocks of different lengths, dead chains, groups of one to six chains; distributions of draft and target that
+    have nothing in common, or are equal."""
     seeds = range(4 if vocab < 100 else 3)
     spoken = kept = 0
     for seed in seeds:
@@ -72,8 +73,8 @@ def test_what_is_said_is_the_reference(vocab, lookahead):
 
 @pytest.mark.parametrize("columns", one_of(4100, 1))
 def test_whole_laws_are_those_of_the_reference(columns):
-    """Temperatures from greedy to wide, every truncation, a row of NaN, and columns beside the vocabulary. They are
-    written where rows are apart, and nothing beside them is."""
+    """Temperatures from greedy to wide, every truncation, a row of NaN, and columns outside the vocabulary. The output
+    is a strided tensor, and nothing between its rows is overwritten."""
     rng = np.random.default_rng(columns)
     rows = 16 if columns == 1 else 9
     logits_RV = torch.from_numpy(rng.normal(size=(rows, columns + 3)).astype(np.float32) * 4)

@@ -1,7 +1,6 @@
-"""Activations in FP8 against the reference, over extremes.
+"""Rounding of activations to FP8 against the reference, with extreme inputs.
 
-Axes: T tokens, K inputs.
-"""
+Axes: T tokens, K inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from smc.model import linear
 @pytest.mark.parametrize("inputs", [1, 48, 1000, 4096, 14336])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 def test_rows_are_rounded_each_for_itself(device, inputs, kind):
-    """A row of zeros, a tiny one, a huge one, one with a single large number."""
+    """Every row has its own scale: a row of zeros, a tiny one, a huge one, and one with a single large number."""
     torch.manual_seed(inputs)
     x_TK = torch.randn(5, inputs, device=device)
     x_TK *= torch.tensor([1.0, 0.0, 1e-20, 1e30, 1.0], device=device)[:, None]
@@ -35,8 +34,8 @@ def test_rows_are_rounded_each_for_itself(device, inputs, kind):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_not_hidden(device, value):
-    """By no way to FP8; other rows are what they are without it. Kernels say it by the scale: a GPU's maximum and clamp
-    drop NaN."""
+    """Every conversion to FP8 keeps NaN and infinity visible, and other rows do not change. The kernels report them
+    through the scale, because a GPU's maximum and clamp drop NaN."""
     x_TK, weight_K = torch.randn(3, 256, device=device).bfloat16(), torch.ones(256, device=device).bfloat16()
     clean_TK, x_TK[1, 77] = x_TK.clone(), value
     ways = (round_rows, linear.quantise_rows, lambda given_TK: add_norm_rounded(given_TK.clone(), None, weight_K, 1e-5))

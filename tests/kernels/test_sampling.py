@@ -1,7 +1,6 @@
-"""Draws and scores against the torch laws: same tokens for the same keys, same log-probabilities.
+"""Draws and scores against the torch distributions: equal keys give equal tokens and log-probabilities.
 
-Axes: R rows, V vocabulary, D draws, F extra tokens.
-"""
+Axes: R rows, V vocabulary, D draws, F extra tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ rng = np.random.default_rng(7)
 
 
 def keys(rows: int, draws: int) -> tuple[np.ndarray, ...]:
-    """Seeds of all 64 bits, rounds, streams and positions of all 32."""
+    """Random keys: seeds use all 64 bits; rounds, streams and positions all 32."""
     big = rng.integers(0, 2**32, (3, rows, draws))
     return rng.integers(-(2**63), 2**63, rows), big[0, :, 0], big[1], big[2, :, 0]
 
@@ -29,7 +28,7 @@ def to(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
 def reference(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, key: tuple, purpose: int
 ) -> tuple[torch.Tensor, ...]:
-    """Tokens, their log-probabilities and the race's keys [R, D, V], by the torch laws."""
+    """Return tokens, their log-probabilities and the race keys [R, D, V], by the torch distributions."""
     seed_R, round_R, stream_RD, position_R = key
     bits = words(seed_R[:, None], round_R[:, None], stream_RD, position_R[:, None], purpose)
     w0_RD, w1_RD = to(logits_RV.device, bits[0], bits[1])
@@ -44,7 +43,8 @@ def reference(
 
 
 def assert_same_draws(logits_RV, vocab, temperature_R, key, **options) -> None:
-    """Equal tokens, or two keys of the race within 4 ulp of each other; equal log-probabilities wherever tokens are."""
+    """Tokens must be equal, unless two race keys are within 1e-6 of each other; where tokens are equal,
+    log-probabilities must be too."""
     token_RD, logq_RD, lse_R = sampling.draw(
         logits_RV, vocab, temperature_R, *to(logits_RV.device, *key), purpose=Purpose.PROPOSAL, **options
     )
@@ -69,7 +69,7 @@ def test_draws_equal_the_torch_laws(device, vocab, draws):
 
 @pytest.mark.slow
 def test_thousands_of_draws(device):
-    draws = 64  # the interpreter's time is that of programs and draws, not of entries
+    draws = 64  # the interpreter's time depends on programs and draws, not on entries
     logits_RV = torch.randn(24, 3000, device=device) * torch.linspace(0.1, 8, 24, device=device)[:, None]
     assert_same_draws(logits_RV, 3000, torch.rand(24, device=device) + 0.3, keys(24, draws), block=4096)
 
@@ -121,7 +121,7 @@ def test_rows_without_a_law_give_nan(device, bad, temperature):
 
 
 def test_draws_follow_the_law(device):
-    """Chi-square with 39 degrees of freedom; its 1e-6 quantile is 100. The seed is fixed."""
+    """Chi-square test with 39 degrees of freedom; its 1e-6 quantile is 100. The seed is fixed."""
     logits_V = torch.randn(40, generator=torch.Generator().manual_seed(3)).to(device)
     stream_RD = np.arange(32 * 8).reshape(8, 32)
     constant = np.full(8, 5)

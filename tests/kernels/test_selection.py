@@ -1,7 +1,6 @@
-"""The device's choice of candidates against the torch one.
+"""The kernel that selects candidates against torch.
 
-Axes: A places, G groups, N particles, F branches.
-"""
+Axes: A batch indices, G groups, N particles, F branches."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ ON_GPU = DEVICE.type == "cuda"
 
 
 def on_device(arguments: dict[str, object]) -> dict[str, object]:
-    """The groups' bounds are a dataclass of tensors."""
+    """Move the arguments to the device. The groups' bounds are a dataclass of tensors."""
     bounds = Bounds(*(getattr(arguments["groups"], field.name).to(DEVICE) for field in dataclasses.fields(Bounds)))
     return {name: bounds if name == "groups" else value.to(DEVICE) for name, value in arguments.items()}
 
 
 def assert_same(populations: list[Population], padding: int = 0, padding_groups: int = 0) -> Selection:
-    """Returns the kernel's selection."""
+    """Compare kernel and reference, and return the kernel's selection."""
     arguments = pack(populations, padding, padding_groups)
     expected, made = reference(**arguments), select(**on_device(arguments))
     made = Selection(*(getattr(made, field.name).cpu() for field in dataclasses.fields(Selection)))
@@ -62,7 +61,7 @@ def assert_same(populations: list[Population], padding: int = 0, padding_groups:
     ],
 )
 def test_where_no_weight_is_near_one_no_place_without_weight_is_chosen(offset, places):
-    """Six particles, and two places beside them that offer nothing."""
+    """Six particles, and two batch indices that have no candidate with weight."""
     candidates_NF = random_candidates(6, 1, 3) + offset
     wide_NF = torch.cat((candidates_NF, torch.full((2, 1), NO_WEIGHT, dtype=torch.float64)))
     group = {
@@ -79,12 +78,13 @@ def test_where_no_weight_is_near_one_no_place_without_weight_is_chosen(offset, p
 
 @st.composite
 def candidates(draw, size: int, branches: int) -> torch.Tensor:
-    """Log-weights of one group: of any spread, far from 0, some or all zero weight, all equal, or all of it on one."""
+    """Log-weights of one group: of any spread, far from 0, partly or wholly zero weight, all equal, or all weight on
+    one candidate."""
     logw_NF = random_candidates(
         size, branches, draw(st.integers(0, 10**6)), draw(st.sampled_from([0.01, 1.0, 10.0, 300.0]))
     )
     kind = draw(st.sampled_from(["any", "any", "any", "first branches", "equal", "one", "none"]))
-    if kind == "first branches":  # as particles that have ended
+    if kind == "first branches":  # like particles that have ended
         logw_NF[:, 1:] = NO_WEIGHT
     elif kind == "equal":
         logw_NF[:] = -1.5
@@ -127,7 +127,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("size, branches", SHAPES)
 def test_equals_the_torch_choice_up_to_the_largest_shape(size, branches):
-    """Every scheme, to as many particles and to fewer; more in places that held none."""
+    """Every scheme draws as many particles as there are, or fewer; dead batch indices are filled."""
     groups = []
     for g, scheme in enumerate(SCHEME_NAMES):
         candidates_NF = random_candidates(size, branches, 10 * size + g, spread=2.0) - 1e5 * (g % 2)
@@ -139,8 +139,8 @@ def test_equals_the_torch_choice_up_to_the_largest_shape(size, branches):
 
 @pytest.mark.parametrize("scheme", SCHEME_NAMES)
 def test_identical_particles_are_left_alone_and_shrink_and_grow_alike(scheme):
-    """ESS = N up to rounding; and parts of an expectation that add up to 1, up to rounding, with which SSP has to
-    deal."""
+    """Equal particles have ESS = N up to rounding. Resampling to another size meets expectations whose fractional parts
+    add up to 1 only up to rounding; the SSP scheme must handle that."""
     even = [
         Population(torch.full((size, 2), -900.3, dtype=torch.float64), 1.0, scheme, seed=size) for size in (3, 7, 12)
     ]
@@ -164,8 +164,8 @@ def test_a_group_with_nan_keeps_its_places_and_disturbs_no_other(bad):
 
 @pytest.mark.parametrize("threshold", [1.1, 0.0])
 def test_points_on_edges_choose_no_candidate_without_weight(threshold):
-    """Weights end where the points of a systematic draw lie, or where the uniform that picks a branch does, up to
-    rounding, beside candidates without weight: what is chosen may differ from the reference, but must have weight."""
+    """Weights end, up to rounding, at the points of a systematic draw, or at the uniform that picks a branch, next to
+    candidates without weight. The selection may differ from the reference, but must have weight."""
     groups = []
     for seed in range(12):
         shift = uniforms(
@@ -193,7 +193,8 @@ def test_uniforms_at_the_ends_choose_no_candidate_without_weight(uniform, monkey
 
 
 def assert_chosen_have_weight(arguments: dict[str, object], made: Selection) -> None:
-    """Of particles whose families have any; all where a group was resampled."""
+    """Chosen branches have weight if any branch of the particle has; in a resampled group every particle must have
+    one."""
     family_AF = arguments["candidates_AF"][made.ancestor_A.cpu()]
     chosen_A = family_AF.gather(1, made.branch_A.cpu()[:, None])[:, 0]
     has_weight_A = (family_AF > NO_WEIGHT).any(-1)

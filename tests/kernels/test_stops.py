@@ -1,7 +1,6 @@
-"""Growth of answers within kernels against the torch one.
+"""The kernel that advances answers and detects their end, against torch.
 
-Axes: A places, K tokens.
-"""
+Axes: A batch indices, K tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from smc.stops import grow as reference
 from tests.test_stops import LONG, Letters
 
 BLOCK = 32
-"""Places of a program."""
+"""Batch indices per program."""
 random = np.random.default_rng(0)
 TOKENS = [
     b"a",
@@ -103,8 +102,8 @@ def assert_same(tables: StopTables, *arguments: torch.Tensor) -> None:
 
 
 def draw(generator: np.random.Generator, entries: int, places: int, k: int, wild: float) -> list[np.ndarray]:
-    """(entry, state, tokens, room, how many are early): states that are anywhere in the machines, tokens that do not
-    exist in a share `wild`."""
+    """Random entries, states, tokens, room and numbers of early tokens. States lie anywhere in the machines; a share
+    `wild` of the tokens does not exist."""
     entry_A = generator.integers(0, entries, places)
     states_A = np.array([2, *(2 if m.next_XB is None else len(m.next_XB) for m in MACHINES)])[entry_A]
     text_A = np.where(generator.random(places) < 0.3, generator.integers(0, states_A), START)
@@ -130,7 +129,7 @@ def test_equals_the_torch_one(device, machines, places, k, wild, dtype, vocab, s
 
 
 def test_many_places_and_rounds(device):
-    """States are carried from round to round, in tokens that are a part of a wider array."""
+    """States are carried from round to round; the tokens are a slice of a wider tensor."""
     tables, places = tables_on(device, MACHINES), 2 * BLOCK + 1
     generator = np.random.default_rng(1)
     entry_A, text_A, *_ = (torch.from_numpy(a).to(device) for a in draw(generator, len(MACHINES) + 1, places, 1, 0.0))
@@ -142,8 +141,8 @@ def test_many_places_and_rounds(device):
 
 
 def test_all_in_one_state(device):
-    """No room, DONE before, nothing that could end it, the last byte of the longest string; tokens without bytes
-    alone."""
+    """Cases: no room, DONE before, no condition that could end the answer, the last byte of the longest string, and
+    only tokens without bytes."""
     tables, k = tables_on(device, MACHINES), 3
     for entry, text, token, room, expected in [
         (2, START, 2, 0, (0, True, START)),
@@ -165,8 +164,8 @@ def test_all_in_one_state(device):
 
 @pytest.mark.parametrize("vocab", [VOCAB, len(TOKENS)])
 def test_nothing_is_read_beyond_the_vocabulary(device, vocab):
-    """What lies behind the tables would end every answer: bytes listed for further tokens, further entries' stop
-    tokens."""
+    """Data after the end of the tables would end every answer: bytes of tokens outside the vocabulary, and stop tokens
+    of further entries."""
     tables = tables_on(device, [StopMachine.of([], [b"a"]), StopMachine.of(range(vocab), [])], vocab)
     size = len(tables.data_B)
     tables.offset_V = torch.cat((tables.offset_V, torch.tensor([0, size] * 8, dtype=torch.int32, device=device)))[

@@ -1,4 +1,4 @@
-"""Logits without what may not follow, by the kernel and by the reference: the same, whatever masks and logits hold."""
+"""The kernel masks logits as the reference does, for any masks and logits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SOME = np.sort(rng.choice(2000, COLUMNS, replace=False))
 
 
 def cases(tokens: int, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [R, V] and masks [R, W]: of everything and nothing, of one token at either end, of tokens that are all
-    impossible, of tokens without a column, beside NaN and infinite logits."""
+    """Logits [R, V] and masks [R, W]. Masks allow everything, nothing, a single token at either end, only impossible
+    tokens, or tokens without a column; some logits are NaN or infinite."""
     allowed_RT = rng.random((12, 32 * (tokens // 32 + 1))) < 0.3
     logits_RV = rng.normal(size=(12, COLUMNS + BEYOND)).astype(np.float32)
     allowed_RT[0], allowed_RT[1] = True, False
@@ -47,7 +47,7 @@ def cases(tokens: int, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 def test_rows_are_masked_as_by_the_reference(device, has_head, dtype, fails, block):
     ids = SOME if has_head else np.arange(COLUMNS)
     logits_RV, mask_RW = (tensor.to(device) for tensor in cases(2000 if has_head else COLUMNS, ids))
-    # Rows of a wider tensor, as logits of several passes lie.
+    # Rows of a wider tensor, as the logits of several passes are.
     logits_RV = torch.cat((logits_RV, logits_RV), 1).to(dtype)[:, : COLUMNS + BEYOND]
     ids_M = torch.from_numpy(ids).to(device) if has_head else None
     expected_RV = apply_mask(logits_RV, mask_RW, COLUMNS, ids_M, fails=fails)

@@ -1,4 +1,4 @@
-"""Which rows of a draft tree are verified, against the torch form, and against choosing greedily. See
+"""Selection of the rows of a draft tree to verify, against torch and against greedy selection. See
 tests/kernels/rounds.py."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ in_both = pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "loc
 
 
 def grown_tree(made: DraftRound, *, ties: bool = False) -> GrownRows:
-    """K steps: rows continue living rows of the step before in their order, some several times, with less mass; some
-    end, and go on as themselves."""
+    """K random steps: rows continue living rows of the step before in their order, some several times, with less mass.
+    Some rows end and are carried on unchanged."""
     rng, rows, steps = made.rng, made.places * made.f, []
     tokens_XK, outcome_X = np.zeros((rows, made.k), np.int64), np.arange(rows)
     count_X, mass_X = np.zeros(rows, np.int64), np.zeros(rows)
@@ -87,7 +87,7 @@ def test_rows_are_the_torch_ones(kinds, lookahead):
 
 @in_both
 def test_rows_hold_what_choosing_greedily_holds(lookahead):
-    """By a slow reference: again and again the path whose nodes that are not held yet have most mass."""
+    """The slow reference repeatedly takes the path whose nodes not yet held have the largest total mass."""
     short = dropped = 0
     for seed in range(12):
         made = DraftRound(seed, BEST, lookahead, CPU)
@@ -111,7 +111,7 @@ def test_rows_hold_what_choosing_greedily_holds(lookahead):
 
 
 def tree_paths(grown: GrownRows, begin: int, end: int, lookahead: bool):
-    """Gains by node, and paths by node."""
+    """Return the gain of each node, and the path that leads to it."""
     rows, first = len(grown.tree.mass_X), grown.steps[0].tree
     top = max((float(first.mass_X[x]) for x in range(begin, end) if first.alive_X[x]), default=0.0)
     gains: dict[int, float] = {}
@@ -130,7 +130,7 @@ def tree_paths(grown: GrownRows, begin: int, end: int, lookahead: bool):
 
 
 def greedy(gains: dict[int, float], paths: list[tuple[int, ...]], most: int, most_of_outcome: int):
-    """The paths that hold most."""
+    """Return the paths that greedy selection takes: in each step the one with the largest gain."""
     leaves = [path for path in paths if not any(other[: len(path)] == path and other != path for other in paths)]
     held: set[int] = set()
     taken: list[tuple[int, ...]] = []

@@ -1,7 +1,7 @@
-"""Cuts of top-k, top-p and min-p: what scores and draws after them are, against the slow laws and the torch laws.
+"""Truncation by top-k, top-p and min-p: scores and draws after a cut, against the slow reference and the torch
+distributions.
 
-Axes: R rows, V vocabulary, D draws.
-"""
+Axes: R rows, V vocabulary, D draws."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cut_of(
 
 
 def law_after(logits_RV: torch.Tensor, temperature_R: np.ndarray, cut: Cut, block: int | None = None) -> torch.Tensor:
-    """Log-probability of every entry [R, V]."""
+    """Return the log-probability of every entry [R, V]."""
     rows, vocab = logits_RV.shape
     every_RV = torch.arange(vocab, dtype=torch.int32, device=DEVICE).expand(rows, vocab)
     none_R = torch.full((rows,), -1, dtype=torch.int32, device=DEVICE)
@@ -83,7 +83,7 @@ def test_laws_equal_the_slow_version(dtype, processor, data):
     ("dtype", "share"), [(torch.bfloat16, 0.05), pytest.param(torch.float32, 0.0, marks=pytest.mark.slow)]
 )
 def test_laws_of_hundreds_of_entries_equal_the_torch_laws(dtype, share):
-    """Rows that use some processors beside rows that use others, or none."""
+    """Rows that use some settings are next to rows that use others or none."""
     random = torch.Generator().manual_seed(11)
     logits_RV = (torch.randn(len(MIXED), 300, generator=random) * 3).to(dtype).to(DEVICE)
     spec = law_spec(*MIXED)
@@ -98,7 +98,7 @@ def test_laws_of_hundreds_of_entries_equal_the_torch_laws(dtype, share):
     [(Spec(top_k=7), 7), (Spec(top_p=0.301), 31), (Spec(top_k=50, top_p=0.5), 25), (Spec(min_p=1), 100)],
 )
 def test_of_equal_entries_the_first_are_kept(spec, kept):
-    """All hundred are equal, in blocks of 16; zero has two signs."""
+    """All hundred logits are equal, in blocks of 16; zero has two signs."""
     logits_RV = torch.zeros(2, 100, device=DEVICE, dtype=torch.bfloat16)
     logits_RV[1, ::3] = -0.0
     both = law_spec(spec, spec)
@@ -108,7 +108,7 @@ def test_of_equal_entries_the_first_are_kept(spec, kept):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_the_smallest_share_the_likeliest_token_is_left(dtype):
-    """The first of them, where several are; 1e-50 is 0 in float32."""
+    """If several tokens are equally likely, the first of them is left; 1e-50 is 0 in float32."""
     specs = [
         replace(of, top_p=top_p)
         for of in (Spec(), Spec(0.7, top_k=3), Spec(0.0), Spec(min_p=0.1))
@@ -133,7 +133,7 @@ def test_real_vocabulary_in_default_blocks():
         order_V, count = logits_V.sort(descending=True, stable=True).indices, int(kept_V.sum())
         assert kept_V[order_V[:count]].all()
         mass_V = (logits_V / spec.temperature)[order_V[: spec.top_k or None]].softmax(0).cumsum(0)
-        # Up to rounding, the smallest set that holds enough; float32 sums to a millionth.
+        # Up to rounding this is the smallest set that holds enough mass; float32 sums are exact to a millionth.
         assert (
             count == spec.top_k
             if spec.top_p == 1
@@ -144,8 +144,8 @@ def test_real_vocabulary_in_default_blocks():
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("top", [-100.0, -0.5, 0.0, 0.5, 5.0, 100.0])
 def test_neighbouring_numbers_around_the_bound_of_min_p(dtype, top):
-    """Forty numbers of the type next to each other, with the bound in their middle; those above the row's best count as
-    that."""
+    """Forty neighbouring numbers of the type, with the bound in their middle; numbers above the row's largest logit are
+    set to it."""
     best = torch.tensor(top, dtype=dtype)
     steps = torch.arange(-20, 20, dtype=torch.int32 if dtype is torch.float32 else torch.int16)
     for bound in (0.9, 0.3, 0.02):
@@ -183,7 +183,7 @@ def test_draws_equal_those_from_the_torch_laws():
 @pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spec", [Spec(top_k=3), Spec(top_p=0.5), Spec(min_p=0.3), Spec(0.0, 2, 0.5, 0.3)])
 def test_rows_without_a_law_stay_without_one(spec, bad):
-    """One bad entry, or nothing else."""
+    """A row with one bad entry, with nothing but bad entries, or without any possible token becomes NaN."""
     logits_RV = torch.tensor(
         [[0.5, bad, 2.0, 0.0, 1.0], [0.5, -1.0, 2.0, 0.0, 1.0], [bad] * 5, [-math.inf] * 5], device=DEVICE
     )

@@ -18,7 +18,7 @@ _generate = cache(generate)
 
 @pytest.fixture(autouse=True)
 def problems(monkeypatch) -> None:
-    """Every workload asks for the same thousands of problems: they are made once."""
+    """Generate the thousands of problems that every workload needs only once."""
     monkeypatch.setattr("loadtest.workload.problems.generate", _generate)
 
 

@@ -1,4 +1,4 @@
-"""Records, samples and runs made by hand."""
+"""Hand-made records, samples and runs."""
 
 from __future__ import annotations
 

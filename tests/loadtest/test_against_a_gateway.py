@@ -1,4 +1,4 @@
-"""Whole runs against a real gateway and engine in this process: every way in which a request can end."""
+"""Whole load tests against a real gateway and engine in this process, with every way in which a request can end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINE = EngineConfig(block=4, branches=2, max_slots=8)
 
 @contextmanager
 def watched(pair, engine=ENGINE, **gateway) -> Iterator[tuple[Service, tuple]]:
-    """And the options that lead there."""
+    """Start a service, and return it with the options that connect a load test to it."""
     with serving(pair, engine, metrics_port=0, **gateway) as service:
         url = f"http://127.0.0.1:{service.gateway.metrics_port}/metrics"
         yield service, ("--address", service.address, "--metrics", url)
@@ -174,7 +174,7 @@ def test_a_service_that_is_starting_is_waited_for(loadtest, pair):
 
 
 def test_capacity_is_found_and_reported(loadtest, pair, tmp_path):
-    """With a queue that takes nobody, a rate that is too high is refused, however fast the machine is."""
+    """With a queue of length one, a rate that is too high is refused, however fast the machine is."""
     path, picture = tmp_path / "capacity.json", tmp_path / "capacity.png"
     short = (
         "--duration",
@@ -200,7 +200,7 @@ def test_capacity_is_found_and_reported(loadtest, pair, tmp_path):
 
 
 class Broken:
-    """A backend whose every answer fails."""
+    """A backend that fails every request."""
 
     def __init__(self, backend) -> None:
         self._backend = backend

@@ -1,5 +1,5 @@
-"""The whole of it: the load test starts the service by its command, loads it, and finds nothing wrong; hundreds of
-requests in a row leave nothing behind; a signal under load loses nothing that was let in."""
+"""The load test with a service that it starts itself: a run passes all checks, hundreds of further requests leak
+nothing, and a signal under load loses no accepted request."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
 
 SHORTER = {"duration": 2, "warm-up": 0.5, "settle": 2, "rate": 4, "deadline": 120, "goodput": "e2el:120000"}
 SERVICE = ("--block", "5", "--branches", "2", "--max-slots", "32", "--pages", "1024")
-"""Pools are so small that the load and a few more requests have used all of them."""
+"""Small pools, so that the load and a few more requests have used every slot and page."""
 QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
 WARM_UP, REQUESTS, TOGETHER = 64, 128, 16
 MEBIBYTE = 1 << 20
 
 
 def test_the_command_loaded_worn_and_stopped(loadtest, tmp_path, monkeypatch):
-    """The profile `smoke` as it is, for a shorter time; its objective is such that only a broken service misses it."""
+    """Runs the profile `smoke` for a shorter time, with an objective that only a broken service misses."""
     family: list[psutil.Process] = []
 
     @contextmanager
@@ -65,8 +65,8 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def hundreds_of_requests_leave_nothing_behind(served: ServedChild) -> None:
-    """Memory may still settle by a few MiB a process: a leak of 32 KB a request would be seen. Longer: `loadtest
-    --profile soak`."""
+    """Send hundreds of requests, and check open files and memory. Memory may still grow by a few MiB per process, which
+    is less than a leak of 32 KB per request. `loadtest --profile soak` runs longer."""
     with Client(served.address) as client, ThreadPoolExecutor(TOGETHER) as pool:
 
         def ask(count: int) -> None:
@@ -77,7 +77,7 @@ def hundreds_of_requests_leave_nothing_behind(served: ServedChild) -> None:
             list(pool.map(one, range(count)))
 
         def books() -> dict[int, tuple[str, int, int]]:
-            """Of the gateway and the worker group, by pid: who it is, open files, memory in bytes."""
+            """For the gateway and the processes of the worker group, by pid: name, open files, resident bytes."""
             gateway = psutil.Process(served.pid)
             titles = {child.pid: " ".join(child.cmdline()).strip() for child in gateway.children(recursive=True)}
             ours = {served.pid: "gateway"} | {pid: title for pid, title in titles.items() if title.startswith(TITLE)}
@@ -105,8 +105,8 @@ def is_empty(client: Client, served: ServedChild) -> bool:
 
 
 def a_signal_under_load_loses_nothing(served: ServedChild) -> None:
-    """To the process group, as of `timeout` or a terminal: calls in flight finish, later ones get UNAVAILABLE, and the
-    command ends with exit code 0."""
+    """Send a signal to the process group, like `timeout` or a terminal. Calls in flight finish, later ones get
+    UNAVAILABLE, and the command ends with exit code 0."""
     with Client(served.address) as client, ThreadPoolExecutor(4) as pool:
         params = {"particles": 2, "max_tokens": 100, "ignore_eos": True}
         calls = [pool.submit(client.generate, QUESTION, seed=i, timeout=60, **params) for i in range(4)]
@@ -118,7 +118,7 @@ def a_signal_under_load_loses_nothing(served: ServedChild) -> None:
 
 
 def refuses(client: Client) -> bool:
-    """Connections are told to go elsewhere, and new ones are not taken."""
+    """Return whether the service refuses calls: it closes its connections and accepts no new ones."""
     try:
         client.generate(QUESTION, seed=0, max_tokens=1)
     except ServiceError as error:

@@ -1,5 +1,5 @@
-"""Arrivals as laws. Seeds are fixed; each bound is about five standard errors, so a false alarm has odds below one in a
-million."""
+"""Distributions of arrival times. Seeds are fixed; each bound is about five standard errors, so a false alarm has a
+probability below one in a million."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gaps_of(times) -> np.ndarray:
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_gamma_has_its_rate_and_its_burstiness(burstiness):
-    """The coefficient of variation of a gamma law of shape k is 1/sqrt(k)."""
+    """The coefficient of variation of a gamma distribution of shape k is 1/sqrt(k)."""
     gaps = gaps_of(arrivals.gamma(5.0, burstiness, np.random.default_rng(1)))
     variation = burstiness**-0.5
     assert gaps.mean() == pytest.approx(1 / 5, rel=5 * variation / COUNT**0.5)
@@ -39,7 +39,7 @@ def test_constant():
 
 @pytest.mark.parametrize(("begin", "end"), [(2.0, 20.0), (20.0, 2.0), (5.0, 5.0)])
 def test_ramp_has_the_rate_of_its_moment(begin, end):
-    """Over many ramps: 10 seconds level, 100 seconds of change, and then the last rate."""
+    """Counts over many ramps: 10 seconds at the first rate, 100 seconds of change, then the last rate."""
     rng, runs = np.random.default_rng(3), 40
     times = [
         at for _ in range(runs) for at in takewhile(lambda at: at < 120, arrivals.ramp(begin, end, 10.0, 100.0, rng))

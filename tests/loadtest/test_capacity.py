@@ -1,4 +1,4 @@
-"""The search for capacity, against services that are a function of the rate."""
+"""The search for capacity, against services whose behaviour is a function of the rate."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_the_answer_and_its_bracket():
 
 
 def test_a_probe_that_was_late_is_made_once_more():
-    """At 2/s the generator is late once, and what it saw then is forgotten; at 4/s it is late both times, and that is
-    said."""
+    """At 2/s the generator is late once, so the probe is discarded and repeated. At 4/s it is late both times, which
+    the report says."""
     tried: list[float] = []
 
     async def probe(rate: float) -> CapacityProbe:
@@ -84,7 +84,8 @@ def test_what_was_found_before_the_service_broke():
 
 @pytest.mark.parametrize(("code", "low", "failure"), [("DEADLINE_EXCEEDED", 2.0, False), ("UNAVAILABLE", None, True)])
 def test_a_search_that_starts_too_high_goes_down(monkeypatch, code, low, failure):
-    """Nobody gets an answer above 3/s. Load explains deadlines, and no service that is gone."""
+    """Above 3/s, no request is answered. If requests miss their deadline, the load explains it; if the service is
+    unavailable, the search fails."""
 
     async def run_once(site, settings, watch):
         if settings.rate > 3:

@@ -1,5 +1,4 @@
-"""Verdicts on runs made by hand: each check passes on what is good, fails on what is not, and says when it cannot
-tell."""
+"""Checks of hand-made runs: each passes good runs, fails bad ones, and says if it cannot decide."""
 
 from __future__ import annotations
 
@@ -136,7 +135,8 @@ def test_a_queue_that_grows():
 
 
 def test_what_comes_after_the_last_send_hides_no_growth():
-    """A queue that is worked off and memory that is given back, once nothing is sent any more."""
+    """After the last request was sent the queue drains and memory is returned; the growth before must still be
+    found."""
     growing = [ServerSample(float(at), 8, at, {}, {"rank 1": ProcessUsage((300 + at) * MIB)}) for at in range(30)]
     tail = [
         ServerSample(30.0 + at, 8, max(0, 30 - 3 * at), {}, {"rank 1": ProcessUsage(300 * MIB)}) for at in range(20)
@@ -147,7 +147,8 @@ def test_what_comes_after_the_last_send_hides_no_growth():
 
 @pytest.mark.parametrize(("mib_a_second", "flat"), [(0.0, True), (0.3, True), (1.0, False)])
 def test_memory_that_grows(mib_a_second, flat):
-    """8 MiB may come in the last two thirds; by the metrics of the gateway, where processes cannot be watched."""
+    """8 MiB of growth are allowed over the last two thirds of a run. If processes cannot be watched, the gateway's
+    metrics are used."""
     sizes = [(300 + 100 * (at < 3) + mib_a_second * at) * MIB for at in range(30)]
     watched = [ServerSample(float(at), 0, 0, {}, {"rank 1": ProcessUsage(int(size))}) for at, size in enumerate(sizes)]
     scraped = [ServerSample(float(at), 0, 0, {"process_resident_memory_bytes": size}) for at, size in enumerate(sizes)]

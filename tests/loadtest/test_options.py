@@ -1,4 +1,4 @@
-"""The command line: what is refused, and how; profiles and what overrides them."""
+"""The command line: refused options and their messages; profiles, and options that override them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_waiting_for_a_service_has_an_end(loadtest):
 
 
 def test_a_service_that_does_not_start(loadtest):
-    """Its own words are handed on."""
+    """The service's own error message is shown."""
     ran = loadtest(*BASE, "--serve", "--", "--link", "carrier")
     assert ran.code == 3 and "ended with exit code 2" in ran.err and "link='carrier'; allowed: nccl, grpc" in ran.err
 

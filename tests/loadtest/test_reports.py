@@ -1,4 +1,4 @@
-"""The files that a run leaves: JSON under vLLM's names, and a picture."""
+"""The files that a run writes: JSON with vLLM's names, and a picture."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_picture_of_a_run(run, tmp_path):
 
 
 def test_the_picture_of_a_run_that_was_not_watched(tmp_path):
-    """No metrics, no memory, no answer: what there is to show is shown."""
+    """Without metrics, memory and answers, the remaining panels are drawn."""
     from loadtest import picture
 
     unwatched = [
@@ -122,7 +122,7 @@ def test_the_picture_and_the_numbers_of_a_search(run, tmp_path):
     written = json.loads(json.dumps(report.capacity_numbers(found, run)))
     ours = written["smcserve"]["capacity"]
     assert ours["low"] == found.low and len(ours["probes"]) == len(found.probes) and written["num_prompts"] == 4
-    # With the best run's panels: tests/loadtest/test_against_a_gateway.py.
+    # tests/loadtest/test_against_a_gateway.py draws it with the best run's panels.
     picture.draw(tmp_path / "search.png", None, found)
     assert (tmp_path / "search.png").stat().st_size > 5000
 

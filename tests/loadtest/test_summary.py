@@ -1,4 +1,4 @@
-"""Figures of records made by hand: every number is known."""
+"""Figures of hand-made records, for which every number is known."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_spread():
 
 
 def test_who_counts():
-    """The warm-up is nowhere, latencies are of clients that read and waited, tokens of all answers."""
+    """The warm-up counts nowhere, latencies only for clients that read and waited, tokens for all answers."""
     summary = summarise(ALL, None)
     assert (summary.sent, summary.completed, summary.cancelled, summary.failed, summary.ordinary) == (5, 3, 1, 1, 3)
     assert (summary.input_tokens, summary.output_tokens) == (35, 9)
@@ -62,7 +62,8 @@ def test_who_counts():
     [("ttft:1000", 2), ("ttft:250", 1), ("ttft:250 e2el:1000", 0), ("tpot:150", 1), ("tpot:201,ttft:401,e2el:1201", 2)],
 )
 def test_goodput(objective, good):
-    """Of three ordinary requests one was refused: it met nothing. One token has no time per token to miss."""
+    """Of three ordinary requests, one was refused and meets no objective. An answer of one token has no time per output
+    token, so it cannot miss that objective."""
     summary = summarise(ALL, LatencyObjective.read(objective))
     assert summary.good == good
     assert summary.attainment == pytest.approx(good / 3) and summary.goodput == pytest.approx(good / 8)

@@ -1,4 +1,4 @@
-"""What is asked, and when: reproducible from the seed, in the shares and lengths that were given; files of prompts and
+"""Requests and their times: reproducible from the seed, with the given shares and lengths; files of prompts and
 traces."""
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def test_prompts_from_a_file(tmp_path):
 
 
 def test_a_trace(tmp_path):
-    """Both formats say the same; lines may be in any order; what a line leaves open the settings say."""
+    """Both formats are equivalent; lines may be in any order; settings fill in the values that a line omits."""
     lines = [{"time": 1.5, "prompt": "b", "max_tokens": 3}, {"time": 0.5, "prompt_tokens": 20}, {"time": 4}]
     jsonl, table = tmp_path / "trace.jsonl", tmp_path / "trace.csv"
     jsonl.write_text("\n".join(map(json.dumps, lines)))

@@ -1,4 +1,4 @@
-"""Directories whose weights are FP8 already, made from ones that are not: in the ways in which they are published."""
+"""Converts model directories to FP8 in the formats in which FP8 models are published."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMPRESSED_TENSORS = {
 }
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-"""As AutoFP8 writes it."""
+"""Configuration as AutoFP8 writes it."""
 KINDS = ("channel", "tensor", "static", "blocks", "fp8 tensor", "compressed blocks")
 
 
@@ -45,7 +45,7 @@ OF_FP8 = {"blocks": BLOCKS, "fp8 tensor": PER_TENSOR}
 
 
 def by_blocks(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """A scale for every 128 x 128 numbers, the last of them smaller."""
+    """Return FP8 numbers, and one scale for every block of 128 x 128; the last blocks may be smaller."""
     rows, columns = (-(-size // 128) for size in weight_NK.shape)
     padded = torch.zeros(rows * 128, columns * 128)
     padded[: len(weight_NK), : weight_NK.shape[1]] = weight_NK
@@ -55,7 +55,7 @@ def by_blocks(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def config_of(kind: str, **changes) -> dict:
-    """A `quantization_config`; changes are those of the weights' group."""
+    """Return a `quantization_config`; `changes` replace settings of the weights' group."""
     if kind in OF_FP8:
         return OF_FP8[kind]
     group = COMPRESSED_TENSORS["config_groups"]["group_0"]
@@ -67,8 +67,8 @@ def config_of(kind: str, **changes) -> dict:
 
 
 def compress(directory: Path, kind: str, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Rewrite a directory of ours in FP8, all projections of its layers; returns what its weights are now, by published
-    names."""
+    """Rewrite a directory of ours with all projections of its layers in FP8. Returns the values that its weights now
+    stand for, by published names."""
     file = directory / "model.safetensors"
     stored, values = {}, {}
     for name, weight in load_file(file).items():
@@ -82,7 +82,7 @@ def compress(directory: Path, kind: str, scale_dtype: torch.dtype = torch.float3
             stored[f"{name}_scale_inv" if kind == "blocks" else f"{name}_scale"] = scale
         else:
             scale = (weight.abs().amax(1, keepdim=True) if kind == "channel" else weight.abs().max()[None]) / FP8_MAX
-            # Not below the exact one, or the largest would be beyond the last number.
+            # A scale below the exact one would put the largest weight beyond the largest FP8 number.
             scale = whole = (scale * (1 + 2**-7)).to(scale_dtype).float()
             stored[name] = (weight / scale).to(FP8)
             stored[f"{name}_scale"] = scale.to(scale_dtype)
@@ -96,6 +96,6 @@ def compress(directory: Path, kind: str, scale_dtype: torch.dtype = torch.float3
 
 
 def as_rows(values: Tensor) -> Tensor:
-    """What is left of a matrix that is rounded by rows."""
+    """Return the values that a matrix has after rounding to FP8 with one scale per row."""
     weight8_NK, scale_N = quantise(values)
     return weight8_NK.float() * scale_N[:, None]

@@ -1,4 +1,4 @@
-"""Run a `Decoder` over one whole sequence with dense causal attention. Knows nothing about caches."""
+"""Runs a `Decoder` over one whole sequence with dense causal attention. Knows nothing about caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def attend(layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
 
 
 def dense_logits(model: Decoder, tokens_T: Tensor) -> Tensor:
-    """Logits [T, V] after every token."""
+    """Return the logits [T, V] after every token."""
     device = tokens_T.device
     rope_SD = RopeTable(model.config, len(tokens_T), device).table
     return model.logits(hidden_states(model, rope_SD, tokens_T[None])[0])

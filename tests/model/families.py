@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:  # it takes longer to import than most tests, in every process that collects tests
+if TYPE_CHECKING:  # its import takes longer than most tests, in every process that collects tests
     import transformers
 
 SHAPE = {
@@ -79,8 +79,8 @@ HF_CONFIGS = {
 
 
 def hf_model(name: str, **changes: object) -> transformers.PreTrainedModel:
-    """Random norms and biases as well: those that transformers starts with (ones and zeros) would hide a missing
-    one."""
+    """Return a model with random weights, norms and biases included: the initial ones and zeros of transformers would
+    hide a weight that is not used."""
     kind, more = HF_CONFIGS[name]
     import transformers
 

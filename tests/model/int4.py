@@ -1,5 +1,5 @@
-"""Directories whose weights are int4 already, made from ones that are not: in the layouts in which they are published.
-Written code by code, unlike the library, which works on whole words."""
+"""Converts model directories to int4 in the layouts in which int4 models are published. Handles one code at a time,
+unlike the library, which works on whole words."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from smc.model.loader import load_model
 
 LAYOUTS = ("awq", "gptq", "gptq_v2", "pack-quantized")
 AWQ_OUTPUT_OF_POSITION = (0, 2, 4, 6, 1, 3, 5, 7)
-"""AutoAWQ's order: position i of a word, from the lowest bits up, has this output of eight."""
+"""AutoAWQ's order: position i of a word, counted from the lowest bits, holds this one of eight outputs."""
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a published weight is a matrix of a layer, other than a router."""
+    """Return whether a published weight is a matrix of a layer, other than a router."""
     return "layers." in name and name.endswith(".weight") and not any(part in name for part in ("norm", ".gate.weight"))
 
 
 def pack_rows(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Codes [A, B] of 0 to 15 -> words int32 [A, B/8]."""
+    """Pack codes [A, B] of 0 to 15 into int32 words [A, B/8]."""
     words = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int64)
     for position, column in enumerate(order):
         words |= codes[:, column::8].long() << (4 * position)
@@ -33,7 +33,7 @@ def pack_rows(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor
 
 
 def rounded(weight_NK: Tensor, group_K: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [N, K], scales and zero points [N, G] of weights whose inputs belong to groups."""
+    """Round weights whose inputs belong to groups. Returns codes [N, K], and scales and zero points [N, G]."""
     groups = int(group_K.max()) + 1
     parts = [weight_NK[:, group_K == group] for group in range(groups)]
     low, high = (torch.stack(each, 1) for each in zip(*(part.aminmax(dim=1) for part in parts)))
@@ -49,7 +49,7 @@ def rounded(weight_NK: Tensor, group_K: Tensor, symmetric: bool) -> tuple[Tensor
 
 
 def stored_as(layout: str, codes: Tensor, scale: Tensor, zero: Tensor, symmetric: bool) -> dict[str, Tensor]:
-    """Tensors of one matrix, by the last part of their names."""
+    """Return the tensors that store one matrix, by the last part of their names."""
     if layout == "awq":
         found = {"qweight": pack_rows(codes.t(), AWQ_OUTPUT_OF_POSITION), "scales": scale.t()}
         return found if symmetric else found | {"qzeros": pack_rows(zero.t(), AWQ_OUTPUT_OF_POSITION)}
@@ -105,8 +105,8 @@ def to_int4(
     act_order: bool = False,
     scale_dtype: torch.dtype = torch.float16,
 ) -> dict[str, Tensor]:
-    """Rewrite a directory in int4, all matrices of its layers that groups divide; returns what its weights are now, by published
-    names. `group` -1: all inputs."""
+    """Rewrite a directory with those matrices of its layers in int4 whose inputs are a multiple of `group`; -1 makes
+    one group of all inputs. Returns the values that its weights now stand for, by published names."""
     file, generator = directory / "model.safetensors", torch.Generator().manual_seed(5)
     stored, values = {}, {}
     for name, weight in load_file(file).items():
@@ -135,8 +135,8 @@ def to_int4(
 
 
 def exact_int4(directory: Path) -> Decoder:
-    """A directory's model whose layers' matrices are held in int4, with activations and all else in float32, so that a
-    row's result does not depend on its company, as far as a test can see."""
+    """Return a directory's model with the matrices of its layers in int4, and activations and all else in float32, so
+    that the rest of a batch has no visible effect on a row's result."""
     model, packed = load_model(directory), load_model(directory, dtype=INT4)
     for name, matrix in packed.named_modules():
         if isinstance(matrix, Linear) and matrix.group:

@@ -1,4 +1,4 @@
-"""Ranks of a model as threads of one process, which sum their parts where they meet."""
+"""Ranks of a model as threads of one process that sum their parts at a barrier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class ThreadSum:
-    """A `smc.model.parallel.Reduce` of one rank. Sums are taken in the order of ranks: the same bits on all."""
+    """A `smc.model.parallel.Reduce` of one rank. It adds in the order of ranks, so that all ranks get the same bits."""
 
     def __init__(self, rank: int, parts: list[Tensor | None], meeting: threading.Barrier) -> None:
         self.rank, self.parts, self.meeting = rank, parts, meeting
@@ -33,7 +33,7 @@ class ThreadSum:
 
 
 def in_ranks(degree: int, act: Callable[[Shard, Reduce], Result]) -> list[Result]:
-    """What each of so many ranks returns."""
+    """Run `act` as each of `degree` ranks, and return their results."""
     parts: list[Tensor | None] = [None] * degree
     meeting = threading.Barrier(degree)
     with ThreadPoolExecutor(degree) as pool:

@@ -1,4 +1,4 @@
-"""A pair that fits is described; one that does not is refused with every reason at once, without reading a weight."""
+"""`check_pair` describes a pair that fits, and reports every problem of one that does not, without reading a weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.model.tiny import random_decoder, save_byte_level, save_sentencepiece
 
 @pytest.fixture
 def pair(tmp_path):
-    """A target and a draft of different families, embedding padding and context, with one tokenizer."""
+    """A target and a draft of different families, padded vocabulary sizes and contexts, with one tokenizer."""
     target = save_byte_level(save_tiny(tmp_path / "target", family="qwen3", vocab_size=320, tied_embeddings=True))
     draft = save_byte_level(
         save_tiny(tmp_path / "draft", family="llama", num_layers=1, vocab_size=304, max_context=128)
@@ -58,7 +58,7 @@ def test_different_vocabularies(pair):
 
 
 def test_vocabularies_of_one_size_that_differ(pair):
-    """The first tokens that differ are named."""
+    """The error names the first tokens that differ."""
     for directory, words in zip(pair, (("one", "alike", "two", "six", "ten"), ("ONE", "alike", "TWO", "SIX", "TEN"))):
         save_byte_level(directory, words=words)
     (problem,) = [one for one in check_pair(*pair).problems if "different vocabularies" in one]

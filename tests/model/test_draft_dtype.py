@@ -1,4 +1,5 @@
-"""The type of a draft that `auto` chooses: by costs that are measured once, and on a CPU the one that all become."""
+"""`--draft-dtype auto`: chooses the type by costs, which are measured once; on a CPU it is the type to which a CPU
+converts all others."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def test_a_narrower_type_must_gain_more_than_it_loses():
 
 @pytest.fixture
 def briefly(monkeypatch):
-    """Steps are measured as before, for a short time."""
+    """Measure steps as usual, but for a short time."""
     monkeypatch.setattr(
         draft_dtype, "EFFORT", replace(draft_dtype.EFFORT, seconds=0.02, repeats=1, untimed=0, crowd=1, context=32)
     )
@@ -63,14 +64,14 @@ def test_steps_are_measured_once_a_type(cache, briefly):
 
 
 def test_types_that_the_shape_does_not_have_are_left_out(briefly):
-    """Groups of int4 need 32 inputs: ranks that hold 16 have none."""
+    """Ranks with 16 inputs have no int4 type, because an int4 group needs 32."""
     config = tiny_config("llama", hidden_size=64, head_dim=16, num_heads=2, intermediate_size=64, max_context=512)
     assert list(step_seconds(config, CPU, "float32", Shard(1, 2))) == ["float32", "fp8"]
     assert list(step_seconds(config, CPU, "float32", may_be_int4=False)) == ["float32", "fp8"]
 
 
 def test_on_a_cpu(caplog):
-    """Nothing is measured; the models are those of the default."""
+    """Nothing is measured, and the models are loaded in the default type."""
     with caplog.at_level(logging.INFO, logger="smc.draft_dtype"):
         models = loaded_models("files", (demo.TARGET, demo.DRAFT), "cpu", None, draft_dtype="auto")
         pair = models.pair("cpu", "cpu")

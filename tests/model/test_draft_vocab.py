@@ -1,4 +1,4 @@
-"""Which tokens a draft's own head has, by a text, and its rows; what cannot be is refused."""
+"""A draft's own head: the tokens that a text selects, their rows, and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.model.tiny import in_fp8, random_decoder, tiny_config
 from tests.scheduler.pairs import letter_tokenizer
 
 EOS = 7
-"""Of seven letters: a = 0 to g = 6."""
+"""The id after those of the seven letters, a = 0 to g = 6."""
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def text(tmp_path: Path) -> Path:
     [(1, [7], 1), (2, [5, 7], 5 / 11), (3, [1, 5, 7], 3 / 11), (4, [1, 3, 5, 7], 1 / 11), (6, [0, 1, 3, 4, 5, 7], 0)],
 )
 def test_the_most_frequent_tokens_are_kept(text, size, ids, share):
-    """Of equally frequent ones the first; what ends a text whatever its number, and tokens that the text does not have
-    fill up."""
+    """Among equally frequent tokens the first are kept. Tokens that end texts are always kept. Tokens that the text
+    lacks fill the rest."""
     vocab = DraftVocab.of(size, text, letter_tokenizer(8))
     assert vocab.ids_M.tolist() == ids and vocab.vocab == 8
     assert vocab.share == pytest.approx(min(max(share, LEAST_SHARE), MOST_SHARE))
@@ -77,7 +77,7 @@ def test_texts_that_cannot_be_are_refused(tmp_path):
 
 
 def test_without_a_text_the_draft_s_own_counts_are_taken(text, tmp_path):
-    """The same tokens as of a text with these counts; a text that is given comes first."""
+    """Counts saved with the draft select the same tokens as a text with these counts; a given text takes precedence."""
     counts_V = np.array([0, 2, 0, 2, 1, 6, 0, 0])
     save_counts(tmp_path, counts_V)
     assert np.array_equal(load_counts(tmp_path, 8), counts_V)
@@ -128,7 +128,7 @@ def test_a_head_has_the_rows_of_its_tokens(text, fp8):
 
 
 def test_tokens_without_a_row_are_refused(text):
-    """As on a rank whose files are not those of the others."""
+    """Happens if the files of one rank differ from those of the others."""
     vocab, model = DraftVocab.of(4, text, letter_tokenizer(8)), random_decoder(tiny_config("llama", vocab_size=8), 1)
     for wrong in (replace(vocab, vocab=9), replace(vocab, ids_M=vocab.ids_M + 1)):
         with pytest.raises(ValueError, match="the draft's head has 8 rows"):

@@ -1,4 +1,4 @@
-"""Every family computes what `transformers` computes, from directories that it wrote."""
+"""For every family, our results equal those of transformers, which wrote the directories."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.model.tiny import numbers_tokenizer
 from tests.scheduler.harness import CASES, answers, request
 
 torch.set_num_threads(1)
-# Its models take seconds to import, in each process that asks for one.
+# The models take seconds to import, in every process that uses one.
 pytestmark = pytest.mark.xdist_group("transformers")
 TOKENS = 32
-"""Past a window of attention, whose prompt is shorter."""
+"""More tokens than an attention window; the prompt is shorter than a window."""
 FEW_TOKENS = 12
-"""Of families without windows."""
+"""Number of tokens for families without windows."""
 FAMILIES = [name for name in HF_CONFIGS if not name.startswith(("llama", "qwen2"))]
 WINDOWS = ("mistral-window", "phi3-window", "gemma3")
 DECODED_QUICKLY = ("gemma3", "qwen3_moe", "phi3-longrope")
@@ -43,13 +43,13 @@ DECODED = [
     )
     for i, name in enumerate(FAMILIES)
 ]
-"""Each family in one of both forms: forms differ in nothing that a family has of its own. `make test` decodes with
-windows, experts and LongRoPE; of all others it compares logits (`test_logits`)."""
+"""Each family is decoded in one of both forms, because no form depends on the family. `make test` decodes families with
+windows, experts and LongRoPE; for all others it compares logits (`test_logits`)."""
 
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 120) for name in HF_CONFIGS), ("phi3-longrope", 40)])
 def test_logits(name, size, tmp_path):
-    """LongRoPE with its long factors and with its short ones."""
+    """LongRoPE is tested with its long and with its short factors."""
     theirs = save_hf(name, tmp_path)
     tokens_T = torch.randint(300, (size,), generator=torch.Generator().manual_seed(2))
     expected_TV = theirs(tokens_T[None]).logits[0]
@@ -59,13 +59,13 @@ def test_logits(name, size, tmp_path):
 
 @pytest.mark.parametrize(("name", "config"), DECODED)
 def test_decoding(name, config, tmp_path):
-    """Greedy decoding follows transformers; exact decoding is the target's; SMC ends."""
+    """Greedy decoding equals that of transformers; exact decoding equals decoding by the target alone; SMC ends."""
     theirs = save_hf(name, tmp_path)
     target, draft = load_model(tmp_path), load_model(tmp_path)
     generator = torch.Generator().manual_seed(3)
     for weight in draft.parameters():
         weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=generator)
-    # LongRoPE has short factors where no text is longer than the original context, though rows have more positions.
+    # LongRoPE uses its short factors if no text is longer than the original context, even if rows have more positions.
     context, prompt = 60 if name == "phi3-longrope" else 256, [5, 7, 11, 13, 250, 1, 2, 3, 4, 5]
     pair = ModelPair(target, draft, numbers_tokenizer(300), context)
     most = TOKENS if name in WINDOWS else FEW_TOKENS
@@ -107,8 +107,8 @@ def load_rank(directory, shard, reduce):
 
 
 def quantised_logits(directory: Path, values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Tokens, and logits of a quantised directory, whose numbers are `values`: those of a plain directory that has
-    these."""
+    """Check that a quantised directory has the same logits as a plain directory with `values`, its dequantised weights,
+    on one, two and four ranks. Returns the tokens and the logits."""
     plain, config = directory / "plain", json.loads((directory / "config.json").read_text())
     plain.mkdir()
     del config["quantization_config"]
@@ -126,17 +126,17 @@ def quantised_logits(directory: Path, values: dict[str, Tensor]) -> tuple[Tensor
 
 
 def quantised(name: str, form: str) -> object:
-    """Of matrices of experts, of fused ones and of others a family each for `make test`."""
+    """Mark the case as slow, except for one family each with experts, with fused matrices and with neither."""
     return pytest.param(name, form, marks=() if name in ("mistral", "phi3", "qwen3_moe") else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "kind"), [quantised(*one) for one in zip(FAMILIES, cycle(KINDS))])
 def test_fp8(name, kind, tmp_path):
-    """Each family in a published format of FP8, on one rank, two and four, and kept in FP8."""
+    """Each family in a published FP8 format: dequantised on one, two and four ranks, and kept in FP8."""
     save_hf(name, tmp_path)
     tokens_T, expected_TV = quantised_logits(tmp_path, compress(tmp_path, kind))
     kept_TV = dense_logits(load_model(tmp_path, dtype=FP8), tokens_T)
-    # Rounded activations make much of little here; logits of another model differ by 1.4 of their size.
+    # Rounded activations change these logits a lot. Logits of an unrelated model differ by 1.4 times their norm.
     assert (kept_TV - expected_TV).norm() < 0.8 * expected_TV.norm()
 
 
@@ -144,8 +144,8 @@ def test_fp8(name, kind, tmp_path):
     ("name", "layout"), [quantised(*one) for one in zip(FAMILIES, cycle(("awq", "gptq", "pack-quantized")))]
 )
 def test_int4(name, layout, tmp_path):
-    """Each family in a published layout: the numbers that are stored, which a plain directory has, on one rank,
-    two and four; and packed, as near as activations in bfloat16 allow."""
+    """Each family in a published int4 layout. Dequantised, it has the logits of a plain directory with the stored
+    values, on one, two and four ranks. Packed, it is as close to them as activations in bfloat16 allow."""
     inner = {"qwen3_moe": {"moe_intermediate_size": 64}, "mixtral": {"intermediate_size": 64}}.get(name, {})
     save_hf(name, tmp_path, **inner)
     tokens_T, expected_TV = quantised_logits(tmp_path, to_int4(tmp_path, layout, 32, symmetric=layout == "gptq"))

@@ -1,5 +1,5 @@
-"""Models in FP8: rounded when they are loaded, from every kind of source, the same for any number of ranks; or stored
-so already."""
+"""Models in FP8: rounded when they are loaded from any kind of source, or stored in FP8, with the same result for any
+number of ranks."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from tests.pairwise import few_of_pairs
 
 UP = "model.layers.1.mlp.up_proj.weight"
 WIDE = {"hidden_size": 160, "intermediate_size": 200}
-"""More than one block, the last of them smaller."""
+"""More than one block of 128; the last block is smaller."""
 
 
 def numbers(model: Decoder) -> dict[str, Tensor]:
-    """What the weights of an FP8 model stand for, by published names."""
+    """Return the values that the weights of an FP8 model stand for, by published names."""
     return {name: numbers_of(model, where) for name, where in weight_slices(model.config).items()}
 
 
@@ -91,7 +91,8 @@ def test_the_product_is_that_of_the_rounded_matrix_and_rows(dtype):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_loaded_weights_are_rounded(family, tied, tmp_path):
-    """All matrices but the embedding, of which a tied head is a copy; the logits stay near."""
+    """All matrices except the embedding are rounded; a tied head becomes a rounded copy of it. The logits stay
+    close."""
     published = load_file(save_tiny(tmp_path, family=family, tied_embeddings=tied) / "model.safetensors")
     model = load_model(tmp_path, dtype=FP8)
     for name, found in numbers(model).items():
@@ -109,8 +110,8 @@ def test_loaded_weights_are_rounded(family, tied, tmp_path):
     ("family", "kind", "scale_dtype"), few_of_pairs(product(["llama", "qwen2"], KINDS, [torch.float32, torch.bfloat16]))
 )
 def test_directories_in_fp8_are_read(family, kind, scale_dtype, tmp_path):
-    """As float32: the numbers that are stored. In FP8: as they are stored, but for blocks, which are rounded anew by
-    rows."""
+    """Loaded as float32, the weights have the stored values. Loaded as FP8, they stay as stored, except formats with
+    one scale per block, which are rounded again by rows."""
     save_tiny(tmp_path, family=family, **WIDE)
     values = compress(tmp_path, kind, scale_dtype)
     plain = dict(numbers(load_model(tmp_path)))
@@ -131,7 +132,7 @@ def test_directories_in_fp8_are_read(family, kind, scale_dtype, tmp_path):
     ("family", "degree", "kind"), few_of_pairs(product(["llama", "qwen2"], [2, 3, 4, 6], ["plain", *KINDS]))
 )
 def test_shards_are_the_whole(family, degree, kind, tmp_path):
-    """Each rank's numbers and scales are those of the whole model, and its padding is zero."""
+    """Values and scales of each rank are those of the whole model, and its padding is zero."""
     shape = {**WIDE, "num_heads": 6, "num_kv_heads": 3, "intermediate_size": 197}
     save_tiny(tmp_path, family=family, **shape)
     if kind != "plain":
@@ -153,7 +154,8 @@ def test_shards_are_the_whole(family, degree, kind, tmp_path):
 @pytest.mark.parametrize("degree", [1, 2, 4])
 @pytest.mark.parametrize("changes", [{}, {"vocab_size": 300, "tied_embeddings": True}])
 def test_a_grown_model(degree, changes, monkeypatch):
-    """Piece by piece: the large model, rounded; the tokens that the small one does not have stay as far below."""
+    """Rounding a padded model piece by piece equals rounding the whole; tokens that the small model lacks keep their
+    very low logits."""
     monkeypatch.setattr("smc.model.linear.PIECE", 1 << 10)
     small = random_decoder(tiny_config(tied_embeddings=True))
     shape = shape_of(small.config, **changes)
@@ -324,7 +326,7 @@ def test_an_fp8_model_is_not_saved(tmp_path):
 
 @torch.inference_mode()
 def test_logits_of_the_shipped_pair():
-    """The largest error over 200 tokens."""
+    """Bounds the largest error of a logit over 200 tokens."""
     ids_T = torch.randint(512, (200,), generator=torch.Generator().manual_seed(1))
     for directory in (demo.TARGET, demo.DRAFT):
         expected_TV = dense_logits(load_model(directory), ids_T)

@@ -1,4 +1,4 @@
-"""Sampling settings of requests that leave them out come from the target's generation_config.json."""
+"""Sampling settings that a request omits come from the target's generation_config.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TAKEN = {"temperature": 0.6, "top_p": 0.9}
 
 @pytest.fixture
 def target(tmp_path) -> Path:
-    """The demo target with defaults of its own."""
+    """A copy of the demo target with other default settings."""
     directory = tmp_path / "target"
     shutil.copytree(demo.TARGET, directory)
     file = directory / "generation_config.json"

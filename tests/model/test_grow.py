@@ -1,4 +1,5 @@
-"""A grown model computes what the small one does: in memory, in shards, from a directory, by other people's code."""
+"""A padded model computes the same function as the small one: in memory, in shards, saved to a directory, and run by
+transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tests.model.tiny import random_decoder, save_byte_level, save_tiny, tiny_co
 from tests.pairwise import few_of_pairs
 
 FAR_BELOW = -100.0
-# It takes seconds to import, in each process that asks for it.
+# transformers takes seconds to import, in every process that uses it.
 TRANSFORMERS = pytest.mark.xdist_group("transformers")
 MODEST = {
     "vocab_size": 700,
@@ -68,7 +69,7 @@ CHANGES = {
 
 
 def shape_of(small: ModelConfig, **changes) -> ModelConfig:
-    """A modest shape: of a family of its own, with settings that must not come through."""
+    """A modest shape. Its family and other settings must not replace those of the small model."""
     return tiny_config("llama", **({**MODEST, "head_dim": 2 * small.head_dim} | changes))
 
 
@@ -94,7 +95,7 @@ def assert_same_function(small: Decoder, grown: Decoder) -> None:
     ids=lambda value: next((name for name, changes in CHANGES.items() if changes is value), None),
 )
 def test_the_same_function(family, tied, changes):
-    """Llama's with scaled frequencies; every family with grouped heads."""
+    """Covers scaled rotary frequencies of llama, and grouped heads of every family."""
     small = random_decoder(tiny_config(family, tied_embeddings=tied))
     shape = shape_of(
         small.config, **(changes if family != "qwen3" or changes.get("head_dim") != 8 else {"head_dim": 16})
@@ -106,7 +107,7 @@ def test_the_same_function(family, tied, changes):
 
 
 def test_eps_counts():
-    """Where the residual is as small as eps, an eps that is only nearly right is wrong."""
+    """With a residual as small as eps, an eps that is only nearly right gives wrong results."""
     for family in ("llama", "qwen3"):
         small = random_decoder(tiny_config(family, rms_eps=0.05))
         assert_same_function(small, grow(small, shape_of(small.config)))
@@ -144,7 +145,8 @@ def test_shards_are_the_model(family, degree):
 @TRANSFORMERS
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_directory_is_the_model(family, tmp_path, monkeypatch):
-    """In several files, with holes; read by our loader and by transformers, tokenizer included."""
+    """The weights are written to several files with holes. Our loader and transformers read them, tokenizer
+    included."""
     monkeypatch.setattr(padded, "FILE_BYTES", 150_000)
     monkeypatch.setattr(padded, "PIECE_BYTES", 256)
     small, out, told = tmp_path / "small", tmp_path / "grown", []
@@ -174,7 +176,8 @@ def test_a_directory_is_the_model(family, tmp_path, monkeypatch):
 def test_the_vocabulary_is_the_shape_s(tmp_path):
     import transformers
 
-    """New ids have a token, which no text is encoded to, not even text that spells it; all others are as they were."""
+    """Every new id has a token, which no text encodes to, not even text that spells it. All other tokens are
+    unchanged."""
     small, out = tmp_path / "small", tmp_path / "grown"
     before = Tokenizer.load(
         save_byte_level(small, words=("added",), chat_template="{{ messages[0].content }}", model_max_length=64)
@@ -207,7 +210,7 @@ def greedy(model: Decoder, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.slow
 def test_the_shipped_pair_answers_as_before(monkeypatch):
-    """Found by name as `--load grown` finds it, in shapes that share a vocabulary; in float32 token by token."""
+    """`--load grown` finds the shapes by name; they share a vocabulary. Answers in float32 are equal token by token."""
     monkeypatch.setitem(
         PRESETS,
         "big",
@@ -238,7 +241,7 @@ def test_the_shipped_pair_answers_as_before(monkeypatch):
 
 
 def test_bfloat16_stays_close():
-    """Half of the scales here are powers of two; the others round."""
+    """About half of the scales in this shape are powers of two; the others round."""
     small = load_model(demo.TARGET)
     shape = tiny_config(**MODEST | {"hidden_size": 320, "num_layers": 8, "head_dim": 128, "intermediate_size": 640})
     ids_T = tokens_T(512)
@@ -257,7 +260,7 @@ def test_a_published_shape_with_fewer_layers():
 
 
 def test_published_shapes_hold_the_shipped_pair():
-    """Whatever the shape: families and head sizes of all of them."""
+    """Every published shape has room for the shipped pair, whatever its family and head size."""
     for place in (demo.TARGET, demo.DRAFT):
         small = ModelConfig.from_hf(place)
         for shape in PRESETS.values():

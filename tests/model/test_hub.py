@@ -1,4 +1,4 @@
-"""Models by their names on the hub, from a server on this machine that speaks the hub's protocol."""
+"""Models by their names on the Hugging Face hub, from a local server that speaks the hub's protocol."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ UNUSED = {"README.md": b"# a model", "pytorch_model.bin": b"pickled", "onnx/mode
 
 @dataclass
 class Hub:
-    """Repositories by name, their files, and what was asked of them."""
+    """Repositories by name, their files, and the requests that the server has received."""
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     requests: list[str] = field(default_factory=list)
     cut: dict[str, int] = field(default_factory=dict)
-    """Names of files whose next answer ends after so many bytes."""
+    """Number of bytes after which the next answer with this file ends."""
     url: str = ""
 
     def got(self) -> list[str]:
-        """Files that were asked for with their contents, in order."""
+        """Return the files whose contents were requested, in order."""
         return [one.rpartition("/")[2] for one in self.requests if one.startswith("GET") and "/resolve/" in one]
 
 
@@ -110,7 +110,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    """The demo pair, under names."""
+    """A hub with the demo pair."""
     made = Hub({"demo/target": files_of(demo.TARGET) | UNUSED, "demo/draft": files_of(demo.DRAFT) | UNUSED})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(made))
     made.url = f"http://127.0.0.1:{server.server_port}"
@@ -188,7 +188,7 @@ def test_what_cannot_be_had_says_what_to_do(hub, tmp_path):
 
 @pytest.mark.slow
 def test_a_hub_without_answer_or_files_says_what_to_do(hub, tmp_path):
-    """Each is a process of its own."""
+    """Every command runs in a process of its own."""
     assert "HF_HUB_OFFLINE is set" in refused(hub, tmp_path, "demo/draft", HF_HUB_OFFLINE="1")
     assert "does not answer" in refused(hub, tmp_path, "demo/draft", HF_ENDPOINT="http://127.0.0.1:9")
     del hub.repositories["demo/draft"]["model.safetensors"]

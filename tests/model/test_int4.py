@@ -1,5 +1,5 @@
-"""Models in int4: in every published layout, converted or kept as stored, the same for any number of ranks; or rounded
-when they are loaded."""
+"""Models in int4: published layouts, converted or kept as stored, with the same result for any number of ranks; and
+plain weights, rounded when they are loaded."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.scheduler.harness import CASES, answers, request
 
 UP = "model.layers.1.mlp.up_proj"
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
-"""Whole groups of 128 and 64, also of half of a layer's inputs."""
+"""Sizes that are multiples of the groups 128 and 64, as are the halves of a layer's inputs."""
 IDS_T = torch.randint(300, (50,), generator=torch.Generator().manual_seed(2))
 
 
 def numbers(model: Decoder, name: str) -> Tensor:
-    """What the weight of a published name stands for."""
+    """Return the values of the weight with this published name."""
     return numbers_of(model, weight_slices(model.config)[name])
 
 
@@ -68,7 +68,7 @@ def test_error_of_rounding(size):
     codes = quantise_int4(weight_NK, 64)
     found_NK = dequantise(pack(codes.code_NK, codes.scale_NG.shape[1]), codes.scale_NG.t(), None, torch.float32)
     scale_NK = codes.scale_NG.repeat_interleave(64, 1)
-    # Scales are stored in bfloat16, so the largest weight may lie up to 2^-9 of itself beyond the last code.
+    # Scales are stored in bfloat16, so the largest weight may exceed the last code by up to 2^-9 of itself.
     assert ((found_NK - weight_NK).abs() <= 0.54 * scale_NK).all()
     assert not found_NK[3].any()
 
@@ -78,7 +78,7 @@ def test_error_of_rounding(size):
     few_of_pairs(product(LAYOUTS, [128, 64, -1], [True, False], ["llama", "qwen2"])),
 )
 def test_published_layouts_are_read(layout, group, symmetric, family, tmp_path):
-    """As float32 the numbers that are stored, and so with int4; as bfloat16 and FP8 those, rounded."""
+    """Loaded as float32 or int4, weights have the stored values; loaded as bfloat16 or FP8, these are rounded."""
     save_tiny(tmp_path, family=family, **WIDE)
     values = to_int4(tmp_path, layout, group, symmetric)
     plain, packed, half, fp8 = (
@@ -119,7 +119,7 @@ def test_act_order_is_converted_and_refused_by_name_in_int4(layout, tmp_path):
 
 
 def test_phi_s_fused_matrices(tmp_path):
-    """Several published matrices in one tensor."""
+    """Phi-3 stores several matrices fused in one tensor."""
     model = random_decoder(tiny_config("phi3", **WIDE, window=None, window_layers=()))
     of_phi = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": None}
     save_with_config(model, tmp_path, tiny_config(**WIDE, rope_scaling=None).to_hf() | of_phi, torch.float32)
@@ -136,7 +136,8 @@ def test_phi_s_fused_matrices(tmp_path):
     ("layout", "group", "degree"), few_of_pairs(product([*LAYOUTS, "rounded", "FP8"], [128, 64], [2, 3, 6]))
 )
 def test_shards_are_the_whole(layout, group, degree, tmp_path):
-    """Each rank's numbers are those of the whole model, and its padding is zero; groups are cut where ranks are."""
+    """The values of each rank are those of the whole model, and its padding is zero. Groups that ranks would cut are
+    split into smaller groups."""
     save_tiny(tmp_path, family="qwen2", **WIDE)
     if layout == "FP8":
         compress(tmp_path, "channel")
@@ -162,7 +163,7 @@ MOE = {"moe_intermediate_size": 192, "hidden_size": 128, "num_experts": 4, "num_
 
 @pytest.mark.parametrize("layout", [*one_of("awq", "gptq", "pack-quantized"), "rounded"])
 def test_experts(layout, tmp_path):
-    """Kept, the numbers that are stored, on any number of ranks: each holds its part of every expert."""
+    """Experts kept in int4 have the stored values on any number of ranks; each rank holds a part of every expert."""
     pytest.importorskip("transformers")
     from tests.model.families import save_hf
 
@@ -210,7 +211,7 @@ def _logits(directory, dtype, shard, reduce):
 
 
 def test_groups_that_ranks_would_cut_are_refused(tmp_path):
-    """Of 14 heads' inputs of 16 two ranks hold 112 each, which are no whole parts of a group."""
+    """Two ranks split the inputs of 14 heads of 16 into 112 each, which is not a multiple of the group size."""
     save_tiny(tmp_path, **WIDE | {"hidden_size": 224, "head_dim": 16, "num_heads": 14, "num_kv_heads": 2})
     to_int4(tmp_path, "gptq", 32)
     load_model(tmp_path, shard=Shard(0, 2), reduce=Tensor.clone)
@@ -223,7 +224,7 @@ def test_groups_that_ranks_would_cut_are_refused(tmp_path):
 
 
 def test_plain_weights_are_rounded(tmp_path):
-    """Of the layers' matrices; embedding and head stay in bfloat16, a tied head stays tied."""
+    """All matrices of the layers are rounded; embedding and head stay in bfloat16, and a tied head stays tied."""
     published = load_file(save_tiny(tmp_path, tied_embeddings=True, **WIDE) / "model.safetensors")
     model = load_model(tmp_path, dtype=INT4)
     assert model.lm_head.weight is model.embed.weight
@@ -271,7 +272,8 @@ def test_what_is_not_done_in_int4_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "config"), [("awq", CASES[0]), ("gptq", CASES[1])], ids=["awq", "gptq"])
 def test_decoding(layout, config, tmp_path):
-    """Exact decoding with a target and a draft in int4 is the target's; what is drafted is accepted; SMC ends."""
+    """Exact decoding with target and draft in int4 equals decoding by the target alone, accepts drafted tokens, and SMC
+    ends."""
     settings = {"num_layers": 1, "vocab_size": 300, **WIDE}
     target, draft = (save_tiny(tmp_path / role, **settings) for role in ("target", "draft"))
     to_int4(target, layout, 128, symmetric=False)
@@ -378,7 +380,8 @@ def test_broken_directories(change, message, dtype, tmp_path):
 
 
 def test_zero_points_of_a_symmetric_checkpoint(tmp_path):
-    """Kernels do not read those of one that calls itself symmetric."""
+    """Kernels do not read the zero points of a checkpoint that is declared symmetric, so zero points other than 8 are
+    refused."""
     save_tiny(tmp_path, **WIDE)
     to_int4(tmp_path, "gptq", symmetric=False)
     raw = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Saving then loading changes nothing, and every kind of broken directory is refused with the culprit's name."""
+"""Saving and loading a model changes nothing, and broken directories are refused with an error that names the cause."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def edit(directory, change) -> None:
-    """Apply `change` to the stored name -> tensor mapping."""
+    """Apply `change` to the stored mapping of names to tensors."""
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def shard(directory) -> list[str]:
-    """Split the weights over two shards with an index."""
+    """Split the weights into two files with an index."""
     tensors = list(load_file(directory / "model.safetensors").items())
     (directory / "model.safetensors").unlink()
     files = {

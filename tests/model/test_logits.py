@@ -1,4 +1,4 @@
-"""Our decoder computes what `transformers` computes, for every family, from directories that either of them wrote."""
+"""Our decoder equals `transformers` for every family, with directories that either of them wrote."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import transformers
 
 torch.set_num_threads(1)
-# Its models take seconds to import, in each process that asks for one.
+# The models take seconds to import, in every process that uses one.
 pytestmark = pytest.mark.xdist_group("transformers")
 
 SHAPE = {
@@ -44,8 +44,8 @@ HF_CONFIGS = {
 
 
 def hf_model(name: str) -> transformers.PreTrainedModel:
-    """Random norms and biases as well: those that transformers starts with (ones and zeros) would hide a missing
-    one."""
+    """Return a model with random weights, norms and biases included: the initial ones and zeros of transformers would
+    hide a weight that is not used."""
     kind, more = HF_CONFIGS[name]
     import transformers
 

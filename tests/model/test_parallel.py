@@ -1,5 +1,5 @@
-"""Ranks that hold a model together compute what one that holds it all does, and their shards are the model, each index
-once."""
+"""Tensor parallelism: the ranks of a model compute what a single rank computes, and their shards cover the model
+without overlap."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ PATIENCE = timedelta(seconds=120)
 
 
 def outputs(model: Decoder) -> tuple[Tensor, Tensor]:
-    """Hidden states [T, E] and logits [T, V] of one sequence."""
+    """Return hidden states [T, E] and logits [T, V] of one sequence."""
     tokens_T = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
     hidden_TE = model(tokens_T, RopeTable(model.config, len(tokens_T)).at(torch.arange(len(tokens_T))), attend)
     return hidden_TE, model.logits(hidden_TE)
 
 
 def run_rank(rank: int, directory: Path) -> None:
-    """Every case at every degree, over a group of that many processes; what this rank computes goes to a file."""
+    """Run every case at every degree, in a process group of that size, and save this rank's results to a file."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS, timeout=PATIENCE
@@ -72,8 +72,8 @@ def run_rank(rank: int, directory: Path) -> None:
 
 
 def run_ranks(directory: Path) -> list[dict[tuple[str, int], tuple[Tensor, Tensor]]]:
-    """One process a rank; fails if any of them does, or if they take too long."""
-    # Forked from a process that has imported torch.
+    """Start one process per rank. Fails if a rank fails or if they take too long."""
+    # Ranks are forked from a process that has imported torch.
     multiprocessing.set_forkserver_preload([__name__])
     arguments = {"nprocs": RANKS, "join": False, "daemon": True, "start_method": "forkserver"}
     context = mp.start_processes(run_rank, (directory,), **arguments)
@@ -88,7 +88,7 @@ def run_ranks(directory: Path) -> list[dict[tuple[str, int], tuple[Tensor, Tenso
 
 
 def test_ranks_compute_what_one_does(tmp_path):
-    """One test for all cases, because the processes take longer to start than to run."""
+    """A single test for all cases, because the processes take longer to start than to run."""
     for case, changes in CASES.items():
         save_tiny(tmp_path / case, **changes)
     ranks = run_ranks(tmp_path)
@@ -106,7 +106,7 @@ def test_ranks_compute_what_one_does(tmp_path):
 
 
 def test_a_whole_model_is_one_shard(tmp_path):
-    """No padding, and a sum over one rank changes no bit."""
+    """There is no padding, and summing over one rank changes no bit."""
     config = tiny_config("qwen2")
     save_model(random_decoder(config), tmp_path)
     assert local_config(config, Shard()) == config
@@ -117,8 +117,8 @@ def test_a_whole_model_is_one_shard(tmp_path):
 @pytest.mark.parametrize("degree", DEGREES[1:])
 @each_case
 def test_shards_are_the_model(changes, degree, tmp_path):
-    """Each index of query heads and inner features is held by one rank, each of key/value heads equally often, every
-    other one by all; what a rank holds beyond that is zero."""
+    """Every query head and inner feature is held by one rank, every key/value head by equally many ranks, and every
+    other index by all ranks. The rest of a rank's weights, its padding, is zero."""
     published = load_file(save_tiny(tmp_path, **changes) / "model.safetensors")
     config = tiny_config(**changes)
     copies = {name: torch.zeros_like(weight) for name, weight in published.items()}
@@ -143,7 +143,7 @@ def test_shards_are_the_model(changes, degree, tmp_path):
 
 
 def _queries_of(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
-    """Query head and key/value head of each of a rank's own query heads that is not padding, as its attention pairs
+    """Return (query head, key/value head) for each query head of a rank that is not padding, as its attention pairs
     them."""
     split, local = Split.of(config, shard), local_config(config, shard)
 
@@ -177,7 +177,7 @@ def test_every_query_head_meets_its_key_head_on_one_rank():
 
 
 def test_shares_that_are_known():
-    """Query heads, key/value heads and inner features of each rank."""
+    """Expected numbers of query heads, key/value heads and inner features of each rank."""
 
     def held(heads: int, kv_heads: int, inner: int, degree: int) -> list[tuple[int, int, int]]:
         config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
@@ -204,7 +204,8 @@ def test_cuts_are_multiples_of_the_step():
 
 @pytest.mark.parametrize(("degree", "expected"), [(1, 2), (2, 1), (3, 2), (4, 1)])
 def test_a_key_head_that_is_repeated_takes_memory(degree, expected):
-    """Of 2 key/value heads with 2 query heads each: 3 ranks hold 2, 1 and 1, and all have room for 2."""
+    """With 2 key/value heads of 2 query heads each, 3 ranks hold 2, 1 and 1 key/value heads, and all reserve memory for
+    2."""
     local = local_config(tiny_config(), Shard(0, degree))
     assert local.num_kv_heads == expected
     assert KVPool.page_bytes(local, torch.float32) == 2 * 2 * expected * 8 * 4
@@ -224,7 +225,7 @@ def test_a_rank_reads_its_own_part_only(tmp_path):
 
 
 def test_headers_are_checked_against_the_whole_model(tmp_path):
-    """A directory of the shard's own shape is not a shard: it is the wrong directory."""
+    """A directory with the shapes of a shard is refused: the files must hold the whole model."""
     save_tiny(tmp_path, intermediate_size=24)
     (tmp_path / "config.json").unlink()
     save_tiny(tmp_path / "whole")

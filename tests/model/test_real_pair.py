@@ -1,7 +1,7 @@
-"""A real chat model and a draft distilled from it (`benchmarks.real_pair`): what transformers makes of it, exact answers,
-how many tokens the draft's trees hold, and streams of text that is not Latin.
+"""A real chat model and a draft distilled from it (`benchmarks.real_pair`): logits against transformers, exact answers,
+the number of tokens that the draft's trees hold, and streams of text in other scripts.
 
-Skipped where the model cannot be had. About 90 seconds of CPU."""
+Skipped if the model is not available. Takes about 90 seconds of CPU."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from smc.scheduler.detokenizer import StopRules, TextStream
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real pair")]
 
 CONTEXTS = Path(__file__).with_name("real_contexts.json")
-"""Written by `python -m benchmarks.tree_acceptance --json`, with this pair."""
+"""Written by `python -m benchmarks.tree_acceptance --json` with this pair."""
 HELD = {1.0: 2.98, 0.7: 3.01, 0.4: 3.48}
-"""Tokens of 5 that a tree of 8 rows holds, by temperature: means of 195 to 219 contexts of 16 texts, standard errors by
-text 0.2. With the draft before this one, trained for 200 seconds: 2.53, 2.55, 3.04."""
+"""Tokens of 5 that a tree of 8 rows holds, by temperature: means over 195 to 219 contexts of 16 texts; the standard
+error between texts is 0.2."""
 EXACT_TOKENS = 6
 CHAT = (
     "Hi",
@@ -128,7 +128,7 @@ def test_log_probabilities_are_those_of_transformers(directories, pair, role):
 
 
 def test_exact_answers_are_the_targets(pair):
-    """At temperatures 0, 0.7 and 1, of 40 prompts; text streams without broken characters where the answer has none."""
+    """40 prompts at temperatures 0, 0.7 and 1. A text stream has no broken characters unless its answer has."""
     prompts = [tuple(pair.tokenizer.chat([{"role": "user", "content": text}])) for text in PROMPTS]
     config = EngineConfig(
         form="lockstep", block=2, drafting="always", max_slots=80, max_context=128, prefill_chunk=4096
@@ -156,7 +156,7 @@ def test_exact_answers_are_the_targets(pair):
 
 
 def test_streams_have_no_broken_characters(pair):
-    """Tokens of text that is not Latin hold parts of characters: each is sent when it is whole."""
+    """In other scripts, a token may hold a part of a character; a stream sends each character when it is complete."""
     rules = StopRules(SamplingParams(stop=("#", "界!")), pair.tokenizer)
     for text in OTHER_SCRIPTS:
         tokens, stream = pair.tokenizer.encode(text), TextStream(rules)
@@ -169,7 +169,8 @@ def test_streams_have_no_broken_characters(pair):
 
 @pytest.mark.parametrize("temperature", HELD)
 def test_trees_hold_as_many_tokens_as_recorded(pair, temperature):
-    """The record has the mean of all contexts; some are drafted again here, and of some the target draws again."""
+    """The record holds counts for all contexts. This test drafts again at a part of them, and lets the target draw
+    again at a few."""
     texts = [from_record(each) for each in json.loads(CONTEXTS.read_text())[f"{temperature:g}"]]
     assert statistics.mean([count for *_, held in texts for count in held]) == pytest.approx(
         HELD[temperature], abs=0.01
@@ -178,7 +179,7 @@ def test_trees_hold_as_many_tokens_as_recorded(pair, temperature):
     for text, drawn, held in texts[:8]:
         again += tree.held([text], [drawn[::4]], temperature)[0]
         before += held[::4]
-    assert sum(one != other for one, other in zip(again, before)) <= 1  # near ties fall either way
+    assert sum(one != other for one, other in zip(again, before)) <= 1  # near-ties may fall either way
     text, drawn, _ = texts[0]
     few = drawn[:2]
     contexts = [each.context for each in few]
@@ -189,7 +190,8 @@ def test_trees_hold_as_many_tokens_as_recorded(pair, temperature):
     strict=True, reason="rows end at full depth: nodes that no row of full depth goes through are not verified"
 )
 def test_the_engine_confirms_what_the_tree_holds(pair):
-    """The first round after a context confirms the tokens that a tree grown there holds, and the target's own."""
+    """The first round after a context confirms the tokens that a tree grown there holds, and the target's next
+    token."""
     (text, drawn, _), *_ = (from_record(each) for each in json.loads(CONTEXTS.read_text())["0.7"])
     tree = TreeDraft(pair.draft, pair.tokenizer.size, rows=8, exponent=FIRST_EXPONENT)
     for each in drawn[:3]:

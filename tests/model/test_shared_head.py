@@ -1,4 +1,4 @@
-"""A draft whose embedding or head is the target's does not hold it twice, and nothing else changes."""
+"""A draft that has the same embedding or head as the target shares its memory, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def save_pair(folder: Path, tied: bool, **changes: int) -> tuple[Path, Path]:
-    """A target and a draft of one of its layers."""
+    """Save a target, and a draft that is one of its layers."""
     whole = random_decoder(tiny_config("llama", tied_embeddings=tied, hidden_size=64, intermediate_size=64, **changes))
     for role, model in (("target", whole), ("draft", cut(whole, (1,)))):
         save_model(model, folder / role)
@@ -38,7 +38,7 @@ def both(folder: tuple[Path, Path], dtype: str, draft_dtype: str | None = None) 
 
 
 def bytes_of(*models: Decoder) -> int:
-    """Each storage once."""
+    """Return the bytes of the models' weights; shared storage counts once."""
     storages = {
         weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes()
         for model in models
@@ -65,7 +65,7 @@ def test_it_is_held_once(tied, dtype, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "draft_dtype"), [("bfloat16", "fp8"), ("fp8", "bfloat16"), ("bfloat16", "int4")])
 def test_types_that_differ(dtype, draft_dtype, tmp_path):
-    """The embedding is bfloat16 in all of them; a head in FP8 is another matrix."""
+    """The embedding is bfloat16 for all these types and is shared; a head in FP8 is a separate matrix."""
     directories = save_pair(tmp_path, True)
     target, draft = both(directories, dtype, draft_dtype)
     assert draft.embed.weight is target.embed.weight
@@ -75,7 +75,7 @@ def test_types_that_differ(dtype, draft_dtype, tmp_path):
 
 
 def change(directory: Path, name: str) -> None:
-    """The last bit of the last number."""
+    """Flip the last bit of the last number."""
     file = directory / "model.safetensors"
     stored = load_file(file)
     stored[name].view(torch.int32)[-1, -1] ^= 1

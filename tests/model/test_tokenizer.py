@@ -1,5 +1,5 @@
-"""Decoding by bytes equals the `tokenizers` library's own, streams equal whole decodes, and settings are found where
-they are."""
+"""The tokenizer: decoding by bytes equals that of the `tokenizers` library, a stream equals decoding the whole text,
+and settings are read from all files that may hold them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def directory(request, tmp_path):
 
 
 def random_text(rng: random.Random) -> str:
-    """Words that the tokenizers know, and characters of every UTF-8 length."""
+    """Random text of words that the tokenizers know and characters of every UTF-8 length."""
     ranges = [(0x20, 0x7E), (0xA1, 0x24F), (0x3040, 0x30FF), (0x1F600, 0x1F64F)]
     parts = [
         rng.choice(CORPUS) if rng.random() < 0.2 else chr(rng.randint(*rng.choice(ranges)))

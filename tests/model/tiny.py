@@ -50,7 +50,7 @@ OF_FAMILY = {
     "qwen3_moe": {"qk_norm": True, "num_experts": 6, "experts_per_token": 3, "intermediate_size": 24},
     "mixtral": {"num_experts": 4, "experts_per_token": 2, "normalised_experts": True, "intermediate_size": 24},
 }
-"""What a tiny model of a family has of its own."""
+"""Settings that distinguish a family."""
 
 
 def tiny_config(family: str = "llama", **changes) -> ModelConfig:
@@ -75,7 +75,8 @@ def tiny_config(family: str = "llama", **changes) -> ModelConfig:
 
 
 def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
-    """Every weight is random, norms and biases too: a default of one or zero would hide a weight that is not used."""
+    """A decoder in which every weight is random, norms and biases included: initial ones and zeros would hide a weight
+    that is not used."""
     generator = torch.Generator().manual_seed(seed)
     model = Decoder(config).requires_grad_(False).eval()
     for name, weight in model.named_parameters():
@@ -84,8 +85,8 @@ def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
 
 
 def in_fp8(model: Decoder, activations: torch.dtype = torch.bfloat16) -> Decoder:
-    """The same weights, rounded. With activations of float32 a row's result does not depend on its company, as far as a
-    test can see."""
+    """Return the model with its matrices rounded to FP8. With activations in float32 the rest of a batch has no visible
+    effect on a row's result."""
     made = empty_decoder(model.config, model.reduce, FP8, model.embed.weight.device)
     for module in made.modules():
         if not isinstance(module, Linear) and not list(module.children()):
@@ -106,7 +107,8 @@ def save_tiny(directory: Path, seed: int = 0, **changes) -> Path:
 
 
 def save_byte_level(directory: Path, words: tuple[str, ...] = (), **settings) -> Path:
-    """A byte-level BPE with the specials of a chat model; `settings` go to tokenizer_config.json."""
+    """Save a byte-level BPE tokenizer with the special tokens of a chat model; `settings` go to
+    tokenizer_config.json."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -124,7 +126,7 @@ def save_byte_level(directory: Path, words: tuple[str, ...] = (), **settings) ->
 
 
 def numbers_tokenizer(size: int) -> Tokenizer:
-    """`size` ids that no text is made of; the last one ends the text."""
+    """A tokenizer of `size` ids that encodes no text; the last id ends texts."""
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab={f"<{i}>": i for i in range(size - 1)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
@@ -132,7 +134,7 @@ def numbers_tokenizer(size: int) -> Tokenizer:
 
 
 def save_sentencepiece(directory: Path, strip: bool = False) -> Path:
-    """A BPE with byte fallback in the manner of Llama 2."""
+    """Save a BPE tokenizer with byte fallback, like that of Llama 2."""
     tokens = [
         "<unk>",
         "<s>",

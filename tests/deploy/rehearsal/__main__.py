@@ -1,11 +1,11 @@
-"""The chart without a cluster: two replicas behind the router, installed, asked, upgraded, killed and drained, from the
-rendered manifests.
+"""Runs the chart's manifests without a cluster: two replicas behind the router are installed, called, upgraded, killed
+and drained.
 
     sudo python -m tests.deploy.rehearsal --directory /var/tmp/rehearsal
 
-Pods are processes of this machine in namespaces of their own; `cluster`, `pod` and `api` stand in for Kubernetes.
-Prints what it saw, then a table; exits with 1 if anything was not as docs/kubernetes.md says. Takes about five minutes
-and 12 GB."""
+Pods are local processes in namespaces of their own; `cluster`, `pod` and `api` stand in for Kubernetes. Prints its
+observations, then a table; exits with 1 if anything differs from docs/kubernetes.md. Takes about five minutes and 12
+GB."""
 
 from __future__ import annotations
 

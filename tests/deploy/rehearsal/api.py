@@ -1,5 +1,5 @@
-"""As much of Kubernetes' API as a router that looks for pods asks: their list, and a watch of what changes. Plain HTTP,
-no rights."""
+"""The part of Kubernetes' API with which a router discovers pods: a list of pods, and a watch of changes. Plain HTTP
+without authorisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.deploy.rehearsal.pod import Pod
 
 
 def selected(labels: dict[str, str], selector: str) -> bool:
-    """Of equalities alone."""
+    """Return whether labels match a selector, which may contain equalities only."""
     return all(
         labels.get(name) == value.lstrip("=")
         for name, _, value in (each.partition("=") for each in selector.split(",") if each)
@@ -34,7 +34,7 @@ class PodsApi:
         self._server.server_close()
 
     def tell(self, kind: str, pod: Pod) -> None:
-        """`ADDED`, `MODIFIED` or `DELETED`."""
+        """Send an event to all watchers; `kind` is `ADDED`, `MODIFIED` or `DELETED`."""
         event = {"type": kind, "object": pod.as_object()}
         with self._guard:
             for watcher in self._watchers:
@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def _watch(self, selector: str) -> None:
-        """What is there now, too: nothing that came between list and watch is lost."""
+        """Stream changes. The stream begins with all present pods, so that no change between list and watch is lost."""
         events: queue.Queue[dict] = queue.Queue()
         with self.api._guard:
             for pod in self.api._pods():

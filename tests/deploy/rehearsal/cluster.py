@@ -1,8 +1,7 @@
-"""What controllers do with a release: Deployments keep and replace pods, Services know who is ready, the API tells the
-router.
+"""The controllers' part of a release: Deployments keep and replace pods, Services know which pods are ready, and the
+API informs the router.
 
-Not here: scheduling, quotas, DNS that changes while a pod runs, a proxy between a Service and its pods.
-"""
+Not implemented: scheduling, quotas, DNS changes while a pod runs, a proxy between a Service and its pods."""
 
 from __future__ import annotations
 
@@ -50,7 +49,8 @@ class Cluster:
                 cluster._api.close()
 
     def apply(self, objects: list[dict]) -> None:
-        """Install, or upgrade: Deployments whose pods differ are rolled. Returns when all is as it should be."""
+        """Install or upgrade a release: Deployments whose pods differ are rolled out. Returns when all pods are
+        ready."""
         self._services = all_of_kind(objects, "Service")
         self._configs |= {name: each["data"] for name, each in all_of_kind(objects, "ConfigMap").items()}
         rolls: list[str] = []
@@ -75,7 +75,7 @@ class Cluster:
             raise failures[0]
 
     def of(self, deployment: str) -> list[Pod]:
-        """Its pods that are not told to end."""
+        """Return the pods of a Deployment that are not terminating."""
         return [pod for pod in self.pods if pod.name.startswith(f"{deployment}-rs") and not pod.deleted]
 
     def endpoints(self, service: str) -> list[Pod]:
@@ -83,12 +83,13 @@ class Cluster:
         return [pod for pod in self.pods if pod.ready and not pod.deleted and selector <= pod.labels.items()]
 
     def address(self, service: str) -> str | None:
-        """Of one after the other of its endpoints, as a proxy would choose; None without any."""
+        """Return the address of the next endpoint of a Service, in turn, as a proxy would choose it; None if there is
+        none."""
         found, port = self.endpoints(service), self._services[service]["spec"]["ports"][0]["port"]
         return f"{found[next(self._turns) % len(found)].address}:{port}" if found else None
 
     def run(self, template: dict, timeout: float) -> Pod:
-        """A pod that ends by itself. Raises TimeoutError."""
+        """Run a pod that ends by itself. Raises TimeoutError."""
         pod = self._start(template["metadata"]["name"], template)
         try:
             if not pod.containers[0].wait(timeout):
@@ -99,7 +100,7 @@ class Cluster:
             self.pods.remove(pod)
 
     def delete(self) -> None:
-        """Everything at once, as `helm uninstall` does. Returns when nothing is left."""
+        """Delete everything at once, like `helm uninstall`. Returns when nothing is left."""
         self._deployments.clear()
         going = list(self.pods)
         for pod in going:
@@ -108,7 +109,7 @@ class Cluster:
             pod.gone.wait()
 
     def _roll(self, name: str) -> None:
-        """A pod above the number wanted is started as far as `maxSurge` allows, and an old one ends when a new one is
+        """Roll out a Deployment: start new pods as far as `maxSurge` allows, and end an old pod whenever a new one is
         ready."""
         spec = self._deployments[name]["spec"]
         surge = spec.get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", 1)

@@ -1,7 +1,6 @@
-"""A container as a process here: its own mounts and processes, the pod's network, the command of the manifest.
+"""A container as a local process: mounts and processes of its own, the pod's network, and the command of the manifest.
 
-The image is this checkout in this environment, and what its Dockerfile says: entry point, and where commands are found.
-"""
+The image is this checkout in this Python environment, with the entry point and search path of its Dockerfile."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ from tests.deploy.chart import ROOT
 
 INIT = Path(__file__).with_name("init.py")
 OURS = (ROOT, Path(sys.prefix), Path(sys.base_prefix))
-"""What an image has of its own: still there where a volume is mounted over it."""
+"""Folders of the image that remain visible if a volume is mounted over them."""
 
 
 def entry_point(image: str) -> list[str]:
-    """Of an image of this repository, by its tag; without tini, which `init.py` stands in for."""
+    """Return the entry point of an image of this repository, by its tag. It omits tini, which `init.py` replaces."""
     (said,) = re.findall(
         r"^ENTRYPOINT (.*)$", (ROOT / f"deploy/docker/Dockerfile.{image.rsplit('-', 1)[-1]}").read_text(), re.MULTILINE
     )
@@ -51,7 +50,7 @@ def environment(spec: dict, secrets: dict[str, dict[str, str]], added: dict[str,
 
 
 class Container:
-    """One of a pod; it may be started again."""
+    """A container of a pod; it may be restarted."""
 
     def __init__(self, spec: dict, pause: int, log: Path, env: dict[str, str], volumes: dict[str, Path]) -> None:
         self.spec, self.name, self._pause, self._log, self.env = spec, spec["name"], pause, log, env
@@ -64,7 +63,7 @@ class Container:
         self.starts = 0
 
     def mount(self, source: Path, target: str) -> None:
-        """A file, before the container starts."""
+        """Mount a file. To be called before the container starts."""
         self._mounts.append((source, target, False))
 
     def start(self) -> None:
@@ -99,7 +98,7 @@ class Container:
         return [re.sub(r"\$\((\w+)\)", lambda name: self.env.get(name[1], name[0]), word) for word in words]
 
     def _places(self) -> list[list[object]]:
-        """Mounts, each with what of the image it would hide."""
+        """Return the mounts, each followed by the folders of the image that it would hide."""
         found: list[list[object]] = []
         for source, target, read_only in self._mounts:
             found.append([str(source), target, read_only])
@@ -111,7 +110,7 @@ class Container:
 
     @property
     def pid(self) -> int:
-        """Of its first process, as this machine calls it; 0 if there is none."""
+        """Pid of the container's first process, in this machine's pid namespace; 0 if there is none."""
         if not self._inside and self._process is not None:
             with suppress(psutil.NoSuchProcess):
                 children = psutil.Process(self._process.pid).children()
@@ -120,11 +119,11 @@ class Container:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, or has not been started."""
+        """Exit code; None while the container runs or if it has not been started."""
         return None if self._process is None else self._process.poll()
 
     def execute(self, command: list[str], timeout: float) -> int:
-        """Inside; 124 if it takes longer."""
+        """Run a command in the container and return its exit code; 124 if it exceeds `timeout`."""
         if not self.pid:
             return 125
         entered = ["nsenter", "-t", str(self.pid), "-m", "-p", "-n", "-i", "-u", "--", *command]

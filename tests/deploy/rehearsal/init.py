@@ -1,9 +1,9 @@
-"""The first process of a container: mounts what it is told, then runs its command, as tini does: signals are passed on,
-orphans reaped.
+"""The first process of a container: mounts what its arguments list, then runs the command. Like tini, it forwards
+signals and reaps orphans.
 
 init.py MOUNTS COMMAND..: MOUNTS is JSON, `{"mounts": [[source, target, read-only], ..], "readOnlyRoot": true}`. Uses
-nothing but Python's own library, and ends with the command's exit code; then the kernel ends everything else that ran
-in its process namespace."""
+only Python's standard library. It ends with the command's exit code; then the kernel ends all other processes of the
+namespace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount(settings: dict) -> None:
-    """Sources are opened first: a volume over /tmp would hide those that lie there."""
+    """Bind all mounts. Sources are opened first, because a volume over /tmp would hide sources that are there."""
     opened = [(os.open(source, os.O_PATH), target, read_only) for source, target, read_only in settings["mounts"]]
     for source, target, read_only in opened:
         bind(f"/proc/self/fd/{source}", target, MS_BIND | MS_REC)
@@ -37,8 +37,8 @@ def bind(source: str, target: str, flags: int) -> None:
 
 
 def end_with_the_rehearsal() -> None:
-    """Standard input is a pipe that nobody writes to: it is closed when the rehearsal's process ends, however it
-    ends."""
+    """End when standard input closes. It is a pipe to which nothing is written, and it closes when the main process of
+    the rehearsal ends in any way."""
     sys.stdin.read()
     os._exit(1)
 

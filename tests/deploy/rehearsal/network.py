@@ -1,4 +1,4 @@
-"""Addresses for pods: a bridge of this machine, and network namespaces on it. Needs to be root of a Linux machine."""
+"""Addresses for pods: a local network bridge with network namespaces. Needs root on Linux."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 def available() -> str:
-    """Why pods cannot be had here; empty if they can."""
+    """Return the reason why pods cannot run here; empty if they can."""
     if os.geteuid() != 0:
         return "not root"
     tried = subprocess.run(
@@ -20,7 +20,7 @@ def available() -> str:
 
 
 class Network:
-    """One a rehearsal, of 250 pods at most."""
+    """The network of one rehearsal, with at most 250 pods."""
 
     def __init__(self) -> None:
         number = os.getpid() % 60000
@@ -43,7 +43,7 @@ class Network:
             _ip("link", "del", self._bridge)
 
     def connect(self, pid: int) -> str:
-        """Gives the network namespace of this process an address, which it returns. It is gone with the namespace."""
+        """Give the network namespace of a process an address, and return it. It disappears with the namespace."""
         last = next(self._last)
         address, outside, inside = (
             f"{self._subnet}.{last}",

@@ -1,11 +1,9 @@
-"""A pod, and what a kubelet does with it: containers, probes, restarts, and the order in which it ends.
+"""A pod and the kubelet's part in it: containers, probes, restarts, and the order of termination.
 
-    deleted -> no endpoint any more; every container: its preStop hook, then SIGTERM; SIGKILL once
-    terminationGracePeriodSeconds, from the
-    start of the hooks, are over
+    deleted -> no longer an endpoint; for every container: its preStop hook, then SIGTERM;
+    SIGKILL terminationGracePeriodSeconds after the start of the hooks
 
-Not here: limits of memory and CPU, users, capabilities, seccomp, init containers.
-"""
+Not implemented: limits of memory and CPU, users, capabilities, seccomp, init containers."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ _versions = itertools.count(1)
 
 
 class Pod:
-    """Starts when it is made. `changed` is called, from its threads, when its readiness changes and when it is deleted.
-    `account`: how its containers reach the API, in the place of what Kubernetes mounts for a service account."""
+    """A pod, which starts when it is created. `changed` is called, from the pod's threads, when its readiness changes
+    and when it is deleted. `account` says how its containers reach the API, instead of Kubernetes' service account."""
 
     def __init__(
         self,
@@ -68,9 +66,9 @@ class Pod:
         self.ready_after: float | None = None
         self.ready, self.deleted, self.gone = False, False, threading.Event()
         self.killed: list[str] = []
-        """Containers that had not ended within the grace period."""
+        """Containers that did not end within the grace period."""
         self.took = 0.0
-        """Seconds to end."""
+        """Seconds that the pod took to end."""
         self.version = next(_versions)
         self._hands_off = threading.Event()
         self._threads = [threading.Thread(target=self._keep, args=(each,), daemon=True) for each in self.containers]
@@ -79,7 +77,7 @@ class Pod:
             thread.start()
 
     def _volume(self, volume: dict, configs: dict[str, dict[str, str]]) -> Path:
-        """Where it is on this machine."""
+        """Return the folder of a volume on this machine."""
         if "hostPath" in volume:
             return Path(volume["hostPath"]["path"])
         if "emptyDir" not in volume and "configMap" not in volume:
@@ -100,13 +98,13 @@ class Pod:
         return place
 
     def _give_hosts(self, container: Container, hosts: dict[str, str]) -> None:
-        """Names of Services, as DNS would answer them when the pod starts."""
+        """Mount a hosts file with the names of Services, as DNS resolves them when the pod starts."""
         path = self._folder / "hosts"
         path.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in hosts.items()))
         container.mount(path, "/etc/hosts")
 
     def _keep(self, container: Container) -> None:
-        """Starts it, asks its probes, and starts it again when it has ended or does not live."""
+        """Keep a container running: start it, run its probes, and restart it if it has ended or is not alive."""
         restarts = 0
         while not self._hands_off.is_set():
             container.start()
@@ -144,13 +142,13 @@ class Pod:
         if hook and container.exit_code is None:
             container.execute(hook["command"], max(0.0, deadline - time.monotonic()))
         container.send(signal.SIGTERM)
-        if not container.wait(max(2.0, deadline - time.monotonic())):  # a kubelet gives two seconds more
+        if not container.wait(max(2.0, deadline - time.monotonic())):  # a kubelet allows at least two seconds
             self.killed.append(container.name)
             container.send(signal.SIGKILL)
             container.wait(30)
 
     def delete(self) -> None:
-        """Returns at once; `gone` is set when nothing is left."""
+        """Begin to terminate the pod; `gone` is set when nothing is left."""
         if self.deleted:
             return
         self.deleted = True
@@ -173,7 +171,7 @@ class Pod:
         self.clean()
 
     def clean(self) -> None:
-        """At once, whatever still runs."""
+        """Kill all containers at once and clean up."""
         self._hands_off.set()
         for container in self.containers:
             container.send(signal.SIGKILL)
@@ -186,7 +184,7 @@ class Pod:
         self.gone.set()
 
     def as_object(self) -> dict:
-        """What Kubernetes' API says of it."""
+        """Return the pod as an object of Kubernetes' API."""
         metadata = {
             "name": self.name,
             "namespace": "llm",

@@ -1,4 +1,4 @@
-"""Probes as a kubelet runs them: gRPC, HTTP, TCP and commands, on their periods and thresholds."""
+"""Probes as a kubelet runs them: gRPC, HTTP, TCP and commands, with their periods and thresholds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.deploy.rehearsal.container import Container
 
 
 def passes(probe: dict, container: Container, address: str) -> bool:
-    """One try."""
+    """Return whether a single attempt succeeds."""
     timeout = probe.get("timeoutSeconds", 1)
     if "exec" in probe:
         return container.execute(probe["exec"]["command"], timeout) == 0
@@ -56,12 +56,12 @@ def _port(spec: dict, port: int | str) -> int:
 
 @dataclass
 class Watch:
-    """What came of one probe so far. `holds` changes after as many results alike as the manifest says."""
+    """The state of one probe. `holds` changes after the number of equal results that the manifest requires."""
 
     probe: dict | None
     holds: bool = False
     failed: bool = False
-    """As often in a row as the threshold."""
+    """The probe has failed as often in a row as its threshold."""
     _alike: int = 0
     _last: bool | None = None
     _next: float = field(default_factory=time.monotonic)

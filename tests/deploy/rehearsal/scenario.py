@@ -1,4 +1,4 @@
-"""What is done with the release, and what must hold."""
+"""The steps of the rehearsal, and the conditions that must hold."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from tests.rehearsal import Rehearsal
 from tests.vllm.load import HANG, Load
 
 REPLICAS, ROUTERS = "demo-smcserve", "demo-smcserve-router"
-"""Names of Deployments, and of Services."""
+"""Names of the Deployments and of their Services."""
 SECRETS = {"control": {"key": "control-key"}, "callers": {"key": "caller-key"}}
 CALLERS, REST = 3, 1.0
-"""What leaves room for replicas to start on a machine of two cores."""
+"""Number of callers and seconds between their calls: light enough for replicas to start on a machine of two cores."""
 STEADY = 20.0
-"""Seconds of load while nothing happens."""
+"""Seconds of load without any change."""
 
 
 def values(models: Path, version: str, replicas: int = 2, routers: int = 2) -> dict:
-    """Beside those of values-cpu.yaml."""
+    """Return the values that are merged over values-cpu.yaml."""
     sides = {side: {"path": f"/mnt/{version}/{side}"} for side in ("target", "draft")}
     return {
         "pod": {"replicas": replicas},
@@ -43,9 +43,9 @@ def values(models: Path, version: str, replicas: int = 2, routers: int = 2) -> d
 
 
 def make_models(folder: Path) -> dict[str, str]:
-    """Two versions of the pair, the second with other numbers in its target. Fingerprints of the targets, by
+    """Save two versions of the pair that differ in the numbers of the target. Returns the targets' fingerprints by
     version."""
-    from safetensors.torch import load_file, save_file  # and so torch, which takes its time
+    from safetensors.torch import load_file, save_file  # slow, because it imports torch
 
     for version in ("v1", "v2"):
         for side, source in (("draft", DRAFT), ("target", TARGET)):
@@ -56,7 +56,7 @@ def make_models(folder: Path) -> dict[str, str]:
 
 
 def metrics(pod: Pod, name: str, labels: str = "") -> list[tuple[str, float]]:
-    """Labels and value of each series; none while it does not answer."""
+    """Return (labels, value) of each series; empty if the pod does not answer."""
     try:
         with urllib.request.urlopen(f"http://{pod.address}:9400/metrics", timeout=5) as response:
             text = response.read().decode()
@@ -75,7 +75,7 @@ def running(pod: Pod) -> float:
 
 
 def weights(pod: Pod) -> str | None:
-    """What it serves, by what Prometheus would read."""
+    """Return the fingerprint of the weights that a pod serves, according to its metrics."""
     found = [re.search(r'[{,]weights="(\w+)"', "{" + has) for has, _ in metrics(pod, "smc_build_info")]
     return found[0][1] if found and found[0] else None
 
@@ -106,7 +106,7 @@ class Row:
 
 class ReleaseRehearsal(Rehearsal):
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True)  # there is none of an earlier release in it
+        directory.mkdir(parents=True)  # fails if an earlier run has left its files
         super().__init__(directory)
         self._rows: list[Row] = []
         self._clients: dict[str, openai.OpenAI] = {}
@@ -236,7 +236,7 @@ class ReleaseRehearsal(Rehearsal):
         self.must("no call hung", not load.ends["hanging"] and load.longest < HANG)
 
     def _client(self) -> openai.OpenAI:
-        """Of one of the routers that are ready, as a Service would choose."""
+        """Return a client of a router that is ready, as a Service would choose it."""
         address = self._cluster.address(ROUTERS)
         if address is None:
             raise ConnectionError("no router is ready")
