@@ -231,7 +231,8 @@ def test_who_has_not_begun_cannot_be_resized():
 
 
 def test_more_particles_than_there_is_memory_for():
-    """A resize that needs more pages than the whole pool is dropped; the request continues as it is, and ends."""
+    """A request that is alone and finds no pages to grow is preempted, and its resize is dropped; it continues as it
+    is, and ends."""
     engine = local_engine(pair(), EngineConfig(form="lockstep", block=3, pages=330))
     engine.submit(request(particles=8, min_particles=2, seed=1, max_tokens=110, ignore_eos=True, ess_threshold=0.0))
     counts, found = [], []
