@@ -136,7 +136,7 @@ def _patch_once() -> None:
 
 
 def _uses_the_language() -> tuple:
-    """The function whose globals tell the interpreter what to patch: it looks for `tl` and `core`."""
+    """Passed to the interpreter, which patches the language modules that it finds among a function's globals."""
     return tl, core
 
 

@@ -60,7 +60,7 @@ def install() -> None:
 
 
 def _replace(of: object, name: str, replacement: Callable[[Callable], Callable]) -> None:
-    """Replace `name` by what `replacement` makes of the interpreter's own function, its fallback."""
+    """Replace `name` in `of` by `replacement(original)`, which falls back to the original."""
     made = replacement(getattr(of, name))
     setattr(of, name, made)
     if of is core:

@@ -85,7 +85,7 @@ ASKED = [
 def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
     """Requests of several kinds in one round, and of one kind alone. Rejection runs with plain decoding only: in the
     interpreter a round of all kinds takes several times as long as its parts, and tests/kernels compares each stage of
-    such a round with the reference. The tests below use one form each, as the kernels are the same in both, and
+    a mixed round with the reference. The tests below use one form each, as the kernels are the same in both, and
     tests/kernels covers both."""
     expected = answers(local_engine(pair(family), config), ASKED[which])
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)

@@ -2,7 +2,7 @@
 
 The rounds come from an engine on a CPU. Kernel launches are intercepted where Triton's interpreter would run them, and
 are not run. Triton itself says which arguments the compiler distinguishes, so models have the dtype that they have on
-GPUs."""
+GPUs, and logits another one where something is added to them."""
 
 from __future__ import annotations
 

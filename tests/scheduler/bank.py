@@ -75,8 +75,8 @@ def votes(found: Answer) -> Counter:
 
 
 def distance(found: Sequence[Answer], law: dict) -> float:
-    """Total variation between `law` and the distribution of the answers, estimated from the weights of their particles.
-    This equals the precision of several times as many answers without particles."""
+    """Total variation between `law` and the distribution of the answers, estimated from the weights of their particles:
+    as precise as several times as many answers without weights."""
     mass: Counter = Counter()
     for answer in found:
         mass.update(votes(answer))

@@ -198,7 +198,7 @@ def test_trees_must_be_sure_to_be_faster_than_plain_decoding(config, promise, go
 
 
 def test_beside_rounds_of_the_target_alone_nothing_is_drafted():
-    """Those rounds run anyway: one more row in them costs nothing and brings as many tokens."""
+    """Rounds of the target alone run anyway: one more row in them costs nothing and brings as many tokens."""
     assert settled(CONFIGS[0], [EASY] * 2) == [8, 8]
     assert settled(CONFIGS[0], [EASY] * 2, OtherLoad(target=4)) == [0, 0]
     assert settled(CONFIGS[0], [EASY] * 2, OtherLoad(pair=2, pair_rows=16)) != [0, 0]

@@ -112,7 +112,7 @@ def test_values_that_are_refused(given: dict, message: str):
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_exact_answers_are_those_of_the_target(config: EngineConfig):
-    """In rounds with requests without penalties, whose answers are the same as alone."""
+    """Rounds are shared with requests without penalties; these answer as they do alone."""
     more = {"max_tokens": 14, "ignore_eos": True}
     how = {"target": {"method": "target"}, "exact": {"method": "exact", "particles": 3}}
     found = answers(
