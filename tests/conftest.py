@@ -1,4 +1,5 @@
-"""What tests of several folders share: commands run in this process, and torch on one thread."""
+"""Shared by the tests of several folders: commands run in this process, and settings of pytest, hypothesis and
+torch."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 
 pytest_plugins = ["tests.ungrouped"]
 
-# Before Ray is imported: every cluster of the tests, and whoever talks to one from here, has the same token.
+# Set before Ray is imported: every cluster of the tests and every client of one has the same token.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
-# torch asks for the name of every address that a store is reached at. Where nobody answers, a lost question costs five
-# seconds otherwise.
+# torch looks up the name of every address at which a store is reached. Without a DNS server that answers, a lost query
+# would cost five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# A busy machine is no failure: time is bounded by each test's timeout. Every run draws other examples, so that few a
-# run become many.
+# No deadline, as machines may be busy: each test's timeout bounds its time. Every run draws new examples, so that few
+# per run become many.
 settings.register_profile("patient", deadline=None, max_examples=20)
 settings.load_profile("patient")
 
@@ -39,8 +40,8 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays: collections need not look through its millions of objects, neither now nor
-    later."""
+    """Exclude imported and collected objects from garbage collection: they stay anyway, and there are millions of
+    them."""
     gc.disable()
     try:
         return (yield)
@@ -63,7 +64,7 @@ def smcserve(capsys, monkeypatch) -> Callable[..., Ran]:
 
 
 def in_this_process(run: Callable[[list[str]], int], capsys, monkeypatch) -> Callable[..., Ran]:
-    """Runs command lines, on a terminal too wide to wrap a line."""
+    """A function that runs command lines in this process, with a terminal wide enough that no line wraps."""
     monkeypatch.setenv("COLUMNS", "400")
 
     def call(*arguments: object) -> Ran:

@@ -1,5 +1,5 @@
-"""Triton's interpreter, for where there is no GPU. Imported before any kernel is: the setting is read when one is
-defined."""
+"""Triton's interpreter, with corrections and faster replacements of its slow parts, for machines without a GPU. It must
+be imported before any kernel: a kernel reads the setting when it is defined."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _shapes: dict[tuple, tuple[core.tuple, tl.constexpr]] = {}
 
 
 def _patch_index(tensor, scope) -> None:
-    """Triton 3.6's interpreter holds a scalar as an array of one element, which numpy 2.4 no longer takes for a loop's
-    bound."""
+    """Triton 3.6's interpreter holds a scalar as an array of one element, which numpy 2.4 no longer accepts as the
+    bound of a loop."""
     _patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
 def _dot(self, a, b, *rest):
-    """It also holds bfloat16 as uint16, and multiplies those as integers."""
+    """The interpreter holds bfloat16 as uint16 and would multiply these as integers: convert to float32 first."""
     a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
     return _create_dot(self, a, b, *rest)
 
 
 def _reduce(self, given):
-    """Its own way takes one entry after another, each through the combining function: here all of one half with all of
-    the other."""
+    """The interpreter combines one element after another. This combines one half of the array with the other half at
+    once."""
     arrays = [tensor.handle.data for tensor in given]
     if self.axis != 0 or self.keep_dims or arrays[0].ndim != 1:
         return _generic_reduce(self, given)
@@ -61,8 +61,8 @@ def _reduce(self, given):
 
 
 def _scan(self, given):
-    """Its own way takes one entry after another: here all at once with those before them, with those twice as far
-    before, and so on."""
+    """The interpreter combines one element after another. This combines all elements at once with their predecessors at
+    distance 1, then 2, 4 and so on."""
     arrays, distance = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in given], 1
     while distance < len(arrays[0]):
         before = [np.roll(array, distance, 0) for array in arrays]
@@ -75,14 +75,14 @@ def _scan(self, given):
 
 
 def _convert(data, from_type, to_type, rounding):
-    """When it rounds to FP8, it loses what is carried beyond the mantissa."""
+    """When the interpreter rounds to FP8, it loses the carry out of the mantissa: torch converts instead."""
     if to_type != tl.float8e4nv:
         return _convert_float(data, from_type, to_type, rounding)
     return torch.from_numpy(data.astype(np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 def _np_dtype(of: tl.dtype) -> np.dtype:
-    """It makes a table of all types for every value."""
+    """The interpreter builds a table of all types for every value: cache the result."""
     name = of.scalar.name
     if name not in _np_dtypes:
         _np_dtypes[name] = _get_np_dtype(of)
@@ -90,7 +90,7 @@ def _np_dtype(of: tl.dtype) -> np.dtype:
 
 
 def _block_type(self, element_ty: tl.dtype, shape) -> None:
-    """It writes the name of every block's type, and types of the numbers in its shape."""
+    """The interpreter formats the name of every block's type and the types of the numbers in its shape: cache both."""
     key = (element_ty.name, *(one.value if isinstance(one, tl.constexpr) else one for one in shape))
     if key not in _block_types:
         _make_block_type(self, element_ty, shape)
@@ -100,7 +100,7 @@ def _block_type(self, element_ty: tl.dtype, shape) -> None:
 
 
 def _tensor(self, handle, type: tl.dtype) -> None:
-    """It makes the shape of every value anew, number by number."""
+    """The interpreter creates the shape of every value anew: cache shapes."""
     sizes = (*type.shape,) if type.is_block() else ()
     if sizes not in _shapes:
         _shapes[sizes] = core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
@@ -109,14 +109,14 @@ def _tensor(self, handle, type: tl.dtype) -> None:
 
 
 def _to_one_shape(self, left, right) -> tuple:
-    """It makes a new shape to find that both have it already."""
+    """The interpreter creates a new shape even if both operands already have the same one."""
     return (left, right) if left.shape is right.shape else _broadcast(self, left, right)
 
 
 def _checked(
     self, left, right, allow_left_pointer=False, allow_right_pointer=False, arithmetic=True, div_or_mod=False
 ) -> tuple:
-    """It works out which type two values of one type are computed in."""
+    """The interpreter derives the result type even if both operands have the same type."""
     alike = type(left) is core.tensor and type(right) is core.tensor and left.dtype is right.dtype
     if alike and not div_or_mod and not left.dtype.is_ptr():
         return self.broadcast_impl_value(left, right)
@@ -124,19 +124,19 @@ def _checked(
 
 
 def _same_type(self, other) -> bool:
-    """Most types that it compares are the very same."""
+    """Most types that the interpreter compares are identical objects."""
     return self is other or _equal_types(self, other)
 
 
 def _patch_once() -> None:
-    """It patches the language anew for every call of every function, which takes a quarter of the time; here nothing
-    else is to be done with it than to interpret."""
+    """Patch the language once. The interpreter patches it for every call of every function, which takes a quarter of
+    the time; in this process it is only used for interpretation."""
     interpreter._patch_lang(_uses_the_language)
     interpreter._patch_lang = lambda _fn: interpreter._LangPatchScope()
 
 
 def _uses_the_language() -> tuple:
-    """By the names that are looked for among a function's globals."""
+    """Passed to the interpreter, which patches the language modules that it finds among a function's globals."""
     return tl, core
 
 
@@ -147,7 +147,7 @@ core.block_type.__init__, core.tensor.__init__ = _block_type, _tensor
 TritonSemantic.broadcast_impl_value = _to_one_shape
 TritonSemantic.binary_op_type_checking_impl = _checked
 core.dtype.__eq__ = _same_type
-# It would work out whether sums of integers overflow, and say nothing of it unless it debugs.
+# The interpreter would check sums of integers for overflow, and report it only when debugging.
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 _patch_once()
 interpreter_operators.install()

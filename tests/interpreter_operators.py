@@ -1,8 +1,9 @@
-"""What kernels do most in Triton's interpreter, done by NumPy at once where all types are plain.
+"""The most frequent operations of kernels in Triton's interpreter, computed by a single NumPy call where all types are
+plain.
 
-For every single operation it asks which types there are, which shapes, and what becomes of them, which takes 80
-microseconds; kernels that work on few numbers have hundreds of thousands of operations. What is not plain is left to
-it: types to be promoted, halves of floats, numbers out of range."""
+For every operation the interpreter derives types and shapes, which takes 80 microseconds, and kernels on few numbers
+run hundreds of thousands of operations. Other cases are left to the interpreter: types to be promoted, 16-bit floats,
+numbers out of range."""
 
 from __future__ import annotations
 
@@ -18,20 +19,20 @@ PLAIN = {
     **{f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (32, 64)},
     **{f"fp{bits}": np.dtype(f"float{bits}") for bits in (32, 64)},
 }
-"""The types that NumPy computes in just as Triton does."""
+"""Types for which NumPy computes the same results as Triton."""
 WHOLE = {name: dtype for name, dtype in PLAIN.items() if dtype.kind in "iu"}
 FLOATS = {name: dtype for name, dtype in PLAIN.items() if dtype.kind == "f"}
 LOGICAL = {**WHOLE, "int1": np.dtype(bool)}
 CAST = {**PLAIN, **LOGICAL}
 MIXED = {("int32", "int64"): tl.int64, ("int64", "int32"): tl.int64}
-"""Two types and the one that both become, as in NumPy."""
+"""Pairs of types with the type that both are promoted to, as in NumPy."""
 ZEROS = {name: np.zeros(1, dtype) for name, dtype in PLAIN.items()}
 _numbers: dict[tuple, np.ndarray | None] = {}
 _block_types: dict[tuple, core.block_type] = {}
 
 
 def install() -> None:
-    """To be called once the interpreter has put its own operators in."""
+    """Replace the interpreter's operators. Must be called after the interpreter has installed its own."""
     sums, bits = {**PLAIN, **MIXED}, (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
     for name, of in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
         _replace(core.tensor, f"__{name}__", _binary(of, sums))
@@ -59,7 +60,7 @@ def install() -> None:
 
 
 def _replace(of: object, name: str, replacement: Callable[[Callable], Callable]) -> None:
-    """`replacement` gets the interpreter's own function, for what it leaves to it."""
+    """Replace `name` in `of` by `replacement(original)`, which falls back to the original."""
     made = replacement(getattr(of, name))
     setattr(of, name, made)
     if of is core:
@@ -67,7 +68,8 @@ def _replace(of: object, name: str, replacement: Callable[[Callable], Callable])
 
 
 def _binary(of: Callable, types: dict, made: core.dtype | None = None) -> Callable[[Callable], Callable]:
-    """Of two tensors or a tensor and a number; `made`: the result's type, if it is not that of both."""
+    """An operation on two tensors, or a tensor and a number. `made`: the type of the result, if it is not that of the
+    operands."""
 
     def replacement(slow: Callable) -> Callable:
         def fast(left: core.tensor, right: object, **options: object) -> core.tensor:
@@ -95,17 +97,17 @@ def _from_right(right: np.ndarray, left: np.ndarray) -> np.ndarray:
 
 
 def _divided(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Towards zero."""
+    """Quotient, rounded towards zero."""
     return (left - np.fmod(left, right)) // right
 
 
 def _high_half(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Of the 64 bits of a product."""
+    """Upper 32 bits of the 64-bit product."""
     return (left.astype(np.uint64) * right.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
 
 
 def _tensor(values: np.ndarray, dtype: core.dtype, block: bool) -> core.tensor:
-    """A scalar is held as an array of one, too."""
+    """A tensor of `values`; a scalar is an array of one element as well."""
     return core.tensor(TensorHandle(values, dtype), _block_type(dtype, values.shape) if block else dtype)
 
 
@@ -117,7 +119,7 @@ def _block_type(dtype: core.dtype, shape: tuple[int, ...]) -> core.block_type:
 
 
 def _number(value: object, dtype: core.dtype) -> np.ndarray | None:
-    """A number as one of the type of a tensor that it stands beside, if it becomes one."""
+    """A number converted to the type of the tensor that it is combined with, or None if it cannot be."""
     value = value.value if type(value) is tl.constexpr else value
     key = value, type(value), dtype.name
     if key not in _numbers:
@@ -129,14 +131,14 @@ def _converted(value: object, dtype: np.dtype | None) -> np.ndarray | None:
     if dtype is None or type(value) not in (int, float):
         return None
     if type(value) is float:
-        # To 64 bits it is rounded in one operator and not in another.
+        # Operators disagree on rounding a float to 64 bits.
         return np.array([value or 0.0], dtype) if dtype == np.float32 else None
     low, high = (0, 2**32) if dtype.kind == "u" else (-(2**31), 2**31)
     return np.array([value], dtype) if low <= value < high else None
 
 
 def _moved(slow: Callable) -> Callable:
-    """A pointer by an offset: its bytes wrap around, as negative ones want."""
+    """A pointer plus an offset in elements: bytes wrap around, as negative offsets require."""
 
     def fast(pointer: core.tensor, offset: object) -> core.tensor:
         dtype = pointer.dtype
@@ -182,7 +184,7 @@ def _cast(slow: Callable) -> Callable:
 
 
 def _pointed_at(pointer: core.tensor, mask: object) -> core.dtype | None:
-    """The type of what a tensor of pointers names, where some of it may be masked."""
+    """The element type of a tensor of pointers, if the access is masked and the type plain; otherwise None."""
     of = pointer.dtype.element_ty if type(pointer.dtype) is core.pointer_type else None
     if of is None or of.name not in PLAIN or type(mask) is not core.tensor or mask.dtype is not tl.int1:
         return None
@@ -220,7 +222,7 @@ def _store(slow: Callable) -> Callable:
 
 
 def _fit(where: np.ndarray, *values: np.ndarray) -> bool:
-    """Whether they have the shape of the pointers, but for sizes of one."""
+    """Whether the shapes of `values` broadcast to that of the pointers."""
     return all(
         one.ndim <= where.ndim and all(size in (1, wide) for size, wide in zip(one.shape[::-1], where.shape[::-1]))
         for one in values

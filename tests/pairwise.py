@@ -1,7 +1,7 @@
-"""Few cases of many: of a product of parameters those in which every value meets every value of each other parameter.
+"""Pairwise testing: a subset of a product of parameters in which every value meets every value of each other parameter.
 
-What goes wrong for one value, or for two together, some case shows. A full product has three together as well, at
-several times the price."""
+Faults caused by one value or by a pair of values appear in some case of the subset. The full product would cover
+triples as well, at several times the cost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 
 def few(cases: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple[Any, ...]]:
-    """Of these cases so few that all pairs of values that are in any (or all values, `together` 1) are in them: always
-    the case that has most new ones next, of several the first."""
+    """A subset of `cases` that contains all pairs of values that occur in them (with `together` 1: all values). Greedy:
+    the next case is the one with the most pairs not yet covered, the first of several."""
     held = [(case, _groups(case, together)) for case in cases]
     wanted: set[tuple] = set().union(*(groups for _, groups in held))
     found = []
@@ -26,14 +26,16 @@ def few(cases: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple[Any, 
 
 
 def few_of_pairs(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """`few`, of which `make test` tries those that hold every value once; the other pairs are left to the whole run."""
+    """`few`, with a part of it in `make test`: cases that contain every value once. The other pairs run in the whole
+    run only."""
     every = list(cases)
     once = few(every, together=1)
     return [*once, *(pytest.param(*one, marks=pytest.mark.slow) for one in few(every) if one not in once)]
 
 
 def one_of(chosen: Any, *others: Any) -> list[Any]:
-    """A case for `make test`; others, which hold to the same rule by the same code, are left to the whole run."""
+    """Run `chosen` in `make test`. `others` test the same behaviour through the same code, and run in the whole run
+    only."""
     return [
         chosen,
         *(pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.slow) for one in others),
@@ -41,5 +43,5 @@ def one_of(chosen: Any, *others: Any) -> list[Any]:
 
 
 def _groups(case: tuple[Any, ...], size: int) -> set[tuple]:
-    """Values by name: some have no hash."""
+    """Values are compared by their text, as some have no hash."""
     return set(combinations([(axis, repr(value)) for axis, value in enumerate(case)], size))

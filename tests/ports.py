@@ -1,4 +1,4 @@
-"""Ports that nobody uses, for programs that cannot choose their own."""
+"""Unused ports, for programs that cannot choose their own."""
 
 from __future__ import annotations
 

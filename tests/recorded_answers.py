@@ -1,14 +1,14 @@
-"""Recorded answers of an engine in one process: compare with them after a change that must not change what it does.
+"""Recorded answers of an engine in one process, to compare with after a change that must not alter behaviour.
 
     python -m tests.recorded_answers --write FILE      runs every scenario, and stores the answers
     python -m tests.recorded_answers --compare FILE    runs every scenario; exits 1 at the first answer that differs
     --only SUBSTRING    runs the scenarios whose names contain it; the others stay as they are in FILE
-    --kernels           runs the scenarios of the Triton kernels as well, in the interpreter where there is no GPU
+    --kernels           also runs the scenarios of the Triton kernels, in the interpreter if there is no GPU
 
-A scenario is an engine, the requests that arrive at given steps, and what happens to them at given steps. Its clock
-counts steps, so no record depends on how long anything takes. Every request has a seed. Floats are rounded to four
-decimals. A processor of another kind, or another version of torch, may round products otherwise: write the file on the
-machine on which you compare, from the code before the change.
+A scenario is an engine, requests that arrive at given steps, and events at given steps. Its clock counts steps, so no
+record depends on real time. Every request has a seed. Floats are rounded to four decimals. Another type of processor or
+version of torch may round products differently: write the file on the machine on which you compare, with the code
+before the change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-# Every name of the project stands here, so that this block alone changes where modules move.
+# All imports from the project are here, so that only this block changes when modules move.
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, Output, Particle, Request
@@ -49,19 +49,19 @@ from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.pairs import letter_tokenizer, peaked, tiny_pair
 
 PARTS_OF_A_DEVICE = "smc.local_engine.ops_for"
-"""The function that an engine asks for its parts."""
+"""The function that returns an engine's operations for a device."""
 INTERPRETER, KERNELS = "tests.interpreter", "smc.executor.triton_ops"
-"""Modules that need Triton; the first is imported before the second, and both only if kernels are asked for."""
+"""Modules that need Triton. The first is imported before the second, and both only with `--kernels`."""
 
 Settings = dict[str, Any]
 Record = dict[str, Any]
 Records = dict[str, Record]
-"""By the name of a request, and `EVENTS` for what is told of no request."""
+"""Records by request id, and under `EVENTS` what belongs to no request."""
 
 EVENTS = "events"
 DECIMALS = 4
 LONGEST_SCENARIO = 4000
-"""Steps; a scenario that takes more does not end."""
+"""Maximum number of steps; a scenario that takes more is taken for endless."""
 
 WAYS: dict[str, Settings] = {
     "distinct": {"method": "smc", "population": "distinct"},
@@ -101,7 +101,7 @@ LAWS: dict[str, Settings] = {
     "residual": {"ess_threshold": 0.9, "resampling": "residual", "alpha": 1.3},
     "ssp": {"ess_threshold": 0.9, "resampling": "ssp", "top_p": 0.9, "logprobs": True},
 }
-"""What may be asked for. A way that a law has no effect with is left out."""
+"""Settings to combine with every way of `WAYS`, except where they have no effect."""
 LETTER_LAWS: tuple[Settings, ...] = (
     {"particles": 6, "ess_threshold": 1.0, "logprobs": True},
     {"particles": 3, "resampling": "multinomial", "stop": ("ab", "cca"), "logprobs": True},
@@ -114,7 +114,7 @@ LETTER_LAWS: tuple[Settings, ...] = (
     {"method": "exact", "particles": 6, "temperature": 0.0},
     {"particles": 4, "alpha": 2.0, "min_tokens": 6, "logit_bias": {1: 1.5}},
 )
-"""Of requests to pairs that have a few letters as their vocabulary."""
+"""Settings of requests to pairs whose vocabulary is a few letters."""
 HUNGRY_LAWS: tuple[Settings, ...] = (
     {"particles": 2, "ess_threshold": 0.0},
     {"particles": 3, "ess_threshold": 0.0},
@@ -122,26 +122,26 @@ HUNGRY_LAWS: tuple[Settings, ...] = (
     {"method": "exact", "particles": 4},
     {"particles": 4, "ess_threshold": 0.0, "min_particles": 2, "alpha": 1.4},
 )
-"""Of requests whose rows share little memory."""
+"""Settings of requests whose rows share little memory."""
 LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=3), EngineConfig(block=3, branches=4)
 FORMS = {"lockstep": LOCKSTEP, "look-ahead": LOOKAHEAD}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """An engine, and what happens to it. `steps` name what is done before a step, by its number."""
+    """An engine and what happens to it. `steps` lists the actions before a step, by its number."""
 
     name: str
     pair: Callable[[], ModelPair]
     config: EngineConfig
     requests: Sequence[Request] | Callable[[ModelPair], Sequence[Request]]
     arrivals: Mapping[str, int] = field(default_factory=dict)
-    """The step before which a request is submitted; 0 if it is not given."""
+    """The step before which a request is submitted; 0 if not given."""
     steps: Mapping[int, Sequence[Callable[[Engine], object]]] = field(default_factory=dict)
     prepare: Callable[[Engine], None] = lambda engine: None
-    """What is done to the engine before all."""
+    """Changes the engine before the first step."""
     parts: Callable[[], RoundOps] | None = None
-    """What rounds are made of; None: what the engine chooses for a CPU."""
+    """The operations of rounds; None: those that the engine chooses for a CPU."""
 
     @property
     def category(self) -> str:
@@ -149,7 +149,8 @@ class Scenario:
 
 
 class Padded(StageRunner):
-    """Rounds as on a GPU: padded to few shapes, and asked for before the last is read; but run as they are."""
+    """Pads rounds to few shapes and lets the next round be requested before the last is read, as on a GPU, but captures
+    no graphs."""
 
     records = True
 
@@ -164,14 +165,14 @@ def demo_pair() -> ModelPair:
 
 @cache
 def demo_pair_of_few_tokens() -> ModelPair:
-    """The draft proposes from 200 of its 512 tokens."""
+    """The demo pair with a draft that proposes 200 of its 512 tokens."""
     pair = demo_pair()
     ids = sorted({*pair.tokenizer.eos_ids, *pair.tokenizer.special_ids, *range(4, 200), 300, 400})
     return replace(pair, draft_head=DraftVocab(np.array(ids), pair.tokenizer.size, 0.05).head(pair.draft))
 
 
 def letters() -> ModelPair:
-    """Five tokens, of which the last ends a text."""
+    """A pair with five tokens; the last one ends a text."""
     return tiny_pair(5, max_context=128)
 
 
@@ -183,7 +184,7 @@ def letters_of_few_tokens() -> ModelPair:
 
 @cache
 def family_pair(family: str) -> ModelPair:
-    """Random models of a family, with heads that the kernels can do."""
+    """Random models of a family, with head sizes that the kernels support."""
     shape = {"vocab_size": 8, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "max_context": 64}
     draft, target = (
         peaked(random_decoder(tiny_config(family, num_layers=layers, **shape), seed), 0.4)
@@ -201,26 +202,27 @@ def questions() -> tuple[str, ...]:
 
 
 def demo_prompt(pair: ModelPair, number: int) -> tuple[int, ...]:
-    """A question that breaks off: after whole ones, the laws of this pair are so sharp that all methods agree."""
+    """The beginning of a question. After whole questions the distributions of this pair are so sharp that all methods
+    agree."""
     whole = pair.tokenizer.chat([{"role": "user", "content": questions()[number % 16]}])
     return tuple(whole[: 24 + number % 9])
 
 
 def letter_prompt(number: int, size: int) -> tuple[int, ...]:
-    """Letters in no order, and never the token that ends a text."""
+    """A fixed irregular sequence of letters, without the token that ends a text."""
     return tuple((number * 7 + i * i + i // 3) % 4 for i in range(size))
 
 
 def some_request(
     name: str, prompt: Sequence[int], negative: Sequence[int] = (2, 1, 0), salt: str = "", **params: Any
 ) -> Request:
-    """`negative` is the negative prompt of a request that is guided."""
+    """A request; `negative` is its negative prompt if it is guided."""
     given = SamplingParams(**params)
     return Request(name, tuple(prompt), given, salt, negative_prompt=tuple(negative) if given.guided else None)
 
 
 def has_effect(settings: Settings) -> bool:
-    """Whether a method accepts all that is asked for."""
+    """Whether `SamplingParams` accepts the settings."""
     try:
         SamplingParams(**settings)
     except ValueError:
@@ -229,12 +231,12 @@ def has_effect(settings: Settings) -> bool:
 
 
 def with_rows(way: str, count: int) -> Settings:
-    """Settings of a way, with so many particles if it has any."""
+    """Settings of a way, with `count` particles if it has any."""
     return WAYS[way] | ({} if way in ("target", "draft") else {"particles": count})
 
 
 def every_way(pair: ModelPair, temperature: float, first: int) -> list[Request]:
-    """A question decoded in every way that the temperature allows; the number of particles varies."""
+    """Questions decoded in every way that the temperature allows; the number of particles varies."""
     asked = []
     for number, way in enumerate(WAYS):
         settings = with_rows(way, (1, 2, 4, 8)[(first + number) % 4]) | {"temperature": temperature}
@@ -245,7 +247,8 @@ def every_way(pair: ModelPair, temperature: float, first: int) -> list[Request]:
 
 
 def every_way_by_law(pair: ModelPair, law: str, parity: int) -> list[Request]:
-    """A question decoded by a law, in every other way that it has an effect on; `parity` says which."""
+    """A question with the settings of a law, decoded in every second way that it has an effect on; `parity` selects
+    which half."""
     asked, number = [], list(LAWS).index(law)
     for index, way in enumerate(WAYS):
         settings = with_rows(way, 4) | LAWS[law]
@@ -297,14 +300,16 @@ def find_draft(pages: int) -> Callable[[Engine], object]:
 
 
 def expect_short_answers(engine: Engine) -> None:
-    """The engine starts more requests than it has pages for, and does not learn from that; so some have to give way."""
+    """Make the engine expect short answers and learn nothing: it starts more requests than it has pages for, so some
+    are preempted."""
     engine.forecast.learn_answer = lambda share: None
     engine.forecast.follow = lambda groups: None
     engine.forecast.answer_share = 0.1
 
 
 def with_costs(draft: float, row: float, target: float, alone: float) -> Callable[[Engine], None]:
-    """Seconds of a draft step, what another row adds to it, and seconds of a target pass in rounds and alone."""
+    """A fixed latency model, in seconds: a draft step, what another row adds to it, and a target pass in rounds and
+    alone."""
     costs = LatencyModel(
         draft=ModelLatency(LatencyCurve(((1, draft), (64, draft + 63 * row))), 1e-8),
         target=ModelLatency(LatencyCurve(((1, target), (256, 1.5 * target))), 2e-8),
@@ -399,7 +404,7 @@ def seed_scenarios() -> Iterator[Scenario]:
 
 
 def draft_vocab_scenarios() -> Iterator[Scenario]:
-    """A draft that proposes from a few tokens."""
+    """A draft that proposes only a few tokens."""
     for form, config in FORMS.items():
 
         def asked(pair: ModelPair) -> list[Request]:
@@ -415,7 +420,7 @@ def draft_vocab_scenarios() -> Iterator[Scenario]:
 
 
 def long_prompt_scenarios() -> Iterator[Scenario]:
-    """A long prompt is run in chunks, beside requests that have begun, and the negative prompt is a long one, too."""
+    """Long prompts, and a long negative prompt, run in chunks beside running requests."""
     for form, config in FORMS.items():
 
         def asked(pair: ModelPair) -> list[Request]:
@@ -435,7 +440,8 @@ def long_prompt_scenarios() -> Iterator[Scenario]:
 
 
 def prefix_scenarios() -> Iterator[Scenario]:
-    """A prompt, again, longer, cut short, and with another salt; one after another, and side by side."""
+    """A prompt, then the same again, a longer one, a shorter one, and the same with another salt; one after another,
+    and side by side."""
     prompt = letter_prompt(2, 50)
     prompts = {
         "first": prompt,
@@ -462,7 +468,8 @@ def prefix_scenarios() -> Iterator[Scenario]:
 
 
 def mixed_scenarios() -> Iterator[Scenario]:
-    """Requests of mixed kinds arrive one after another; rounds are padded, asked for ahead, or in cohorts."""
+    """Requests of mixed kinds arrive one after another, in rounds that are padded, requested ahead, or split into
+    micro-batches."""
     cases = {
         "lockstep": (LOCKSTEP, None),
         "lockstep padded in cohorts": (replace(LOCKSTEP, cohorts=2, block=2), padded_ops),
@@ -501,7 +508,7 @@ def abort_scenarios() -> Iterator[Scenario]:
 
 
 def preemption_scenarios() -> Iterator[Scenario]:
-    """The pool is too small for all requests: some give way, or have fewer particles."""
+    """The pool is too small for all requests: some are preempted, or lose particles."""
     cases = {"lockstep": (LOCKSTEP, 300, None), "look-ahead": (replace(LOOKAHEAD, branches=2), 280, padded_ops)}
     for name, (form, pages, parts) in cases.items():
         config = replace(form, pages=pages, prefill_chunk=16)
@@ -514,7 +521,7 @@ def preemption_scenarios() -> Iterator[Scenario]:
 
 
 def resize_scenarios() -> Iterator[Scenario]:
-    """Populations become smaller and larger on the way."""
+    """Populations shrink and grow while they run."""
     for (form, config), parts in itertools.product(FORMS.items(), (None, padded_ops)):
         law = {"particles": 8, "min_particles": 2, "max_tokens": 50, "ignore_eos": True, "return_particles": True}
         asked = [
@@ -531,7 +538,8 @@ def resize_scenarios() -> Iterator[Scenario]:
 
 
 def lost_draft_scenarios() -> Iterator[Scenario]:
-    """The draft is lost in the middle, and another comes, twice. What needs it is dropped or refused meanwhile."""
+    """The draft is lost while requests run, and replaced, twice. Requests that need it are dropped or refused
+    meanwhile."""
     cases = {
         "lockstep": (LOCKSTEP, None),
         "look-ahead": (LOOKAHEAD, None),
@@ -571,7 +579,7 @@ def lost_draft_scenarios() -> Iterator[Scenario]:
 
 
 def cost_scenarios() -> Iterator[Scenario]:
-    """Fixed costs decide how large trees of exact decoding are, and whether anything is drafted."""
+    """A fixed latency model decides the tree sizes of exact decoding, and whether the draft is used."""
     costs = {
         "a cheap draft": with_costs(1e-4, 1e-6, 1e-2, 1e-2),
         "dear rows": with_costs(5e-4, 5e-4, 4e-3, 4e-3),
@@ -590,7 +598,7 @@ def cost_scenarios() -> Iterator[Scenario]:
 
 
 def budget_scenarios() -> Iterator[Scenario]:
-    """Time is up, by a clock that counts steps: for some while they wait, for others in the middle."""
+    """Time budgets end, by a clock that counts steps: of some requests in the queue, of others while they run."""
     for form, config in FORMS.items():
         law = {"max_tokens": 60, "ignore_eos": True, "logprobs": True}
         asked = [
@@ -607,7 +615,7 @@ def budget_scenarios() -> Iterator[Scenario]:
 
 
 def kernel_scenarios() -> Iterator[Scenario]:
-    """A few short answers, each kind through the kernels."""
+    """A few short answers of each kind through the Triton kernels."""
     more = {"max_tokens": 4, "logprobs": True}
     ahead = [
         some_request("distinct", [1, 2, 3], particles=2, seed=4, min_tokens=3, logit_bias={2: 1.5, 7: -2}, **more),
@@ -642,7 +650,7 @@ class Run:
         self._told: list[object] = []
 
     def records(self) -> Records:
-        """What became of every request, and what was told of none."""
+        """The record of every request, and the events that belong to no request."""
         while self._waiting or not self._engine.idle:
             assert self._step < LONGEST_SCENARIO, f"{self._scenario.name} does not end"
             self._submit()
@@ -669,7 +677,7 @@ class Run:
             self._tell(lambda act=act: act(self._engine))
 
     def _tell(self, act: Callable[[], object]) -> None:
-        """Do something, and note what it returns or why it is refused."""
+        """Call `act`, and note what it returns or why it is refused."""
         try:
             told = act()
         except (NoDraft, ValueError) as error:
@@ -679,7 +687,7 @@ class Run:
 
 
 def made_of(parts: Callable[[], RoundOps] | None) -> AbstractContextManager:
-    """Engines that are built meanwhile have these parts."""
+    """Engines built in this context have these operations."""
     if parts is None:
         return nullcontext()
     made = parts()
@@ -687,7 +695,7 @@ def made_of(parts: Callable[[], RoundOps] | None) -> AbstractContextManager:
 
 
 def record_of(outputs: Sequence[Output]) -> Record:
-    """An answer with what was streamed of it; only the latter where there is no answer."""
+    """An answer with its streamed pieces, or the pieces alone if there is no answer."""
     streamed = {
         "pieces": [len(output.tokens) for output in outputs],
         "streamed_tokens": list(itertools.chain(*(output.tokens for output in outputs))),
@@ -731,7 +739,7 @@ def record_of_particle(particle: Particle) -> Record:
 
 
 def rounded(value: Any) -> Any:
-    """As JSON gives it back, with floats rounded; those that are not finite are text."""
+    """The value as JSON returns it, with floats rounded; non-finite floats become text."""
     if isinstance(value, dict):
         return {name: rounded(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -749,7 +757,7 @@ def read_file(path: Path) -> dict[str, Records]:
 
 
 def write_file(path: Path, found: Mapping[str, Records]) -> None:
-    """One line for each record, so that a difference of two files names the answer."""
+    """Write one line for each record, so that a diff of two files shows the answer that differs."""
     lines = []
     for name, records in found.items():
         each = [f"{json.dumps(key)}:{json.dumps(record, separators=(',', ':'))}" for key, record in records.items()]
@@ -758,7 +766,7 @@ def write_file(path: Path, found: Mapping[str, Records]) -> None:
 
 
 def difference(expected: Any, found: Any, where: str) -> str | None:
-    """The first place where two records differ, and what stands there in both."""
+    """The first position where two records differ, and both values there."""
     if isinstance(expected, dict) and isinstance(found, dict):
         keys = [*expected, *(key for key in found if key not in expected)]
         pairs = ((f"{where}.{key}", expected.get(key), found.get(key)) for key in keys)
@@ -771,7 +779,7 @@ def difference(expected: Any, found: Any, where: str) -> str | None:
 
 
 def first_difference(recorded: Mapping[str, Records], found: Mapping[str, Records]) -> str | None:
-    """The scenario, the request and the field."""
+    """The first difference, with scenario, request and field."""
     for name, records in found.items():
         if name not in recorded:
             return f"scenario {name!r} is not recorded"
@@ -811,7 +819,8 @@ def main() -> int:
 
 
 def store(path: Path, known: Sequence[Scenario], chosen: Sequence[Scenario]) -> int:
-    """Records of scenarios that were not run stay as they are; those of scenarios that no longer exist go."""
+    """Run the chosen scenarios and write the file. Records of other scenarios stay as they are; those of scenarios that
+    no longer exist are removed."""
     recorded = read_file(path) if path.exists() else {}
     found, seconds = {}, {}
     for one in chosen:
@@ -825,7 +834,7 @@ def store(path: Path, known: Sequence[Scenario], chosen: Sequence[Scenario]) -> 
 
 
 def compare(path: Path, known: Sequence[Scenario], chosen: Sequence[Scenario]) -> int:
-    """Stops at the first scenario that differs."""
+    """Run the chosen scenarios until one differs from its record. Returns the exit code."""
     recorded = read_file(path)
     if gone := sorted(set(recorded) - {one.name for one in known}):
         print(f"scenario {gone[0]!r} is recorded and no longer exists")

@@ -1,4 +1,5 @@
-"""What rehearsals have in common that are too heavy for the tests: they say what they see, and what did not hold."""
+"""Common part of the rehearsals, checks that are too heavy for the tests: they report what they observe, and what
+failed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Rehearsal:
             self.failed.append(what)
 
     def until(self, what: str, condition: Callable[[], bool], timeout: float) -> float:
-        """How long it took. Raises SystemExit if it took longer than `timeout` seconds."""
+        """Wait for a condition; return the seconds it took. Raises SystemExit if it took longer than `timeout`
+        seconds."""
         begin = time.monotonic()
         while not condition():
             if time.monotonic() - begin > timeout:
@@ -34,7 +36,7 @@ class Rehearsal:
         return took
 
     def verdict(self) -> int:
-        """Exit code."""
+        """Print the result; return the exit code."""
         self.say(
             "everything was as it should be" if not self.failed else f"NOT as it should be: {'; '.join(self.failed)}"
         )

@@ -1,7 +1,6 @@
-"""Laws of the target's and the proposal's laws, against a slow float64 version of one row at a time.
+"""Distributions of target and proposal, against a slow float64 version of one row at a time.
 
-Axes: R rows, V vocabulary.
-"""
+Axes: R rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from hypothesis import strategies as st
 
 from smc.distributions import Distributions, DistributionSpec
 
-# Logits are multiples of 1/8: what is a tie in float64 is one in float32, and what is none is none.
+# Logits are multiples of 1/8, so that float64 and float32 have the same ties.
 logit = st.integers(-64, 64).map(lambda k: k / 8)
 temperature = st.sampled_from([0.25, 0.5, 0.7, 1.0, 1.5, 4.0])
-# A share too small for float32 is none there, but no neutral value.
+# A share too small for float32 becomes 0 there, which must not mean "no truncation".
 share = st.floats(1 / 64, 1.0, width=32) | st.sampled_from([1e-50, 1e-44, 1e-30])
 TOLERANCE = 2e-5
 examples = settings(max_examples=10, deadline=None)
@@ -27,7 +26,7 @@ examples = settings(max_examples=10, deadline=None)
 
 @dataclass(frozen=True)
 class Spec:
-    """One row's settings; the defaults switch everything off."""
+    """Settings of one row; the defaults switch everything off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -74,7 +73,7 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
 
 
 def truncate(law: list[float], spec: Spec) -> list[float]:
-    """Top-k, then top-p of what is left, then min-p; ties go to the smaller index. Rejects examples on the edge of a
+    """Top-k, then top-p of the rest, then min-p; ties go to the smaller index. Rejects examples close to the edge of a
     cut."""
     order = sorted(range(len(law)), key=lambda v: -law[v])
     kept = order[: spec.top_k] if spec.top_k else order
@@ -107,7 +106,7 @@ def assert_same_law(actual_RV: torch.Tensor, expected_RV: torch.Tensor) -> None:
 @st.composite
 def batches(draw_from, spec: st.SearchStrategy[Spec] = PROCESSORS["all"]) -> tuple[list[list[float]], list[Spec]]:
     size = draw_from(st.integers(2, 12))
-    # A masked token has logit -inf; the first is never masked, so that every row has a law.
+    # A masked token has logit -inf; the first token is never masked, so that every row has a distribution.
     row = st.lists(logit | st.just(-math.inf), min_size=size - 1, max_size=size - 1)
     rows = draw_from(st.lists(st.tuples(logit, row, spec), min_size=1, max_size=5))
     return [[first, *rest] for first, rest, _ in rows], [s for *_, s in rows]
@@ -181,8 +180,7 @@ def test_truncated_proposal_is_the_defensive_mixture(batch, share):
     truncated_RV = torch.stack([reference(row, s).exp() for row, s in zip(logits, specs)])
     proposal_RV = laws(*specs).proposal(torch.tensor(logits), share)
     assert_same_law(proposal_RV, ((1 - share) * truncated_RV + share * full_RV).log())
-    # Whatever rule the target truncates by, a tempered proposal covers it, and the ratio of the two is bounded by 1 /
-    # share.
+    # With any truncation of the target, a tempered proposal covers it, and the ratio of the two is at most 1 / share.
     assert ((full_RV > 0) <= (proposal_RV > -torch.inf)).all()
     assert (full_RV.log() - proposal_RV)[full_RV > 0].max() <= -math.log(share) + TOLERANCE
 
@@ -190,7 +188,7 @@ def test_truncated_proposal_is_the_defensive_mixture(batch, share):
 @pytest.mark.parametrize("top_p", [1e-50, 1e-44, 1e-30, 1e-6])
 @pytest.mark.parametrize("spec", [Spec(), Spec(0.7, top_k=3), Spec(0.0), Spec(min_p=0.1)])
 def test_of_the_smallest_share_the_likeliest_token_is_left(spec, top_p):
-    """The first of them, where several are."""
+    """The first of several equally probable tokens."""
     found_RV = laws(*[replace(spec, top_p=top_p)] * 2).target(
         torch.tensor([[1.0, 3.0, -2.0, 3.0], [0.0, -math.inf, -math.inf, -math.inf]])
     )

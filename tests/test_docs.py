@@ -1,4 +1,4 @@
-"""The limits of the documentation: its size, its lines, its links, the files it names, and the words it no longer
+"""Limits of the documentation: its size, its line lengths, its links, the files it names, and the words it no longer
 uses."""
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHAN
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 MAX_WORDS = 20_000
-"""Of all pages in docs/ together."""
+"""Words of all pages in docs/ together."""
 MAX_README = 150
-"""Lines."""
+"""Maximum number of lines of README.md."""
 MAX_TERMS = 20
-"""In the glossary."""
+"""Maximum number of terms in the glossary."""
 MAX_COLUMNS = 120
 
 
 def _without_code(text: str) -> str:
-    """Blocks of code become empty lines."""
+    """The text with blocks of code replaced by empty lines."""
     return re.sub(r"^```.*?^```$", lambda block: "\n" * block[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -61,7 +61,7 @@ def test_the_glossary_is_short_and_sorted():
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_lines(page):
-    """Tables, links and code may be longer."""
+    """Lines of tables, code and lines with links may be longer."""
     lines = enumerate(_without_code(page.read_text()).splitlines(), 1)
     long = [
         number for number, line in lines if len(line) > MAX_COLUMNS and not line.startswith("|") and "](" not in line

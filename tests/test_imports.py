@@ -1,5 +1,5 @@
-"""Imports run one way, in the library by layers, in the service by a table. Modules of a root count as packages of
-their own."""
+"""Imports run one way: in the library by layers, in the service by a table. Modules at the top of a package count as
+packages of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-# One process reads all the code once.
+# All tests of the code run in one process, which reads it once.
 pytestmark = pytest.mark.xdist_group("code")
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
@@ -31,11 +31,11 @@ LIBRARY = [
     ("smc.loading",),
     ("smc.distill",),
 ]
-"""Layers, lowest first; those of one layer may import each other."""
+"""Layers, lowest first. Packages of one layer may import each other."""
 FORBIDDEN = {"ray", "grpc", "prometheus_client", "services", "loadtest", "benchmarks", "tests"}
-"""What the library must not know."""
+"""Packages that the library must not import."""
 HANDLER = "gateway.request_handler"
-"""All that a front end may import of the gateway, which imports none of them."""
+"""The only module of the gateway that a front end may import. The gateway imports no front end."""
 SERVICES = {
     "backend": set(),
     "pb": set(),
@@ -56,13 +56,13 @@ SERVICES = {
     "batch": {"backend", "errors", "launch", "metrics", "openai"},
     "cli": {"batch", "client", "connection_options", "gateway", "launch", "security"},
 }
-"""What each package of the service may import of the others; a name with a dot is one module."""
+"""For each package of the service, the other packages it may import; a name with a dot is a single module."""
 MEASURING = "services.cli.main"
-"""The commands that measure: the only module of the product that imports `benchmarks`, when one of them is called."""
+"""The only module of the product that may import `benchmarks`, when a command that measures is called."""
 LOADTEST = {
     *("services.client", "services.connection_options", "services.pb", "services.protobuf", "services.security"),
 }
-"""What the load generator may: it is a client."""
+"""Modules that the load generator may import: it is a client."""
 GENERATED = ROOT / "services" / "pb"
 
 
@@ -73,7 +73,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Modules that a file imports, wherever in it."""
+    """Modules that a file imports, at any nesting level."""
     return tuple(_imports(path))
 
 
@@ -147,7 +147,7 @@ def test_the_service_s_packages_import_what_the_table_says():
 
 
 def test_what_measures_is_imported_by_its_commands_alone():
-    """Inside a function, so that the product runs where `benchmarks` is not installed."""
+    """The import is inside a function, so that the product runs where `benchmarks` is not installed."""
     tree = ast.parse(ROOT.joinpath(*MEASURING.split(".")).with_suffix(".py").read_text())
     at_start = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert not any(module and module.startswith("benchmarks") for module in at_start)
@@ -171,7 +171,7 @@ def test_the_load_generator_is_a_client():
 
 
 def test_no_two_modules_of_a_package_import_each_other():
-    """No circle of any length, within a package or across packages; CycleError names one."""
+    """There is no cycle of any length, within a package or across packages; CycleError names one."""
     modules = {name_of(path): path for root in ("smc", "services", "loadtest", "benchmarks") for path in sources(root)}
     TopologicalSorter(
         {name: {module for module in imports(path) if module in modules} for name, path in modules.items()}
@@ -198,7 +198,7 @@ def test_only_the_methods_file_of_the_scheduler_asks_which_method_a_request_has(
 
 
 def test_no_class_name_is_defined_twice():
-    """A name means one thing in the whole product."""
+    """A class name has one meaning in the whole product."""
     defined: dict[str, Path] = {}
     for path in (path for root in ("smc", "services") for path in sources(root)):
         for node in ast.walk(tree_of(path)):

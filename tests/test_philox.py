@@ -1,8 +1,7 @@
-"""Laws of the counter-based random numbers, and of the races that are run on them.
+"""The counter-based random numbers, and the exponential races that are run on them.
 
-Statistical tests use fixed seeds; each says how often a correct implementation would fail it for a freshly chosen seed.
-Axes: R rows (keys), V vocabulary entries, N numbers.
-"""
+Statistical tests use fixed seeds; each says how often a correct implementation would fail for a freshly chosen seed.
+Axes: R rows (keys), V vocabulary entries, N numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 def slow_philox(counter: list[int], key: list[int]) -> list[int]:
-    """As published, in unbounded integers (Salmon et al. 2011, section 3.3)."""
+    """The published algorithm in unbounded integers (Salmon et al. 2011, section 3.3)."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
         high0, low0 = divmod(c0 * 0xD2511F53, 2**32)
@@ -56,14 +55,14 @@ def bits(seed: int = 0, rounds: int = 0, stream: int = 0, position: int = 0, pur
 
 
 def variates(rows: int, size: int, seed: int = 7, purpose: Purpose = Purpose.PROPOSAL) -> torch.Tensor:
-    """Exponentials [R, V] of keys that differ in their position only."""
+    """Exponentials [R, V] of keys that differ only in their position."""
     w0, w1, _, _ = words(np.int64(seed), np.int64(3), np.int64(64), np.arange(rows), purpose)
     return exponentials(torch.from_numpy(w0), torch.from_numpy(w1), size)
 
 
 def goodness_of_fit(counts: np.ndarray, law: np.ndarray) -> float:
-    """Chi-square statistic as a standard normal deviate (Wilson and Hilferty 1931); cells that expect under 10 are
-    pooled."""
+    """Chi-square statistic as a standard normal deviate (Wilson and Hilferty 1931); cells with an expectation under 10
+    are pooled."""
     expected = law * counts.sum()
     small = expected < 10
     observed = np.append(counts[~small], counts[small].sum())
@@ -89,7 +88,7 @@ def test_philox_equals_the_slow_version(counter, key):
 @examples
 @given(seeds, word, word, word, st.sampled_from(Purpose))
 def test_a_key_fills_counter_and_key_of_philox(seed, rounds, stream, position, purpose):
-    """Negative seeds count as their two's complement."""
+    """Negative seeds are used as their two's complement."""
     assert bits(seed, rounds, stream, position, purpose) == slow_philox(
         [position, stream, rounds, purpose], [seed % 2**32, seed % 2**64 >> 32]
     )
@@ -128,8 +127,8 @@ def test_every_bit_of_every_key_part_matters(seed, rounds, stream, position, pur
         flipped -= 2**64
     elif flipped < -(2**63):
         flipped += 2**64
-    # Philox is a bijection of the counter, so another counter must give other bits; another key does but for 1 in
-    # 2**128.
+    # Philox is a bijection of the counter, so another counter must give other bits; another key does so with
+    # probability 1 - 2**-128.
     assert bits(**(key | {part: flipped})) != bits(**key)
 
 
@@ -195,8 +194,8 @@ def test_each_row_of_exponentials_has_mean_one():
 
 
 def test_small_exponentials_keep_their_relative_precision():
-    """Of 4194 numbers under 1e-3, a grid of 2**-31 makes about 4 share a value; one of 2**-24, as 1 - u has, about
-    480."""
+    """Of 4194 numbers under 1e-3, about 4 share a value on a grid of 2**-31; on one of 2**-24, as of 1 - u, about 480
+    would."""
     drawn = variates(64, 2**16).ravel()
     small = drawn[drawn < 1e-3]
     assert len(small.unique()) > 0.99 * len(small)
@@ -210,7 +209,7 @@ def test_no_exponential_is_zero_infinite_or_nan():
 
 @pytest.mark.parametrize(("word0", "word1", "entry"), [(3447817223, 3233201345, 80967), (876213611, 1370994564, 22323)])
 def test_the_largest_exponential_is_finite(word0, word1, entry):
-    """An infinite one would tie with the entries of probability zero, and one of those might win the race."""
+    """An infinite one would tie with entries of probability zero, and one of those might win the race."""
     drawn = exponentials(torch.tensor([word0]), torch.tensor([word1]), entry + 1)
     assert drawn.argmax() == entry
     assert 16 < drawn[0, entry] < 17
@@ -263,7 +262,8 @@ LAWS = {
 
 @pytest.mark.parametrize("name", LAWS)
 def test_races_are_won_as_often_as_the_law_says(name):
-    """Chi-square over 2**17 draws from distinct keys, deviate under 4.75: false alarm 1e-6 a law. Zeros never win."""
+    """Chi-square over 2**17 draws from distinct keys, deviate under 4.75: false alarm 1e-6 per distribution. Entries of
+    probability zero never win."""
     law = LAWS[name] / LAWS[name].sum()
     rows = 2**17
     log_law_RV = torch.from_numpy(law).log().float().expand(rows, -1)

@@ -1,7 +1,7 @@
-"""What ends answers against a search of their whole text, byte by byte, token by token and round by round.
+"""Stop strings and stop tokens, compared with a search of the whole text: byte by byte, token by token and round by
+round.
 
-Axes: P particles, A places, K tokens.
-"""
+Axes: P particles, A batch indices, K tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from smc.stops import DONE, MAX_STATES, START, StopMachine, StopProgress, StopTa
 
 CPU = torch.device("cpu")
 LONG = 128
-"""Bytes of the longest tokens of real vocabularies."""
+"""Number of bytes of the longest tokens in real vocabularies."""
 strings = st.lists(st.text("ab", min_size=1, max_size=6).map(str.encode), min_size=1, max_size=4)
 texts = st.lists(st.text("abcd", max_size=5).map(str.encode), min_size=1, max_size=12)
 UNICODE = ["é", "😀", "ée", "aé", "日本", "本日"]
 
 
 class Letters:
-    """As much of a tokenizer as stops need."""
+    """The part of a tokenizer that stops need."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.tokens, self.size, self.eos_ids = tokens, len(tokens), ()
@@ -36,7 +36,7 @@ class Letters:
 
 
 def over_bytes(machine: StopMachine, text: bytes) -> list[int]:
-    """States after each byte."""
+    """The machine's state after each byte."""
     state, states = START, []
     for byte in text:
         state = int(machine.next_XB[state, byte])
@@ -59,7 +59,7 @@ def test_bytes(stops, text):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_many_strings(seed):
-    """64 strings that overlap, hold and begin one another."""
+    """64 strings that overlap, contain one another and begin alike."""
     random = np.random.default_rng(seed)
     stops = [bytes(random.choice([97, 98, 99], random.integers(4, 16)).tolist()) for _ in range(64)]
     for _ in range(10):
@@ -67,7 +67,8 @@ def test_many_strings(seed):
 
 
 def test_one_string_as_long_as_can_be():
-    """Every beginning of it is a state, and from each the machine falls back on the longest that it ends with."""
+    """Every prefix of the string is a state, and each state falls back to the longest prefix that is a suffix of the
+    text read."""
     for string in (
         b"a" * MAX_STOP_BYTES,
         b"ab" * (MAX_STOP_BYTES // 2),
@@ -84,7 +85,7 @@ def test_one_string_as_long_as_can_be():
 @settings(max_examples=50)
 @given(strings, texts, st.data())
 def test_tokens(stops, tokens, data):
-    """Tokens of any size, empty ones too: a string may begin and end in the middle of any of them."""
+    """Tokens of any size, also empty ones: a string may begin and end in the middle of a token."""
     machine, token_bytes = StopMachine.of((), stops), TokenBytes.of(Letters(tokens))
     state, text = np.array([START]), b""
     for token in data.draw(st.lists(st.integers(0, len(tokens) - 1), max_size=12)):
@@ -104,8 +105,7 @@ def test_characters_cut_by_tokens(stops, answer):
 
 
 def test_particles_are_followed_alike():
-    """A stop token leads to DONE, with or without strings; no token leads out of it; ids that no token has lead
-    nowhere."""
+    """A stop token leads to DONE, with or without strings; DONE is final; ids outside the vocabulary change nothing."""
     token_bytes = TokenBytes.of(Letters([b"a", b"", b"xab" + b"y" * LONG, b"b"]))
     tokens_P, state_P = np.array([0, 1, 2, 3, 9, -1, 0]), np.array([START] * 6 + [DONE])
     machine = StopMachine.of([3, 1, 3], [b"ab"])
@@ -139,9 +139,9 @@ def test_what_is_too_long_is_refused(count):
 
 
 def test_time_does_not_depend_on_the_vocabulary():
-    """A machine over the tokens of a vocabulary, as it was once made for each request, took time and memory by the
-    vocabulary: 2.4 s and 0.4 GB for a string of 120 bytes over 128k tokens, while other requests waited. Now a
-    vocabulary is only read, once for all requests."""
+    """The time to make a machine does not depend on the vocabulary, which is only read, once for all requests. An
+    earlier version built a machine over the tokens for each request: a string of 120 bytes over 128k tokens took 2.4 s
+    and 0.4 GB, while other requests waited."""
     random = np.random.default_rng(0)
     letters = Letters([random.bytes(random.integers(1, 12)) for _ in range(128 * 1024)])
     begin = time.process_time()
@@ -167,7 +167,8 @@ def test_bytes_of_a_vocabulary():
 def expected(
     answers: list[bytes], tokens: list[bytes], machines: list[StopMachine], entry_A, tokens_AK, room_A
 ) -> list[tuple[int, bool]]:
-    """(count, ends) of every place by a search of its whole text, which is added to `answers`."""
+    """(count, ends) of every batch index, by a search of its whole text, to which its new tokens are added in
+    `answers`."""
     grown = []
     for a, (entry, room) in enumerate(zip(entry_A.tolist(), room_A.tolist())):
         count, ends = 0, room == 0
@@ -192,8 +193,8 @@ def counted(growth: StopProgress) -> list[tuple[int, bool]]:
 @settings(max_examples=20)
 @given(st.lists(strings | st.just([]), min_size=2, max_size=4), texts, st.integers(1, 9), st.integers(0, 2**32))
 def test_growth(stops, tokens, k, seed):
-    """Answers of different requests grow for some rounds, as a search of their texts has it and as the host follows
-    them."""
+    """Answers of different requests grow for some rounds, as a search of their texts and the host's own machines
+    predict."""
     random = np.random.default_rng(seed)
     token_bytes, places = TokenBytes.of(Letters(tokens)), 2 * len(stops)
     machines = [StopMachine.of([], [])] + [
@@ -218,12 +219,13 @@ def test_growth(stops, tokens, k, seed):
 
 
 def test_entries_are_set_anew():
-    """What an entry was before leaves no trace, and the table of the machines is made once, when one has strings."""
+    """A new entry keeps nothing of the former one. The table of machines is allocated once, when the first machine with
+    strings is set."""
     tokens = [b"a", b"b", b"ab", b""]
     tables = StopTables(3, len(tokens), TokenBytes.of(Letters(tokens)), CPU)
 
     def ends(entry: int, *answer: int) -> int:
-        """After how many tokens; 0 if none of them ends it."""
+        """The number of tokens after which the answer ends; 0 if none of them ends it."""
         growth = grow(tables, torch.tensor([entry]), torch.tensor([START]), torch.tensor([answer]), torch.tensor([9]))
         return int(growth.count_A) * int(growth.ends_A)
 

@@ -1,4 +1,4 @@
-"""`make test` runs what has failed once more, and nothing else."""
+"""`make test` repeats the failed tests, and only those."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_test_of_a_group_that_has_failed_is_run_alone(tmp_path):
 
 
 def pytest_says(directory: Path, *arguments: str) -> str:
-    """Its last line, but for the time."""
+    """Last line of pytest's output, without the time."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", *arguments]
     own = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | own

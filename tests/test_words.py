@@ -1,5 +1,5 @@
-"""Words that gave way to the field's do not come back: in names, comments, docstrings and other texts of the code, and
-in protocols, charts and other files of deploy/. `tests.test_docs` looks for them in the pages."""
+"""Replaced words of our own do not return: in names, comments, docstrings and other texts of the code, and in
+protocols, charts and other files of deploy/. `tests.test_docs` checks the pages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", 
 OF_USERS = {"cohorts", "gangs"}
 """Names that users write in a configuration: they stay."""
 STANDARD = re.compile(r"component: gang|\"gang\"|\bcohorts\b|Little's law")
-"""In files that are not Python: a label that users select pods by, a key of the configuration, a name from the
-literature."""
+"""Exceptions in files other than Python: a label by which users select pods, a key of the configuration, a name from
+the literature."""
 
 
 def _tokens(file: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line, text, and whether it is a name."""
+    """(line, text, whether the token is a name) of each name, comment and string."""
     for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
         if token.type == tokenize.NAME:
             yield token.start[0], token.string, True

@@ -1,7 +1,7 @@
 """Names of tests without the groups that xdist runs them in.
 
-xdist adds "@ray" to the name of a test of the group "ray". That is what pytest would remember of one that has failed,
-and `--last-failed`, which knows no groups in a process of its own, would find none of that name and run all tests."""
+xdist appends "@ray" to the name of a test of the group "ray". pytest would remember a failed test by that name, and
+`--last-failed` in a single process, which has no groups, would not find it and run all tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import pytest
 
 GROUP = re.compile(r"@[^@\]]+$")
-"""At the end of a name; an @ in brackets is a parameter's own."""
+"""The group at the end of a name; an @ inside brackets belongs to a parameter."""
 
 
 class Ungrouped:
@@ -21,6 +21,6 @@ class Ungrouped:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Workers and the process that they report to know tests by those names.
+    # xdist's workers and their main process identify tests by the names with groups.
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Ungrouped())

@@ -1,4 +1,4 @@
-"""Words of our own that gave way to the field's, each with what is written instead."""
+"""Replaced words of our own, each with the standard word to write instead."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ IN_NAMES = {
     "said": "a noun: outputs, fields",
     "says": "a noun: matches, outputs",
 }
-"""In prose these are ordinary English."""
+"""These words are ordinary English in prose, so they are replaced only in names."""
 
 
 def parts(name: str) -> str:
@@ -60,7 +60,7 @@ def parts(name: str) -> str:
 
 
 def replaced(text: str, words: Mapping[str, str]) -> dict[str, str]:
-    """Those of `words` that a text contains, with what is written instead."""
+    """The words of `words` that a text contains, each with its replacement."""
     if not _any_of(tuple(words)).search(text):
         return {}
     return {word: standard for word, standard in words.items() if _any_of((word,)).search(text)}

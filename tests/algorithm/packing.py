@@ -1,4 +1,5 @@
-"""Populations side by side, as `select` takes them. Axes: A places, G groups, N places of a group, F branches."""
+"""Populations packed side by side, as `select` takes them. Axes: A batch indices, G groups, N batch indices of a group,
+F branches."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from smc.api.limits import SCHEME_NAMES
 
 @dataclass(frozen=True)
 class Population:
-    """One group before a choice."""
+    """One group before selection."""
 
     candidates_NF: Tensor
     threshold: float = 1.0
     scheme: str = "systematic"
     seed: int = 0
     draws: int | None = None
-    """Default: as many as live."""
+    """Number of particles to draw. Default: as many as are alive."""
     dead: tuple[int, ...] = ()
-    """Places without a particle."""
+    """Indices without a particle."""
     round: int = 1
 
     @property
@@ -43,8 +44,8 @@ class Population:
 def pack(
     populations: list[Population], padding: int = 0, padding_groups: int = 0, junk: float = math.nan
 ) -> dict[str, object]:
-    """The arguments of `select`. `padding` places and `padding_groups` groups come last; `junk` is offered where nobody
-    lives."""
+    """The arguments of `select`. `padding` indices and `padding_groups` groups come last; entries without a particle
+    have the candidate weight `junk`."""
     branches = populations[0].candidates_NF.shape[1]
     sizes = [p.size for p in populations]
     candidates_AF = torch.cat(
@@ -71,7 +72,7 @@ def pack(
 
 
 def random_candidates(n: int, branches: int, seed: int, spread: float = 1.5) -> Tensor:
-    """Candidate log-weights [N, F], some of them zero weight."""
+    """Random candidate log-weights [N, F]; some candidates have weight zero."""
     generator = torch.Generator().manual_seed(seed)
     logw_NF = torch.randn(n, branches, dtype=torch.float64, generator=generator) * spread
     dropped_NF = torch.rand(n, branches, generator=generator) < 0.2
@@ -82,8 +83,9 @@ def random_candidates(n: int, branches: int, seed: int, spread: float = 1.5) -> 
 def lockstep_candidates(logw_A: Tensor, block_A: Tensor, bonus_log_z_A: Tensor) -> Tensor:
     """Candidate log-weights [A, 1] of a lockstep round.
 
-    `block_A` is the block's increment (`weights.block_log_weight`); `bonus_log_z_A` the log normaliser of the law the
-    bonus was drawn from: 0 at alpha = 1, and 0 for a particle that ended inside the block."""
+    `block_A` is the block's increment (`weights.block_log_weight`). `bonus_log_z_A` is the log normaliser of the
+    distribution that the bonus token was drawn from: 0 at alpha = 1, and 0 for a particle that ended inside the
+    block."""
     return (logw_A + block_A + bonus_log_z_A)[..., None]
 
 

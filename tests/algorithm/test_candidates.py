@@ -1,7 +1,6 @@
-"""Laws of what surrounds a round's selection: a particle's own branch, the answer's draw.
+"""Draws next to a round's selection: a particle's own branch, and the final answer.
 
-Axes: A places, G groups, N particles, F branches.
-"""
+Axes: A batch indices, G groups, N particles, F branches."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ log_weight = st.floats(-8, 8) | st.just(-math.inf)
 @examples
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 5))
 def test_own_branch_is_drawn_by_its_share(shares, scale):
-    """A grid of uniforms is exact to 1 / grid; shares need not sum to one; a zero share is never drawn unless all are
+    """A grid of uniforms is exact to 1 / grid. Shares need not sum to one; a zero share is never drawn unless all are
     zero."""
     grid = 512
     uniforms_GN = ((torch.arange(grid, dtype=torch.float64) + 0.5) / grid)[None]
@@ -44,7 +43,7 @@ def test_own_branch_is_drawn_by_its_share(shares, scale):
 @examples
 @given(st.lists(log_weight, min_size=1, max_size=6))
 def test_the_answer_is_one_draw_from_the_softmax_of_the_weights(logw):
-    """A grid of uniforms is exact to 1 / grid. If all weights are zero they count as equal."""
+    """A grid of uniforms is exact to 1 / grid. If all weights are zero, all particles are equally probable."""
     grid = 200
     logw_N = torch.tensor(logw, dtype=torch.float64)
     drawn = torch.tensor([final_draw(logw_N, (j + 0.5) / grid) for j in range(grid)])

@@ -1,4 +1,4 @@
-"""Coupled drafting: the probabilities of winning the target's draw, and the exponent that is fitted to its draws.
+"""Coupled drafting: the probabilities that a token wins the target's draw, and the exponent fitted to those draws.
 
 Axes: R rows, V vocabulary."""
 
@@ -49,7 +49,7 @@ def test_the_score_is_the_derivative():
 
 @pytest.mark.parametrize(("power", "exponent"), [(1.0, 1.0), (2.5, 2.5)])
 def test_the_exponent_that_made_the_draws_is_found(power, exponent):
-    """The target is q^power: what is fitted comes out near `power`, from a start at 1."""
+    """The target is close to q^power: the fitted exponent approaches `power`, starting at 1."""
     generator, fit = torch.Generator().manual_seed(2), ExponentFit(memory=0.999)
     for _ in range(2000):
         logq_1V = torch.log_softmax(2 * torch.randn(1, VOCAB, generator=generator), -1)
@@ -64,7 +64,7 @@ def test_the_exponent_that_made_the_draws_is_found(power, exponent):
 
 
 def test_at_temperature_zero_a_draft_that_is_always_right_is_trusted():
-    """More rows must not push the draft's most probable tokens out of the tree."""
+    """The exponent becomes large, so that more rows do not push the draft's most probable tokens out of the tree."""
     generator, fit = torch.Generator().manual_seed(3), ExponentFit(memory=0.99)
     for _ in range(300):
         logq_1V = torch.log_softmax(torch.randn(1, VOCAB, generator=generator), -1)

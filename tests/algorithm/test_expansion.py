@@ -1,7 +1,7 @@
-"""Rows that are drawn without replacement, or are the best: what is chosen, how often, and where it goes.
+"""Expansion of rows: distinct rows drawn without replacement, or the best rows; which are chosen, how often, and at
+which indices.
 
-Axes: R source rows, C offers, X rows that go on, G groups.
-"""
+Axes: R source rows, C candidate tokens, X chosen rows, G groups."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MASSES = st.lists(st.floats(-40, 3), min_size=1, max_size=12)
 
 
 def bounds(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and size of groups one after another."""
+    """First index and size of consecutive groups."""
     size_G = torch.tensor(sizes)
     return size_G.cumsum(0) - size_G, size_G
 
 
 def expanded(share_RC, mass_R, sizes, most, kind, *, seeds=None, there_R=None, least=0.0, step=0):
-    """Of groups of such sizes, each into `most` places."""
+    """Expand groups of the given sizes into `most` rows each."""
     share_RC = torch.tensor(share_RC, dtype=torch.float32)
     token_RC = torch.arange(share_RC.numel()).view(share_RC.shape)
     count = len(sizes)
@@ -41,7 +41,7 @@ def expanded(share_RC, mass_R, sizes, most, kind, *, seeds=None, there_R=None, l
 @settings(max_examples=30, deadline=None)
 @given(MASSES, st.integers(1, 12))
 def test_inclusion_probabilities(masses, most):
-    """min(1, c m) for one c, which add up to as many as may go on; 1 for all where they are no more."""
+    """They are min(1, c m) for one c and sum to `most`; all are 1 if there are at most `most` candidates."""
     mass_1M = torch.tensor([masses], dtype=torch.float64)
     pi_M = inclusion(mass_1M, torch.tensor([most]), torch.tensor([False])).exp()[0]
     assert pi_M.max() <= 1
@@ -57,7 +57,7 @@ def test_inclusion_probabilities(masses, most):
 
 
 def test_the_best():
-    """The first of equals; padding and rows that are not there count for nothing."""
+    """The first of equal candidates is chosen; padding and absent rows are ignored."""
     found = expanded(
         [[0.0, -1.0], [0.0, -9.0], [0.0, 0.0]], [-1.0, -2.0, 5.0], [3], 3, BEST, there_R=[True, True, False]
     )
@@ -66,7 +66,7 @@ def test_the_best():
 
 
 def _chosen(found, rows):
-    """Parents and offers of the rows that are alive."""
+    """(parent, candidate) of each chosen row that is alive."""
     alive_X = found.alive_X[rows]
     return list(zip(found.parent_X[rows][alive_X].tolist(), found.candidate_X[rows][alive_X].tolist()))
 
@@ -74,7 +74,7 @@ def _chosen(found, rows):
 @settings(max_examples=20, deadline=None)
 @given(st.lists(MASSES, min_size=1, max_size=3), st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([0.0, 0.5]))
 def test_no_two_are_the_same_and_they_stand_in_order(groups, most, seed, least):
-    """Also in groups of different sizes side by side, which then are what they are alone."""
+    """Also for groups of different sizes side by side; each gets the same result as alone."""
     rows = [[0.0, -0.7]] * sum(map(len, groups))
     mass_R = [m for masses in groups for m in masses]
     seeds = [seed + g for g in range(len(groups))]
@@ -94,7 +94,7 @@ def test_no_two_are_the_same_and_they_stand_in_order(groups, most, seed, least):
 
 @pytest.mark.parametrize("least", [0.0, 0.5])
 def test_masses_keep_their_expectation(least):
-    """Of every offer by itself, whatever its mass: 4,000 draws at 5 standard errors."""
+    """For every candidate, whatever its mass: 4,000 draws at 5 standard errors."""
     mass_R, share_RC, count = [0.0, -1.5, -4.0], [[-0.3, -1.6, -4.0]] * 3, 4000
     sums = np.zeros((3, 3))
     squares = np.zeros((3, 3))
@@ -110,7 +110,7 @@ def test_masses_keep_their_expectation(least):
 
 
 def test_wide_laws_leave_every_row_one_child():
-    """Equal masses, many offers: independent sampling is the limit."""
+    """With equal masses and many candidates, the limit is independent sampling."""
     share_RC = [[float(np.log(1 / 30))] * 30] * 5
     found = expanded(share_RC * 20, [0.0] * 100, [5] * 20, 5, DISTINCT, seeds=list(range(20)))
     assert (found.parent_X.view(20, 5) - 5 * torch.arange(20)[:, None] == torch.arange(5)).all()
@@ -118,7 +118,7 @@ def test_wide_laws_leave_every_row_one_child():
 
 
 def test_a_population_without_weight_is_given_the_same_weights():
-    """Beside a larger group, too, whose places it does not have."""
+    """Equal weights for the rows that it has, also in a batch with a larger group."""
     share_RC = [[0.0, -np.inf]] * 5
     found = expanded(share_RC, [-np.inf, -np.inf, 0.0, 0.0, 0.0], [2, 3], 3, DISTINCT)
     assert found.collapsed_G.tolist() == [True, False]
@@ -128,7 +128,7 @@ def test_a_population_without_weight_is_given_the_same_weights():
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=1, max_size=3))
 def test_no_place_that_is_read_is_written(groups):
-    """Every root that goes on keeps its place, and every row has one."""
+    """Each surviving root keeps its index, and every row gets an index."""
     root_X, alive_X = torch.zeros(5 * len(groups), dtype=torch.int64), torch.zeros(5 * len(groups), dtype=torch.bool)
     for g, roots in enumerate(groups):
         root_X[5 * g : 5 * g + len(roots)] = torch.tensor(sorted(roots), dtype=torch.int64) + 5 * g

@@ -1,7 +1,7 @@
-"""Decoding by rejection: whatever the draft's law is, what comes out is drawn from the target's.
+"""Decoding by rejection: the output follows the target's distribution, whatever the draft's distribution is.
 
-Target and draft are tables: a law after every sequence. Axes as in `smc.algorithm.verification`; S sequences, T tokens of
-an output."""
+Target and draft are tables: a distribution after every sequence. Axes as in `smc.algorithm.verification`; S sequences,
+T tokens of an output."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from smc.algorithm.verification import NO_TOKEN, Chains, match_samples, verify_b
 V = 3
 GROUPS = 60_000
 LIMIT = 4.0
-"""Standard deviations that a chi-square may be above its mean: a false alarm in 30,000 tests."""
+"""Standard deviations that a chi-square statistic may exceed its mean: one false alarm in 30,000 tests."""
 
 
 def table(seed: int, length: int, flatness: float = 1.0, allowed: int = V) -> dict[tuple[int, ...], Tensor]:
-    """A law [V] after every sequence of up to `length` tokens; the tokens from `allowed` on have none of it."""
+    """A distribution [V] after every sequence of up to `length` tokens; tokens from `allowed` on have probability
+    zero."""
     generator = torch.Generator().manual_seed(seed)
     laws = {}
     for tokens in (t for n in range(length + 1) for t in itertools.product(range(V), repeat=n)):
@@ -31,7 +32,7 @@ def table(seed: int, length: int, flatness: float = 1.0, allowed: int = V) -> di
 
 
 def packed(laws: dict[tuple[int, ...], Tensor], tokens_AQ: Tensor) -> Tensor:
-    """The law after each token of a block, whose first stands for the prompt [A, Q, V]."""
+    """The distribution after each token of a block, whose first token stands for the prompt [A, Q, V]."""
     q = tokens_AQ.shape[1]
     sequences = list(itertools.product(range(V), repeat=q - 1))
     of_all_SQV = torch.stack([torch.stack([laws[s[:j]] for j in range(q)]) for s in sequences])
@@ -40,7 +41,7 @@ def packed(laws: dict[tuple[int, ...], Tensor], tokens_AQ: Tensor) -> Tensor:
 
 
 def drawn(laws: dict[tuple[int, ...], Tensor], count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Blocks [count, 1 + length] from the law of a table."""
+    """Blocks [count, 1 + length] drawn from the distributions of a table."""
     tokens_AQ = torch.zeros(count, 1, dtype=torch.int64)
     for j in range(length):
         prefixes = [tuple(p) for p in itertools.product(range(V), repeat=j)]
@@ -52,7 +53,8 @@ def drawn(laws: dict[tuple[int, ...], Tensor], count: int, length: int, generato
 
 
 def one_round(p: dict, q: dict, n: int, k: int, seed: int, groups: int = GROUPS) -> tuple[Tensor, Tensor]:
-    """Tokens that every group takes [G, K + 1], NOTHING after the last, and how many of them had been drafted [G]."""
+    """The tokens that every group accepts [G, K + 1], with NO_TOKEN after the last, and how many of them were drafted
+    [G]."""
     generator = torch.Generator().manual_seed(seed)
     tokens_AQ = drawn(q, groups * n, k, generator)
     count_A = torch.full((groups * n,), k + 1)
@@ -70,7 +72,8 @@ def one_round(p: dict, q: dict, n: int, k: int, seed: int, groups: int = GROUPS)
 
 
 def finished(p: dict, taken_GT: Tensor, generator: torch.Generator) -> Tensor:
-    """What a round did not bring, drawn from the target's law: so that all outputs have the same length."""
+    """Fill in the tokens that a round did not produce, drawn from the target's distribution, so that all outputs have
+    the same length."""
     for j in range(taken_GT.shape[1]):
         is_missing_G = taken_GT[:, j] == NO_TOKEN
         for prefix in set(map(tuple, taken_GT[is_missing_G, :j].tolist())):
@@ -81,8 +84,8 @@ def finished(p: dict, taken_GT: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def far_from(p: dict, taken_GT: Tensor) -> float:
-    """How many standard deviations the chi-square of the outputs' counts is above its mean, against the exact law of
-    the target."""
+    """Standard deviations that the chi-square of the outputs' counts exceeds its mean, against the target's exact
+    distribution."""
     length = taken_GT.shape[1]
     sequences = list(itertools.product(range(V), repeat=length))
     expected_S = torch.tensor(
@@ -108,8 +111,7 @@ def test_the_output_has_the_targets_law(n, k, allowed):
 
 
 def test_a_token_is_kept_as_often_as_the_laws_overlap():
-    """Exactly: the mean of min(1, p / q) under q is 1 - TV(p, q); and a trial keeps a token for just the uniforms below
-    that."""
+    """Exactly: a token is accepted for just the uniforms below min(1, p / q), whose mean under q is 1 - TV(p, q)."""
     p, q = table(1, 1)[()], table(2, 1, flatness=0.7)[()]
     steps = 20_000
     kept = 0.0
@@ -149,7 +151,7 @@ def test_laws_with_nothing_in_common_keep_nothing_and_still_answer():
 
 
 def test_chains_that_ended_and_places_without_one():
-    """A block of one token says the bonus alone; a place that is not alive, and padding, say nothing."""
+    """A block of one token yields only the bonus token; indices that are not alive, and padding, yield none."""
     p = table(1, 2)
     tokens_AQ = torch.tensor([[0, 1, 2], [0, 1, 1], [0, 2, 2], [0, 0, 0]])
     count_A, alive_A = torch.tensor([1, 2, 3, 1]), torch.tensor([True, True, False, True])

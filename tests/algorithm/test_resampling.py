@@ -1,7 +1,6 @@
-"""Laws of the resampling schemes and of slot placement.
+"""Resampling schemes and the placement of copies in slots.
 
-Axes: G groups, M candidates, U uniforms, N particles, F branches.
-"""
+Axes: G groups, M candidates, U uniforms, N particles, F branches."""
 
 from __future__ import annotations
 
@@ -79,8 +78,8 @@ def test_zero_weight_is_never_chosen_at_the_ends_of_the_unit_interval(scheme, ed
 @examples
 @given(weights=weights, draws=draws, uniforms=uniforms)
 def test_counts_stay_near_their_expectation(scheme, below, above, weights, draws, uniforms):
-    """Systematic and SSP give floor or ceil of n w; stratified at most one less or more; residual never less than the
-    floor."""
+    """Systematic and SSP give the floor or ceiling of n w; stratified differs from that by at most one; residual gives
+    at least the floor."""
     for count, weight in zip(resample(scheme, weights, draws, uniforms), weights):
         expected = draws * weight / sum(weights)
         assert math.floor(expected - 1e-9) - below <= count <= math.ceil(expected + 1e-9) + above
@@ -135,7 +134,7 @@ def test_expected_offspring_of_ssp_is_n_times_the_weight(weights, draws):
 
 
 def test_schemes_differ_in_variance_as_the_theory_says():
-    """Of 20000 fixed draws: multinomial has n w (1 - w), the others less (Douc et al. 2005). The gaps are over 20
+    """20000 fixed draws: multinomial has variance n w (1 - w), the others less (Douc et al. 2005). The gaps exceed 20
     standard errors."""
     row, draws, rows = [5, 4, 3, 2, 1, 1, 1, 1], 6, 20_000
     generator = torch.Generator().manual_seed(2)
@@ -162,7 +161,7 @@ def test_schemes_differ_in_variance_as_the_theory_says():
 @examples
 @given(groups)
 def test_groups_in_one_call_equal_each_group_alone(groups):
-    """Different sizes, draws and schemes: no group sees another, and padding is never chosen."""
+    """Groups of different sizes, draws and schemes do not influence each other, and padding is never chosen."""
     width = max(len(weights) for weights, *_ in groups)
     weights_GM = torch.zeros(len(groups), width, dtype=torch.float64)
     for g, (weights, *_) in enumerate(groups):

@@ -1,7 +1,6 @@
-"""Laws of one round's selection: what is preserved in expectation, when a group resamples, and what padding may not do.
+"""One round's selection: what is preserved in expectation, when a group resamples, and that padding has no effect.
 
-Axes: A places, G groups, N particles, F branches, M = N * F candidates of a group.
-"""
+Axes: A batch indices, G groups, N particles, F branches, M = N * F candidates of a group."""
 
 from __future__ import annotations
 
@@ -36,18 +35,17 @@ SIZES = {
     "fewer": [(2, 1, ()), (5, 3, ()), (6, 2, (0, 5))],
     "more": [(2, 2, (1,)), (5, 5, (0, 3)), (6, 4, (2, 3, 4))],
 }
-"""Groups side by side: places, draws, places without a particle."""
+"""Groups side by side: number of indices, of draws, and indices without a particle."""
 CASES = [("own branch", "same"), *((scheme, change) for scheme in SCHEMES for change in SIZES)]
 
 
 @pytest.mark.parametrize(("path", "change", "branches"), few((*case, f) for case in CASES for f in (1, 2, 4)))
 def test_expected_weight_of_every_candidate_is_preserved(path, change, branches, monkeypatch):
-    """The law that keeps Z-hat and every estimate unbiased: for groups that are resampled, to as many particles, fewer
-    or more, and for those that keep their own branch.
+    """This property keeps Z-hat and every estimate unbiased. It holds for groups that are resampled, to as many
+    particles, fewer or more, and for groups whose particles keep their own branch.
 
-    Repeated over a grid of uniforms, which is exact to total / grid where each choice depends on one uniform. SSP needs
-    independent ones: fixed random uniforms within 4.5 standard errors, false alarm 7e-6 a candidate, 9e-4 in all.
-    """
+    Averaged over a grid of uniforms, which is exact to total / grid where each choice depends on one uniform. SSP needs
+    independent ones: fixed random uniforms within 4.5 standard errors, false alarm 7e-6 a candidate, 9e-4 in all."""
     repeats = 2048 if path == "ssp" else 512
     if path != "ssp":
         monkeypatch.setattr(
@@ -79,8 +77,7 @@ def mean_on_candidates(chosen: Selection, begin: int, groups: slice, population:
     """Z-hat's increment times the mean over particles of the weight on each candidate [size * F], averaged over repeats
     of a population.
 
-    `begin` is the first place of the repeats.
-    """
+    `begin` is the first batch index of the repeats."""
     size, branches = population.candidates_NF.shape
     repeats = groups.stop - groups.start
     places = slice(begin, begin + repeats * size)
@@ -108,7 +105,7 @@ def test_effective_sample_size_is_that_of_the_families(rows):
 @examples
 @given(st.integers(1, 6), st.sampled_from([1, 2, 4]), st.integers(0, 1000), st.floats(0, 1), st.booleans())
 def test_a_group_resamples_exactly_when_its_ess_is_below_threshold(n, branches, seed, threshold, with_dead):
-    """The threshold is a share of the particles that live."""
+    """The threshold is a share of the particles that are alive."""
     candidates_NF = random_candidates(n, branches, seed)
     dead = (n,) if with_dead else ()
     padded_NF = torch.cat((candidates_NF, torch.full((len(dead), branches), 3.0, dtype=torch.float64)))
@@ -139,8 +136,8 @@ def test_threshold_zero_never_resamples_and_one_always_does_when_uneven(scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("draws", [1, 3, 6])
 def test_another_number_of_particles_is_drawn_whatever_the_ess(scheme, draws):
-    """Four even particles in six places, threshold 0. Those left without a particle keep themselves, and have no
-    weight."""
+    """Four even particles at six indices, threshold 0. Indices that remain without a particle keep themselves as
+    ancestor, with weight zero."""
     chosen = select_one(torch.zeros(6, 2, dtype=torch.float64), 0.0, scheme, draws=draws, dead=(1, 4))
     alive_A, own_A = chosen.alive_A, torch.arange(6)
     assert chosen.resampled_G.all() and alive_A.sum() == draws
@@ -180,7 +177,7 @@ def test_zero_weight_is_never_chosen(branches):
     st.sampled_from(SCHEME_NAMES),
 )
 def test_uniforms_are_those_of_the_seed_and_round(n, branches, seed, rounds, scheme):
-    """Whatever stands beside the group: positions from 0 draw candidates, those from BRANCH_POSITION pick branches."""
+    """Whatever else is in the batch: positions from 0 draw candidates, those from BRANCH_POSITION pick branches."""
     candidates_NF = random_candidates(n, branches, seed % 1000)
     groups = [Population(candidates_NF, threshold, scheme, seed, round=rounds) for threshold in (2.0, 0.0)]
     other = Population(random_candidates(7, branches, 3), 2.0, "multinomial", 5)
@@ -217,8 +214,8 @@ def populations(draw, branches: int) -> Population:
 @examples
 @given(st.data(), st.sampled_from([1, 3]), st.integers(0, 3), st.integers(0, 3))
 def test_groups_in_one_call_equal_each_group_alone(data, branches, padding, padding_groups):
-    """Different sizes, thresholds, schemes, numbers of draws and collapses: no group sees another, and padding stays
-    padding."""
+    """Groups of different sizes, thresholds, schemes and numbers of draws, some collapsed, do not influence each other,
+    and padding stays padding."""
     groups = data.draw(st.lists(populations(branches), min_size=1, max_size=5))
     together = select(**pack(groups, padding, padding_groups))
     begin = 0
@@ -253,7 +250,7 @@ def test_a_batch_of_padding_alone():
     ),
 )
 def test_a_collapsed_group_goes_on_with_equal_weights_and_says_so(threshold, branches, draws, alive):
-    """With fewer to be drawn the first ones live on; with more, as many as there are."""
+    """If fewer particles are to be drawn, the first ones stay; if more, all existing ones."""
     chosen = select_one(torch.full((4, branches), -torch.inf, dtype=torch.float64), threshold, dead=(1,), draws=draws)
     assert chosen.collapsed_G.tolist() == [True]
     assert chosen.resampled_G.tolist() == [False]

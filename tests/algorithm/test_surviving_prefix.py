@@ -1,4 +1,4 @@
-"""Where a population goes on in which no particle has weight."""
+"""The prefix from which a population continues when no particle has weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_each_block_is_cut_before_the_first_token_of_weight_zero_and_drawn_by_wh
     step_AQ = torch.tensor([[1.0, NONE, 5.0], [NONE, 0.0, 0.0], [0.0, 0.0, NONE], [9.0, 9.0, 9.0]])
     count_A, logw_A = torch.tensor([4, 4, 2, 4]), torch.tensor([0.0, 0.0, 1.0, NONE]).double()
     groups = (torch.tensor([0]), torch.tensor([4]))
-    weight_A = torch.tensor([math.e, 1.0, math.e, 0.0])  # kept: 2, 1, and all 2; the last block does not exist
+    weight_A = torch.tensor([math.e, 1.0, math.e, 0.0])  # kept tokens: 2, 1, and all 2; the last block has no weight
     counts = torch.zeros(4)
     for uniform in torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]:
         drawn_A, kept_A = surviving_prefix(step_AQ, count_A, logw_A, groups, uniform[None])

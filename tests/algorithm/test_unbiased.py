@@ -1,7 +1,8 @@
-"""The whole sampler on a table instead of models: Z-hat is unbiased, and answers approach the target law as N grows.
+"""The whole sampler on a table instead of models: Z-hat is unbiased, and answers approach the target's distribution as
+N grows.
 
 Target and draft are random Markov chains over three letters and EOS, and thousands of groups run at once. Everything
-that is not a table look-up is `smc.algorithm`. Axes: G groups, N particles, F branches, K block, L answer positions, S
+except the table look-ups is `smc.algorithm`. Axes: G groups, N particles, F branches, K block, L answer positions, S
 states, V tokens."""
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SCHEMES = tuple(SCHEME_NAMES.index(name) for name in ("systematic", "stratified"
 
 
 def tables(seed: int = 5) -> tuple[Tensor, Tensor]:
-    """log p and log q [S, V]: the draft is the target, flattened and disturbed."""
+    """log p and log q [S, V]: the draft is a flattened and perturbed target."""
     generator = torch.Generator().manual_seed(seed)
     logits_SV = torch.randn(VOCABULARY + 1, VOCABULARY, dtype=torch.float64, generator=generator)
     logits_SV[:, EOS] -= 0.7
@@ -76,7 +77,7 @@ class Particles:
         return (self.last_GN != EOS) & (self.length_GN < LENGTH)
 
     def append(self, tokens_GNK: Tensor, grows_GN: Tensor) -> None:
-        """Append up to EOS or the length cap, whichever comes first."""
+        """Append the tokens, up to EOS or the length limit."""
         for k in range(tokens_GNK.shape[-1]):
             grows_GN = grows_GN & self.open_GN
             at_GN1 = torch.where(grows_GN, self.length_GN, 0)[..., None]
@@ -147,7 +148,7 @@ class Sampler:
         return torch.stack(drafted, -1)
 
     def _score(self, particles: Particles) -> Tensor:
-        """Increment of the unscored tokens; what lies past them is whatever the tables say about junk."""
+        """Increment of the unscored tokens. Positions behind them hold junk, which the result must ignore."""
         begin_GN = particles.length_GN - particles.unscored_GN
         at_GNK = (begin_GN[..., None] + torch.arange(BLOCK)).clamp(max=LENGTH - 1)
         token_XK = particles.tokens_GNL.gather(-1, at_GNK).flatten(0, 1)
@@ -159,7 +160,7 @@ class Sampler:
         return block_X.view(self.shape_GN)
 
     def _select(self, particles: Particles, candidates_GNF: Tensor) -> tuple[Tensor, Tensor]:
-        """Move the populations; returns ancestors and branches."""
+        """Replace the populations by the selected particles; return their ancestors and branches."""
         groups, n, _ = candidates_GNF.shape
         self.rounds += 1
         size_G = torch.full((groups,), n, dtype=torch.int32)
@@ -190,7 +191,7 @@ def evidence(particles: Particles) -> Tensor:
 
 
 def answer_numbers(tokens_XL: Tensor, length_X: Tensor) -> Tensor:
-    """An answer as a number to base 5; absent positions are 4."""
+    """Each answer as a number in base 5; absent positions are 4."""
     digits_XL = torch.where(torch.arange(LENGTH) < length_X[..., None], tokens_XL, VOCABULARY)
     return (digits_XL * (VOCABULARY + 1) ** torch.arange(LENGTH)).sum(-1)
 
@@ -209,10 +210,10 @@ def test_the_mean_evidence_is_the_exact_mass(branches, threshold, alpha):
 
 
 def squared_distance(n: int, branches: int | None, alpha: float) -> float:
-    """Squared distance between the answers' law and the exact one, estimated without bias from two independent halves.
+    """Squared distance between the answers' distribution and the exact one, estimated without bias from two independent
+    halves.
 
-    The law of one draw from softmax(log w) is the mean of the softmax itself.
-    """
+    The distribution of one draw from softmax(log w) is the mean of the softmax itself."""
     mass = answers(alpha)
     sequences = torch.tensor([[*a, *[0] * (LENGTH - len(a))] for a in mass])
     cells_A = answer_numbers(sequences, torch.tensor([len(a) for a in mass]))
@@ -236,10 +237,9 @@ def squared_distance(n: int, branches: int | None, alpha: float) -> float:
     ids=["F=4", "lockstep", "F=1"],
 )
 def test_answers_approach_the_target_law_as_particles_are_added(branches, alpha):
-    """The bias falls as 1 / N, so its square falls towards 16-fold each time N grows 4-fold; a third is asked for.
+    """The bias falls as 1 / N, so its square falls up to 16-fold when N grows 4-fold; the test requires a factor of 3.
 
-    Over other seeds each difference below is at least 6 times its own standard deviation: false alarm under 1e-8.
-    """
+    Over other seeds each difference below is at least 6 times its own standard deviation: false alarm under 1e-8."""
     far, near, nearest = (squared_distance(n, branches, alpha) for n in HALVES)
     assert far > 3 * near
     assert near > 3 * nearest

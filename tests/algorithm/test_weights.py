@@ -1,4 +1,4 @@
-"""Laws of importance weights: increments, normalisation, effective sample size, evidence."""
+"""Importance weights: increments, normalisation, effective sample size, evidence."""
 
 from __future__ import annotations
 

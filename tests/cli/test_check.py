@@ -1,4 +1,4 @@
-"""`smcserve check`: what it says of a pair that fits and of one that does not."""
+"""`smcserve check`: its report on pairs that fit and on pairs that do not."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_of_an_empty_directory_the_problem_is_all_there_is_to_say(smcserve, tmp_
 
 @pytest.fixture
 def brief(monkeypatch, tmp_path):
-    """A probe of few tokens; what is measured is kept in a folder of its own."""
+    """A probe of few tokens; measurements are kept in a temporary directory."""
     monkeypatch.setattr(probe, "TOKENS", 16)
     monkeypatch.setattr(probe, "PROMPTS", probe.PROMPTS[:3])
     monkeypatch.setattr("smc.local_engine.ONCE", replace(ONCE, crowd=1, context=40))
@@ -127,7 +127,7 @@ def test_options_of_a_probe_have_no_effect_without_it(smcserve, option):
 
 
 def test_quantisation_and_memory_of_ranks(smcserve, tmp_path):
-    """By rank: half of what is split and all of what is not; of int4, codes with their scales."""
+    """Each rank holds its share of what is split and all of what is not; int4 counts the codes and their scales."""
     shape = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 128, "vocab_size": 304}
     for role in ("target", "draft"):
         save_byte_level(save_tiny(tmp_path / role, head_dim=32, **shape))

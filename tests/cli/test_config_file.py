@@ -1,4 +1,4 @@
-"""The configuration file of `serve` and `batch`: what it takes, what it refuses, and what overrides it."""
+"""The configuration file of `serve` and `batch`: accepted keys, refused values, and options that override it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 
 NOT_OPTIONS = {"load", "engine", "defensive_share", "prefix_cache", "page", "near_target"}
-"""Of `bench` alone; of other options; of the library alone; `no_prefix_cache`; `no_page`; set by `batch` itself."""
+"""Fields without a key of their name, in this order: for `bench` only; a group of options; for the library only; the
+key is `no_prefix_cache`; the key is `no_page`; set by `batch` itself."""
 
 
 @pytest.fixture

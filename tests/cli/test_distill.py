@@ -1,4 +1,4 @@
-"""`smcserve distill`: what it refuses, and prompts of a file."""
+"""`smcserve distill`: refused options, and prompts read from a file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_prompts_are_texts_prompts_and_messages(tmp_path):
 
 
 def test_prompts_with_odd_lines(tmp_path):
-    """A mark of byte order, and separators of lines inside of texts."""
+    """A byte order mark, and line separators inside texts."""
     tokenizer = Tokenizer.load(demo.TARGET)
     questions = ["Mia has 12\u2028apples.", "One\x0cpage\x85more"]
     file = tmp_path / "prompts.jsonl"
@@ -80,7 +80,7 @@ def test_prompts_that_cannot_be_used(tmp_path, line, message):
 
 
 def test_prompts_that_are_too_long_are_left_out(capsys):
-    """A log has some: they do not stop a run."""
+    """Logs contain some; they do not stop a run."""
     short, long = (1,) * 508, (1,) * 509
     assert fitting((short, long), 512) == (short,)
     assert "1 of 2 prompts are left out: they have more than 508 tokens (--width 512)" in capsys.readouterr().err

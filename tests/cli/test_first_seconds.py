@@ -1,4 +1,4 @@
-"""What a command imports before it says what is wrong, or answers: that is what its first seconds are made of."""
+"""The libraries that a command imports before it reports a mistake or answers: they determine its start time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ MISTAKES = [
 
 
 def ran(module: str, *commands: str) -> list[list]:
-    """In one process, one after the other: each one's exit code, and whether the module was imported by then."""
+    """Run `commands` one after another in one process. Returns each one's exit code, and whether `module` was imported
+    by then."""
     given = json.dumps([module, *map(str.split, commands)])
     said = subprocess.run(
         [sys.executable, "-c", SCRIPT], input=given, capture_output=True, text=True, timeout=200, check=True
@@ -49,5 +50,6 @@ def test_a_pair_is_checked_without_torch(tmp_path):
 
 @pytest.mark.slow
 def test_an_answer_needs_no_library_of_symbols():
-    """torch imports it where parameters on `meta` are made to exist by its own function: as many seconds as its own."""
+    """torch imports sympy when its own function materialises parameters on `meta`; that takes as long as importing
+    torch."""
     assert ran("sympy", "generate hi --seed 1 --max-tokens 4") == [[0, False]]

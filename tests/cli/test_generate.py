@@ -1,4 +1,4 @@
-"""`smcserve generate` as its user meets it: answers, JSON, standard input, and mistakes answered by one line."""
+"""`smcserve generate` as a user sees it: answers, JSON, standard input, and one-line messages for mistakes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TARGET = ("generate", PROBLEM.question, "--method", "target")
 
 @pytest.fixture
 def typed(monkeypatch):
-    """What stands on standard input."""
+    """Sets the text on standard input."""
     return lambda text: monkeypatch.setattr("sys.stdin", io.StringIO(text))
 
 
@@ -54,7 +54,7 @@ def test_exact_decoding_is_the_targets_answer(smcserve, monkeypatch, tmp_path):
     greedy = json.loads(smcserve("generate", PROBLEM.question, "--temperature", 0, "--form", "lockstep", "--json").out)
     assert greedy["settings"]["sampling"]["method"] == "exact" and greedy["settings"]["engine"]["form"] == "lockstep"
     statistics = greedy["statistics"]
-    # Where the machine is busy with other things, measured costs may say that drafting does not pay.
+    # On a busy machine, the measured latency model may find that drafting does not pay.
     assert (statistics["accepted_per_round"] > 1 or statistics["alone_rounds"] > 0) and statistics["hits"] == 0
 
 

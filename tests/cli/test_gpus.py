@@ -1,4 +1,4 @@
-"""GPUs that are not there: said before Ray is started, with how many there are and how many are asked for."""
+"""Missing GPUs are reported before Ray is started, with the numbers available and needed."""
 
 from __future__ import annotations
 

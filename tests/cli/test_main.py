@@ -1,4 +1,4 @@
-"""The command itself: help, version, and the ways in which a process ends."""
+"""The command itself: help, version, and how the process ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_options_are_grouped(smcserve):
 
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["bench", "--device", "cuda", "--load", "random"], 2)])
 def test_what_needs_no_model_loads_no_model_library(words, code):
-    """A refusal is told at once."""
+    """Help and refused options appear without the delay of importing torch."""
     script = f"import sys; from services.cli.main import run; assert run({words!r}) == {code}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
@@ -62,7 +62,7 @@ def test_interrupt_is_quiet(smcserve, monkeypatch):
 
 def test_ctrl_c_in_a_process():
     command = [*COMMAND, "eval", "--problems", "100000"]
-    # As a shell starts it in the foreground: what runs in the background inherits that Ctrl-C is ignored.
+    # As a shell starts it in the foreground: background processes inherit an ignored Ctrl-C.
     heeding = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
     try:

@@ -1,4 +1,4 @@
-"""Ports that are taken: said in one line, before Ray or a model is started."""
+"""Ports that are in use are reported in one line, before Ray or a model is started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.ports import free_ports
 
 LONGEST_SECONDS = 2.5
-"""Computed by the process: 1.3 seconds on a quiet machine, 3.6 if it imported torch."""
+"""CPU seconds of the process: 1.3 on a quiet machine, 3.6 if it imported torch."""
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def taken():
 
 @pytest.fixture
 def no_start(monkeypatch):
-    """Ray must not be asked for."""
+    """Fails the test if Ray is started."""
 
     def connect(address: str | None) -> None:
         raise AssertionError("Ray was started before the ports were bound")
@@ -48,7 +48,7 @@ def test_a_host_that_is_not_of_this_machine(smcserve, no_start):
 
 
 def test_a_taken_port_costs_no_time(taken):
-    """Of the process: what a busy machine takes from it is not counted."""
+    """Measured in CPU time of the process, so that a busy machine does not count."""
     grpc_port, metrics_port = free_ports(2)
     script = "import sys; from services.cli.main import run; sys.exit(run(sys.argv[1:]))"
     ports = ["--port", str(grpc_port), "--http-port", str(taken), "--metrics-port", str(metrics_port)]

@@ -1,8 +1,7 @@
-"""Models in FP8 through the fused kernels, in Triton's interpreter where there is no GPU: the reference's hidden states
-and logits.
+"""Models in FP8 through the fused kernels, in Triton's interpreter where there is no GPU: hidden states and logits
+equal the reference's.
 
-Axes: T tokens, E hidden size.
-"""
+Axes: T tokens, E hidden size."""
 
 from __future__ import annotations
 
@@ -36,12 +35,13 @@ SHAPE |= dict(zip(("num_heads", "num_kv_heads"), CASE.heads))
 
 
 def fp8_model(family: str) -> Decoder:
-    # Rounding to FP8 makes much of little, and the interpreter cuts bfloat16 off where it should round.
+    # float32, because rounding to FP8 amplifies small differences, and the interpreter truncates to bfloat16 where it
+    # should round.
     return in_fp8(random_decoder(tiny_config(family, **SHAPE)), torch.float32).to(DEVICE)
 
 
 def outputs(kernels: bool, model: Decoder, reduce: object = None) -> tuple[Tensor, Tensor]:
-    """Hidden states of tokens that exist, and logits."""
+    """Hidden states of the tokens that exist (padding left out), and their logits."""
     built = Built(CASE)
     for layer in model.layers:
         layer.reduce = reduce
@@ -62,19 +62,19 @@ def outputs(kernels: bool, model: Decoder, reduce: object = None) -> tuple[Tenso
 
 @pytest.mark.parametrize(("family", "ranks", "rows"), few_of_pairs(product(["llama", "qwen2"], [False, True], [0, 64])))
 def test_kernels_do_what_the_reference_does(family, ranks, rows, monkeypatch):
-    """By the library's products, or for so few rows by our own."""
+    """With the library's matrix products, or for few rows with our own kernels."""
     monkeypatch.setattr(triton_forward, "FEW_FP8_ROWS", rows)
     expected = outputs(False, fp8_model(family))
     found = outputs(True, fp8_model(family), OneOfOne(DEVICE) if ranks else None)
     for one, other in zip(found, expected):
         assert one.isfinite().all()
-        # Where tensor cores sum, some numbers are rounded to the next one.
+        # Tensor cores sum in another order, so some numbers round to the neighbouring FP8 value.
         assert (one - other).norm() < (1e-5 if DEVICE == "cpu" else 0.2) * other.norm()
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "olmo2"])
 def test_kernels_of_other_families(family):
-    """Norms of outputs and GELU, experts, and rows that are not normalised before a product."""
+    """Families with norms of outputs and GELU, with experts, and with rows that are not normalised before a product."""
     for one, other in zip(outputs(True, fp8_model(family), OneOfOne(DEVICE)), outputs(False, fp8_model(family))):
         assert one.isfinite().all()
         assert (one - other).norm() < (1e-5 if DEVICE == "cpu" else 0.2) * other.norm()

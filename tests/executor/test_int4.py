@@ -1,8 +1,7 @@
-"""Models in int4 through the fused kernels, in Triton's interpreter where there is no GPU: the reference's hidden states
-and logits, in passes of few rows and of prompts.
+"""Models in int4 through the fused kernels, in Triton's interpreter where there is no GPU: hidden states and logits
+equal the reference's, in passes of few rows and in passes of prompts.
 
-Axes: T tokens, E hidden size.
-"""
+Axes: T tokens, E hidden size."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ from tests.scheduler.pairs import letter_tokenizer
     few_of_pairs(product(["llama", "qwen2", "qwen3"], [False, True], [0, 64], ["awq", "gptq", "pack-quantized"])),
 )
 def test_kernels_do_what_the_reference_does(family, ranks, rows, layout, tmp_path, monkeypatch):
-    """By our own products of few rows, or by the library's of widened weights; with either activation."""
+    """With our own products for few rows, or the library's products of dequantised weights; with both activation
+    functions."""
     monkeypatch.setattr(triton_forward, "FEW_INT4_ROWS", rows)
     save_tiny(tmp_path, family=family, **SHAPE)
     to_int4(tmp_path, layout, 32, symmetric=layout == "gptq")
@@ -48,7 +48,7 @@ def test_kernels_do_what_the_reference_does(family, ranks, rows, layout, tmp_pat
 
 
 def test_prompts(tmp_path):
-    """In two chunks, of which the second ends prompts."""
+    """In two chunks; the second ends a prompt."""
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     save_tiny(tmp_path, vocab_size=VOCAB, hidden_size=64, intermediate_size=64, **heads)
     to_int4(tmp_path, "gptq", 32, symmetric=False)

@@ -1,5 +1,5 @@
-"""Whole requests through the fused kernels, in Triton's interpreter where there is no GPU: same answers as by the
-reference."""
+"""Whole requests through the fused kernels, in Triton's interpreter where there is no GPU: the answers equal those of
+the torch reference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pair(family: str) -> ModelPair:
 
 
 class InterpretedOps(TritonOps):
-    """Triton kernels, with nothing recorded."""
+    """Triton kernels with padded rounds, without graph capture."""
 
     def stage_runner(self, device: torch.device) -> StageRunner:
         return Padding(device)
@@ -70,7 +70,7 @@ ASKED = [
         top_p=0.95,
     ),
 ]
-"""Of every kind."""
+"""One request of every kind."""
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ ASKED = [
     ids=["ahead", "rejection ahead", "independent"],
 )
 def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
-    """Of requests of many kinds in one round, and of one kind alone; the others here are distinct. Rejection has plain
-    decoding beside it: in the interpreter a round of all kinds takes several times as long as its parts do, and
-    tests/kernels compares each stage of such a round with the reference. The tests below use one form each: the kernels
-    are the same in both, and tests/kernels compares their stages in either."""
+    """Requests of several kinds in one round, and of one kind alone. Rejection runs with plain decoding only: in the
+    interpreter a round of all kinds takes several times as long as its parts, and tests/kernels compares each stage of
+    a mixed round with the reference. The tests below use one form each, as the kernels are the same in both, and
+    tests/kernels covers both."""
     expected = answers(local_engine(pair(family), config), ASKED[which])
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     found = answers(local_engine(pair(family), config), ASKED[which])
@@ -96,8 +96,8 @@ def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
 
 @pytest.mark.slow
 def test_guided_answers_are_those_of_the_reference(monkeypatch):
-    """Of two methods in rounds of one kind each, beside a request that is not guided; the target runs conditional and
-    unconditional rows, padded."""
+    """Two methods with guidance, each in rounds of its own kind, and a request without guidance. The target runs
+    conditional and unconditional rows, padded."""
     law = {"max_tokens": 3, "logprobs": True, "guidance_scale": 2.0}
     asked = [
         replace(
@@ -115,7 +115,7 @@ def test_guided_answers_are_those_of_the_reference(monkeypatch):
 
 
 def test_rounds_that_draft_fewer_tokens_are_those_of_the_reference(monkeypatch):
-    """One, two or three of a block of three, in turn."""
+    """Rounds draft one, two and all three tokens of a block of three, alternating."""
     config, drafted = EngineConfig(form="lockstep", block=3), []
 
     class InTurn(CostBasedTreePolicy):
@@ -133,7 +133,7 @@ def test_rounds_that_draft_fewer_tokens_are_those_of_the_reference(monkeypatch):
 
 
 def test_constrained_answers_are_those_of_the_reference(monkeypatch):
-    """Beside a request without a constraint."""
+    """Two requests with a constraint, and one without."""
     law = {"max_tokens": 3, "logprobs": True, "constraint": {"regex": "(ab|ce*){2,}"}}
     asked = [
         request([1, 2, 3], "0", method="exact", particles=2, seed=1, **law),
@@ -149,7 +149,7 @@ def test_constrained_answers_are_those_of_the_reference(monkeypatch):
 
 @pytest.mark.slow
 def test_penalised_answers_are_those_of_the_reference(monkeypatch):
-    """Beside a request without penalties, and with guidance."""
+    """Requests with penalties, one of them guided, and one request without."""
     law = {"max_tokens": 5, "ignore_eos": True, "logprobs": True, "presence_penalty": 1.0, "repetition_penalty": 1.4}
     asked = [
         request([1, 2, 3], "0", method="exact", particles=2, seed=1, **law),
@@ -165,7 +165,7 @@ def test_penalised_answers_are_those_of_the_reference(monkeypatch):
 
 @pytest.mark.slow
 def test_truncated_and_powered_laws_are_those_of_the_reference(monkeypatch):
-    """With so few tokens offered one by one that others come from the rest of a law."""
+    """With only 4 candidate tokens per row, so that some tokens are drawn from the rest of the distribution."""
     for module in ("smc.executor.sampling", "smc.kernels.candidate_tokens"):
         monkeypatch.setattr(f"{module}.CANDIDATES_PER_ROW", 4)
     laws = [{"top_k": 3, "alpha": 1.5}, {"alpha": 0.5, "top_p": 0.7, "min_p": 0.2, "temperature": 0.8}]
@@ -193,7 +193,7 @@ def test_a_draft_of_few_tokens_proposes_as_by_the_reference(monkeypatch):
 
 
 def test_populations_that_change_their_size_are_those_of_the_reference(monkeypatch):
-    """Slots without a particle, for a round or for good."""
+    """Some slots have no particle, for one round or for good."""
 
     def resized() -> Answer:
         engine, sizes = local_engine(pair("llama"), LOCKSTEP), [4, 2]
@@ -217,8 +217,8 @@ def test_populations_that_change_their_size_are_those_of_the_reference(monkeypat
 
 
 class OneOfOne:
-    """`smc.model.parallel.Reduce` of a model that one rank holds, with a buffer of which nothing is left once the next
-    part is made."""
+    """`smc.model.parallel.Reduce` of a model on a single rank. Its one buffer is overwritten with NaN when the next
+    part is requested."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._buffer = torch.empty(10_000, device=device)
@@ -235,7 +235,8 @@ class OneOfOne:
 
 @pytest.mark.slow
 def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
-    """With one rank the sum is its part: same answers, if each is used before the next is asked for."""
+    """With one rank, a sum equals its only part: the answers are the same if each sum is used before the next buffer is
+    requested."""
     asked = [request([1, 2, 3], "0", particles=1, seed=1, max_tokens=2)]
     made = pair("llama")
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)

@@ -1,8 +1,8 @@
-"""How many launches a round of the draft takes beside its model: each is a few microseconds of a recorded round,
-whatever it does.
+"""The number of kernel launches of a draft round, apart from its model. Each launch takes a few microseconds of a
+captured round, whatever it does.
 
-What a GPU would launch is counted as it is called in Triton's interpreter: our kernels, and torch's operations but for
-views and unwritten memory."""
+Launches are counted as calls in Triton's interpreter: our kernels, and torch's operations except for views and
+uninitialised memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FREE |= {"unsqueeze", "squeeze", "split", "unbind", "as_strided", "transpose", "
 
 
 class Launches(TorchDispatchMode):
-    """By name, while switched on and no kernel is at work."""
+    """Counts launches by name while switched on, except for those within a counted kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def beside(self, call, name: str | None = None):
-        """The same function, all that it does counted as `name`, or not at all."""
+        """Wrap `call` so that everything it does counts as one `name`, or as nothing if `name` is None."""
 
         def counted(own, *args, **kwargs):
             if name and self.on and not self.within:
@@ -69,7 +69,7 @@ class Launches(TorchDispatchMode):
         return counted
 
     def during(self, call):
-        """The same function, counted."""
+        """Wrap `call` so that launches are counted while it runs."""
 
         def counted(*args, **kwargs):
             self.on = True

@@ -1,4 +1,4 @@
-"""Requests that end in the middle: nothing is left behind, and no other request notices."""
+"""Requests that end early: everything is released, and no other request changes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Prompts through a worker: by the kernels as by the reference, in whatever chunks.
+"""Prompts through a worker: kernels equal the reference, and chunks of any size give the same result.
 
-Axes: R rows, T tokens, E hidden size.
-"""
+Axes: R rows, T tokens, E hidden size."""
 
 from __future__ import annotations
 
@@ -41,7 +40,8 @@ def worker(which: str, family: str = "llama") -> ModelWorker:
 
 
 def batch(parts: list[tuple[int, int, int]], draws: bool, top_logprobs: TopLogprobsSpec | None = None) -> PromptBatch:
-    """Parts (sequence, positions held, new tokens) of sequences whose tokens and pages follow from their numbers."""
+    """A batch of `parts` (sequence, positions already held, number of new tokens). Tokens and pages follow from the
+    sequence number."""
     starts_R, counts_R = (np.array(column, dtype=np.int32) for column in zip(*[(held, new) for _, held, new in parts]))
     pages = [
         1 + 40 * sequence + np.random.default_rng(sequence).permutation(40)[: held + new]
@@ -81,8 +81,8 @@ def assert_close(one: PromptResult, other: PromptResult) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", *one_of("mixtral", "llama", "qwen3", "olmo2")])
 def test_kernels_do_what_the_reference_does(family):
-    """Ragged rows, with and without a past; chunks that nobody asks anything about, with `top_logprobs`, and that
-    end prompts."""
+    """Ragged rows, with and without a past: chunks that return nothing, with `top_logprobs`, and at the end of
+    prompts."""
     reference, kernels = worker("reference", family), worker("kernels", family)
     top_logprobs = TopLogprobsSpec(
         first_draws(2).distribution, 3, np.array([4, 30], np.int32), np.zeros(2, np.int32), (None, None)

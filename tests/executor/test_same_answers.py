@@ -1,4 +1,4 @@
-"""What must not change an answer: padding to few shapes, asking ahead, and kernels in place of the reference."""
+"""Padding rounds to few shapes, requesting rounds ahead and batching with other requests do not change answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def mixed(count, rng):
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_company_padding_and_asking_ahead(config, cohorts, monkeypatch):
-    """Each request alone, against all at once in padded rounds that are asked for ahead."""
+    """Each request alone, compared with all at once in padded rounds that are requested ahead."""
     asked = list(mixed(18, random.Random(5)))
     expected = [answers(local_engine(tiny_pair(), config), [one])[one.request_id] for one in asked]
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())

@@ -1,9 +1,8 @@
-"""Whoever comes after what a service does before it serves brings no kernel that is still to be compiled, whatever he
-asks for.
+"""After the warm-up, no request of any kind needs a kernel variant that is not compiled yet.
 
-The rounds of such requests are those of an engine on a CPU; their launches are looked at where Triton's interpreter
-would begin them, and left out. What the compiler tells apart is what Triton itself says: so models are of the type that
-they have on GPUs there, and logits are of another where something is added to them."""
+The rounds come from an engine on a CPU. Kernel launches are intercepted where Triton's interpreter would run them, and
+are not run. Triton itself says which arguments the compiler distinguishes, so models have the dtype that they have on
+GPUs, and logits another one where something is added to them."""
 
 from __future__ import annotations
 
@@ -40,9 +39,9 @@ pytestmark = pytest.mark.skipif(
 VOCAB, CONTEXT = 300, 1024
 FORMS = [EngineConfig(form=form, block=3, max_slots=16, max_context=CONTEXT) for form in ("lookahead", "lockstep")]
 TOGETHER = [1, 2, 4]
-"""Requests that are sent at once; other ones of either form."""
+"""Numbers of requests that are submitted at once; the requests differ between the two forms."""
 Call = tuple[str, tuple]
-"""Of a pair: which method, and with what."""
+"""A call of the executor: method and arguments."""
 
 
 def pair(dtype: torch.dtype) -> ModelPair:
@@ -52,7 +51,7 @@ def pair(dtype: torch.dtype) -> ModelPair:
 
 
 def noted(engine: Engine) -> list[Call]:
-    """What the engine will ask of its pair."""
+    """A list that collects all calls of the engine to its executor from now on."""
     calls: list[Call] = []
     for name in ("join", "round"):
         method = getattr(engine.executor, name)
@@ -65,13 +64,14 @@ def noted(engine: Engine) -> list[Call]:
 
 
 def firsts(calls: list[Call]) -> list[Call]:
-    """Of the rounds of each kind the first, for which all that it needs is compiled."""
+    """The calls without repeated rounds: only the first round of each kind stays, as it compiles all that the kind
+    needs."""
     of_kind = {args[0].key: number for number, (name, args) in reversed([*enumerate(calls)]) if name == "round"}
     return [call for number, call in enumerate(calls) if call[0] != "round" or of_kind[call[1][0].key] == number]
 
 
 class AnySize(CostBasedTreePolicy):
-    """Drafts as much as costs could decide."""
+    """Drafts any size that the latency model might choose."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -83,8 +83,8 @@ class AnySize(CostBasedTreePolicy):
 
 
 class Variants:
-    """Of all kernels that are launched, by the side that does: in a worker group each has a process of its own, and
-    compiles for itself."""
+    """Variants of all launched kernels, by model role: in a worker group each role has its own process and compiles for
+    itself."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: LocalRoundExecutor) -> None:
         self.found: set[tuple] = set()
@@ -96,7 +96,7 @@ class Variants:
         monkeypatch.setattr(
             interpreter.InterpretedFunction, "run", lambda kernel, *args, **named: self._add(kernel, args, named)
         )
-        # Nothing is written, so nothing may be read that was never written.
+        # Kernels write nothing here, so memory must not be read uninitialised.
         monkeypatch.setattr(torch, "empty", torch.zeros)
         monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
         monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
@@ -127,7 +127,7 @@ class Variants:
 
 @cache
 def _constants_of(kernel: Callable) -> dict[str, bool]:
-    """Of every parameter, whether it is one."""
+    """For each parameter of a kernel, whether it is a constexpr."""
     return {
         name: "constexpr" in str(parameter.annotation)
         for name, parameter in inspect.signature(kernel).parameters.items()
@@ -143,7 +143,7 @@ def test_nobody_waits_for_a_compiler(config, monkeypatch):
     warm_up(reference, (), rare_requests(config, reference.context, VOCAB))
     before, after = [*before], noted(reference)
     for number, together in enumerate(TOGETHER):
-        # All that come together are served together, even if each has as many companions as rows.
+        # Few enough rows that all requests run at once, even if each row has an unconditional one.
         rows = config.max_slots // (2 * together)
         requests = [some_request(draw, 4 * number + i, VOCAB, rows) for i in range(together)]
         assert not [output.answer.error for output in reference.run(requests) if output.answer and output.answer.error]

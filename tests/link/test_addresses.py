@@ -10,8 +10,8 @@ from services.link import distributed
 
 
 def test_gloo_listens_on_the_network_of_the_store(monkeypatch):
-    """Not where the machine's own name leads: on many that is the loopback interface, which no other machine
-    reaches."""
+    """Not at the address of the machine's own name: on many machines that is the loopback interface, which other
+    machines cannot reach."""
     asked, create = [], dist.ProcessGroupGloo.create_device
     monkeypatch.setattr(
         dist.ProcessGroupGloo, "create_device", lambda hostname: asked.append(hostname) or create(hostname=hostname)

@@ -1,4 +1,4 @@
-"""What crosses the link arrives as it was sent, shapes and types included."""
+"""Messages cross the link unchanged, shapes and dtypes included."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def equal(a: object, b: object) -> bool:
 
 
 def over_the_wire(message):
-    """Through bytes, as a link does it."""
+    """Serialise and parse a message, as a link does."""
     return type(message).FromString(message.SerializeToString())
 
 
@@ -260,7 +260,7 @@ def test_round_result(drawn, w):
 
 
 def test_arrays_can_be_written_to():
-    """A read-only view of the message would make torch warn, and fail where it writes in place."""
+    """With a read-only view of the message torch would warn, and in-place writes would fail."""
     pages = codec.to_prompt_batch(pb.PromptCommand(pages=b"\x01\x00\x00\x00")).pages_X
     pages[0] = 5
     assert pages.tolist() == [5]

@@ -1,5 +1,5 @@
-"""Both transports, end against end: order, size, silence, death of the other side, another incarnation of the worker
-group."""
+"""Both transports between real ends: order and size of messages, silence, a peer that dies, and another incarnation of
+the worker group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def link(request) -> str:
 
 @contextmanager
 def connected(link: str) -> Iterator[tuple[dict, dict[str, LeaderEnds]]]:
-    """Coordinator's ends and leaders' ends, by side, in threads as the processes would be."""
+    """The coordinator's ends and the leaders' ends, by model role, in threads instead of processes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     ends, leaders = connect(Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", link, 20.0), ("draft", "target"))
     try:
@@ -44,7 +44,7 @@ def connected(link: str) -> Iterator[tuple[dict, dict[str, LeaderEnds]]]:
 
 
 def close(*ends) -> None:
-    """All at a time, as processes do: an end waits for the other one."""
+    """Close all ends at the same time, as processes do: an end waits for the other one."""
     with ThreadPoolExecutor(len(ends)) as pool:
         list(pool.map(lambda end: end.close(), ends))
 
@@ -90,7 +90,7 @@ def test_messages_of_any_size_in_order(link, size):
 
 
 def test_many_messages_before_the_first_is_received(link):
-    """A burst, such as the end of many requests at once, while the other side is busy: nothing is lost."""
+    """A burst, for example when many requests end at once while the other end is busy, loses no message."""
     with connected(link) as (ends, leaders):
         sending = threading.Thread(target=lambda: [ends["draft"].send(ping(i)) for i in range(300)])
         sending.start()
@@ -110,7 +110,7 @@ def test_what_one_leader_sends_the_other_receives(link, sides):
             tensor = sent.clone()
             sender.send("blocks", sequence, tensor)
             sender.send("choice", sequence, tensor + 1)
-            tensor.zero_()  # what was sent is what was there when it was sent
+            tensor.zero_()  # the message holds the values at the time of `send`
             sender.settle()
             for name, more in (("blocks", 0), ("choice", 1)):
                 receiver.receive(name, sequence, here, 5.0)
@@ -145,13 +145,14 @@ def test_the_other_side_closes(link):
 
 
 def meet(channel: PeerChannel, incarnation: int, make) -> None:
-    """Asks until there is another leader on the other side."""
+    """Reconnect repeatedly until another leader is at the other end."""
     while not channel.reconnect(incarnation, make):
         time.sleep(0.01)
 
 
 def test_a_target_outlives_one_draft_after_the_other(link):
-    """What a lost draft was to send is zeros, until another one is there; and one that does not come is lost, too."""
+    """Messages expected from a lost draft are read as zeros until another draft is connected; a draft that never
+    arrives counts as lost, too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     where = Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", link, 20.0)
     ends, leaders = connect(where, ("draft", "target"))
@@ -190,7 +191,7 @@ def test_a_target_outlives_one_draft_after_the_other(link):
 
 
 def test_strangers_are_not_let_in():
-    """Who does not know the worker group's secret can neither give orders nor publish tokens."""
+    """A caller without the worker group's secret can neither send commands nor publish tokens."""
     with connected("grpc") as (_, leaders):
         address = leaders["target"].server.address
         stranger = StreamCaller(address, "guess", "Work")
@@ -207,8 +208,8 @@ def test_strangers_are_not_let_in():
 
 
 def test_nobody_who_listens_at_a_forged_address_learns_the_secret():
-    """Anybody who reaches the store may write to it; and a call that reaches the wrong server proves nothing anywhere
-    else."""
+    """Any process that reaches the store may write to it, so forged addresses are refused. A call that reaches a wrong
+    server reveals no secret, and its proof is invalid at any other server."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     where = Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", "grpc", 20.0)
     store.set(where.name("draft/address"), "127.0.0.1:1")

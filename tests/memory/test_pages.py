@@ -1,5 +1,5 @@
-"""Laws of the page ledger: it follows a model of plain dicts, its books balance after every operation, and misuse is
-caught."""
+"""The page allocator agrees with a model of plain dicts, its accounts balance after every operation, and it rejects
+misuse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def state(allocator: PageAllocator) -> tuple:
 
 
 def chained(allocator: PageAllocator, length: int, parent: int = DUMMY_PAGE) -> np.ndarray:
-    """A chain of new pages below `parent` whose last page is held once."""
+    """A chain of new pages below `parent`; its last page is held once."""
     pages_T = allocator.allocate(length)
     allocator.chain(parent, pages_T)
     allocator.hold(pages_T[-1:])
@@ -41,7 +41,7 @@ def chained(allocator: PageAllocator, length: int, parent: int = DUMMY_PAGE) -> 
 
 
 class Model:
-    """The forest, naively: which pages live is computed anew from the heads."""
+    """A simple model of the page forest: which pages are alive is recomputed from the heads."""
 
     def __init__(self) -> None:
         self.parent: dict[int, int] = {}
@@ -65,7 +65,7 @@ class Model:
 
 
 class Ledger(RuleBasedStateMachine):
-    """Random operations, on shared heads and branching rows."""
+    """Random operations on the allocator and its model, with shared heads and branching rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,8 +116,8 @@ class Ledger(RuleBasedStateMachine):
     @precondition(lambda self: +self.model.heads)
     @rule(data=st.data(), wanted=st.integers(0, 15))
     def round(self, data, wanted):
-        """Heads are replaced by rows that continue some of them, each step by a new page or that of a row with the same
-        past."""
+        """Replace some heads by rows that continue some of them; each step appends a new page, or the page of a row
+        with the same past."""
         held = sorted((+self.model.heads).elements())
         old = [held[i] for i in data.draw(st.lists(st.integers(0, len(held) - 1), min_size=1, max_size=4, unique=True))]
         ancestors = data.draw(st.lists(st.sampled_from(old), max_size=6))
@@ -295,7 +295,7 @@ def test_check_finds_broken_books():
 
 
 def test_many_particles_share_a_past():
-    """64 particles end one after another, in any order; the past goes with the last of them."""
+    """64 particles end one after another, in random order; the shared past is freed with the last of them."""
     rng = np.random.default_rng(0)
     allocator = PageAllocator(4096)
     prompt_T = chained(allocator, 1000)
@@ -353,7 +353,8 @@ def one_round(allocator: PageAllocator, heads_N: np.ndarray, paths_NW: np.ndarra
 
 
 def test_rounds_of_a_population_conserve_pages():
-    """Ancestors are drawn at random round after round: what is held is what the heads descend from, counted anew."""
+    """Ancestors are drawn at random in every round: the held pages are exactly the ancestors of the heads, recounted
+    each time."""
     rng = np.random.default_rng(1)
     allocator = PageAllocator(20_000)
     requests, particles, width = 24, 8, 5
@@ -382,7 +383,8 @@ def test_rounds_of_a_population_conserve_pages():
 
 
 def test_grown_pages_are_counted():
-    """Those of rows, not those of chains, as long as they live; any page of the forest can be counted in or out."""
+    """Pages added by `grow` are counted while they are held, those of `chain` are not; `count_grown` includes or
+    excludes any page of the forest."""
     allocator = PageAllocator(40)
     prompt_T = chained(allocator, 5)
     pages_T = allocator.allocate(6)

@@ -1,4 +1,4 @@
-"""The memory of a pool on a CPU."""
+"""Memory use of a KV pool on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.model.tiny import tiny_config
 
 @pytest.fixture
 def hole() -> Iterator[None]:
-    """The allocator has more than a pool at hand, none of it backed by memory."""
+    """Leaves the C allocator with a free area larger than a pool, which is not backed by memory."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     *small, last = (libc.malloc(100_000) for _ in range(8_000))

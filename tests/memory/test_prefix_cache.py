@@ -1,4 +1,4 @@
-"""Laws of the prefix cache: it follows a model that compares texts, what is held stays, and books balance."""
+"""The prefix cache agrees with a model that compares texts, held pages stay, and page accounts balance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ salts = st.sampled_from(["", "a"])
 
 
 def written(allocator: PageAllocator, count: int, parent: int = 0) -> np.ndarray:
-    """Pages of a new sequence below `parent`, whose last one is held once."""
+    """Pages of a new sequence below `parent`; the last one is held once."""
     pages_T = allocator.allocate(count)
     allocator.chain(parent, pages_T)
     allocator.hold(pages_T[-1:])
@@ -28,7 +28,7 @@ def written(allocator: PageAllocator, count: int, parent: int = 0) -> np.ndarray
 
 
 def cached(cache: PrefixCache, text: list[int], salt: str = "") -> np.ndarray:
-    """Run a text that nobody has run before, keep it in the cache, and end the request. Returns its pages."""
+    """Run a text that is not cached yet, insert it into the cache, and end the request. Returns its pages."""
     pages_T = written(cache.allocator, len(text))
     cache.insert(text, pages_T, salt)
     cache.allocator.release(pages_T[-1:])
@@ -36,8 +36,8 @@ def cached(cache: PrefixCache, text: list[int], salt: str = "") -> np.ndarray:
 
 
 class Cache(RuleBasedStateMachine):
-    """Requests come, use what is cached, write the rest, and end. The model keeps texts in a list, least recently used
-    first."""
+    """Requests arrive, use what is cached, write the rest, and end. The model keeps texts in a list, least recently
+    used first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,8 @@ class Cache(RuleBasedStateMachine):
 
     @rule(text=texts.filter(bool), salt=salts, use=st.booleans())
     def run(self, text, salt, use):
-        """A request that does not look first computes again what is known, as two do that come at once."""
+        """Without `use`, a request does not consult the cache and computes known tokens again, like the second of two
+        that arrive at once."""
         length, page = self.cache.match(text, salt, None if use else 0)
         self.touch(self.beginnings(text[:length], salt))
         self.asked += len(text)
@@ -197,7 +198,7 @@ def test_least_recently_used_goes_first_and_deepest_of_it():
     cached(cache, first)
     cached(cache, second)
     cache.match(first[:8])
-    # Oldest: the end of `first`, which was not asked for; then `second` from its end; then the rest of `first`.
+    # Oldest: the end of `first`, which was not matched; then `second` from its end; then the rest of `first`.
     for expected in ((8, 12), (8, 8), (8, 4), (8, 0), (4, 0), (0, 0)):
         assert cache.evict(1) == 4
         found = [len(text) for text in (first, second)]
@@ -227,8 +228,8 @@ def test_eviction_frees_nothing_that_somebody_holds():
 
 
 def test_computed_twice_at_once():
-    """Of two requests that compute one beginning, the second goes on from its own pages; both lineages live as long as
-    they are needed."""
+    """Of two requests that compute the same beginning, the second continues from its own pages; both chains of pages
+    stay as long as they are needed."""
     allocator = PageAllocator(100)
     cache = PrefixCache(allocator, 4)
     first_T = written(allocator, 4)
@@ -263,8 +264,8 @@ def test_a_long_prompt_is_matched_in_time():
 
 
 def test_what_is_forgotten_is_not_found():
-    """Nor what continues it, until it is kept again; who holds pages keeps them, and another text of the same beginning
-    is not touched."""
+    """Nor are its continuations, until it is inserted again. Held pages stay, and a text with another beginning is not
+    affected."""
     cache = PrefixCache(PageAllocator(100), 4)
     held_T = written(cache.allocator, 8)
     cache.insert([1] * 8, held_T)

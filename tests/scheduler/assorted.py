@@ -1,4 +1,4 @@
-"""Requests of all kinds, at random: any way of decoding, by any law."""
+"""Random requests of all kinds: every method and verification, with random settings."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TRUNCATED: tuple[Settings, ...] = (
     {"top_k": 40, "top_p": 0.9},
 )
 BIASES = (1, 30, 300)
-"""Tokens that have one."""
+"""Possible numbers of tokens with a logit bias."""
 CHAINS = 4
-"""At most."""
+"""Maximum number of chains of a request with `verification=rejection`."""
 
 
 def some_request(draw: random.Random, number: int, vocab: int, rows: int = 8) -> Request:
-    """Of at most so many rows, and 60 tokens."""
+    """A random request with at most `rows` rows (rejection: at most `CHAINS`) and at most 60 answer tokens."""
     way, tokens = draw.choice(WAYS), draw.randint(1, 60)
     given = (
         way
@@ -52,7 +52,7 @@ def some_request(draw: random.Random, number: int, vocab: int, rows: int = 8) ->
 
 
 def _more(draw: random.Random, method: str, tokens: int) -> Settings:
-    """What may be asked for of any law, and is seldom."""
+    """Rarely used settings, each with a small probability; each works with any truncation."""
     given: Settings = {}
     if method == "smc" and draw.random() < 0.3:
         given["alpha"] = 2.0

@@ -1,8 +1,7 @@
-"""Answers of the tiny pair that several laws are read off: drawn once for each setting in a process.
+"""Answers of the tiny pair that several statistical tests share: drawn once per process for each setting.
 
-Tests that share them are of one xdist group, so that one process has them all. An answer costs the same with one
-particle and with sixteen, and its particles' weights say more about the law that it was drawn from than the answer does.
-"""
+Tests that share them belong to one xdist group, so that they run in one process. An answer costs the same with one
+particle as with sixteen, and the weights of its particles tell more about the distribution than the answer alone."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ CONFIGS = [
 DISTINCT, INDEPENDENT = {"population": "distinct"}, {"population": "independent"}
 NEVER, ALWAYS = {"ess_threshold": 0.0}, {"ess_threshold": 1.0}
 COUNT = 280
-"""Answers with four particles each of the standing settings: at the error that this leaves, a test of evidence has
-power."""
+"""Number of answers, each with four particles, for each shared setting. At the standard error that this leaves, a test
+of the evidence has power."""
 together = pytest.mark.xdist_group("bank")
 
 
@@ -43,7 +42,7 @@ def population(
     potentials: Mapping[str, Potential] = NO_POTENTIALS,
     **params: object,
 ) -> list[Answer]:
-    """Answers of `count` requests that differ in their seed only, with all their particles."""
+    """Answers, with all their particles, of `count` requests that differ only in their seeds."""
     engine = local_engine(pair or tiny_pair(), config, potentials=potentials)
     law = {"max_tokens": LENGTH, "return_particles": True} | params
     requests = (Request(str(seed), PROMPT, SamplingParams(seed=seed, **law)) for seed in range(count))
@@ -53,7 +52,7 @@ def population(
 
 
 def standing(config: EngineConfig, **params: object) -> tuple[Answer, ...]:
-    """`COUNT` answers with four particles each, drawn once."""
+    """`COUNT` answers with four particles each, drawn once per process."""
     return _drawn(config, tuple(params.items()))
 
 
@@ -63,12 +62,12 @@ def _drawn(config: EngineConfig, params: tuple[tuple[str, object], ...]) -> tupl
 
 
 def evidence(found: Sequence[Answer]) -> list[float]:
-    """Z-hat of every answer."""
+    """Z-hat of each answer."""
     return [math.exp(answer.statistics.log_z) for answer in found]
 
 
 def votes(found: Answer) -> Counter:
-    """Weight of every different answer among the particles."""
+    """Total weight of each distinct answer among the particles."""
     weights: Counter = Counter()
     for particle in found.particles:
         weights[particle.tokens] += particle.weight
@@ -76,8 +75,8 @@ def votes(found: Answer) -> Counter:
 
 
 def distance(found: Sequence[Answer], law: dict) -> float:
-    """Of the law that the answers are drawn from, by the weights of their particles: as much as a multiple of the
-    answers would say."""
+    """Total variation between `law` and the distribution of the answers, estimated from the weights of their particles:
+    as precise as several times as many answers without weights."""
     mass: Counter = Counter()
     for answer in found:
         mass.update(votes(answer))

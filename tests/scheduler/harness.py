@@ -31,11 +31,12 @@ FORMS = [
 CASES = [FORMS[0], FORMS[2]]
 """For tests of both forms."""
 LOCKSTEP_FIRST, LOOKAHEAD_FIRST = one_of(*CASES), one_of(*CASES[::-1])
-"""For tests of what does not depend on the form: `make test` tries one."""
+"""For tests of behaviour that does not depend on the form: `make test` runs the first case only."""
 
 
 def wide(config: EngineConfig) -> EngineConfig:
-    """With room for a whole population of requests at once: a round of all costs little more than one of a few."""
+    """`config` with room for a whole population of requests at once: one round of all costs little more than one of a
+    few."""
     return replace(config, max_slots=2048, pages=40_000)
 
 
@@ -48,7 +49,7 @@ def request(prompt: Sequence[int] = (0, 1, 2), request_id: str = "r", **params) 
 
 
 def answers(engine: Engine, requests: Iterable[Request]) -> dict[str, Answer]:
-    """Every request's answer; afterwards the engine must be empty."""
+    """Run `requests`; return the answer of each, by its id. Afterwards the engine must be empty."""
     done = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
     assert_empty(engine)
     return done
@@ -63,7 +64,7 @@ def workers(engine: Engine) -> dict[str, ModelWorker]:
 
 
 def assert_empty(engine: Engine) -> None:
-    """Nothing reserved, nothing claimed, every page free, every reference accounted for."""
+    """Assert that nothing is reserved or claimed, every page is free, and every reference is accounted for."""
     engine.check_books()
     for cache in engine.memory.caches.values():
         cache.clear()
@@ -81,8 +82,8 @@ def step_through(engine: Engine, check: Callable[[Engine], None]) -> list[Output
 
 
 class TokenLedger:
-    """Knows which token each KV page was written for: listens to what a side runs through its model, and where it
-    stores it."""
+    """Records the token for which each KV page was written: observes the tokens that a model runs, and the pages that
+    store them."""
 
     def __init__(self, engine: Engine, side: str) -> None:
         worker = engine.workers[side]
@@ -103,22 +104,22 @@ class TokenLedger:
 
 
 def open_particles(engine: Engine, group: SequenceGroup, side: str) -> list[tuple[int, list[int]]]:
-    """(slot, tokens whose keys and values it must hold) for every open particle of a group."""
+    """(slot, tokens whose keys and values the slot must hold) for each particle of a group that has not ended."""
     slots, of_pair = engine.slots, group.decoding.program is Program.PAIR
     found = []
     for slot in group.slots[~slots.ended_S[group.slots]].tolist():
         if side == "target" and of_pair:
             kept = slots.block_S[slot]  # the block in flight has not been run
         else:
-            # The last token has not been run, in lockstep nor the one before it; but that is known where it was the
-            # target's own.
+            # The last token has not been run; in lockstep, nor has the one before it, except where that one is the
+            # target's own and the draft knows it.
             both = (
                 engine.config.form == "lockstep"
                 and group.rounds > 0
                 and side == "draft"
                 and group.decoding.program is Program.PAIR
             )
-            # Also where a population without weight has gone on from a prefix.
+            # Also where a population without weight has continued from a prefix.
             cuts = group.params.method is Method.EXACT or group.counters.collapses > 0
             pending = slots.length_S[slot] + group.prompt_size - slots.held_S[side][slot]
             kept = slots.length_S[slot] - (pending if both and cuts and pending in (1, 2) else 2 if both else 1)
@@ -127,8 +128,8 @@ def open_particles(engine: Engine, group: SequenceGroup, side: str) -> list[tupl
 
 
 def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
-    """Every particle's pages were written for exactly its tokens, prompt included; books balance. Returns how many were
-    looked at."""
+    """Assert that each particle's pages were written for exactly its tokens, prompt included, and that the page
+    accounting balances. Returns the number of particles checked."""
     slots, seen = engine.slots, 0
     engine.memory.check()
     for group in running(engine):
@@ -153,7 +154,8 @@ def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
 
 
 def _check_companions(engine: Engine, group: SequenceGroup, side: str, written: TokenLedger) -> int:
-    """Those of a guided group hold its answers after its negative prompt, as far as the side has them."""
+    """Assert that the unconditional rows of a guided group hold its answers after its negative prompt, as far as the
+    model has run them. Returns the number of particles checked."""
     slots, allocator = engine.slots, engine.memory.allocators[side]
     for slot in group.slots[: group.count].tolist():
         companion = int(slots.unconditional_S[slot])
@@ -168,7 +170,7 @@ def _check_companions(engine: Engine, group: SequenceGroup, side: str, written: 
 
 
 class Listening:
-    """A model whose calls go through a listener first."""
+    """A model whose calls go to a listener instead; the listener calls the model."""
 
     def __init__(self, model, call: Callable) -> None:
         self.logits, self.config, self.embed, self._call = model.logits, model.config, model.embed, call
@@ -179,11 +181,11 @@ class Listening:
 
 @torch.inference_mode()
 def next_log_probs(side: ModelRunner, slot: int, held: int, token: int) -> torch.Tensor:
-    """log p [V] after feeding `token` to the first `held` positions of a slot, from its paged KV, which is left as it
-    was."""
+    """log p [V] after running `token` behind the first `held` positions of a slot. Reads the slot's paged KV and leaves
+    it unchanged."""
     forward = StaticForward(side._forward.model, copy.deepcopy(side.worker.pool), side.worker.rope)
     one = torch.ones(1, dtype=torch.int32)
-    # A page that nobody uses: the first past what the table names.
+    # An unused page: the first one past those that the table can name.
     table_SL = side.state.table_SL[slot : slot + 1].clone()
     table_SL[0, held] = side.worker.pages
     rows = Rows(
@@ -205,14 +207,14 @@ def next_log_probs(side: ModelRunner, slot: int, held: int, token: int) -> torch
 
 
 class Padding(StageRunner):
-    """As on a GPU, where rounds are padded to few shapes and a round is asked for before the last is read; but run as
-    they are."""
+    """Pads rounds to few shapes and lets the next round be requested before the last is read, as on a GPU, but captures
+    no graphs."""
 
     records = True
 
 
 class PaddingOps(TorchOps):
-    """The torch form of rounds, padded."""
+    """Torch operations with padded rounds."""
 
     def stage_runner(self, device: torch.device) -> StageRunner:
         return Padding(device)

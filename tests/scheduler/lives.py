@@ -1,5 +1,5 @@
-"""Requests living through whatever an engine can do to them: waiting, starting over, shrinking, growing, being
-cancelled, running out of time. The engine's pool should be too small for all of them."""
+"""Runs requests through everything that an engine can do to them: waiting, preemption, shrinking, growing, cancellation
+and time-outs. The engine's pool should be too small for all of them."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ LAWS = [
 
 @dataclass
 class Lives:
-    """What became of requests."""
+    """Answers, streamed outputs and counts of events of a run."""
 
     final: dict[str, Answer] = field(default_factory=dict)
     streamed: dict[str, list[Output]] = field(default_factory=dict)
     events: Counter = field(default_factory=Counter)
     resized: set[str] = field(default_factory=set)
-    """Requests that were asked to have another number of particles."""
+    """Requests whose number of particles was changed on demand."""
 
     def untouched(self, name: str) -> bool:
-        """Whether nothing was to change the answer."""
+        """Whether nothing happened to the request that may change its answer."""
         found = self.final[name]
         ended = found.finish_reason in (FinishReason.CANCELLED, FinishReason.TIME_BUDGET, FinishReason.QUEUE_TIME)
         return not ended and name not in self.resized and found.statistics.particles_left == found.statistics.particles
@@ -60,8 +60,8 @@ def pair(max_context: int = 128) -> ModelPair:
 def random_requests(
     count: int, rng: random.Random, longest: int = 40, budgets: float = 0.0, stretch: int = 1
 ) -> list[Request]:
-    """Prompts of which many begin alike: some repeat another, some go on after it. `budgets`: the share of those that
-    have a time budget, half of which are so many times longer."""
+    """Requests whose prompts often begin alike: some repeat an earlier prompt, some continue it. `budgets` is the share
+    of requests with a time budget; every second request's budget is `stretch` times as long."""
     prompts: list[tuple[int, ...]] = []
     found = []
     for i in range(count):
@@ -81,7 +81,8 @@ def random_requests(
 
 
 def guided(requests: Sequence[Request], rng: random.Random) -> list[Request]:
-    """The same with guidance for most that can have it: by a few negative prompts, or by the default."""
+    """The same requests, most of those that support guidance with it: with one of a few negative prompts, or the
+    default one."""
     negatives = [tuple(rng.randrange(3) for _ in range(size)) for size in (3, 20, 45)] + [None]
     found = []
     for one in requests:
@@ -95,8 +96,8 @@ def guided(requests: Sequence[Request], rng: random.Random) -> list[Request]:
 def small_engine(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, *, ahead: bool, follows: bool = False, **options
 ) -> Engine:
-    """One that is too confident about how short answers are, and how much of them is shared. `ahead`: rounds are asked
-    for before the last is read; `follows`: it corrects what it expects of running requests."""
+    """An engine that overestimates its memory: it expects short answers and much sharing. With `ahead`, it requests
+    rounds before it has read the last result; with `follows`, it corrects its forecast of running requests."""
     with monkeypatch.context() as patch:
         if ahead:
             patch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
@@ -119,7 +120,8 @@ def live(
     interrupt: float = 0.0,
     after_step: Callable[[Engine], None] = lambda _: None,
 ) -> Lives:
-    """Submits all in order; in every step each of the things that may happen does so with its probability."""
+    """Submit all requests in order and run them to their ends. In each step each kind of event occurs with the given
+    probability."""
     lives, waiting = Lives(), list(requests)
     while waiting or not engine.idle:
         while waiting and (rng.random() < submit or engine.idle):
@@ -155,7 +157,8 @@ def live(
 
 
 def assert_streamed(request: Request, outputs: Sequence[Output]) -> None:
-    """Tokens came once each, with their log-probabilities if requested; together they are the answer's."""
+    """Assert that each token was streamed once, with its log-probability if requested, and that all of them together
+    are the answer."""
     found = outputs[-1].answer
     assert found is not None
     assert sum((output.tokens for output in outputs), ()) == found.tokens
@@ -177,7 +180,7 @@ def _resize(engine: Engine, rng: random.Random, lives: Lives) -> None:
 
 
 def with_endless_memory(config: EngineConfig, requests: Sequence[Request]) -> dict[str, Answer]:
-    """Answers where nothing is short, nothing shared, and no time runs out."""
+    """Answers of an engine with plenty of memory, no prefix cache and no time budgets."""
     plenty = replace(
         config, pages=200_000, max_slots=512, prefix_cache=False, prefill_chunk=512, max_queue=None, cohorts=1
     )
@@ -193,7 +196,7 @@ def assert_same(found: Answer, expected: Answer) -> None:
         expected.text,
     )
     assert found.statistics.log_z == pytest.approx(expected.statistics.log_z, abs=1e-4)
-    if not expected.statistics.accepted_per_round:  # of exact decoding, one that is taken up again has no tree yet
+    if not expected.statistics.accepted_per_round:  # an exact request that resumes has no tree at first
         assert found.statistics.rounds == expected.statistics.rounds
     assert found.statistics.resamples == expected.statistics.resamples
     assert found.logprobs == (None if expected.logprobs is None else pytest.approx(expected.logprobs, abs=1e-4))

@@ -22,12 +22,12 @@ LETTERS = "abcdefgh"
 
 
 def letter_tokenizer(size: int) -> Tokenizer:
-    """`size` ids: letters, and the last one ends the text."""
+    """A tokenizer with `size` ids: letters, and a last one that ends the text."""
     return tokenizer_of(LETTERS[: size - 1])
 
 
 def tokenizer_of(texts: Sequence[str]) -> Tokenizer:
-    """A token for each text, and a last one that ends texts."""
+    """A tokenizer with one token for each text, and a last one that ends texts."""
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([tokenizers.AddedToken("<eos>", special=True)])
@@ -35,7 +35,8 @@ def tokenizer_of(texts: Sequence[str]) -> Tokenizer:
 
 
 def peaked(model: Decoder, scale: float) -> Decoder:
-    """Sharper laws: random tiny models are close to uniform, and would not tell a right weight from a wrong one."""
+    """Scale the head for sharper distributions: random tiny models are close to uniform and would not tell a right
+    weight from a wrong one."""
     model.lm_head.weight.mul_(scale)
     return model
 
@@ -52,19 +53,19 @@ def tiny_pair(
 
 
 def next_log_probs(model: Decoder, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
-    """log p [V] of what follows `tokens`, recomputed from scratch."""
+    """log p [V] of the token after `tokens`, recomputed from scratch."""
     return torch.log_softmax(_logits_after(model, tuple(tokens)) / temperature, -1)
 
 
 def target_logits_after(tokens: Sequence[int]) -> torch.Tensor:
-    """Logits [V] of the tiny pair's target for what follows `tokens`."""
+    """Logits [V] of the tiny pair's target for the token after `tokens`."""
     return _logits_after(tiny_pair().target, tuple(tokens))
 
 
 @cache
 @torch.inference_mode()
 def _logits_after(model: Decoder, tokens: tuple[int, ...]) -> torch.Tensor:
-    """Many tests ask for the same: the models are few, and so are the texts of four tokens."""
+    """Cached: many tests need the same logits, of few models and short texts."""
     return dense_logits(model, torch.tensor(tokens))[-1].double()
 
 
@@ -78,7 +79,8 @@ def exact_law(
 
 
 def law_of(log_probs: Callable[[tuple[int, ...]], list[float]], max_tokens: int, eos: int, alpha: float = 1.0) -> dict:
-    """The same where `log_probs` says what may follow an answer; without answers of no mass."""
+    """The probability of every answer where `log_probs` returns the log-probabilities of the next token after a prefix.
+    Leaves out answers of probability zero."""
     law: dict[tuple[int, ...], float] = {}
 
     def visit(prefix: tuple[int, ...], log_mass: float) -> None:
@@ -96,7 +98,7 @@ def law_of(log_probs: Callable[[tuple[int, ...]], list[float]], max_tokens: int,
 def truncated_law(
     model: Decoder, prompt: Sequence[int], max_tokens: int, eos: int, temperature: float, top_k: int
 ) -> dict:
-    """Mass of every answer under a law of the likeliest `top_k` tokens each."""
+    """Probability of every answer if each token is drawn from the `top_k` most probable ones."""
 
     def log_probs(prefix: tuple[int, ...]) -> list[float]:
         log_p = next_log_probs(model, (*prompt, *prefix), temperature)
@@ -106,8 +108,8 @@ def truncated_law(
 
 
 def far_from(law: dict, found: list[tuple[int, ...]]) -> float:
-    """How many standard deviations the chi-square of the answers is from its mean; both exactly, however rare an answer
-    is."""
+    """Distance of the answers' chi-square statistic from its mean, in standard deviations. Mean and variance are exact,
+    even for rare answers."""
     counts, n, k = Counter(found), len(found), len(law)
     assert not [answer for answer in counts if not law.get(answer)], "an answer that the target's law does not have"
     chi = sum((counts[answer] - n * p) ** 2 / (n * p) for answer, p in law.items())
@@ -116,8 +118,8 @@ def far_from(law: dict, found: list[tuple[int, ...]]) -> float:
 
 
 def likelier_elsewhere(law: dict, other: dict, found: list[tuple[int, ...]]) -> float:
-    """How many standard errors the mean of log law / other over answers is from what it is under the law: of all
-    statistics the one that best tells the two laws apart."""
+    """Distance, in standard errors, of the answers' mean of log law / other from its expectation under `law`. No other
+    statistic separates the two distributions better."""
     ratio = {answer: math.log(p / other[answer]) for answer, p in law.items()}
     mean = sum(p * ratio[answer] for answer, p in law.items())
     variance = sum(p * (ratio[answer] - mean) ** 2 for answer, p in law.items())
@@ -125,7 +127,7 @@ def likelier_elsewhere(law: dict, other: dict, found: list[tuple[int, ...]]) -> 
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """And the standard error of the mean."""
+    """The mean, and the standard error of the mean."""
     mean = sum(values) / len(values)
     return mean, (sum((x - mean) ** 2 for x in values) / len(values) ** 2) ** 0.5
 
@@ -136,7 +138,8 @@ def total_variation(law: dict, counts: dict, total: int) -> float:
 
 
 def character_pair(texts: Sequence[str], context: int) -> ModelPair:
-    """Random models over characters, these longer texts, written as byte-level vocabularies do, and an end."""
+    """Random models over single characters, the longer `texts` (written as byte-level vocabularies write them) and an
+    end token."""
     tokenizer = tokenizer_of(["Ġ", *map(chr, range(33, 127)), *texts])
 
     def model(seed: int, layers: int) -> Decoder:

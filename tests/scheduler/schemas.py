@@ -1,5 +1,5 @@
-"""Random JSON schemas of the kinds that people write: nested objects with required and optional properties, enums,
-arrays with bounds, references, alternatives, patterns, numbers with ranges. All texts that they allow are short."""
+"""Random JSON schemas of common kinds: nested objects with required and optional properties, enums, arrays with bounds,
+references, alternatives, patterns, numbers with ranges. All texts that they allow are short."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Schema = dict[str, Any]
 PATTERNS = ("^[a-c]{2,4}$", "^(on|off)$", "^[0-9]{1,3}-[x-z]$", "^a?b+c?$", "^v[0-9]\\.[0-9]$")
 NAMES = ("a", "id", "name", "x1", "tags", "on", "b-c")
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-"""Random models write blanks wherever they may."""
+"""No optional white space: random models would write blanks wherever the schema allows them."""
 
 
 def some_schema(dice: random.Random, depth: int = 3) -> Schema:
-    """Of the whole answer: an object, or now and then an array."""
+    """A schema of a whole answer: usually an object, sometimes an array."""
     definitions = {name: _value(dice, 1, ()) for name in ("one", "two")[: dice.randint(0, 2)]}
     make = _object if dice.random() < 0.85 else _array
     schema = make(dice, depth, tuple(definitions))
@@ -75,7 +75,7 @@ def _integer(dice: random.Random, depth: int, definitions: tuple[str, ...]) -> S
 
 
 def _number(dice: random.Random, depth: int, definitions: tuple[str, ...]) -> Schema:
-    # In steps, or a random model would write digits for ever.
+    # An enum of few numbers: a random model would write digits without end.
     return {"type": "number", "enum": [round(dice.uniform(-9, 9), dice.randint(0, 3)) for _ in range(3)]}
 
 

@@ -1,5 +1,5 @@
-"""What is added to logits, and answers that must not end yet: the law is the one that was asked for, whoever draws, and
-weights know it."""
+"""Logit biases and `min_tokens`: every method samples from the biased distribution, and the weights of SMC account for
+it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PROMPT = (2, 1)
 EOS = 3
 BIAS = ((0, -0.7), (2, 1.3))
 COUNT = 160
-"""Requests whose answers are weighed."""
+"""Number of requests whose weighted answers are averaged."""
 
 
 @cache
 def log_law(
     draft: bool, prefix: tuple[int, ...], bias: tuple, min_tokens: int, temperature: float = 1.0
 ) -> torch.Tensor:
-    """log p [V] after a part of an answer."""
+    """log p [V] after a part of an answer, under the draft or the target."""
     pair = tiny_pair()
     logits_V = next_log_probs(pair.draft if draft else pair.target, (*PROMPT, *prefix)).clone()
     for token, value in bias:
@@ -68,7 +68,8 @@ def law_of_answers(longest: int, min_tokens: int, bias: tuple) -> dict[tuple[int
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_one_particle_is_weighed_by_both_laws_as_they_are(config, bias, min_tokens):
-    """At every place of a block where the law changes; and log-probabilities are of the same law."""
+    """log Z-hat of a single particle is the sum of log p - log q over its drafted tokens, with both distributions
+    biased, also where `min_tokens` ends inside a block. `logprobs` come from the same p."""
     settings = {"particles": 1, "ess_threshold": 0, "max_tokens": 11, "logprobs": True, "temperature": 0.8}
     asked = [
         request(
@@ -105,8 +106,9 @@ def test_one_particle_is_weighed_by_both_laws_as_they_are(config, bias, min_toke
     ids=["lockstep-distinct", "lookahead-independent"],
 )
 def test_weighted_answers_have_the_law_that_was_asked_for(config, settings):
-    """Z-hat and the particles' weights estimate the mass of every answer without bias; those beside them see nothing of
-    it. The distance is noise: halved with four times the requests, and half of what is allowed; fixed seeds."""
+    """Z-hat and the particles' weights estimate the probability of every answer without bias, and requests without a
+    bias in the same batch are unaffected. The seeds are fixed; the distance is half of what is allowed, and it is
+    noise: four times the requests halve it."""
     law, plain = law_of_answers(4, 2, BIAS), law_of_answers(4, 0, ())
     settings = settings | {"particles": 8, "max_tokens": 4, "return_particles": True}
     asked = [request(PROMPT, str(s), seed=s, min_tokens=2, logit_bias=BIAS, **settings) for s in range(COUNT)]
@@ -134,8 +136,8 @@ def test_weighted_answers_have_the_law_that_was_asked_for(config, settings):
     ids=["lockstep-smc", "target", "draft", "lookahead-smc"],
 )
 def test_stop_strings_that_are_complete_too_early_have_no_effect(config, method):
-    """What is complete with one of the first tokens is passed over; what begins there and is complete later ends the
-    answer."""
+    """A stop string that is complete within the first `min_tokens` tokens is ignored; one that begins there and is
+    complete later ends the answer."""
     asked = [
         request(
             PROMPT,
@@ -212,8 +214,8 @@ def test_what_the_vocabulary_does_not_have_is_refused():
 
 
 def test_readers_of_stop_strings_agree():
-    """Where an answer ends by the machine that runs beside the models, its text and what is streamed of it: over any
-    strings and tokens."""
+    """The stop machine that runs beside the models, the final text and the streamed text agree on where an answer ends,
+    for random strings and tokens."""
     rng, tokenizer = random.Random(1), letter_tokenizer(4)
     token_bytes = TokenBytes.of(tokenizer)
     for _ in range(250):

@@ -1,4 +1,4 @@
-"""How many requests run at once: by what they hold, not by what they might."""
+"""Admission counts the memory that requests hold, not the most that they might need."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tests.scheduler.pairs import tiny_pair
 
 PROMPT, ANSWER = (0, 1, 2, 1) * 5, 192
 ADMITTED_BEFORE = 1
-"""Where all that a request can ever need was set aside for it."""
+"""Number of requests that would run at once if the most that a request can need were reserved for it."""
 
 
 @pytest.mark.slow
 def test_four_times_as_many_as_if_all_were_set_aside():
-    """Particles descend from few after some rounds, and hold their common past once."""
+    """After some rounds particles descend from few ancestors, and their common past is held once. So four times as many
+    requests fit as with reservation of the maximum, with the same answers and without preemption."""
     config, particles = EngineConfig(form="lockstep", block=8), 16
     most = len(PROMPT) + particles * (ANSWER + config.branches * config.block)
     made = tiny_pair(max_context=216)

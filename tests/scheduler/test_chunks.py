@@ -1,5 +1,5 @@
-"""How many prompt tokens are asked for beside rounds: in the mean prompts take no more than their share, and none waits
-for ever."""
+"""The number of prompt tokens that run beside each round: on average prompts take no more than their share of the time,
+and every prompt makes progress."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ AHEAD, LOCKSTEP = (
     EngineConfig(form="lockstep", prefill_chunk=4096, prefill_share=0.5),
 )
 ROUND = {"draft": 0.005, "target": 0.004}
-"""Seconds."""
+"""Seconds of a round at each model."""
 
 
 @dataclass
 class Ran:
-    """A chunk that takes so many seconds."""
+    """The result of a chunk that takes the given number of seconds."""
 
     seconds: float
 
@@ -45,8 +45,8 @@ class Round:
 
 
 class Simulation:
-    """Steps of an engine whose models take `floor` seconds for a chunk of up to 200 tokens, and as much more for
-    more."""
+    """Steps of an engine whose models take `floor` seconds for a chunk of up to 200 tokens, and proportionally more for
+    a larger one."""
 
     def __init__(self, config: EngineConfig, floors: dict[str, float]) -> None:
         self.config, self.floors, self.chunks = config, floors, PrefillBudget(config)
@@ -54,7 +54,8 @@ class Simulation:
         self.took = dict.fromkeys(ModelRole, 0.0)
 
     def step(self, left: int = 1 << 30, round_seconds: dict[str, float] | None = ROUND) -> int:
-        """Tokens that were asked for; `round_seconds` None: nobody is in rounds."""
+        """Run one step; return the number of prompt tokens it ran. `left`: remaining prompt tokens. `round_seconds`
+        None: no request is in rounds."""
         tokens = min(left, self.chunks.most(round_seconds is not None))
         seconds = {side: floor * max(tokens, 200) / 200 for side, floor in self.floors.items()}
         self.chunks.spend(
@@ -78,13 +79,14 @@ class Simulation:
     ids=str,
 )
 def test_prompts_take_their_share_of_the_time(config, floors):
-    """Whatever a chunk costs beside the length of a round: in the mean 1.5 times as long, and little less."""
+    """With a share of 0.5, steps take on average at most 1.5 times as long as rounds alone, and little less, whatever a
+    chunk costs relative to a round."""
     simulation, steps = Simulation(config, floors), 3000
     for _ in range(steps):
         simulation.step()
     together = max if config.lookahead else sum
     rounds, prompts = steps * together(ROUND.values()), together(simulation.took.values())
-    # The first chunks are asked for before anybody knows what they take.
+    # The first chunks are sized before any has been timed.
     assert prompts <= 0.5 * rounds + 4 * together(floors.values()) * LEAST / 200
     assert prompts >= 0.45 * rounds
     assert all(tokens == 0 or tokens >= LEAST for tokens in simulation.asked)
@@ -96,7 +98,7 @@ def test_without_rounds_a_chunk_is_as_large_as_it_may_be():
 
 
 def test_a_prompt_after_quiet_rounds_starts_at_once():
-    """And what quiet rounds might have earned does not pay for more than one chunk."""
+    """Rounds without prompts save up time for one chunk at most."""
     simulation = Simulation(AHEAD, {"draft": 0.001, "target": 0.0047})
     for _ in range(50):
         simulation.step()
@@ -107,7 +109,7 @@ def test_a_prompt_after_quiet_rounds_starts_at_once():
 
 
 def test_rounds_that_bring_nothing_keep_no_prompt_from_going_on():
-    """Groups may wait in rounds for pages that a starting one holds."""
+    """Prompts advance even if no round completes: running groups may be waiting for pages that a starting one holds."""
     simulation = Simulation(AHEAD, {"draft": 0.05, "target": 0.1})
     for _ in range(20):
         simulation.step()
@@ -144,7 +146,7 @@ def test_answers_do_not_depend_on_the_share(form):
 
 
 def test_a_prompt_is_not_forgotten_beside_rounds():
-    """However small its share, with whatever these models take: it starts before the others end."""
+    """However small its share, and however long these models take, a prompt starts before the running requests end."""
     engine = local_engine(pair(512), EngineConfig(block=2, prefill_chunk=300, prefill_share=0.2, max_slots=8))
     engine.submit(request([1], "running", particles=2, seed=1, max_tokens=400, ignore_eos=True))
     while not engine.num_running:

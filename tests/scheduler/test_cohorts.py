@@ -1,4 +1,4 @@
-"""Cohorts: rounds of several sets of requests in flight at once change nothing but the order of work."""
+"""Micro-batches (`cohorts`): rounds of several sets of requests in flight at once change only the order of work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_answers_do_not_depend_on_cohorts(config):
 
 @pytest.fixture
 def ahead(monkeypatch) -> None:
-    """Rounds are asked for before the last is read, as where workers run beside the scheduler."""
+    """Rounds are requested before the last one is read, as where workers run beside the scheduler."""
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
 
 
@@ -55,7 +55,7 @@ def test_answers_do_not_depend_on_what_is_asked_for_ahead(config, monkeypatch):
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_two_cohorts_are_in_flight_together(config, ahead):
-    """Both cohorts' next rounds are asked for before either's last is read."""
+    """The next rounds of both micro-batches are requested before either's last round is read."""
     engine = local_engine(tiny_pair(), replace(config, cohorts=2))
     for i in range(2):
         engine.submit(request(request_id=str(i), particles=2, seed=i, max_tokens=30, ignore_eos=True))
@@ -68,8 +68,8 @@ def test_two_cohorts_are_in_flight_together(config, ahead):
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_cancel_in_flight(config, ahead):
-    """A request that is cancelled while a round of it is on its way gives its slots to another at once; neither
-    disturbs a third."""
+    """A request that is cancelled while one of its rounds is in flight releases its slots to another request at once;
+    neither affects a third request."""
     gone = request([0, 1] * 4, "gone", particles=4, seed=1, max_tokens=40, ignore_eos=True)
     stays = request(request_id="stays", particles=3, seed=2, max_tokens=20, ignore_eos=True)
     comes = request([2, 1], request_id="comes", particles=4, seed=3, max_tokens=20, ignore_eos=True)

@@ -1,5 +1,5 @@
-"""Populations in which no particle has weight: the target's truncation often leaves none. No answer may hold a token of
-probability zero, and the mean of Z-hat stays 1."""
+"""Populations in which no particle has weight, a frequent effect of the target's truncation. No answer may hold a token
+of probability zero, and the mean of Z-hat stays 1."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def logp_of(pair: ModelPair, prompt: tuple[int, ...], tokens: tuple[int, ...], l
 
 @EACH
 def test_no_answer_holds_a_token_of_probability_zero(population, config):
-    """The shipped pair, problems of another wording than its own: nearly every population collapses."""
+    """The shipped pair, on problems worded differently from its training data: nearly every population collapses."""
     pair = ModelPair.load(demo.TARGET, demo.DRAFT)
     requests, laws = [], {}
     for i, problem in enumerate(generate(9, 6, "test")):
@@ -58,8 +58,8 @@ def test_no_answer_holds_a_token_of_probability_zero(population, config):
 
 @EACH
 def test_the_mean_of_z_hat_stays_one(population, config):
-    """An unlike draft, and a truncation that leaves one or two of four tokens: many populations collapse, whose Z-hat
-    is 0. A Z-hat that went on from the prefix would have a mean above 1.1 here."""
+    """The draft differs much from the target, and the truncation keeps one or two of four tokens, so many populations
+    collapse; their Z-hat is 0. If Z-hat continued from the prefix instead, its mean would exceed 1.1 here."""
     pair, count = tiny_pair(scale=1.5), 250
     engine = local_engine(pair, wide(config))
     requests = [
@@ -70,7 +70,8 @@ def test_the_mean_of_z_hat_stays_one(population, config):
     ]
     found = answers(engine, requests).values()
     z_M = np.exp([one.statistics.log_z for one in found])
-    # Three distinct rows of four tokens hold nearly all that the target allows.
+    # Distinct populations seldom collapse: three distinct rows of four tokens hold nearly everything that the target
+    # allows.
     if population == "independent":
         assert sum(one.statistics.collapses > 0 for one in found) > count // 10
     assert abs(z_M.mean() - 1) <= 4 * z_M.std() / math.sqrt(count)

@@ -1,7 +1,6 @@
-"""The committed prefix: what all particles of a group agree on, from the first token on.
+"""The committed prefix: the longest prefix on which all particles of a group agree.
 
-Axes: S slots, L answer positions.
-"""
+Axes: S slots, L answer positions."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_si
 
 
 def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) -> list[int]:
-    """What is found for groups of particles with these tokens; whatever follows them in a slot is `junk`."""
+    """Committed lengths that are found for groups of particles with these tokens. The slots contain `junk` after
+    them."""
     sequences = [row for rows in groups for row in rows]
     slots = Slots(len(sequences), max(map(len, sequences)) + 1)
     slots.tokens_SL[:] = junk
@@ -33,7 +33,8 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
             slots.tokens_SL[slot, : len(row)] = row
             slots.length_S[slot] = len(row)
         counters = SimpleNamespace(lag_sum=0)
-        # Of confirmed tokens the block begins after the first; elsewhere all has been scored.
+        # Exact decoding: only the first token is confirmed, the block in flight begins after it. SMC: all tokens have
+        # been scored.
         slots.block_S[claimed] = 0 if confirms else slots.length_S[claimed] - 1
         decoding = DECODINGS[(Method.EXACT, "walk") if confirms else (Method.SMC, "independent")]
         members.append(
@@ -55,7 +56,7 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(SEQUENCES, min_size=1, max_size=3), st.integers(2, 9), st.sampled_from([1, WINDOW // 2, WINDOW]))
 def test_it_is_the_longest_common_prefix(groups, junk, repeated):
-    """Groups of different sizes and lengths side by side, also past every window of comparison."""
+    """Groups of different sizes and lengths side by side, some longer than the comparison window."""
     groups = [[[token for token in row for _ in range(repeated)] for row in rows] for rows in groups]
     for rows, found in zip(groups, committed(groups, junk)):
         assert found == max(n for n in range(min(map(len, rows)) + 1) if all(row[:n] == rows[0][:n] for row in rows))
@@ -67,5 +68,6 @@ def test_at_the_edge_of_a_window(length):
 
 
 def test_what_is_agreed_on_but_not_confirmed_may_still_be_taken_back():
-    """The first token of the block in flight is the target's own; the rest is the draft's."""
+    """In exact decoding the first token of the block in flight is the target's own and is committed; the others are the
+    draft's and are not, even if all rows agree on them."""
     assert committed([[[1, 2, 3], [1, 2, 3]]], junk=0, confirms=True) == [1]

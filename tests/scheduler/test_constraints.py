@@ -1,4 +1,4 @@
-"""Constraints: answers are texts that the constraint allows, and follow the distribution that was asked for."""
+"""Constraints: answers are texts that the constraint allows, and they follow the requested distribution."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ EXPRESSIONS = ["a(bc)*", "(a|bb){3,6}", "abc|aab|cc", "[bc]*a?"]
 
 @cache
 def texts(expression: str, longest: int) -> tuple[frozenset[str], frozenset[str]]:
-    """All texts of letters up to this length that match, and what they begin with."""
+    """All texts of at most `longest` letters that match, and all their prefixes."""
     every = ("".join(text) for n in range(longest + 1) for text in itertools.product("abc", repeat=n))
     whole = frozenset(text for text in every if re.fullmatch(expression, text))
     return whole, frozenset(text[:n] for text in whole for n in range(len(text) + 1))
 
 
 def allowed(expression: str, answer: tuple[int, ...], longest: int = 10) -> list[int]:
-    """Tokens that may follow, by trying all texts."""
+    """Tokens that may follow `answer`, found by trying all texts."""
     whole, begun = texts(expression, longest)
     text = "".join(LETTERS[token] for token in answer)
     return [t for t in range(3) if text + LETTERS[t] in begun] + [EOS] * (text in whole)
@@ -55,7 +55,7 @@ def allowed(expression: str, answer: tuple[int, ...], longest: int = 10) -> list
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_answers_are_allowed_and_exact_ones_those_of_the_target(config: EngineConfig):
-    """By every method, beside requests without a constraint, whose answers stay what they are alone."""
+    """By every method. Requests without a constraint in the same batch get the same answers as without the others."""
     more, seeds = {"max_tokens": 9, "logprobs": True}, 1
     plain = [name for name in METHODS if "answer" not in name and name != "draft"]
     requests = [
@@ -98,8 +98,8 @@ def test_answers_are_allowed_and_exact_ones_those_of_the_target(config: EngineCo
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_rounds_as_on_gpus(config: EngineConfig, monkeypatch):
-    """A round is launched before the last has been read, and exact decoding masks the first step of the draft alone:
-    answers are the same."""
+    """Answers stay the same when a round is launched before the last has been read, where exact decoding masks only the
+    first step of the draft."""
     requests = [
         request(PROMPT, f"{n} {i} {s}", seed=s, max_tokens=9, constraint={"regex": expression}, **METHODS[n])
         for n in ("target", "exact", "rejection", "independent answer")
@@ -117,7 +117,7 @@ def test_rounds_as_on_gpus(config: EngineConfig, monkeypatch):
 
 
 def law_after(expression: str, answer: tuple[int, ...]) -> list[float]:
-    """log p [V] after an answer, of the target among what is allowed."""
+    """log p [V] of the target after an answer, renormalised over the allowed tokens."""
     logp_V = next_log_probs(tiny_pair().target, (*PROMPT, *answer))
     mask_V = torch.tensor([t in allowed(expression, answer) for t in range(len(logp_V))])
     return logp_V.where(mask_V, -torch.inf).log_softmax(-1).tolist()
@@ -129,7 +129,8 @@ LOCKSTEP, _, LOOKAHEAD, _ = CONFIGS
 
 
 def law_given(by_answer: bool, alpha: float = 1.0) -> dict[tuple[int, ...], float]:
-    """Mass of every answer, by enumeration. By answer it is that of the answers under the target, in sum less than 1."""
+    """Probability of every answer, by enumeration. With `by_answer` the probability is the target's own, so the sum is
+    below 1."""
     expression = LAW["constraint"]["regex"]
 
     def log_probs(prefix: tuple[int, ...]) -> list[float]:
@@ -151,8 +152,9 @@ def law_given(by_answer: bool, alpha: float = 1.0) -> dict[tuple[int, ...], floa
     ],
 )
 def test_weighted_answers_have_the_law_that_was_asked_for(config, population, law, alpha):
-    """Z-hat and the particles' weights estimate the mass of every answer without bias: of whole answers under the
-    target, those that are allowed have a mass below 1. The distance is noise, and less than between the laws."""
+    """Z-hat and the particles' weights estimate the probability of every answer without bias. With
+    `constraint_scope=answer` these are probabilities under the target, whose sum is below 1. The distance is noise,
+    smaller than that between the two distributions."""
     settings = LAW | {"constraint_scope": law, "population": population, "alpha": alpha}
     found = answers(
         local_engine(tiny_pair(), config), [request(PROMPT, str(s), seed=s, **settings) for s in range(COUNT)]
@@ -180,7 +182,7 @@ def normal(law: dict) -> dict:
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_truncation_that_leaves_nothing_allowed(config):
-    """Top-k of one, which is not allowed: what is answered is allowed nevertheless, by either law."""
+    """Top-k keeps one token, which the constraint forbids: answers obey the constraint nevertheless, in both scopes."""
     requests = [
         request(PROMPT, f"{law} {p} {s}", seed=s, top_k=1, max_tokens=6, population=p, particles=3,
                 constraint={"regex": "(aac|bbc|cca){1,3}"}, constraint_scope=law)
@@ -193,8 +195,9 @@ def test_truncation_that_leaves_nothing_allowed(config):
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_other_settings_beside_a_constraint(config: EngineConfig):
-    """Random requests against a slow reference that draws by the formula, one token after another: biases, penalties,
-    temperature, truncation, stop strings and least lengths. Exact answers are those of the target."""
+    """Constraints with random biases, penalties, temperatures, truncations, stop strings and `min_tokens`: every token
+    is allowed, exact answers equal those of the target, and greedy answers equal a slow reference computed token by
+    token."""
     dice = random.Random(5)
     requests = []
     for i in range(18):
@@ -221,7 +224,7 @@ def test_other_settings_beside_a_constraint(config: EngineConfig):
             text = tuple(x for x in answer.tokens[:t] if x != EOS)
             assert token in allowed(expression, text)
             if params.min_tokens > t and token == EOS:
-                # Nothing but the end is allowed, and what is complete stays so.
+                # Only the end is allowed, and a complete text stays complete.
                 assert allowed(expression, text) == [EOS] or len(text) < t
         assert answer.tokens == found[one.request_id.replace("exact", "target")].tokens
         if params.temperature == 0 and not params.guided and params.top_k == 0:
@@ -238,7 +241,8 @@ def test_other_settings_beside_a_constraint(config: EngineConfig):
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_constraints_survive_preemption(config: EngineConfig, monkeypatch):
-    """What a row holds is read again when it resumes: many requests in little memory answer as each does alone."""
+    """The constraint's state is rebuilt from a row's tokens when it resumes: preempted requests in little memory answer
+    as with plenty of memory."""
     law = {"max_tokens": 30, "particles": 4, "constraint": {"regex": "(ab*c|cba?){8,}"}}
     requests = [
         request(PROMPT, f"{method} {seed}", seed=seed, method=method, **law)
@@ -255,7 +259,7 @@ def test_constraints_survive_preemption(config: EngineConfig, monkeypatch):
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_a_constraint_begins_after_reasoning(config: EngineConfig):
-    """Token 2 ends the reasoning, which EOS must not do."""
+    """Token 2 ends the reasoning; EOS must not."""
     constraint = {"regex": "(ab){2,4}", "after": 2}
     requests = [
         request(PROMPT, f"{name} {s}", seed=s, max_tokens=30, constraint=constraint, **METHODS[name])
@@ -277,7 +281,7 @@ def test_a_constraint_begins_after_reasoning(config: EngineConfig):
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_bad_words_are_not_written(config: EngineConfig):
-    """By the formula, one token after another; beside a constraint that leaves nothing else they stand."""
+    """`logprobs` equal a token-by-token reference. Bad words are written where a constraint leaves no alternative."""
     words, bad = ("ab", "c", "bba"), ((0, 1), (2,), (1, 1, 0))
     names = ("target", "exact", "rejection", "distinct", "independent")
     requests = [

@@ -1,4 +1,4 @@
-"""Costs: curves through measured points, and rounds that are timed for them."""
+"""The latency model: curves through measured points, and the timed rounds that measure them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.scheduler.pairs import tiny_pair
 
 FORMS = [EngineConfig(block=3, branches=2, max_slots=11), EngineConfig(form="lockstep", block=4, max_slots=9)]
 PASS, PAGE = 1_000_000, 2_000
-"""Nanoseconds."""
+"""Simulated nanoseconds of a pass, and of reading a page."""
 by_form = pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
 
 
@@ -32,13 +32,14 @@ def test_between_points_and_beyond_them():
     curve = LatencyCurve(((4, 1.0), (8, 1.0), (16, 3.0)))
     assert [curve.at(size) for size in (1, 4, 6, 8, 12, 16)] == [1, 1, 1, 1, 2, 3]
     assert curve.at(32) == 3 + 16 * 0.25
-    # At least in proportion: one point, or a flat end, says nothing of what is beyond.
+    # Beyond the last point a curve grows at least in proportion: a single point or a flat end tells nothing about
+    # larger sizes.
     assert LatencyCurve(((4, 1.0),)).at(12) == 3 and LatencyCurve(((2, 1.0), (4, 1.0))).at(8) == 2
 
 
 def test_samples_make_a_curve_that_never_falls():
     samples = [(8, 2.0), (1, 1.0), (4, 4.0), (8, 2.2), (8, 9.0), (16, 7.0)]
-    # Of size 8 the median is 2.2, less than size 4 took: the mean of both.
+    # The median of size 8 is 2.2, less than the 4.0 of size 4: both get the mean.
     assert LatencyCurve.through(samples).points == ((1, 1.0), (4, 3.1), (8, 3.1), (16, 7.0))
     falling = LatencyCurve.through([(1, 3.0), (2, 2.0), (3, 1.0)])
     assert falling.points == ((1, 2.0), (2, 2.0), (3, 2.0))
@@ -69,7 +70,7 @@ def test_costs_travel_as_json():
 
 
 class Clock:
-    """Stands still between passes."""
+    """A clock that stands still between passes."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -79,8 +80,8 @@ class Clock:
 
 
 def watched(config: EngineConfig, clock: Clock | None = None) -> tuple[Engine, dict[str, list[tuple[int, int]]]]:
-    """An engine, and of every pass of its models its tokens, and the pages of context that it read. A `clock` goes on
-    by `PASS` in each of them, and by `PAGE` for every page."""
+    """An engine, and for each model a list of its passes: (tokens, pages of context that were read). A `clock` advances
+    by `PASS` in each pass and by `PAGE` for each page."""
     engine, passes = local_engine(tiny_pair(), config), {"draft": [], "target": []}
 
     class Watched(StaticForward):
@@ -109,8 +110,8 @@ def watched(config: EngineConfig, clock: Clock | None = None) -> tuple[Engine, d
 
 @by_form
 def test_timed_rounds_are_full(config):
-    """On a CPU, too, where what is not there is not run: else sizes would be timed that nobody ran. Every request reads
-    its own pages."""
+    """Timed rounds run rows of live requests, each with its own pages. On a CPU empty rows are skipped, so empty rounds
+    would time nothing."""
     engine, passes = watched(config)
     costs = measure_latency(engine, Effort(60.0, 8, 1, 0, 4, 100))
     k, f, last = config.block, config.branches, config.max_slots
@@ -125,8 +126,8 @@ def test_timed_rounds_are_full(config):
         assert (count * config.target_tokens, trees * short) in passes["target"] and passes["target"].count(
             (count, count * short)
         ) >= k
-        # The draft's first step runs the particles, the others F rows of each; in look-ahead it has read most of the
-        # block in flight.
+        # The draft's first step runs the particles, the others F rows of each particle; in look-ahead the draft has
+        # also read most of the block in flight.
         assert passes["draft"].count((count * f, trees * (short + begun))) >= k - 1
     for context in (short, long):
         assert (4 * config.target_tokens, 4 * context) in passes["target"] and passes["target"].count(
@@ -137,7 +138,7 @@ def test_timed_rounds_are_full(config):
 
 @by_form
 def test_reading_is_timed_by_itself(config, monkeypatch):
-    """It is no part of what sizes take."""
+    """The time of reading the context is a separate term, not part of the curves by size."""
     clock = Clock()
     monkeypatch.setattr("smc.executor.graph_runner.time", clock)
     engine, _ = watched(config, clock)
@@ -163,7 +164,8 @@ def test_timed_rounds_change_nothing(config):
 @by_form
 @pytest.mark.parametrize("program", [Program.PAIR, Program.TARGET])
 def test_timed_rounds_are_of_kinds_that_have_been_rehearsed(config, program):
-    """Down to the type of every array: recordings are of memory that plans of one key share."""
+    """Plans of timed rounds have the same arrays, types and shapes as warm-up plans of the same key: captured graphs
+    share memory by key."""
 
     def layout(plan):
         return [(name, array.dtype, array.shape) for name, array in plan.arrays().items()]

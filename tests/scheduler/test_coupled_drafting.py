@@ -1,5 +1,5 @@
-"""Coupled drafting in whole engines (`smc.algorithm.coupling`): a draft that is its target is always right, more rows
-never hurt, and the exponent follows the pair."""
+"""Coupled drafting in whole engines (`smc.algorithm.coupling`): a draft equal to its target is always right, additional
+rows do not lower the number of confirmed tokens, and the exponent adapts to the pair."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def shipped() -> ModelPair:
     ],
 )
 def test_a_draft_that_is_the_target_is_always_right(form, temperature, monkeypatch):
-    """Every round confirms all that it can: K tokens and one more in lockstep, K tokens in look-ahead. With noise, the
-    exponent begins above 1, and some rounds miss."""
+    """Every round confirms as much as it can: K + 1 tokens in lockstep, K in look-ahead. With noise (temperature > 0)
+    the exponent starts above 1, so a few rounds may miss."""
     config, pair = FORMS[form], tiny_pair()
     pair = replace(pair, draft=pair.target)
     ranks, count_rank = [], Acceptance.count_rank
@@ -62,7 +62,7 @@ def test_a_draft_that_is_the_target_is_always_right(form, temperature, monkeypat
         for seed in range(4)
     ]
     found = answers(engine, requests)
-    # Nor does the draft ever prefer another token: at temperature 0 certainly.
+    # The target's token is also the draft's first choice: always at temperature 0, nearly always otherwise.
     acceptance = engine.rounds_of(Method.EXACT).acceptance
     assert len(ranks) > 2 and acceptance.missed_first <= 8 * temperature and acceptance.missed_wide == 0
     for n in sizes:
@@ -75,7 +75,8 @@ def test_a_draft_that_is_the_target_is_always_right(form, temperature, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("form", one_of("lockstep", "four branches"))
 def test_more_rows_confirm_no_fewer_tokens(form, shipped):
-    """At temperature 0, where no noise tells which token the target will draw, in the mean of several prompts."""
+    """On average over several prompts, at temperature 0, where no noise tells the draft which token the target will
+    draw."""
     pair, config = shipped, FORMS[form]
     prompts = [pair.tokenizer.encode(problem.question) for problem in generate(3, 4, "test")]
     requests = [
@@ -93,7 +94,7 @@ def test_more_rows_confirm_no_fewer_tokens(form, shipped):
 
 @pytest.mark.slow
 def test_the_exponent_follows_the_pair(shipped):
-    """The shipped draft is less certain than its target, and at temperature 2 far less."""
+    """The shipped draft is less certain than its target, at temperature 2 far less, so the exponent rises above 1."""
     pair = shipped
     engine = local_engine(pair, FORMS["lockstep"])
     prompts = [pair.tokenizer.encode(problem.question) for problem in generate(4, 5, "test")]

@@ -1,4 +1,4 @@
-"""The shipped pair where laws are sharp."""
+"""The shipped pair at a temperature close to 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.scheduler.harness import answers
     "config", one_of(EngineConfig(form="lockstep", block=8), EngineConfig(block=5, branches=4)), ids=lambda c: c.form
 )
 def test_nearly_greedy(config):
-    """At temperature 0.05 no answer ends by an error."""
+    """At temperature 0.05 no answer ends with an error."""
     pair = ModelPair.load(demo.TARGET, demo.DRAFT)
     asked = [
         Request(

@@ -1,5 +1,5 @@
-"""The draft is lost at any moment, and another one comes: what the target can decode alone nobody sees but in the
-speed."""
+"""The draft may be lost at any time, and replaced by another: requests that the target can decode alone keep their
+answers; only their speed changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALONE = (Method.EXACT, Method.TARGET)
 
 
 class Lost:
-    """What a draft that is gone was asked for."""
+    """The result of a call to a lost draft: reading it raises `ModelLost`."""
 
     def result(self) -> None:
         raise ModelLost("draft", "out of luck")
@@ -35,7 +35,7 @@ class Lost:
 
 
 class Breaking:
-    """Takes the draft away from an engine in the middle of whatever it waits for, and gives it another."""
+    """Takes the draft away from an engine at any point of its work, and gives it another one."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.there = engine, True
@@ -48,7 +48,7 @@ class Breaking:
         return asked if self.there or plan.program.value == "target" else Lost()
 
     def step(self) -> tuple[list, list[str]]:
-        """News of a step, and the ids of requests that ended with the draft."""
+        """Outputs of a step, and the ids of requests that ended with the draft."""
         try:
             return self.engine.step(), []
         except ModelLost:
@@ -57,8 +57,8 @@ class Breaking:
 
 @pytest.mark.parametrize(("form", "ahead"), CASES)
 def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead, monkeypatch):
-    """In a pool that is too small for all, with a prefix cache, while requests are preempted; most are guided, of many
-    the draft, too."""
+    """In a pool that is too small for all requests, with a prefix cache and preemptions; most requests are guided.
+    Other requests are refused or dropped while there is no draft."""
     rng = random.Random(7)
     branches = {} if form == "lockstep" else {"branches": 2}
     config = EngineConfig(form=form, block=2, **branches, max_slots=60, pages=800, prefill_chunk=24, cohorts=2)
@@ -145,7 +145,8 @@ def test_what_the_target_has_is_not_run_again():
 
 @pytest.mark.slow
 def test_a_draft_that_comes_back_with_too_few_pages_is_joined_by_those_whom_it_can_hold():
-    """Of one that runs, and one that waits for its slot."""
+    """The returning draft has too few pages for "large", which is running, and for "waits", which is queued: the target
+    continues them alone. "small" is drafted."""
     engine = local_engine(pair(), EngineConfig(block=4, branches=2, max_slots=4, pages=500))
     breaking = Breaking(engine)
     large, small = {"max_tokens": 100, "ignore_eos": True}, {"max_tokens": 8, "ignore_eos": True}

@@ -1,5 +1,5 @@
-"""A draft that proposes from a few tokens: SMC stays unbiased for all answers of the target, and exact decoding gives
-the target's own."""
+"""A draft that proposes only some of the tokens: SMC stays unbiased over all answers of the target, and exact decoding
+gives the target's own answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESAMPLED = {**INDEPENDENT, "ess_threshold": 0.5}
 
 
 def restricted() -> ModelPair:
-    """The draft's head does not have token 1; of the target's mass about a quarter is there."""
+    """The tiny pair with a draft head that lacks token 1, which has about a quarter of the target's probability."""
     pair = tiny_pair()
     return replace(pair, draft_head=DraftVocab(np.array([0, 2, 3]), 4, 0.25).head(pair.draft))
 
@@ -37,8 +37,8 @@ def restricted() -> ModelPair:
     ids=["lockstep-distinct", "lookahead-independent"],
 )
 def test_evidence_is_unbiased(config, law):
-    """E[Z-hat] = 1. Two cases at 4.5 standard errors: one false alarm in about 74,000 choices of seeds. Without tokens
-    that the head does not have, the mean would be the target's mass of all other answers, 0.48."""
+    """E[Z-hat] = 1. Two cases at 4.5 standard errors: one false alarm in about 74,000 choices of seeds. Were the tokens
+    outside the head never proposed, the mean would be 0.48, the target's probability of all other answers."""
     found = population(config, 150, restricted(), particles=8, **law)
     mean, error = mean_and_error(evidence(found))
     assert abs(mean - 1) < 4.5 * error
@@ -51,8 +51,8 @@ def test_evidence_is_unbiased(config, law):
     "config", one_of(EngineConfig(block=3, branches=4), EngineConfig(form="lockstep", block=3)), ids=config_id
 )
 def test_exact_answers_are_those_of_plain_decoding(config):
-    """Beside SMC, and where the target draws what is never proposed; plain decoding of the draft is that of its whole
-    head."""
+    """Also in a batch with SMC, and where the target draws tokens that the draft never proposes. `method=draft` uses
+    the draft's whole head."""
     rng = random.Random(7)
     asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(14)]
     plain = answers(local_engine(tiny_pair(), config), [request(p, i, method="target", **law) for p, i, law in asked])
@@ -70,8 +70,8 @@ def test_exact_answers_are_those_of_plain_decoding(config):
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_constraints_that_leave_no_token_of_the_head(config):
-    """Token b, which the head lacks, is often all that is allowed: exact answers are those of plain decoding, and the
-    evidence is that of what is allowed."""
+    """Token b, which the head lacks, is often the only one allowed: exact answers are those of plain decoding, and the
+    mean of Z-hat is 1."""
     more = {"constraint": {"regex": "b(a|b)c?b*"}, "max_tokens": 5}
     how = {"target": {"method": "target"}, "exact": {"method": "exact", "particles": 3}}
     requests = [request((0, 1, 2), f"{n} {s}", seed=s, **more, **how[n]) for n in how for s in range(6)]

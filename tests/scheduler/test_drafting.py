@@ -1,4 +1,5 @@
-"""Costs decide what is drafted: on made-up curves, as a pure function, and in an engine."""
+"""The latency model decides how much is drafted: the tree policy as a pure function of made-up curves, and inside an
+engine."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tests.scheduler.lives import pair
 from tests.scheduler.pairs import tiny_pair
 
 EASY, HARD, HOPELESS = 0.021, 0.07, 8.0
-"""Hazards: the shipped pair at temperatures 1 and 2; a draft that is never right."""
+"""Miss rates: of the shipped pair at temperatures 1 and 2, and of a draft that is never right."""
 CONFIGS = [EngineConfig(block=8, max_slots=4096), EngineConfig(form="lockstep", block=8, max_slots=4096)]
 
 
@@ -40,7 +41,8 @@ FLAT, FAR = 64, 1 << 14
 
 
 def rising(floor: float, slope: float, read: float = 0.0) -> ModelLatency:
-    """Up to 64 rows or positions what reading weights takes, and more for every one beyond."""
+    """A curve that is flat up to 64 rows or positions (the time to read the weights) and rises by `slope` for each one
+    beyond."""
     return ModelLatency(LatencyCurve(((FLAT, floor), (FAR, floor + slope * (FAR - FLAT)))), read)
 
 
@@ -49,7 +51,8 @@ def made(
     target: tuple[float, float] = (4.2e-3, 35e-6),
     round_overhead: float = 0.6e-3,
 ) -> LatencyModel:
-    """By default about an 8B target and a 1B draft on a large GPU each. What is read costs nothing."""
+    """A latency model, by default of about an 8B target and a 1B draft on a large GPU each. Reading the context costs
+    nothing."""
     return LatencyModel(rising(*draft), rising(*target), rising(*target), round_overhead)
 
 
@@ -57,7 +60,7 @@ MADE, NOBODY, SHORT = made(), OtherLoad(), 100
 
 
 def through(read: float, **milliseconds: float) -> ModelLatency:
-    """`at_64=5.0`: of size 64."""
+    """A curve through measured points: `at_64=5.0` means 5 ms for size 64."""
     return ModelLatency(
         LatencyCurve(tuple((int(size.removeprefix("at_")), 1e-3 * each) for size, each in milliseconds.items())), read
     )
@@ -69,15 +72,15 @@ H200 = LatencyModel(
     through(75e-9, at_1=4.2, at_64=5.0, at_128=5.2, at_256=5.8),
     0.6e-3,
 )
-"""An 8B target and a 1B draft on a GPU each (docs/performance.md). A pass of 256 sequences by themselves took 7.7 ms
-behind 100 tokens each, 10.7 behind 256."""
+"""An 8B target and a 1B draft on a GPU each (docs/performance.md). A pass of 256 sequences of the target alone took 7.7
+ms with contexts of 100 tokens each, 10.7 ms with 256."""
 ONE_H200 = LatencyModel(
     through(8e-9, at_1=0.85, at_64=1.13, at_128=1.41, at_256=1.89, at_512=3.19),
     through(37e-9, at_6=4.04, at_96=5.0, at_384=9.1, at_768=15.73, at_1536=29.95, at_3072=61.38),
     through(28e-9, at_1=3.98, at_64=4.88, at_128=5.52, at_256=7.32),
     0.03e-3,
 )
-"""The same pair on one."""
+"""The same pair on a single GPU."""
 
 
 def tree(miss_rate: float, rows: int = 0, context: int = SHORT, most: int = 8) -> TreeRequest:
@@ -92,7 +95,7 @@ def settled(
     rows: int = 8,
     context: int = SHORT,
 ) -> list[int]:
-    """Rows after which nothing changes any more, from `rows` each."""
+    """The number of rows of each request once the policy stops changing them; all begin with `rows`."""
     policy, now = CostBasedTreePolicy(config), [rows] * len(hazards)
     for _ in range(3):
         changed = policy.change(
@@ -134,8 +137,9 @@ def test_a_draft_that_costs_more_than_it_brings_is_not_asked():
 
 @pytest.mark.parametrize("rows", [0, 1, 8])
 def test_a_crowd_is_decoded_alone_as_long_as_little_is_read(rows):
-    """Every pass of the target alone reads all contexts, for one token each. Taken for 256 tokens long, as they once
-    were, contexts of 100 had 256 requests drafted for, at 0.86 of the speed of plain decoding."""
+    """Every pass of the target alone reads all contexts, for one token each, so drafting pays only with long contexts.
+    When contexts of 100 tokens were taken for 256, the policy drafted for 256 requests, at 0.86 of the speed of plain
+    decoding."""
 
     def drafted(requests: int, context: int) -> bool:
         return any(
@@ -149,8 +153,9 @@ def test_a_crowd_is_decoded_alone_as_long_as_little_is_read(rows):
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_crowd_that_comes_first_is_drafted_for_until_its_draft_is_known(rows):
-    """Nothing is learnt of a draft that is never asked. Taken to miss one token in ten, 128 requests were decoded alone
-    for good, at 165 tokens a second each, by a pair that makes a third more."""
+    """An unknown draft is tried, as nothing can be learnt from a draft that never runs. When it was assumed to miss one
+    token in ten, 128 requests were decoded without it for good, at 165 tokens a second each, though the pair makes a
+    third more."""
     config, unknown = EngineConfig(form="lockstep", block=8, max_slots=256), Acceptance(MEMORY).miss_rates()[0]
     assert all(settled(config, [unknown] * 128, costs=ONE_H200, rows=rows))
     assert all(settled(config, [EASY] * 128, costs=ONE_H200, rows=rows))
@@ -158,8 +163,8 @@ def test_a_crowd_that_comes_first_is_drafted_for_until_its_draft_is_known(rows):
 
 
 def test_a_crowd_that_comes_and_goes_settles():
-    """Of 256 requests one in twenty is another after every eight steps, contexts are of all lengths, and estimates
-    waver."""
+    """Every eight steps one in twenty of 256 requests is replaced, contexts have all lengths, and the miss rates
+    vary."""
     rng, policy = random.Random(5), CostBasedTreePolicy(EngineConfig(block=5, max_slots=2048))
 
     def another(others: list[TreeRequest]) -> TreeRequest:
@@ -183,7 +188,8 @@ def test_a_crowd_that_comes_and_goes_settles():
 )
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
 def test_trees_must_be_sure_to_be_faster_than_plain_decoding(config, promise, goes_on, begins):
-    """By some per cent, or they are given up; and they do not come back for a little more."""
+    """A running tree must promise `SURE` times plain decoding or it is abandoned; a tree that was abandoned must
+    promise `MARGIN` times to return."""
     once = ThroughputForecast(config, MADE).speed([tree(EASY, 1)], [1], NOBODY)
     costs, policy = replace(MADE, alone=ModelLatency(LatencyCurve(((1, promise / once),)))), CostBasedTreePolicy(config)
     for rows, wanted in ((1, goes_on), (0, begins)):
@@ -192,7 +198,7 @@ def test_trees_must_be_sure_to_be_faster_than_plain_decoding(config, promise, go
 
 
 def test_beside_rounds_of_the_target_alone_nothing_is_drafted():
-    """They take their time anyway: one more row in them costs nothing, and brings as many tokens."""
+    """Rounds of the target alone run anyway: one more row in them costs nothing and brings as many tokens."""
     assert settled(CONFIGS[0], [EASY] * 2) == [8, 8]
     assert settled(CONFIGS[0], [EASY] * 2, OtherLoad(target=4)) == [0, 0]
     assert settled(CONFIGS[0], [EASY] * 2, OtherLoad(pair=2, pair_rows=16)) != [0, 0]
@@ -200,7 +206,7 @@ def test_beside_rounds_of_the_target_alone_nothing_is_drafted():
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.form)
 def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
-    """By its own forecast, over random requests; and however estimates waver by a few per cent, it settles."""
+    """By the policy's own forecast, over random requests. It settles even if miss rates vary by a few per cent."""
     rng = random.Random(0)
     forecast = ThroughputForecast(config, MADE)
     for _ in range(15):
@@ -221,7 +227,8 @@ def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
 
 
 def test_rows_ahead_are_drafted_where_they_cost_nothing():
-    """A draft that is waited for drafts no more than it must; one that waits for the target may."""
+    """A draft that the target waits for drafts no more branches than it must; a draft that waits for the target may
+    draft all."""
     config = EngineConfig(block=5, branches=4, max_slots=256)
     policy, drafts_long = CostBasedTreePolicy(config), made(draft=(0.9e-3, 20e-6))
 
@@ -235,7 +242,7 @@ def test_rows_ahead_are_drafted_where_they_cost_nothing():
     assert branches(64, 0, None) == 4
     many = CostBasedTreePolicy(replace(config, branches=16))
     assert [branches(rows, 0, drafts_long, many) for rows in (1, 4, 8, 16, 64)] == [16, 16, 4, 4, 1]
-    # What both models read: the draft in every step.
+    # The draft reads the context in every step, the target once.
     draft_reads, target_reads = (
         replace(MADE, **{name: replace(MADE.parts[name], read=1e-8)}) for name in ("draft", "target")
     )
@@ -253,7 +260,7 @@ def test_rows_ahead_are_drafted_where_they_cost_nothing():
 
 
 def test_a_round_in_lockstep_drafts_as_deep_as_pays():
-    """All of a block where the draft is good, less where it is often wrong or wrong further down, or costs more."""
+    """A whole block where the draft is good; less where it is often wrong, or wrong further down, or expensive."""
     config = EngineConfig(form="lockstep", block=8, max_slots=256)
     policy, costs = CostBasedTreePolicy(config), made(round_overhead=0.0)
 
@@ -264,17 +271,18 @@ def test_a_round_in_lockstep_drafts_as_deep_as_pays():
     assert steps(EASY) is None and steps(8 * HARD) == 4 and steps(HOPELESS) == 1
     assert steps(EASY, EASY, 8 * HARD) == 4 and steps(EASY, EASY, HOPELESS) == 2
     assert steps(8 * HARD, costs=made(draft=(5e-3, 0.0))) == 1
-    # Without costs, beside others and in look-ahead, all of a block.
+    # Without a latency model and in look-ahead: a whole block.
     assert policy.draft_size([tree(HOPELESS, 8)], 8, SHORT, None).steps is None
     ahead = CostBasedTreePolicy(EngineConfig(block=8, max_slots=256))
     assert ahead.draft_size([tree(HOPELESS, 8)], 8, SHORT, MADE).steps is None
-    # Requests share a round: what counts is what all of them gain.
+    # Requests share a round: the depth maximises the gain of all together.
     crowd = [TreeRequest(8, (EASY,), SHORT, 2)] * 9 + [TreeRequest(8, (HOPELESS,), SHORT, 2)]
     assert policy.draft_size(crowd, 20, SHORT, costs).steps is None
 
 
 def test_depths_that_are_no_use_are_learnt_one_by_one():
-    """And a depth that has not been tried is as far from what was known of it as the one above."""
+    """Miss rates are estimated for each depth. The estimate of a depth that was never tried deviates from the prior by
+    the same factor as the depth above it."""
     rng, acceptance = random.Random(4), Acceptance(0.999)
     rates = (0.1, 0.5, 0.9)
     for _ in range(4000):
@@ -291,7 +299,8 @@ def test_depths_that_are_no_use_are_learnt_one_by_one():
 
 
 def ranked(first: float, wide: float, draws: int = 4000) -> Acceptance:
-    """After so many draws of which these shares were not the draft's first token, and none of its first four."""
+    """Acceptance counts after `draws` draws: `first` is the share that was not the draft's first choice, `wide` the
+    share that was not among its first four."""
     rng, acceptance = random.Random(2), Acceptance(0.999)
     for _ in range(draws):
         draw = rng.random()
@@ -303,7 +312,7 @@ def test_what_more_rows_bring_is_learnt_from_ranks():
     assert Acceptance(0.9).gain() == pytest.approx(WIDTH_GAIN)
     real = ranked(0.57, 0.27)
     assert real.gain() == pytest.approx(math.log(0.57 / 0.27) / math.log(8), abs=0.03)
-    # With trees of eight rows that miss .27 of the tokens, one row is known to miss .57 without having been tried.
+    # Trees of eight rows miss .27 of the tokens: so one row is known to miss .57 without having been tried.
     for number in range(1000):
         real.count(1, number % 100 < 27, 8)
     assert real.miss_rates(gain=real.gain())[0] == pytest.approx(0.57, abs=0.05)
@@ -322,9 +331,9 @@ H200_CHAT = LatencyModel(
 
 
 def test_where_rows_bring_little_many_requests_have_one_each():
-    """A chat model at temperature 0.7, of whose next tokens eight rows miss .27 and one .57: with 16 requests one row and
-    two tokens are 1.25 times plain, four rows 1.1 times. With the gain of the shipped pair one row would seem to miss
-    nearly all."""
+    """A chat model at temperature 0.7: eight rows miss .27 of the next tokens, one row .57. With 16 requests, one row
+    and two tokens reach 1.25 times the speed of plain decoding, four rows 1.1 times. With the gain of the shipped pair,
+    one row would seem to miss nearly everything."""
     config = EngineConfig(form="lockstep", block=5, max_slots=512)
     forecast = ThroughputForecast(config, H200_CHAT)
 
@@ -354,7 +363,7 @@ def test_one_that_arrives_begins_as_suits_those_that_run():
 
 
 def test_those_that_wait_for_slots_alone_get_them():
-    """Of 16 slots, two requests may have all as long as nobody waits."""
+    """Of 16 slots, two requests may use all as long as no request waits; trees shrink to admit waiting requests."""
     policy, trees, waiting = (
         CostBasedTreePolicy(EngineConfig(block=8, max_slots=16)),
         [tree(EASY, 8)] * 2,
@@ -367,8 +376,8 @@ def test_those_that_wait_for_slots_alone_get_them():
 
 
 def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
-    """Eight slots and twelve requests of eight rows: eight run side by side. Without costs they would run one after
-    another."""
+    """Eight slots and twelve requests of eight rows: eight requests run side by side. Without a latency model they
+    would run one after another."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=8))
     engine.latency = made(round_overhead=0.0, target=(4e-3, 5e-4))
     for i in range(12):
@@ -390,7 +399,8 @@ def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
 
 @pytest.mark.parametrize("lookahead", [True, False])
 def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead):
-    """Against a simulation of 10,000 rounds, which hang together: within ten standard errors of as many that do not."""
+    """Compared with a simulation of 10,000 dependent rounds: the formula must be within ten standard errors of as many
+    independent rounds."""
     rng, block = np.random.default_rng(1), 5
     for miss_rate, rows, recovery in ((0.3, 1, 0.0), (0.3, 4, 0.5), (2.0, 8, 0.3), (0.01, 8, 1.0)):
         found = []
@@ -407,7 +417,8 @@ def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead):
 
 
 def test_a_hazard_is_found_whatever_the_rows_were():
-    """Of 0.2: by rounds of trees of 1 to 8 rows. It begins at what is known of others."""
+    """A miss rate of 0.2 is estimated from rounds of trees of 1 to 8 rows. Before any round the estimate is the given
+    prior."""
     rng = random.Random(2)
     acceptance = Acceptance(0.999)
     assert acceptance.miss_rates((0.7, 0.6)) == (0.7, 0.6)
@@ -424,11 +435,11 @@ def test_a_hazard_is_found_whatever_the_rows_were():
 
 @pytest.mark.parametrize("form", one_of("lookahead", "lockstep"))
 def test_an_engine_follows_its_costs(form):
-    """One request has a tree. Among many the target decodes alone, and when these are gone the draft is back; answers
-    stay the same."""
+    """One request gets a tree. When many requests arrive, the target decodes alone; when they are gone, the draft is
+    used again. Answers stay the same."""
     config = EngineConfig(form=form, block=3, max_slots=256)
     engine = local_engine(pair(), config)
-    # The tiny pair is often wrong: drafting is worth it where it is nearly free.
+    # The tiny pair is often wrong: drafting pays only where it is nearly free.
     engine.latency = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))
     law = {"method": "exact", "ignore_eos": True}
     crowd = [Request(str(i), (0, 1, i % 3), SamplingParams(seed=i, max_tokens=20, **law)) for i in range(40)]
@@ -449,7 +460,7 @@ def test_an_engine_follows_its_costs(form):
 
 @pytest.mark.parametrize("form", one_of("lockstep", "lookahead"))
 def test_a_draft_that_is_of_no_use_is_soon_left_out(form):
-    """Its first rounds show it: the second question comes after three steps."""
+    """Its first rounds show it: the policy decides again after three steps."""
     engine = local_engine(tiny_pair(9, scale=1.5), EngineConfig(form=form, block=4, max_slots=64))
     engine.latency = made(round_overhead=0.0, draft=(3e-3, 0.0), target=(4e-3, 5e-4))
     law = {"method": "exact", "particles": 2, "max_tokens": 60, "ignore_eos": True}
@@ -465,8 +476,8 @@ def test_a_draft_that_is_of_no_use_is_soon_left_out(form):
 
 @pytest.mark.slow
 def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
-    """What is known of it fades where nothing is learnt: here in tens of questions. Otherwise nothing would be drafted
-    ever again."""
+    """Acceptance counts decay while nothing is drafted (faster than usual in this test). Otherwise the draft would
+    never be tried again."""
     monkeypatch.setattr("smc.scheduler.tree_policy.FADE", 0.94)
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     engine.latency = made()
@@ -484,7 +495,8 @@ def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
 
 @pytest.mark.parametrize("tokens", one_of(9, 120))
 def test_it_is_tried_again_after_as_many_steps_whoever_comes_and_goes(tokens):
-    """Where others come in every step, it is asked in every step."""
+    """The decay depends on the number of steps, not on how often the policy is called: with arrivals in every step, it
+    is called in every step."""
 
     class Never(CostBasedTreePolicy):
         def begin(self, *_given):
@@ -507,7 +519,7 @@ def test_it_is_tried_again_after_as_many_steps_whoever_comes_and_goes(tokens):
 
 
 def test_an_engine_says_how_much_is_read():
-    """Of requests that a policy is asked about, and of others."""
+    """The policy is told the contexts of the requests it decides about, and those of all others."""
 
     class Listens(CostBasedTreePolicy):
         def change(self, trees, waiting, beside, costs):
@@ -534,7 +546,8 @@ def test_an_engine_says_how_much_is_read():
 
 
 def test_an_engine_drafts_where_much_is_read():
-    """By itself the target reads a context for every token of a block, and once for what a round of the pair brings."""
+    """Alone, the target reads a context once for each token of a block; with the draft, once for all tokens of a
+    round."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     free, target = ModelLatency(LatencyCurve(((1, 1e-6), (512, 1e-6)))), LatencyCurve(((1, 4e-3), (512, 4e-3)))
     engine.latency = LatencyModel(
@@ -551,8 +564,8 @@ def test_an_engine_drafts_where_much_is_read():
 
 
 def test_of_a_crowd_that_comes_and_goes_the_draft_hears_nothing(monkeypatch):
-    """All begin at once, and one that ends makes room for the next. Nobody's prompt is run for what is not going to be
-    drafted."""
+    """Thirty requests arrive at once, and each that ends makes room for the next. The draft runs no prompts of requests
+    that will not be drafted for."""
     engine, asked = local_engine(pair(), EngineConfig(block=3, max_slots=256, prefix_cache=False)), []
     monkeypatch.setattr(engine.workers["draft"], "run_prompts", asked.append)
     engine.latency, rng, seeds = (
@@ -574,7 +587,7 @@ def test_of_a_crowd_that_comes_and_goes_the_draft_hears_nothing(monkeypatch):
 
 
 def test_a_crowd_after_a_crowd_is_asked_about_at_once():
-    """What was changed for others, who are gone, is nothing to wait for."""
+    """A change made for requests that are gone does not delay the next decision."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=256))
     engine.latency = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))
     for wave in range(3):
@@ -593,12 +606,12 @@ def test_a_crowd_after_a_crowd_is_asked_about_at_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param("lockstep", marks=pytest.mark.slow), "lookahead"])
 def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
-    """Each alone would have all rows. Its first round has as many as suit all, and nobody sits out one to come to have
-    fewer."""
+    """A single request would get all rows. Here each begins with as many rows as suit all requests, and none skips a
+    round because its tree shrinks."""
     engine, asked = local_engine(pair(), EngineConfig(form=form, block=3, max_slots=256, prefill_chunk=16)), []
     run = engine.executor.round
     engine.executor.round = lambda plan: (asked.append(int(plan.size_G.sum())), run(plan))[1]
-    # More rows than one for each of them would take longer than they could bring.
+    # More than one row for each request would take longer than it could gain.
     engine.latency = made(draft=(1e-4, 0.0), target=(4e-3, 0.0), round_overhead=0.0)
     count, most = 32, 256
     steep = ModelLatency(LatencyCurve(((1, 4e-3), (most, 4e-3), (2 * most, 1.0))))

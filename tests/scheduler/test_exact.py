@@ -1,5 +1,5 @@
-"""Exact decoding gives the answers of plain decoding, whatever is drafted, asked beside it, or happens to it on the
-way."""
+"""Exact decoding gives the answers of plain decoding, whatever the draft proposes, whatever else is in the batch, and
+whatever happens to the request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def settings_of(rng: random.Random, longest: int = 18) -> dict:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 def test_answers_are_those_of_plain_decoding(config):
-    """Beside SMC of both kinds, in rounds of all three."""
+    """In rounds shared with SMC requests of both populations."""
     rng = random.Random(config.block)
     asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(14)]
     plain = answers(local_engine(tiny_pair(), config), [request(p, i, method="target", **law) for p, i, law in asked])
@@ -77,7 +77,7 @@ def test_answers_are_those_of_plain_decoding(config):
     ids=["lookahead-both", "lockstep-target"],
 )
 def test_answers_of_a_target_in_fp8_are_its_own(config, both):
-    """And not those of the target in float32."""
+    """They equal plain decoding with the FP8 target, and differ from answers of the target in float32."""
     rng, plain = random.Random(2), tiny_pair()
     draft = in_fp8(plain.draft, torch.float32) if both else plain.draft
     pair = replace(plain, target=in_fp8(plain.target, torch.float32), draft=draft)
@@ -95,8 +95,8 @@ def test_answers_of_a_target_in_fp8_are_its_own(config, both):
 
 
 def test_a_draft_equal_to_the_target_is_always_right():
-    """Greedy: the target's next token is the draft's likeliest. Every round confirms a whole block, but the first and
-    the last."""
+    """At temperature 0 the target's next token is the draft's most probable one. Every round but the first and the last
+    confirms a whole block."""
     equal = replace(tiny_pair(), draft=tiny_pair().target)
     law = {"method": "exact", "temperature": 0.0, "max_tokens": 41, "ignore_eos": True}
     for config, rounds in ((EngineConfig(form="lockstep", block=4), 8), (EngineConfig(block=4, branches=2), 11)):
@@ -165,7 +165,7 @@ def test_schemes_and_thresholds_mean_independent_particles():
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_a_draft_that_makes_nan_costs_only_speed(config):
-    """Wherever one of its tokens has been, and for whole answers."""
+    """The draft returns NaN after every token 2, for entire answers."""
     broken = copy.deepcopy(tiny_pair().draft)
     broken.embed.weight[2] = float("nan")
     asked = [
@@ -181,7 +181,8 @@ def test_a_draft_that_makes_nan_costs_only_speed(config):
 
 
 def test_the_tree_is_of_tokens_that_are_likely_themselves():
-    """Of a wide law, the token that stands for the rest has little likelihood, whatever the rest has."""
+    """The candidate that stands for all remaining tokens is ranked by its own low probability, not by the large mass of
+    the rest."""
     share_RC = torch.tensor([[-4.0, -5.0, -0.1]])
     offers = CandidateTokens(torch.arange(3)[None], torch.tensor([[-4.0, -5.0, -9.0]]), share_RC)
     one_G, zero_G = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The engine against exact enumeration: right on average for any N, and nearer to the target's law as N grows."""
+"""SMC against exact enumeration: unbiased for any N, and closer to the target's distribution as N grows."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_evidence_is_unbiased(config, law):
     ("config", "law"),
     [
         (CONFIGS[0], DISTINCT),
-        # Potentials hold look-ahead with independent particles to such a law as well.
+        # Tests of potentials check such a distribution for look-ahead with independent particles as well.
         pytest.param(CONFIGS[2], INDEPENDENT, marks=pytest.mark.slow),
     ],
 )
 def test_evidence_is_the_mass_of_the_powered_law(config, law):
-    """At alpha != 1 Z-hat estimates sum over answers of prod p^alpha. Same false-alarm rate per case. Answers have this
-    law as wholes: token by token it is another."""
+    """At alpha != 1 Z-hat estimates the sum over answers of prod p^alpha, with the same false-alarm rate per case.
+    Answers follow this distribution as wholes; token-by-token powering would give a different one."""
     powered = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, alpha=1.5)
     mass = sum(powered.values())
     found = population(config, 150, particles=8, alpha=1.5, **law)
@@ -67,7 +67,7 @@ def test_evidence_is_the_mass_of_the_powered_law(config, law):
 
 @pytest.mark.parametrize("config", one_of(CONFIGS[0], CONFIGS[3]), ids=config_id)
 def test_answers_approach_the_exact_law_as_particles_are_added(config):
-    """Both forms approach the same law. The draft alone is 0.45 away."""
+    """Both forms approach the same distribution. The draft alone is at a distance of 0.45."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
     far = distance(population(config, 250, particles=1), law)
     near = distance(standing(config, **ALWAYS), law)
@@ -83,7 +83,7 @@ def test_answers_approach_the_exact_law_as_particles_are_added(config):
     ids=["look-ahead, narrow", "lockstep, wide"],
 )
 def test_distinct_particles_are_nearer_than_independent_ones(config, temperature, particles):
-    """Where laws are narrow, much nearer to the exact law; where they are wide, not farther."""
+    """Much closer to the exact distribution where it is narrow, and not farther where it is wide."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, temperature)
     params = {"particles": particles, "temperature": temperature}
     independent, distinct = (
@@ -94,7 +94,8 @@ def test_distinct_particles_are_nearer_than_independent_ones(config, temperature
 
 @pytest.mark.slow
 def test_more_branches_come_nearer():
-    """The same block length, N = 4, always resampling: F = 1 shares what was drafted ahead, F = 4 does not."""
+    """The same block length, N = 4, always resampling: with F = 1 the copies of a particle share what was drafted
+    ahead, with F = 4 they do not."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
     lag, many = (distance(standing(config, **ALWAYS), law) for config in CONFIGS[1::2])
     assert lag > many + 0.04
@@ -102,8 +103,8 @@ def test_more_branches_come_nearer():
 
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_plain_decoding_samples_the_models_own_law(side):
-    """By chi-square at 4.5 standard deviations: two cases, one false alarm in about 10,000 choices of seeds. Of the
-    other model's law it finds that these are no answers."""
+    """By chi-square at 4.5 standard deviations: two cases, one false alarm in about 10,000 choices of seeds. The test
+    rejects the other model's distribution."""
     own, other = (
         exact_law(getattr(tiny_pair(), name), PROMPT, LENGTH, EOS)
         for name in ("target", "draft")[:: 1 - 2 * (side == "draft")]
@@ -114,8 +115,8 @@ def test_plain_decoding_samples_the_models_own_law(side):
 
 @pytest.mark.parametrize("config", one_of(CONFIGS[3], CONFIGS[0]), ids=config_id)
 def test_temperature_and_truncation_belong_to_the_target_law(config):
-    """Top-k 2 at temperature 0.7, drafted at 1.5 by the target itself: tokens outside the truncated law are drawn, and
-    weeded out."""
+    """Top-k 2 at temperature 0.7, drafted at 1.5 by the target itself: tokens outside the truncation are drafted, and
+    weighting removes them."""
     law = truncated_law(tiny_pair().target, PROMPT, LENGTH, EOS, 0.7, 2)
     params = {"particles": 16, "temperature": 0.7, "draft_temperature": 1.5, "top_k": 2, "ess_threshold": 0.75}
     found = population(config, 100, equal_models(), **params)

@@ -1,4 +1,5 @@
-"""What requests are expected to hold: learnt from what running ones do hold, and kept in books that balance."""
+"""The forecast of the pages that requests will hold: learnt from what running requests hold, with accounts that
+balance."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def asked(ess_threshold: float) -> list:
 
 @pytest.mark.parametrize("config", LONG, ids=lambda c: c.form)
 def test_particles_that_share_nothing(config):
-    """A queue of requests, each of which is to hold a fifth of the pool: too many start, but once that is seen as many
-    as there is room for to their ends, and nobody has to give way any more."""
+    """Each queued request will hold a fifth of the pool. Too many start at first; once the forecast has learnt this,
+    only as many run as have room until their ends, and preemptions stop."""
     engine, preempted, at_once = engine_for(config, round(5.4 * WHOLE)), [], []
     for one in asked(ess_threshold=0.0)[:12]:
         engine.submit(one)
@@ -52,7 +53,7 @@ def test_particles_that_share_nothing(config):
 
 @pytest.mark.slow
 def test_particles_that_share_nearly_all():
-    """Nothing is learnt that would keep requests waiting: as many run at once as before, and nobody gives way."""
+    """The forecast learns nothing that would delay requests: as many run at once as before, without preemptions."""
     engine, preempted, at_once = engine_for(FORMS[0], round(5.4 * WHOLE)), 0, []
     for one in asked(ess_threshold=1.0):
         engine.submit(one)
@@ -67,8 +68,8 @@ def test_particles_that_share_nearly_all():
 
 @pytest.mark.slow
 def test_grown_pages_are_those_of_running_particles(monkeypatch):
-    """The sum that is learnt from is what a walk over all particles finds, whatever has become of requests; the books
-    are their sums."""
+    """The running sum of grown pages equals a count over all particles, whatever has happened to requests; the accounts
+    are zero at the end."""
     small = EngineConfig(**{**vars(FORMS[1]), "max_slots": 60, "pages": 440, "prefill_chunk": 24})
     engine, seen = small_engine(small, monkeypatch, ahead=True, follows=True), []
 
@@ -99,15 +100,15 @@ def test_grown_pages_are_those_of_running_particles(monkeypatch):
 
 
 def test_what_is_expected_follows_what_is_held():
-    """A request is first expected to share all but the end; as it runs on without sharing, its own books are corrected,
-    and given back."""
+    """A request is first expected to share all but its last tokens. As it runs without sharing, its own forecast is
+    corrected; its end releases it."""
     engine = engine_for(FORMS[0], 4 * WHOLE)
     engine.submit(asked(ess_threshold=0.0)[0])
     before = engine.memory.expected["draft"]
     assert len(PROMPT) + ANSWER + (PARTICLES - 1) * OWN_TOKENS <= before < WHOLE
     for _ in range(2 * COUNT_EVERY):
         engine.step()
-    # It may not hold more than all of it and two rounds.
+    # A request never holds more than a whole answer and two rounds.
     assert before < WHOLE <= engine.memory.expected["draft"]
     engine.abort("0")
     engine.step()
@@ -116,7 +117,7 @@ def test_what_is_expected_follows_what_is_held():
 
 @pytest.mark.slow
 def test_an_answer_does_not_depend_on_what_has_been_learnt():
-    """The same requests, first and last of an engine's life."""
+    """The same requests as the first and the last ones of an engine."""
     config = EngineConfig(form="lockstep", block=4, max_slots=60, pages=900)
     engine = local_engine(pair(), config)
     law = {"particles": 4, "max_tokens": 100, "ignore_eos": True, "ess_threshold": 0.0}

@@ -1,4 +1,5 @@
-"""Guidance: the law of every method is that of l_u + s (l_c - l_u), and companions go wherever their particles do."""
+"""Guidance: every method samples from the distribution of the logits l_u + s (l_c - l_u), and unconditional rows follow
+their particles."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def asked(
 def log_law(
     answer: tuple[int, ...], temperature: float, top_k: int, negative: tuple[int, ...] = NEGATIVE
 ) -> torch.Tensor:
-    """log p [V] after an answer, by the formula in float64, from passes over whole texts."""
+    """log p [V] after an answer: the formula in float64, from passes over whole texts."""
     own, theirs = (next_log_probs(tiny_pair().target, (*prompt, *answer)) for prompt in (PROMPT, negative))
     law = torch.log_softmax((theirs + SCALE * (own - theirs)) / temperature, -1)
     return torch.log_softmax(law.where(law >= law.topk(top_k).values[-1], -torch.inf), -1)
@@ -69,8 +70,8 @@ def log_law(
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_every_method_weighs_by_the_formula(config):
-    """Temperature and truncation come after it. Beside each other, in rounds of all kinds, and beside who is not
-    guided."""
+    """Temperature and truncation apply after guidance. All methods share rounds with each other and with requests
+    without guidance."""
     law = {"temperature": 0.8, "top_k": 3, "max_tokens": 12, "ignore_eos": True, "logprobs": True}
     requests = [asked(f"{i} {seed}", seed=seed, **law, **how) for i, how in enumerate(EVERY) for seed in range(2)]
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=12, **how) for i, how in enumerate(EVERY)]
@@ -82,9 +83,9 @@ def test_every_method_weighs_by_the_formula(config):
 
 
 def test_answers_follow_the_guided_law():
-    """Enumerated. Of plain decoding and of rejection by chi-square, and by the ratio of likelihoods that tells them
-    from the law without guidance; of SMC E[Z-hat] = 1; at 4.5 standard deviations in six cases, one false alarm in
-    24,000 choices of seeds. Many particles are near to the law."""
+    """By enumeration. Plain decoding and rejection: by chi-square, and by the likelihood ratio that separates the
+    distribution from that without guidance. SMC: E[Z-hat] = 1. Six cases at 4.5 standard deviations: one false alarm in
+    24,000 choices of seeds. Many particles come close to the distribution."""
     config, law = ENDS[1], law_of(lambda prefix: log_law(prefix, 1.0, 4).tolist(), 4, EOS)
     plain = exact_law(tiny_pair().target, PROMPT, 4, EOS)
     assert sum(abs(law[answer] - plain[answer]) for answer in law) / 2 > 0.25
@@ -109,8 +110,8 @@ def test_answers_follow_the_guided_law():
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_exact_decoding_is_plain_decoding_seed_by_seed(config):
-    """Of truncated laws, too, with trees of several sizes, their draft guided or not, whatever runs beside them; and it
-    is not what it is without guidance."""
+    """Also with truncation, with trees of several sizes, and in shared batches. Answers differ from those without
+    guidance."""
     rng = random.Random(config.block)
     more = ({}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}, {"stop": ("ab", "cca")})
     laws = [
@@ -163,8 +164,8 @@ def test_a_scale_of_1_is_no_guidance_and_costs_no_companion(config):
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_a_round_pays_for_what_is_guided(config, monkeypatch):
-    """Of 5 guided particles of two requests beside 12 others: rows for 5 more at the target, padded to 8, and of one
-    request alone for its own; never for more than the round has rows."""
+    """Unconditional rows of the target's pass: 5 guided particles of two requests beside 12 others add 5 rows, padded
+    to 8; a guided request alone adds its own. There are never more of them than rows in the round."""
     engine = local_engine(tiny_pair(), config)
     asks, runs, found = engine.executor.round, StaticForward.__call__, []
 
@@ -192,8 +193,8 @@ def test_a_round_pays_for_what_is_guided(config, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_answers_do_not_depend_on_company_or_chunks(config):
-    """Alone, in prompts' passes of one token each, after a cached negative prompt: the same. A pair's last tokens are
-    run in one pass."""
+    """The same answers alone, with prompt chunks of one token, and after a cached negative prompt. The last tokens of a
+    prompt and its negative prompt run in one pass."""
     requests = [asked(str(i), (1, 0) * 20, seed=i, max_tokens=12, logprobs=True, **how) for i, how in enumerate(EVERY)]
     together = answers(local_engine(tiny_pair(), config), requests)
     engine = local_engine(tiny_pair(), config)
@@ -210,8 +211,8 @@ def test_answers_do_not_depend_on_company_or_chunks(config):
 
 
 def answers_of_one(engine: Engine, one: Request) -> Answer:
-    """In an engine whose prefix cache stays: only the first has to run the negative prompt, and the first that guides
-    its draft there."""
+    """Answer of an engine that keeps its prefix cache. Only the first request runs the negative prompt on the target;
+    the draft never reuses it."""
     done = next(output.answer for output in engine.run([one]) if output.answer)
     hits = {side: cache.take_counts()[1] for side, cache in engine.memory.caches.items()}
     assert hits == {"target": 32 * (one.request_id != "0"), "draft": 32 * (int(one.request_id) > len(EVERY))}
@@ -220,8 +221,8 @@ def answers_of_one(engine: Engine, one: Request) -> Answer:
 
 @pytest.mark.parametrize(("config", "ahead"), one_of((ENDS[1], True), (ENDS[0], False)), ids=["ahead", "lockstep"])
 def test_companions_live_as_their_particles_do(config, ahead, monkeypatch):
-    """In pools too small for all: preempted, resized, cancelled, out of time; keys and values are right after every
-    step, all pages are free afterwards, and who has been left alone answers as with endless memory."""
+    """In pools too small for all requests: they are preempted, resized, cancelled and time out. Keys and values are
+    right after every step, all pages are free afterwards, and undisturbed requests answer as with plenty of memory."""
     rng, clock = random.Random(5), iter(range(1 << 30))
     small = replace(config, max_slots=60, pages=640, prefill_chunk=24)
     requests = guided(random_requests(22, rng, longest=24, budgets=0.1), rng)

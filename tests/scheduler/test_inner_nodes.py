@@ -1,5 +1,5 @@
-"""Look-ahead goes on from inner nodes of a block (`smc.executor.draft_tree`): rows that were drafted ahead are kept
-where the target's draws leave the block, and answers do not depend on it."""
+"""Look-ahead continues from inner nodes of a block (`smc.executor.draft_tree`): rows drafted ahead are kept where the
+target's draws leave the block, and answers do not depend on it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def requests(**options):
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of every group in every round: tokens of its block that were taken back, and whether rows ahead went on."""
+    """For each group in each round: the number of tokens of its block that were discarded, and whether rows drafted
+    ahead continue."""
     seen, record = [], RoundScheduler._record
 
     def watch(self, step, outcome, current_G):
@@ -73,7 +74,7 @@ def test_rows_ahead_from_inner_nodes_go_on_and_answers_stay(config, monkeypatch)
 
 @pytest.mark.slow
 def test_fewer_rounds_miss(monkeypatch):
-    """The same requests with no outcome at an inner node: more rounds, and fewer of them hit."""
+    """Without outcomes at inner nodes the same requests take more rounds, and a smaller share of them are hits."""
     pair, config = tiny_pair(), CONFIGS[2]
     found = answers(local_engine(pair, config), requests(method="exact"))
     with monkeypatch.context() as patch:
@@ -89,7 +90,7 @@ def test_fewer_rounds_miss(monkeypatch):
 
 @pytest.mark.slow
 def test_company_changes_nothing():
-    """In rounds with particles of SMC and chains, requests answer as alone."""
+    """In rounds with SMC particles and chains, requests answer as they do alone."""
     pair, config = tiny_pair(), replace(CONFIGS[2], max_chains=8)
     alone = answers(local_engine(pair, config), requests(method="exact"))
     others = [

@@ -1,5 +1,5 @@
-"""KV after fan-out, resampling and re-rooting is what the particles' own tokens would give; the books always
-balance."""
+"""After fan-out, resampling and remapping of block tables, the KV cache is what the particles' own tokens would give;
+page accounts always balance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.scheduler.harness import (
 )
 
 CASES = [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.slow), FORMS[2]]
-"""Where there is one branch, nothing is chosen between before the re-rooting."""
+"""With one branch there is nothing to choose before block tables are remapped: that case is slow-only."""
 MIXED = [
     {"particles": 6, "ess_threshold": 1.0},
     {"particles": 3, "ess_threshold": 0.5, "resampling": "multinomial"},
@@ -56,7 +56,7 @@ def mixed_requests(count: int, rng: random.Random, vocab: int = 4) -> list[Reque
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_slots_hold_the_tokens_of_their_particles(config):
-    """After every step, every open particle's pages were written for exactly its tokens, prompt included."""
+    """After every step, the pages of each particle were written for exactly its tokens, prompt included."""
     engine = local_engine(pairs.tiny_pair(), config)
     allocators = {side: TokenLedger(engine, side) for side in ModelRole}
     for r in mixed_requests(22, random.Random(0)):
@@ -74,8 +74,8 @@ def test_slots_hold_the_tokens_of_their_particles(config):
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_next_token_law_equals_recomputation(config):
-    """Feeding a particle's next token to its KV gives the law that a fresh run over all its tokens gives, after each
-    round."""
+    """After each round, running a next token on a particle's KV gives the same distribution as a fresh run over all its
+    tokens."""
     pair = pairs.tiny_pair()
     engine = local_engine(pair, config)
     engine.submit(
@@ -100,7 +100,8 @@ def test_next_token_law_equals_recomputation(config):
 
 
 def test_what_all_particles_agree_on_is_read_once():
-    """A draft equal to the target, nearly greedy: particles agree, and attention is told so, round after round."""
+    """A draft equal to the target, nearly greedy: particles agree, and each round's plan tells attention the length of
+    their common prefix."""
     equal = replace(pairs.tiny_pair(), draft=pairs.tiny_pair().target)
     engine = local_engine(equal, EngineConfig(form="lookahead", block=2, branches=2))
     engine.submit(

@@ -1,4 +1,4 @@
-"""KV is what the particles' own tokens would give, whatever a request has been through."""
+"""The KV cache is what the particles' own tokens would give, whatever has happened to a request."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
-    """After every step: cache hits, starting over, shrinking, growing and cancelled neighbours, both methods of plain
-    decoding too. tests/scheduler/test_guidance.py looks at the same of guided requests in `make test`."""
+    """Checked after every step, with cache hits, preemption, shrinking, growing, cancelled requests and both methods of
+    plain decoding. tests/scheduler/test_guidance.py checks the same for guided requests in `make test`."""
     rng = random.Random(3)
     engine = small_engine(config, monkeypatch, ahead=ahead)
     written, seen = {side: TokenLedger(engine, side) for side in ModelRole}, []

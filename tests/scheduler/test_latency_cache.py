@@ -28,7 +28,7 @@ def shipped() -> ModelPair:
 
 @pytest.fixture(scope="module")
 def measurement() -> Callable[..., LatencyModel]:
-    """A measurement as commands make it, made once for each configuration."""
+    """A measurement as commands make it, done once for each configuration."""
     found: dict[EngineConfig, LatencyModel] = {}
 
     def measure(engine: Engine, effort: Effort) -> LatencyModel:
@@ -41,7 +41,7 @@ def measurement() -> Callable[..., LatencyModel]:
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path, measurement) -> list:
-    """Every measurement that is asked for."""
+    """A list of all measurements that were made."""
     made: list = []
     monkeypatch.setattr(local_engine, "measure_latency", lambda *given: made.append(measurement(*given)) or made[-1])
     monkeypatch.setattr(local_engine, "ONCE", replace(ONCE, seconds=0.1, crowd=1, context=40))

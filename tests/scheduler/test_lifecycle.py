@@ -33,7 +33,7 @@ EOS = 3
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_a_streamed_prefix_is_never_taken_back(config):
-    """What was streamed, joined, is the answer; and something is streamed before the end."""
+    """The streamed pieces, joined, are the answer, and some are streamed before the end."""
     engine = local_engine(tiny_pair(), config)
     params = {"max_tokens": 24, "ignore_eos": True, "stop": ("abca", "cc")}
     for i in range(30):
@@ -55,7 +55,7 @@ def test_a_streamed_prefix_is_never_taken_back(config):
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_an_answer_does_not_depend_on_company(config):
-    """Alone, in a crowd, in another order, with prompts cut into chunks: the same seeds give the same answers."""
+    """The same seeds give the same answers alone, in a batch, in another order, and with prompts cut into chunks."""
     requests = [
         Request(
             str(i),
@@ -87,7 +87,7 @@ def test_seeds_reproduce_and_differ():
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_stop_strings_and_ids(config):
-    """A stop string may span tokens and blocks; a stop id keeps its token and loses its text."""
+    """A stop string may span tokens and blocks. A stop token stays in `tokens`; its text is left out."""
     a = answer(tiny_pair(), config, particles=3, seed=3, max_tokens=40, ignore_eos=True, stop=("ca", "never in it"))
     assert a.finish_reason is FinishReason.STOP_STRING and a.matched == "ca"
     visible = [t for t in a.tokens if t != EOS]
@@ -117,7 +117,7 @@ def test_greedy_target_follows_the_argmax():
 
 
 def test_a_long_prompt_does_not_stop_the_others():
-    """With a chunk of 4, a prompt of 40 takes ten steps; a short request answers in between."""
+    """With chunks of 4 tokens a prompt of 40 takes ten steps; a short request is answered meanwhile."""
     engine = local_engine(tiny_pair(), EngineConfig(form="lockstep", block=2, prefill_chunk=4, prefix_cache=False))
     engine.submit(request([0, 1] * 20, "long", particles=2, seed=0, max_tokens=4, ignore_eos=True))
     engine.submit(request([0], "short", particles=2, seed=0, max_tokens=4, ignore_eos=True))
@@ -132,7 +132,7 @@ def test_a_long_prompt_does_not_stop_the_others():
 
 
 def test_waiting_for_room_is_in_order():
-    """Slots for one request at a time: all are answered, in order of submission."""
+    """With slots for one request at a time, all are answered in order of submission."""
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
     found = [
         o.answer
@@ -196,8 +196,8 @@ def test_cancel_at_any_moment(config):
 
 @pytest.mark.parametrize(("config", "side"), [(CASES[0], "draft"), (CASES[1], "target")], ids=["draft", "target"])
 def test_nan_logits_end_one_request_with_an_error(config, side):
-    """Weights that break one token's embedding: the request that meets it fails and names the model, the other is
-    untouched."""
+    """One token's embedding is NaN: the request that contains the token fails with an error that names the model; the
+    other request is unaffected."""
     pair = tiny_pair(5)
     broken = {s: type(getattr(pair, s))(getattr(pair, s).config) for s in ("draft", "target")}
     for s, model in broken.items():

@@ -1,5 +1,5 @@
-"""Hundreds of random lives in pools too small for all: nothing is lost, nothing leaks, and nobody's answer depends on
-it."""
+"""Random histories of many requests in pools too small for all: no request is lost, no page leaks, and no answer
+changes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ EVENTS = (
     ],
 )
 def test_random_lives(config, ahead, seed, count, monkeypatch):
-    """Everything that can happen to a request happens; the rest of them answer as with endless memory. Which events a
-    seed brings depends on the last digits of a processor's sums, so further seeds follow while one is missing."""
+    """Every kind of event happens at least once; undisturbed requests answer as with plenty of memory. Which events a
+    seed brings depends on the rounding of the processor, so further seeds follow until all have occurred."""
     seen, missing = Counter(), list(EVENTS)
     for turn in range(5):
         compared, events = check_lives(config, ahead, seed + 100 * turn, count, monkeypatch)
@@ -48,7 +48,7 @@ def test_random_lives(config, ahead, seed, count, monkeypatch):
 def check_lives(
     config: EngineConfig, ahead: bool, seed: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, Counter]:
-    """How many answers were compared, and what happened."""
+    """Returns the number of answers compared, and the events that happened."""
     rng, clock = random.Random(seed), iter(range(1 << 30))
     requests = random_requests(count, rng, budgets=15 / count, stretch=6)
     engine = small_engine(config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))

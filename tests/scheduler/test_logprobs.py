@@ -1,5 +1,5 @@
-"""The log-probabilities reported with an answer are those of its tokens under the target law, recomputed from the
-tokens alone."""
+"""The log-probabilities reported with an answer are those of its tokens under the target's distribution, recomputed
+from the tokens alone."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_they_are_streamed_with_their_tokens(config):
 
 
 def test_an_answer_that_is_cut_off_ends_where_the_target_has_come():
-    """What a look-ahead round has drafted and the target has not scored is no part of it."""
+    """The answer leaves out tokens that a look-ahead round has drafted and the target has not scored."""
     now = [0.0]
     engine = local_engine(tiny_pair(), EngineConfig(block=8, branches=2), clock=lambda: now[0])
     engine.submit(request(particles=1, seed=1, max_tokens=40, ignore_eos=True, logprobs=True, time_budget=1.0))
@@ -96,7 +96,7 @@ def test_an_answer_that_is_cut_off_ends_where_the_target_has_come():
 
 
 def test_only_for_those_who_ask():
-    """Slots are used again: what an earlier request left there is not reported."""
+    """Slots are reused: log-probabilities that an earlier request left there are not reported."""
     engine = local_engine(tiny_pair(), FORMS[2])
     asked = request(request_id="asked", particles=4, seed=1, max_tokens=9, ignore_eos=True, logprobs=True)
     quiet = request(request_id="quiet", particles=4, seed=1, max_tokens=9, ignore_eos=True)

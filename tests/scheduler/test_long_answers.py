@@ -1,5 +1,5 @@
-"""Whole requests past every size at which something changes: positions read another way, blocks, buckets of places,
-pages used again."""
+"""Whole requests that cross every size at which the engine changes its behaviour: ways to read the context, blocks,
+padded batch sizes, reused pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ CONTEXT = 700
 
 
 def past_short() -> list[Request]:
-    """They begin on either side of the border, and some particles end long before others, or before it."""
+    """Requests that begin on either side of the limit `SHORT`; some particles end long before others, or before the
+    limit."""
     rng, asked = random.Random(1), []
     laws = [
         {"particles": 5, "ess_threshold": 0.3, "stop": ("ababab", "cccc"), "logprobs": True},
@@ -42,7 +43,8 @@ def past_short() -> list[Request]:
 
 @pytest.mark.slow
 def test_past_short_rows(monkeypatch):
-    """Together, in chunks, ahead, in cohorts and in pages that were used before: as each alone."""
+    """In one batch, in chunks, with rounds requested ahead, in two micro-batches and on reused pages, each request
+    answers as it does alone."""
     config, made, asked = EngineConfig(block=4, branches=3), tiny_pair(max_context=CONTEXT), past_short()
     expected = {one.request_id: answers(local_engine(made, config), [one])[one.request_id] for one in asked}
     lengths = {len(one.prompt) + len(expected[one.request_id].tokens) > SHORT for one in asked}

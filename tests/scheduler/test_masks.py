@@ -1,4 +1,5 @@
-"""Masks of many rows at once are those of a plain walk: every answer read from its beginning, a mask after another."""
+"""Masks of many rows, written together, equal those of a slow reference that reads every answer from its beginning for
+each mask."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def machine_of(name: str) -> StopMachine:
 
 
 def plain(compiler: Compiler, machine: StopMachine, path: MaskPath) -> np.ndarray:
-    """Masks of one path, bool [count, V + 1]; columns of the library's own end are of no use."""
+    """Reference masks of one path, bool [count, vocab]: True where the token is allowed."""
     allowed_RV = np.ones((path.masks, compiler.vocab), dtype=bool)
     ends = list(EOS)
     constraint = machine.constraint
@@ -110,8 +111,8 @@ class Tree:
         return int(self._dice.choice(allowed[-6:] if self._dice.random() < 0.3 else allowed))
 
     def paths(self, kind: str, row: int) -> list[MaskPath]:
-        """Of blocks after random answers, whose tokens they often share, or of one mask each; rows from `row` on, one
-        block after another."""
+        """Paths of random answers: blocks that often share tokens (`blocks`), or one mask each (`rows`). Their masks
+        begin at `row`, six rows apart."""
         dice, found = self._dice, []
         blocks: list[tuple[list[int], list[int]]] = []
         for _ in range(dice.randint(1, 8)):
@@ -120,7 +121,7 @@ class Tree:
                 tokens = tokens[: dice.randint(0, len(tokens))]
             else:
                 origin, tokens = dice.choice(self.answers), []
-                # Of an answer that was drafted after inner nodes the last tokens are cut.
+                # An answer that was drafted after an inner node has its last tokens cut.
                 origin = origin[: len(origin) - dice.choice([0, 0, 0, min(2, len(origin))])]
             for _ in range(dice.randint(1, 6) - len(tokens)):
                 tokens = [*tokens, self.next(origin + tokens)]
@@ -138,8 +139,8 @@ class Tree:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("vocab", [VOCAB, 127], ids=["words", "whole words"])
 def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, monkeypatch):
-    """Random trees of several requests at once, over rounds in which followers go on, and begin anew as after a
-    preemption; `whole words`: the library's own end fills the last word's bits."""
+    """Random trees of several requests over rounds in which followers continue, or start anew as after a preemption.
+    `whole words`: the library's own end token fills the last bit of the last 32-bit word."""
     executor = llguidance.LLExecutor(threads)
     monkeypatch.setattr(constraints, "_executor", lambda: executor)
     compiler, dice = compiler_of(vocab), random.Random(f"{vocab} {threads}")
@@ -174,7 +175,8 @@ def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, 
 
 
 def test_a_request_at_a_limit_of_the_library_allows_nothing(monkeypatch):
-    """In every path that meets it, and in no other; the follower reads on from the beginning."""
+    """Paths that reach the limit allow nothing, others are unaffected; a second call gives the same masks, as the
+    follower restarts from the beginning."""
     limits = llguidance.LLParserLimits(verbose_errors=False, step_max_items=60)
     compiler = compiler_of()
     machine = StopMachine.of((), (), (), Constraint.of({"grammar": LIMITED}))

@@ -1,4 +1,4 @@
-"""All particles of an answer: what it was drawn from, with weights that are right, against exact enumeration."""
+"""`return_particles`: the particles that an answer was drawn from, with their weights, against exact enumeration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ LOCKSTEP = CONFIGS[0]
 @pytest.mark.parametrize(("population", "seed"), [("distinct", 0), ("independent", 1)])
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_the_answer_was_drawn_from_them(config, population, seed):
-    """Weights sum to 1; each particle ended for a reason of its own; nothing changes for those who do not ask."""
+    """Weights sum to 1, each particle has its own finish reason, and answers are the same without
+    `return_particles`."""
     settings = {
         "seed": seed,
         "particles": 6,
@@ -62,7 +63,7 @@ def test_the_answer_was_drawn_from_them(config, population, seed):
 
 
 def test_weights_are_those_of_the_two_laws():
-    """Without resampling, recomputed: of five tokens the target draws the first and, after two of the draft's, the
+    """Recomputed without resampling: of five tokens the target draws the first and, after two of the draft's, the
     fourth."""
     pair = tiny_pair()
 
@@ -87,8 +88,8 @@ def test_weights_are_those_of_the_two_laws():
 @together
 @pytest.mark.parametrize("law", [DISTINCT, ALWAYS], ids=str)
 def test_votes_are_properly_weighted(law):
-    """E[Z-hat * vote] is the target's own probability, of every answer that has one worth a test. About 40 comparisons
-    at 5 standard errors in all: one false alarm in about 40,000 choices of seeds."""
+    """E[Z-hat * vote] is the target's probability of each answer, for all that are probable enough to test. About 40
+    comparisons at 5 standard errors in all: one false alarm in about 40,000 choices of seeds."""
     found = standing(LOCKSTEP, **law)
     exact = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
     likely = {tokens: p for tokens, p in exact.items() if p > 0.015}
@@ -97,7 +98,7 @@ def test_votes_are_properly_weighted(law):
     for tokens, p in likely.items():
         mean, error = mean_and_error([z * weights[tokens] for z, weights in cast])
         assert abs(mean - p) < 5 * error, tokens
-    # A vote says more than a draw: over requests it varies less around the same law.
+    # Weights carry more information than the drawn answers: their estimate of the distribution is closer.
     drawn = Counter(a.tokens for a in found)
     assert distance(found, exact) < total_variation(exact, drawn, len(found))
 
@@ -118,7 +119,7 @@ def test_a_method_without_particles_has_its_answer(method):
     "settings", [{"population": "distinct"}, {"population": "independent"}, {"method": "exact"}], ids=str
 )
 def test_out_of_time(settings):
-    """As far as they have been weighed; nothing where nothing was decoded."""
+    """Particles are returned as far as they have been weighted; none if nothing was decoded."""
     now = [0.0]
     engine = local_engine(tiny_pair(), EngineConfig(block=8, branches=2), clock=lambda: now[0])
     asked = request(

@@ -1,4 +1,4 @@
-"""Penalties: the distribution of every method is that of the formula, and the tokens of a row follow it."""
+"""Penalties: every method samples from the distribution of the formula, with the counts of each row's own tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENDS = [FORMS[0], FORMS[2]]
 
 
 def law_of(answer: tuple[int, ...], law: dict[str, float], logits_V: torch.Tensor) -> torch.Tensor:
-    """log p [V] after an answer, one token after another."""
+    """log p [V] after an answer, computed token by token."""
     logits_V = logits_V.clone()
     for token in range(len(logits_V)):
         if token in (*PROMPT, *answer):
@@ -46,7 +46,7 @@ def law_of(answer: tuple[int, ...], law: dict[str, float], logits_V: torch.Tenso
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_every_method_weighs_by_the_formula(config: EngineConfig):
-    """Over the answer that is reported, whose particle was resampled or re-rooted in most rounds."""
+    """Checked on the reported answer, whose particle was resampled or remapped in most rounds."""
     more = {"max_tokens": 14, "ignore_eos": True, "logprobs": True}
     requests = [
         request(PROMPT, f"{i} {j} {seed}", seed=seed, **more, **how, **law)
@@ -68,7 +68,7 @@ def test_every_method_weighs_by_the_formula(config: EngineConfig):
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_evidence_of_particles_has_mean_one(config: EngineConfig):
     """E[Z-hat] = 1 with both models penalised, at 4.5 standard deviations in four cases: one false alarm in 30,000
-    choices of seeds. A proposal that is not what log q says shows here."""
+    choices of seeds. The test fails if the proposal differs from the reported log q."""
     law = {"max_tokens": 8, "ignore_eos": True, "particles": 3, **LAWS[0]}
     for population in ("distinct", "independent"):
         requests = [request(PROMPT, f"{seed}", seed=seed, population=population, **law) for seed in range(100)]
@@ -80,7 +80,8 @@ def test_evidence_of_particles_has_mean_one(config: EngineConfig):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_penalties_survive_preemption(config: EngineConfig, monkeypatch):
-    """The tokens of a row are known again when it resumes: many requests in little memory answer as each does alone."""
+    """Token counts of a row are restored when it resumes: preempted requests in little memory answer as with plenty of
+    memory."""
     law = {"max_tokens": 18, "ignore_eos": True, "particles": 4, **LAWS[0]}
     requests = [
         request(PROMPT, f"{method} {seed}", seed=seed, method=method, **law)
@@ -111,7 +112,7 @@ def test_values_that_are_refused(given: dict, message: str):
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_exact_answers_are_those_of_the_target(config: EngineConfig):
-    """In rounds with requests that are not penalised, whose answers stay what they are alone."""
+    """Rounds are shared with requests without penalties; these answer as they do alone."""
     more = {"max_tokens": 14, "ignore_eos": True}
     how = {"target": {"method": "target"}, "exact": {"method": "exact", "particles": 3}}
     found = answers(

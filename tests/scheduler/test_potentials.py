@@ -1,5 +1,5 @@
-"""Potentials: answers follow p^alpha times phi, whatever happens to a request meanwhile; what a potential does wrong ends
-its request alone."""
+"""Potentials: answers follow p^alpha times phi, whatever happens to a request; an error of a potential ends only its
+request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALPHA, COUNT = 1.3, 110
 
 
 def log_phi(text: str, ended: bool) -> float:
-    """Of an unfinished answer something else than of the same text as an answer; never two answers `cc`."""
+    """Depends on whether the answer has ended. Answers that contain `cc` have potential 0."""
     if "cc" in text:
         return -math.inf
     return -1.2 * text.count("a") + 0.5 * text.count("b") - (2.0 if ended else 0.0)
@@ -56,7 +56,7 @@ def potential(prefixes: Prefixes) -> list[float]:
 
 
 def law(alpha: float) -> dict[tuple[int, ...], float]:
-    """Mass p^alpha phi of every answer."""
+    """Weight p^alpha phi of every answer."""
     masses = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, alpha=alpha)
     return {tokens: mass * math.exp(log_phi(text_of(tokens), True)) for tokens, mass in masses.items()}
 
@@ -74,8 +74,8 @@ def text_of(tokens: Sequence[int]) -> str:
     ids=["lockstep-distinct", "lookahead-independent"],
 )
 def test_answers_follow_the_power_times_the_potential(config: EngineConfig, kind: str):
-    """By enumeration, with a potential that is 0 for some: E[Z-hat] is the mass of all answers, within 4.5 standard
-    errors, and weights estimate the mass of each."""
+    """By enumeration, with a potential that is 0 for some answers: E[Z-hat] is the total weight of all answers, within
+    4.5 standard errors, and the particles' weights estimate the weight of each."""
     given = {"particles": 8, "population": kind, "alpha": ALPHA, "potential": "phi"}
     found = population(config, COUNT, potentials={"phi": potential}, **given)
     z = [math.exp(answer.statistics.log_z) for answer in found]
@@ -101,7 +101,7 @@ def normal(masses: dict) -> dict:
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_a_potential_that_says_nothing_changes_nothing(config: EngineConfig, monkeypatch):
-    """And rounds that run ahead of what is read wait for it."""
+    """A potential of constant 1. With rounds requested ahead, those rounds wait for it."""
     asked = [
         request(PROMPT, f"{kind} {seed}", seed=seed, particles=4, max_tokens=12, population=kind, logprobs=True)
         for kind in POPULATIONS
@@ -119,8 +119,8 @@ def test_a_potential_that_says_nothing_changes_nothing(config: EngineConfig, mon
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_potentials_stay_with_their_particles(config: EngineConfig, monkeypatch):
-    """Requests that are preempted, made smaller and larger, and cancelled, in little memory; what was not touched
-    answers as it does alone."""
+    """Requests in little memory are preempted, made smaller and larger, and cancelled; undisturbed requests answer as
+    with plenty of memory."""
     asked = [
         request((0, 1, 1, 2), f"{kind} {seed}", seed=seed, particles=5, min_particles=2, max_tokens=24,
                 population=kind, potential="phi", answer=("draw", "best")[seed % 2])
@@ -165,8 +165,8 @@ def test_an_error_ends_its_request_alone():
 
 
 def test_a_slow_potential_keeps_nobody_waiting(monkeypatch):
-    """It ends its request once its time is over, and others go on meanwhile; when many calls hang, more fail at
-    once."""
+    """A call that exceeds its time ends its request; other requests continue meanwhile. Once `MOST_OVERDUE` calls hang,
+    further calls fail at once."""
     monkeypatch.setattr(potential_calls, "MOST_OVERDUE", 2)
     end = threading.Event()
 
@@ -189,7 +189,7 @@ def test_a_slow_potential_keeps_nobody_waiting(monkeypatch):
 
 
 def test_calls_of_aborted_requests_are_within_their_time(monkeypatch):
-    """They do not count as calls that do not answer until their time is over."""
+    """They count as overdue only after their time has passed."""
     monkeypatch.setattr(potential_calls, "MOST_OVERDUE", 2)
     end, begun = threading.Event(), []
 
@@ -218,7 +218,7 @@ def test_calls_of_aborted_requests_are_within_their_time(monkeypatch):
 
 
 def test_a_step_waits_for_no_call_of_an_earlier_one(monkeypatch):
-    """While other requests run."""
+    """A step waits at most once for a call, in the step that made it, while other requests run."""
     real_wait, end = potential_calls.wait, threading.Event()
     waits: list[list[Future]] = []
 
@@ -250,7 +250,7 @@ def test_a_step_waits_for_no_call_of_an_earlier_one(monkeypatch):
 
 
 def test_the_engine_decodes_no_text_for_a_potential(monkeypatch):
-    """Texts are made in the threads of calls, and that of the prompt once."""
+    """The threads of the calls decode the texts, the prompt's only once."""
     here, prompt = threading.current_thread(), (0, 1, 1, 2) * 10
     pair_, decoded, inside = tiny_pair(), Counter(), [False]
     real_bytes, real_follow = pair_.tokenizer.bytes_of, PotentialCalls.follow
@@ -296,7 +296,7 @@ class Clock:
 def test_an_answer_cut_by_its_time_budget_has_what_was_weighed(
     config: EngineConfig, kind: str, answered: int, preempted: bool
 ):
-    """Tokens of which the potential has said nothing yet are in no answer, particle or streamed text."""
+    """Tokens that the potential has not scored yet appear in no answer, particle or streamed text."""
     end, clock, asked = threading.Event(), Clock(), []
 
     def slow(prefixes: Prefixes) -> list[float]:
@@ -338,8 +338,8 @@ REDRAWN = few(product(CASES, POPULATIONS, (1, 3)))
 
 @pytest.mark.parametrize(("config", "kind", "particles"), REDRAWN)
 def test_a_round_that_leaves_no_particle_with_weight_is_drawn_again(config: EngineConfig, kind: str, particles: int):
-    """Few particles, and a potential that forbids what most rounds bring, first tokens among it: no answer, no streamed
-    text and no particle with weight holds it."""
+    """Few particles, and a potential that forbids the outcome of most rounds, first tokens included: no answer, no
+    streamed text and no particle with weight contains the forbidden text."""
     engine = local_engine(tiny_pair(), config, potentials={"no-a": must_not_match("a")})
     asked = [
         request(PROMPT, str(seed), seed=seed, max_tokens=14, particles=particles, population=kind, potential="no-a",
@@ -361,13 +361,13 @@ def test_a_round_that_leaves_no_particle_with_weight_is_drawn_again(config: Engi
 
 
 def even(prefixes: Prefixes) -> list[float]:
-    """Answers with an even number of `b`."""
+    """Allows answers with an even number of `b`."""
     return [-math.inf if ended and text.count("b") % 2 else 0.0 for text, ended in zip(prefixes.texts, prefixes.ended)]
 
 
 def test_what_is_drawn_again_follows_the_distribution(monkeypatch):
-    """A particle of a draft that is its target, and answers of one round: given their first token they follow the
-    target's distribution of what is allowed."""
+    """One particle, a draft equal to its target, answers of one round: given their first token, answers follow the
+    target's distribution restricted to allowed answers."""
     monkeypatch.setattr(potential_calls, "MOST_REDRAWS", 100)
     config = replace(LOCKSTEP, block=2)
     found = population(config, 140, pair=equal_models(), potentials={"even": even}, particles=1, max_tokens=3,
@@ -388,7 +388,7 @@ def test_what_is_drawn_again_follows_the_distribution(monkeypatch):
 
 
 def test_what_nothing_satisfies_ends():
-    """After some tries weights stay as they are."""
+    """After `MOST_REDRAWS` attempts the weights stay as they are and the request ends."""
     engine = local_engine(tiny_pair(), CASES[0], potentials={"never": must_match("never")})
     (found,) = answers(engine, [request(PROMPT, seed=1, max_tokens=9, particles=3, potential="never")]).values()
     tries = potential_calls.MOST_REDRAWS + 1

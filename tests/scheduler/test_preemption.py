@@ -1,5 +1,5 @@
-"""Requests that give up their memory to older ones: they go on later as if nothing had been, and nobody waits for
-ever."""
+"""Preemption: requests that release their memory to older ones resume later with unchanged answers, and every request
+makes progress."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def starved_engine(config: EngineConfig, monkeypatch, *, ahead: bool = False, pa
 
 @pytest.mark.parametrize(("config", "ahead"), one_of((CASES[1], True), (CASES[0], False)), ids=["ahead", "lockstep"])
 def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
-    """Tokens, logprobs, log Z, reason, and what was streamed. Memory is short, and in every third step somebody is
-    interrupted anyway."""
+    """Tokens, logprobs, log Z, finish reason and streamed text are the same. Memory is short, and in about every third
+    step a request is preempted in addition."""
     requests = hungry(5, max_tokens=30)
     engine = starved_engine(config, monkeypatch, ahead=ahead, pages=200)
     lives = live(engine, requests, random.Random(0), submit=1.0, interrupt=0.3)
@@ -66,7 +66,7 @@ def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 @pytest.mark.parametrize("end", ["cancelled", "time_budget"])
 def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, monkeypatch):
-    """Cancelled, or out of time: at least what its user has seen already."""
+    """A preempted request that is cancelled or runs out of time answers with at least what was streamed already."""
     now = [0.0]
     engine = starved_engine(config, monkeypatch, clock=lambda: now[0])
     budget = 1.0 if end == "time_budget" else None
@@ -87,7 +87,7 @@ def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, mon
         elif waiting:
             ended.update(g.id for g in waiting)
             now[0] = 2.0
-        if ended:  # what the others answer, other tests see
+        if ended:  # the other requests are not part of this test
             for name in engine.registry.groups.keys() - ended:
                 engine.abort(name)
     assert_empty(engine)
@@ -100,8 +100,8 @@ def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, mon
 
 
 def test_what_was_given_up_is_not_taken_back_before_the_older_has_gone_on(monkeypatch):
-    """Of requests that need more than there is, the oldest is never interrupted, and steps do not go by without anybody
-    going on."""
+    """Requests need more memory than there is: pages released by a younger request serve the older one, so that few
+    steps pass without progress of any request."""
     engine = starved_engine(FORMS[0], monkeypatch)
     for one in hungry(3, particles=4, ess_threshold=0.0, stop=()):
         engine.submit(one)
@@ -114,8 +114,7 @@ def test_what_was_given_up_is_not_taken_back_before_the_older_has_gone_on(monkey
 
 
 def test_memory_of_one_side_is_not_freed_by_who_has_none_there(monkeypatch):
-    """Requests of both models are short of the draft's pages; one of the target alone, the youngest of all, goes on
-    undisturbed."""
+    """Requests of both models lack pages of the draft; the youngest request, of the target alone, is not preempted."""
     engine = starved_engine(EngineConfig(block=3, branches=8), monkeypatch, pages=400)
     for one in hungry(2, particles=4, stop=(), ess_threshold=0.0):
         engine.submit(one)
@@ -129,8 +128,8 @@ def test_memory_of_one_side_is_not_freed_by_who_has_none_there(monkeypatch):
 
 
 def test_one_that_is_not_alone_waits_for_the_older(monkeypatch):
-    """The only request of both models finds no pages, since an older one of the target alone has them: it is neither
-    shrunk nor refused."""
+    """The only request of both models finds no pages, as an older request of the target alone holds them: it waits, and
+    is neither shrunk nor refused."""
     engine = starved_engine(FORMS[0], monkeypatch, pages=270)
     engine.submit(request([0, 1, 2] * 20, "older", method="target", max_tokens=64, ignore_eos=True, seed=1))
     engine.submit(
@@ -150,7 +149,7 @@ def test_one_that_is_not_alone_waits_for_the_older(monkeypatch):
 
 @pytest.mark.slow
 def test_requests_of_one_moment_are_in_order(monkeypatch):
-    """With a clock that stands still the oldest is still the one that came first."""
+    """With a clock that stands still, the request that was submitted first still counts as the oldest."""
     engine = starved_engine(FORMS[1], monkeypatch, clock=lambda: 0.0, pages=200)
     found = answers(engine, requests := hungry(5, max_tokens=30))
     assert found["0"].statistics.preemptions == 0
@@ -160,7 +159,8 @@ def test_requests_of_one_moment_are_in_order(monkeypatch):
 
 
 def test_a_prompt_that_only_the_cache_is_in_the_way_of_starts(monkeypatch):
-    """Requests that began alike at the same time leave more pages in the cache than it has entries for."""
+    """Requests with a common beginning that start together leave more pages in the prefix cache than it has entries;
+    they are freed for a waiting prompt."""
     engine = starved_engine(FORMS[0], monkeypatch, pages=180)
     same = [0, 1, 2] * 11
     answers_of = engine.run(
@@ -175,8 +175,8 @@ def test_a_prompt_that_only_the_cache_is_in_the_way_of_starts(monkeypatch):
 
 
 def test_one_that_has_ended_is_answered_and_not_interrupted(monkeypatch):
-    """In the step in which a request ends, an older one of the target alone finds no pages: those of the one that has
-    ended are free."""
+    """In the step in which a request ends, an older request of the target alone finds no pages: the pages of the ended
+    one are free for it."""
     engine = starved_engine(replace(FORMS[0], prefix_cache=False), monkeypatch)
     engine.submit(request(request_id="older", method="target", max_tokens=100, ignore_eos=True, seed=1))
     engine.submit(request(request_id="ends", particles=3, max_tokens=30, ignore_eos=True, seed=2))

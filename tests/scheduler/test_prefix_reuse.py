@@ -1,4 +1,4 @@
-"""What has been computed for one prompt serves the next that begins alike, and no answer changes."""
+"""Prefix reuse: prompts that begin alike share computed pages, and no answer changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def one(engine: Engine, asked: Request) -> Answer:
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_the_same_answer_with_and_without(config, law, chunk):
-    """A prompt again, one that goes on after it, and one that is its beginning; whole or in chunks."""
+    """The same prompt again, a longer prompt, and a shorter one, whole or in chunks."""
     asked = [PROMPT, PROMPT, (*PROMPT, 2, 0, 1), PROMPT[:33], PROMPT[:32]]
     cached, plain = (
         local_engine(pair(), replace(config, prefill_chunk=chunk, prefix_cache=on)) for on in (True, False)
@@ -60,7 +60,7 @@ def test_the_same_answer_with_and_without(config, law, chunk):
         assert_same(found, expected)
         hits.append(found.cached_tokens)
         assert expected.cached_tokens == 0
-    # Whole blocks, and never the last token: what comes after it is drawn.
+    # Whole blocks, and never the last token: its logits are needed to draw the next one.
     assert hits == [0, 32, 32, 32, BLOCK]
     assert_empty(cached)
 
@@ -84,13 +84,13 @@ def test_another_salt_shares_nothing(config):
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_a_conversation_goes_on_from_its_last_answer(config, law):
-    """Prompt, answer and what is asked next: all whole blocks of prompt and answer are there, but for what has not been
-    run yet."""
+    """The next prompt consists of prompt, answer and a new question: all whole blocks of the first two are cached,
+    except those not yet run."""
     engine = local_engine(pair(), config)
     first = one(engine, request(PROMPT, "first", seed=3, max_tokens=30, ignore_eos=True, **law))
     longer = (*PROMPT, *first.tokens, 1, 1)
     found = one(engine, request(longer, "next", seed=4, max_tokens=10, ignore_eos=True, **law))
-    # Of 70 tokens a model has run all but a block.
+    # A model has run all but a block of the 70 tokens.
     assert 64 - BLOCK <= found.cached_tokens <= 64
     plain = local_engine(pair(), replace(config, prefix_cache=False))
     assert_same(found, one(plain, request(longer, "next", seed=4, max_tokens=10, ignore_eos=True, **law)))
@@ -99,7 +99,8 @@ def test_a_conversation_goes_on_from_its_last_answer(config, law):
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_fifty_requests_hold_a_shared_prompt_once(config):
-    """Pages of fifty running requests: the prompt's whole blocks once, what is behind them and the answers for each."""
+    """Fifty running requests hold the prompt's whole blocks once; the rest of the prompt and the answers are held by
+    each."""
     prompt, answer = PROMPT * 2, 9
     engine = local_engine(pair(), replace(config, max_slots=102, prefill_chunk=512))
     engine.submit(request(prompt, "first", particles=2, seed=0, max_tokens=answer, ignore_eos=True))
@@ -119,8 +120,8 @@ def test_fifty_requests_hold_a_shared_prompt_once(config):
 
 @pytest.mark.parametrize("config", CASES[:1], ids=config_id)
 def test_what_was_not_used_for_longest_makes_room(config):
-    """Different prompts in a pool for two of them: all run, those not seen for long are computed again, the one in use
-    is kept."""
+    """Different prompts in a pool for two of them: all run, the least recently used ones are computed again, and the
+    one in use is kept."""
     engine = local_engine(pair(), replace(config, pages=300))
     prompts = [tuple((i + j // 3) % 3 for j in range(64 + i)) for i in range(6)]
     hot = (2, 2, 0) * 16
@@ -152,8 +153,8 @@ def test_without_a_cache_nothing_is_kept():
     ],
 )
 def test_what_a_model_has_made_nan_of_is_not_kept(config, population, side):
-    """Weights that are at fault for a while: when they are sound again, a prompt that failed, alone or beside its like,
-    answers well."""
+    """A model's weights are temporarily broken. After they are repaired, a prompt that failed, alone or together with
+    equal ones, is answered correctly: its pages were not cached."""
     sound = tiny_pair(5, max_context=128)
     mended = {name: copy.deepcopy(getattr(sound, name)) for name in ("draft", "target")}
     engine = local_engine(ModelPair(mended["target"], mended["draft"], sound.tokenizer, sound.max_context), config)
@@ -181,8 +182,8 @@ def test_what_a_model_has_made_nan_of_is_not_kept(config, population, side):
 
 
 def test_who_waits_is_hashed_once(monkeypatch):
-    """Blocks of a prompt are hashed when there may be room for it, and not again: neither while there are no slots, nor
-    while there are too few pages, nor when it has been interrupted."""
+    """Blocks of a waiting prompt are hashed once, when there may be room for it: not again while there are no slots or
+    too few pages, nor after a preemption."""
     hashed, counted = [], []
     monkeypatch.setattr(kv_cache, "blake2b", lambda *args, **options: hashed.append(args) or blake2b(*args, **options))
     monkeypatch.setattr(prefill_batches, "count_pages", lambda sequences: counted.append(1) or count_pages(sequences))
@@ -195,7 +196,7 @@ def test_who_waits_is_hashed_once(monkeypatch):
         engine.step()
     assert len(hashed) == blocks
     assert engine.abort("no slots")
-    engine.forecast.answer_share = 0.1  # it is thought to be short, and would start if there were pages for its prompt
+    engine.forecast.answer_share = 0.1  # it is expected to be short, and would start if there were pages for its prompt
     engine.submit(
         request((2, *PROMPT), "no pages", particles=2, seed=2, max_tokens=40, ignore_eos=True, ess_threshold=0.0)
     )

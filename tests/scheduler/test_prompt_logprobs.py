@@ -1,5 +1,5 @@
-"""Log-probabilities of a prompt are those of a plain pass of the target over it, whatever the request's settings, its
-method, the prefix cache and the chunks. `test_top_logprobs.py` has what may happen to a request meanwhile."""
+"""Log-probabilities of a prompt equal those of a plain pass of the target over it, for all settings, methods, chunk
+sizes and states of the prefix cache. `test_top_logprobs.py` covers preemption and other events."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def assert_right(one: Request, answer) -> None:
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST[:2], ids=config_id)
 def test_every_method_reports_the_targets_own_law(config, monkeypatch):
-    """In one engine at once, with a prefix cache that has what most begin with, in chunks and slices that cut prompts and
-    answers. Answers are as without."""
+    """In one engine at once, with prompts partly in the prefix cache, in chunks and slices that cut prompts and
+    answers. The answers are the same without `prompt_logprobs`."""
     monkeypatch.setattr(worker, "SLICE", 5)
     requests = [asked(i, PROMPT * (1 + i % 3), prompt_logprobs=i % 4) for i in range(len(EVERY))]
     engine = local_engine(tiny_pair(), replace(config, prefill_chunk=7))
@@ -70,7 +70,7 @@ def test_every_method_reports_the_targets_own_law(config, monkeypatch):
 
 
 def test_what_is_cached_is_scored_and_the_answer_is_not():
-    """A prompt that is cached runs in full for its scores, without the answer."""
+    """A cached prompt runs in full for its scores; the answer does not."""
     engine, sizes = local_engine(tiny_pair(), EngineConfig(block=2)), []
     ask = engine.workers["target"].run_prompts
     engine.workers["target"].run_prompts = lambda batch: sizes.append(len(batch.tokens_T)) or ask(batch)
@@ -85,7 +85,7 @@ def test_what_is_cached_is_scored_and_the_answer_is_not():
 @pytest.mark.parametrize("prompt", [(1,), (1, 2)])
 @pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 2}])
 def test_short_prompts(prompt, more):
-    """The first token has nothing before it."""
+    """The first token has no context, so it gets no score."""
     one = asked(4, prompt, **more)
     assert_right(one, answers(local_engine(tiny_pair(), EngineConfig(block=2)), [one])["4"])
 

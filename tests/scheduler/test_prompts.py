@@ -1,4 +1,4 @@
-"""Long prompts beside running requests: nobody waits for them."""
+"""Long prompts beside running requests: running requests continue without waiting."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.scheduler.lives import assert_same, pair
 
 @pytest.mark.parametrize(("form", "ahead"), one_of(("lookahead", True), ("lockstep", False)))
 def test_running_requests_get_a_round_in_every_step(form, ahead, monkeypatch):
-    """A prompt of 80 tokens, 4 a step: whoever runs is given a round in each of the twenty steps that it takes, in any
-    method."""
+    """A prompt of 80 tokens runs in chunks of 4: running requests of every method get a round in each of the twenty
+    steps."""
     if ahead:
         monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(pair(), EngineConfig(form=form, block=2, prefill_chunk=4))
@@ -41,8 +41,8 @@ def test_running_requests_get_a_round_in_every_step(form, ahead, monkeypatch):
 
 
 def test_a_long_prompt_is_run_in_short_pieces_unless_asked_otherwise():
-    """On a CPU, where a token of a prompt takes as long beside a hundred others as beside four hundred: what somebody
-    else waits for."""
+    """The default chunk on a CPU is 128 tokens: there the time per prompt token does not fall with larger chunks, and
+    other requests would wait longer."""
     engine, sizes = local_engine(pair(512), EngineConfig(block=2)), []
     engine.submit(request([1], "beside", method="target", seed=1, max_tokens=40, ignore_eos=True))
     engine.step()
@@ -56,7 +56,7 @@ def test_a_long_prompt_is_run_in_short_pieces_unless_asked_otherwise():
 
 
 def test_a_short_prompt_behind_a_long_one_takes_its_turn():
-    """Chunks are for the oldest first, and what a prompt leaves of one is for the next: no step runs more tokens than a
+    """A chunk serves the oldest prompt first, and the next prompt gets the remainder: no step runs more tokens than a
     chunk."""
     engine, most = local_engine(pair(), EngineConfig(block=2, prefill_chunk=10)), []
     for side, worker in engine.workers.items():
@@ -79,7 +79,7 @@ LAWS = [{"particles": 2}, {"method": "target"}, {"method": "draft"}, {"method": 
 
 
 def counting(engine: Engine) -> dict[str, int]:
-    """Tokens of prompts that each model runs from now on."""
+    """Number of prompt tokens that each model runs from now on; updated in place."""
     run = dict.fromkeys(engine.workers, 0)
     for side, worker in engine.workers.items():
 
@@ -94,7 +94,7 @@ def counting(engine: Engine) -> dict[str, int]:
 def together(
     prompts: list[tuple[int, ...]], chunk: int, laws: list[dict], **config
 ) -> tuple[list[Answer], dict[str, int]]:
-    """Answers to requests that arrive at one moment, and the prompt tokens that each model ran for them."""
+    """Answers to requests that are submitted together, and the number of prompt tokens that each model ran for them."""
     engine = local_engine(pair(), EngineConfig(block=2, prefill_chunk=chunk, **config))
     run = counting(engine)
     asked = [
@@ -107,8 +107,8 @@ def together(
 
 @pytest.mark.parametrize("chunk", one_of(16, 5))
 def test_equal_prompts_of_one_moment_are_computed_once(chunk):
-    """The second waits for the first's pages; of its own it runs what follows the last whole block. Its answer is as it
-    is alone."""
+    """Later requests wait for the pages of the first, and run only the tokens after the last whole block. Their answers
+    are as without a cache."""
     prompt = (*SYSTEM, 1, 1, 2)
     found, run = together([prompt] * 3, chunk, [{"particles": 2}] * 3)
     assert run == dict.fromkeys(run, len(prompt) + 2 * 3)
@@ -121,15 +121,15 @@ def test_equal_prompts_of_one_moment_are_computed_once(chunk):
 
 @pytest.mark.parametrize("chunk", one_of(7, 512))
 def test_what_prompts_begin_with_in_common_is_computed_once(chunk):
-    """As soon as it has been asked for: nobody waits for the rest of an earlier prompt. Methods share what is run on
-    the same side."""
+    """Requests use shared pages as soon as they have been requested, without waiting for the rest of the earlier
+    prompt. Methods share what runs on the same model."""
     prompts = [(*SYSTEM, *ASKED), SYSTEM, (*SYSTEM, *reversed(ASKED)), (*SYSTEM, *ASKED[:9]), (1, 2), (*SYSTEM, *ASKED)]
     laws = [LAWS[i % len(LAWS)] for i in range(len(prompts))]
     found, run = together(prompts, chunk, laws)
     alone, _ = together(prompts, chunk, laws, prefix_cache=False)
     for one, other in zip(found, alone):
         assert_same(one, other)
-    # On the target's side: the first, and of others what is their own, at least the last token.
+    # The target runs the first prompt, and of each other one only its own part, at least the last token.
     assert run["target"] == 79 + (64 - 48) + (73 - 64) + 2 + (79 - 64)
     assert run["draft"] == 79 + (79 - 64) + (73 - 64) + 2
 

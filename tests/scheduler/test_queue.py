@@ -1,4 +1,5 @@
-"""The bounded queue: a refusal takes nothing, and what can start at once does not count as waiting."""
+"""The bounded queue: a refused request changes nothing, and a request that can start at once does not count as
+waiting."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def test_requests():
 
 
 def test_pages():
-    """A request larger than the limit may still wait, if it waits alone: otherwise it could never be served."""
+    """A request larger than the limit may wait if no other request waits: otherwise it could never be served."""
     config = EngineConfig(block=2, max_slots=4)
     asked = four("a")
     need = sum(
@@ -74,8 +75,8 @@ def test_limits_are_checked(field):
 
 
 def test_who_waits_costs_a_step_nothing():
-    """But for its rounds, a step with 10,000 waiting requests takes as long as one with none: to look at each once
-    takes 400 microseconds, and a busy machine adds tens."""
+    """Apart from its rounds, a step with 10,000 waiting requests takes as long as one with none. Visiting each request
+    once would take 400 microseconds; a busy machine adds tens."""
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
     engine.submit(request(request_id="runs", particles=4, seed=1, max_tokens=60, ignore_eos=True))
     engine.step()
@@ -99,8 +100,7 @@ def test_who_waits_costs_a_step_nothing():
 
 
 def test_the_order_of_turns():
-    """Who was preempted first, then in order of submission; where somebody leaves the queue, the others keep their
-    places."""
+    """Preempted requests first, the others in order of submission. Removing a request keeps the order of the rest."""
     queue = RequestQueue()
     rules = StopRules(four("x").params, tiny_pair().tokenizer)
     groups = [
@@ -120,7 +120,7 @@ def test_the_order_of_turns():
 
 
 def test_lower_priorities_are_admitted_first():
-    """Those of one priority in order of submission; who was preempted goes before all."""
+    """Requests of one priority in order of submission; preempted requests before all others."""
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
     running = request(request_id="first", particles=4, seed=1, max_tokens=6, ignore_eos=True)
     engine.submit(running)
@@ -144,8 +144,7 @@ def test_lower_priorities_are_admitted_first():
 
 
 def test_deadlines_are_those_of_budgets():
-    """Requests of different budgets, and of none, end when their own is used up; one that is answered before is no
-    longer looked for."""
+    """Each request ends when its own time budget is used up; one that has ended before is ignored."""
     now = [0.0]
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4), clock=lambda: now[0])
     budgets = {"a": None, "b": 9.0, "c": 4.0, "d": 4.0, "e": None, "f": 2.0}

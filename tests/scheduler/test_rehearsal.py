@@ -1,5 +1,5 @@
-"""Rounds of nobody are of the kinds that requests of usual settings ask for, down to the type of every array, and
-change nothing."""
+"""Warm-up rounds cover the kinds of rounds that requests with usual settings need, down to the type of every array, and
+change no state that matters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMS = [EngineConfig(block=5, max_slots=32), EngineConfig(form="lockstep", bloc
 
 
 def layout(plan: RoundPlan) -> list[tuple]:
-    """What a buffer for plans of one key depends on."""
+    """The properties of a plan that a buffer for plans of its key depends on."""
     return [(name, array.dtype, array.shape) for name, array in plan.arrays().items()]
 
 
@@ -72,7 +72,8 @@ def test_nor_do_they_behind_long_prompts(config):
 
 @pytest.mark.parametrize("context", one_of(SHORT - 14, SHORT_SINGLE - 14))
 def test_nor_do_they_where_no_context_is_quite_long(context):
-    """A round may be given more positions than there can be."""
+    """The engine's longest context is just below a limit, and a round may reserve more positions than the context
+    has."""
     config = EngineConfig(block=8, max_slots=8)
     engine, asked = local_engine(tiny_pair(max_context=context), config), []
     run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]

@@ -1,5 +1,5 @@
-"""Exact decoding by rejection: the target's law comes out, whatever is drafted, asked beside it, or happens to it on
-the way."""
+"""Exact decoding by rejection: answers follow the target's distribution, whatever the draft proposes, whatever else is
+in the batch, and whatever happens to the request."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from tests.scheduler.pairs import exact_law, far_from, next_log_probs, tiny_pair
 
 PROMPT, EOS, LENGTH = (0, 1, 2), 3, 4
 LIMIT = 4.5
-"""Standard deviations that a chi-square may be from its mean: a false alarm in about 10,000 choices of seeds, over all
-tests here."""
+"""Standard deviations that a chi-square statistic may deviate from its mean: one false alarm in about 10,000 choices of
+seeds, over all tests of this file."""
 REJECTION = {"method": "exact", "verification": "rejection"}
 FORMS = [
     EngineConfig(form="lockstep", block=3, max_slots=2048, pages=40_000),
@@ -56,8 +56,8 @@ LAWS = [
     pytest.param(replace(FORMS[0], block=4), 4, LENGTH, {"draft_temperature": 2.0}, marks=pytest.mark.slow),
     pytest.param(replace(FORMS[1], block=1), 1, LENGTH, {}, marks=pytest.mark.slow),
 ]
-"""Engine, particles, tokens and law. In look-ahead the first blocks are hardly ever rejected: seven tokens of a narrow law
-are."""
+"""Engine, particles, tokens and settings. In look-ahead the first blocks are hardly ever rejected, so that case has
+seven tokens of a narrow distribution."""
 COUNT = 250
 
 
@@ -67,8 +67,8 @@ COUNT = 250
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_answers_have_the_targets_law(config, particles, length, more):
-    """Answers end inside blocks, by EOS and by their length. By chi-square of answers, and of their first two tokens: a
-    residual from which the draft's law has not been taken is found in each case that is not slow."""
+    """Answers end inside blocks, by EOS or by length. By chi-square of whole answers and of their first two tokens.
+    Each case that is not slow detects a residual from which the draft's distribution was not subtracted."""
     law = (
         truncated_law(tiny_pair().target, PROMPT, length, EOS, more["temperature"], more["top_k"])
         if "top_k" in more
@@ -88,7 +88,7 @@ def test_answers_have_the_targets_law(config, particles, length, more):
 
 @pytest.mark.slow
 def test_a_draft_with_a_head_of_its_own_changes_no_law():
-    """Tokens without a row are drawn beside the others, and are part of the law that is tried."""
+    """Tokens outside the draft's head are drawn at a small share, which is part of the verified distribution q."""
     head = DraftVocab(np.array([0, 2, 3]), 4, 0.25).head(tiny_pair().draft)
     law, config = (
         exact_law(tiny_pair().target, PROMPT, LENGTH, EOS),
@@ -115,15 +115,15 @@ def test_a_draft_that_is_the_target_is_always_kept(config):
     )
     stats = engine.take_stats().spec["rejection"]
     kept = stats.accepted_by_position[: config.block]
-    # But for the last round of an answer. In look-ahead the token after a block is guessed: one of the two likeliest of
-    # four.
+    # Except in the last round of an answer. In look-ahead the token after a block is guessed: one of the two most
+    # probable of four.
     assert kept[-1] >= stats.rounds - 8 if not config.lookahead else stats.hits > stats.misses
 
 
 @pytest.mark.parametrize("config", AHEAD, ids=config_id)
 def test_laws_with_nothing_in_common_still_answer(config):
-    """With all mass on one token, another one for each model wherever they differ, and at temperature 0: the target's
-    likeliest."""
+    """Top-k 1 and temperature 0: all probability is on one token, often a different one for each model. The answer is
+    the target's greedy one."""
     law = {"max_tokens": 16, "ignore_eos": True}
     plain = answers(local_engine(tiny_pair(), config), [request(method="target", temperature=0.0, **law)])["r"]
     for more in ({"top_k": 1}, {"temperature": 0.0}):
@@ -135,7 +135,8 @@ def test_laws_with_nothing_in_common_still_answer(config):
 
 @pytest.mark.parametrize("config", AHEAD, ids=config_id)
 def test_answers_do_not_depend_on_company(config, monkeypatch):
-    """Alone, and beside requests of every other kind where rounds are padded and asked for before the last is read."""
+    """The same answers alone and in a batch with requests of every other kind, with padded rounds that are requested
+    ahead."""
     asked = [
         request([i % 3, 1], str(i), seed=i, particles=1 + i % 4, max_tokens=8 + i, logprobs=True, **REJECTION)
         for i in range(6)
@@ -171,8 +172,8 @@ def test_logprobs_are_of_the_targets_law():
     ("config", "ahead"), one_of((FORMS[1], True), (FORMS[0], False)), ids=["lookahead, ahead", "lockstep"]
 )
 def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
-    """Through lives with stop strings, preemptions, cancelled neighbours and cached prompts; every page is free
-    afterwards. Where laws are narrow, several chains are the same: each goes on from pages of its own."""
+    """With stop strings, preemptions, cancelled requests and cached prompts; every page is free afterwards. Narrow
+    distributions make several chains equal: each continues on its own pages."""
     rng = random.Random(5)
     engine = small_engine(
         replace(config, max_slots=40, max_chains=20, pages=400, prefill_chunk=24), monkeypatch, ahead=ahead
@@ -225,8 +226,8 @@ def test_where_a_draft_makes_nan_the_target_decides():
 
 
 def test_chains_that_stay_equal_fit_where_they_are_let_in():
-    """Each goes on from pages of its own, as long as all are right: of an answer there may be as many copies as
-    chains."""
+    """Chains that are all right continue on their own pages, so an answer may be held once per chain; admission
+    reserves enough."""
     pair = tiny_pair(max_context=512)
     pair = replace(pair, draft=pair.target)
     asked = request(seed=1, particles=6, max_tokens=70, ignore_eos=True, **REJECTION | {"temperature": 0.02})
@@ -238,7 +239,7 @@ def test_chains_that_stay_equal_fit_where_they_are_let_in():
 
 
 class Keeping(Padding):
-    """As on a GPU, where what a stage returns, and what has been received, is kept for every kind of round."""
+    """As on a GPU, keeps the outputs of a stage and received tensors for every kind of round."""
 
     def run(self, key, name, stage):
         self._of(key).made[f"of {name}"] = outputs = stage()
@@ -254,8 +255,7 @@ class KeepingOps(TorchOps):
 
 
 def storages(*, wide: int | None = None) -> dict[int, int]:
-    """Bytes of all memory that tensors have, by where it is; `wide`: of those with rows of so many columns in
-    float32."""
+    """Bytes of the storages of all tensors, by address. `wide`: only float32 tensors with that many columns."""
     gc.collect()
     there = [one for one in gc.get_objects() if type(one) is torch.Tensor]
     if wide is not None:
@@ -266,7 +266,8 @@ def storages(*, wide: int | None = None) -> dict[int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", FORMS[1:], ids=config_id)
 def test_laws_take_what_has_been_set_aside(config, monkeypatch):
-    """Whatever slots there are, and however many kinds of rounds have been run."""
+    """The distributions take exactly the reserved memory, for any number of slots and after any number of kinds of
+    rounds."""
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KeepingOps())
     pair, vocab = tiny_pair(7), 7
     for slots in (24, 96):
@@ -284,9 +285,10 @@ def test_laws_take_what_has_been_set_aside(config, monkeypatch):
         answers(engine, asked)
         assert engine.executor.stages["draft"].recorded_keys > 6
         laws = [nbytes for where, nbytes in storages(wide=vocab).items() if where not in before]
-        # Beside them, log q after the roots of drafted rows, and one number that stands for draws that were not seen.
+        # In addition, log q after the roots of drafted rows, and one number that stands for draws that were not
+        # observed.
         kept = 4 * vocab * min(slots, OBSERVED_ROOTS) + 4
-        if config.lookahead:  # and the candidates at inner nodes, of which there are as many as tokens
+        if config.lookahead:  # and the candidates at inner nodes, one set for each token
             kept += 4 * vocab * (slots + 1) * (config.block - 1)
         assert sum(laws) == sum(sized.distribution_bytes(side, vocab) for side in ModelRole) + kept
 
@@ -297,7 +299,7 @@ def chains_of(engine: Engine) -> int:
 
 @pytest.mark.parametrize("config", one_of(*FORMS), ids=config_id)
 def test_chains_wait_for_room_and_answer_the_same(config):
-    """Beside each other never more than there are laws for; what the draft left alone rejoins as far as there are."""
+    """Requests wait so that never more chains run than have reserved memory; answers stay the same."""
     asked = [request([i % 3], str(i), seed=i, particles=1 + i % 4, max_tokens=12, **REJECTION) for i in range(12)]
     asked.insert(3, request([1], "trees", seed=1, particles=4, max_tokens=12, method="exact"))
     expected, few = answers(local_engine(tiny_pair(), config), asked), replace(config, max_chains=5)
@@ -313,7 +315,8 @@ def test_chains_wait_for_room_and_answer_the_same(config):
 
 
 def test_where_the_draft_is_lost_no_laws_are_kept():
-    """Of what the target goes on with alone, as much as there is room for rejoins; the rest stays alone."""
+    """When the draft returns, as many requests use it again as have room for their chains; the target continues the
+    others alone."""
     engine = local_engine(tiny_pair(), replace(FORMS[1], max_chains=4))
     engine.submit(request(request_id="first", seed=1, particles=3, max_tokens=30, ignore_eos=True, **REJECTION))
     for _ in range(3):
@@ -364,7 +367,8 @@ def test_who_measures_has_room_for_all_at_once():
 
 
 def test_room_for_laws_is_counted_before_pools_are_sized(monkeypatch):
-    """A share of a GPU, whatever the vocabulary; the numbers of a pair of today."""
+    """By default the reserved memory is close to a fixed size for any vocabulary, and KV pools are sized after
+    subtracting it."""
     for form, block, vocab in (
         ("lockstep", 1, 32_000),
         ("lockstep", 32, 152_000),

@@ -1,4 +1,4 @@
-"""The state machine of a request: which transitions are legal, and that a running engine makes no others."""
+"""The state machine of a request: the legal transitions, and that a running engine makes no others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checkpoint(rows: int = 2) -> Checkpoint:
 
 
 def group_in(state: RequestState, **params) -> SequenceGroup:
-    """A request that has come to a state."""
+    """A request that has reached `state`."""
     params = {"method": "exact", "particles": 2, "max_tokens": 4} | params
     one = request(**params)
     group = SequenceGroup(one, 1, StopRules(one.params, tiny_pair().tokenizer), 0.0, 0, {})
@@ -85,7 +85,8 @@ def test_transitions(name, state):
 
 
 def test_every_legal_transition_is_one_of_a_method():
-    """But for those of a request that resumes from a checkpoint when it is preempted or its time is up."""
+    """`MOVES` covers the whole table, except for preemption and time-out of a request that is resuming from a
+    checkpoint."""
     found = {(before, after) for _, legal in MOVES.values() for before, after in legal.items()}
     table = {(before, after) for before, those in TRANSITIONS.items() for after in those}
     assert table - found == {(PREFILL, PREEMPTED), (PREFILL, RESCORING)} and found <= table
@@ -137,8 +138,8 @@ def test_results_of_an_earlier_generation_are_told_apart():
 
 
 def test_a_real_engine_makes_legal_transitions_only(monkeypatch):
-    """Requests of all methods are submitted, aborted, preempted and resized at random, in too little memory, while the
-    draft is lost and comes back."""
+    """Requests of all methods are submitted, aborted and preempted at random, in too little memory, while the draft is
+    lost and comes back."""
     made: set[tuple[RequestState, RequestState]] = set()
 
     def watched(group: SequenceGroup, name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Populations that become smaller or larger on the way are still properly weighted."""
+"""Populations that shrink or grow while they run remain properly weighted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def up(engine: Engine, group: SequenceGroup) -> None:
 
 
 def evidence(group: SequenceGroup) -> float:
-    """Log Z-hat of a request that is preempted."""
+    """log Z-hat of a preempted request."""
     return group.log_z + group.decoding.log_z(group.checkpoint["logw_S"], group.count)
 
 
@@ -63,7 +63,7 @@ def resized(form: str, change: Callable[[Engine, SequenceGroup], None], ahead: b
         monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine, found = local_engine(tiny_pair(), FORM[form]), []
     for seed in range(COUNT):
-        # Distinct ones among them.
+        # Every fourth request has a distinct population.
         law = (
             {"ess_threshold": 0.3, "resampling": ("systematic", "multinomial", "ssp")[seed % 4]} if seed % 4 < 3 else {}
         )
@@ -90,9 +90,9 @@ def resized(form: str, change: Callable[[Engine, SequenceGroup], None], ahead: b
     ],
 )
 def test_evidence_is_unbiased(form, change, ahead, monkeypatch):
-    """E[Z-hat] = 1, and weighted by it the answer that is drawn has the target's law: here the mass of answers that end
-    early, and by their second token. Three cases of three means at 4.5 standard errors: one false alarm in about
-    16,000 choices of seeds."""
+    """E[Z-hat] = 1; and answers weighted by Z-hat follow the target's distribution: checked for the probability that an
+    answer ends early, and that its second token is 1. Three cases of three means at 4.5 standard errors: one false
+    alarm in about 16,000 choices of seeds."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
     found = resized(form, change, ahead, monkeypatch)
     left = {a.statistics.particles_left for a in found}
@@ -107,8 +107,8 @@ def test_evidence_is_unbiased(form, change, ahead, monkeypatch):
 
 @pytest.mark.parametrize(("config", "population", "ahead"), few(product(CASES, POPULATIONS, (False, True))), ids=_name)
 def test_the_next_round_has_the_particles_that_were_asked_for(config, population, ahead, monkeypatch):
-    """From then on the models run as many, slots that are no longer needed are free, and of those that are only wanted
-    none is answered."""
+    """From the next round on the models run that number of particles and unneeded slots are free. An aborted request
+    does not leave slots of a pending change behind."""
     if ahead:
         monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(pair(), config)
@@ -122,7 +122,7 @@ def test_the_next_round_has_the_particles_that_were_asked_for(config, population
             engine.step()
         alive_S = engine.executor.runners["target"].state.alive_S
         alive = int(alive_S[group.slots].sum())
-        if population == "distinct":  # as many as are not negligible
+        if population == "distinct":  # particles of negligible weight are dropped
             alive = group.count if 0 < alive <= group.count else alive
         particles.append((group.count, len(group.slots), alive, engine.config.max_slots - engine.slots.num_free))
         assert len(set(group.particles.tolist())) == len(group.slots)
@@ -135,7 +135,7 @@ def test_the_next_round_has_the_particles_that_were_asked_for(config, population
 
 @pytest.mark.parametrize("end", ["preempted", "cut off"])
 def test_particles_that_are_wanted_are_none_yet(end, monkeypatch):
-    """Between the word that there shall be more and the round that makes them, only those that exist are saved or
+    """Between the request for more particles and the round that creates them, only existing particles are saved or
     answered."""
     now = [0.0]
     engine = local_engine(tiny_pair(), FORMS[0], clock=lambda: now[0])
@@ -170,8 +170,8 @@ def test_particles_that_are_wanted_are_none_yet(end, monkeypatch):
 
 @pytest.mark.parametrize(("config", "ahead"), list(zip(CASES, (False, True))), ids=_name)
 def test_the_latest_wish_holds(config, ahead, monkeypatch):
-    """One that is made while another change is under way is carried out after it, and one that has been overtaken by
-    then is not."""
+    """A resize requested while another is under way follows it; of several pending ones only the last is carried
+    out."""
     if ahead:
         monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(pair(), config)
@@ -194,7 +194,8 @@ def test_the_latest_wish_holds(config, ahead, monkeypatch):
 
 @pytest.mark.parametrize("when", ["before", "while it waits", "while it is computed again"])
 def test_a_wish_outlives_an_interruption(when):
-    """Whether it was made before a request gave up its memory, or since."""
+    """A resize is carried out whether it was requested before a preemption, while the request was queued, or while it
+    was resuming."""
     engine = local_engine(pair(), EngineConfig(form="lockstep", block=3, max_slots=8, prefill_chunk=8))
     engine.submit(request((0, 1, 2) * 4, particles=8, min_particles=2, seed=1, max_tokens=100, ignore_eos=True))
     while not running(engine) or not running(engine)[0].rounds:
@@ -230,8 +231,8 @@ def test_who_has_not_begun_cannot_be_resized():
 
 
 def test_more_particles_than_there_is_memory_for():
-    """A wish that would need more pages than a request has to itself is given up; the request goes on as it is, and
-    ends."""
+    """A request that is alone and finds no pages to grow is preempted, and its resize is dropped; it continues as it
+    is, and ends."""
     engine = local_engine(pair(), EngineConfig(form="lockstep", block=3, pages=330))
     engine.submit(request(particles=8, min_particles=2, seed=1, max_tokens=110, ignore_eos=True, ess_threshold=0.0))
     counts, found = [], []

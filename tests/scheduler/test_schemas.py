@@ -1,5 +1,5 @@
-"""Random JSON schemas: every answer that ends by itself is valid, by another library, and exact answers are those of
-the target."""
+"""Random JSON schemas: every answer that ends by itself is valid according to another library, and exact answers are
+those of the target."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def pair() -> ModelPair:
 
 
 def check(config: EngineConfig, numbers: range, of: ModelPair, prompt: tuple[int, ...] = (1, 2)) -> Counter:
-    """Ask for answers to so many schemas by every method. Returns how many ended, and how, by method; and how many exact
-    answers are not the target's."""
+    """Request answers to the numbered schemas by every method. Returns the number of answers by method and finish
+    reason, and the number of exact answers that differ from the target's."""
     schemas = {number: some_schema(random.Random(number)) for number in numbers}
     requests = [
         request(prompt, f"{name} {number}", seed=number, max_tokens=LENGTH, constraint={"json_schema": schema}, **how)
@@ -82,7 +82,8 @@ def test_finished_answers_are_valid(config: EngineConfig):
 
 
 MORE = 14
-"""Schemas of the slow test. 1,000, of both forms and every method, were all valid once: 8,000 answers."""
+"""Number of schemas of the slow test. 1,000 schemas, with both forms and every method, were all valid once: 8,000
+answers."""
 
 
 @pytest.mark.slow

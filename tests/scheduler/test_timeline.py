@@ -1,4 +1,4 @@
-"""The parts of a round, from spans made by hand, and the trace and the picture that come of them."""
+"""The parts of a round computed from hand-made spans, the trace file and its picture."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_overlap(interval, others, covered):
 
 
 def lookahead_round(timeline: Timeline, at: int) -> None:
-    """20 ms: 3 ms of building batches, both models at work from 4 to 14 and 16, 1 ms on the way back, 3 ms of
-    choosing."""
+    """A round of 20 ms: 3 ms of building batches, both models at work from 4 ms to 14 and 16 ms, 1 ms for each way over
+    the link, 3 ms of selection."""
     timeline.worked("draft", "sample", at + 4 * MS, at + 14 * MS)
     timeline.worked("target", "extend", at + 4 * MS, at + 16 * MS)
     timeline.waited(at + 3 * MS, at + 17 * MS)

@@ -1,6 +1,5 @@
-"""The likeliest tokens reported with an answer are those of the target's law at its positions, recomputed from the
-tokens alone; and to find them takes nothing from anybody: whatever happens to an engine meanwhile, answers are what
-they are without."""
+"""`top_logprobs` are the most probable tokens of the target's distribution at each position, recomputed from the tokens
+alone. Computing them changes no answer, whatever happens in the engine meanwhile."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ EVERY = [
 
 
 def asked(number: int, prompt: tuple[int, ...] = PROMPT, **more) -> Request:
-    """As `EVERY` has it, and with the likeliest tokens."""
+    """Request number `number` of `EVERY`, with `top_logprobs`."""
     how = EVERY[number % len(EVERY)]
     one = request(
         prompt, str(number), **({"seed": number, "max_tokens": 14, "logprobs": True, "top_logprobs": 3} | how | more)
@@ -47,7 +46,7 @@ def asked(number: int, prompt: tuple[int, ...] = PROMPT, **more) -> Request:
 
 @torch.inference_mode()
 def law(one: Request, before: tuple[int, ...]) -> torch.Tensor:
-    """log p [V] of what follows so much of an answer, by the formula in float64."""
+    """log p [V] of the token after `before`: the formula in float64."""
     params, target = one.params, tiny_pair().target
     logits_V = next_log_probs(target, (*one.prompt, *before))
     if params.guided:
@@ -83,8 +82,8 @@ def assert_right(one: Request, answer) -> None:
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_every_method_reports_the_targets_law(config, monkeypatch):
-    """In one engine at once, with a prefix cache, in chunks that cut prompts and answers; beside who does not ask, and
-    is not disturbed."""
+    """In one engine at once, with a prefix cache and with chunks that cut prompts and answers. Requests without
+    `top_logprobs` in the batch are unaffected."""
     monkeypatch.setattr(tops, "SLICE", 5)
     requests = [asked(i, (*PROMPT, *[i % 3] * (i % 7 * 5)), ignore_eos=i % 2 == 0) for i in range(len(EVERY))]
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=12, **how) for i, how in enumerate(EVERY[:7])]
@@ -98,7 +97,7 @@ def test_every_method_reports_the_targets_law(config, monkeypatch):
 
 @pytest.mark.parametrize("chunk", [1, 8])
 def test_no_step_runs_more_than_a_chunk(chunk):
-    """Not for a long prompt that is not cached, either. Of a guided request both rows go on by a token at least."""
+    """Also for a long prompt that is not cached. Both rows of a guided request advance by at least one token."""
     engine, sizes = local_engine(tiny_pair(), EngineConfig(block=2, prefill_chunk=chunk, prefix_cache=False)), []
     ask = engine.workers["target"].run_prompts
     engine.workers["target"].run_prompts = lambda batch: sizes.append(len(batch.tokens_T)) or ask(batch)
@@ -109,7 +108,7 @@ def test_no_step_runs_more_than_a_chunk(chunk):
 
 
 def test_the_prompt_is_not_run_again():
-    """What the prefix cache has of it is there, whole blocks; the answer runs once more."""
+    """Whole blocks of the prompt come from the prefix cache; the answer runs once more."""
     engine, sizes = local_engine(tiny_pair(), EngineConfig(block=2)), []
     ask = engine.workers["target"].run_prompts
     engine.workers["target"].run_prompts = lambda batch: sizes.append(len(batch.tokens_T)) or ask(batch)
@@ -119,8 +118,8 @@ def test_the_prompt_is_not_run_again():
 
 
 def test_lives_with_tops(monkeypatch):
-    """In pools too small for all: preempted, cancelled while they run and while they are rescored, out of time; all
-    pages are free afterwards. Every other request has its prompt scored, too."""
+    """In pools too small for all requests: they are preempted, cancelled while running and while rescored, and time
+    out; all pages are free afterwards. Every second request has its prompt scored as well."""
     rng, ticks, seen = random.Random(4), iter(range(1 << 30)), set()
     config = EngineConfig(form="lookahead", block=3, branches=2, max_slots=60, pages=560, prefill_chunk=24)
     requests = [
@@ -155,7 +154,8 @@ def test_lives_with_tops(monkeypatch):
 
 @pytest.mark.parametrize("preempted", [False, True])
 def test_time_that_is_up_ends_decoding_and_not_what_comes_after_it(preempted):
-    """Of one that runs, or has given up its memory. Every token of the answer has its likeliest."""
+    """For a running and for a preempted request: rescoring follows the time-out, and every token of the answer has its
+    alternatives."""
     now, one = [0.0], asked(0, particles=1, max_tokens=40, ignore_eos=True, time_budget=1.0)
     engine = local_engine(tiny_pair(), EngineConfig(block=8, branches=2, prefill_chunk=4), clock=lambda: now[0])
     engine.submit(one)
@@ -174,14 +174,14 @@ def test_time_that_is_up_ends_decoding_and_not_what_comes_after_it(preempted):
 
 
 def rescored(engine: Engine, one: Request) -> None:
-    """Until the request waits for nothing else."""
+    """Submit `one` and step until it is in `RESCORING`."""
     engine.submit(one)
     while engine.registry.groups[one.request_id].state is not RequestState.RESCORING:
         engine.step()
 
 
 def test_the_draft_may_be_lost_meanwhile_and_come_back():
-    """What is rescored needs no draft, whatever its method, and stays as it is."""
+    """Rescoring needs no draft, whatever the method; the request stays in `RESCORING`."""
     for number in (0, 4, 5):
         engine, one = local_engine(tiny_pair(), FORMS[2]), asked(number)
         rescored(engine, one)
@@ -228,7 +228,7 @@ def test_refused(settings, message):
 
 
 def test_time_that_is_up_while_one_waits_for_memory(monkeypatch):
-    """It has been asked what it would need to go on; what is left to do for it needs less."""
+    """The preempted request was refused the pages that it needs to resume; rescoring its answer needs fewer."""
     now, config = [0.0], EngineConfig(block=3, branches=2, pages=330, max_slots=16, max_context=128)
     engine = small_engine(config, monkeypatch, ahead=False, clock=lambda: now[0])
     law = {"max_tokens": 50, "ignore_eos": True, "ess_threshold": 0}

@@ -1,5 +1,5 @@
-"""Exact decoding that goes on with the target alone, and by the pair again, at any time: nobody can see it but in the
-speed."""
+"""Exact decoding may fall back to the target and return to the draft-target pair at any time: only the speed
+changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAWS = [
 
 
 def exact_of(requests: list[Request]) -> list[Request]:
-    """Three of four, with the prompts and ends that they have."""
+    """The same requests, three of four turned into exact ones with the same prompts, lengths and time budgets."""
     found = []
     for i, one in enumerate(requests):
         budget, law = one.params.time_budget, LAWS[i // 4 % len(LAWS)]
@@ -49,7 +49,7 @@ def exact_of(requests: list[Request]) -> list[Request]:
 
 
 def plain_of(requests: list[Request]) -> list[Request]:
-    """The same, decoded by the target alone."""
+    """The same requests with `method=target`, without time budgets."""
     changed = []
     for one in requests:
         law = {
@@ -63,7 +63,7 @@ def plain_of(requests: list[Request]) -> list[Request]:
 
 
 class AnyRows:
-    """A policy that knows nothing."""
+    """A tree policy that chooses at random."""
 
     def __init__(self, rng: random.Random, config: EngineConfig) -> None:
         self.rng, self.config = rng, config
@@ -94,7 +94,7 @@ class AnyRows:
 
 
 class Turns:
-    """Watches requests of exact decoding; now and then one goes alone at once, whatever is under way."""
+    """Watches exact requests; now and then makes one fall back to the target at once, in whatever state it is."""
 
     def __init__(self, rng: random.Random, written: dict[str, TokenLedger]) -> None:
         self.rng, self.written, self.seen = rng, written, Counter()
@@ -121,8 +121,8 @@ class Turns:
 
 @pytest.mark.parametrize(("form", "ahead"), CASES)
 def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
-    """In a pool that is too small for all, beside all other methods, with a prefix cache, cancels, and time that runs
-    out."""
+    """In a pool that is too small for all requests, with all other methods in the batch, a prefix cache, cancellations
+    and time-outs."""
     rng, clock = random.Random(10 * ahead), iter(range(1 << 30))
     shape = {"branches": 2} if form == "lookahead" else {"cohorts": 1 + ahead}
     config = EngineConfig(form=form, block=3, **shape, max_slots=60, pages=440, prefill_chunk=24)
@@ -162,7 +162,7 @@ def _assert_same(found: Answer, expected: Answer, cut: tuple[FinishReason, ...])
 
 @pytest.mark.parametrize(("form", "cached"), one_of(("lookahead", True), ("lockstep", False)))
 def test_the_target_runs_nothing_again_and_the_draft_what_it_lacks(form, cached):
-    """What the draft has computed is cached; without a cache it runs all that has been confirmed."""
+    """The draft's computed pages are cached. Without a cache the draft runs all confirmed tokens again."""
     engine = local_engine(pair(), EngineConfig(form=form, block=4, prefix_cache=cached))
     asked = request([0, 1, 2] * 7, method="exact", particles=4, seed=1, max_tokens=60, ignore_eos=True)
     engine.submit(asked)
@@ -191,7 +191,7 @@ def test_the_target_runs_nothing_again_and_the_draft_what_it_lacks(form, cached)
 
 
 def _prompts(engine: Engine) -> list[tuple[str, int]]:
-    """Every prompt that a model is asked for from now on: side, and tokens."""
+    """A list that collects every prompt run from now on: model role, and number of tokens."""
     asked = []
     for side, worker in engine.workers.items():
 
@@ -205,7 +205,7 @@ def _prompts(engine: Engine) -> list[tuple[str, int]]:
 
 @pytest.mark.slow
 def test_one_that_finds_no_slots_stays_alone():
-    """The other has taken those that it gave back."""
+    """Another request has taken the slots that it released."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=8))
     law = {"method": "exact", "seed": 1, "max_tokens": 60, "ignore_eos": True}
     engine.submit(request(particles=8, **law))

@@ -1,4 +1,4 @@
-"""Requests of rarer kinds are of every kind there is, and leave nothing behind."""
+"""Warm-up requests of rare kinds cover every kind of round, and leave nothing behind in the engine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CONFIG = EngineConfig(block=3, max_slots=16)
 
 
 def traits(plan: RoundPlan) -> tuple:
-    """What decides which kernels run, but for sizes."""
+    """The properties of a plan, apart from sizes, that decide which kernels run."""
     guided = plan.target_unconditional is not None
     return plan.program, tuple(sorted(plan.kinds)), plan.biased, guided
 
 
 def rows_of(plan: RoundPlan) -> int:
-    """At the target, padded."""
+    """Rows of the target's pass, padding included."""
     unconditional = plan.target_unconditional
     return len(plan.slot_A) + (0 if unconditional is None else len(unconditional.index_U))
 
@@ -48,7 +48,7 @@ def pair() -> ModelPair:
 
 @pytest.fixture(scope="module")
 def rehearsed(pair) -> tuple[Engine, dict[str, list[RoundPlan]]]:
-    """An engine after all requests of rarer kinds, and the rounds of each list of them."""
+    """An engine after the warm-up requests of rare kinds, and the rounds of each list of them."""
     engine, asked, seen = local_engine(pair, CONFIG), [], {}
     run = engine.executor.round
     engine.executor.round = lambda plan: (asked.append(plan), run(plan))[1]
@@ -75,7 +75,7 @@ def test_every_rarer_kind_has_its_rounds(rehearsed):
         tuple(sorted(COMMON_KINDS)),
         tuple(sorted(PopulationKind)),
     }
-    # Of every kind in one round, where kernels over logits differ.
+    # Rounds that mix all kinds: with and without top-k and biases, for which the kernels over logits differ.
     every = [
         plan for plan in asked if plan.kinds == frozenset(PopulationKind) and "alpha" in plan.target_distribution.active
     ]
@@ -84,7 +84,7 @@ def test_every_rarer_kind_has_its_rounds(rehearsed):
     )
     guided = {kinds for _, kinds, _, is_guided in found if is_guided}
     assert guided >= {(kind,) for kind in PopulationKind}
-    # Of both models, and of the target alone, as many rows at once as there can be.
+    # Rounds of both models, and of the target alone, reach the maximum number of rows.
     rows = {
         program: max(rows_of(plan) for plan in asked if plan.program is program)
         for program in (Program.PAIR, Program.TARGET)
@@ -96,7 +96,7 @@ def test_every_rarer_kind_has_its_rounds(rehearsed):
     "limits", [{"max_slots": 1, "max_chains": 0}, {"max_slots": 2, "max_queue": 1}], ids=["no chains", "short queue"]
 )
 def test_what_an_engine_refuses_is_left_out(limits, caplog):
-    """What finds the queue full is not: it comes later."""
+    """A request that finds the queue full is not left out: it is submitted later."""
     config = EngineConfig(block=2, **limits)
     engine = local_engine(tiny_pair(), config)
     with caplog.at_level(logging.INFO):

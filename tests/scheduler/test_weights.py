@@ -1,5 +1,4 @@
-"""What counts: with one particle, Z-hat is exactly the product of p/q over the tokens that the draft drew and that
-exist."""
+"""With one particle, Z-hat is exactly the product of p/q over the drafted tokens that are part of the answer."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ def log_weight(tokens: tuple[int, ...], counted) -> float:
     [("lockstep", 1), ("lookahead", 2), ("lockstep", 3), ("lookahead", 5)],
 )
 def test_only_existing_drafted_tokens_count(form, block):
-    """Every max_tokens 1..9: EOS before, at and after the cap, cap and EOS in one block, blocks that end exactly at the
-    cap."""
+    """Every `max_tokens` from 1 to 9: EOS before, at and after the limit, both in one block, and blocks that end
+    exactly at the limit."""
     engine = local_engine(
         tiny_pair(), EngineConfig(form=form, block=block, branches=1 if form == "lookahead" else None)
     )
@@ -61,8 +60,7 @@ def test_only_existing_drafted_tokens_count(form, block):
 
 @pytest.mark.parametrize(("form", "block"), one_of(("lockstep", 5), ("lookahead", 5), ("lookahead", 1)))
 def test_nothing_counts_after_a_stop_string(form, block):
-    """Strings that end at any token of a block, in whatever the first token was, across blocks, and one inside
-    another."""
+    """Stop strings that end at any token of a block, in the first token, across blocks, and one inside another."""
     engine = local_engine(
         tiny_pair(), EngineConfig(form=form, block=block, branches=1 if form == "lookahead" else None)
     )
@@ -105,7 +103,7 @@ def test_nothing_counts_after_a_stop_string(form, block):
     ],
 )
 def test_end_of_a_block(tokens, room, length, ended):
-    """The table of EOS and cap within one block of four: whichever comes first ends the answer, and nothing follows
+    """EOS and the limit within a block of four tokens: whichever comes first ends the answer, and no token follows
     it."""
     tables = StopTables(2, 4, TokenBytes.of(tiny_pair().tokenizer), torch.device("cpu"))
     tables.set(1, StopMachine.of([EOS], []))
@@ -138,8 +136,8 @@ def test_ignore_eos_runs_to_the_cap(config):
     ids=config_id,
 )
 def test_answers_that_fill_the_context(config, monkeypatch):
-    """Prompt and answer together are all there is room for, whatever part of a block the last one is; rounds are asked
-    for ahead."""
+    """Prompt and answer together fill the context exactly, with a last block of any size, and rounds requested
+    ahead."""
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(tiny_pair(), config)
     for cap in (1, 2, 4, 5, 8, 9, 12, 16, 17, 23):

@@ -1,5 +1,5 @@
-"""Ranks agree whether they sum in symmetric memory, whatever one of them meets. The sums themselves:
-tests/gpu/test_symmetric.py."""
+"""All ranks agree on whether they sum in symmetric memory, even if it fails on one of them. tests/gpu/test_symmetric.py
+covers the sums themselves."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ERRORS = [
 ]
 
 
-# To connect takes a store five seconds now and then.
+# Connecting to a store sometimes takes five seconds.
 PATIENCE = timedelta(seconds=60)
 
 
 class Ranks:
-    """Two ranks, each a thread with a store of its own, of which one may fail."""
+    """Two ranks, each a thread with its own store; one of them may fail."""
 
     def __init__(
         self, monkeypatch, fails: str | None = None, kind: type[Exception] = RuntimeError, what: str = ""
