@@ -202,9 +202,14 @@ def _table(rows: list[tuple[str, ...]]) -> Table:
 
 def demo(
     problems: Annotated[
-        int, options.option(options.MEASURE, "Problems behind the table; 0 = no table.", metavar="COUNT")
+        int,
+        options.option(
+            options.MEASURE, "Number of problems that are answered for the table; 0 = no table.", metavar="COUNT"
+        ),
     ] = 20,
-    seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 1,
+    seed: Annotated[
+        int, options.option(options.MEASURE, "Seed of the problems and of the answers.", metavar="SEED")
+    ] = 1,
 ) -> None:
     """Answer three questions with the shipped model pair, and compare ways of decoding."""
     if problems < 0:

@@ -35,7 +35,8 @@ PLAIN = ("target", "draft")
 def generate(
     ctx: typer.Context,
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; '-' or nothing: standard input.", show_default=False)
+        str | None,
+        typer.Argument(help="The prompt. If it is '-' or missing, it is read from standard input.", show_default=False),
     ] = None,
     target: options.Target = None,
     draft: options.Draft = None,
