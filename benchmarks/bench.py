@@ -373,7 +373,7 @@ def _advise(arguments: BenchOptions) -> None:
     on_gpu = arguments.device == "cuda"
     plan = _advise_plan(arguments, count_gpus() if on_gpu else None)
     if arguments.load == "random" and plan.acceptance is None:
-        raise ValueError("--load random says nothing of what is accepted; give --acceptance")
+        raise ValueError("--load random does not show what is accepted; give --acceptance")
     if not on_gpu:
         refuse_idle(arguments.named("load"), "without --device cuda")
     if not on_gpu and not arguments.link:

@@ -271,7 +271,7 @@ def report(
     out.print(quality_table(rows))
     out.print(LEGEND.format(concurrency=plan.concurrency), style="dim")
     if collapses := sum(row.collapses for row in rows):
-        print_warning(f"every weight was zero after {collapses} rounds; answers went on from prefixes with weight")
+        print_warning(f"all weights were zero after {collapses} rounds; answers continued from prefixes with weight")
     if markdown:
         markdown.write_text(quality_markdown(rows, about, plan.concurrency))
     if picture:

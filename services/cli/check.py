@@ -115,7 +115,7 @@ def _print_probe(found: Probe) -> None:
         f"{found.same_likeliest:.0%}",
         f"accepted by depth: {depths or 'nothing'}; {found.tokens_a_round:.2f} tokens a round",
         f"SMC: log Z {found.log_evidence:+.2f} a token",
-        "expected speed, of the target alone: "
+        "expected speed, relative to the target alone: "
         + ", ".join(f"{name} {'unknown' if speed is None else f'{speed:.2f}x'}" for name, speed in speeds.items()),
         *found.recommendation,
     ]

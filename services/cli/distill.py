@@ -265,7 +265,7 @@ def _texts(directory: Path, file: Path | None, log: Path | None, is_demo: bool) 
         return demo_prompts(tokenizer)
     found = tuple(_prompts_of(tokenizer, file))
     if not found:
-        raise ValueError(f"{file} holds no prompts; one a line is needed")
+        raise ValueError(f"{file} holds no prompts; give one prompt a line")
     return (*found, *logged)
 
 
@@ -299,7 +299,7 @@ def _prompts_of(tokenizer: Tokenizer, file: Path) -> Iterator[tuple[int, ...]]:
                 if line.strip():
                     yield _encoded(tokenizer, line.rstrip("\n"), f"{file}:{number}")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def logged_prompts(tokenizer: Tokenizer, log: Path) -> tuple[tuple[int, ...], ...]:
@@ -319,7 +319,8 @@ def logged_prompts(tokenizer: Tokenizer, log: Path) -> tuple[tuple[int, ...], ..
         )
     if (most := max(map(max, found))) >= tokenizer.size:
         raise ValueError(
-            f"{log} holds token {most}, but the target has {tokenizer.size}; it is the log of another model"
+            f"{log} holds token {most}, but the target has {tokenizer.size} tokens; give the log of a service "
+            "of this target"
         )
     return tuple(found)
 
@@ -367,8 +368,8 @@ def _print(found: Measurement, directory: Path) -> None:
         f"{directory}: overlap {found.overlap:.3f}, KL {found.kl:.3f} nats a token, same likeliest token "
         f"{found.same_likeliest:.0%}; {found.trained_tokens:,} answer tokens in {found.seconds:.0f} s",
         *(
-            f"temperature {each.temperature:g}, {each.rows} row{'s' if each.rows > 1 else ''}: {each.held:.2f} of {BLOCK} "
-            f"tokens held{'' if each.speed is None else f', expected speed {each.speed:.2f}x'}"
+            f"temperature {each.temperature:g}, {each.rows} row{'s' if each.rows > 1 else ''}: a tree contains "
+            f"{each.held:.2f} of the next {BLOCK} tokens{'' if each.speed is None else f', expected speed {each.speed:.2f}x'}"
             for each in found.trees
         ),
         sep="\n",

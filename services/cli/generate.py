@@ -182,7 +182,8 @@ def summary(answer: Answer | Completion) -> str:
 def warn_of_collapses(answer: Answer | Completion) -> None:
     if answer.statistics is not None and answer.statistics.collapses:
         print_warning(
-            f"every weight was zero after {answer.statistics.collapses} rounds; the answer went on from prefixes with weight"
+            f"all weights were zero after {answer.statistics.collapses} rounds; the answer continued from prefixes "
+            "with weight"
         )
 
 
