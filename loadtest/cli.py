@@ -73,7 +73,9 @@ OPTIONS: dict[str, Any] = {
             WHEN, "Time before --duration in which requests are sent but not counted. Default: 0.", metavar="SECONDS"
         ),
     ],
-    "overload": Annotated[float | None, _number(WHEN, "Rate as a multiple of --capacity, instead of --rate.")],
+    "overload": Annotated[
+        float | None, _number(WHEN, "Ratio of --rate to --capacity; two of the three options determine the third.")
+    ],
     "prompts": Annotated[
         Path | None, option(WHAT, "JSONL file of prompts. Default: the problems of the demo pair.", metavar="FILE")
     ],

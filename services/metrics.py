@@ -241,7 +241,7 @@ class EngineMetrics(Families):
         )
         self._potential_errors = self._counter(
             "smc_potential_errors_total",
-            "Requests that ended because their potential failed, or returned what is no log phi.",
+            "Requests that ended because their potential failed, or returned values that are not log phi.",
         )
         self._potential_timeouts = self._counter(
             "smc_potential_timeouts_total", "Requests that ended because their potential took too long."

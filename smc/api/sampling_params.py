@@ -106,7 +106,10 @@ class SamplingParams:
     seed: int | None = setting(
         None,
         integer(lambda value: -(2**63) <= value < 2**63, "a 64-bit signed integer"),
-        option=Option("The same seed gives the same answer. Default: a random seed, which is reported.", "SEED"),
+        option=Option(
+            "Seed of the random numbers: the same seed gives the same answer. Default: a random seed, which is reported.",
+            "SEED",
+        ),
     )
     """Seed of the request's random numbers, 64-bit: the same seed gives the same answer. Default: drawn by the engine
     and reported with the answer."""
