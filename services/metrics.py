@@ -596,7 +596,9 @@ class Metrics(RequestMetrics, EngineMetrics):
         self._draft_restarts = self._counter(
             "smc_draft_restarts_total", "Times that the draft alone was started again after a loss."
         )
-        self._build = prom.Info("smc_build", "Version, form and link of the service, and its models.", registry=self.registry)
+        self._build = prom.Info(
+            "smc_build", "Version, form and link of the service, and its models.", registry=self.registry
+        )
 
 
 class BatchMetrics(Families):
