@@ -134,8 +134,8 @@ def _queue(during: Sequence[ServerSample]) -> RunCheck:
         return RunCheck(
             "queue bounded",
             None,
-            f"{len(queued)} samples of the queue while requests were sent; at least {ENOUGH_SAMPLES} are needed: give a "
-            "longer --duration or a shorter --interval",
+            f"{len(queued)} samples of the queue while requests were sent; at least {ENOUGH_SAMPLES} are needed: give "
+            "a longer --duration or a shorter --interval",
         )
     third = len(queued) // 3
     middle, last = float(np.mean(queued[third:-third])), float(np.mean(queued[-third:]))
@@ -143,7 +143,8 @@ def _queue(during: Sequence[ServerSample]) -> RunCheck:
     return RunCheck(
         "queue bounded",
         bounded,
-        f"at most {max(queued)} requests waited; on average {middle:.1f} in the second third and {last:.1f} in the last",
+        f"at most {max(queued)} requests waited; on average {middle:.1f} in the second third and {last:.1f} in the "
+        "last",
     )
 
 
@@ -166,8 +167,8 @@ def flat(during: Sequence[ServerSample], memory: bool) -> list[RunCheck]:
             RunCheck(
                 "threads and files flat",
                 None,
-                f"{len(seen)} samples of the processes; at least {ENOUGH_SAMPLES} are needed: give --serve or --watch-pid, "
-                "and a longer --duration",
+                f"{len(seen)} samples of the processes; at least {ENOUGH_SAMPLES} are needed: give --serve or "
+                "--watch-pid, and a longer --duration",
             ),
         ]
     third = len(seen) // 3

@@ -131,8 +131,8 @@ OPTIONS: dict[str, Any] = {
         str | None,
         option(
             WHAT,
-            "How requests of --cancel-share are cancelled: leave (the client closes the stream), abort (it calls Abort), "
-            "or a mix. Default: leave.",
+            "How requests of --cancel-share are cancelled: leave (the client closes the stream), abort (it calls "
+            "Abort), or a mix. Default: leave.",
             metavar="MIX",
         ),
     ],

@@ -106,8 +106,8 @@ def warnings(run: LoadRun) -> list[str]:
     if summary.late:
         late = summary.lateness
         texts.append(
-            f"the generator was late: requests were sent up to {late.percentiles[99]:.0f} ms (99th percentile) after their "
-            "planned times, so the load differed from the planned one; run the generator on a machine of its own"
+            f"the generator was late: requests were sent up to {late.percentiles[99]:.0f} ms (99th percentile) after "
+            "their planned times, so the load differed from the planned one; run the generator on a machine of its own"
         )
     gaps = [sample for sample in run.samples if sample.error]
     if gaps:
@@ -116,8 +116,8 @@ def warnings(run: LoadRun) -> list[str]:
         )
     if summary.collapses:
         texts.append(
-            f"in {summary.collapses} rounds all weights became zero (collapses); the answers continued from prefixes with "
-            "weight"
+            f"in {summary.collapses} rounds all weights became zero (collapses); the answers continued from prefixes "
+            "with weight"
         )
     return texts
 
@@ -153,8 +153,8 @@ def capacity_warnings(found: CapacityFound) -> list[str]:
         return []
     rates = ", ".join(f"{rate:.3g}" for rate in sorted(found.late))
     return [
-        f"the generator was late at {rates} requests/s, so the load was below these rates; run the generator on a machine "
-        "of its own"
+        f"the generator was late at {rates} requests/s, so the load was below these rates; run the generator on a "
+        "machine of its own"
     ]
 
 

@@ -84,8 +84,8 @@ LESSON = """\
 Every answer is drawn at temperature 1. The draft alone is fast and mostly wrong. Exact decoding gives the target's \
 own answers in few of its passes. SMC comes close to them. It needs the same number of passes however far apart the \
 two models are, and gives more right answers with more particles. On a GPU a pass over many rows takes about as long \
-as a pass over one row, so the number of passes determines the time. On a CPU it takes longer, and look-ahead, which is \
-made for models that work at the same time, gains nothing: these speeds hold only for CPUs.
+as a pass over one row, so the number of passes determines the time. On a CPU it takes longer, and look-ahead, which \
+is made for models that work at the same time, gains nothing: these speeds hold only for CPUs.
 """
 NEXT = """\
 Next:  smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"

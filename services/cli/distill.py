@@ -157,8 +157,8 @@ class DistillOptions:
         int | None,
         options.option(
             options.ENGINE,
-            f"Number of conversations that a process writes at the same time. Default: {CPU_SLOTS} on a CPU, {GPU_SLOTS} "
-            "on a GPU.",
+            f"Number of conversations that a process writes at the same time. Default: {CPU_SLOTS} on a CPU, "
+            f"{GPU_SLOTS} on a GPU.",
             metavar="COUNT",
         ),
     ] = None
@@ -369,7 +369,8 @@ def _print(found: Measurement, directory: Path) -> None:
         f"{found.same_likeliest:.0%}; {found.trained_tokens:,} answer tokens in {found.seconds:.0f} s",
         *(
             f"temperature {each.temperature:g}, {each.rows} row{'s' if each.rows > 1 else ''}: a tree contains "
-            f"{each.held:.2f} of the next {BLOCK} tokens{'' if each.speed is None else f', expected speed {each.speed:.2f}x'}"
+            f"{each.held:.2f} of the next {BLOCK} "
+            f"tokens{'' if each.speed is None else f', expected speed {each.speed:.2f}x'}"
             for each in found.trees
         ),
         sep="\n",

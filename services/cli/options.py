@@ -299,7 +299,8 @@ Form = Annotated[
     str | None,
     option(
         ENGINE,
-        "Form of a round. lockstep: the models work one after the other; lookahead: at the same time. Default: lookahead.",
+        "Form of a round. lockstep: the models work one after the other; lookahead: at the same time. Default: "
+        "lookahead.",
         metavar="FORM",
     ),
 ]

@@ -64,7 +64,8 @@ class Quarantine:
         failed = self._failed.get(_key(request)) if self._failed else None
         if failed is not None and time.monotonic() - failed < FORGOTTEN:
             raise RequestFailed(
-                "the service failed a short while ago while it decoded only this request, and refuses it for now; report it"
+                "the service failed a short while ago while it decoded only this request, and refuses it for now; "
+                "report it"
             )
 
 

@@ -423,7 +423,8 @@ def _negative(prompt: Any, vocabulary: int) -> Prompt:
         return _of_tokens(prompt, vocabulary, name)
     if not isinstance(prompt, list) or not all(isinstance(item, dict) for item in prompt):
         raise BadRequest(
-            f"{name} is neither text, token ids nor messages; allowed: a string, a list of token ids, or a list of messages",
+            f"{name} is neither text, token ids nor messages; allowed: a string, a list of token ids, or a list of "
+            "messages",
             name,
         )
     try:

@@ -107,7 +107,8 @@ class SamplingParams:
         None,
         integer(lambda value: -(2**63) <= value < 2**63, "a 64-bit signed integer"),
         option=Option(
-            "Seed of the random numbers: the same seed gives the same answer. Default: a random seed, which is reported.",
+            "Seed of the random numbers: the same seed gives the same answer. Default: a random seed, which is "
+            "reported.",
             "SEED",
         ),
     )

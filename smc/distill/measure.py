@@ -447,7 +447,8 @@ def _card(record: dict[str, Any], last: Measurement, drawn: bool) -> str:
     lines = [
         f"# Draft for {record['target']}",
         "",
-        f"A draft for speculative decoding of {record['target']}, trained by `smcserve distill` on text of this target.",
+        f"A draft for speculative decoding of {record['target']}, trained by `smcserve distill` on text of this "
+        "target.",
         "",
         f"- **Draft**: {record['draft']}; {record['trained_weights']:,} weights were trained.",
         f"- **Data**: {record['conversations']:,} conversations with {last.written_tokens:,} answer tokens, written by the "

@@ -79,8 +79,8 @@ def test_overload_that_the_service_withstands():
         "KV pages leaked": True,
     }
     assert (
-        headline(run)
-        == "The service withstood overload: at 2.03 requests/s, 2 times its capacity of 1, 1.02 requests/s met the objective."
+        headline(run) == "The service withstood overload: at 2.03 requests/s, 2 times its capacity of 1, "
+        "1.02 requests/s met the objective."
     )
 
 
