@@ -310,13 +310,19 @@ def measure_case(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="8,32,64")
-    parser.add_argument("--contexts", default="256,1024,4096,16384")
-    parser.add_argument("--groups", default="1", help="a case is left out where they do not divide the rows")
-    parser.add_argument("--shapes", default="draft,target")
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--only", default="", help="settings, comma-separated; default all")
-    parser.add_argument("--no-flashinfer", action="store_true")
+    parser.add_argument("--rows", default="8,32,64", help="numbers of rows; default: %(default)s")
+    parser.add_argument("--contexts", default="256,1024,4096,16384", help="context lengths; default: %(default)s")
+    parser.add_argument(
+        "--groups",
+        default="1",
+        help="numbers of groups; numbers that do not divide the rows are left out; default: %(default)s",
+    )
+    parser.add_argument("--shapes", default="draft,target", help="shapes: draft, target, plain; default: %(default)s")
+    parser.add_argument(
+        "--sweep", action="store_true", help="time every tiling of the prefix kernel, and print the best"
+    )
+    parser.add_argument("--only", default="", help="time only these settings, separated by commas; default: all")
+    parser.add_argument("--no-flashinfer", action="store_true", help="do not time flashinfer")
     options = parser.parse_args()
     os.environ.setdefault(
         "FLASHINFER_DISABLE_JIT", "1"

@@ -63,7 +63,7 @@ ParticlesList = Annotated[
     list[int] | None,
     options.option(
         options.PARTICLES,
-        "N; may be repeated on cuda, and with --advise. Default: 8, with --advise 1 to 32.",
+        "Value of N; may be repeated on cuda, and with --advise. Default: 8, with --advise 1 to 32.",
         "--particles",
         "-n",
         metavar="N",
@@ -72,14 +72,18 @@ ParticlesList = Annotated[
 BlockList = Annotated[
     list[int] | None,
     options.option(
-        options.ENGINE, "K; may be repeated. Default: 8 and 5, with --advise 1 to 16.", "--block", "-k", metavar="K"
+        options.ENGINE,
+        "Value of K; may be repeated. Default: 8 and 5, with --advise 1 to 16.",
+        "--block",
+        "-k",
+        metavar="K",
     ),
 ]
 BranchesList = Annotated[
     list[int] | None,
     options.option(
         options.ENGINE,
-        "F of look-ahead; may be repeated. Default: 4, with --advise 1 to 8.",
+        "Value of F in look-ahead; may be repeated. Default: 4, with --advise 1 to 8.",
         "--branches",
         "-f",
         metavar="F",
@@ -89,8 +93,8 @@ Advise = Annotated[
     bool,
     options.option(
         options.MEASURE,
-        "Time costs, then say which split of --gpus and which N, F, K decode --concurrency requests fastest "
-        "(exact decoding).",
+        "Time the models, then print which split of --gpus and which N, F and K decode --concurrency "
+        "requests fastest (exact decoding).",
         "--advise",
         show_default=False,
         metavar="",
@@ -99,14 +103,18 @@ Advise = Annotated[
 Gpus = Annotated[
     int | None,
     options.option(
-        options.MEASURE, "To be split (--advise). Default: all there are, on a CPU 2.", "--gpus", metavar="COUNT"
+        options.MEASURE,
+        "Number of GPUs to split between the models, with --advise. Default: all of this machine; 2 on a CPU.",
+        "--gpus",
+        metavar="COUNT",
     ),
 ]
 AcceptanceOfOne = Annotated[
     float | None,
     options.option(
         options.MEASURE,
-        "Probability that a single drafted row has the target's next token (--advise). Default: measured on problems.",
+        "Probability that a single drafted row contains the target's next token, with --advise. "
+        "Default: measured on problems.",
         "--acceptance",
         metavar="P",
     ),
@@ -128,8 +136,9 @@ class BenchOptions:
         str | None,
         options.option(
             options.MODELS,
-            "random: shapes named by --target, --draft; grown: the demo pair inside such shapes, with problems as "
-            "prompts (cuda only).",
+            "Models to load, cuda only. files: --target and --draft; random: random weights in the "
+            "shapes named by --target and --draft; grown: the demo pair inside such shapes, with "
+            "problems as prompts. Default: files.",
             metavar="files|random|grown",
         ),
     ] = None
@@ -137,8 +146,8 @@ class BenchOptions:
         list[str] | None,
         options.option(
             options.MEASURE,
-            f"Of {', '.join(MODES)} and, with --link, {WIDE} (plain on all GPUs of both models); may be repeated "
-            "(cuda only).",
+            f"Mode to measure: {', '.join(MODES)}, and with --link {WIDE} (plain on all GPUs of both models); may be "
+            f"repeated, cuda only. Default: {', '.join(MODES)}; with --link {', '.join(APART)}.",
             "--mode",
             metavar="MODE",
         ),
@@ -147,7 +156,8 @@ class BenchOptions:
         list[int] | None,
         options.option(
             options.MEASURE,
-            "Prompt tokens; may be repeated (cuda, --prompts). Of --advise: of contexts. Default: 256.",
+            "Number of prompt tokens, on cuda or with --prompts; may be repeated. With --advise, number "
+            "of tokens of each context. Default: 256.",
             metavar="TOKENS",
         ),
     ] = None
@@ -155,8 +165,9 @@ class BenchOptions:
         bool,
         options.option(
             options.MEASURE,
-            "Time to the first token, alone and beside --concurrency requests, new and cached. Default of --context: "
-            "256, 4k, 16k, 64k.",
+            "Measure the time to the first token of new and cached prompts, alone and beside "
+            "--concurrency requests. --context is then by default 256, 4k, 16k and 64k; on a CPU 64 and "
+            "256.",
             "--prompts",
         ),
     ] = False
@@ -164,8 +175,8 @@ class BenchOptions:
         Path | None,
         options.option(
             options.MEASURE,
-            "Prompts from a file of JSON lines, as eval --problems takes it. Default: problems of the demo pair, or random "
-            "tokens.",
+            "File of prompts, JSON lines as for `smcserve eval --problems`. Default: problems of the "
+            "demo pair, or random tokens.",
             "--prompts-file",
             metavar="FILE",
         ),
@@ -176,7 +187,9 @@ class BenchOptions:
     method: Annotated[
         list[str] | None,
         options.option(
-            options.SAMPLING, "Of modes of both models; may be repeated (cuda only). Default: smc.", metavar="smc|exact"
+            options.SAMPLING,
+            "Method of modes that use both models; may be repeated on cuda. Default: smc.",
+            metavar="smc|exact",
         ),
     ] = None
     population: Annotated[str | None, options.sampling_option("population")] = None
@@ -193,7 +206,8 @@ class BenchOptions:
         list[int] | None,
         options.option(
             options.MEASURE,
-            "Requests side by side; may be repeated. Default: 1 and 16, with --prompts 8, with --advise 1, 8 and 64.",
+            "Number of concurrent requests; may be repeated. Default: 1 and 16, with --prompts 8, with "
+            "--advise 1, 8 and 64.",
             "--concurrency",
             "-c",
             metavar="COUNT",
@@ -202,14 +216,14 @@ class BenchOptions:
     rounds: Annotated[
         int | None,
         options.option(
-            options.MEASURE, f"Rounds timed for each line of the table. Default: {ROUNDS}.", metavar="COUNT"
+            options.MEASURE, f"Number of rounds timed for each line of the table. Default: {ROUNDS}.", metavar="COUNT"
         ),
     ] = None
     link: Annotated[
         list[str] | None,
         options.option(
             service_options.CLUSTER,
-            "Each model in its own process, over this link; may be repeated.",
+            "Link between the models, each of which then runs in its own process; may be repeated on a CPU.",
             metavar="nccl|grpc",
         ),
     ] = None
@@ -219,21 +233,25 @@ class BenchOptions:
         str | None,
         options.option(
             options.ENGINE,
-            "For exact decoding. costs: the tree that measured costs pay for; always: the whole tree (cuda only). "
-            "Default: always.",
+            "Tree size in exact decoding, cuda only. costs: the size that pays by the measured costs; "
+            "always: the whole tree of N rows. Default: always.",
             "--drafting",
             metavar="costs|always",
         ),
     ] = None
     no_prefix_cache: options.NoPrefixCache = False
     threads: options.Threads = None
-    json: Annotated[Path | None, options.option(options.OUTPUT, "Write the numbers here.", metavar="FILE")] = None
+    json: Annotated[
+        Path | None, options.option(options.OUTPUT, "Write the numbers to this file as JSON.", metavar="FILE")
+    ] = None
     trace: Annotated[
         Path | None,
-        options.option(options.OUTPUT, "Write a Chrome trace of all timed rounds here (cuda only).", metavar="FILE"),
+        options.option(
+            options.OUTPUT, "Write a Chrome trace of all timed rounds to this file; cuda only.", metavar="FILE"
+        ),
     ] = None
     picture: Annotated[
-        Path | None, options.option(options.OUTPUT, "Draw what --advise predicts (png).", metavar="FILE")
+        Path | None, options.option(options.OUTPUT, "Draw the forecast of --advise to this PNG file.", metavar="FILE")
     ] = None
 
     def named(self, *names: str) -> dict[str, Any]:
@@ -325,7 +343,7 @@ def refuse_idle(given: Mapping[str, Any], where: str) -> None:
 
 @with_options(BenchOptions)
 def bench(arguments: BenchOptions) -> None:
-    """Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes."""
+    """Measure speed: on GPUs the answer tokens per second of every mode, on a CPU the parts of a round's time."""
     where = "with --advise" if arguments.advise else "with --prompts" if arguments.prompts else "with --link"
     if arguments.advise or arguments.prompts or (arguments.link and arguments.device != "cuda"):
         refuse_idle(arguments.named("prompts_file"), where)
@@ -355,7 +373,7 @@ def _advise(arguments: BenchOptions) -> None:
     on_gpu = arguments.device == "cuda"
     plan = _advise_plan(arguments, count_gpus() if on_gpu else None)
     if arguments.load == "random" and plan.acceptance is None:
-        raise ValueError("--load random says nothing of what is accepted; give --acceptance")
+        raise ValueError("--load random does not show what is accepted; give --acceptance")
     if not on_gpu:
         refuse_idle(arguments.named("load"), "without --device cuda")
     if not on_gpu and not arguments.link:

@@ -22,7 +22,7 @@ GridParticles = Annotated[
     list[int] | None,
     options.option(
         options.PARTICLES,
-        "N; may be repeated. Default: of exact 1 4 8 16, of SMC 4 8 16 32.",
+        "Value of N; may be repeated. Default: 1, 4, 8 and 16 for exact decoding, 4, 8, 16 and 32 for SMC.",
         "--particles",
         "-n",
         metavar="N",
@@ -32,7 +32,7 @@ GridBlocks = Annotated[
     list[int] | None,
     options.option(
         options.ENGINE,
-        "K; may be repeated. Default: of exact 4 5 8, of SMC 5, in lockstep 8 as well.",
+        "Value of K; may be repeated. Default: 4, 5 and 8 for exact decoding; 5 for SMC, and in lockstep also 8.",
         "--block",
         "-k",
         metavar="K",
@@ -42,7 +42,7 @@ GridBranches = Annotated[
     list[int] | None,
     options.option(
         options.ENGINE,
-        "F of look-ahead; may be repeated. Default: of exact 4, from N=16 on 2; of SMC 1 2 4.",
+        "Value of F in look-ahead; may be repeated. Default: 4 for exact decoding, from N=16 on 2; 1, 2 and 4 for SMC.",
         "--branches",
         "-f",
         metavar="F",
@@ -57,18 +57,24 @@ class EvalOptions:
     load: Annotated[
         str,
         options.option(
-            options.MODELS, "files: the demo pair; grown: the same inside larger shapes.", metavar="files|grown"
+            options.MODELS,
+            "Models to load. files: the demo pair; grown: the demo pair inside larger shapes.",
+            metavar="files|grown",
         ),
     ] = "files"
     target: Annotated[
         str | None,
         options.option(
             options.MODELS,
-            "Shape of the grown target, such as llama-8b; with a file of problems: directory of the target model.",
+            "With --load grown, the shape of the target, such as llama-8b; with a file of problems, the "
+            "directory of the target.",
             metavar="SHAPE|DIR",
         ),
     ] = None
-    draft: Annotated[str | None, options.option(options.MODELS, "The same of the draft.", metavar="SHAPE|DIR")] = None
+    draft: Annotated[
+        str | None,
+        options.option(options.MODELS, "Shape or directory of the draft, as for --target.", metavar="SHAPE|DIR"),
+    ] = None
     device: options.Device = "cpu"
     dtype: options.Dtype = None
     target_dtype: options.TargetDtype = None
@@ -79,54 +85,71 @@ class EvalOptions:
         str,
         options.option(
             options.MEASURE,
-            "Held-out problems a setting answers; or a file of JSON lines with own problems (docs/quality.md).",
+            "Number of held-out problems that each setting answers; or a file of JSON lines with other "
+            "problems (docs/quality.md).",
             metavar="COUNT|FILE",
         ),
     ] = "1000"
     max_tokens: Annotated[
         int | None,
-        options.option(options.SAMPLING, "Of an answer, with a file of problems. Default: 256.", metavar="TOKENS"),
+        options.option(
+            options.SAMPLING,
+            "Maximum number of tokens of an answer; only with a file of problems. Default: 256.",
+            metavar="TOKENS",
+        ),
     ] = None
-    seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 0
+    seed: Annotated[
+        int, options.option(options.MEASURE, "Seed of the problems and of the answers.", metavar="SEED")
+    ] = 0
     speed_problems: Annotated[
-        int, options.option(options.MEASURE, "Problems timed one request at a time; 0 = none.", metavar="COUNT")
+        int,
+        options.option(
+            options.MEASURE, "Number of problems that are timed one request at a time; 0 = none.", metavar="COUNT"
+        ),
     ] = 20
     only: Annotated[
         list[str] | None,
         options.option(
-            options.MEASURE, "Settings with all these words, such as 'exact N=8'; may be repeated.", metavar="TEXT"
+            options.MEASURE,
+            "Measure only settings whose name has all of these words, such as 'exact N=8'; may be repeated.",
+            metavar="TEXT",
         ),
     ] = None
     particles: GridParticles = None
     block: GridBlocks = None
     branches: GridBranches = None
     temperature: Annotated[
-        float, options.option(options.SAMPLING, "Of the target distribution; 0 = greedy, without SMC.", metavar="T")
+        float,
+        options.option(
+            options.SAMPLING, "Temperature of the target distribution; 0 = greedy, without SMC.", metavar="T"
+        ),
     ] = 1.0
     ess_threshold: Annotated[float | None, options.sampling_option("ess_threshold")] = None
-    concurrency: Annotated[int, options.option(options.ENGINE, "Requests in flight.", metavar="COUNT")] = 8
-    threads: Annotated[int, options.option(options.ENGINE, "CPU threads of torch.", metavar="COUNT")] = 1
+    concurrency: Annotated[int, options.option(options.ENGINE, "Number of requests in flight.", metavar="COUNT")] = 8
+    threads: Annotated[int, options.option(options.ENGINE, "Number of CPU threads of torch.", metavar="COUNT")] = 1
     json: Annotated[
-        Path | None, options.option(options.OUTPUT, "Write results here after every setting.", metavar="FILE")
+        Path | None, options.option(options.OUTPUT, "Write results to this file after every setting.", metavar="FILE")
     ] = None
     accuracy_from: Annotated[
         list[Path] | None,
         options.option(
-            options.OUTPUT, "Record whose settings are not answered again, only timed; may be repeated.", metavar="FILE"
+            options.OUTPUT,
+            "File of an earlier --json, whose settings are timed but not answered again; may be repeated.",
+            metavar="FILE",
         ),
     ] = None
     resume: options.Resume = False
-    markdown: Annotated[Path | None, options.option(options.OUTPUT, "Write the table as markdown.", metavar="FILE")] = (
-        None
-    )
+    markdown: Annotated[
+        Path | None, options.option(options.OUTPUT, "Write the table to this file as Markdown.", metavar="FILE")
+    ] = None
     picture: Annotated[
-        Path | None, options.option(options.OUTPUT, "Draw quality against speed (png).", metavar="FILE")
+        Path | None, options.option(options.OUTPUT, "Draw quality against speed to this PNG file.", metavar="FILE")
     ] = None
 
 
 @with_options(EvalOptions)
 def evaluate(arguments: EvalOptions) -> None:
-    """Measure quality and speed of every way of decoding, on problems made for it, or on those of a file."""
+    """Measure quality and speed of every way of decoding, on generated problems or on those of a file."""
     from benchmarks.reports.quality import DemoPairs, QualityPlan, measure_all, prepare, report
 
     if not _is_count(arguments.problems):
@@ -269,15 +292,20 @@ def _fits(name: str, words: Sequence[str]) -> bool:
 
 def timeline(
     trace: Annotated[
-        Path, typer.Argument(help="A trace, of `smcserve serve --trace` or `bench --trace`.", show_default=False)
+        Path, typer.Argument(help="Trace file from `smcserve serve --trace` or `bench --trace`.", show_default=False)
     ],
-    picture: Annotated[Path, typer.Argument(help="Where to draw it (png).", show_default=False)],
+    picture: Annotated[Path, typer.Argument(help="PNG file to write.", show_default=False)],
     begin: Annotated[
-        float, options.option(options.OUTPUT, "Milliseconds from the first round to start at.", metavar="MS")
+        float,
+        options.option(
+            options.OUTPUT, "Start of the picture, in milliseconds after the first round begins.", metavar="MS"
+        ),
     ] = 0.0,
-    length: Annotated[float, options.option(options.OUTPUT, "Milliseconds to show.", metavar="MS")] = 150.0,
+    length: Annotated[
+        float, options.option(options.OUTPUT, "Length of the picture in milliseconds, above 0.", metavar="MS")
+    ] = 150.0,
 ) -> None:
-    """Draw when draft, target and coordinator worked, on one clock."""
+    """Draw the times at which draft, target and coordinator worked, on one time axis."""
     from benchmarks.reports.timeline import LANES, draw, read, within
 
     if length <= 0:
@@ -302,16 +330,19 @@ def timeline(
 
 def grow(
     model: Annotated[Path, typer.Argument(help="Directory of the small model.", metavar="MODEL")],
-    directory: Annotated[Path, typer.Argument(help="New directory for the grown one.", metavar="OUT")],
+    directory: Annotated[Path, typer.Argument(help="New directory for the grown model.", metavar="OUT")],
     shape: Annotated[
         str,
         options.option(
-            options.MODELS, "A published shape, such as llama-8b; llama-8b/4 has 4 layers.", metavar="SHAPE"
+            options.MODELS, "Shape of a published model, such as llama-8b; llama-8b/4 has 4 layers.", metavar="SHAPE"
         ),
     ],
-    dtype: Annotated[str, options.option(options.MODELS, "float32, bfloat16 or float16.", metavar="TYPE")] = "bfloat16",
+    dtype: Annotated[
+        str, options.option(options.MODELS, "Data type of the weights: float32, bfloat16 or float16.", metavar="TYPE")
+    ] = "bfloat16",
 ) -> None:
-    """Write a small model in a large shape, the rest zeros: the small one's answers at the large one's cost."""
+    """Write a small model into a large shape, padded with zeros. It has the small model's answers and the large one's
+    cost."""
     from smc.model.linear import DTYPES
     from smc.model.padded import SAVED_DTYPES, save_padded_model
     from smc.model.presets import preset

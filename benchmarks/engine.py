@@ -246,7 +246,12 @@ def main() -> None:
     parser.add_argument("--method", default="exact")
     parser.add_argument("--population", default="distinct")
     parser.add_argument("--form", default="lookahead")
-    parser.add_argument("--least", type=float, default=4.0, help="microseconds a round from which a kernel is shown")
+    parser.add_argument(
+        "--least",
+        type=float,
+        default=4.0,
+        help="for profile: show kernels that take at least this many microseconds a round; default: %(default)s",
+    )
     args = parser.parse_args()
     found = {"mixed": mixed, "prefix": prefix, "capacity": capacity, "profile": profile}[args.part](args)
     for name, value in found.items():

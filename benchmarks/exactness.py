@@ -152,13 +152,23 @@ def count_misses(given: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("equality", "misses"))
-    parser.add_argument("--problems", type=int, help="default: 1000 of equality, 48 of misses")
+    parser.add_argument("--problems", type=int, help="number of problems; default: 1000 for equality, 48 for misses")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="other types round differently beside other requests"
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="type of both models; only float32 rounds equally beside other requests; default: %(default)s",
     )
-    parser.add_argument("--device", default="cpu", help="where both models are, such as cuda")
-    parser.add_argument("--form", choices=sorted({config.form for config in CONFIGS}), help="default: both")
-    parser.add_argument("--temperature", type=float, action="append", help="may be repeated; default: 1, 1.5, 2")
+    parser.add_argument("--device", default="cpu", help="device of both models, such as cuda; default: %(default)s")
+    parser.add_argument(
+        "--form", choices=sorted({config.form for config in CONFIGS}), help="form of rounds; default: both forms"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        action="append",
+        help="for misses: temperature; may be repeated; default: 1, 1.5, 2",
+    )
     given = parser.parse_args()
     if given.problems is None:
         given.problems = 1000 if given.part == "equality" else 48

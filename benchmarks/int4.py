@@ -141,12 +141,14 @@ def time_passes(given: argparse.Namespace) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("products", "passes"))
-    parser.add_argument("passes", nargs="*", help="of passes")
-    parser.add_argument("--models", default="8b", help="of products")
-    parser.add_argument("--rows", default="8,16,40,64", help="of products")
-    parser.add_argument("--group", type=int, default=GROUP, help="inputs of a group, of products")
-    parser.add_argument("--zeros", action="store_true", help="groups have zero points of their own, of products")
-    parser.add_argument("--only", default="", help="a model and a product, as in '8b down'")
+    parser.add_argument("passes", nargs="*", help="for passes: passes to time, named as for benchmarks.passes decode")
+    parser.add_argument("--models", default="8b", help="for products: models; default: %(default)s")
+    parser.add_argument("--rows", default="8,16,40,64", help="for products: numbers of rows; default: %(default)s")
+    parser.add_argument(
+        "--group", type=int, default=GROUP, help="for products: number of inputs of a group; default: %(default)s"
+    )
+    parser.add_argument("--zeros", action="store_true", help="for products: give each group its own zero point")
+    parser.add_argument("--only", default="", help="for products: time only this model and product, such as '8b down'")
     given = parser.parse_args()
     torch.manual_seed(0)
     print(json.dumps(time_products(given) if given.part == "products" else time_passes(given)))

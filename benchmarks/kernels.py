@@ -497,11 +497,13 @@ def main() -> None:
         nargs="*",
         choices=[*PARTS, "products", []],
         metavar="PART",
-        help=f"of {', '.join(PARTS)}, products; default: all but products",
+        help=f"parts to time: {', '.join(PARTS)}, products; default: all but products",
     )
-    parser.add_argument("--models", default="1b,8b", help="of products")
-    parser.add_argument("--rows", default=",".join(map(str, PRODUCT_ROWS)), help="of products")
-    parser.add_argument("--only", default="", help="a model and a product, as in '8b down'")
+    parser.add_argument("--models", default="1b,8b", help="models whose products are timed; default: %(default)s")
+    parser.add_argument(
+        "--rows", default=",".join(map(str, PRODUCT_ROWS)), help="numbers of rows of products; default: %(default)s"
+    )
+    parser.add_argument("--only", default="", help="time only this model and product, such as '8b down'")
     given = parser.parse_args()
     torch.manual_seed(0)
     for part in given.parts or PARTS:

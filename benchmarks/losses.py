@@ -300,21 +300,47 @@ def table(found: Sequence[DraftQuality]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, default=demo.TARGET, help="default: the demo target")
-    parser.add_argument("--out", type=Path, required=True, help="directory of conversations and drafts")
-    parser.add_argument("--loss", action="append", choices=LOSSES, help="may be repeated; default: all")
-    parser.add_argument("--minutes", type=float, default=5.0, help="of each draft; default: %(default)s")
-    parser.add_argument("--writing-minutes", type=float, help="default: as --minutes")
-    parser.add_argument("--beside", type=Path, action="append", default=[], help="another draft; may be repeated")
-    parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
-    parser.add_argument("--prompts", type=int, default=24, help="default: %(default)s")
-    parser.add_argument("--max-tokens", type=int, default=96, help="of a long answer; default: %(default)s")
-    parser.add_argument("--short-prompts", type=int, default=12, help="default: %(default)s")
-    parser.add_argument("--short-tokens", type=int, default=12, help="of a short answer; default: %(default)s")
-    parser.add_argument("--samples", type=int, default=200, help="short answers to a prompt; default: %(default)s")
-    parser.add_argument("--population", action="append", choices=POPULATIONS, help="may be repeated; default: all")
+    parser.add_argument(
+        "--target", type=Path, default=demo.TARGET, help="directory of the target; default: the demo target"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory that conversations and drafts are written to, or taken from"
+    )
+    parser.add_argument(
+        "--loss", action="append", choices=LOSSES, help="loss to compare; may be repeated; default: all"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="minutes of training each draft; default: %(default)s"
+    )
+    parser.add_argument("--writing-minutes", type=float, help="minutes of writing conversations; default: as --minutes")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        action="append",
+        default=[],
+        help="directory of another draft to measure; may be repeated",
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="temperature of answers; default: %(default)s")
+    parser.add_argument(
+        "--prompts", type=int, default=24, help="number of prompts for long answers; default: %(default)s"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=96, help="maximum tokens of a long answer; default: %(default)s"
+    )
+    parser.add_argument(
+        "--short-prompts", type=int, default=12, help="number of prompts for short answers; default: %(default)s"
+    )
+    parser.add_argument(
+        "--short-tokens", type=int, default=12, help="maximum tokens of a short answer; default: %(default)s"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=200, help="number of short answers to each prompt; default: %(default)s"
+    )
+    parser.add_argument(
+        "--population", action="append", choices=POPULATIONS, help="population of SMC; may be repeated; default: all"
+    )
     parser.add_argument("--device", choices=tuple(AT_ONCE), default="cpu")
-    parser.add_argument("--json", type=Path, help="write the results here, too")
+    parser.add_argument("--json", type=Path, help="write the results to this file as well")
     given = parser.parse_args()
     on_gpu, is_demo = given.device == "cuda", given.target.resolve() == demo.TARGET.resolve()
     tokenizer = Tokenizer.load(given.target)

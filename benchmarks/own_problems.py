@@ -114,7 +114,7 @@ def evaluate_own(
     ]
     out.print(own_table(rows, base), *depths, LEGEND, sep="\n", soft_wrap=True)
     if not any(problem.answer is not None for problem in problems):
-        out.print("The file has no answers, so that nothing is solved or not.", style="dim")
+        out.print("The file has no answers, so the share of solved problems is not known.", style="dim")
     return rows
 
 

@@ -338,12 +338,18 @@ def time_prompts(given: argparse.Namespace) -> dict[str, list[dict]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("decode", "prompt", "attention"))
-    parser.add_argument("passes", nargs="*", help="of decode")
-    parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--shapes", default="llama-8b,llama-1b")
-    parser.add_argument("--queries", default="16,128,256,512,1024,4096")
-    parser.add_argument("--pasts", default="0,4096,16384,61440")
+    parser.add_argument("passes", nargs="*", help="for decode: names of passes, such as llama-1b:bfloat16:32x1:256:1:8")
+    parser.add_argument(
+        "--no-pdl", action="store_true", help="for decode: begin no kernel before the previous one has ended"
+    )
+    parser.add_argument("--kernels", action="store_true", help="for decode: time the kernels of each pass as well")
+    parser.add_argument(
+        "--shapes", default="llama-8b,llama-1b", help="for prompt, attention: shapes; default: %(default)s"
+    )
+    parser.add_argument(
+        "--queries", default="16,128,256,512,1024,4096", help="for prompt, attention: default: %(default)s"
+    )
+    parser.add_argument("--pasts", default="0,4096,16384,61440", help="for prompt, attention: default: %(default)s")
     given = parser.parse_args()
     print(json.dumps(time_decode_passes(given) if given.part == "decode" else time_prompts(given)))
 

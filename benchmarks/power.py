@@ -238,22 +238,28 @@ def text_of(rows: Sequence[PowerRow]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, help="directory; default: the demo pair's")
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--problems-file", type=Path, help="JSON lines with answers, as `smcserve eval` takes them")
-    parser.add_argument("--tokens", type=int, default=MAX_ANSWER, help="of an answer, at most")
+    parser.add_argument("--target", type=Path, help="directory of the target; default: the demo pair's")
+    parser.add_argument("--draft", type=Path, help="directory of the draft; default: the demo pair's")
+    parser.add_argument(
+        "--problems-file", type=Path, help="file of problems with answers, JSON lines as for `smcserve eval --problems`"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=MAX_ANSWER, help="maximum tokens of an answer; default: %(default)s"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--temperature", type=float, default=2.0)
-    parser.add_argument("--problems", type=int, default=32)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--particles", type=int, nargs="+", default=PARTICLES)
-    parser.add_argument("--alphas", type=float, nargs="+", default=ALPHAS)
+    parser.add_argument("--temperature", type=float, default=2.0, help="default: %(default)s")
+    parser.add_argument("--problems", type=int, default=32, help="number of problems; default: %(default)s")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="processes that share the problems; default: %(default)s"
+    )
+    parser.add_argument("--particles", type=int, nargs="+", default=PARTICLES, help="values of N; default: %(default)s")
+    parser.add_argument("--alphas", type=float, nargs="+", default=ALPHAS, help="values of alpha; default: %(default)s")
     parser.add_argument("--populations", nargs="+", default=POPULATIONS, choices=POPULATIONS)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     given = parser.parse_args()
     if (given.target is None) != (given.problems_file is None):
-        parser.error("--target and --problems-file are given together: the demo pair has problems of its own")
+        parser.error("--target and --problems-file need each other: only the demo pair has problems of its own")
     source = ProblemSource(
         pair_directories(given.target, given.draft), given.problems_file, given.problems, given.tokens
     )

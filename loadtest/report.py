@@ -78,18 +78,18 @@ def headline(run: LoadRun) -> str:
     """Return one sentence that says whether the run was good."""
     failed = [check for check in run.checks if check.passed is False]
     if failed:
-        return "Not good enough: " + "; ".join(f"{check.name}: {check.text}" for check in failed) + "."
+        return "Failed: " + "; ".join(f"{check.name}: {check.text}" for check in failed) + "."
     if run.settings.capacity is not None:
         unknown = [check.name for check in run.checks if check.passed is None]
         rest = f" Not measured: {', '.join(unknown)}." if unknown else ""
         summary, capacity = run.summary, run.settings.capacity
         times = f"{summary.send_rate / capacity:.2g} times its capacity of {capacity:.3g}"
         return (
-            f"Overload was borne: at {summary.send_rate:.3g} requests/s, {times}, "
-            f"{summary.good_of_sent:.2f} a second were good.{rest}"
+            f"The service withstood overload: at {summary.send_rate:.3g} requests/s, {times}, "
+            f"{summary.good_of_sent:.2f} requests/s met the objective.{rest}"
         )
     if run.settings.goodput is None:
-        return "The run completed; there was no objective to meet (--goodput gives one)."
+        return "The run completed; no objective was given (--goodput)."
     return (
         f"The objective was met: {run.settings.goodput.sentence}, by {run.summary.attainment or 0:.1%} of the requests."
     )
@@ -106,23 +106,25 @@ def warnings(run: LoadRun) -> list[str]:
     if summary.late:
         late = summary.lateness
         texts.append(
-            f"the generator was late: requests left up to {late.percentiles[99]:.0f} ms (99th percentile) "
-            "after their time; "
-            "the load was not quite the one asked for. Run it on a machine of its own"
+            f"the generator was late: requests were sent up to {late.percentiles[99]:.0f} ms (99th percentile) after "
+            "their planned times, so the load differed from the planned one; run the generator on a machine of its own"
         )
     gaps = [sample for sample in run.samples if sample.error]
     if gaps:
-        texts.append(f"{len(gaps)} of {len(run.samples)} looks at the server failed, the last with {gaps[-1].error}")
+        texts.append(
+            f"{len(gaps)} of {len(run.samples)} samples of the server failed; the last error: {gaps[-1].error}"
+        )
     if summary.collapses:
         texts.append(
-            f"{summary.collapses} rounds lost all their weights (collapses); answers went on from prefixes with weight"
+            f"in {summary.collapses} rounds all weights became zero (collapses); the answers continued from prefixes "
+            "with weight"
         )
     return texts
 
 
 def show_checks(checks: list[RunCheck]) -> None:
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
-    for header in ("check", "", "what was seen"):
+    for header in ("check", "", "result"):
         table.add_column(header)
     for check in checks:
         verdict, style = VERDICTS[check.passed]
@@ -151,22 +153,22 @@ def capacity_warnings(found: CapacityFound) -> list[str]:
         return []
     rates = ", ".join(f"{rate:.3g}" for rate in sorted(found.late))
     return [
-        f"the generator was late whenever {rates} requests/s were tried: the load was not quite that. "
-        "Run it on a machine of its own"
+        f"the generator was late at {rates} requests/s, so the load was below these rates; run the generator on a "
+        "machine of its own"
     ]
 
 
 def capacity_sentence(found: CapacityFound, objective: str) -> str:
     if found.failure:
         best = "no rate" if found.low is None else f"{found.low:.3g} requests/s"
-        return f"The search ended early, {found.failure}. Until then {best} met the objective ({objective})."
+        return f"The search ended early: {found.failure}. Highest rate that met the objective ({objective}): {best}."
     if found.low is None:
         lowest = min(probe.rate for probe in found.probes)
         return f"No rate meets the objective ({objective}): the lowest tried is {lowest:.3g} requests/s."
     bracket = f"{found.low:.3g} requests/s meet it" + ("" if found.high is None else f", {found.high:.3g} do not")
     assert found.best is not None
     goodput = f"{found.best.goodput:.3g} good requests/s, {found.best.attainment:.1%} of the requests"
-    return f"Capacity: {found.low:.3g} requests/s ({objective}). Bracket: {bracket}. There: {goodput}."
+    return f"Capacity: {found.low:.3g} requests/s ({objective}). Bracket: {bracket}. At this rate: {goodput}."
 
 
 def _latencies(summary: RunSummary) -> Table:
@@ -179,7 +181,7 @@ def _latencies(summary: RunSummary) -> Table:
         "time per output token": summary.tpot,
         "between messages (ITL)": summary.itl,
         "end to end": summary.e2el,
-        "generator late by": summary.lateness,
+        "lateness of the generator": summary.lateness,
     }
     for name, spread in rows.items():
         values = (spread.mean, spread.std, *spread.percentiles.values())
@@ -220,10 +222,10 @@ def figures(run: LoadRun) -> list[tuple[str, str]]:
             )
         )
     return figures + [
-        ("at the same time", f"{summary.peak_concurrent} requests at most"),
+        ("in flight", f"at most {summary.peak_concurrent} requests"),
         (
             "SMC",
-            f"{summary.rounds:.1f} rounds and {summary.resamples:.1f} resamples an answer, "
+            f"{summary.rounds:.1f} rounds and {summary.resamples:.1f} resamples per answer, "
             f"mean ESS {summary.ess_share:.0%} of N",
         ),
         ("generator", f"{run.outcome.cpu_seconds / max(run.outcome.seconds, 1e-9):.1%} of a core"),

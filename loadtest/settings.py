@@ -106,7 +106,7 @@ class LoadSettings:
         self._check_mixes()
         if self.arrivals != "trace":
             if self.rate is None:
-                raise ValueError("the rate is not known; give --rate, or --capacity with --overload")
+                raise ValueError("no rate is given; give --rate, or --capacity with --overload")
             if self.duration is None and self.requests is None:
                 raise ValueError("the run would never end; give --duration, --requests or both")
         if self.arrivals == "ramp" and self.duration is None:
@@ -196,10 +196,10 @@ class LoadSettings:
                 raise ValueError(f"{need} needs {option_of(name)}")
         if self.arrivals == "trace" and self.rate is not None:
             raise ValueError(
-                "--rate has no effect with --arrivals trace, whose file says when requests come; leave it out"
+                "--rate has no effect with --arrivals trace, whose file has the arrival times; leave it out"
             )
         if self.prompts is not None and self.prompt_length is not None:
-            raise ValueError("--prompts and --prompt-length both say what the prompts are; leave one of them out")
+            raise ValueError("--prompts and --prompt-length exclude each other; leave one of them out")
         if self.cancel_share and (self.cancel_after is None) == (self.cancel_after_tokens is None):
             raise ValueError(
                 f"--cancel-share {self.cancel_share:g} needs one of --cancel-after and --cancel-after-tokens"

@@ -97,7 +97,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: {error}; give one JSON object a line") from error
         if not isinstance(values, dict):
-            raise ValueError(f"{where}: {line.strip()[:40]!r} is no JSON object; give one a line")
+            raise ValueError(f"{where}: {line.strip()[:40]!r} is not a JSON object; give one a line")
         yield where, values
 
 
@@ -107,7 +107,7 @@ def _csv_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, row in enumerate(csv.DictReader(file), 2):
             where = f"{path}, line {number}"
             if None in row or None in row.values():
-                raise ValueError(f"{where} has another number of cells than the header")
+                raise ValueError(f"{where} has a different number of cells than the header")
             kinds = {"time": float, "prompt_tokens": int, "max_tokens": int}
             try:
                 yield where, {name: kinds.get(name, str)(cell) for name, cell in row.items() if cell}

@@ -11,17 +11,26 @@ SERVICE = "Service"
 """Title of these options' panel in `--help`."""
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
-Address = Annotated[str, option(SERVICE, "Where the service listens.", "--address", "-a", metavar="HOST:PORT")]
+Address = Annotated[str, option(SERVICE, "Address of the service.", "--address", "-a", metavar="HOST:PORT")]
 TokenFile = Annotated[
     Path | None, option(SERVICE, "File whose first line is the bearer token to send.", "--token-file", metavar="FILE")
 ]
 Tls = Annotated[
-    bool, option(SERVICE, "Encrypt; trust this machine's authorities.", "--tls", show_default=False, metavar="")
+    bool,
+    option(
+        SERVICE,
+        "Use TLS, and trust the certificate authorities of this machine.",
+        "--tls",
+        show_default=False,
+        metavar="",
+    ),
 ]
 TlsCa = Annotated[
-    Path | None, option(SERVICE, "Encrypt; trust the authorities in this file.", "--tls-ca", metavar="FILE")
+    Path | None,
+    option(SERVICE, "Use TLS, and trust the certificate authorities in this PEM file.", "--tls-ca", metavar="FILE"),
 ]
 TlsCert = Annotated[
-    Path | None, option(SERVICE, "Certificate to show, for mutual TLS; with --tls-key.", "--tls-cert", metavar="FILE")
+    Path | None,
+    option(SERVICE, "Client certificate (PEM) for mutual TLS; needs --tls-key.", "--tls-cert", metavar="FILE"),
 ]
-TlsKey = Annotated[Path | None, option(SERVICE, "Private key of --tls-cert.", "--tls-key", metavar="FILE")]
+TlsKey = Annotated[Path | None, option(SERVICE, "Private key (PEM) of --tls-cert.", "--tls-key", metavar="FILE")]

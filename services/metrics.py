@@ -180,19 +180,23 @@ class EngineMetrics(Families):
     def _make_engine_metrics(self) -> None:
         self._queued = self._gauge("smc_requests_queued", "Requests that wait for slots and pages.")
         self._running = self._gauge("smc_requests_running", "Requests that hold slots.")
-        self._slots_free = self._gauge("smc_slots_free", "Particles that could start now.")
-        self._slots_capacity = self._gauge("smc_slots_capacity", "Particles of all running requests together, at most.")
+        self._slots_free = self._gauge("smc_slots_free", "Slots that are free.")
+        self._slots_capacity = self._gauge(
+            "smc_slots_capacity", "Slots for the particles of all running requests together."
+        )
         self._pages_used = self._gauge(
-            "smc_kv_pages_used", "KV pages that are not free, cached ones among them.", group=GROUPS
+            "smc_kv_pages_used", "KV pages that requests or the prefix cache hold.", group=GROUPS
         )
         self._pages_cached = self._gauge(
-            "smc_kv_pages_cached", "KV pages of the prefix cache, shared ones included.", group=GROUPS
+            "smc_kv_pages_cached",
+            "KV pages that the prefix cache holds, including those that requests share.",
+            group=GROUPS,
         )
-        self._pages_free = self._gauge("smc_kv_pages_free", "KV pages that hold nothing.", group=GROUPS)
+        self._pages_free = self._gauge("smc_kv_pages_free", "KV pages that are free.", group=GROUPS)
         self._pages_capacity = self._gauge("smc_kv_pages_capacity", "KV pages of the pool.", group=GROUPS)
         self._kv_usage = self._gauge(
             "smc_kv_cache_usage_ratio",
-            "KV pages that requests hold, of the pool; what the prefix cache alone holds is free.",
+            "Share of the pool's KV pages that requests hold; pages that only the prefix cache holds count as free.",
             group=GROUPS,
         )
         self._pages_leaked = self._gauge(
@@ -206,13 +210,15 @@ class EngineMetrics(Families):
             group=GROUPS,
         )
         self._prefix_hits = self._counter(
-            "smc_prefix_cache_hits_total", "Of those, tokens that it had: they need not be run.", group=GROUPS
+            "smc_prefix_cache_hits_total",
+            "Prompt tokens that were found in the prefix cache, and are not run again.",
+            group=GROUPS,
         )
         self._preemptions = self._counter(
             "smc_preemptions_total", "Requests that released their KV memory to others and were resumed later."
         )
         self._shrinks = self._counter(
-            "smc_population_shrinks_total", "Populations that were made smaller for want of KV memory."
+            "smc_population_shrinks_total", "Populations that lost particles because KV memory was short."
         )
         self._resamples = self._counter(
             "smc_resamples_total", "Rounds of a request after which its particles were resampled."
@@ -222,26 +228,26 @@ class EngineMetrics(Families):
         )
         self._ess_share = self._histogram(
             "smc_ess_share_ratio",
-            "Effective sample size over N before resampling, one per request of independent particles and round.",
+            "Effective sample size over N before resampling, one value per request of independent particles and round.",
             SHARE_BUCKETS,
         )
         self._lag = self._histogram(
             "smc_committed_lag_tokens",
-            "Tokens between what is final and the longest particle, one per request and round.",
+            "Tokens of the longest particle beyond the committed prefix, one value per request and round.",
             LAG_BUCKETS,
         )
 
         self._mask = self._histogram(
             "smc_constraint_mask_seconds",
-            "Masks of constrained requests in a round, at one model; they are made while it runs.",
+            "Time to compute the masks of constrained requests in a round, for one model, which runs meanwhile.",
             MASK_BUCKETS,
         )
         self._potential = self._histogram(
-            "smc_potential_call_seconds", "Calls of potentials; each is about all particles of a request.", CALL_BUCKETS
+            "smc_potential_call_seconds", "Time of a call of a potential, for all particles of a request.", CALL_BUCKETS
         )
         self._potential_errors = self._counter(
             "smc_potential_errors_total",
-            "Requests that ended because their potential failed, or returned what is no log phi.",
+            "Requests that ended because their potential failed, or returned values that are not log phi.",
         )
         self._potential_timeouts = self._counter(
             "smc_potential_timeouts_total", "Requests that ended because their potential took too long."
@@ -252,16 +258,18 @@ class EngineMetrics(Families):
         except for the last four."""
         each = {"verification": VERIFICATIONS}
         self._drafts = self._counter(
-            "smc_spec_decode_num_drafts_total", "Rounds of exact decoding, one for each request that took part.", **each
+            "smc_spec_decode_num_drafts_total",
+            "Rounds of exact decoding, counted once for each request in them.",
+            **each,
         )
         self._draft_tokens = self._counter(
             "smc_spec_decode_num_draft_tokens_total",
-            "Tokens drafted in them, counted along one path of each tree.",
+            "Tokens drafted in exact decoding, counted along one path of each tree.",
             **each,
         )
         self._accepted_tokens = self._counter(
             "smc_spec_decode_num_accepted_tokens_total",
-            "Of those, tokens that the target drew as well, or kept.",
+            "Drafted tokens that the target drew as well (walk) or kept (rejection).",
             **each,
         )
         self._accepted_at = self._counter(
@@ -285,23 +293,27 @@ class EngineMetrics(Families):
         )
         self._alone_rounds = self._counter(
             "smc_spec_decode_num_alone_rounds_total",
-            "Rounds of such requests in which nothing was drafted: plain decoding was faster.",
+            "Rounds of requests of exact decoding in which nothing was drafted, because plain decoding was faster.",
         )
 
     def _make_round_metrics(self) -> None:
         self._round = self._histogram(
-            "smc_round_seconds", "One round, from its first command to its last decision.", ROUND_BUCKETS
+            "smc_round_seconds", "Time of a round, from its first command to its last decision.", ROUND_BUCKETS
         )
         self._round_part = self._histogram(
-            "smc_round_part_seconds", "Parts of a round; draft and target may overlap.", ROUND_BUCKETS, part=PARTS
+            "smc_round_part_seconds",
+            "Time of the parts of a round; draft and target may overlap.",
+            ROUND_BUCKETS,
+            part=PARTS,
         )
         self._stall = self._counter(
-            "smc_stall_seconds_total", "Time that a group had no work while a round was on.", group=GROUPS
+            "smc_stall_seconds_total", "Time in which a group had no work during a round.", group=GROUPS
         )
 
         self._last_round = time.monotonic()
         age = self._gauge(
-            "smc_last_round_age_seconds", "Since the last round ended, or since the start; grows while nothing runs."
+            "smc_last_round_age_seconds",
+            "Time since the end of the last round, or since the start; grows while no request runs.",
         )
         age.set_function(lambda: time.monotonic() - self._last_round)
 
@@ -424,15 +436,15 @@ class RequestMetrics(Families):
     def _make_request_metrics(self) -> None:
         self._compile = self._histogram(
             "smc_constraint_compile_seconds",
-            "Constraints that were compiled, before their request was queued.",
+            "Time to compile a constraint, before its request is queued.",
             (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
         )
         self._compile_hits = self._counter(
-            "smc_constraint_cache_hits_total", "Constraints that had been compiled for an earlier request."
+            "smc_constraint_cache_hits_total", "Constraints that were already compiled for an earlier request."
         )
         self._invalid_ends = self._counter(
             "smc_constraint_invalid_ends_total",
-            "Answers that ended by themselves, and that their constraint does not allow; anything but 0 is a bug.",
+            "Answers that ended by themselves although their constraint does not allow them; anything but 0 is a bug.",
         )
         self._requests = self._counter(
             "smc_requests_total",
@@ -450,10 +462,10 @@ class RequestMetrics(Families):
         for cause, code in REJECTIONS.items():
             self._rejections.labels(code, cause)
         self._cancellations = self._counter(
-            "smc_requests_cancelled_total", "Requests ended early, by whom or what.", by=CANCELLATIONS
+            "smc_requests_cancelled_total", "Requests that ended early, by cause.", by=CANCELLATIONS
         )
         self._prompt_tokens = self._counter(
-            "smc_prompt_tokens_total", "Tokens of prompts whose answers have begun, cached ones among them."
+            "smc_prompt_tokens_total", "Tokens of prompts whose answers have begun, including cached tokens."
         )
         self._generation_tokens = self._counter("smc_generation_tokens_total", "Tokens of answers that were sent.")
         self._model_tokens = self._counter(
@@ -463,45 +475,50 @@ class RequestMetrics(Families):
         )
         self._first_token = self._histogram(
             "smc_time_to_first_token_seconds",
-            "From a request's arrival to the first tokens of its answer.",
+            "Time from a request's arrival to the first tokens of its answer.",
             TTFT_BUCKETS,
         )
         self._inter_token = self._histogram(
             "smc_inter_token_latency_seconds",
-            "Between tokens of an answer; tokens that come together share the wait.",
+            "Time between tokens of an answer; tokens that arrive together share it equally.",
             INTER_TOKEN_BUCKETS,
         )
         self._duration = self._histogram(
-            "smc_e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", E2E_BUCKETS
+            "smc_e2e_request_latency_seconds", "Time from a request's arrival to the end of its answer.", E2E_BUCKETS
         )
         self._prompt_size = self._histogram(
             "smc_request_prompt_tokens", "Tokens of the prompt of an answered request.", TOKEN_BUCKETS
         )
         self._cached_size = self._histogram(
             "smc_request_cached_tokens",
-            "Of those, tokens that had been computed for an earlier request.",
+            "Tokens of the prompt of an answered request that were found in the prefix cache.",
             TOKEN_BUCKETS,
         )
         self._answer_size = self._histogram("smc_request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
         self._queue_time = self._histogram(
             "smc_request_queue_time_seconds",
-            "From an answered request's arrival to the start of its prefill.",
+            "Time from an answered request's arrival to the start of its prefill.",
             E2E_BUCKETS,
         )
         self._prefill_time = self._histogram(
-            "smc_request_prefill_time_seconds", "From there until its first token.", E2E_BUCKETS
+            "smc_request_prefill_time_seconds",
+            "Time from the start of an answered request's prefill to its first token.",
+            E2E_BUCKETS,
         )
         self._decode_time = self._histogram(
-            "smc_request_decode_time_seconds", "From there to the end of its answer.", E2E_BUCKETS
+            "smc_request_decode_time_seconds",
+            "Time from an answered request's first token to the end of its answer.",
+            E2E_BUCKETS,
         )
         self._draft_exponent = self._histogram(
             "smc_spec_decode_draft_exponent",
-            "Exponent of the draft's probabilities with which an answer's tree was drafted (exact decoding), at its end.",
+            "Exponent of the draft's probabilities at the end of an answer by exact decoding.",
             EXPONENT_BUCKETS,
         )
         self._log_evidence = self._histogram(
             "smc_log_evidence_per_token",
-            "log Z-hat of an answer of SMC over its tokens: far below 0 where the draft does not know the text.",
+            "log Z-hat of an answer by SMC divided by its number of tokens; far below 0 if the draft "
+            "does not know the text.",
             EVIDENCE_BUCKETS,
         )
 
@@ -564,22 +581,24 @@ class Metrics(RequestMetrics, EngineMetrics):
         self._slots_free.set(max_slots)
 
     def _make_service_metrics(self) -> None:
-        self._serving = self._gauge("smc_serving", "1 while requests are accepted.")
+        self._serving = self._gauge("smc_serving", "1 while requests are accepted, otherwise 0.")
         self._group_healthy = self._gauge(
-            "smc_group_healthy", "1 while every rank of the group is ready.", group=GROUPS
+            "smc_group_healthy", "1 while every rank of the group is ready, otherwise 0.", group=GROUPS
         )
         self._paused = self._counter(
             "smc_gateway_paused_seconds_total",
-            "Time in which the gateway's event loop was blocked, of pauses longer than 0.25 s.",
+            "Total time of the pauses longer than 0.25 s in which the gateway's event loop was blocked.",
         )
-        self._epoch = self._gauge("smc_epoch", "Starts of the workers, or of the draft alone, so far.")
+        self._epoch = self._gauge("smc_epoch", "Number of starts of all workers, or of the draft alone.")
         self._restarts = self._counter(
             "smc_worker_restarts_total", "Times that all workers were started again after a loss."
         )
         self._draft_restarts = self._counter(
             "smc_draft_restarts_total", "Times that the draft alone was started again after a loss."
         )
-        self._build = prom.Info("smc_build", "What runs here.", registry=self.registry)
+        self._build = prom.Info(
+            "smc_build", "Version, form and link of the service, and its models.", registry=self.registry
+        )
 
 
 class BatchMetrics(Families):
@@ -588,9 +607,11 @@ class BatchMetrics(Families):
     def __init__(self) -> None:
         super().__init__()
         self._lines = self._gauge("smc_batch_lines", "Lines of the input that are done.", result=("answered", "failed"))
-        self._left = self._gauge("smc_batch_lines_left", "Lines of the input that are to be done.")
+        self._left = self._gauge("smc_batch_lines_left", "Lines of the input that are not done yet.")
         self._tokens = self._counter("smc_batch_generation_tokens", "Tokens of this run's answers.")
-        self._seconds_left = self._gauge("smc_batch_left_seconds", "Time that the rest takes; NaN: not known yet.")
+        self._seconds_left = self._gauge(
+            "smc_batch_left_seconds", "Expected time until the run is done; NaN while it is not known."
+        )
         self._groups = self._gauge("smc_batch_worker_groups", "Worker groups.", state=("starting", "ready"))
         self._decoded = 0
 

@@ -30,7 +30,7 @@ def read_tokens(path: Path, name: str = "auth_token_file") -> tuple[str, ...]:
         if not token or token.startswith("#"):
             continue
         if not token.isascii() or not token.isprintable() or " " in token:
-            raise ValueError(f"{name}={str(path)!r}: line {number} is no token; allowed: ASCII without spaces")
+            raise ValueError(f"{name}={str(path)!r}: line {number} is not a token; allowed: ASCII without spaces")
         tokens.append(token)
     if not tokens:
         raise ValueError(f"{name}={str(path)!r} holds no token; write one a line")

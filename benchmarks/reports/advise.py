@@ -106,7 +106,7 @@ def run(plan: AdvisePlan, backend: PromptBackend, compiles: bool) -> None:
     if plan.acceptance is not None:
         acceptance = AcceptanceCurve(plan.acceptance)
     else:
-        err.print("answering problems, to see what is accepted", style="dim")
+        err.print("answering problems, to measure acceptance", style="dim")
         acceptance = measure_acceptance(backend, plan.split(plan.degrees[0]), plan.distribution)
 
     def speeds(loads: Sequence[int]) -> list[PredictedSpeed]:
@@ -219,7 +219,7 @@ def draw_advice(speeds: Sequence[PredictedSpeed], path: Path, title: str) -> Non
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=8, loc="left")
-    axes.set_xlabel("requests decoded side by side")
+    axes.set_xlabel("concurrent requests")
     axes.set_ylabel("answer tokens a second, of all requests")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -196,7 +196,7 @@ def measure_all(
     try:
         with Progress(*columns, console=err, expand=True, transient=True, speed_estimate_period=3600) as progress:
             if new := [setting for setting in todo if setting.name not in known]:
-                look = progress.add_task("how long it will take", total=None)
+                look = progress.add_task("estimating the time", total=None)
                 progress.console.print(f"about {_duration(forecast(pairs, plan, new))} for all", style="dim")
                 progress.remove_task(look)
             # The cost of an answer is about proportional to its particles, so the overall bar counts these.
@@ -209,7 +209,7 @@ def measure_all(
                 progress.console.print(Text(f"{setting.name}: {_in_words(row)}", style="dim"))
     except KeyboardInterrupt:
         if record.path:
-            err.print(f"stopped; {len(record.rows)} settings are in {record.path}, --resume goes on from there")
+            err.print(f"stopped; {len(record.rows)} settings are in {record.path}, --resume continues from there")
         raise
 
 
@@ -271,7 +271,7 @@ def report(
     out.print(quality_table(rows))
     out.print(LEGEND.format(concurrency=plan.concurrency), style="dim")
     if collapses := sum(row.collapses for row in rows):
-        print_warning(f"every weight was zero after {collapses} rounds; answers went on from prefixes with weight")
+        print_warning(f"all weights were zero after {collapses} rounds; answers continued from prefixes with weight")
     if markdown:
         markdown.write_text(quality_markdown(rows, about, plan.concurrency))
     if picture:

@@ -12,7 +12,7 @@ KINDS = {
     "draft": ("#0072b2", "draft K tokens of every branch"),
     "target": ("#d55e00", "score a block"),
     "choose": ("#cc79a7", "choose"),
-    "follow": ("#e69f00", "let the chosen go on"),
+    "follow": ("#e69f00", "continue the chosen rows"),
     "work": ("#009e73", "plan and record"),
 }
 """Name of work in a trace -> its colour and label."""
@@ -35,7 +35,7 @@ def read(path: Path) -> list[dict[str, Any]]:
             f"{path} is not a trace of smcserve serve --trace ({type(error).__name__}: {error})"
         ) from error
     if not spans:
-        raise ValueError(f"{path} holds no rounds: nothing was asked of that service")
+        raise ValueError(f"{path} holds no rounds; record a trace while the service answers requests")
     return spans
 
 

@@ -166,7 +166,8 @@ def rest(path: Path, done: int, earlier: Iterable[dict[str, Any]] = ()) -> Itera
 def _check(line: Line, record: dict[str, Any], name: str, requests: RequestReader, fingerprint: str) -> None:
     if record["custom_id"] != line.custom_id:
         raise ValueError(
-            f"{name} is of custom_id={record['custom_id']!r}, but line {line.number} has {line.custom_id!r}; {REMEDY}"
+            f"{name} has custom_id={record['custom_id']!r}, but line {line.number} of the input has "
+            f"{line.custom_id!r}; {REMEDY}"
         )
     if record["id"] != record_id(line):
         raise ValueError(f"{name} does not belong to line {line.number} as it is now; {REMEDY}")

@@ -237,7 +237,7 @@ class PartsOutput:
                 continue
             file, counts = match["file"], Counts(int(match["lines"]), int(match["failed"]))
             if file not in files:
-                raise ValueError(f"{self.sink.url}: {name} is of no file of {self._source.url}; {REMEDY}")
+                raise ValueError(f"{self.sink.url}: {name} belongs to no file of {self._source.url}; {REMEDY}")
             found.setdefault(files[file], []).append(Found(int(match["start"]), int(match["end"]), counts, name))
         return {file: self._checked(file, parts) for file, parts in found.items()}
 

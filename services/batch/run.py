@@ -116,7 +116,7 @@ class BatchConfig:
                 output.is_relative_to(source) or (source.is_file() and output == source.parent)
             )
         if inside:
-            raise ValueError(f"{self.output} is where the input is; give another output directory")
+            raise ValueError(f"{self.output} is the input's directory, or inside it; give another output directory")
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -143,7 +143,7 @@ class BatchRun:
         self._requests = RequestReader(self._pair, config.seed)
         self._spec = ReplicaSpec(group, config.seed, config.concurrency)
         if self._is_pooled and group.trace is not None:
-            raise ValueError("trace is of one worker group, in one file; leave it out")
+            raise ValueError("trace is available only with one worker group and one output file; leave it out")
 
     def run(self) -> BatchProgress:
         """Answer the lines that are not in the output yet. At the end no process is left running, and the output holds
@@ -266,7 +266,7 @@ class _Pass:
         self._num_started, self._num_done = 0, 0
         self._ended = threading.Event()
         """Set when a part is missing and the parts after it cannot be appended."""
-        self._error = "every worker group was lost before it had done a part"
+        self._error = "every worker group was lost before it completed a part"
         self._written: list[InputPart] = []
         """Parts that were written since the last request to the monitor."""
 

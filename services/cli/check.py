@@ -40,16 +40,23 @@ def check(
     probed: Probed = False,
     particles: Annotated[
         int | None,
-        options.option(options.PARTICLES, "N of --probe. Default: 8.", "--particles", "-n", metavar="N"),
+        options.option(
+            options.PARTICLES,
+            "N of --probe: the number of particles, or of rows of the tree. Default: 8.",
+            "--particles",
+            "-n",
+            metavar="N",
+        ),
     ] = None,
     temperature: Annotated[
-        float | None, options.option(options.SAMPLING, "Of --probe. Default: 1.", metavar="T")
+        float | None,
+        options.option(options.SAMPLING, "Temperature of --probe, above 0 and at most 2. Default: 1.", metavar="T"),
     ] = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     as_json: options.JsonFlag = False,
 ) -> int:
-    """Say whether two model directories fit together; without --probe no weight is loaded."""
+    """Check whether two models can serve as target and draft. Without --probe, no weights are loaded."""
     from smc.loading import pair_directories
     from smc.model.check import check_pair
 
@@ -108,7 +115,7 @@ def _print_probe(found: Probe) -> None:
         f"{found.same_likeliest:.0%}",
         f"accepted by depth: {depths or 'nothing'}; {found.tokens_a_round:.2f} tokens a round",
         f"SMC: log Z {found.log_evidence:+.2f} a token",
-        "expected speed, of the target alone: "
+        "expected speed, relative to the target alone: "
         + ", ".join(f"{name} {'unknown' if speed is None else f'{speed:.2f}x'}" for name, speed in speeds.items()),
         *found.recommendation,
     ]

@@ -30,17 +30,20 @@ client = typer.Typer(help="Talk to a running service.")
 Timeout = Annotated[
     float | None,
     options.option(
-        SERVICE, "Abort the call after this long; --time-budget is the soft limit.", "--timeout", metavar="SECONDS"
+        SERVICE,
+        "Abort the call after this many seconds. --time-budget instead returns the answer so far.",
+        "--timeout",
+        metavar="SECONDS",
     ),
 ]
 RequestId = Annotated[
-    str | None, options.option(SERVICE, "Name of the request. Default: a random one.", "--request-id", metavar="ID")
+    str | None, options.option(SERVICE, "Id of the request. Default: a random id.", "--request-id", metavar="ID")
 ]
 CacheSalt = Annotated[
     str,
     options.option(
         SERVICE,
-        "Share what was computed for prompts only within this salt.",
+        "Share cached prompts only with requests that give the same salt.",
         "--cache-salt",
         metavar="TEXT",
         show_default=False,
@@ -49,14 +52,18 @@ CacheSalt = Annotated[
 LogProbs = Annotated[
     bool,
     options.option(
-        options.OUTPUT, "Log-probability of every token, with --json.", "--logprobs", show_default=False, metavar=""
+        options.OUTPUT,
+        "Include the log-probability of every answer token; needs --json.",
+        "--logprobs",
+        show_default=False,
+        metavar="",
     ),
 ]
 TopLogProbs = Annotated[
     int,
     options.option(
         options.OUTPUT,
-        "And of the K likeliest at its position, with --logprobs.",
+        "Include the log-probabilities of the K likeliest tokens at each position of the answer; needs --logprobs.",
         "--top-logprobs",
         show_default=False,
         metavar="K",
@@ -66,7 +73,8 @@ PromptLogProbs = Annotated[
     int | None,
     options.option(
         options.OUTPUT,
-        "Of every token of the prompt, and of the K likeliest there, with --json.",
+        "Include the log-probabilities of every prompt token and of the K likeliest tokens at its "
+        "position; needs --json.",
         "--prompt-logprobs",
         show_default=False,
         metavar="K",
@@ -100,7 +108,8 @@ def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
 def generate(
     ctx: typer.Context,
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; '-' or nothing: standard input.", show_default=False)
+        str | None,
+        typer.Argument(help="The prompt. If it is '-' or missing, it is read from standard input.", show_default=False),
     ] = None,
     address: Address = DEFAULT_ADDRESS,
     token_file: TokenFile = None,

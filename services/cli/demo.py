@@ -82,10 +82,10 @@ MORE = (
 )
 LESSON = """\
 Every answer is drawn at temperature 1. The draft alone is fast and mostly wrong. Exact decoding gives the target's \
-own answers in few of its passes. SMC comes near them; it needs as few passes however far apart the two models are, \
-and is right more often the more particles it has. On a GPU a pass over many rows costs about what one over a single \
-row does, so passes are time. On a CPU it costs more, and look-ahead, made for models that work at the same time, \
-gains nothing: these speeds are a CPU's only.
+own answers in few of its passes. SMC comes close to them. It needs the same number of passes however far apart the \
+two models are, and gives more right answers with more particles. On a GPU a pass over many rows takes about as long \
+as a pass over one row, so the number of passes determines the time. On a CPU it takes longer, and look-ahead, which \
+is made for models that work at the same time, gains nothing: these speeds hold only for CPUs.
 """
 NEXT = """\
 Next:  smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"
@@ -112,7 +112,7 @@ def show(count: int, seed: int) -> None:
 def _ask(pair: ModelPair, problem: Problem, seed: int) -> None:
     out.print(Text(problem.question, style="bold"))
     out.print()
-    out.print(Text(f"{EXACT.name}, as it comes:", style="dim"))
+    out.print(Text(f"{EXACT.name}, streamed:", style="dim"))
     exact = _answer(pair, EXACT, problem, seed, aloud=True)
     out.print(_verdict(problem, exact))
     out.print(Text(summary(exact), style="dim"))
@@ -202,9 +202,14 @@ def _table(rows: list[tuple[str, ...]]) -> Table:
 
 def demo(
     problems: Annotated[
-        int, options.option(options.MEASURE, "Problems behind the table; 0 = no table.", metavar="COUNT")
+        int,
+        options.option(
+            options.MEASURE, "Number of problems that are answered for the table; 0 = no table.", metavar="COUNT"
+        ),
     ] = 20,
-    seed: Annotated[int, options.option(options.MEASURE, "Of the problems and of the answers.", metavar="SEED")] = 1,
+    seed: Annotated[
+        int, options.option(options.MEASURE, "Seed of the problems and of the answers.", metavar="SEED")
+    ] = 1,
 ) -> None:
     """Answer three questions with the shipped model pair, and compare ways of decoding."""
     if problems < 0:

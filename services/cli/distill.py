@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smc.distill.measure import Measurement
     from smc.model.tokenizer import Tokenizer
 
-DRAFT, DATA, TRAINING = "The draft", "What the target writes", "Training"
+DRAFT, DATA, TRAINING = "Draft", "Conversations", "Training"
 DEMO_PROMPTS = 2000
 GPU_BATCH, CPU_BATCH = 128, 8
 GPU_SLOTS, CPU_SLOTS = 512, 64
@@ -30,43 +30,57 @@ class DistillOptions:
     """Options of `smcserve distill`."""
 
     out_directory: Annotated[
-        Path, options.option(options.OUTPUT, "Directory of the draft.", "--out", metavar="DIR", show_default=False)
+        Path,
+        options.option(
+            options.OUTPUT, "Directory that the draft is written to.", "--out", metavar="DIR", show_default=False
+        ),
     ]
     target: Annotated[
         Path | None,
         options.option(
             options.MODELS,
-            "Directory of the target, or its name on the hub. Default: the demo target.",
+            "Target model: a directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub. "
+            "Default: the demo target.",
             "--target",
             metavar="MODEL",
         ),
     ] = None
     minutes: Annotated[
         float | None,
-        options.option(TRAINING, "Wall time of the whole run. Default: 5, without --tokens.", metavar="MINUTES"),
+        options.option(
+            TRAINING, "Wall time of the whole run. Default: 5, if --tokens is not given.", metavar="MINUTES"
+        ),
     ] = None
     tokens: Annotated[
         int | None,
-        options.option(TRAINING, "Answer tokens to learn from, in place of --minutes.", metavar="TOKENS"),
+        options.option(TRAINING, "Number of answer tokens to train on, instead of --minutes.", metavar="TOKENS"),
     ] = None
     layers: Annotated[
         int | None,
         options.option(
-            DRAFT, "Layers, cut from the target. Default: one of seven, at least two.", "--layers", metavar="L"
+            DRAFT,
+            "Number of layers of the draft, which are cut from the target. Default: one of seven, at least two.",
+            "--layers",
+            metavar="L",
         ),
     ] = None
     shape: Annotated[
         str | None,
-        options.option(DRAFT, "A new model of this width and depth, such as 256x6.", "--shape", metavar="WIDTHxLAYERS"),
+        options.option(
+            DRAFT,
+            "Train a new model of this width and number of layers, such as 256x6.",
+            "--shape",
+            metavar="WIDTHxLAYERS",
+        ),
     ] = None
     draft: Annotated[
-        Path | None, options.option(DRAFT, "Go on from this draft's weights.", "--draft", metavar="DIR")
+        Path | None, options.option(DRAFT, "Start from the weights of this draft.", "--draft", metavar="DIR")
     ] = None
     own_embedding: Annotated[
         bool,
         options.option(
             DRAFT,
-            "Train embedding and head, too. Default: they are the target's, and stay.",
+            "Train the embedding and the head, too. Default: they stay those of the target, or of --draft.",
             "--own-embedding",
             show_default=False,
             metavar="",
@@ -76,7 +90,8 @@ class DistillOptions:
         Path | None,
         options.option(
             DATA,
-            'Prompts that half of the conversations begin with, one a line: text, or JSON with "prompt" or "messages".',
+            "File of prompts with which half of the conversations begin. Each line is text, or JSON with "
+            '"prompt" or "messages".',
             "--prompts",
             metavar="FILE",
         ),
@@ -85,7 +100,7 @@ class DistillOptions:
         Path | None,
         options.option(
             DATA,
-            "The log of a service that logs texts (its configuration: log-texts: true), whose prompts are used likewise.",
+            "Log of a service with log-texts: true in its configuration; its prompts are used like those of --prompts.",
             "--from-log",
             metavar="FILE",
         ),
@@ -94,19 +109,21 @@ class DistillOptions:
         list[float] | None,
         options.option(
             DATA,
-            "A temperature that will be served; may be repeated. Default: 1 and 0.7, and one answer of five at 0.",
+            "Temperature of later requests, for which the draft is trained; may be repeated. Default: 1 "
+            "and 0.7, and 0 for one answer of five.",
             "--temperature",
             metavar="T",
         ),
     ] = None
-    turns: Annotated[int, options.option(DATA, "User turns of a conversation, at most.", metavar="COUNT")] = 2
-    width: Annotated[int, options.option(DATA, "Tokens of the longest conversation.", metavar="TOKENS")] = 512
-    seed: Annotated[int, options.option(DATA, "Decides conversations and their order.", metavar="SEED")] = 0
+    turns: Annotated[int, options.option(DATA, "Maximum number of user turns of a conversation.", metavar="COUNT")] = 2
+    width: Annotated[int, options.option(DATA, "Maximum number of tokens of a conversation.", metavar="TOKENS")] = 512
+    seed: Annotated[int, options.option(DATA, "Seed of the conversations and of their order.", metavar="SEED")] = 0
     loss: Annotated[
         str,
         options.option(
             TRAINING,
-            "tv (total variation): for exact decoding; chi2 (chi-square): for SMC; kl: neither in particular.",
+            "Loss. tv (total variation): for exact decoding; chi2 (chi-square): for SMC; kl "
+            "(Kullback-Leibler): for neither in particular.",
             metavar="tv|chi2|kl",
         ),
     ] = "tv"
@@ -115,26 +132,33 @@ class DistillOptions:
         int | None,
         options.option(
             TRAINING,
-            f"Conversations of a step. Default: {CPU_BATCH} on a CPU, {GPU_BATCH} on a GPU.",
+            f"Number of conversations in a training step. Default: {CPU_BATCH} on a CPU, {GPU_BATCH} on a GPU.",
             metavar="COUNT",
         ),
     ] = None
-    rounds: Annotated[int, options.option(TRAINING, "Rounds of writing, learning and measuring.", metavar="COUNT")] = 8
+    rounds: Annotated[
+        int,
+        options.option(TRAINING, "Number of rounds; each writes conversations, trains and measures.", metavar="COUNT"),
+    ] = 8
     resume: Annotated[
         bool,
-        options.option(
-            TRAINING, "Go on with the run in --out, after a kill.", "--resume", show_default=False, metavar=""
-        ),
+        options.option(TRAINING, "Continue an interrupted run in --out.", "--resume", show_default=False, metavar=""),
     ] = False
-    device: Annotated[str, options.option(options.MODELS, "Where to run.", metavar="cpu|cuda")] = "cpu"
+    device: Annotated[
+        str, options.option(options.MODELS, "Device that runs the target and the training.", metavar="cpu|cuda")
+    ] = "cpu"
     processes: Annotated[
-        int, options.option(options.MODELS, "Processes that train together, each on a GPU of its own.", metavar="COUNT")
+        int,
+        options.option(
+            options.MODELS, "Number of processes that train together, each on a GPU of its own.", metavar="COUNT"
+        ),
     ] = 1
     slots: Annotated[
         int | None,
         options.option(
             options.ENGINE,
-            f"Conversations written at once by a process. Default: {CPU_SLOTS} on a CPU, {GPU_SLOTS} on a GPU.",
+            f"Number of conversations that a process writes at the same time. Default: {CPU_SLOTS} on a CPU, "
+            f"{GPU_SLOTS} on a GPU.",
             metavar="COUNT",
         ),
     ] = None
@@ -241,7 +265,7 @@ def _texts(directory: Path, file: Path | None, log: Path | None, is_demo: bool) 
         return demo_prompts(tokenizer)
     found = tuple(_prompts_of(tokenizer, file))
     if not found:
-        raise ValueError(f"{file} holds no prompts; one a line is needed")
+        raise ValueError(f"{file} holds no prompts; give one prompt a line")
     return (*found, *logged)
 
 
@@ -275,7 +299,7 @@ def _prompts_of(tokenizer: Tokenizer, file: Path) -> Iterator[tuple[int, ...]]:
                 if line.strip():
                     yield _encoded(tokenizer, line.rstrip("\n"), f"{file}:{number}")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def logged_prompts(tokenizer: Tokenizer, log: Path) -> tuple[tuple[int, ...], ...]:
@@ -295,7 +319,8 @@ def logged_prompts(tokenizer: Tokenizer, log: Path) -> tuple[tuple[int, ...], ..
         )
     if (most := max(map(max, found))) >= tokenizer.size:
         raise ValueError(
-            f"{log} holds token {most}, but the target has {tokenizer.size}; it is the log of another model"
+            f"{log} holds token {most}, but the target has {tokenizer.size} tokens; give the log of a service "
+            "of this target"
         )
     return tuple(found)
 
@@ -343,8 +368,9 @@ def _print(found: Measurement, directory: Path) -> None:
         f"{directory}: overlap {found.overlap:.3f}, KL {found.kl:.3f} nats a token, same likeliest token "
         f"{found.same_likeliest:.0%}; {found.trained_tokens:,} answer tokens in {found.seconds:.0f} s",
         *(
-            f"temperature {each.temperature:g}, {each.rows} row{'s' if each.rows > 1 else ''}: {each.held:.2f} of {BLOCK} "
-            f"tokens held{'' if each.speed is None else f', expected speed {each.speed:.2f}x'}"
+            f"temperature {each.temperature:g}, {each.rows} row{'s' if each.rows > 1 else ''}: a tree contains "
+            f"{each.held:.2f} of the next {BLOCK} "
+            f"tokens{'' if each.speed is None else f', expected speed {each.speed:.2f}x'}"
             for each in found.trees
         ),
         sep="\n",

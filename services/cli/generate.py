@@ -35,7 +35,8 @@ PLAIN = ("target", "draft")
 def generate(
     ctx: typer.Context,
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; '-' or nothing: standard input.", show_default=False)
+        str | None,
+        typer.Argument(help="The prompt. If it is '-' or missing, it is read from standard input.", show_default=False),
     ] = None,
     target: options.Target = None,
     draft: options.Draft = None,
@@ -181,7 +182,8 @@ def summary(answer: Answer | Completion) -> str:
 def warn_of_collapses(answer: Answer | Completion) -> None:
     if answer.statistics is not None and answer.statistics.collapses:
         print_warning(
-            f"every weight was zero after {answer.statistics.collapses} rounds; the answer went on from prefixes with weight"
+            f"all weights were zero after {answer.statistics.collapses} rounds; the answer continued from prefixes "
+            "with weight"
         )
 
 

@@ -28,10 +28,11 @@ from smc.terminal import out, print_error
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Root of the repository, if this package is in a checkout."""
 COMMANDS = {
-    "eval": "Measure quality and speed of every way of decoding, on problems made for it, or on those of a file.",
-    "bench": "Measure speed: on GPUs answer tokens a second of every mode, on a CPU where the time of a round goes.",
-    "timeline": "Draw when draft, target and coordinator worked, on one clock.",
-    "grow": "Write a small model in a large shape, the rest zeros: the small one's answers at the large one's cost.",
+    "eval": "Measure quality and speed of every way of decoding, on generated problems or on those of a file.",
+    "bench": "Measure speed: on GPUs the answer tokens per second of every mode, on a CPU the parts of a round's time.",
+    "timeline": "Draw the times at which draft, target and coordinator worked, on one time axis.",
+    "grow": "Write a small model into a large shape, padded with zeros. It has the small model's answers "
+    "and the large one's cost.",
 }
 
 

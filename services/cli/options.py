@@ -30,7 +30,7 @@ MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = (
     "Sampling",
     "Particles",
     "Engine",
-    "What is measured",
+    "Measurement",
     "Output",
 )
 
@@ -73,11 +73,11 @@ def _constraint_parameter(name: str, kind: Any, help: str, metavar: str) -> insp
 CONSTRAINTS = {
     name: _constraint_parameter(name, kind, help, metavar)
     for name, kind, help, metavar in (
-        ("json_schema", Path, "The answer is JSON that this schema allows.", "FILE"),
+        ("json_schema", Path, "File with a JSON schema, which the answer matches.", "FILE"),
         ("json_object", bool, "The answer is a JSON object.", ""),
         ("regex", str, "The answer matches this regular expression.", "REGEX"),
-        ("grammar", Path, "The answer is of this grammar, in Lark's syntax or GBNF.", "FILE"),
-        ("choice", list[str], "The answer is this text; may be repeated, for one of several.", "TEXT"),
+        ("grammar", Path, "File with a grammar in Lark's syntax or GBNF, which the answer matches.", "FILE"),
+        ("choice", list[str], "The answer is this text. If repeated, the answer is one of the texts.", "TEXT"),
     )
 }
 """Options that constrain the answer. At most one may be given."""
@@ -198,20 +198,28 @@ Target = Annotated[
     Path | None,
     option(
         MODELS,
-        "Target model, with --draft: a directory, or ORG/NAME[@REVISION] on the Hugging Face hub. Default: the demo pair.",
+        "Target model: a directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub; needs "
+        "--draft. Default: the demo pair.",
         "--target",
         metavar="MODEL",
     ),
 ]
 Draft = Annotated[
-    Path | None, option(MODELS, "Draft model, with --target: a directory, or a name.", "--draft", metavar="MODEL")
+    Path | None,
+    option(
+        MODELS,
+        "Draft model: a directory or a name, like --target; needs --target. Default: the demo pair.",
+        "--draft",
+        metavar="MODEL",
+    ),
 ]
-Device = Annotated[str, option(MODELS, "Where both models run.", metavar="cpu|cuda")]
+Device = Annotated[str, option(MODELS, "Device that runs both models.", metavar="cpu|cuda")]
 Dtype = Annotated[
     str | None,
     option(
         MODELS,
-        "float32, bfloat16, float16, fp8 or int4. Default: float32 on a CPU, bfloat16 (int4 if stored so) on a GPU.",
+        "Data type of both models: float32, bfloat16, float16, fp8 or int4. Default: float32 on a "
+        "CPU, bfloat16 (int4 if stored so) on a GPU.",
         metavar="TYPE",
     ),
 ]
@@ -219,8 +227,9 @@ TargetDtype = Annotated[
     str | None,
     option(
         MODELS,
-        "Type of the target alone. fp8: its matrices, with a scale for each output; int4: the layers' matrices, as stored "
-        "or in groups of 128; all else is bfloat16.",
+        "Data type of the target. fp8: its matrices are FP8, with a scale for each output; int4: the "
+        "matrices of its layers are int4, as stored or in groups of 128. All other weights are "
+        "bfloat16. Default: as --dtype.",
         metavar="TYPE",
     ),
 ]
@@ -228,7 +237,8 @@ DraftDtype = Annotated[
     str | None,
     option(
         MODELS,
-        "Type of the draft alone; auto: its own, fp8 or int4, by what a step takes on a GPU.",
+        "Data type of the draft. auto: its stored type, fp8 or int4, chosen by the time of a step on "
+        "the GPU. Default: as --dtype.",
         metavar="TYPE",
     ),
 ]
@@ -236,8 +246,8 @@ GenerationConfig = Annotated[
     str | None,
     option(
         MODELS,
-        "Sampling settings that a request leaves out. auto: those of the target's generation_config.json; ignore: the "
-        "library's. Default: auto.",
+        "Source of sampling settings that a request leaves out. auto: the target's "
+        "generation_config.json; ignore: the library's defaults. Default: auto.",
         metavar="auto|ignore",
     ),
 ]
@@ -245,8 +255,8 @@ DraftVocab = Annotated[
     int | None,
     option(
         MODELS,
-        "Draft only the N tokens that are most frequent in --draft-vocab-text, or in what `distill` trained the draft on. "
-        "Default: all tokens.",
+        "Draft only the N tokens that are most frequent in --draft-vocab-text, or in the text that "
+        "`distill` trained the draft on. Default: all tokens.",
         "--draft-vocab",
         metavar="N",
     ),
@@ -255,7 +265,7 @@ DraftVocabText = Annotated[
     Path | None,
     option(
         MODELS,
-        "A UTF-8 text like those to be generated, whose most frequent tokens are drafted.",
+        "UTF-8 text, similar to the expected answers, in which tokens are counted for --draft-vocab.",
         "--draft-vocab-text",
         metavar="FILE",
     ),
@@ -264,49 +274,84 @@ DraftVocabText = Annotated[
 NegativePrompt = Annotated[
     str | None,
     option(
-        SAMPLING, "What to lead away from, with --guidance-scale. Default: the token that begins texts.", metavar="TEXT"
+        SAMPLING,
+        "Prompt that --guidance-scale leads answers away from. Default: the token that begins texts.",
+        metavar="TEXT",
     ),
 ]
 Raw = Annotated[
     bool,
-    option(SAMPLING, "The prompt as plain text, without the chat template.", "--raw", show_default=False, metavar=""),
+    option(
+        SAMPLING, "Pass the prompt as plain text, without the chat template.", "--raw", show_default=False, metavar=""
+    ),
 ]
 
 Threads = Annotated[
     int | None,
     option(
-        ENGINE, "CPU threads of torch. Default: 1 for the demo pair, else torch's own.", "--threads", metavar="COUNT"
+        ENGINE,
+        "Number of CPU threads of torch. Default: 1 for the demo pair, otherwise torch's default.",
+        "--threads",
+        metavar="COUNT",
     ),
 ]
 Form = Annotated[
     str | None,
-    option(ENGINE, "lockstep: draft, then score; lookahead: at the same time. Default: lookahead.", metavar="FORM"),
+    option(
+        ENGINE,
+        "Form of a round. lockstep: the models work one after the other; lookahead: at the same time. Default: "
+        "lookahead.",
+        metavar="FORM",
+    ),
 ]
-Block = Annotated[int | None, option(ENGINE, "K, tokens drafted per round. Default: 8.", "--block", "-k", metavar="K")]
+Block = Annotated[
+    int | None,
+    option(ENGINE, "K, the number of tokens drafted in a round, 1..32. Default: 8.", "--block", "-k", metavar="K"),
+]
 Branches = Annotated[
     int | None,
-    option(ENGINE, "F, next blocks drafted per particle; lookahead only. Default: 4.", "--branches", "-f", metavar="F"),
+    option(
+        ENGINE,
+        "F, the number of branches drafted for each particle, 1..32; lookahead only. Default: 4.",
+        "--branches",
+        "-f",
+        metavar="F",
+    ),
 ]
 MaxContext = Annotated[
     int | None,
     option(
-        ENGINE, "Longest prompt plus answer. Default: what the models were made for.", "--max-context", metavar="TOKENS"
+        ENGINE,
+        "Maximum tokens of a prompt and its answer together. Default: the context that the models were made for.",
+        "--max-context",
+        metavar="TOKENS",
     ),
 ]
 NoPrefixCache = Annotated[
     bool | None,
     option(
         ENGINE,
-        "Compute every prompt in full, even where an earlier prompt had the same beginning.",
+        "Compute every prompt in full, even if an earlier prompt began with the same tokens.",
         "--no-prefix-cache",
         show_default=False,
         metavar="",
     ),
 ]
 
-JsonFlag = Annotated[bool, option(OUTPUT, "Print one JSON object instead.", "--json", show_default=False, metavar="")]
+JsonFlag = Annotated[
+    bool, option(OUTPUT, "Print one JSON object instead of text.", "--json", show_default=False, metavar="")
+]
 
-Resume = Annotated[bool, option(OUTPUT, "Go on with the file of --json.", "--resume", show_default=False, metavar="")]
+Resume = Annotated[
+    bool,
+    option(
+        OUTPUT,
+        "Continue the measurement that is recorded in the file of --json.",
+        "--resume",
+        show_default=False,
+        metavar="",
+    ),
+]
 
 
 SHOWN = 88

@@ -20,17 +20,22 @@ if TYPE_CHECKING:
     from services.gateway.config import GatewayConfig
     from services.launch.config import WorkerGroupConfig
 
-CLUSTER, LISTEN, SECURITY, BATCH = "Cluster", "Where it listens", "Security and limits", "Batch"
+CLUSTER, LISTEN, SECURITY, BATCH = "Cluster", "Network and APIs", "Security and limits", "Batch"
 CONFIGURATION = "Configuration"
 MAX_QUEUE = 256
 """Default number of requests that may wait in a service."""
 
 TargetTp = Annotated[
     int | None,
-    option(MODELS, "Processes, and GPUs, that share the target. Default: 1.", "--target-tp", metavar="COUNT"),
+    option(
+        MODELS, "Number of processes, and of GPUs, that share the target. Default: 1.", "--target-tp", metavar="COUNT"
+    ),
 ]
 DraftTp = Annotated[
-    int | None, option(MODELS, "Processes, and GPUs, that share the draft. Default: 1.", "--draft-tp", metavar="COUNT")
+    int | None,
+    option(
+        MODELS, "Number of processes, and of GPUs, that share the draft. Default: 1.", "--draft-tp", metavar="COUNT"
+    ),
 ]
 
 
@@ -57,19 +62,24 @@ class WorkerGroupOptions:
     branches: options.Branches = None
     cohorts: Annotated[
         int | None,
-        option(ENGINE, "Sets of requests whose rounds alternate, 1 to 4. Default: 1, with form lockstep 2."),
+        option(ENGINE, "Number of micro-batches whose rounds alternate, 1..4. Default: 1, with form lockstep 2."),
         FILE_ONLY,
     ] = None
     max_slots: Annotated[
         int | None,
-        option(ENGINE, "Particles of all running requests together. Default: 64.", "--max-slots", metavar="COUNT"),
+        option(
+            ENGINE,
+            "Slots for the particles of all running requests together. Default: 64.",
+            "--max-slots",
+            metavar="COUNT",
+        ),
     ] = None
     max_chains: Annotated[
         int | None,
         option(
             ENGINE,
-            "Draft chains of all running requests with verification rejection; 0 refuses such requests. Default: as "
-            "many as take 1 GiB of memory at either model.",
+            "Maximum number of draft chains of all running requests with verification rejection; 0 "
+            "refuses such requests. Default: as many as take 1 GiB of memory at either model.",
         ),
         FILE_ONLY,
     ] = None
@@ -84,15 +94,15 @@ class WorkerGroupOptions:
     ] = None
     prefill_chunk: Annotated[
         int | None,
-        option(ENGINE, "Prompt tokens that are run between two rounds at most. Default: 128, on GPUs 4096."),
+        option(ENGINE, "Maximum number of prompt tokens that run between two rounds. Default: 128, on GPUs 4096."),
         FILE_ONLY,
     ] = None
     prefill_share: Annotated[
         float | None,
         option(
             ENGINE,
-            "Most time that prompts take beside rounds, as a share of the rounds' time. Default: 0.4 on GPUs, on a CPU "
-            "no limit.",
+            "Maximum time spent on prompts, as a share of the time spent on rounds. Default: 0.4 on "
+            "GPUs, no limit on a CPU.",
         ),
         FILE_ONLY,
     ] = None
@@ -100,31 +110,35 @@ class WorkerGroupOptions:
         str | None,
         option(
             ENGINE,
-            "How much is drafted for exact decoding: `costs`, as much as measured costs justify, or `always`, the "
-            "whole tree that the request asks for. Answers are the same. Default: costs.",
+            "Tree size in exact decoding. costs: the size that pays by the measured costs; always: the "
+            "size that the request asks for. Answers are the same. Default: costs.",
         ),
         FILE_ONLY,
     ] = None
     no_prefix_cache: options.NoPrefixCache = None
     potentials: Annotated[
         dict[str, str] | None,
-        option(ENGINE, "Callables that requests may name as their potential, as module:function by name."),
+        option(
+            ENGINE,
+            "Potentials that requests may name: a mapping from names to callables, each given as module:function.",
+        ),
         FILE_ONLY,
     ] = None
     potential_timeout: Annotated[
         float | None,
-        option(ENGINE, "Seconds that a potential may take each time it is asked about a request. Default: 10."),
+        option(ENGINE, "Maximum seconds of one call of a potential; then its request fails. Default: 10."),
         FILE_ONLY,
     ] = None
-    threads: Annotated[int | None, option(ENGINE, "CPU threads of torch in each process. Default: 1."), FILE_ONLY] = (
-        None
-    )
+    threads: Annotated[
+        int | None, option(ENGINE, "Number of CPU threads of torch in each process. Default: 1."), FILE_ONLY
+    ] = None
 
     ray_address: Annotated[
         str | None,
         option(
             CLUSTER,
-            "Cluster to run on. Default: the one in RAY_ADDRESS, else one started here and stopped at the end.",
+            "Address of the Ray cluster to run on. Default: RAY_ADDRESS, otherwise a cluster that is "
+            "started here and stopped at the end.",
             "--ray-address",
             metavar="ADDRESS",
         ),
@@ -151,14 +165,18 @@ class WorkerGroupOptions:
         str | None,
         option(
             CLUSTER,
-            "nccl: torch.distributed, with gloo on CPUs; grpc: for hosts that it does not connect. Default: nccl.",
+            "Link between the models' processes. nccl: torch.distributed, with gloo on CPUs; grpc: for "
+            "hosts that torch.distributed does not connect. Default: nccl.",
             metavar="nccl|grpc",
         ),
     ] = None
     start_timeout: Annotated[
         float | None,
         option(
-            CLUSTER, "Seconds until every process must be ready. Default: 600.", "--start-timeout", metavar="SECONDS"
+            CLUSTER,
+            "Seconds within which every process must be ready. Default: 600.",
+            "--start-timeout",
+            metavar="SECONDS",
         ),
     ] = None
     link_timeout: Annotated[
@@ -171,7 +189,7 @@ class WorkerGroupOptions:
     ] = None
     heartbeat: Annotated[
         float | None,
-        option(CLUSTER, "Seconds between two messages of an idle process that say it is alive. Default: 2."),
+        option(CLUSTER, "Seconds between two messages by which an idle process shows that it is alive. Default: 2."),
         FILE_ONLY,
     ] = None
     max_failed_starts: Annotated[
@@ -179,9 +197,9 @@ class WorkerGroupOptions:
         option(CLUSTER, "Failed restarts of the processes in a row after which the service ends. Default: 5."),
         FILE_ONLY,
     ] = None
-    trace: Annotated[Path | None, option(CLUSTER, "Write a Chrome trace of all rounds at the end.", metavar="FILE")] = (
-        None
-    )
+    trace: Annotated[
+        Path | None, option(CLUSTER, "Write a Chrome trace of all rounds to this file at the end.", metavar="FILE")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +210,7 @@ class ServeOptions(WorkerGroupOptions):
         Path | None,
         option(
             CONFIGURATION,
-            "YAML file of options by their names; flags override it. --print-config lists all of them.",
+            "YAML file whose keys are names of options; flags override it. --print-config lists all options.",
             "--config",
             metavar="FILE",
         ),
@@ -209,22 +227,27 @@ class ServeOptions(WorkerGroupOptions):
     ] = False
 
     host: Annotated[
-        str | None, option(LISTEN, "Address. Default: 127.0.0.1; 0.0.0.0 = every network.", metavar="HOST")
+        str | None, option(LISTEN, "Address to listen on; 0.0.0.0 = all networks. Default: 127.0.0.1.", metavar="HOST")
     ] = None
-    port: Annotated[int | None, option(LISTEN, "Of gRPC. Default: 50051; 0 = any free one.", metavar="PORT")] = None
+    port: Annotated[
+        int | None, option(LISTEN, "Port of the gRPC API; 0 = any free port. Default: 50051.", metavar="PORT")
+    ] = None
     http_port: Annotated[
         int | None,
         option(
-            LISTEN, "Of OpenAI's and Anthropic's API. Default: 8000; 0 = any free one.", "--http-port", metavar="PORT"
+            LISTEN,
+            "Port of the APIs of OpenAI and Anthropic; 0 = any free port. Default: 8000.",
+            "--http-port",
+            metavar="PORT",
         ),
     ] = None
     no_http: Annotated[
         bool | None,
-        option(LISTEN, "Serve gRPC alone, without --http-port.", "--no-http", show_default=False, metavar=""),
+        option(LISTEN, "Serve only gRPC, and no --http-port.", "--no-http", show_default=False, metavar=""),
     ] = None
     metrics_port: Annotated[
         int | None,
-        option(LISTEN, "Of the metrics for Prometheus; 0 = any free one. Default: none.", metavar="PORT"),
+        option(LISTEN, "Port of the metrics for Prometheus; 0 = any free port. Default: no such port.", metavar="PORT"),
     ] = None
     served_model_names: Annotated[
         list[str] | None,
@@ -249,7 +272,7 @@ class ServeOptions(WorkerGroupOptions):
         bool | None,
         option(
             LISTEN,
-            "Serve no web page at / of --http-port; otherwise people try the models there.",
+            "Do not serve the web page for trying the models at / of --http-port.",
             "--no-page",
             show_default=False,
             metavar="",
@@ -259,7 +282,8 @@ class ServeOptions(WorkerGroupOptions):
         bool | None,
         option(
             LISTEN,
-            "Write prompts and answers to the log, as `smcserve distill --from-log` reads them. Default: no texts.",
+            "Write prompts and answers to the log, from which `smcserve distill --from-log` reads "
+            "prompts. Default: no texts.",
             show_default=False,
             metavar="",
         ),
@@ -269,8 +293,8 @@ class ServeOptions(WorkerGroupOptions):
         str | None,
         option(
             LISTEN,
-            "Fields of a request to --http-port that the API does not have: refuse, or ignore, which logs each once. "
-            "Default: refuse.",
+            "Treatment of request fields that the HTTP API does not have. refuse: the request is "
+            "refused; ignore: the field is ignored, and logged once. Default: refuse.",
             "--unknown-fields",
             metavar="WHAT",
         ),
@@ -287,45 +311,76 @@ class ServeOptions(WorkerGroupOptions):
 
     max_queue: Annotated[
         int | None,
-        option(ENGINE, f"Requests that may wait. Default: {MAX_QUEUE}.", "--max-queue", metavar="COUNT"),
+        option(
+            ENGINE,
+            f"Maximum number of waiting requests; further ones are refused. Default: {MAX_QUEUE}.",
+            "--max-queue",
+            metavar="COUNT",
+        ),
     ] = None
     max_queue_pages: Annotated[
         int | None,
-        option(ENGINE, "KV pages that waiting requests may ask for together. Default: no limit."),
+        option(ENGINE, "Maximum number of KV pages that waiting requests may need together. Default: no limit."),
         FILE_ONLY,
     ] = None
 
-    tls_cert: Annotated[Path | None, option(SECURITY, "Certificate chain, PEM; with --tls-key.", metavar="FILE")] = None
+    tls_cert: Annotated[
+        Path | None,
+        option(SECURITY, "Certificate chain of the service, PEM, for TLS; needs --tls-key.", metavar="FILE"),
+    ] = None
     tls_key: Annotated[Path | None, option(SECURITY, "Private key of --tls-cert, PEM.", metavar="FILE")] = None
     tls_client_ca: Annotated[
-        Path | None, option(SECURITY, "Only clients with a certificate of these authorities.", metavar="FILE")
+        Path | None,
+        option(
+            SECURITY,
+            "Certificate authorities, PEM: only clients with a certificate of one of them may connect.",
+            metavar="FILE",
+        ),
     ] = None
     auth_token_file: Annotated[
-        Path | None, option(SECURITY, "Bearer tokens that callers must send one of, one a line.", metavar="FILE")
+        Path | None,
+        option(
+            SECURITY,
+            "File of bearer tokens, one a line; callers must send one of them. Default: no token is needed.",
+            metavar="FILE",
+        ),
     ] = None
     max_message_bytes: Annotated[
         int | None,
-        option(SECURITY, "Bytes of the largest request. Default: as the context needs, at most 4 MiB."),
+        option(SECURITY, "Maximum size of a request in bytes. Default: as much as the context needs, at most 4 MiB."),
         FILE_ONLY,
     ] = None
     max_concurrent_streams: Annotated[
-        int | None, option(SECURITY, "Calls at a time on one connection. Default: 1024."), FILE_ONLY
+        int | None,
+        option(SECURITY, "Maximum number of calls at the same time on one connection. Default: 1024."),
+        FILE_ONLY,
     ] = None
     max_calls: Annotated[
         int | None,
-        option(SECURITY, "Generate calls at a time, over all connections. Default: 1024.", metavar="COUNT"),
+        option(
+            SECURITY,
+            "Maximum number of Generate calls at the same time over all connections. Default: 1024.",
+            metavar="COUNT",
+        ),
     ] = None
     keepalive_time: Annotated[
         float | None, option(SECURITY, "Seconds of silence after which a client is pinged. Default: 60."), FILE_ONLY
     ] = None
     keepalive_timeout: Annotated[
         float | None,
-        option(SECURITY, "Seconds in which a client must answer a ping, or its calls are cancelled. Default: 20."),
+        option(
+            SECURITY,
+            "Seconds within which a client must answer a ping; otherwise its calls are cancelled. Default: 20.",
+        ),
         FILE_ONLY,
     ] = None
     min_ping_interval: Annotated[
         float | None,
-        option(SECURITY, "Seconds between pings of a client; one that pings more often is disconnected. Default: 10."),
+        option(
+            SECURITY,
+            "Minimum seconds between two pings of a client; clients that ping more often are "
+            "disconnected. Default: 10.",
+        ),
         FILE_ONLY,
     ] = None
     max_connection_age: Annotated[
@@ -333,19 +388,26 @@ class ServeOptions(WorkerGroupOptions):
     ] = None
     max_connection_age_grace: Annotated[
         float | None,
-        option(SECURITY, "Seconds for calls in flight on a connection of that age. Default: 3600."),
+        option(
+            SECURITY,
+            "Seconds that calls in flight may continue on a connection older than max-connection-age. Default: 3600.",
+        ),
         FILE_ONLY,
     ] = None
     write_timeout: Annotated[
         float | None,
-        option(SECURITY, "Seconds for a client to send its request, and to read its answer. Default: 30."),
+        option(
+            SECURITY,
+            "Maximum seconds for a request to arrive, and for a response to wait until the client reads "
+            "it. Default: 30.",
+        ),
         FILE_ONLY,
     ] = None
     drain_timeout: Annotated[
         float | None,
         option(
             SECURITY,
-            "Seconds for calls in flight once the service is told to stop. Default: 30.",
+            "Seconds that calls in flight may continue after the service is told to stop. Default: 30.",
             "--drain-timeout",
             metavar="SECONDS",
         ),
@@ -367,8 +429,8 @@ class BatchOptions(WorkerGroupOptions):
     output: Annotated[
         str,
         typer.Argument(
-            help="Answers: a file in the order of IN; or DIRECTORY/, s3://.. or gs://.., with a file for each part of "
-            "IN. What is there is resumed.",
+            help="Answers: a file in the order of IN; or DIRECTORY/, s3://.. or gs://.., with a file for each "
+            "part of IN. If OUT exists, the run that wrote it is resumed.",
             metavar="OUT",
         ),
     ]
@@ -376,20 +438,26 @@ class BatchOptions(WorkerGroupOptions):
         Path | None,
         option(
             CONFIGURATION,
-            "YAML file of options by their names, as for `smcserve serve`; flags override it.",
+            "YAML file whose keys are names of options, as for `smcserve serve`; flags override it.",
             "--config",
             metavar="FILE",
         ),
     ] = None
     overwrite: Annotated[
         bool | None,
-        option(BATCH, "Start from the beginning, whatever OUT holds.", "--overwrite", show_default=False, metavar=""),
+        option(
+            BATCH,
+            "Start from the beginning, and discard the answers that OUT holds.",
+            "--overwrite",
+            show_default=False,
+            metavar="",
+        ),
     ] = None
     retry_failed: Annotated[
         bool | None,
         option(
             BATCH,
-            "Decode lines again that have no answer in OUT; answers stay as they are.",
+            "Decode lines that failed in OUT again; existing answers are kept.",
             "--retry-failed",
             show_default=False,
             metavar="",
@@ -399,7 +467,8 @@ class BatchOptions(WorkerGroupOptions):
         int | None,
         option(
             BATCH,
-            "Worker groups, each with both models. Default: 1 if OUT is a file, else as many as fit.",
+            "Number of worker groups, each with both models. Default: 1 if OUT is a file, otherwise as "
+            "many as fit on the cluster.",
             metavar="COUNT",
         ),
     ] = None
@@ -407,7 +476,8 @@ class BatchOptions(WorkerGroupOptions):
         int | None,
         option(
             BATCH,
-            "Most lines of a part, the unit of resuming in a directory. Default: 1000, beyond 10,000 parts more.",
+            "Maximum number of lines of a part, the unit of resuming in a directory. Default: 1000, or "
+            "more where that would make more than 10,000 parts.",
             "--part-lines",
             metavar="COUNT",
         ),
@@ -416,21 +486,21 @@ class BatchOptions(WorkerGroupOptions):
         str | None,
         option(
             BATCH,
-            "Of the files in a directory. Default: that of IN.",
+            "Format of the files in an output directory. Default: that of IN.",
             "--output-format",
             metavar="jsonl|parquet",
         ),
     ] = None
     metrics_port: Annotated[
         int | None,
-        option(LISTEN, "Of the metrics for Prometheus; 0 = any free one. Default: none.", metavar="PORT"),
+        option(LISTEN, "Port of the metrics for Prometheus; 0 = any free port. Default: no such port.", metavar="PORT"),
     ] = None
     host: Annotated[str | None, option(LISTEN, "Address of --metrics-port. Default: 127.0.0.1.", metavar="HOST")] = None
     seed: Annotated[
         int | None,
         option(
             BATCH,
-            "With the custom_id, makes the seed of a line that has none of its own. Default: 0.",
+            "A line without a seed gets one that is derived from this seed and its custom_id. Default: 0.",
             metavar="SEED",
         ),
     ] = None
@@ -438,7 +508,7 @@ class BatchOptions(WorkerGroupOptions):
         int | None,
         option(
             BATCH,
-            "Requests in flight in a worker group. Default: as many as fill the slots.",
+            "Number of requests in flight in each worker group. Default: as many as fill the slots.",
             "--concurrency",
             "-c",
             metavar="COUNT",

@@ -155,7 +155,7 @@ class RemoteEngine:
                         return WorkerFailed(role, what)
                 time.sleep(REPORT_SECONDS / 10)
         except RuntimeError:
-            logger.warning("the store in which workers say why they end is gone")
+            logger.warning("the store in which workers report why they end cannot be reached")
         return error
 
     def _warm_up(self) -> None:
@@ -187,7 +187,7 @@ class RemoteEngine:
     def _time_costs(self, effort: Effort) -> None:
         begin = time.monotonic()
         self.engine.latency = costs = measure_latency(self.engine, effort)
-        logger.info("costs, timed in %.1f s: %s", time.monotonic() - begin, costs or "none, contexts are too short")
+        logger.info("measured costs in %.1f s: %s", time.monotonic() - begin, costs or "none, contexts are too short")
 
 
 WATCH_SECONDS = 0.5
@@ -265,7 +265,7 @@ class Coordinator:
             draft.set_clock()
             while not met:
                 if time.monotonic() > deadline:
-                    raise LinkError(f"draft and target have not met within {timeout:g} s")
+                    raise LinkError(f"draft and target were not connected within {timeout:g} s")
                 time.sleep(MEET_SECONDS)
                 met = have_met()
             pages = remote.pages_of_draft()
@@ -278,7 +278,9 @@ class Coordinator:
         self._server.deliver(replace(step, lost_draft=self._remote.lost_draft))
         for side, leaked in step.stats.pages_leaked.items():
             if leaked:
-                logger.error("%d references to KV pages of the %s model are held although nothing runs", leaked, side)
+                logger.error(
+                    "%d references to KV pages of the %s model are held although no request runs", leaked, side
+                )
         for worker in self._remote.present:  # a worker needs heartbeats even while only the other one is busy
             worker.keep_alive(self._spec.heartbeat)
         self._remote.timeline.forget()  # waits between two steps belong to no round

@@ -163,8 +163,8 @@ class EngineLoop:
         """Refuse the requests that end with the lost draft. Call it in the engine's thread."""
         logger.warning("%s; the target decodes alone", why)
         self._turned = time.monotonic()
-        assert self._on_draft_lost is not None, "only a draft that may be lost raises SideLost"
-        error = Unavailable("the draft's workers were lost, and start again; try again later")
+        assert self._on_draft_lost is not None, "only a draft that may be lost raises ModelLost"
+        error = Unavailable("the draft's workers were lost and are starting again; try again later")
         self._refusals |= dict.fromkeys(self._on_draft_lost(why), error)
 
     def _take(self, item: Request | str | _Work) -> None:
@@ -184,10 +184,10 @@ class EngineLoop:
         except NoDraft as error:
             refusals[item.request_id] = Unavailable(str(error))
         except Exception as error:  # only this request fails, if the engine can release it
-            logger.exception("request %s could not be taken in", item.request_id)
+            logger.exception("request %s could not be submitted", item.request_id)
             self._engine.abort(item.request_id)
             refusals[item.request_id] = RequestFailed(
-                f"the request could not be taken in ({type(error).__name__}: {error})"
+                f"the request could not be submitted ({type(error).__name__}: {error})"
             )
 
 

@@ -180,9 +180,9 @@ class GatewayConfig:
         if self.unknown_fields not in UNKNOWN_FIELDS:
             raise ValueError(f"unknown_fields={self.unknown_fields!r}; allowed: {', '.join(UNKNOWN_FIELDS)}")
         if self.allow_origins and self.http_port is None:
-            raise ValueError("allow_origins has no effect without http_port; leave no_http out, or this")
+            raise ValueError("allow_origins has no effect without http_port; leave out no_http or allow_origins")
         if not self.page and self.http_port is None:
-            raise ValueError("no_page has no effect without http_port; leave no_http out, or this")
+            raise ValueError("no_page has no effect without http_port; leave out no_http or no_page")
 
 
 def check_ports(config: GatewayConfig) -> None:

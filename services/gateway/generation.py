@@ -44,7 +44,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     async def Abort(self, message: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         if not message.request_id:
-            raise ValueError("request_id=''; allowed: the id of a request, which every response of it carries")
+            raise ValueError(
+                "request_id=''; allowed: the id of a running request, which each of its responses contains"
+            )
         key = (caller_of(context.invocation_metadata()), message.request_id)
         return pb.AbortResponse(aborted=self._handler.calls.abort(key))
 

@@ -161,5 +161,5 @@ class ReceivingInterceptor(grpc.aio.ServerInterceptor):
             return await self._receive_limit.read(data, parse)
         except DecodeError as error:
             raise CallRefused(
-                ValueError(f"the request of {len(data)} bytes is no message of this method; see its .proto file")
+                ValueError(f"the request of {len(data)} bytes is not a message of this method; see its .proto file")
             ) from error

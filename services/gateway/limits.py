@@ -68,7 +68,7 @@ class CallLimit:
     def taken(self) -> Iterator[None]:
         """Context manager for a call. Raises QueueFull if too many calls are in flight."""
         if self._taken >= self._limit:
-            raise QueueFull(f"{self._limit} calls are in flight, as many as are allowed. Try again later")
+            raise QueueFull(f"{self._limit} calls are in flight, which is the maximum. Try again later")
         self._taken += 1
         try:
             yield
@@ -154,7 +154,7 @@ class ReceiveLimit:
                 self._leave()
             if isinstance(error, TimeoutError):
                 raise QueueFull(
-                    f"{self._room} requests are on their way, as many as have room. Try again later"
+                    f"{self._room} requests are being received, which is the maximum. Try again later"
                 ) from error
             raise
 

@@ -412,7 +412,9 @@ class RequestHandler:
 
         follower = self._compiler().follower(StopMachine.of((), (), (), constraint))
         if not follower.ends(np.array(answer.tokens)):
-            logger.error("request %s ended as its constraint does not allow", request.request_id)
+            logger.error(
+                "the answer of request %s ended where its constraint does not allow an end", request.request_id
+            )
             self._metrics.constraint_broken()
 
     def _compiler(self) -> Compiler:

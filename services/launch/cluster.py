@@ -163,7 +163,7 @@ def connect(address: str | None) -> bool:
             # Ray allows half a minute for its start, which may be too short on a busy machine.
             if not any(words in str(error) for words in SLOW_STARTS):
                 raise
-            logger.warning("Ray was not up in time; it is started once more")
+            logger.warning("Ray did not start in time; starting it once more")
             ray.shutdown()
             ray.init(**start)
     return True
@@ -247,7 +247,7 @@ def wait_for(group: PlacementGroup, ranks: int, gpus: bool, resource: str | None
             )
         free = ray.available_resources()
         has = ", ".join(f"{free.get(name, 0):g} {name}" for name in bundle)
-        raise RuntimeError(f"no host of the cluster has room for {ranks} x {bundle} (free in all of it: {has})")
+        raise RuntimeError(f"no host of the cluster has room for {ranks} x {bundle} (free in the whole cluster: {has})")
 
 
 def _bundle(gpus: bool, resource: str | None) -> dict[str, float]:

@@ -103,7 +103,7 @@ async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Call
                 announce(starting.result())
                 started = True
                 await _first(interrupted, asyncio.create_task(service.supervisor.wait_failed()))
-                logger.info("draining: calls in flight may go on for %g s", gateway.drain_timeout)
+                logger.info("draining: calls in flight may continue for %g s", gateway.drain_timeout)
         finally:  # also after a start that failed: gRPC crashes in a process that ends with a server open
             starting.cancel()  # first, or it could start again what `stop` has ended
             await service.stop(drain=started)

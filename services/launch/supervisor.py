@@ -64,7 +64,8 @@ class Quarantine:
         failed = self._failed.get(_key(request)) if self._failed else None
         if failed is not None and time.monotonic() - failed < FORGOTTEN:
             raise RequestFailed(
-                "the service failed over this very request a short while ago, and does not try it again yet; report it"
+                "the service failed a short while ago while it decoded only this request, and refuses it for now; "
+                "report it"
             )
 
 
@@ -141,7 +142,9 @@ class _ReplayCursor:
         known = self._tokens[self._come : self._come + len(output.tokens)]
         known_text = self._text[self._text_come : self._text_come + len(output.text)]
         if list(output.tokens[: len(known)]) != known or output.text[: len(known_text)] != known_text:
-            raise _AnswerDiffers("the service was lost, and the answer did not come out the same again; ask again")
+            raise _AnswerDiffers(
+                "the service was lost, and decoding again gave a different answer; send the request again"
+            )
         self._come += len(output.tokens)
         self._text_come += len(output.text)
         tokens, text = output.tokens[len(known) :], output.text[len(known_text) :]
@@ -390,7 +393,8 @@ class Supervisor:
                 self._on_health(True, True)
                 return
         logger.error(
-            "%d starts of the draft in a row have failed; the target stays alone", self._config.max_failed_starts
+            "%d starts of the draft in a row have failed; the target keeps decoding alone",
+            self._config.max_failed_starts,
         )
 
     async def _end_group(self, error: Exception) -> None:

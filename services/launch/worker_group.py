@@ -197,7 +197,7 @@ class WorkerGroup:
             ray.get(told, timeout=3 * self._config.link_timeout)
         except ray.exceptions.RayError as error:
             raise WorkerGroupError(
-                f"the coordinator does not go on without the draft: {_first_line(_cause(error))}"
+                f"the coordinator did not continue without the draft: {_first_line(_cause(error))}"
             ) from error
 
     def start_draft(self, incarnation: int) -> None:
@@ -266,7 +266,7 @@ class WorkerGroup:
         called."""
         with self._guard:
             if self._ended:
-                raise WorkerGroupError("the worker group was told to end while it started")
+                raise WorkerGroupError("the worker group was stopped while it was starting")
             yield
 
     def _start(self) -> None:

@@ -96,7 +96,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 HTTP = {
@@ -426,7 +426,7 @@ def given_fields(document: Any) -> dict[str, Any]:
     """Return the fields of a body that are not null. Raises BadRequest if it is not an object, or if a text is not
     valid Unicode."""
     if not isinstance(document, dict):
-        raise BadRequest("the body is no JSON object; allowed: an object with the request")
+        raise BadRequest("the body is not a JSON object; allowed: an object with the request")
     given = {name: value for name, value in document.items() if value is not None}
     if is_text(given):  # one check for all fields: a body can have many
         return given

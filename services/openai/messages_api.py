@@ -352,7 +352,7 @@ class MessagesWriter:
             return {"type": "text", "text": part.text}
         given = _arguments(part.text, is_cut)
         if given is None:
-            assert self._tool_format is not None, "only then are there calls"
+            assert self._tool_format is not None, "only a request with tools has calls"
             return {"type": "text", "text": self._tool_format.written(part.name, part.text)}
         return {"type": "tool_use", "id": f"toolu_{self._heading.id}_{index}", "name": part.name, "input": given}
 

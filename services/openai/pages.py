@@ -248,7 +248,7 @@ def _settings(without: frozenset[str]) -> dict[str, Any]:
             schema["enum"] = setting["choices"]
         text = setting["help"] + (f" Allowed: {allowed}." if allowed else "")
         found[name] = ({"anyOf": [schema, *ALSO[name]]} if name in ALSO else schema) | {"description": text}
-    found["constraint"] = {"type": "object", "description": "What the answer may be."}
+    found["constraint"] = {"type": "object", "description": "Constraint that the answer must satisfy."}
     found["method"] = {"type": "string", "enum": [method.value for method in Method]}
     return {name: found[name] for name in SETTINGS if name not in without}
 

@@ -402,7 +402,8 @@ def _prompts(prompt: Any, vocabulary: int) -> Iterator[Prompt]:
             continue
         if not isinstance(each, list) or not all(type(token) is int for token in each):
             raise BadRequest(
-                "prompt holds other things; allowed: one string or list of token ids, or a list of such", "prompt"
+                "prompt is neither text nor token ids; allowed: one string or list of token ids, or a list of these",
+                "prompt",
             )
         yield _of_tokens(each, vocabulary, "prompt")
 
@@ -422,14 +423,16 @@ def _negative(prompt: Any, vocabulary: int) -> Prompt:
         return _of_tokens(prompt, vocabulary, name)
     if not isinstance(prompt, list) or not all(isinstance(item, dict) for item in prompt):
         raise BadRequest(
-            f"{name} holds other things; allowed: a string, a list of token ids, or a list of messages", name
+            f"{name} is neither text, token ids nor messages; allowed: a string, a list of token ids, or a list of "
+            "messages",
+            name,
         )
     try:
         messages = [ChatMessage.model_validate(item) for item in prompt]
     except ValidationError as error:
         path = error.errors(include_url=False)[0]["loc"]
         raise BadRequest(
-            f"{name} holds a message that is none, for its {path[0]!r}; allowed: messages as of a chat", name
+            f"{name} contains an invalid message, because of its {path[0]!r}; allowed: messages as in a chat", name
         ) from error
     return Prompt(messages=tuple(_message(index, message) for index, message in enumerate(messages)))
 
@@ -516,8 +519,10 @@ def _tool_call(name: str, call: ToolCall) -> dict[str, Any]:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError) as error:
         raise BadRequest(
-            f"{name}.function.arguments is no JSON; allowed: an object, as JSON in a string", "messages"
+            f"{name}.function.arguments is not JSON; allowed: an object, as JSON in a string", "messages"
         ) from error
     if not isinstance(arguments, dict):
-        raise BadRequest(f"{name}.function.arguments is no object; allowed: an object, as JSON in a string", "messages")
+        raise BadRequest(
+            f"{name}.function.arguments is not an object; allowed: an object, as JSON in a string", "messages"
+        )
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

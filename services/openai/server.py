@@ -528,7 +528,7 @@ class OpenAiServer:
             prompt = DIALECTS[request.path].prompt if request.path in DIALECTS else "prompt"
             too_large: TooLarge = BodyTooLarge(self._limit, self._handler.pair.context, prompt)
         else:
-            too_large = TooLarge(f"the body has more than {self._limit} bytes, as many as are allowed")
+            too_large = TooLarge(f"the body has more than {self._limit} bytes, which is the maximum")
         if (request.content_length or 0) > self._limit:
             raise too_large
         try:

@@ -73,7 +73,7 @@ def _given(document: Any, needed: str, ignores: bool) -> dict[str, Any]:
     """Return the given fields of a body. `needed`: the field that it must have; `ignores`: drop unknown fields instead
     of refusing them. Raises BadRequest."""
     if not isinstance(document, dict):
-        raise BadRequest("the body is no JSON object; allowed: an object with the request")
+        raise BadRequest("the body is not a JSON object; allowed: an object with the request")
     given = {name: value for name, value in document.items() if value is not None}
     if needed not in given:
         raise BadRequest(f"{needed} is missing", needed)

@@ -81,4 +81,4 @@ def _parsed(kind: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"constraint: the {kind} is no JSON: {error}") from error
+        raise ValueError(f"constraint: the {kind} is not JSON: {error}") from error

@@ -106,7 +106,11 @@ class SamplingParams:
     seed: int | None = setting(
         None,
         integer(lambda value: -(2**63) <= value < 2**63, "a 64-bit signed integer"),
-        option=Option("The same seed gives the same answer. Default: a random seed, which is reported.", "SEED"),
+        option=Option(
+            "Seed of the random numbers: the same seed gives the same answer. Default: a random seed, which is "
+            "reported.",
+            "SEED",
+        ),
     )
     """Seed of the request's random numbers, 64-bit: the same seed gives the same answer. Default: drawn by the engine
     and reported with the answer."""
@@ -165,20 +169,26 @@ class SamplingParams:
     presence_penalty: float = setting(
         0.0,
         number(lambda value: -2 <= value <= 2, "-2..2 (0 = none)"),
-        option=Option("Subtracted from the logit of every token that the answer holds already. Default: 0.", "P"),
+        option=Option(
+            "Number subtracted from the logit of every token that the answer already contains, -2..2. Default: 0.", "P"
+        ),
     )
     """Subtracted from both models' logits of tokens that occur in the answer so far."""
     frequency_penalty: float = setting(
         0.0,
         number(lambda value: -2 <= value <= 2, "-2..2 (0 = none)"),
-        option=Option("Subtracted from a token's logit for each time that the answer holds it. Default: 0.", "P"),
+        option=Option(
+            "Number subtracted from a token's logit for each time that the answer contains it, -2..2. Default: 0.", "P"
+        ),
     )
     """Subtracted from both models' logits of a token once for each time that it occurs in the answer so far."""
     repetition_penalty: float = setting(
         1.0,
         number(lambda value: 0.01 <= value <= 100, "0.01..100 (1 = none)"),
         option=Option(
-            "Divides positive and multiplies negative logits of tokens in the prompt or the answer. Default: 1.", "R"
+            "Number that divides positive and multiplies negative logits of tokens in the prompt or the "
+            "answer, 0.01..100. Default: 1.",
+            "R",
         ),
     )
     """Divides both models' positive logits of tokens that occur in the prompt or the answer so far, and multiplies
@@ -195,7 +205,7 @@ class SamplingParams:
         scope=Scope.BOTH,
         fill=lambda params: 8,
         option=Option(
-            "N, the number of particles; with --method exact, rows of the tree, or chains. Default: 8.",
+            "N, the number of particles, or with --method exact of rows or chains, 1..64. Default: 8.",
             "N",
             ("--particles", "-n"),
         ),
@@ -277,8 +287,8 @@ class SamplingParams:
         Holds(is_potential, "the name of a potential, of letters, digits and any of _-.:"),
         scope=Scope.SMC,
         option=Option(
-            "Weigh what particles have written by this potential, a Python callable: MODULE:FUNCTION, or its name in a "
-            "service's configuration.",
+            "Multiply the weights of particles by this potential, a Python callable: MODULE:FUNCTION, or "
+            "its name in a service's configuration.",
             "NAME",
         ),
     )
@@ -290,7 +300,7 @@ class SamplingParams:
         scope=Scope.SMC,
         fill=lambda params: "draw",
         option=Option(
-            "draw: the answer is drawn among the particles by weight; best: it is the likeliest of them. Default: draw.",
+            "draw: the answer is a particle drawn by weight; best: it is the likeliest particle. Default: draw.",
             "draw|best",
         ),
     )
@@ -310,7 +320,8 @@ class SamplingParams:
         1.0,
         number(lambda value: 1 <= value <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)"),
         option=Option(
-            "Strength of classifier-free guidance away from --negative-prompt. Default: 1, no guidance.", "S"
+            "Strength of classifier-free guidance away from --negative-prompt, 1..1000; 1 = no guidance. Default: 1.",
+            "S",
         ),
     )
     """s in the guided logits l_u + s (l_c - l_u), where l_c are the logits after the prompt and l_u those after the

@@ -275,7 +275,8 @@ def check_heads(heads: tuple[int, int], head_dim: int) -> None:
     """Check heads (H, J) and their dimension. Raises ValueError for shapes that the kernels do not support."""
     if heads[0] % heads[1] or head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
         raise ValueError(
-            f"heads {heads} and dimension {head_dim}: want H a multiple of J, and a power of two from 16 to 256"
+            f"heads (H, J) = {heads} and dimension {head_dim}; allowed: H a multiple of J, and a dimension that is a "
+            "power of two from 16 to 256"
         )
 
 

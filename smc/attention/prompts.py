@@ -55,7 +55,7 @@ def obstacle(
             "in bfloat16 and float16"
         )
     if heads[0] % heads[1] or heads[0] > MOST_HEADS:
-        return f"heads {heads}: want H a multiple of J, at most {MOST_HEADS}"
+        return f"heads (H, J) = {heads}: flashinfer is used if H is a multiple of J and at most {MOST_HEADS}"
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed: pip install 'smcserve[gpu]'"
     try:
@@ -266,7 +266,7 @@ class PromptAttention(AttentionBackend):
         if why is None:
             self.flashinfer = FlashInferAttention(heads, head_dim, dtype, device)
         else:
-            logger.warning("attention of prompts by torch, which is slower over long ones: %s", why)
+            logger.warning("torch computes the attention of prompts, which is slower for long prompts: %s", why)
 
     @property
     def workspace_bytes(self) -> int:

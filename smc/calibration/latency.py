@@ -339,7 +339,7 @@ class LatencyCache:
         try:
             return LatencyModel.from_json(json.dumps(json.loads(path.read_text())["latency"]))
         except (OSError, ValueError, LookupError, TypeError) as error:
-            logger.warning("%s is measured again: %s", path, error)
+            logger.warning("cannot read %s, so costs are measured again: %s", path, error)
             return None
 
     def _store(self, path: Path, content: dict) -> None:
@@ -350,7 +350,7 @@ class LatencyCache:
                 json.dump(content, file, indent=1)
             os.replace(file.name, path)
         except OSError as error:
-            logger.warning("costs are not kept, and will be measured again: %s", error)
+            logger.warning("costs cannot be stored, and will be measured again at the next start: %s", error)
 
 
 def cost_key(

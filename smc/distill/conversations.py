@@ -50,7 +50,9 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError
         temporary.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written ({error}); make room on the disk and go on with --resume") from error
+        raise OSError(
+            f"{path} cannot be written ({error}); make room on the disk and continue with --resume"
+        ) from error
 
 
 @dataclass(frozen=True)

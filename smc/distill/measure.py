@@ -447,7 +447,8 @@ def _card(record: dict[str, Any], last: Measurement, drawn: bool) -> str:
     lines = [
         f"# Draft for {record['target']}",
         "",
-        f"A draft for speculative decoding of {record['target']}, trained by `smcserve distill` on what this target wrote.",
+        f"A draft for speculative decoding of {record['target']}, trained by `smcserve distill` on text of this "
+        "target.",
         "",
         f"- **Draft**: {record['draft']}; {record['trained_weights']:,} weights were trained.",
         f"- **Data**: {record['conversations']:,} conversations with {last.written_tokens:,} answer tokens, written by the "
@@ -468,10 +469,10 @@ def _card(record: dict[str, Any], last: Measurement, drawn: bool) -> str:
         f"| same likeliest token | {last.same_likeliest:.3f} |",
         f"| entropy of the target, nats a token | {last.entropy:.3f} |",
         "",
-        f"Tokens of {BLOCK} that a tree of coupled drafting holds, and the expected speed of exact decoding on that "
-        "machine, of one request in lockstep, as a multiple of the target's alone:",
+        f"Number of the next {BLOCK} tokens that a tree of coupled drafting contains, and the expected speed of exact "
+        "decoding on that machine, for one request in lockstep, as a multiple of the speed of the target alone:",
         "",
-        "| temperature | rows | tokens | held by depth | speed |",
+        "| temperature | rows | tokens | contained by depth | speed |",
         "| ---: | ---: | ---: | :--- | ---: |",
         *(
             f"| {each.temperature:g} | {each.rows} | {each.held:.2f} | "
@@ -495,9 +496,9 @@ def draw(history: Sequence[Measurement], path: Path) -> None:
     from matplotlib import pyplot
 
     minutes = [each.seconds / 60 for each in history]
-    titles = ["held-out answers", f"tokens of {BLOCK} that a tree holds"]
+    titles = ["held-out answers", f"tokens of {BLOCK} that a tree contains"]
     if any(tree.speed is not None for tree in history[-1].trees):
-        titles.append("expected speed, of the target alone")
+        titles.append("expected speed, relative to the target alone")
     figure, panels = pyplot.subplots(1, len(titles), figsize=(13 / 3 * len(titles), 3.8), layout="constrained")
     panels[0].plot(minutes, [each.overlap for each in history], "o-", label="overlap")
     panels[0].plot(minutes, [each.same_likeliest for each in history], "o--", label="same likeliest")

@@ -144,7 +144,7 @@ def _prepare(config: DistillConfig) -> DistillConfig:
     it began with, even if more have been appended to their file."""
     settings, student = config.work / SETTINGS, config.student
     if settings.exists() and not config.resume:
-        raise ValueError(f"{config.out} holds a run; go on with --resume, or give another --out")
+        raise ValueError(f"{config.out} holds a run; continue it with --resume, or give another --out")
     if not settings.exists():
         if config.resume:
             raise ValueError(f"{config.out} holds no run to resume; leave out --resume")
@@ -292,7 +292,7 @@ class Distillation:
             if self.ranks.is_first:
                 self._save_draft()
         if not self.state.step:
-            self._say("writing has taken all the time, so that the draft has learnt nothing; allow more --minutes")
+            self._say("writing conversations took all the time, so the draft was not trained; give more --minutes")
         self.state.history = self.ranks.first(self.state.history)
         return self.state.history[-1]
 
@@ -347,7 +347,7 @@ class Distillation:
         self.layers = layers
         student = make_student(self.target, self.config.target, spec, layers)
         self._say(
-            f"draft: {student.origin}; {student.trained_weights:,} weights learn, of "
+            f"draft: {student.origin}; {student.trained_weights:,} weights are trained, of "
             f"{sum(weight.numel() for weight in student.model.parameters()):,}"
         )
         return student
@@ -426,7 +426,7 @@ class Distillation:
             return True
         stale = len(overlaps) > PATIENCE and overlaps[-1] < overlaps[-1 - PATIENCE] + GAIN
         if stale and progress < LAST_PART:
-            self._say(f"the overlap has gained less than {GAIN} in {PATIENCE} rounds: the run ends")
+            self._say(f"the overlap has grown by less than {GAIN} in {PATIENCE} rounds: the run ends")
             return True
         return False
 
@@ -449,8 +449,8 @@ class Distillation:
         then."""
         if not self.trainer.optimizer.is_finite:
             raise ValueError(
-                f"after step {self.state.step} the draft's weights are not finite; begin in another --out with a lower "
-                f"--rate than {self.config.training.peak_rate:g}"
+                f"after step {self.state.step} the draft's weights are not finite; start again in another --out with a "
+                f"lower --rate than {self.config.training.peak_rate:g}"
             )
         available = self.ranks.gather(self.state.available)
         if self.ranks.is_first:

@@ -153,7 +153,7 @@ def _launch(
     tokens, inputs = x_TK.shape
     if tokens > MOST_TOKENS or inputs != matrix.in_features or x_TK.stride(1) != 1:
         raise ValueError(
-            f"needs x [T, {matrix.in_features}] of at most {MOST_TOKENS} tokens whose numbers stand side by side; got "
+            f"needs x [T, {matrix.in_features}] of at most {MOST_TOKENS} tokens, each with contiguous numbers; got "
             f"{x_TK.shape=}, {x_TK.stride()=}"
         )
     rows = tiling.block_n // 2 if flags["GATED"] else tiling.block_n

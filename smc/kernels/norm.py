@@ -29,7 +29,7 @@ def round_rows(x_TK: Tensor, pdl: bool = False) -> QuantisedRows:
     of a row are not adjacent."""
     tokens, inputs = x_TK.shape
     if x_TK.stride(1) != 1:
-        raise ValueError(f"needs rows whose numbers stand side by side, got strides {x_TK.stride()}")
+        raise ValueError(f"needs rows of contiguous numbers, got strides {x_TK.stride()}")
     out, block = room(x_TK), triton.next_power_of_2(inputs)
     warps = max(1, min(16, block // 256))
     _round_rows[(tokens,)](

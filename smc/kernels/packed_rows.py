@@ -42,7 +42,7 @@ class Tables(NamedTuple):
     def arguments(self) -> tuple[BlockTables, RowPages]:
         """Return the tables as arguments of a kernel."""
         table, tail = self.table_SL, self.tail_RB
-        assert table.stride(1) == 1 and (tail is None or tail.stride(1) == 1), "pages of a row lie side by side"
+        assert table.stride(1) == 1 and (tail is None or tail.stride(1) == 1), "pages of a row are contiguous"
         assert (tail is None) == (self.tail_R is None) and self.slot_R.is_contiguous()
         stride, width = (0, 0) if tail is None else (tail.stride(0), tail.shape[1])
         tables = BlockTables(table, table.stride(0), table.shape[1])

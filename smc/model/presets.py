@@ -77,7 +77,7 @@ def preset(name: str) -> ModelConfig:
     draft cut from the large model has it. Raises ValueError that lists the known names."""
     shape, _, layers = name.partition("/")
     if shape not in PRESETS:
-        raise ValueError(f"{name!r} is no known shape; allowed: {', '.join(PRESETS)}, or one of them with /LAYERS")
+        raise ValueError(f"{name!r} is not a known shape; allowed: {', '.join(PRESETS)}, or one of them with /LAYERS")
     if shape == name:
         return PRESETS[name]
     if not (layers.isascii() and layers.isdigit() and int(layers)):

@@ -150,7 +150,7 @@ class PotentialCalls:
         group, is_current = call.group, call.is_current
         if not call.logphi_N.done():
             if is_current and self._is_late(call):
-                group.error = f"potential {call.name!r} took more than {self._limit:g} s, which is all that it has"
+                group.error = f"potential {call.name!r} took more than {self._limit:g} s, its time limit"
                 self._stats.timeouts += 1
             return False
         self._calls.remove(call)

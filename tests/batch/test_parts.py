@@ -191,7 +191,7 @@ def test_a_run_that_is_killed_between_a_part_and_the_end_of_what_it_replaces(sto
     [
         ({}, {"seed": 1}, "was made with other models, another --seed"),
         ({"a.jsonl": b"{}\n"}, {}, "is beyond the end of its input as it is now"),
-        ({"a.jsonl": None}, {}, "is of no file of"),
+        ({"a.jsonl": None}, {}, "belongs to no file of"),
     ],
 )
 def test_an_output_of_another_input_is_refused(stores, change, made_by, message):

@@ -148,8 +148,8 @@ def test_a_chat_is_refused_by_name(requests, body, message):
     ("prompt", "message"),
     [
         (None, "prompt is missing"),
-        (5, "prompt holds other things; allowed: one string or list of token ids"),
-        ([True], "prompt holds other things"),
+        (5, "prompt is neither text nor token ids; allowed: one string or list of token ids"),
+        ([True], "prompt is neither text nor token ids"),
         ([-1], "prompt contains token id -1; allowed: 0.."),
         ([10**6], "prompt contains token id 1000000; allowed: 0.."),
     ],
@@ -208,11 +208,14 @@ def test_negative_prompts(pair, requests):
         ({"negative_prompt": "x"}, "negative_prompt has no effect with guidance_scale=1"),
         ({"guidance_scale": 0.5}, "guidance_scale=0.5; allowed: 1 to 1000"),
         ({"guidance_scale": 2, "method": "draft"}, "guidance_scale=2 has no effect with method='draft'"),
-        ({"guidance_scale": 2, "negative_prompt": 7}, "negative_prompt holds other things; allowed: a string"),
+        (
+            {"guidance_scale": 2, "negative_prompt": 7},
+            "negative_prompt is neither text, token ids nor messages; allowed: a string",
+        ),
         ({"guidance_scale": 2, "negative_prompt": [3, 10**6]}, "negative_prompt contains token id 1000000; allowed: 0"),
         (
             {"guidance_scale": 2, "negative_prompt": [{"role": "king", "content": "x"}]},
-            "negative_prompt holds a message that is none, for its 'role'",
+            "negative_prompt contains an invalid message, because of its 'role'",
         ),
         ({"guidance_scale": 2, "negative_prompt": "x" * 10_000}, "negative_prompt: the prompt has 10000 "),
     ],

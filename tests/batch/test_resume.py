@@ -101,11 +101,15 @@ def edited(text: str, old: str, new: str) -> str:
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        (lambda text: edited(text, '"q1"', '"q01"'), {}, "answer 2 is of custom_id='q1', but line 2 has 'q01'"),
+        (
+            lambda text: edited(text, '"q1"', '"q01"'),
+            {},
+            "answer 2 has custom_id='q1', but line 2 of the input has 'q01'",
+        ),
         (lambda text: edited(text, "1 + 1?", "1 + 2?"), {}, "answer 2 does not belong to line 2 as it is now"),
         (lambda text: edited(text, '"n": 0', '"n": 1'), {}, "answer 4 does not belong to line 5 as it is now"),
         (lambda text: edited(text, "not json", "no json"), {}, "answer 3 does not belong to line 4 as it is now"),
-        (lambda text: text.split("\n", 1)[1], {}, "answer 1 is of custom_id='q0', but line 1 has 'q1'"),
+        (lambda text: text.split("\n", 1)[1], {}, "answer 1 has custom_id='q0', but line 1 of the input has 'q1'"),
         (lambda text: text.rsplit("\n", 2)[0], {}, "has more lines than"),
         (lambda text: text, {"seed": 1}, "answer 1 was made with another seed"),
         (

@@ -195,7 +195,7 @@ def test_more_gpus_than_there_are(capsys):
         (("--advise", "--mode", "plain"), "--mode ['plain'] has no effect with --advise"),
         (("--advise", "--target-tp", 2), "--target-tp 2 has no effect without --link"),
         (("--advise", "--link", "grpc", "--target-tp", 3), "--target-tp 3; allowed with 2 GPUs: 1..2"),
-        (("--advise", "--load", "random"), "--load random says nothing of what is accepted; give --acceptance"),
+        (("--advise", "--load", "random"), "--load random does not show what is accepted; give --acceptance"),
         (("--acceptance", 0.9), "--acceptance 0.9 has no effect without --advise"),
         (("--picture", "/tmp/x.png"), "--picture /tmp/x.png has no effect without --advise"),
         (("--prompts", "--context", 0), "--context 0; allowed: >= 1"),

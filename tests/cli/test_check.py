@@ -81,7 +81,9 @@ def mismatched(tmp_path):
 def test_a_probe_of_the_demo_pair(smcserve, brief):
     ran = smcserve("check", "--probe")
     assert (
-        ran.code == 0 and "accepted by depth: " in ran.out and "expected speed, of the target alone: exact" in ran.out
+        ran.code == 0
+        and "accepted by depth: " in ran.out
+        and "expected speed, relative to the target alone: exact" in ran.out
     )
     assert "method=smc: 8 particles represent the target well enough" in ran.out
     found = json.loads(smcserve("check", "--probe", "-n", 2, "--temperature", 0.5, "--json").out)["probe"]

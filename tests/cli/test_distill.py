@@ -68,7 +68,7 @@ def test_prompts_with_odd_lines(tmp_path):
         (b'{"prompt": ""}', "prompts.txt:2 has an empty prompt"),
         (b'{"messages": []}', "prompts.txt:2 has an empty prompt"),
         (b'{"messages": ["hello"]}', "prompts.txt:2: the chat template cannot render"),
-        (b"\xff\xfe", "prompts.txt is no text in UTF-8"),
+        (b"\xff\xfe", "prompts.txt is not UTF-8 text"),
         (b'{"prompt": "\\ud800"}', "prompts.txt:2: cannot encode"),
     ],
 )

@@ -68,7 +68,7 @@ def test_costs_are_timed_before_anybody_is_served(caplog):
     with coordinator(replace(ENGINE, drafting="costs")) as (made, _):
         engine = made._remote.engine
         (line,) = [
-            record.getMessage() for record in caplog.records if record.getMessage().startswith("costs, timed in ")
+            record.getMessage() for record in caplog.records if record.getMessage().startswith("measured costs in ")
         ]
         assert line.endswith(str(engine.latency)) and engine.idle
         assert [part.curve.points[0][0] for part in engine.latency.parts.values()] == [1, ENGINE.target_tokens, 1]
@@ -162,7 +162,7 @@ def test_a_request_that_cannot_be_taken_in_or_reported_ends_alone(monkeypatch):
             whole(self, params, tokenizer)
 
         monkeypatch.setattr(StopRules, "__init__", broken)
-        with pytest.raises(RequestFailed, match=r"could not be taken in .*out of luck"):
+        with pytest.raises(RequestFailed, match=r"could not be submitted .*out of luck"):
             await ask(client, "bad", stop=("break it",))
         push = TextStream.push
 

@@ -22,7 +22,7 @@ from tests.gateway.harness import LONG, Service, serving, until
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
-    "the service failed over this very": "tests/launch/test_supervisor.py",
+    "the service failed while it decoded": "tests/launch/test_supervisor.py",
     "the draft was lost": "tests/service/test_faults.py",
     "a worker of the target was lost": "tests/service/test_faults.py",
     "the service shut down before": "test_endings.py",
@@ -285,13 +285,13 @@ def test_malformed_bytes(service, caplog, method):
         send = channel.unary_stream(f"/smc.v1.GenerationService/{method}")
         for data in (b"\xff", b"\x0a\xff\xff\xff\x7f", b"\x0a" * 50_000):
             with refused(
-                grpc.StatusCode.INVALID_ARGUMENT, f"^the request of {len(data)} bytes is no message of this method"
+                grpc.StatusCode.INVALID_ARGUMENT, f"^the request of {len(data)} bytes is not a message of this method"
             ):
                 list(send(data))
         assert service.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid") == before + 3
-        with refused(grpc.StatusCode.INVALID_ARGUMENT, "is no message"):
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "is not a message"):
             channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff")
-        with refused(grpc.StatusCode.INVALID_ARGUMENT, "is no message"):
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "is not a message"):
             list(
                 channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(iter([b"\xff"]))
             )

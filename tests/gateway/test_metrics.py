@@ -316,7 +316,9 @@ def test_texts_are_logged_where_that_is_asked_for(pair, caplog, tmp_path):
     log.write_text("\n".join(wrapped))
     assert list(logged_prompts(pair.tokenizer, log)) == prompts
     log.write_text('{"prompt_ids": [1, 99999]}\n')
-    with pytest.raises(ValueError, match=r"holds token 99999, but the target has .*; it is the log of another model"):
+    with pytest.raises(
+        ValueError, match=r"holds token 99999, but the target has .*; give the log of a service of this target"
+    ):
         logged_prompts(pair.tokenizer, log)
     log.write_text('{"request_id": "a", "prompt_tokens": 3}\n')
     with pytest.raises(ValueError, match=r"holds no request with its prompt; allowed: .* log-texts: true"):

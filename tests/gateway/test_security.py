@@ -164,7 +164,7 @@ def test_settings_without_effect_stop_the_start(certificates, token_file, tmp_pa
         ({"auth_token_file": tmp_path / "none"}, "auth_token_file='.*none': No such file"),
         ({"auth_token_file": tmp_path}, "auth_token_file=.*: Is a directory"),
         ({"auth_token_file": tmp_path / "empty"}, "holds no token"),
-        ({"auth_token_file": tmp_path / "spaced"}, "line 2 is no token"),
+        ({"auth_token_file": tmp_path / "spaced"}, "line 2 is not a token"),
         ({"auth_token_file": token_file, "host": "0.0.0.0"}, "plain text on host='0.0.0.0'.*--tls-cert.*127.0.0.1"),
     ):
         with pytest.raises(ValueError, match=message):

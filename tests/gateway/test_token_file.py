@@ -66,7 +66,7 @@ def test_a_broken_file_keeps_the_tokens_and_is_said_once(pair, tmp_path, caplog)
     with serving(pair, http_port=0, auth_token_file=path) as service:
         for break_it, said in (
             (lambda: swap(path, "# nobody yet\n"), NO_TOKEN),
-            (lambda: swap(path, "se cret\n"), "line 1 is no token"),
+            (lambda: swap(path, "se cret\n"), "line 1 is not a token"),
             (path.unlink, "No such file"),
         ):
             caplog.clear()

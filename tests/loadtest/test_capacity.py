@@ -49,7 +49,8 @@ def test_no_rate_is_too_high():
 
 def test_the_answer_and_its_bracket():
     assert capacity_sentence(find(5.0, 1.0, 0.5), "ttft:500") == (
-        "Capacity: 4 requests/s (ttft:500). Bracket: 4 requests/s meet it, 5.66 do not. There: 4 good requests/s, 100.0% of the requests."
+        "Capacity: 4 requests/s (ttft:500). Bracket: 4 requests/s meet it, 5.66 do not. "
+        "At this rate: 4 good requests/s, 100.0% of the requests."
     )
 
 
@@ -66,7 +67,7 @@ def test_a_probe_that_was_late_is_made_once_more():
     found = asyncio.run(search(probe, 1.0, 1.0))
     assert tried == [1, 2, 2, 4, 4] == [each.rate for each in found.probes]
     assert (found.low, found.high) == (2, 4) and not found.best.late
-    assert len(capacity_warnings(found)) == 1 and "late whenever 4 requests/s were tried" in capacity_warnings(found)[0]
+    assert len(capacity_warnings(found)) == 1 and "late at 4 requests/s" in capacity_warnings(found)[0]
 
 
 def test_what_was_found_before_the_service_broke():
@@ -78,7 +79,8 @@ def test_what_was_found_before_the_service_broke():
     found = asyncio.run(search(probe, 1.0, 0.1))
     assert (found.low, found.high, len(found.probes)) == (4, None, 3)
     assert capacity_sentence(found, "ttft:1") == (
-        "The search ended early, at 8 requests/s: errors: failed: 1 INTERNAL. Until then 4 requests/s met the objective (ttft:1)."
+        "The search ended early: at 8 requests/s: errors: failed: 1 INTERNAL. "
+        "Highest rate that met the objective (ttft:1): 4 requests/s."
     )
 
 

@@ -65,7 +65,7 @@ def test_without_metrics_pages_are_not_measured():
     assert passed(run)["KV pages leaked"] is None and run.good
 
 
-def test_overload_that_is_borne():
+def test_overload_that_the_service_withstands():
     run = made_run(GOOD + REFUSED, FLAT, **OVERLOAD)
     assert run.good and passed(run) == {
         "errors": True,
@@ -78,13 +78,14 @@ def test_overload_that_is_borne():
         "KV pages leaked": True,
     }
     assert (
-        headline(run) == "Overload was borne: at 2.03 requests/s, 2 times its capacity of 1, 1.02 a second were good."
+        headline(run) == "The service withstood overload: at 2.03 requests/s, 2 times its capacity of 1, "
+        "1.02 requests/s met the objective."
     )
 
 
 def test_overload_in_which_answers_come_too_late():
     run = made_run(GOOD[:20] + SLOW[20:] + REFUSED, FLAT, **OVERLOAD)
-    assert passed(run)["goodput under overload"] is False and "at least 80% must be" in headline(run)
+    assert passed(run)["goodput under overload"] is False and "at least 80% is required" in headline(run)
 
 
 def test_one_straggler_changes_neither_goodput_nor_what_was_offered():

@@ -13,7 +13,7 @@ BASE = ("--rate", 1, "--duration", 1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "the rate is not known; give --rate, or --capacity with --overload"),
+        ((), "no rate is given; give --rate, or --capacity with --overload"),
         (("--rate", 1), "the run would never end; give --duration, --requests or both"),
         (("--rate", 0, "-d", 1), "--rate 0.0; allowed: 1e-06 to 1e+06"),
         ((*BASE, "--arrivals", "weekly"), "--arrivals 'weekly'; allowed: poisson, gamma, constant, ramp, trace"),
@@ -26,7 +26,7 @@ BASE = ("--rate", 1, "--duration", 1)
         ((*BASE, "--prompts", "/nowhere/x", "--serve"), "No such file or directory: '/nowhere/x'"),
         (
             (*BASE, "--prompts", "x", "--prompt-length", 5),
-            "--prompts and --prompt-length both say what the prompts are",
+            "--prompts and --prompt-length exclude each other",
         ),
         ((*BASE, "--output-length", "long"), "--output-length 'long'; allowed: COUNT, uniform:LOW-HIGH"),
         ((*BASE, "--method", "magic"), "--method 'magic'; allowed: smc, exact, target, draft"),
@@ -50,7 +50,7 @@ BASE = ("--rate", 1, "--duration", 1)
         ),
         ((*BASE, "--goodput", "ttft:500", "itl:50"), "--goodput 'itl:50'; allowed: NAME:MILLISECONDS"),
         ((*BASE, "--capacity", 1), "--capacity has no effect without --goodput"),
-        (("--profile", "overload"), "the rate is not known"),
+        (("--profile", "overload"), "no rate is given"),
         (
             ("--profile", "overload", "--overload", 3, "--capacity", 2, "--rate", 5),
             "--rate 5 is not --overload 3 times --capacity 2",
@@ -65,7 +65,7 @@ BASE = ("--rate", 1, "--duration", 1)
         (("--find-capacity", "--profile", "ramp", "--arrivals", "poisson"), "--find-capacity needs --goodput"),
         (
             ("--find-capacity", "--profile", "overload", "--rate", 3),
-            "--find-capacity is for finding out the --capacity",
+            "--capacity has no effect with --find-capacity",
         ),
         ((*BASE, "--serve", "--address", "x:1"), "--address has no effect with --serve"),
         ((*BASE, "--serve", "--wait", 5), "--wait has no effect with --serve"),

@@ -104,8 +104,8 @@ def test_the_picture_of_a_run_that_was_not_watched(tmp_path):
 def test_what_a_reader_must_know_comes_with_the_figures():
     late = [record(at, (at + 0.1,), (1,), late=0.2) for at in range(9)]
     text = "\n".join(report.warnings(made_run(late, [*SAMPLES, ServerSample(11.0, error="UNAVAILABLE: gone")])))
-    assert "the generator was late: requests left up to 200 ms" in text
-    assert "1 of 11 looks at the server failed" in text
+    assert "the generator was late: requests were sent up to 200 ms" in text
+    assert "1 of 11 samples of the server failed" in text
 
 
 def test_the_picture_and_the_numbers_of_a_search(run, tmp_path):
@@ -118,7 +118,7 @@ def test_the_picture_and_the_numbers_of_a_search(run, tmp_path):
 
     found = asyncio.run(search(probe, 2.0, 0.1))
     assert report.capacity_sentence(found, "ttft:150").startswith("Capacity: 4.7")
-    assert "the generator was late whenever 8 requests/s were tried" in report.capacity_warnings(found)[0]
+    assert "the generator was late at 8 requests/s" in report.capacity_warnings(found)[0]
     written = json.loads(json.dumps(report.capacity_numbers(found, run)))
     ours = written["smcserve"]["capacity"]
     assert ours["low"] == found.low and len(ours["probes"]) == len(found.probes) and written["num_prompts"] == 4

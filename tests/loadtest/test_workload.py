@@ -168,7 +168,7 @@ def test_a_trace(tmp_path):
         ('{"time": 1, "prompt": "x", "prompt_tokens": 3}', "more than one of"),
         ('{"time": 1, "prompt": []}', "allowed: text, or a list of token ids"),
         ('{"time": 1, "messages": ["x"]}', "allowed: a list of objects with role and content"),
-        ("[1]", "is no JSON object"),
+        ("[1]", "is not a JSON object"),
         ("{", "give one JSON object a line"),
         ("", "is empty; give at least one line"),
     ],
@@ -182,7 +182,7 @@ def test_traces_that_cannot_be(tmp_path, line, message):
 
 def test_tables_and_prompts_that_cannot_be(tmp_path):
     path = tmp_path / "trace.csv"
-    for text, message in (("time\n1,2\n", "another number of cells"), ("time\nsoon\n", "time is in seconds")):
+    for text, message in (("time\n1,2\n", "a different number of cells"), ("time\nsoon\n", "time is in seconds")):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_trace(path)

@@ -254,7 +254,11 @@ def test_bfloat16_stays_close():
 
 def test_a_published_shape_with_fewer_layers():
     assert preset("llama-8b/4") == replace(preset("llama-8b"), num_layers=4)
-    for name, said in {"llama-9b/4": "is no known shape", "llama-8b/0": "layers='0'", "llama-8b/": "layers=''"}.items():
+    for name, said in {
+        "llama-9b/4": "is not a known shape",
+        "llama-8b/0": "layers='0'",
+        "llama-8b/": "layers=''",
+    }.items():
         with pytest.raises(ValueError, match=said):
             preset(name)
 
@@ -325,7 +329,7 @@ def test_refusals_come_before_any_file(tmp_path):
 
 def test_pairs_that_cannot_be():
     small = (demo.TARGET, demo.DRAFT)
-    with pytest.raises(ValueError, match="'llama-9b' is no known shape; allowed: llama-1b, "):
+    with pytest.raises(ValueError, match="'llama-9b' is not a known shape; allowed: llama-1b, "):
         SourcePair.of("grown", Path("llama-9b"), Path("llama-1b"), small=small)
     with pytest.raises(ValueError, match="vocabularies of 128256 and 151936 tokens; a pair shares one"):
         SourcePair.of("grown", Path("llama-8b"), Path("qwen3-0.6b"), small=small)
@@ -348,7 +352,7 @@ def test_command(smcserve, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shape", "llama-9b"), "'llama-9b' is no known shape; allowed: llama-1b"),
+        (("--shape", "llama-9b"), "'llama-9b' is not a known shape; allowed: llama-1b"),
         (("--shape", "llama-1b", "--dtype", "int8"), "--dtype int8; allowed: float32, bfloat16, float16"),
         ((), "Missing option '--shape'"),
     ],

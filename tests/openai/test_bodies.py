@@ -21,10 +21,10 @@ from tests.openai.asking import Said, chat, is_error, post
         (b"{", "this is not JSON: .* at character 2"),
         (b"\xff{}", "cannot be read as JSON"),
         (b'{"a": 1, "a": 2}', "'a' is given twice"),
-        (b'{"temperature": NaN}', "NaN is no number"),
+        (b'{"temperature": NaN}', "NaN is not a number"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "cannot be read as JSON"),
         (b"[" * 60_000, "nested too deeply"),
-        (b"[]", "no JSON object"),
+        (b"[]", "not a JSON object"),
     ],
 )
 def test_what_is_no_json(service, body, message):
@@ -155,9 +155,9 @@ def test_a_field_that_is_wrong(service, body, param, message):
     [
         ("", "the prompt is empty"),
         ([], "the prompt is empty"),
-        ({"a": 1}, "prompt holds other things"),
-        ([1, "a"], "prompt holds other things"),
-        ([[1], "a", [True]], "prompt holds other things"),
+        ({"a": 1}, "prompt is neither text nor token ids"),
+        ([1, "a"], "prompt is neither text nor token ids"),
+        ([[1], "a", [True]], "prompt is neither text nor token ids"),
         ([512], "prompt contains token id 512; allowed: 0..511"),
         ([10**400], "prompt contains token id 1000"),
         ([5] * 600, "has 600 tokens; allowed: at most 511"),

@@ -57,7 +57,7 @@ def test_ids_are_those_that_an_answer_is_made_of(service, client):
     ("path", "body", "says"),
     [
         ("/tokenize", {}, "prompt is missing"),
-        ("/tokenize", [1], "the body is no JSON object"),
+        ("/tokenize", [1], "the body is not a JSON object"),
         ("/tokenize", {"prompt": "a", "stream": True}, "stream is not a field beside prompt; allowed: add_special"),
         ("/tokenize", {"prompt": ["a", "b"]}, "prompt has 2 prompts; allowed: one"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens=False; allowed: true"),

@@ -40,7 +40,7 @@ ROWS = {
     "the call's own deadline": "test_a_deadline",
     "the caller cancelled": "test_a_closed_connection_frees_its_slots",
     "`Abort` named": "test_abort",
-    "the service failed over this very": "test_a_request_that_fails",
+    "the service failed while it decoded": "test_a_request_that_fails",
     "decoding this request failed": "test_a_request_that_fails",
     "an error in the service itself": "test_an_error_of_our_own",
     "there is no such method": "test_no_such_path",

@@ -92,15 +92,15 @@ def test_settings_of_the_template(tokenizer):
         ),
         (
             {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]},
-            "arguments is no JSON",
+            "arguments is not JSON",
         ),
         (
             {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]},
-            "arguments is no object",
+            "arguments is not an object",
         ),
         (
             {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}]},
-            "arguments is no JSON",
+            "arguments is not JSON",
         ),
         ({"role": "user", "content": "x", "audio": "a"}, r"messages\[0\].audio='a'; allowed: null"),
         ({"role": "user", "content": "x", "mood": "a"}, r"messages\[0\].mood is not a field"),

@@ -225,6 +225,6 @@ def test_parts_are_the_same_however_the_text_is_cut():
 def test_half_of_a_call_is_refused_in_the_words_of_the_api(pair):
     """A function call in the input whose arguments are no JSON is refused with `input` as the parameter."""
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
-    with pytest.raises(BadRequest, match=r"arguments is no JSON") as caught:
+    with pytest.raises(BadRequest, match=r"arguments is not JSON") as caught:
         ResponsesDialect().read({"input": [call]}, Served(("demo",), pair.tokenizer))
     assert caught.value.param == "input"

@@ -64,7 +64,7 @@ def test_a_broken_file_is_replaced(shipped, measured, caplog):
         path.write_text(broken)
         with caplog.at_level(logging.WARNING):
             assert stored_latency(shipped, MODELS, CONFIG) == measured[-1]
-        assert "is measured again" in caplog.text and json.loads(path.read_text())["latency"]
+        assert "are measured again" in caplog.text and json.loads(path.read_text())["latency"]
     assert len(measured) == 4
 
 
@@ -72,7 +72,7 @@ def test_a_directory_that_cannot_be_written_is_no_error(shipped, measured, tmp_p
     (tmp_path / "smcserve").write_text("a file")
     with caplog.at_level(logging.WARNING):
         assert stored_latency(shipped, MODELS, CONFIG) == measured[0]
-    assert "costs are not kept" in caplog.text
+    assert "costs cannot be stored" in caplog.text
 
 
 def test_other_files_and_settings_are_other_costs(shipped, tmp_path):
