@@ -30,7 +30,7 @@ CONFIGS = [
 ]
 DISTINCT, INDEPENDENT = {"population": "distinct"}, {"population": "independent"}
 NEVER, ALWAYS = {"ess_threshold": 0.0}, {"ess_threshold": 1.0}
-COUNT = 280
+COUNT = 200
 """Answers with four particles each of the standing settings: at the error that this leaves, a test of evidence has
 power."""
 together = pytest.mark.xdist_group("bank")

@@ -50,7 +50,7 @@ def settings_of(rng: random.Random, longest: int = 18) -> dict:
 def test_answers_are_those_of_plain_decoding(config):
     """Beside SMC of both kinds, in rounds of all three."""
     rng = random.Random(config.block)
-    asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(14)]
+    asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(9)]
     plain = answers(local_engine(tiny_pair(), config), [request(p, i, method="target", **law) for p, i, law in asked])
     company = [
         request([1, 2], f"beside {i}", particles=3, population=POPULATIONS[i % 2], seed=i, max_tokens=12)

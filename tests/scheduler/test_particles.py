@@ -30,8 +30,7 @@ from tests.scheduler.pairs import exact_law, mean_and_error, next_log_probs, tin
 LOCKSTEP = CONFIGS[0]
 
 
-@pytest.mark.parametrize(("population", "seed"), [("distinct", 0), ("independent", 1)])
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize(("config", "population", "seed"), [(CASES[0], "distinct", 0), (CASES[1], "independent", 1)])
 def test_the_answer_was_drawn_from_them(config, population, seed):
     """Weights sum to 1; each particle ended for a reason of its own; nothing changes for those who do not ask."""
     settings = {

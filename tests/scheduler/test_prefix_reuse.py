@@ -146,9 +146,7 @@ def test_without_a_cache_nothing_is_kept():
     ("config", "side", "population"),
     [
         (CASES[0], "draft", POPULATIONS[0]),
-        (CASES[0], "target", POPULATIONS[1]),
-        (CASES[1], "draft", POPULATIONS[1]),
-        (CASES[1], "target", POPULATIONS[0]),
+        (CASES[1], "target", POPULATIONS[1]),
     ],
 )
 def test_what_a_model_has_made_nan_of_is_not_kept(config, population, side):

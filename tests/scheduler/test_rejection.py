@@ -190,13 +190,13 @@ def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
             tuple(rng.randrange(3) for _ in range(rng.randint(1, 30))),
             SamplingParams(seed=i, max_tokens=20, **others[i % 4]),
         )
-        for i in range(16)
+        for i in range(11)
     ]
     lives = live(
         engine, asked, rng, cancel=0.1, interrupt=0.15, after_step=lambda engine: seen.append(check_kv(engine, written))
     )
     assert_empty(engine)
-    assert sum(seen) > 150 and lives.events["interrupted"] and lives.events["cancelled"]
+    assert sum(seen) > 100 and lives.events["interrupted"] and lives.events["cancelled"]
 
 
 def test_a_draft_that_is_lost_leaves_the_target_alone():
@@ -298,7 +298,7 @@ def chains_of(engine: Engine) -> int:
 @pytest.mark.parametrize("config", one_of(*FORMS), ids=config_id)
 def test_chains_wait_for_room_and_answer_the_same(config):
     """Beside each other never more than there are laws for; what the draft left alone rejoins as far as there are."""
-    asked = [request([i % 3], str(i), seed=i, particles=1 + i % 4, max_tokens=12, **REJECTION) for i in range(12)]
+    asked = [request([i % 3], str(i), seed=i, particles=1 + i % 4, max_tokens=12, **REJECTION) for i in range(9)]
     asked.insert(3, request([1], "trees", seed=1, particles=4, max_tokens=12, method="exact"))
     expected, few = answers(local_engine(tiny_pair(), config), asked), replace(config, max_chains=5)
     engine, found, most = local_engine(tiny_pair(), few), {}, []
