@@ -24,7 +24,7 @@ from tests.scheduler.bank import (
     together,
     votes,
 )
-from tests.scheduler.harness import CASES, FORMS, answer, answers, config_id, request
+from tests.scheduler.harness import CASES, FORMS, answer, answers, request
 from tests.scheduler.pairs import exact_law, mean_and_error, next_log_probs, tiny_pair, total_variation
 
 LOCKSTEP = CONFIGS[0]
