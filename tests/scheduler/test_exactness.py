@@ -87,7 +87,7 @@ def test_distinct_particles_are_nearer_than_independent_ones(config, temperature
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, temperature)
     params = {"particles": particles, "temperature": temperature}
     independent, distinct = (
-        distance(population(config, 200, **params, **kind), law) for kind in (INDEPENDENT, DISTINCT)
+        distance(population(config, 140, **params, **kind), law) for kind in (INDEPENDENT, DISTINCT)
     )
     assert distinct < independent + (0.03 if temperature > 1 else -0.03)
 

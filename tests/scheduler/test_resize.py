@@ -105,7 +105,9 @@ def test_evidence_is_unbiased(form, change, ahead, monkeypatch):
         assert error < 0.08, "the test has no power"
 
 
-@pytest.mark.parametrize(("config", "population", "ahead"), few(product(CASES, POPULATIONS, (False, True)), together=1), ids=_name)
+@pytest.mark.parametrize(
+    ("config", "population", "ahead"), few(product(CASES, POPULATIONS, (False, True)), together=1), ids=_name
+)
 def test_the_next_round_has_the_particles_that_were_asked_for(config, population, ahead, monkeypatch):
     """From then on the models run as many, slots that are no longer needed are free, and of those that are only wanted
     none is answered."""
