@@ -98,7 +98,7 @@ def test_ranks_compute_what_one_does(name, tmp_path):
     save_hf(name, tmp_path)
     tokens_T = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
     expected_TV = dense_logits(load_model(tmp_path), tokens_T)
-    for degree in (2, 3, 6):
+    for degree in (2, 6):
         for found_TV in in_ranks(
             degree, lambda shard, reduce: dense_logits(load_rank(tmp_path, shard, reduce), tokens_T)
         ):

@@ -161,6 +161,7 @@ def test_shards_are_the_whole(layout, group, degree, tmp_path):
 MOE = {"moe_intermediate_size": 192, "hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 
 
+@pytest.mark.xdist_group("transformers")
 @pytest.mark.parametrize("layout", [*one_of("awq", "gptq", "pack-quantized"), "rounded"])
 def test_experts(layout, tmp_path):
     """Kept, the numbers that are stored, on any number of ranks: each holds its part of every expert."""

@@ -355,7 +355,7 @@ def test_what_ended_an_answer(service, client):
 
 
 def test_all_particles(service, client, pair):
-    settings = {"particles": 4, "population": "independent", "seed": 2, "max_tokens": 16}
+    settings = {"particles": 4, "population": "independent", "seed": 2, "max_tokens": 10}
     choice = create(client, QUESTIONS[0], settings | {"return_particles": True}).choices[0]
     own = local_answer(pair, chat_ids(pair, QUESTIONS[0]), return_particles=True, **settings)
     said = [

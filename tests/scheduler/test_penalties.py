@@ -71,7 +71,7 @@ def test_evidence_of_particles_has_mean_one(config: EngineConfig):
     choices of seeds. A proposal that is not what log q says shows here."""
     law = {"max_tokens": 8, "ignore_eos": True, "particles": 3, **LAWS[0]}
     for population in ("distinct", "independent"):
-        requests = [request(PROMPT, f"{seed}", seed=seed, population=population, **law) for seed in range(70)]
+        requests = [request(PROMPT, f"{seed}", seed=seed, population=population, **law) for seed in range(60)]
         found = answers(local_engine(tiny_pair(), wide(config)), requests)
         mean, error = mean_and_error([math.exp(answer.statistics.log_z) for answer in found.values()])
         assert abs(mean - 1) < 4.5 * error

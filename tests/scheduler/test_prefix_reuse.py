@@ -126,7 +126,7 @@ def test_what_was_not_used_for_longest_makes_room(config):
     hot = (2, 2, 0) * 16
     hits: list[int] = []
     for i, prompt in enumerate(prompts):
-        one(engine, request(prompt, f"cold {i}", particles=2, seed=i, max_tokens=30, ignore_eos=True))
+        one(engine, request(prompt, f"cold {i}", particles=2, seed=i, max_tokens=18, ignore_eos=True))
         hits.append(one(engine, request(hot, f"hot {i}", particles=1, seed=i, max_tokens=2)).cached_tokens)
         assert engine.memory.held("draft") <= 300
     assert hits == [0, 32, 32, 32, 32, 32]

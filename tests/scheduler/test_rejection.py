@@ -124,7 +124,7 @@ def test_a_draft_that_is_the_target_is_always_kept(config):
 def test_laws_with_nothing_in_common_still_answer(config):
     """With all mass on one token, another one for each model wherever they differ, and at temperature 0: the target's
     likeliest."""
-    law = {"max_tokens": 16, "ignore_eos": True}
+    law = {"max_tokens": 10, "ignore_eos": True}
     plain = answers(local_engine(tiny_pair(), config), [request(method="target", temperature=0.0, **law)])["r"]
     for more in ({"top_k": 1}, {"temperature": 0.0}):
         found = answers(local_engine(tiny_pair(), config), [request(particles=3, seed=4, **law, **more, **REJECTION)])[
@@ -219,9 +219,9 @@ def test_where_a_draft_makes_nan_the_target_decides():
     for config in FORMS:
         found = answers(
             local_engine(replace(tiny_pair(), draft=draft), config),
-            [request(seed=2, max_tokens=20, ignore_eos=True, **REJECTION)],
+            [request(seed=2, max_tokens=12, ignore_eos=True, **REJECTION)],
         )["r"]
-        assert found.error is None and len(found.tokens) == 20
+        assert found.error is None and len(found.tokens) == 12
 
 
 def test_chains_that_stay_equal_fit_where_they_are_let_in():
