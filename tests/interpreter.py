@@ -23,6 +23,8 @@ _convert_float, _get_np_dtype = interpreter._convert_float, interpreter._get_np_
 _make_block_type, _broadcast = core.block_type.__init__, TritonSemantic.broadcast_impl_value
 _check, _equal_types = TritonSemantic.binary_op_type_checking_impl, core.dtype.__eq__
 _to_tensor, _patch_attr = TritonSemantic.to_tensor, interpreter._patch_attr
+_argument = interpreter._implicit_cvt
+_pointer_types: dict[torch.dtype, core.dtype] = {}
 _np_dtypes: dict[str, np.dtype] = {}
 _block_types: dict[tuple, dict] = {}
 
@@ -138,6 +140,15 @@ def _as_tensor(self, x, check_type=True):
     return interpreter_operators.constant(value, self.to_tensor_type(value))
 
 
+def _as_argument(value):
+    """It works out the type of every argument of every call by its name."""
+    if type(value) is not torch.Tensor:
+        return _argument(value)
+    if value.dtype not in _pointer_types:
+        _pointer_types[value.dtype] = _argument(value).dtype
+    return interpreter_operators.tensor(np.array([value.data_ptr()], np.uint64), _pointer_types[value.dtype], False)
+
+
 def _patch_member(of, name, member, builder, scope) -> None:
     """It looks through the named arguments twice to see who calls."""
     if member.__code__ is not _BUILTIN:
@@ -164,7 +175,7 @@ def _uses_the_language() -> tuple:
 
 
 _BUILTIN = core.builtin(_uses_the_language).__code__
-interpreter._patch_attr = _patch_member
+interpreter._patch_attr, interpreter._implicit_cvt = _patch_member, _as_argument
 # It measures every array that it makes against its type.
 interpreter.TensorHandle.__post_init__ = lambda self: None
 TritonSemantic.to_tensor = _as_tensor

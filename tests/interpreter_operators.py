@@ -105,7 +105,7 @@ def _binary(of: Callable, types: dict, made: core.dtype | None = None) -> Callab
                 values = _number(right, dtype) if dtype is not tl.int1 or made else None
             if dtype is None or values is None:
                 return slow(left, right, **options)
-            return _tensor(of(left.handle.data, values), made or dtype, block)
+            return tensor(of(left.handle.data, values), made or dtype, block)
 
         return fast
 
@@ -130,7 +130,7 @@ def _over(right: np.ndarray, left: np.ndarray) -> np.ndarray:
     return left / right
 
 
-def _tensor(values: np.ndarray, dtype: core.dtype, block: bool) -> core.tensor:
+def tensor(values: np.ndarray, dtype: core.dtype, block: bool) -> core.tensor:
     """A scalar is held as an array of one, too. This is what `core.tensor` makes of a `TensorHandle`."""
     key = dtype.name, values.shape if block else None
     if key not in _types:
@@ -151,7 +151,7 @@ def shaped(sizes: tuple[int, ...]) -> tuple[core.tuple, tl.constexpr]:
 
 
 def constant(value: bool | int | float, dtype: core.dtype) -> core.tensor:
-    return _tensor(_of_one_value((1,), value, LOGICAL.get(dtype.name) or PLAIN[dtype.name]), dtype, False)
+    return tensor(_of_one_value((1,), value, LOGICAL.get(dtype.name) or PLAIN[dtype.name]), dtype, False)
 
 
 def _of_one_value(shape: tuple[int, ...], value: bool | int | float, dtype: np.dtype) -> np.ndarray:
@@ -199,7 +199,7 @@ def _moved(slow: Callable) -> Callable:
             if type(offset) is not int:
                 return slow(pointer, offset)
             values = np.uint64(width * offset % 2**64)
-        return _tensor(pointer.handle.data + values, dtype, block)
+        return tensor(pointer.handle.data + values, dtype, block)
 
     return fast
 
@@ -220,7 +220,7 @@ def _where(slow: Callable) -> Callable:
                 sides.append(_number(side, dtype) if dtype is not tl.int1 else None)
         if sides[0] is None or sides[1] is None:
             return slow(condition, x, y)
-        return _tensor(np.where(condition.handle.data, *sides), dtype, block)
+        return tensor(np.where(condition.handle.data, *sides), dtype, block)
 
     return fast
 
@@ -229,20 +229,20 @@ def _cast(slow: Callable) -> Callable:
     def fast(value: core.tensor, dtype: object, *rest: object, **named: object) -> core.tensor:
         to, of = dtype.value if type(dtype) is tl.constexpr else dtype, value.dtype.name
         if named == BITS and not rest and _size(of) and _size(to.name) == _size(of):
-            return _tensor(value.handle.data.view(PLAIN[to.name]), to, value.type is not value.dtype)
+            return tensor(value.handle.data.view(PLAIN[to.name]), to, value.type is not value.dtype)
         if rest or named or type(to) is not core.dtype:
             return slow(value, dtype, *rest, **named)
         if to.name == of:
             return value
         block = value.type is not value.dtype
         if to.name in CAST and (of in CAST or of == "int1"):
-            return _tensor(value.handle.data.astype(CAST[to.name]), to, block)
+            return tensor(value.handle.data.astype(CAST[to.name]), to, block)
         if to.name == "int1" and of in WHOLE:
-            return _tensor(value.handle.data != 0, to, block)
+            return tensor(value.handle.data != 0, to, block)
         if (of, to.name) == ("bf16", "fp32"):
-            return _tensor(widened(value.handle.data), to, block)
+            return tensor(widened(value.handle.data), to, block)
         if (of, to.name) == ("fp32", "bf16"):
-            return _tensor(cut_off(value.handle.data), to, block)
+            return tensor(cut_off(value.handle.data), to, block)
         return slow(value, dtype)
 
     return fast
@@ -266,7 +266,7 @@ def _with_new_axes(slow: Callable) -> Callable:
     def fast(value: core.tensor, slices: object) -> core.tensor:
         of_a_block = type(slices) is tuple and value.type is not value.dtype
         if of_a_block and all(one is None or (type(one) is slice and one == slice(None)) for one in slices):
-            return _tensor(value.handle.data[slices], value.dtype, True)
+            return tensor(value.handle.data[slices], value.dtype, True)
         return slow(value, slices)
 
     return fast
@@ -278,7 +278,7 @@ def _negated(slow: Callable) -> Callable:
             return slow(value, **options)
         dtype = value.dtype
         zero = _of_one_value((1,), 0, PLAIN[dtype.name])
-        return _tensor(zero - value.handle.data, dtype, value.type is not dtype)
+        return tensor(zero - value.handle.data, dtype, value.type is not dtype)
 
     return fast
 
@@ -297,7 +297,7 @@ def _fused(slow: Callable) -> Callable:
                 values.append(_number(one, dtype))
         if any(one is None for one in values):
             return slow(x, y, z, **options)
-        return _tensor(values[0] * values[1] + values[2], dtype, block)
+        return tensor(values[0] * values[1] + values[2], dtype, block)
 
     return fast
 
@@ -313,8 +313,8 @@ def _reduced(_self: ReduceScanOpInterface, values: np.ndarray, dtype: core.dtype
     """What a sum has made, a number or an array."""
     held = LOGICAL.get(dtype.name) or HELD[dtype.name]
     if getattr(values, "shape", ()):
-        return _tensor(values.astype(held, copy=False), dtype, True)
-    return _tensor(np.array([values], held), dtype, False)
+        return tensor(values.astype(held, copy=False), dtype, True)
+    return tensor(np.array([values], held), dtype, False)
 
 
 def _arange(slow: Callable) -> Callable:
@@ -325,7 +325,7 @@ def _arange(slow: Callable) -> Callable:
         if key not in ranges:
             ranges[key] = slow(*ends).handle.data
             ranges[key].flags.writeable = False
-        return _tensor(ranges[key], tl.int32, True)
+        return tensor(ranges[key], tl.int32, True)
 
     return fast
 
@@ -336,7 +336,7 @@ def _full(slow: Callable) -> Callable:
         if type(number) not in (int, float) or to.name not in PLAIN:
             return slow(shape, value, dtype)
         sizes = tuple(map(core._unwrap_if_constexpr, core._unwrap_if_constexpr(shape)))
-        return _tensor(_of_one_value(sizes or (1,), number, PLAIN[to.name]), to, sizes != ())
+        return tensor(_of_one_value(sizes or (1,), number, PLAIN[to.name]), to, sizes != ())
 
     return fast
 
@@ -382,7 +382,7 @@ def _load(slow: Callable) -> Callable:
             return slow(pointer, mask, other)
         loaded = _interpreter.load(where, _wide(masked, where.shape), _wide(values, where.shape), held)
         loaded = loaded != 0 if of is tl.int1 else loaded
-        return _tensor(loaded, of, pointer.type is not pointer.dtype)
+        return tensor(loaded, of, pointer.type is not pointer.dtype)
 
     return fast
 
