@@ -60,7 +60,7 @@ def test_no_answer_holds_a_token_of_probability_zero(population, config):
 def test_the_mean_of_z_hat_stays_one(population, config):
     """An unlike draft, and a truncation that leaves one or two of four tokens: many populations collapse, whose Z-hat
     is 0. A Z-hat that went on from the prefix would have a mean above 1.1 here."""
-    pair, count = tiny_pair(scale=1.5), 250
+    pair, count = tiny_pair(scale=1.5), 180
     engine = local_engine(pair, wide(config))
     requests = [
         request(

@@ -120,15 +120,15 @@ def test_exact_answers_are_those_of_the_target(config: EngineConfig):
             request(PROMPT, f"{name} {i} {seed}", seed=seed, **more, **method, **law)
             for name, method in how.items()
             for i, law in enumerate([*LAWS, {}])
-            for seed in range(6)
+            for seed in range(3)
         ],
     )
     for i in range(len(LAWS) + 1):
-        for seed in range(6):
+        for seed in range(3):
             assert found[f"exact {i} {seed}"].tokens == found[f"target {i} {seed}"].tokens
     alone = answers(
         local_engine(tiny_pair(), config),
-        [request(PROMPT, f"{seed}", seed=seed, **more, **how["exact"]) for seed in range(6)],
+        [request(PROMPT, f"{seed}", seed=seed, **more, **how["exact"]) for seed in range(3)],
     )
-    assert [alone[f"{s}"].tokens for s in range(6)] == [found[f"exact 3 {s}"].tokens for s in range(6)]
-    assert any(found[f"exact 0 {s}"].tokens != found[f"exact 3 {s}"].tokens for s in range(6))
+    assert [alone[f"{s}"].tokens for s in range(3)] == [found[f"exact 3 {s}"].tokens for s in range(3)]
+    assert any(found[f"exact 0 {s}"].tokens != found[f"exact 3 {s}"].tokens for s in range(3))
