@@ -78,11 +78,11 @@ def test_constraints_that_leave_no_token_of_the_head(config):
     weighed = [
         request((0, 1, 2), f"{p} {s}", seed=s, particles=4, population=p, **more)
         for p in ("distinct", "independent")
-        for s in range(30)
+        for s in range(40)
     ]
     found = answers(local_engine(restricted(), config), [*requests, *weighed])
     assert all(found[f"exact {s}"].tokens == found[f"target {s}"].tokens for s in range(6))
     for name in ("distinct", "independent"):
-        z = [math.exp(found[f"{name} {s}"].statistics.log_z) for s in range(30)]
+        z = [math.exp(found[f"{name} {s}"].statistics.log_z) for s in range(40)]
         mean, error = mean_and_error(z)
         assert abs(mean - 1) < 4.5 * error + 1e-4
