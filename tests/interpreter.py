@@ -3,7 +3,6 @@ be imported before any kernel: a kernel reads the setting when it is defined."""
 
 from __future__ import annotations
 
-import math
 import os
 
 import numpy as np
@@ -23,9 +22,11 @@ _generic_reduce = interpreter.ReduceOps.generic_reduce
 _convert_float, _get_np_dtype = interpreter._convert_float, interpreter._get_np_dtype
 _make_block_type, _broadcast = core.block_type.__init__, TritonSemantic.broadcast_impl_value
 _check, _equal_types = TritonSemantic.binary_op_type_checking_impl, core.dtype.__eq__
+_to_tensor, _patch_attr = TritonSemantic.to_tensor, interpreter._patch_attr
+_argument = interpreter._implicit_cvt
+_pointer_types: dict[torch.dtype, core.dtype] = {}
 _np_dtypes: dict[str, np.dtype] = {}
 _block_types: dict[tuple, dict] = {}
-_shapes: dict[tuple, tuple[core.tuple, tl.constexpr]] = {}
 
 
 def _patch_index(tensor, scope) -> None:
@@ -76,6 +77,10 @@ def _scan(self, given):
 
 def _convert(data, from_type, to_type, rounding):
     """When the interpreter rounds to FP8, it loses the carry out of the mantissa: torch converts instead."""
+    if (from_type.name, to_type.name) == ("bf16", "fp32"):
+        return interpreter_operators.widened(data)
+    if (from_type.name, to_type.name, rounding) == ("fp32", "bf16", None):
+        return interpreter_operators.cut_off(data)
     if to_type != tl.float8e4nv:
         return _convert_float(data, from_type, to_type, rounding)
     return torch.from_numpy(data.astype(np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
@@ -101,11 +106,8 @@ def _block_type(self, element_ty: tl.dtype, shape) -> None:
 
 def _tensor(self, handle, type: tl.dtype) -> None:
     """The interpreter creates the shape of every value anew: cache shapes."""
-    sizes = (*type.shape,) if type.is_block() else ()
-    if sizes not in _shapes:
-        _shapes[sizes] = core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _shapes[sizes]
+    self.shape, self.numel = interpreter_operators.shaped((*type.shape,) if type.is_block() else ())
 
 
 def _to_one_shape(self, left, right) -> tuple:
@@ -128,6 +130,38 @@ def _same_type(self, other) -> bool:
     return self is other or _equal_types(self, other)
 
 
+def _as_tensor(self, x, check_type=True):
+    """Cache the tensors of the numbers in kernels; the interpreter creates one for each use."""
+    if type(x) is core.tensor:
+        return x
+    value = x.value if type(x) is tl.constexpr else x
+    if type(value) not in (bool, int, float):
+        return _to_tensor(self, x, check_type)
+    return interpreter_operators.constant(value, self.to_tensor_type(value))
+
+
+def _as_argument(value):
+    """Cache the pointer types of arguments; the interpreter derives one for each argument of each call."""
+    if type(value) is not torch.Tensor:
+        return _argument(value)
+    if value.dtype not in _pointer_types:
+        _pointer_types[value.dtype] = _argument(value).dtype
+    return interpreter_operators.tensor(np.array([value.data_ptr()], np.uint64), _pointer_types[value.dtype], False)
+
+
+def _patch_member(of, name, member, builder, scope) -> None:
+    """Call built-in members directly; the interpreter inspects their named arguments twice."""
+    if member.__code__ is not _BUILTIN:
+        return _patch_attr(of, name, member, builder, scope)
+    inner = member.__wrapped__
+
+    def call(*arguments, **named):
+        named["_semantic"] = interpreter.interpreter_semantic
+        return inner(*arguments, **named)
+
+    return scope.set_attr(of, name, call)
+
+
 def _patch_once() -> None:
     """Patch the language once. The interpreter patches it for every call of every function, which takes a quarter of
     the time; in this process it is only used for interpretation."""
@@ -140,6 +174,11 @@ def _uses_the_language() -> tuple:
     return tl, core
 
 
+_BUILTIN = core.builtin(_uses_the_language).__code__
+interpreter._patch_attr, interpreter._implicit_cvt = _patch_member, _as_argument
+# It measures every array that it makes against its type.
+interpreter.TensorHandle.__post_init__ = lambda self: None
+TritonSemantic.to_tensor = _as_tensor
 interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = _patch_index, _dot
 interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan = _reduce, _scan
 interpreter._convert_float, interpreter._get_np_dtype = _convert, _np_dtype

@@ -1,19 +1,20 @@
 """The most frequent operations of kernels in Triton's interpreter, computed by a single NumPy call where all types are
 plain.
 
-For every operation the interpreter derives types and shapes, which takes 80 microseconds, and kernels on few numbers
-run hundreds of thousands of operations. Other cases are left to the interpreter: types to be promoted, 16-bit floats,
-numbers out of range."""
+For every single operation it asks which types there are, which shapes, and what becomes of them, which takes 80
+microseconds; kernels that work on few numbers have hundreds of thousands of operations. What is not plain is left to
+it: types to be promoted, numbers out of range."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 
 import numpy as np
 from triton import language as tl
 from triton.language import core
-from triton.runtime.interpreter import TensorHandle, _interpreter
+from triton.runtime.interpreter import ReduceScanOpInterface, TensorHandle, _interpreter, interpreter_builder
 
 PLAIN = {
     **{f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (32, 64)},
@@ -23,12 +24,26 @@ PLAIN = {
 WHOLE = {name: dtype for name, dtype in PLAIN.items() if dtype.kind in "iu"}
 FLOATS = {name: dtype for name, dtype in PLAIN.items() if dtype.kind == "f"}
 LOGICAL = {**WHOLE, "int1": np.dtype(bool)}
-CAST = {**PLAIN, **LOGICAL}
+CAST = {
+    **PLAIN,
+    **{f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16)},
+    "fp16": np.dtype(np.float16),
+}
+"""Types that are cast to each other as in NumPy."""
+HELD = {**CAST, "bf16": np.dtype(np.uint16), "fp8e4nv": np.dtype(np.uint8), "int1": np.dtype(np.int8)}
+"""Types in memory, with the types of the arrays that hold them."""
 MIXED = {("int32", "int64"): tl.int64, ("int64", "int32"): tl.int64}
 """Pairs of types with the type that both are promoted to, as in NumPy."""
-ZEROS = {name: np.zeros(1, dtype) for name, dtype in PLAIN.items()}
+DTYPES = {one.name: one for one in (*(getattr(tl, name) for name in LOGICAL), tl.float32, tl.float64)}
+BITS = {"bitcast": True}
+HINTS = {"eviction_policy", "cache_modifier"}
+"""Arguments of a load that do not change its result."""
+# Caches of read-only values.
 _numbers: dict[tuple, np.ndarray | None] = {}
-_block_types: dict[tuple, core.block_type] = {}
+_filled: dict[tuple, np.ndarray] = {}
+_types: dict[tuple, tuple] = {}
+_shapes: dict[tuple, tuple[core.tuple, tl.constexpr]] = {}
+_new = object.__new__
 
 
 def install() -> None:
@@ -38,6 +53,7 @@ def install() -> None:
         _replace(core.tensor, f"__{name}__", _binary(of, sums))
     for name, of in (("radd", np.add), ("rsub", _from_right), ("rmul", np.multiply)):
         _replace(core.tensor, f"__{name}__", _binary(of, sums))
+    _replace(core.tensor, "__rtruediv__", _binary(_over, FLOATS))
     for name, of in zip(("and", "or", "xor"), bits):
         _replace(core.tensor, f"__{name}__", _binary(of, LOGICAL))
     for name, of in (("lshift", np.left_shift), ("rshift", np.right_shift), ("mod", np.fmod), ("floordiv", _divided)):
@@ -53,10 +69,16 @@ def install() -> None:
         _replace(core, name, _binary(of, PLAIN))
     for name, of in (("add", np.add), ("mul", np.multiply)):
         _replace(core, name, _binary(of, WHOLE))
-    for name, replacement in (("where", _where), ("load", _load), ("store", _store)):
+    _replace(core.tensor, "__getitem__", _with_new_axes)
+    _replace(core.tensor, "__neg__", _negated)
+    made_once = (("arange", _arange), ("full", _full), ("program_id", _program_id))
+    for name, replacement in (("where", _where), ("load", _load), ("store", _store), *made_once):
         _replace(core, name, replacement)
+    _replace(core, "_unwrap_if_constexpr", _unwrapped)
     _replace(tl.math, "umulhi", _binary(_high_half, {"uint32": PLAIN["uint32"]}))
-    tl.umulhi = tl.math.umulhi
+    _replace(tl.math, "fma", _fused)
+    tl.umulhi, tl.fma = tl.math.umulhi, tl.math.fma
+    ReduceScanOpInterface.to_tensor = _reduced
 
 
 def _replace(of: object, name: str, replacement: Callable[[Callable], Callable]) -> None:
@@ -82,10 +104,10 @@ def _binary(of: Callable, types: dict, made: core.dtype | None = None) -> Callab
                 if right.dtype is not dtype:
                     dtype = types.get((dtype.name, right.dtype.name))
             else:
-                values = _number(right, dtype)
+                values = _number(right, dtype) if dtype is not tl.int1 or made else None
             if dtype is None or values is None:
                 return slow(left, right, **options)
-            return _tensor(of(left.handle.data, values), made or dtype, block)
+            return tensor(of(left.handle.data, values), made or dtype, block)
 
         return fast
 
@@ -106,16 +128,41 @@ def _high_half(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return (left.astype(np.uint64) * right.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
 
 
-def _tensor(values: np.ndarray, dtype: core.dtype, block: bool) -> core.tensor:
-    """A tensor of `values`; a scalar is an array of one element as well."""
-    return core.tensor(TensorHandle(values, dtype), _block_type(dtype, values.shape) if block else dtype)
+def _over(right: np.ndarray, left: np.ndarray) -> np.ndarray:
+    return left / right
 
 
-def _block_type(dtype: core.dtype, shape: tuple[int, ...]) -> core.block_type:
-    key = str(dtype), shape
-    if key not in _block_types:
-        _block_types[key] = core.block_type(dtype, list(shape))
-    return _block_types[key]
+def tensor(values: np.ndarray, dtype: core.dtype, block: bool) -> core.tensor:
+    """A tensor of `values`, as `core.tensor` makes it from a `TensorHandle`; a scalar is an array of one element as
+    well."""
+    key = dtype.name, values.shape if block else None
+    if key not in _types:
+        known = DTYPES.get(dtype.name, dtype)
+        _types[key] = known, core.block_type(known, list(values.shape)) if block else known, *shaped(key[1] or ())
+    handle, made = _new(TensorHandle), _new(core.tensor)
+    made.handle, (made.dtype, made.type, made.shape, made.numel) = handle, _types[key]
+    handle.data, handle.dtype, handle.attr = values, made.dtype, {}
+    return made
+
+
+def shaped(sizes: tuple[int, ...]) -> tuple[core.tuple, tl.constexpr]:
+    """Return a shape and the number of its entries, as a tensor has them. Cached, so that equal shapes are the same
+    object."""
+    if sizes not in _shapes:
+        _shapes[sizes] = core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+    return _shapes[sizes]
+
+
+def constant(value: bool | int | float, dtype: core.dtype) -> core.tensor:
+    return tensor(_of_one_value((1,), value, LOGICAL.get(dtype.name) or PLAIN[dtype.name]), dtype, False)
+
+
+def _of_one_value(shape: tuple[int, ...], value: bool | int | float, dtype: np.dtype) -> np.ndarray:
+    key = shape, value, dtype.char
+    if key not in _filled:
+        _filled[key] = np.full(shape, value or 0, dtype)
+        _filled[key].flags.writeable = False
+    return _filled[key]
 
 
 def _number(value: object, dtype: core.dtype) -> np.ndarray | None:
@@ -123,16 +170,19 @@ def _number(value: object, dtype: core.dtype) -> np.ndarray | None:
     value = value.value if type(value) is tl.constexpr else value
     key = value, type(value), dtype.name
     if key not in _numbers:
-        _numbers[key] = _converted(value, PLAIN.get(dtype.name))
+        _numbers[key] = _converted(value, PLAIN.get(dtype.name) or LOGICAL.get(dtype.name))
     return _numbers[key]
 
 
 def _converted(value: object, dtype: np.dtype | None) -> np.ndarray | None:
     if dtype is None or type(value) not in (int, float):
         return None
+    if dtype.kind == "b":
+        return np.array([bool(value)]) if value in (0, 1) else None
     if type(value) is float:
         # Operators disagree on rounding a float to 64 bits.
-        return np.array([value or 0.0], dtype) if dtype == np.float32 else None
+        same = dtype.itemsize == 4 or np.float32(value) == value
+        return np.array([value or 0.0], dtype) if dtype.kind == "f" and same else None
     low, high = (0, 2**32) if dtype.kind == "u" else (-(2**31), 2**31)
     return np.array([value], dtype) if low <= value < high else None
 
@@ -142,11 +192,17 @@ def _moved(slow: Callable) -> Callable:
 
     def fast(pointer: core.tensor, offset: object) -> core.tensor:
         dtype = pointer.dtype
-        if type(dtype) is not core.pointer_type or type(offset) is not core.tensor or offset.dtype.name not in WHOLE:
+        if type(dtype) is not core.pointer_type:
             return slow(pointer, offset)
-        width = max(1, dtype.element_ty.primitive_bitwidth // 8)
-        values = pointer.handle.data + width * offset.handle.data.astype(np.uint64)
-        return _tensor(values, dtype, pointer.type is not dtype or offset.type is not offset.dtype)
+        width, block = max(1, dtype.element_ty.primitive_bitwidth // 8), pointer.type is not dtype
+        if type(offset) is core.tensor and offset.dtype.name in WHOLE:
+            values, block = width * offset.handle.data.astype(np.uint64), block or offset.type is not offset.dtype
+        else:
+            offset = offset.value if type(offset) is tl.constexpr else offset
+            if type(offset) is not int:
+                return slow(pointer, offset)
+            values = np.uint64(width * offset % 2**64)
+        return tensor(pointer.handle.data + values, dtype, block)
 
     return fast
 
@@ -157,28 +213,143 @@ def _where(slow: Callable) -> Callable:
         if type(condition) is not core.tensor or type(of) is not core.tensor or condition.dtype is not tl.int1:
             return slow(condition, x, y)
         dtype, sides = of.dtype, []
+        plain = dtype.name in PLAIN or dtype is tl.int1 or type(dtype) is core.pointer_type
         block = condition.type is not tl.int1
         for side in (x, y):
             if type(side) is core.tensor:
-                sides.append(side.handle.data if side.dtype is dtype and dtype.name in PLAIN else None)
+                sides.append(side.handle.data if side.dtype.name == dtype.name and plain else None)
                 block = block or side.type is not side.dtype
             else:
-                sides.append(_number(side, dtype))
+                sides.append(_number(side, dtype) if dtype is not tl.int1 else None)
         if sides[0] is None or sides[1] is None:
             return slow(condition, x, y)
-        return _tensor(np.where(condition.handle.data, *sides), dtype, block)
+        return tensor(np.where(condition.handle.data, *sides), dtype, block)
 
     return fast
 
 
 def _cast(slow: Callable) -> Callable:
     def fast(value: core.tensor, dtype: object, *rest: object, **named: object) -> core.tensor:
-        to = dtype.value if type(dtype) is tl.constexpr else dtype
-        if rest or named or type(to) is not core.dtype or to.name not in PLAIN or value.dtype.name not in CAST:
+        to, of = dtype.value if type(dtype) is tl.constexpr else dtype, value.dtype.name
+        if named == BITS and not rest and _size(of) and _size(to.name) == _size(of):
+            return tensor(value.handle.data.view(PLAIN[to.name]), to, value.type is not value.dtype)
+        if rest or named or type(to) is not core.dtype:
             return slow(value, dtype, *rest, **named)
-        if to is value.dtype:
+        if to.name == of:
             return value
-        return _tensor(value.handle.data.astype(PLAIN[to.name]), to, value.type is not value.dtype)
+        block = value.type is not value.dtype
+        if to.name in CAST and (of in CAST or of == "int1"):
+            return tensor(value.handle.data.astype(CAST[to.name]), to, block)
+        if to.name == "int1" and of in WHOLE:
+            return tensor(value.handle.data != 0, to, block)
+        if (of, to.name) == ("bf16", "fp32"):
+            return tensor(widened(value.handle.data), to, block)
+        if (of, to.name) == ("fp32", "bf16"):
+            return tensor(cut_off(value.handle.data), to, block)
+        return slow(value, dtype)
+
+    return fast
+
+
+def _size(name: str) -> int:
+    return PLAIN[name].itemsize if name in PLAIN else 0
+
+
+def widened(values: np.ndarray) -> np.ndarray:
+    """float32 of bfloat16."""
+    return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def cut_off(values: np.ndarray) -> np.ndarray:
+    """bfloat16 of float32, towards zero, as the interpreter has it."""
+    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
+def _with_new_axes(slow: Callable) -> Callable:
+    def fast(value: core.tensor, slices: object) -> core.tensor:
+        of_a_block = type(slices) is tuple and value.type is not value.dtype
+        if of_a_block and all(one is None or (type(one) is slice and one == slice(None)) for one in slices):
+            return tensor(value.handle.data[slices], value.dtype, True)
+        return slow(value, slices)
+
+    return fast
+
+
+def _negated(slow: Callable) -> Callable:
+    def fast(value: core.tensor, **options: object) -> core.tensor:
+        if value.dtype.name not in PLAIN:
+            return slow(value, **options)
+        dtype = value.dtype
+        zero = _of_one_value((1,), 0, PLAIN[dtype.name])
+        return tensor(zero - value.handle.data, dtype, value.type is not dtype)
+
+    return fast
+
+
+def _fused(slow: Callable) -> Callable:
+    def fast(x: object, y: object, z: object, **options: object) -> core.tensor:
+        dtype = next((one.dtype for one in (x, y, z) if type(one) is core.tensor), None)
+        if dtype is None or dtype.name not in FLOATS:
+            return slow(x, y, z, **options)
+        values, block = [], False
+        for one in (x, y, z):
+            if type(one) is core.tensor:
+                values.append(one.handle.data if one.dtype is dtype else None)
+                block = block or one.type is not one.dtype
+            else:
+                values.append(_number(one, dtype))
+        if any(one is None for one in values):
+            return slow(x, y, z, **options)
+        return tensor(values[0] * values[1] + values[2], dtype, block)
+
+    return fast
+
+
+def _program_id(_slow: Callable) -> Callable:
+    def fast(axis: object, **_options: object) -> core.tensor:
+        return constant(interpreter_builder.grid_idx[core._unwrap_if_constexpr(axis)], tl.int32)
+
+    return fast
+
+
+def _reduced(_self: ReduceScanOpInterface, values: np.ndarray, dtype: core.dtype) -> core.tensor:
+    """What a sum has made, a number or an array."""
+    held = LOGICAL.get(dtype.name) or HELD[dtype.name]
+    if getattr(values, "shape", ()):
+        return tensor(values.astype(held, copy=False), dtype, True)
+    return tensor(np.array([values], held), dtype, False)
+
+
+def _arange(slow: Callable) -> Callable:
+    ranges: dict[tuple, np.ndarray] = {}
+
+    def fast(*ends: object, **_options: object) -> core.tensor:
+        key = tuple(map(core._unwrap_if_constexpr, ends))
+        if key not in ranges:
+            ranges[key] = slow(*ends).handle.data
+            ranges[key].flags.writeable = False
+        return tensor(ranges[key], tl.int32, True)
+
+    return fast
+
+
+def _full(slow: Callable) -> Callable:
+    def fast(shape: object, value: object, dtype: object, **_options: object) -> core.tensor:
+        number, to = core._unwrap_if_constexpr(value), core._unwrap_if_constexpr(dtype)
+        if type(number) not in (int, float) or to.name not in PLAIN:
+            return slow(shape, value, dtype)
+        sizes = tuple(map(core._unwrap_if_constexpr, core._unwrap_if_constexpr(shape)))
+        return tensor(_of_one_value(sizes or (1,), number, PLAIN[to.name]), to, sizes != ())
+
+    return fast
+
+
+def _unwrapped(slow: Callable) -> Callable:
+    plain = {core.tensor, core.dtype, core.pointer_type, bool, int, float, str, type(None), slice}
+
+    def fast(value: object) -> object:
+        kind = type(value)
+        return value.value if kind is tl.constexpr else value if kind in plain else slow(value)
 
     return fast
 
@@ -186,7 +357,11 @@ def _cast(slow: Callable) -> Callable:
 def _pointed_at(pointer: core.tensor, mask: object) -> core.dtype | None:
     """The element type of a tensor of pointers, if the access is masked and the type plain; otherwise None."""
     of = pointer.dtype.element_ty if type(pointer.dtype) is core.pointer_type else None
-    if of is None or of.name not in PLAIN or type(mask) is not core.tensor or mask.dtype is not tl.int1:
+    if of is None or of.name not in HELD:
+        return None
+    if mask is None:
+        return of
+    if type(mask) is not core.tensor or mask.dtype is not tl.int1:
         return None
     return of if pointer.type is not pointer.dtype or mask.type is tl.int1 else None
 
@@ -194,17 +369,23 @@ def _pointed_at(pointer: core.tensor, mask: object) -> core.dtype | None:
 def _load(slow: Callable) -> Callable:
     def fast(pointer: core.tensor, mask: object = None, other: object = None, *rest: object, **named: object):
         of, where = _pointed_at(pointer, mask), pointer.handle.data
-        if of is None or rest or named:
+        if of is None or rest or not HINTS.issuperset(named):
             return slow(pointer, mask, other, *rest, **named)
+        values, held = None, HELD[of.name]
         if type(other) is core.tensor:
-            values = other.handle.data if other.dtype is of else None
-        else:
-            values = ZEROS[of.name] if other is None else _number(other, of)
-        if values is None or not _fit(where, mask.handle.data, values):
+            values = other.handle.data.astype(held, copy=False) if other.dtype.name == of.name else None
+        elif other is None or _is_zero(other):
+            values = _of_one_value(where.shape, 0, held)
+        elif of.name in PLAIN:
+            values = _number(other, of)
+        elif of.name == "bf16" and _number(other, tl.float32) is not None:
+            values = cut_off(_number(other, tl.float32))
+        masked = _of_one_value(where.shape, True, LOGICAL["int1"]) if mask is None else mask.handle.data
+        if values is None or not _fit(where, masked, values):
             return slow(pointer, mask, other)
-        masked, values = np.broadcast_to(mask.handle.data, where.shape), np.broadcast_to(values, where.shape)
-        loaded = _interpreter.load(where, masked, values, PLAIN[of.name])
-        return _tensor(loaded, of, pointer.type is not pointer.dtype)
+        loaded = _interpreter.load(where, _wide(masked, where.shape), _wide(values, where.shape), held)
+        loaded = loaded != 0 if of is tl.int1 else loaded
+        return tensor(loaded, of, pointer.type is not pointer.dtype)
 
     return fast
 
@@ -212,18 +393,37 @@ def _load(slow: Callable) -> Callable:
 def _store(slow: Callable) -> Callable:
     def fast(pointer: core.tensor, value: object, mask: object = None, *rest: object, **named: object):
         of, where = _pointed_at(pointer, mask), pointer.handle.data
-        values = value.handle.data if type(value) is core.tensor and value.dtype is of else None
-        if of is None or rest or named or values is None or not _fit(where, mask.handle.data, values):
+        if of is None or rest or named:
             return slow(pointer, value, mask, *rest, **named)
-        masked, values = np.broadcast_to(mask.handle.data, where.shape), np.broadcast_to(values, where.shape)
-        return core.tensor(_interpreter.store(where, values, masked), tl.void)
+        values = None
+        if type(value) is core.tensor:
+            value = value.to(of)
+            values = value.handle.data.astype(HELD[of.name], copy=False)
+            values = values if value.type is value.dtype or pointer.type is not pointer.dtype else None
+        elif of.name in PLAIN:
+            values = _number(value, of)
+        masked = _of_one_value(where.shape, True, LOGICAL["int1"]) if mask is None else mask.handle.data
+        if values is None or not _fit(where, masked, values):
+            return slow(pointer, value, mask)
+        made = _interpreter.store(where, _wide(values, where.shape), _wide(masked, where.shape))
+        return core.tensor(TensorHandle(made, tl.void), tl.void)
 
     return fast
+
+
+def _is_zero(value: object) -> bool:
+    value = value.value if type(value) is tl.constexpr else value
+    return type(value) in (int, float) and value == 0
+
+
+def _wide(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return values if values.shape == shape else np.broadcast_to(values, shape)
 
 
 def _fit(where: np.ndarray, *values: np.ndarray) -> bool:
     """Whether the shapes of `values` broadcast to that of the pointers."""
     return all(
-        one.ndim <= where.ndim and all(size in (1, wide) for size, wide in zip(one.shape[::-1], where.shape[::-1]))
+        one.shape == where.shape
+        or (one.ndim <= where.ndim and all(size in (1, wide) for size, wide in zip(one.shape[::-1], where.shape[::-1])))
         for one in values
     )

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-import ray.data
 
 from services.backend import ServingPair
 from services.batch.lines import Kept, Line, RequestReader
@@ -96,8 +95,10 @@ class Pool:
     def answer(self, parts: Sequence[InputPart], monitor: ray.actor.ActorHandle) -> Iterator[DonePart]:
         """Yield each part when it is done. A part whose worker group is lost for good is left out. Needs Ray to be
         connected; the worker groups end with the iterator."""
+        from ray import data  # it and pandas take a second to import; a run of one worker group needs neither
+
         _set_up(in_order=self.form is None)
-        compute = ray.data.ActorPoolStrategy(
+        compute = data.ActorPoolStrategy(
             size=self.groups,
             max_tasks_in_flight_per_actor=PARTS_AT_A_TIME,
             max_concurrent_calls_per_actor=PARTS_AT_A_TIME,
@@ -107,8 +108,8 @@ class Pool:
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         host = here if self.source.is_local or self.sink.is_local else None
         # Actors read and write, so that lines do not pass through the memory of other hosts.
-        inputs = ray.data.from_items([{"part": pickle.dumps(part)} for part in parts], override_num_blocks=len(parts))
-        actor: Any = ReplicaActor  # Ray Data creates the actors, and calls them with rows.
+        inputs = data.from_items([{"part": pickle.dumps(part)} for part in parts], override_num_blocks=len(parts))
+        actor: Any = ReplicaActor  # Ray Data makes one, and calls it with rows.
         outputs = inputs.map(
             actor,
             fn_constructor_kwargs={"pool": self, "monitor": monitor},
@@ -197,7 +198,9 @@ def count_that_fit(spec: ReplicaSpec, is_own_cluster: bool) -> int:
 
 def _set_up(in_order: bool) -> None:
     """Configure Ray Data in this process."""
-    context = ray.data.DataContext.get_current()
+    from ray.data import DataContext
+
+    context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.preserve_order = in_order

@@ -59,8 +59,8 @@ def test_of_an_empty_directory_the_problem_is_all_there_is_to_say(smcserve, tmp_
 @pytest.fixture
 def brief(monkeypatch, tmp_path):
     """A probe of few tokens; measurements are kept in a temporary directory."""
-    monkeypatch.setattr(probe, "TOKENS", 16)
-    monkeypatch.setattr(probe, "PROMPTS", probe.PROMPTS[:3])
+    monkeypatch.setattr(probe, "TOKENS", 12)
+    monkeypatch.setattr(probe, "PROMPTS", probe.PROMPTS[:2])
     monkeypatch.setattr("smc.local_engine.ONCE", replace(ONCE, crowd=1, context=40))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -102,7 +102,7 @@ def test_a_probe_of_a_draft_that_does_not_know_the_text(smcserve, brief, mismatc
 
 
 def test_generate_says_that_the_draft_does_not_know_the_text(smcserve, brief, mismatched):
-    pair = ("--target", demo.TARGET, "--draft", mismatched, "--max-tokens", 40, "--seed", 1)
+    pair = ("--target", demo.TARGET, "--draft", mismatched, "--max-tokens", 24, "--seed", 1)
     ran = smcserve("generate", *pair, "--method", "smc", "Mia has 12 apples.")
     assert "warning: 8 particles are too few for this draft and text" in ran.err and "--method exact" in ran.err
     ran = smcserve("generate", "--method", "smc", "--seed", 1, "Mia has 12 apples. She buys 30 more. How many now?")

@@ -24,7 +24,7 @@ def typed(monkeypatch):
 
 
 def test_text_on_stdout_and_statistics_on_stderr(smcserve):
-    ran = smcserve("generate", PROBLEM.question, "-n", 4, "--seed", 3, "--ess-threshold", 1)
+    ran = smcserve("generate", PROBLEM.question, "-n", 2, "--seed", 3, "--ess-threshold", 1)
     assert ran.code == 0
     assert re.fullmatch(r"(\d+ [-+*/] \d+ = \d+\n)+#### \d+\n", ran.out)
     for part in (
@@ -32,7 +32,7 @@ def test_text_on_stdout_and_statistics_on_stderr(smcserve):
         r"\d+ tok/s",
         r"\d+ rounds",
         r"\d+ resamples",
-        r"mean ESS \d+% of N=4",
+        r"mean ESS \d+% of N=2",
         r"log Z [-+]",
         "ended by eos",
         "seed 3",
@@ -85,12 +85,12 @@ def test_json_is_one_object_and_says_the_same(smcserve):
 @pytest.mark.parametrize("arguments", [("generate", "-"), ("generate",)])
 def test_prompt_on_standard_input(smcserve, typed, arguments):
     typed(PROBLEM.question + "\n")
-    law = ("--seed", 5, "-n", 2, "--max-tokens", 10)
+    law = ("--seed", 5, "-n", 2, "--max-tokens", 5)
     assert smcserve(*arguments, *law).out == smcserve("generate", PROBLEM.question, *law).out
 
 
 def test_without_a_seed_one_is_drawn_and_reproduces(smcserve):
-    asked = ("generate", PROBLEM.question, "-n", 2, "--max-tokens", 10, "--json")
+    asked = ("generate", PROBLEM.question, "-n", 2, "--max-tokens", 6, "--json")
     first = json.loads(smcserve(*asked).out)
     again = json.loads(smcserve(*asked, "--seed", first["seed"]).out)
     assert again["tokens"] == first["tokens"]
@@ -131,7 +131,7 @@ def test_conditions(smcserve, tmp_path):
 
 
 def test_settings_that_need_not_change_the_answer(smcserve):
-    asked = ("generate", PROBLEM.question, "-n", 4, "--seed", 3, "--max-tokens", 10, "--json")
+    asked = ("generate", PROBLEM.question, "-n", 4, "--seed", 3, "--max-tokens", 6, "--json")
     plain, other = (
         json.loads(smcserve(*asked, *options).out) for options in ((), ("--no-prefix-cache", "--min-particles", 2))
     )
@@ -141,7 +141,7 @@ def test_settings_that_need_not_change_the_answer(smcserve):
 
 def test_raw_prompt_skips_the_template(smcserve):
     prompt = "<|bos|><|user|>" + PROBLEM.question + "<|assistant|>"
-    law = ("--seed", 4, "-n", 2, "--max-tokens", 10)
+    law = ("--seed", 4, "-n", 2, "--max-tokens", 5)
     assert smcserve("generate", prompt, "--raw", *law).out == smcserve("generate", PROBLEM.question, *law).out
 
 

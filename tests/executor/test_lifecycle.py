@@ -24,7 +24,7 @@ from tests.scheduler.pairs import tiny_pair
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_random_cancels_free_everything_and_disturb_nobody(config, monkeypatch):
     rng = random.Random(11)
-    asked = list(mixed(40, random.Random(3)))
+    asked = list(mixed(26, random.Random(3)))
     expected = answers(local_engine(tiny_pair(), config), asked)
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine, waiting, done = local_engine(tiny_pair(), config), list(asked), {}
@@ -38,7 +38,7 @@ def test_random_cancels_free_everything_and_disturb_nobody(config, monkeypatch):
         done |= {output.answer.request_id: output.answer for output in engine.step() if output.answer}
     assert_empty(engine)
     reasons = [answer.finish_reason for answer in done.values()]
-    assert len(done) == len(asked) and 5 < reasons.count(FinishReason.CANCELLED) < 35
+    assert len(done) == len(asked) and 3 < reasons.count(FinishReason.CANCELLED) < 23
     for request_id, answer in done.items():
         if answer.finish_reason is not FinishReason.CANCELLED:
             assert_same(answer, expected[request_id])

@@ -51,7 +51,7 @@ def mixed(count, rng):
 )
 def test_company_padding_and_asking_ahead(config, cohorts, monkeypatch):
     """Each request alone, compared with all at once in padded rounds that are requested ahead."""
-    asked = list(mixed(18, random.Random(5)))
+    asked = list(mixed(10, random.Random(5)))
     expected = [answers(local_engine(tiny_pair(), config), [one])[one.request_id] for one in asked]
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     found = answers(local_engine(tiny_pair(), replace(config, cohorts=cohorts)), asked)

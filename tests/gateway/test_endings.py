@@ -212,7 +212,7 @@ def test_draining_lets_calls_finish_and_nobody_in(pair):
     ):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == 1
-        stream = client.stream("x", particles=1, max_tokens=120, ignore_eos=True, seed=1)
+        stream = client.stream("x", particles=1, max_tokens=60, ignore_eos=True, seed=1)
         next(stream)
         states = []
         channel.subscribe(states.append)
@@ -226,7 +226,7 @@ def test_draining_lets_calls_finish_and_nobody_in(pair):
             assert caught.value.code is grpc.StatusCode.UNAVAILABLE
         assert not draining.done()
         list(stream)
-        assert stream.completion.usage.completion_tokens == 120
+        assert stream.completion.usage.completion_tokens == 60
         draining.result(5.0)
         with pytest.raises(grpc.RpcError):
             next(watch)

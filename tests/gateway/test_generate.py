@@ -20,7 +20,7 @@ def chat_ids(pair, text: str) -> list[int]:
 
 
 def test_an_answer_is_the_engines_own(service, pair):
-    asked = {"particles": 6, "seed": 11, "max_tokens": 24, "logprobs": True, "top_logprobs": 4}
+    asked = {"particles": 6, "seed": 11, "max_tokens": 14, "logprobs": True, "top_logprobs": 4}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[0]), **asked)
     with service.client() as client:
         found = client.generate([Message("user", QUESTIONS[0])], **asked)
@@ -62,7 +62,7 @@ def test_particles_are_the_engines_own(service, pair):
 
 
 def test_exact_decoding_is_the_targets_own_answer(service, pair):
-    prompt, asked = chat_ids(pair, QUESTIONS[3]), {"seed": 7, "max_tokens": 30}
+    prompt, asked = chat_ids(pair, QUESTIONS[3]), {"seed": 7, "max_tokens": 16}
     with service.client() as client:
         exact = client.generate(prompt, method="exact", particles=4, logprobs=True, **asked)
         plain = client.generate(prompt, method="target", logprobs=True, **asked)
@@ -157,7 +157,7 @@ def test_absent_settings_have_the_librarys_defaults(service):
                 pb.GenerateRequest(text="x", sampling=pb.SamplingParams(ignore_eos=True, method=pb.METHOD_DRAFT))
             )
         )
-        full = pb.TokenIds(ids=[5] * 488)
+        full = pb.TokenIds(ids=[5] * 500)
         first = list(stub.Generate(pb.GenerateRequest(token_ids=full, sampling=pb.SamplingParams(ignore_eos=True))))
         spelt_out = pb.SamplingParams(ignore_eos=True, seed=first[-1].finish.seed, particles=8, top_p=1.0)
         again = list(stub.Generate(pb.GenerateRequest(token_ids=full, sampling=spelt_out)))
@@ -165,7 +165,7 @@ def test_absent_settings_have_the_librarys_defaults(service):
     assert [t for r in first for t in r.token_ids] == [t for r in again for t in r.token_ids]
     assert first[-1].finish.reason == pb.FINISH_REASON_LENGTH
     assert long[-1].finish.usage.completion_tokens == 256
-    assert first[-1].finish.usage.completion_tokens == 24
+    assert first[-1].finish.usage.completion_tokens == 12
 
 
 def test_statistics_and_log_probabilities_only_where_they_mean_something(service):

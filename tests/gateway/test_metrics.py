@@ -250,7 +250,7 @@ def test_a_served_request_moves_them(pair):
         question = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
         populations = ("independent", "distinct", "independent")
         answers = [
-            client.generate(question, particles=4, population=p, seed=i, max_tokens=30)
+            client.generate(question, particles=4, population=p, seed=i, max_tokens=16)
             for i, p in enumerate(populations)
         ]
         with pytest.raises(ServiceError):

@@ -52,6 +52,7 @@ def briefly(monkeypatch):
     monkeypatch.setattr(
         draft_dtype, "EFFORT", replace(draft_dtype.EFFORT, seconds=0.02, repeats=1, untimed=0, crowd=1, context=32)
     )
+    monkeypatch.setattr(draft_dtype, "ROWS", 4)
 
 
 def test_steps_are_measured_once_a_type(cache, briefly):

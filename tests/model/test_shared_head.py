@@ -113,7 +113,7 @@ def test_the_same_answers(config, tmp_path):
     asked = [
         request(request_id=f"{method} {seed}", method=method, seed=seed, max_tokens=12, ignore_eos=True)
         for method in ("smc", "exact", "target", "draft")
-        for seed in range(2)
+        for seed in range(1)
     ]
     found, expected = (answers(local_engine(each, config), asked) for each in (pair, apart))
     assert all(found[name].tokens == expected[name].tokens for name in expected)

@@ -155,6 +155,7 @@ def test_chat(tmp_path):
     assert ids == tokenizer.encode("<|bos|><user>hello <fox> ü<|eos|>\n<assistant>\n", add_special=False)
 
 
+@pytest.mark.xdist_group("transformers")
 def test_chat_renders_as_transformers_does(tmp_path):
     transformers = pytest.importorskip("transformers")
     template = (

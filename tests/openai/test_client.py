@@ -18,12 +18,12 @@ from tests.gateway.harness import PLAIN_CONFIG, local_answer, serving
 from tests.openai.asking import LONG, QUESTIONS, user
 
 KINDS = [
-    {"particles": 8, "max_tokens": 16},
-    {"particles": 4, "max_tokens": 12, "ess_threshold": 1.0},
-    {"method": "target", "max_tokens": 12},
-    {"particles": 3, "max_tokens": 16, "alpha": 1.2, "stop": ["####"]},
-    {"method": "exact", "particles": 4, "max_tokens": 12, "temperature": 1.5, "top_p": 0.9},
-    {"method": "draft", "max_tokens": 12},
+    {"particles": 8, "max_tokens": 10},
+    {"particles": 4, "max_tokens": 8, "ess_threshold": 1.0},
+    {"method": "target", "max_tokens": 8},
+    {"particles": 3, "max_tokens": 12, "alpha": 1.2, "stop": ["####"]},
+    {"method": "exact", "particles": 4, "max_tokens": 8, "temperature": 1.5, "top_p": 0.9},
+    {"method": "draft", "max_tokens": 8},
 ]
 ASKED = [(question, {"seed": index, **KINDS[index % len(KINDS)]}) for index, question in enumerate(QUESTIONS[:8])]
 
@@ -197,19 +197,19 @@ def test_biases_and_answers_that_must_not_end(service, client, pair):
     """`logit_bias` and `min_tokens`, as OpenAI's clients send them, give the answers of gRPC and of the in-process
     engine."""
     digit, eos = pair.tokenizer.encode("7")[-1], pair.tokenizer.eos_ids[0]
-    bias, settings = {str(digit): 4, str(eos): 90}, {"seed": 3, "max_tokens": 20}
+    bias, settings = {str(digit): 4, str(eos): 90}, {"seed": 3, "max_tokens": 12}
     found = create(
-        client, QUESTIONS[0], {"min_tokens": 12, "particles": 4}, logit_bias=bias, logprobs=True, **settings
+        client, QUESTIONS[0], {"min_tokens": 6, "particles": 4}, logit_bias=bias, logprobs=True, **settings
     ).choices[0]
-    settings |= {"min_tokens": 12, "particles": 4, "logit_bias": {digit: 4, eos: 90}}
+    settings |= {"min_tokens": 6, "particles": 4, "logit_bias": {digit: 4, eos: 90}}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[0]), **settings)
-    assert found.smc["token_ids"] == list(expected.tokens) and len(expected.tokens) == 13, (
+    assert found.smc["token_ids"] == list(expected.tokens) and len(expected.tokens) == 7, (
         "then the end is all but certain"
     )
     with service.client() as grpc_client:
         assert grpc_client.generate([Message("user", QUESTIONS[0])], **settings).tokens == expected.tokens
-    # Without `max_tokens`.
-    assert create(client, QUESTIONS[0], {"min_tokens": 2}, seed=1).usage.completion_tokens > 2
+    # Nothing is said about its length.
+    assert create(client, QUESTIONS[0], {"min_tokens": 2, "particles": 2}, seed=1).usage.completion_tokens > 2
 
 
 def test_temperature_zero_is_exact(service, client):
@@ -360,7 +360,7 @@ def test_what_ended_an_answer(service, client):
 
 
 def test_all_particles(service, client, pair):
-    settings = {"particles": 4, "population": "independent", "seed": 2, "max_tokens": 16}
+    settings = {"particles": 4, "population": "independent", "seed": 2, "max_tokens": 10}
     choice = create(client, QUESTIONS[0], settings | {"return_particles": True}).choices[0]
     own = local_answer(pair, chat_ids(pair, QUESTIONS[0]), return_particles=True, **settings)
     said = [

@@ -151,7 +151,7 @@ def test_an_error_of_our_own(failing, caplog):
 def test_a_deadline(service):
     before = service.metric("smc_requests_cancelled_total", by="deadline")
     is_error(post(service, chat(timeout=0.3, **LONG)), 504, "deadline", "timeout=0.3 s is over")
-    last = events(post(service, chat(timeout=1.5, stream=True, **LONG)).data)[-1]
+    last = events(post(service, chat(timeout=0.8, stream=True, **LONG)).data)[-1]
     assert last["error"]["code"] == "deadline"
     assert service.metric("smc_requests_cancelled_total", by="deadline") == before + 2
     service.wait_until_free(1.0)

@@ -204,9 +204,9 @@ def test_bodies_of_the_other_apis_are_read_or_refused(pair, dialect):
 
 
 def test_whatever_is_asked_is_answered_or_refused(shared):
-    found = fuzz(shared, 25, seed=2)
+    found = fuzz(shared, 16, seed=2)
     assert set(found) <= {"left", *map(str, STATUSES)}, found
-    assert found["200"] >= 1 and found["400"] > 6
+    assert found["200"] >= 1 and found["400"] > 4
 
 
 JSON = st.recursive(

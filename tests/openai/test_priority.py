@@ -29,7 +29,7 @@ def test_calls_are_answered_by_priority(pair):
 
         messages = json.dumps({"messages": user("x"), "priority": -1} | short).encode()
         calls = {
-            "long": lambda: client.generate("x", method="target", max_tokens=300, ignore_eos=True),
+            "long": lambda: client.generate("x", method="target", max_tokens=200, ignore_eos=True),
             "last": lambda: post(service, chat(priority=3, **short)),
             "second": lambda: client.generate("x", priority=1, **short),
             "first": lambda: post(service, messages, "/v1/messages"),

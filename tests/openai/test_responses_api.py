@@ -91,7 +91,7 @@ def test_log_probabilities(service, client):
 
 
 def test_log_probabilities_of_a_stream_come_with_their_tokens(service, client):
-    asks = {"input": QUESTIONS[2], "include": ["message.output_text.logprobs"], **SETTINGS, "max_output_tokens": 40}
+    asks = {"input": QUESTIONS[2], "include": ["message.output_text.logprobs"], **SETTINGS, "max_output_tokens": 24}
     (part,) = client.responses.create(**asks).output[0].content
     events = list(client.responses.create(stream=True, **asks))
     deltas = [e.logprobs for e in events if e.type == "response.output_text.delta"]

@@ -25,7 +25,7 @@ from smc.model.tokenizer import Tokenizer
 from smc.stops import StopMachine, TokenBytes
 from tests.openai.test_tool_calls import ADD, MARKS, STOP
 from tests.pairwise import one_of
-from tests.scheduler.harness import CASES, LOOKAHEAD_FIRST, answers, config_id, request
+from tests.scheduler.harness import CASES, answers, request
 from tests.scheduler.pairs import character_pair
 from tests.scheduler.schemas import some_schema
 
@@ -235,15 +235,15 @@ def check(form: ToolFormat, config: EngineConfig, numbers: range) -> Counter:
     return counts
 
 
-@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 @pytest.mark.parametrize("form", one_of(*ToolFormat))
-def test_calls_of_random_models_are_valid(form: ToolFormat, config: EngineConfig):
-    counts = check(form, config, range(4))
+def test_calls_of_random_models_are_valid(form: ToolFormat):
+    """In look-ahead; the slow test below is in lockstep."""
+    counts = check(form, CASES[1], range(4))
     assert counts["exact", "calls"] > 2 and counts["exact", "ended"], counts
     assert counts["smc", "calls"] + counts["answer", "calls"] > 2, counts
 
 
-MORE = 8
+MORE = 6
 """Number of schemas of the slow test. In one run of 96 schemas for each format, in lockstep and in look-ahead, all
 1,100 calls were valid."""
 

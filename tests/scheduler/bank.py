@@ -29,7 +29,7 @@ CONFIGS = [
 ]
 DISTINCT, INDEPENDENT = {"population": "distinct"}, {"population": "independent"}
 NEVER, ALWAYS = {"ess_threshold": 0.0}, {"ess_threshold": 1.0}
-COUNT = 280
+COUNT = 200
 """Number of answers, each with four particles, for each shared setting. At the standard error that this leaves, a test
 of the evidence has power."""
 together = pytest.mark.xdist_group("bank")

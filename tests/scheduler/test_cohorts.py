@@ -43,7 +43,7 @@ def ahead(monkeypatch) -> None:
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_answers_do_not_depend_on_what_is_asked_for_ahead(config, monkeypatch):
-    requests = mixed_requests(9, random.Random(4))
+    requests = mixed_requests(6, random.Random(4))
     expected = answers(local_engine(tiny_pair(), config), requests)
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     for cohorts in (1, 2):

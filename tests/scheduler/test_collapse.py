@@ -60,7 +60,7 @@ def test_no_answer_holds_a_token_of_probability_zero(population, config):
 def test_the_mean_of_z_hat_stays_one(population, config):
     """The draft differs much from the target, and the truncation keeps one or two of four tokens, so many populations
     collapse; their Z-hat is 0. If Z-hat continued from the prefix instead, its mean would exceed 1.1 here."""
-    pair, count = tiny_pair(scale=1.5), 250
+    pair, count = tiny_pair(scale=1.5), 180
     engine = local_engine(pair, wide(config))
     requests = [
         request(

@@ -54,7 +54,7 @@ def test_exact_answers_are_those_of_plain_decoding(config):
     """Also in a batch with SMC, and where the target draws tokens that the draft never proposes. `method=draft` uses
     the draft's whole head."""
     rng = random.Random(7)
-    asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(14)]
+    asked = [([rng.randrange(4) for _ in range(rng.randint(1, 8))], str(i), settings_of(rng)) for i in range(9)]
     plain = answers(local_engine(tiny_pair(), config), [request(p, i, method="target", **law) for p, i, law in asked])
     beside = [
         request([1, 2], f"beside {i}", seed=i, max_tokens=20, method=method)

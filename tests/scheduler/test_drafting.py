@@ -604,7 +604,7 @@ def test_a_crowd_after_a_crowd_is_asked_about_at_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [pytest.param("lockstep", marks=pytest.mark.slow), "lookahead"])
+@pytest.mark.parametrize("form", ["lookahead"])
 def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     """A single request would get all rows. Here each begins with as many rows as suit all requests, and none skips a
     round because its tree shrinks."""

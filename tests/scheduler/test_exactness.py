@@ -58,7 +58,7 @@ def test_evidence_is_the_mass_of_the_powered_law(config, law):
     Answers follow this distribution as wholes; token-by-token powering would give a different one."""
     powered = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, alpha=1.5)
     mass = sum(powered.values())
-    found = population(config, 150, particles=8, alpha=1.5, **law)
+    found = population(config, 110, particles=8, alpha=1.5, **law)
     mean, error = mean_and_error(evidence(found))
     assert abs(mean - mass) < 4.5 * error
     assert abs(mass - 1) > 20 * error, "the test cannot tell alpha from 1"
@@ -69,9 +69,9 @@ def test_evidence_is_the_mass_of_the_powered_law(config, law):
 def test_answers_approach_the_exact_law_as_particles_are_added(config):
     """Both forms approach the same distribution. The draft alone is at a distance of 0.45."""
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS)
-    far = distance(population(config, 250, particles=1), law)
+    far = distance(population(config, 150, particles=1), law)
     near = distance(standing(config, **ALWAYS), law)
-    nearest = distance(population(config, 150, particles=16, ess_threshold=0.5), law)
+    nearest = distance(population(config, 90, particles=16, ess_threshold=0.5), law)
     assert far - 0.05 > near > nearest + 0.01
     assert nearest < 0.2
 
@@ -87,7 +87,7 @@ def test_distinct_particles_are_nearer_than_independent_ones(config, temperature
     law = exact_law(tiny_pair().target, PROMPT, LENGTH, EOS, temperature)
     params = {"particles": particles, "temperature": temperature}
     independent, distinct = (
-        distance(population(config, 200, **params, **kind), law) for kind in (INDEPENDENT, DISTINCT)
+        distance(population(config, 140, **params, **kind), law) for kind in (INDEPENDENT, DISTINCT)
     )
     assert distinct < independent + (0.03 if temperature > 1 else -0.03)
 
@@ -109,7 +109,7 @@ def test_plain_decoding_samples_the_models_own_law(side):
         exact_law(getattr(tiny_pair(), name), PROMPT, LENGTH, EOS)
         for name in ("target", "draft")[:: 1 - 2 * (side == "draft")]
     )
-    found = [answer.tokens for answer in population(CONFIGS[1], 150, method=side)]
+    found = [answer.tokens for answer in population(CONFIGS[1], 100, method=side)]
     assert far_from(own, found) < 4.5 < 9 < far_from(other, found)
 
 

@@ -59,7 +59,7 @@ def test_slots_hold_the_tokens_of_their_particles(config):
     """After every step, the pages of each particle were written for exactly its tokens, prompt included."""
     engine = local_engine(pairs.tiny_pair(), config)
     allocators = {side: TokenLedger(engine, side) for side in ModelRole}
-    for r in mixed_requests(22, random.Random(0)):
+    for r in mixed_requests(14, random.Random(0)):
         engine.submit(r)
     seen = 0
 

@@ -67,10 +67,10 @@ STREAMS = [
 @pytest.mark.parametrize("config", one_of(FORMS[2], *FORMS[:2]), ids=config_id)
 def test_they_are_streamed_with_their_tokens(config):
     engine = local_engine(tiny_pair(), replace(config, max_slots=64))
-    asked = {"max_tokens": 24, "ignore_eos": True, "logprobs": True}
+    asked = {"max_tokens": 16, "ignore_eos": True, "logprobs": True}
     requests = [request(request_id=str(i), seed=i, **asked | law) for i, law in enumerate(STREAMS)]
     pieces: dict[str, list[Output]] = {}
-    for output in engine.run([*requests, request(request_id="quiet", seed=1, max_tokens=24)]):
+    for output in engine.run([*requests, request(request_id="quiet", seed=1, max_tokens=16)]):
         pieces.setdefault(output.request_id, []).append(output)
     assert not any(output.logprobs for output in pieces.pop("quiet"))
     for outputs in pieces.values():

@@ -136,8 +136,7 @@ class Tree:
         return found
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("vocab", [VOCAB, 127], ids=["words", "whole words"])
+@pytest.mark.parametrize(("vocab", "threads"), [(VOCAB, 2), (127, 1)], ids=["words", "whole words"])
 def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, monkeypatch):
     """Random trees of several requests over rounds in which followers continue, or start anew as after a preemption.
     `whole words`: the library's own end token fills the last bit of the last 32-bit word."""
@@ -171,7 +170,7 @@ def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, 
             if dice.random() < 0.3:
                 again = dice.randrange(len(trees))
                 followers[again] = compiler.follower(trees[again].machine)
-    assert min(seen.values()) > 100
+    assert min(seen.values()) > 80
 
 
 def test_a_request_at_a_limit_of_the_library_allows_nothing(monkeypatch):

@@ -24,14 +24,13 @@ from tests.scheduler.bank import (
     together,
     votes,
 )
-from tests.scheduler.harness import CASES, FORMS, answer, answers, config_id, request
+from tests.scheduler.harness import CASES, FORMS, answer, answers, request
 from tests.scheduler.pairs import exact_law, mean_and_error, next_log_probs, tiny_pair, total_variation
 
 LOCKSTEP = CONFIGS[0]
 
 
-@pytest.mark.parametrize(("population", "seed"), [("distinct", 0), ("independent", 1)])
-@pytest.mark.parametrize("config", CASES, ids=config_id)
+@pytest.mark.parametrize(("config", "population", "seed"), [(CASES[0], "distinct", 0), (CASES[1], "independent", 1)])
 def test_the_answer_was_drawn_from_them(config, population, seed):
     """Weights sum to 1, each particle has its own finish reason, and answers are the same without
     `return_particles`."""

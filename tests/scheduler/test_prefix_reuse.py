@@ -127,7 +127,7 @@ def test_what_was_not_used_for_longest_makes_room(config):
     hot = (2, 2, 0) * 16
     hits: list[int] = []
     for i, prompt in enumerate(prompts):
-        one(engine, request(prompt, f"cold {i}", particles=2, seed=i, max_tokens=30, ignore_eos=True))
+        one(engine, request(prompt, f"cold {i}", particles=2, seed=i, max_tokens=18, ignore_eos=True))
         hits.append(one(engine, request(hot, f"hot {i}", particles=1, seed=i, max_tokens=2)).cached_tokens)
         assert engine.memory.held("draft") <= 300
     assert hits == [0, 32, 32, 32, 32, 32]
@@ -147,9 +147,7 @@ def test_without_a_cache_nothing_is_kept():
     ("config", "side", "population"),
     [
         (CASES[0], "draft", POPULATIONS[0]),
-        (CASES[0], "target", POPULATIONS[1]),
-        (CASES[1], "draft", POPULATIONS[1]),
-        (CASES[1], "target", POPULATIONS[0]),
+        (CASES[1], "target", POPULATIONS[1]),
     ],
 )
 def test_what_a_model_has_made_nan_of_is_not_kept(config, population, side):

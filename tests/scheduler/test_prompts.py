@@ -21,7 +21,7 @@ def test_running_requests_get_a_round_in_every_step(form, ahead, monkeypatch):
         monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(pair(), EngineConfig(form=form, block=2, prefill_chunk=4))
     for name, law in {"smc": {"particles": 3}, "target": {"method": "target"}, "draft": {"method": "draft"}}.items():
-        engine.submit(request([1], name, seed=1, max_tokens=100, ignore_eos=True, **law))
+        engine.submit(request([1], name, seed=1, max_tokens=90, ignore_eos=True, **law))
     for _ in range(4):
         engine.step()
     groups = list(engine.registry.groups.values())

@@ -27,7 +27,7 @@ def layout(plan: RoundPlan) -> list[tuple]:
 def test_usual_requests_meet_no_new_kind_of_round(config):
     engine, asked = local_engine(tiny_pair(max_context=512), config), []
     run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
-    for sizes in ((8,), (3,), (1, 5, 2, 9), (16, 4)):
+    for sizes in ((8,), (1, 5, 2, 9), (16, 4)):
         requests = [
             request([i % 3] * (9 + i), str(i), particles=n, max_tokens=11, seed=i, ignore_eos=True)
             for i, n in enumerate(sizes)
@@ -40,7 +40,6 @@ def test_usual_requests_meet_no_new_kind_of_round(config):
         {"min_p": 0.1},
         {"top_k": 3},
         {"top_p": 0.5, "min_p": 0.1},
-        {"top_k": 9, "top_p": 0.5},
     ):
         list(engine.run([request([2, 1, 0], "law", max_tokens=10, ignore_eos=True, **law)]))
     rehearsed = list(warm_up_plans(config, engine.context))

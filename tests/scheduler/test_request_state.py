@@ -153,7 +153,7 @@ def test_a_real_engine_makes_legal_transitions_only(monkeypatch):
     engine, rng = local_engine(pair(), config), random.Random(7)
     engine.forecast.learn_answer, engine.forecast.answer_share = lambda _share: None, 0.1
     waiting, there = (
-        [_with_tops(one, i) for i, one in enumerate(guided(random_requests(28, rng, longest=24), rng))],
+        [_with_tops(one, i) for i, one in enumerate(guided(random_requests(20, rng, longest=24), rng))],
         True,
     )
     while waiting or not engine.idle:

@@ -21,7 +21,7 @@ from tests.scheduler.pairs import exact_law, tiny_pair
 
 PROMPT, LENGTH, EOS = (0, 1, 2), 6, 3
 MANY, FEW = 6, 2
-COUNT = 250
+COUNT = 180
 FORM = {
     "lockstep": EngineConfig(form="lockstep", block=1, max_slots=1536, pages=40_000),
     "lookahead": EngineConfig(block=1, branches=2, max_slots=1536, pages=40_000),
@@ -102,10 +102,12 @@ def test_evidence_is_unbiased(form, change, ahead, monkeypatch):
         mean = sum(values) / COUNT
         error = (sum((x - mean) ** 2 for x in values) / COUNT**2) ** 0.5
         assert abs(mean - sum(p for tokens, p in law.items() if holds(tokens))) < 4.5 * error
-        assert error < 0.065, "the test has no power"
+        assert error < 0.08, "the test has no power"
 
 
-@pytest.mark.parametrize(("config", "population", "ahead"), few(product(CASES, POPULATIONS, (False, True))), ids=_name)
+@pytest.mark.parametrize(
+    ("config", "population", "ahead"), few(product(CASES, POPULATIONS, (False, True)), together=1), ids=_name
+)
 def test_the_next_round_has_the_particles_that_were_asked_for(config, population, ahead, monkeypatch):
     """From the next round on the models run that number of particles and unneeded slots are free. An aborted request
     does not leave slots of a pending change behind."""
