@@ -247,7 +247,7 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path, byte_target):
     """Such weights are not saved, because no command would accept the draft."""
     config = replace(config_of(byte_target.parent, "draft"), out=tmp_path / "draft")
     config = replace(config, training=replace(config.training, peak_rate=1e30))
-    with pytest.raises(ValueError, match=r"not finite; begin in another --out with a lower --rate than 1e\+30"):
+    with pytest.raises(ValueError, match=r"not finite; start again in another --out with a lower --rate than 1e\+30"):
         distill(config, lambda line: None)
     assert not (tmp_path / "draft" / "config.json").exists()
 
@@ -257,7 +257,7 @@ def test_a_run_without_time_to_learn_says_so(tmp_path, byte_target):
     lines: list[str] = []
     config = replace(config_of(byte_target.parent, "draft"), out=tmp_path / "draft", tokens=None, minutes=1e-4)
     found = distill(config, lines.append)
-    assert found.step == 0 and "the draft has learnt nothing; allow more --minutes" in lines[-1]
+    assert found.step == 0 and "the draft was not trained; give more --minutes" in lines[-1]
 
 
 def test_layers_are_chosen_by_answers(tmp_path):
