@@ -1,7 +1,9 @@
 """Ray: finds or starts a cluster, and runs our processes in actors. Ray is not used for anything else. Also what can go
 wrong with a worker group.
 
-What an actor runs is imported in its process alone, so that a cluster can be reserved before torch is imported."""
+What an actor runs is imported in its process alone, so that a cluster can be reserved before torch is imported. What it
+is given comes pickled: Ray would import its module, and torch with it, before the actor's method is called, and the
+garbage collector would look through that (`_without_collections`)."""
 
 from __future__ import annotations
 
@@ -10,12 +12,13 @@ import gc
 import importlib
 import logging
 import os
+import pickle
 import secrets
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray import PlacementGroupID
@@ -25,10 +28,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from smc.types import ModelRole
-
-if TYPE_CHECKING:
-    from services.coordinator.process import CoordinatorSpec
-    from services.workers.process import RankSpec
 
 
 class WorkerGroupError(RuntimeError):
@@ -64,13 +63,13 @@ SIGNS = "signs"
 class RankActor:
     """The process of one rank."""
 
-    def run(self, spec: RankSpec) -> None:
-        """Returns when the rank is told to stop; raises what went wrong."""
+    def run(self, spec: bytes) -> None:
+        """Returns when the rank is told to stop; raises what went wrong. `spec`: a pickled `RankSpec`."""
         with _without_collections():
             from services.workers.process import run_rank
 
         _quiet()
-        run_rank(spec, ray.util.get_node_ip_address())
+        run_rank(pickle.loads(spec), ray.util.get_node_ip_address())
 
     def process(self) -> tuple[str, int]:
         """Its host, as Ray calls it, and its id there."""
@@ -84,13 +83,13 @@ class RankActor:
 class CoordinatorActor:
     """The process of the coordinator."""
 
-    def start(self, spec: CoordinatorSpec) -> str:
-        """Returns its address once the engine is warm: see `RemoteEngine`."""
+    def start(self, spec: bytes) -> str:
+        """Returns its address once the engine is warm: see `RemoteEngine`. `spec`: a pickled `CoordinatorSpec`."""
         with _without_collections():
             from services.coordinator.process import Coordinator
 
         _quiet()
-        self._coordinator = Coordinator(spec, ray.util.get_node_ip_address())
+        self._coordinator = Coordinator(pickle.loads(spec), ray.util.get_node_ip_address())
         return self._coordinator.address
 
     def wait(self) -> None:
