@@ -38,7 +38,7 @@ def start_in_thread(**settings) -> tuple[WorkerGroup, threading.Thread, list[Exc
     return group, thread, errors
 
 
-@pytest.mark.parametrize("ready", [0, 1, 3])
+@pytest.mark.parametrize("ready", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_stop_in_the_middle_of_a_start(ray_cluster, ready):
     """As a signal does when the service is still starting. `ready`: actors that have been made by then."""
     others, room = ranks(), ray.available_resources()["CPU"]
