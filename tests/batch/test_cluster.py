@@ -9,8 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ray.job_submission import JobSubmissionClient
-from ray.util.state import list_placement_groups
 
 from services.batch.storage import Store, records_of
 from tests.batch.asking import OPTIONS, essence, read_records, write_lines
@@ -67,6 +65,9 @@ def test_a_killed_run_and_another_make_the_file_of_one(cluster: Cluster, asked, 
 
 def test_a_cluster_without_room(cluster: Cluster, asked, tmp_path):
     """The run waits for it as long as it is told to, or until a signal ends it, as when `ray job stop` stops a job."""
+    from ray.job_submission import JobSubmissionClient
+    from ray.util.state import list_placement_groups
+
     source, no_room = write_lines(tmp_path / "in.jsonl", asked), ("--device", "cuda", "--start-timeout")
     jobs, command = (
         JobSubmissionClient(cluster.dashboard),

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import yaml
-from ray.autoscaler._private.util import prepare_config, validate_config
-from ray.scripts import scripts
 
 from services.client import Client
 from smc import demo
@@ -114,6 +112,8 @@ def test_a_resource_that_no_machine_has(machines: Machines):
 @pytest.mark.parametrize("name", ["local", "aws"])
 def test_files_for_ray_up(name):
     """Ray's own check of them; and the start of every node has flags that `ray start` knows."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
     config = yaml.safe_load((RAY / f"{name}.yaml").read_text())
     validate_config(prepare_config(config))
     for command in (*config["head_start_ray_commands"], *config["worker_start_ray_commands"]):
@@ -127,6 +127,8 @@ def test_the_walk_through_has_flags_that_ray_knows():
 
 def check_ray_start(command: str) -> dict:
     """What Ray makes of the `ray start` in it, if there is one."""
+    from ray.scripts import scripts  # a second, which not every process of tests needs
+
     *_, last = command.split("; ")
     program, verb, *arguments = shlex.split(last)
     assert program == "ray"

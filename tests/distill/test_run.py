@@ -41,6 +41,8 @@ from tests.model.dense import dense_logits
 from tests.model.families import save_hf
 from tests.model.tiny import random_decoder, save_byte_level, save_tiny
 
+# torch's optimisers import its compiler, and so does transformers: two seconds, once.
+pytestmark = pytest.mark.xdist_group("transformers")
 WAITING = """
 import sys, time
 from multiprocessing import get_context
