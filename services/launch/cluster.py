@@ -1,8 +1,9 @@
 """Finds or starts a Ray cluster, and runs the service's processes in its actors. Ray is not used for anything else.
 Also defines the error of a worker group.
 
-The code of an actor is imported only in the actor's process, so that a cluster can be reserved before torch is
-imported."""
+The code of an actor is imported only in the actor's process, so that a cluster can be reserved before torch is imported.
+Arguments are pickled. Otherwise Ray would import their modules, and torch with them, before the actor's method is
+called, while the garbage collector is active (`_without_collections`)."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ import gc
 import importlib
 import logging
 import os
+import pickle
 import secrets
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray import PlacementGroupID
@@ -26,10 +28,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from smc.types import ModelRole
-
-if TYPE_CHECKING:
-    from services.coordinator.process import CoordinatorSpec
-    from services.workers.process import RankSpec
 
 
 class WorkerGroupError(RuntimeError):
@@ -65,13 +63,13 @@ SIGNS = "signs"
 class RankActor:
     """The process of one rank."""
 
-    def run(self, spec: RankSpec) -> None:
+    def run(self, spec: bytes) -> None:
         """Run the rank until it is told to stop. Raises its errors."""
         with _without_collections():
             from services.workers.process import run_rank
 
         _quiet()
-        run_rank(spec, ray.util.get_node_ip_address())
+        run_rank(pickle.loads(spec), ray.util.get_node_ip_address())
 
     def process(self) -> tuple[str, int]:
         """Return Ray's id of the process's host, and the process's id there."""
@@ -85,13 +83,13 @@ class RankActor:
 class CoordinatorActor:
     """The process of the coordinator."""
 
-    def start(self, spec: CoordinatorSpec) -> str:
+    def start(self, spec: bytes) -> str:
         """Start the coordinator; return its address once the engine has warmed up (see `RemoteEngine`)."""
         with _without_collections():
             from services.coordinator.process import Coordinator
 
         _quiet()
-        self._coordinator = Coordinator(spec, ray.util.get_node_ip_address())
+        self._coordinator = Coordinator(pickle.loads(spec), ray.util.get_node_ip_address())
         return self._coordinator.address
 
     def wait(self) -> None:

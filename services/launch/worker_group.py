@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import secrets
 import threading
 import time
@@ -284,7 +285,8 @@ class WorkerGroup:
             beside, _ = ray.get(self._processes[f"{ModelRole.TARGET}0"], timeout=config.start_timeout)
         with self._adding():
             self.actors["coordinator"] = coordinator = cluster.start_coordinator(beside)
-            started: ray.ObjectRef = coordinator.start.remote(coordinator_spec(config, self._pair, self._rendezvous))
+            spec = pickle.dumps(coordinator_spec(config, self._pair, self._rendezvous))
+            started: ray.ObjectRef = coordinator.start.remote(spec)
         logger.info("epoch %d: waiting until %s are ready", self.incarnation, ", ".join(self.actors))
         if not self._wait_for([started, *self._runs], self._runs, config.start_timeout):
             raise WorkerGroupError(f"the worker group was not ready after {config.start_timeout:g} s")
@@ -304,9 +306,8 @@ class WorkerGroup:
                 name = f"{role}{rank}"
                 self.actors[name] = actor = cluster.start_rank(group, role, rank, gpus)
                 self._processes[name] = actor.process.remote()
-                self._runs[actor.run.remote(rank_spec(config, self._pair, rendezvous, role, Shard(rank, degree)))] = (
-                    name
-                )
+                spec = pickle.dumps(rank_spec(config, self._pair, rendezvous, role, Shard(rank, degree)))
+                self._runs[actor.run.remote(spec)] = name
 
     def _wait_for(self, some: list[ray.ObjectRef], runs: dict[ray.ObjectRef, str], timeout: float | None) -> bool:
         """Wait until one of the calls `some` has returned; return False if none has after `timeout` seconds. Raises

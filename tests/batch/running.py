@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ray.util.state import list_actors, list_placement_groups
-
 from tests.deploy.machines import end_family
 from tests.ports import free_ports
 
@@ -84,11 +82,14 @@ class Cluster:
 
     def actors(self, name: str) -> dict[int, str]:
         """Return the process ids and classes of live actors whose class begins with `name`."""
+        from ray.util.state import list_actors
+
         actors = list_actors(self.dashboard, filters=[("state", "=", "ALIVE")], detail=True)
         return {actor.pid: actor.class_name for actor in actors if actor.class_name.startswith(name)}
 
     def until_empty(self) -> None:
         """Wait until no actor is left, other than Ray's own, and every placement group is removed."""
+        from ray.util.state import list_actors, list_placement_groups
 
         def left() -> list:
             actors = [

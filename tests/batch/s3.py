@@ -6,9 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moto.server import ThreadedMotoServer
-from pyarrow.fs import S3FileSystem
-
 SETTINGS = {
     "AWS_ACCESS_KEY_ID": "anything",
     "AWS_SECRET_ACCESS_KEY": "anything",
@@ -22,6 +19,9 @@ BUCKET = "questions"
 @contextmanager
 def s3_server() -> Iterator[dict[str, str]]:
     """Run the server with a bucket. Yields the environment variables of processes that use it."""
+    from moto.server import ThreadedMotoServer  # two seconds, which not every process of tests needs
+    from pyarrow.fs import S3FileSystem
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()

@@ -20,6 +20,8 @@ from tests.batch import gcs
 from tests.batch.asking import PRINT, answer_file, chat, completion, read_records, write_lines
 from tests.batch.s3 import BUCKET, s3_server
 
+# moto is imported once.
+pytestmark = pytest.mark.xdist_group("s3")
 MADE_BY = {"fingerprint": PRINT, "seed": 0}
 
 

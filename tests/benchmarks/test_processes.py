@@ -191,15 +191,15 @@ def test_processes_are_started_no_more_often_than_targets_are_split(monkeypatch)
             super().__init__(config, gpus)
 
     monkeypatch.setattr(processes_module, "RankProcesses", Counted)
-    plan = SpeedPlan((1, 1), ("plain", "plain-tp", "lookahead"), (2,), (3,), (2,), (16, 24), (1,), 2, {})
+    plan = SpeedPlan((1, 1), ("plain-tp", "lookahead"), (2,), (3,), (2,), (16, 24), (1,), 2, {})
     kept = []
     with closing(ProcessBackend(CONFIG)) as machine:
         rows = measure_speed(
             plan, machine, 2, None, lambda found: kept.append([(row.context, row.mode) for row in found])
         )
     asked = [(context, mode) for context in (16, 24) for mode in plan.modes]
-    assert started == [(1, 1), (1, 2)] and [(row.context, row.mode) for row in rows] == kept[-1] == asked
-    assert [len(found) for found in kept] == [1, 2, 3, 4, 5, 6] and all(
+    assert sorted(started) == [(1, 1), (1, 2)] and [(row.context, row.mode) for row in rows] == kept[-1] == asked
+    assert [len(found) for found in kept] == [1, 2, 3, 4] and all(
         found == sorted(found, key=asked.index) for found in kept
     )
 

@@ -24,7 +24,7 @@ from smc.executor.model_runner import DraftRunner
 from smc.model.parallel import Shard
 from tests.coordinator.harness import HOST, coordinator
 
-LAW = {"seed": 5, "max_tokens": 30, "ignore_eos": True}
+LAW = {"seed": 5, "max_tokens": 20, "ignore_eos": True}
 NEEDS_DRAFT = [{"particles": 3}, {"particles": 4, "population": "independent"}, {"method": "draft"}]
 
 

@@ -12,8 +12,8 @@ from smc.demo.problems import generate
 from smc.demo.train import TARGET_CONFIG
 from smc.model.decoder import RopeTable
 
-# The corpus and tokenizer are made once.
-pytestmark = pytest.mark.xdist_group("training")
+# What they learn from is made once, and torch's compiler is imported once, by the optimisers and by transformers.
+pytestmark = pytest.mark.xdist_group("transformers")
 TINY = replace(
     TARGET_CONFIG, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16
 )

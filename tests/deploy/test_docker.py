@@ -33,7 +33,10 @@ BUILD_TOOLS = {
 
 def with_python() -> dict[str, str]:
     """Return an environment in which `python3` is the interpreter from which this environment was made."""
-    return os.environ | {"PATH": f"{Path(sys.base_prefix, 'bin')}{os.pathsep}{os.environ['PATH']}"}
+    return os.environ | {
+        "PATH": f"{Path(sys.base_prefix, 'bin')}{os.pathsep}{os.environ['PATH']}",
+        "PIP_NO_COMPILE": "1",
+    }
 
 
 def instructions(path: Path, name: str) -> list[tuple[int, str]]:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import yaml
-from ray.autoscaler._private.util import prepare_config, validate_config
-from ray.scripts import scripts
 
 from services.client import Client
 from smc import demo
@@ -69,13 +67,13 @@ def test_every_rank_is_where_it_belongs_until_the_gateway_is_drained(machines: M
             all_are_the_engines_own(client, http_port, answers)
 
             drain = subprocess.Popen(["bash", SCRIPTS / "drain-head.sh", str(PATIENCE), lock])
-            with client.stream("Count.", max_tokens=120, ignore_eos=True, seed=1) as stream:
+            with client.stream("Count.", max_tokens=40, ignore_eos=True, seed=1) as stream:
                 next(iter(stream))
                 gateway.terminate()
                 assert drain.poll() is None, "Ray's head must not be stopped while a call is in flight"
                 for _ in stream:
                     pass
-            assert stream.completion.usage.completion_tokens == 120
+            assert stream.completion.usage.completion_tokens == 40
         assert gateway.wait(PATIENCE) == 0 and drain.wait(PATIENCE) == 0
         machines.until(lambda: not machines.named(""), PATIENCE, "ranks are left")
     finally:
@@ -114,6 +112,8 @@ def test_a_resource_that_no_machine_has(machines: Machines):
 @pytest.mark.parametrize("name", ["local", "aws"])
 def test_files_for_ray_up(name):
     """Ray's own check accepts the files, and `ray start` knows the flags of every node's start command."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
     config = yaml.safe_load((RAY / f"{name}.yaml").read_text())
     validate_config(prepare_config(config))
     for command in (*config["head_start_ray_commands"], *config["worker_start_ray_commands"]):
@@ -127,6 +127,8 @@ def test_the_walk_through_has_flags_that_ray_knows():
 
 def check_ray_start(command: str) -> dict:
     """Parse the `ray start` in a command with Ray's own parser; empty if it has none."""
+    from ray.scripts import scripts  # a second, which not every process of tests needs
+
     *_, last = command.split("; ")
     program, verb, *arguments = shlex.split(last)
     assert program == "ray"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -48,6 +49,7 @@ def test_texts_follow_the_targets_distribution():
     settings = TalkSettings(temperatures=(1.0, 0.5), width=32, answer_tokens=4, turns=1)
     found = written(TalkWriter(pair, settings, None, slots=128), count)
     assert [each.number for each in found] == sorted(each.number for each in found)
+    logits = cache(lambda prefix: dense_logits(pair.target, torch.tensor(prefix))[-1])
     for temperature in settings.temperatures:
         answers = [each.tokens[1:4] for each in found if each.temperature == temperature]
         probability = {}
@@ -57,10 +59,7 @@ def test_texts_follow_the_targets_distribution():
         keys = list(probability)
         rows = torch.tensor([[SIZE - 1, *key] for key in keys])
         prefixes = {tuple(row[: n + 1].tolist()) for row in rows for n in range(3)}
-        logp = {
-            prefix: torch.log_softmax(dense_logits(pair.target, torch.tensor(prefix))[-1] / temperature, -1)
-            for prefix in prefixes
-        }
+        logp = {prefix: torch.log_softmax(logits(prefix) / temperature, -1) for prefix in prefixes}
         for key in keys:
             text = (SIZE - 1, *key)
             probability[key] = sum(logp[text[: n + 1]][text[n + 1]].item() for n in range(3))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import multiprocessing
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ import pytest
 
 from smc import demo
 from smc.model.source import HubModel
+from tests.model.hub_command import command
 
 COMMIT, OLDER = "c" * 40, "0" * 40
 TOKEN = "hf_right"
@@ -121,11 +120,24 @@ def hub() -> Iterator[Hub]:
     server.server_close()
 
 
-def run(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Ran:
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+def run(hub: Hub, home: Path, *arguments: str, **environment: str) -> Ran:
+    """The command in a process of its own, since huggingface_hub reads the environment when it is imported; forked from
+    one that has imported the rest."""
     set_ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "COLUMNS": "400", "HF_HUB_DISABLE_XET": "1"} | environment
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    command = [sys.executable, "-c", "from services.cli.main import main; main()", *arguments]
-    return subprocess.run(command, env=kept | set_, capture_output=True, text=True, timeout=240, check=False)
+    fork = multiprocessing.get_context("forkserver")
+    fork.set_forkserver_preload(["tests.model.hub_command"])
+    out, err = home.with_suffix(".out"), home.with_suffix(".err")
+    process = fork.Process(target=command, args=(arguments, set_, out, err))
+    process.start()
+    process.join(240)
+    return Ran(process.exitcode, out.read_text(), err.read_text())
 
 
 PAIR = ("--target", "demo/target", "--draft", "demo/draft")

@@ -27,8 +27,8 @@ from tests.service.running import Running, ranks
 pytestmark = pytest.mark.xdist_group("ray")
 
 QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
-SURVIVES = {"seed": 3, "max_tokens": 72, "ignore_eos": True}
-SHORT = SURVIVES | {"max_tokens": 40}
+SURVIVES = {"seed": 3, "max_tokens": 40, "ignore_eos": True}
+SHORT = SURVIVES | {"max_tokens": 20}
 LONG = {"particles": 4, "max_tokens": 400, "ignore_eos": True}
 NEEDS_DRAFT = [
     {"seed": 5, **LONG, "population": "independent"},
@@ -128,7 +128,7 @@ def test_a_process_dies_under_load(group, alone, lives, name, how):
         group.until(lambda: group.supervisor.serving, 60, "the service did not come back")
         assert group.supervisor.incarnation == incarnation + 1 == client.server_info().epoch
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
-        assert client.generate(QUESTION, seed=1, particles=4).text
+        assert client.generate(QUESTION, seed=1, particles=4, max_tokens=8).text
         assert [call.result(60).tokens for call in survivors] == [alone] * 2
     note(lives, group)
 
@@ -160,7 +160,7 @@ def test_the_draft_is_lost_under_load(group, alone):
             with pytest.raises(ServiceError) as caught:
                 client.generate(QUESTION, timeout=30, **params)
             assert caught.value.code is grpc.StatusCode.UNAVAILABLE and caught.value.retry_after
-        assert client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORT).tokens == alone[:40]
+        assert client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORT).tokens == alone[:20]
         assert [call.result(60).tokens for call in survivors] == [alone] * 3
         group.until(lambda: group.supervisor.has_draft, 60, "the draft did not come back")
         assert group.supervisor.incarnation == incarnation + 1 == client.server_info().epoch
@@ -168,9 +168,9 @@ def test_the_draft_is_lost_under_load(group, alone):
             "draft0"
         }
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
-        assert client.generate(QUESTION, seed=1, particles=4).text
+        assert client.generate(QUESTION, seed=1, particles=4, max_tokens=8).text
         again = client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORT)
-        assert again.tokens == alone[:40] and again.statistics.draft_tokens
+        assert again.tokens == alone[:20] and again.statistics.draft_tokens
     group.until_empty()
 
 

@@ -39,7 +39,7 @@ def start_in_thread(**settings) -> tuple[WorkerGroup, threading.Thread, list[Exc
     return group, thread, errors
 
 
-@pytest.mark.parametrize("ready", [0, 1, 3])
+@pytest.mark.parametrize("ready", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_stop_in_the_middle_of_a_start(ray_cluster, ready):
     """A signal may stop the service while it is still starting. `ready`: number of actors that have been created by
     then."""
