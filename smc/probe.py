@@ -88,8 +88,8 @@ class Probe:
             return f"method=exact: a round brings {self.tokens_a_round:.1f} tokens."
         if self.exact_speed < LEAST_GAIN:
             return (
-                f"Use method=target here: a round brings {self.tokens_a_round:.1f} tokens, but on this machine it takes "
-                f"as long as the target alone needs for {self.tokens_a_round / self.exact_speed:.1f}."
+                f"Use method=target here: a round brings {self.tokens_a_round:.1f} tokens, but on this machine it "
+                f"takes as long as the target alone needs for {self.tokens_a_round / self.exact_speed:.1f}."
             )
         return f"Use method=exact: about {self.exact_speed:.1f} times as fast as the target alone on this machine."
 

@@ -25,8 +25,8 @@ Probed = Annotated[
     bool,
     options.option(
         options.MEASURE,
-        "Load both models and run a few prompts: acceptance by depth, KL divergence, expected speed, and which method to "
-        "use.",
+        "Load both models and run a few prompts: acceptance by depth, KL divergence, expected speed, and which "
+        "method to use.",
         "--probe",
         show_default=False,
         metavar="",
@@ -142,8 +142,8 @@ def _print(report: PairReport, directories: tuple[Path, Path]) -> None:
         out.print(Text.assemble(("ok", "bold green"), what), soft_wrap=True)
         if report.shared_bytes:
             out.print(
-                f"shared: {_size(report.shared_bytes)} of the draft's embedding and head are the target's; a process with "
-                "both models on one device holds them once",
+                f"shared: {_size(report.shared_bytes)} of the draft's embedding and head are the target's; a process "
+                "with both models on one device holds them once",
                 soft_wrap=True,
             )
 

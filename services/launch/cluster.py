@@ -1,9 +1,9 @@
 """Finds or starts a Ray cluster, and runs the service's processes in its actors. Ray is not used for anything else.
 Also defines the error of a worker group.
 
-The code of an actor is imported only in the actor's process, so that a cluster can be reserved before torch is imported.
-Arguments are pickled. Otherwise Ray would import their modules, and torch with them, before the actor's method is
-called, while the garbage collector is active (`_without_collections`)."""
+The code of an actor is imported only in the actor's process, so that a cluster can be reserved before torch is
+imported. Arguments are pickled. Otherwise Ray would import their modules, and torch with them, before the actor's
+method is called, while the garbage collector is active (`_without_collections`)."""
 
 from __future__ import annotations
 

@@ -239,8 +239,8 @@ class SamplingParams:
         scope=Scope.SMC,
         fill=lambda params: "independent" if params.resamples else "distinct",
         option=Option(
-            "distinct: particles are drawn without replacement; independent: each particle draws for itself, and all are "
-            "resampled. Default: distinct.",
+            "distinct: particles are drawn without replacement; independent: each particle draws for itself, and all "
+            "are resampled. Default: distinct.",
             "distinct|independent",
         ),
     )
@@ -494,7 +494,8 @@ class SamplingParams:
             )
         if self.masked and self.top_logprobs:
             raise ValueError(
-                f"top_logprobs={self.top_logprobs} is not available with a constraint or bad_words; leave one of them out"
+                f"top_logprobs={self.top_logprobs} is not available with a constraint or bad_words; leave one of "
+                "them out"
             )
         if self.constraint and self.ignore_eos:
             raise ValueError("ignore_eos=True is not available with a constraint, whose end is EOS; leave it out")

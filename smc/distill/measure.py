@@ -286,7 +286,8 @@ class Measurement:
             + (f" ({each.speed:.2f}x)" if each.speed is not None else "")
             for each in self.trees
         )
-        return f"overlap {self.overlap:.4f}, KL {self.kl:.3f}, same likeliest {self.same_likeliest:.3f}; trees of {BLOCK}: {trees}"
+        found = f"overlap {self.overlap:.4f}, KL {self.kl:.3f}, same likeliest {self.same_likeliest:.3f}"
+        return f"{found}; trees of {BLOCK}: {trees}"
 
 
 class HeldOut:
@@ -451,9 +452,10 @@ def _card(record: dict[str, Any], last: Measurement, drawn: bool) -> str:
         "target.",
         "",
         f"- **Draft**: {record['draft']}; {record['trained_weights']:,} weights were trained.",
-        f"- **Data**: {record['conversations']:,} conversations with {last.written_tokens:,} answer tokens, written by the "
-        f"target at temperatures {', '.join(f'{each:g}' for each in sorted(set(record['temperatures_written'])))}: user "
-        f"turns of its own{prompts}. Seed {record['seed']}.",
+        f"- **Data**: {record['conversations']:,} conversations with {last.written_tokens:,} answer tokens, written "
+        "by the "
+        f"target at temperatures {', '.join(f'{each:g}' for each in sorted(set(record['temperatures_written'])))}: "
+        f"user turns of its own{prompts}. Seed {record['seed']}.",
         f"- **Loss**: {losses[record['loss']]}, after KL divergence at the beginning. {last.step:,} steps, "
         f"{last.trained_tokens:,} answer tokens seen, in {record['seconds']:,.0f} s on {record['processes']} x "
         f"{record['device']} ({speeds['written']:,.0f} tokens a second written, {speeds['trained']:,.0f} learnt from).",

@@ -381,8 +381,10 @@ class Distillation:
         trained = self.state.trained_tokens - before
         if trained:
             self._say(
-                f"{self.state.step - first_step} steps on {trained:,} answer tokens; {self.state.training_seconds:.1f} s "
-                f"of training in all, {self.state.trained_tokens / self.state.training_seconds:,.0f} answer tokens a second"
+                f"{self.state.step - first_step} steps on {trained:,} answer tokens; "
+                f"{self.state.training_seconds:.1f} s "
+                f"of training in all, {self.state.trained_tokens / self.state.training_seconds:,.0f} answer tokens a "
+                "second"
             )
 
     def _is_round_over(self, stop: float) -> bool:

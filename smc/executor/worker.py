@@ -191,7 +191,8 @@ class ModelWorker:
             )
         if batch.tokens_T.min() < 0 or batch.tokens_T.max() >= self.vocab_size:
             raise ValueError(
-                f"{self.name}: token ids {batch.tokens_T.min()}..{batch.tokens_T.max()}; allowed 0..{self.vocab_size - 1}"
+                f"{self.name}: token ids {batch.tokens_T.min()}..{batch.tokens_T.max()}; allowed "
+                f"0..{self.vocab_size - 1}"
             )
         rows, total = len(ends_R), len(batch.tokens_T)
         row_T = np.repeat(np.arange(rows), batch.counts_R)

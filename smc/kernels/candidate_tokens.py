@@ -119,7 +119,8 @@ def propose_candidates(
     }
     lists = (longs((rows, max(search["COUNT"], CANDIDATES_PER_ROW * FAN))), longs((rows, CANDIDATES_PER_ROW)))
     _find[(rows,)](
-        *distribution, vocab, tuple(sums_2RS), parts, (*lists, lists[0].shape[1]), RowSearch(*bound_2R, *norm_2R), FoundTokens(*found),
+        *distribution, vocab, tuple(sums_2RS), parts, (*lists, lists[0].shape[1]), RowSearch(*bound_2R, *norm_2R),
+        FoundTokens(*found),
         SearchSizes(splits, most, width),
         PART=PART, **search, **by_row, num_warps=8,
     )  # fmt: skip

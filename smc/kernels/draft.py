@@ -179,7 +179,8 @@ def begin(
         keys_2G=room.longs(2, groups),
     )
     _begin[(triton.cdiv(max(rows, groups), ROWS),)](
-        plan, distribution, slots, slots.table_SL.stride(0), slots.pending_SQ.stride(0), tables, out, Sizes(batch_size, groups, rows),
+        plan, distribution, slots, slots.table_SL.stride(0), slots.pending_SQ.stride(0), tables, out,
+        Sizes(batch_size, groups, rows),
         F=branches, P=queries, BY_ROUND=by_round, BLOCK=ROWS, BLOCK_P=triton.next_power_of_2(queries), num_warps=1,
     )  # fmt: skip
     return out
@@ -209,7 +210,8 @@ def resume(plan: PlanTensors, slots: SlotTensors, tree: GrownTensors, choice_9A:
     _resume[(batch_size,)](
         plan, slots, slots.table_SL.stride(0), tree, choice_9A, out, batch_size, steps,
         K=tree.tokens_XK.shape[1], P=queries, B=pages, Q=width, BLOCK_Q=triton.next_power_of_2(width),
-        BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages), CHUNK=CHUNK, num_warps=4,
+        BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages),
+        CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -248,7 +250,8 @@ def reparent(
     strides = TreeStrides(before.tokens_XK.stride(0), before.logq_XK.stride(0), before.tail_XB.stride(0))
     _reparent[(triton.cdiv(rows, TREE_ROWS),)](
         before, strides, chosen, own, chains, plan, slots, tables, out, TreeSizes(rows, step, tokens, pages),
-        BLOCK=TREE_ROWS, BLOCK_K=triton.next_power_of_2(tokens), BLOCK_B=triton.next_power_of_2(max(1, pages)), BRANCHES=branches,
+        BLOCK=TREE_ROWS, BLOCK_K=triton.next_power_of_2(tokens), BLOCK_B=triton.next_power_of_2(max(1, pages)),
+        BRANCHES=branches,
         WIDTH=0 if chosen is None else chosen.token_RC.shape[1], DRAWS=0 if own is None else own[0].shape[1],
         SOURCES=1 if own is None else len(before.root_X) // len(own[0]), num_warps=1,
     )  # fmt: skip
@@ -297,7 +300,8 @@ def _begin(
     text = tl.load(slots.text_S + slot, mask=own, other=0).to(tl.int32)
     # The pending tokens are known not to end the answer.
     text, _ = after_all(
-        text, slots.pending_SQ + slot * pending_stride, 1, tl.load(slots.entry_S + slot, mask=own, other=0), own, pending,
+        text, slots.pending_SQ + slot * pending_stride, 1, tl.load(slots.entry_S + slot, mask=own, other=0), own,
+        pending,
         tl.load(slots.least_S + slot, mask=own, other=0) - held, tables, P,
     )  # fmt: skip
     zero, wide = index * 0, index.to(tl.int64)
@@ -345,7 +349,8 @@ def _begin_rows(x, inside, index, group, first, plan, distribution, out, rows, F
 @one_variant()
 def _pack(
     plan, slots, tree, rows_WX, rows,
-    F: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, LOG_F: tl.constexpr, HAS_INDEPENDENT: tl.constexpr,
+    F: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, LOG_F: tl.constexpr,
+    HAS_INDEPENDENT: tl.constexpr,
 ):  # fmt: skip
     x, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)[:, None]
     inside = x < rows
@@ -416,7 +421,8 @@ def _resume(
 @one_variant()
 def _reparent(
     before, strides, chosen, own, chains, plan, slots, tables, out, sizes,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, BRANCHES: tl.constexpr, WIDTH: tl.constexpr, DRAWS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, BRANCHES: tl.constexpr, WIDTH: tl.constexpr,
+    DRAWS: tl.constexpr,
     SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Write every row with its next token. SOURCES: number of source rows for each row that draws its own tokens; the

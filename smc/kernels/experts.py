@@ -119,7 +119,8 @@ def _choose(
 @one_variant("x", "weights", "scales", "out", "outputs", "inputs")
 def _experts(
     x, weights, scales, expert, weight, out, tokens, outputs, inputs,
-    C: tl.constexpr, UP: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    C: tl.constexpr, UP: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs of one expert. UP: silu(gate) * up of tokens [T, inputs], to row t * C + c of `out`. Otherwise

@@ -113,7 +113,8 @@ def finalize(
         run_2A=room.ints(2, batch_size),
     )
     _finalize[(programs(batch_size, groups),)](
-        plan, slots, tables, blocks, verified, rows_WX, candidates, matched, own, trees, out, Sizes(batch_size, groups, rows),
+        plan, slots, tables, blocks, verified, rows_WX, candidates, matched, own, trees, out,
+        Sizes(batch_size, groups, rows),
         F=rows // batch_size, K=row_tokens(rows_WX), Q=q, C=candidates.token_XC.shape[1], BLOCK_N=MAX_PARTICLES,
         BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=lookahead, num_warps=4,
     )  # fmt: skip

@@ -180,8 +180,10 @@ def widen(word_NW, zero_N, kind: tl.constexpr):
         negative_NW = tl.broadcast_to(((zero_N | 0xC300) * 0x10001)[:, None], word_NW.shape)
         code = tl.inline_asm_elementwise(
             PACKED_CODES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [word_NW, negative_NW],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=2,
+            dtype=(
+                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            ), is_pure=True, pack=2,
         )  # fmt: skip
     else:
         first_NP, second_NP = tl.split(tl.reshape(word_NW, (N, W // 2, 2)))
@@ -206,7 +208,8 @@ def _code(word_NP, zero_N, shift: tl.constexpr, kind: tl.constexpr):
 @triton.jit
 def sums_of_groups(
     words, scales, zeros, at_N, outputs, x_T, has_x_T,
-    STEPS, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    STEPS, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Return products [N, T] over STEPS groups. `at_N`: index of each output's words, scale and zero point in the first
     of them; those of the next group are `outputs` further on. `x_T`: addresses of rows of x, at that group's first

@@ -210,8 +210,8 @@ def _tiling(
         or weight_NK.dtype != x_TK.dtype
     ):
         raise ValueError(
-            f"needs x [T, K] and a contiguous weight [N, K] of one type; got {x_TK.shape=}, {x_TK.dtype=}, {weight_NK.shape=}, "
-            f"{weight_NK.stride()=}, {weight_NK.dtype=}"
+            f"needs x [T, K] and a contiguous weight [N, K] of one type; got {x_TK.shape=}, {x_TK.dtype=}, "
+            f"{weight_NK.shape=}, {weight_NK.stride()=}, {weight_NK.dtype=}"
         )
     fp8 = weight_NK.element_size() == 1
     tiling = replace(

@@ -251,7 +251,8 @@ def sum_parts(parts, stride, mask, SPLITS: tl.constexpr):
 
 @triton.jit
 def _add_norm(
-    x, parts, weight, out_weight, out, scales, features, eps, norm_offset, factor, SPLITS: tl.constexpr, NORM: tl.constexpr,
+    x, parts, weight, out_weight, out, scales, features, eps, norm_offset, factor, SPLITS: tl.constexpr,
+    NORM: tl.constexpr,
     OUT_NORM: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     feature = tl.arange(0, BLOCK)

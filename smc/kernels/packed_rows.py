@@ -320,7 +320,8 @@ def store_kv(
     block, tokens = min(16, triton.next_power_of_2(h + 2 * j)), qkv.shape[-2]
     _store_kernel[(tokens, triton.cdiv(h + 2 * j, block))](
         qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, tokens * qkv.shape[-1],
-        H=h, J=j, D=d, NORM=q_norm is not None, HEADS=block, SPLITS=len(qkv) if qkv.dim() == 3 else 1, PDL=pdl, num_warps=2,
+        H=h, J=j, D=d, NORM=q_norm is not None, HEADS=block, SPLITS=len(qkv) if qkv.dim() == 3 else 1, PDL=pdl,
+        num_warps=2,
         **launch_options(pdl),
     )  # fmt: skip
 
@@ -328,7 +329,8 @@ def store_kv(
 @one_variant("qkv", "q_out", "keys", "values", "rope", "q_norm", "k_norm", "split_stride")
 def _store_kernel(
     qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, split_stride,
-    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Process one token and HEADS of its H + 2J heads, as two halves of D // 2 dimensions."""
     t = tl.program_id(0)

@@ -42,7 +42,8 @@ def follow(
     end_A, pending_A = room.longs(2, batch_size)
     out = NextSequences(end_A, room.longs(batch_size, width), pending_A)
     _follow[(batch_size,)](
-        plan, slots, slots.table_SL.stride(0), rows_WX, choice_9A, logq_SQ, logq_SQ.stride(0), out, Sizes(batch_size, 0, rows),
+        plan, slots, slots.table_SL.stride(0), rows_WX, choice_9A, logq_SQ, logq_SQ.stride(0), out,
+        Sizes(batch_size, 0, rows),
         K=block, Q=q, W=width, BLOCK_Q=triton.next_power_of_2(q), CHUNK=CHUNK, LOOKAHEAD=lookahead, num_warps=4,
     )  # fmt: skip
     return out
@@ -86,7 +87,8 @@ def copy_pages(table, stride, slot, source, base, end, tail_B, width, TAIL: tl.c
 @one_variant()
 def _follow(
     plan, slots, table_stride, rows_WX, choice_9A, logq_SQ, logq_stride, out, sizes,
-    K: tl.constexpr, Q: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, CHUNK: tl.constexpr, LOOKAHEAD: tl.constexpr,
+    K: tl.constexpr, Q: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, CHUNK: tl.constexpr,
+    LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
     index, batch_size, rows = tl.program_id(0), sizes.batch_size, sizes.rows
     of = choice_9A + index
@@ -114,7 +116,8 @@ def _follow(
 
 @one_variant()
 def _advance(
-    slots, pending_stride, dummy, slot_A, choice_9A, next_, stride_a, stride_w, batch_size, W: tl.constexpr, BLOCK_W: tl.constexpr
+    slots, pending_stride, dummy, slot_A, choice_9A, next_, stride_a, stride_w, batch_size, W: tl.constexpr,
+    BLOCK_W: tl.constexpr
 ):  # fmt: skip
     index, w = tl.program_id(0), tl.arange(0, BLOCK_W)
     slot, of = tl.load(slot_A + index), choice_9A + index

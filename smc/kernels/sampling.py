@@ -201,7 +201,8 @@ def _race(
 
 @one_variant()
 def _finish_race(
-    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
+    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD,
+    lse_R, splits,
     BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Finish one draw of one row: the blocks' winners race on one scale."""
@@ -239,7 +240,8 @@ def _gather(
 
 @one_variant()
 def _finish_sum(
-    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, top_RS, label_X, extra_XF, row_X, logp_X, extra_logp_XF, splits,
+    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, top_RS, label_X, extra_XF, row_X, logp_X,
+    extra_logp_XF, splits,
     extra, BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Finish one requested row: compute the log-normaliser from its blocks, and the log-probabilities of the label and
@@ -280,7 +282,8 @@ def add_biases(
     column_EB, early_EB, late_EB, count_E = tables
     rows = len(logits_RV)
     _add_biases[(triton.cdiv(width, BIAS_BLOCK), rows)](
-        logits_RV, logits_RV.stride(0), slot_X, position_R, *entries, column_EB, early_EB, late_EB, count_E, rows // len(slot_X),
+        logits_RV, logits_RV.stride(0), slot_X, position_R, *entries, column_EB, early_EB, late_EB, count_E,
+        rows // len(slot_X),
         column_EB.shape[1], BLOCK=BIAS_BLOCK, num_warps=1,
     )  # fmt: skip
     return logits_RV
@@ -288,7 +291,8 @@ def add_biases(
 
 @one_variant("column_EB", "early_EB", "late_EB", "most")
 def _add_biases(
-    logits, stride, slot_X, position_R, entry_S, least_S, column_EB, early_EB, late_EB, count_E, each, most, BLOCK: tl.constexpr
+    logits, stride, slot_X, position_R, entry_S, least_S, column_EB, early_EB, late_EB, count_E, each, most,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     row, b = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_X + row // each).to(tl.int64)
@@ -330,7 +334,8 @@ def spread(
     )
     *numbers, purpose = keys
     _spread[(triton.cdiv(token_RD.numel(), HEAD_BLOCK),)](
-        column_RD, logq_RD, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U), token_RD, new_logq_RD,
+        column_RD, logq_RD, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U), token_RD,
+        new_logq_RD,
         token_RD.numel(), chance, log_inside, log_each, D=draws, PURPOSE=int(purpose), BLOCK=HEAD_BLOCK, num_warps=1,
     )  # fmt: skip
     return token_RD, new_logq_RD
@@ -351,7 +356,8 @@ def spread_rest(
     (rows, width), (*numbers, purpose) = tokens.token_RC.shape, keys
     made = tuple(torch.empty_like(values_RC) for values_RC in (tokens.token_RC, tokens.logq_RC, tokens.share_RC))
     _spread_rest[(rows,)](
-        tokens.token_RC, tokens.logq_RC, tokens.share_RC, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U),
+        tokens.token_RC, tokens.logq_RC, tokens.share_RC, *(number.contiguous() for number in numbers), ids_M,
+        others_U, len(others_U),
         *made, width, log_inside, log_share, log_each,
         PURPOSE=int(purpose), BLOCK=triton.next_power_of_2(width), HAS_REST=has_rest, num_warps=1,
     )  # fmt: skip
@@ -385,7 +391,8 @@ def _spread(
 
 @one_variant()
 def _spread_rest(
-    token_RC, logq_RC, share_RC, seed_R, round_R, stream_R, position_R, ids_M, others_U, others, to_token, to_logq, to_share, width,
+    token_RC, logq_RC, share_RC, seed_R, round_R, stream_R, position_R, ids_M, others_U, others, to_token, to_logq,
+    to_share, width,
     log_inside, log_share, log_each, PURPOSE: tl.constexpr, BLOCK: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     row, c = tl.program_id(0), tl.arange(0, BLOCK)

@@ -164,7 +164,8 @@ def select(
     )
     _select[(programs(batch_size, count),)](
         candidates_AF.contiguous(), alive_A.contiguous(), fields_of(GroupBounds, groups),
-        SelectSettings(threshold_G, scheme_G, seed_G, round_G), out, SelectScratch(*room.doubles(3, batch_size * branches)),
+        SelectSettings(threshold_G, scheme_G, seed_G, round_G), out,
+        SelectScratch(*room.doubles(3, batch_size * branches)),
         branches, count, batch_size, BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches),
         # The reference rounds a product before it subtracts.
         enable_fp_fusion=False, num_warps=warps,
@@ -181,7 +182,8 @@ def _score_candidates(
     program, row_programs, rows = tl.program_id(0), tl.cdiv(sizes.rows, BLOCK_X), sizes.rows
     if program >= row_programs:
         _score_group(
-            program - row_programs, plan, blocks, verified, rows_WX, scores, matched, out, sizes, F, K, Q, BLOCK_X, BLOCK_Q, LOOKAHEAD
+            program - row_programs, plan, blocks, verified, rows_WX, scores, matched, out, sizes, F, K, Q, BLOCK_X,
+            BLOCK_Q, LOOKAHEAD
         )  # fmt: skip
         return
     x = program * BLOCK_X + tl.arange(0, BLOCK_X)
@@ -275,7 +277,8 @@ def _agrees(
 @triton.jit
 def _score_group(
     group, plan, blocks, verified, rows_WX, scores, matched, out, sizes,
-    F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
+    F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr,
+    LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
     """Write the bounds and random numbers of a group, and whether it has NaN."""
     groups, rows = sizes.groups, sizes.rows
@@ -501,7 +504,8 @@ def _resample(
 
 @one_variant()
 def _select(
-    candidates_AF, alive_A, groups, settings, out, scratch, branches, count, batch_size, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr
+    candidates_AF, alive_A, groups, settings, out, scratch, branches, count, batch_size, BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr
 ):  # fmt: skip
     group = tl.program_id(0)
     if group >= count:
@@ -534,7 +538,8 @@ def _select(
     resampled = (is_low | (draws != particles)) & has_weight
     if resampled:
         taken_N, held_N = _resample(
-            candidates_NF, tl.max(highest_N, 0), at_NF, inside_NF, size, draws, tl.load(settings.scheme_G + group), seed, rounds,
+            candidates_NF, tl.max(highest_N, 0), at_NF, inside_NF, size, draws, tl.load(settings.scheme_G + group),
+            seed, rounds,
             first * branches, branches, scratch, BLOCK_N, BLOCK_F,
         )  # fmt: skip
     else:

@@ -60,7 +60,8 @@ def require_rows(logits_RV: Tensor, vocab: int) -> None:
     """Check logits. Raises ValueError if no kernel here can read them."""
     if logits_RV.stride(1) != 1 or not 0 < vocab <= logits_RV.shape[1]:
         raise ValueError(
-            f"needs rows of contiguous logits and 0 < vocab <= columns; {logits_RV.stride()=}, {logits_RV.shape=}, {vocab=}"
+            f"needs rows of contiguous logits and 0 < vocab <= columns; {logits_RV.stride()=}, {logits_RV.shape=}, "
+            f"{vocab=}"
         )
 
 
@@ -108,7 +109,8 @@ def finite(top):
 
 @one_variant("logits", "stride", "vocab")
 def sum_block(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, CUT: tl.constexpr, BLOCK: tl.constexpr
+    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, CUT: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     """Reduce one block of one row: its maximum, the column of that, and its sum of exponentials relative to that."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -292,7 +294,8 @@ def _raw(key, BITS: tl.constexpr):
 
 @one_variant()
 def _begin(
-    logits, stride, temperature_R, vocab, processors, used, sums, aims, splits, BITS: tl.constexpr, SPLITS: tl.constexpr,
+    logits, stride, temperature_R, vocab, processors, used, sums, aims, splits, BITS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Set the aim and the beginning of one row's first search. The last search stops at the floor that min-p sets."""
     row = tl.program_id(0)

@@ -141,7 +141,8 @@ def verify(
         room.bools(batch_size, q),
     )
     _verify[(triton.cdiv(batch_size, INDICES),)](
-        plan, blocks.run_A, labelled_T, drawn, out, batch_size, Q=q, BLOCK_N=INDICES, BLOCK_Q=triton.next_power_of_2(q), num_warps=1
+        plan, blocks.run_A, labelled_T, drawn, out, batch_size, Q=q, BLOCK_N=INDICES,
+        BLOCK_Q=triton.next_power_of_2(q), num_warps=1
     )  # fmt: skip
     return out
 

@@ -70,8 +70,8 @@ class DraftVocab:
             count_V = load_counts(draft, tokenizer.size)
         else:
             raise ValueError(
-                f"draft_vocab={size} needs draft_vocab_text, a text whose most frequent tokens the draft proposes, or a "
-                f"draft of `smcserve distill`, whose directory has {COUNTS_FILE}"
+                f"draft_vocab={size} needs draft_vocab_text, a text whose most frequent tokens the draft proposes, "
+                f"or a draft of `smcserve distill`, whose directory has {COUNTS_FILE}"
             )
         rank_V = count_V.copy()
         rank_V[always] = count_V.sum() + 1

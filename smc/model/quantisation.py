@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 BLOCK = 128
 """Number of rows and of columns of an FP8 block with one scale."""
 SUPPORTED_METHODS = (
-    "compressed-tensors with FP8 weights (symmetric, a scale per channel, per tensor or per block of 128 x 128) or with "
+    "compressed-tensors with FP8 weights (symmetric, a scale per channel, per tensor or per block of 128 x 128) or "
+    "with "
     "int4 weights (pack-quantized); fp8 with a scale per tensor or per block of 128 x 128; awq (version gemm) and gptq "
     "with 4 bits"
 )
@@ -264,8 +265,8 @@ class Int4Quantisation:
         scale_NG, zero_NG = self._scales(files, name, rows), self._zeros(files, name, rows)
         if self.symmetric and bool((zero_NG != SYMMETRIC_ZERO).any()):
             raise ValueError(
-                f"{name} has zero points other than {SYMMETRIC_ZERO}, and config.json calls it symmetric (sym=true); the "
-                "directory is broken, download it again"
+                f"{name} has zero points other than {SYMMETRIC_ZERO}, and config.json calls it symmetric (sym=true); "
+                "the directory is broken, download it again"
             )
         inputs = self._inputs(files, name)
         of_K = self._group_of_inputs(files, name, scale_NG.shape[1], slice(0, inputs), scale_NG.device)
@@ -444,8 +445,8 @@ def _compressed_tensors(raw: dict[str, Any]) -> Quantisation:
         return replace(fp8[0], static_inputs=any(each.static_inputs for each in fp8))
     titles = ", ".join(sorted(each.title for each in found))
     raise ValueError(
-        f"compressed-tensors with config_groups that differ ({titles}) are not supported; supported: one format for all "
-        f"matrices; {WHAT_TO_DO}"
+        f"compressed-tensors with config_groups that differ ({titles}) are not supported; supported: one format for "
+        f"all matrices; {WHAT_TO_DO}"
     )
 
 

@@ -137,16 +137,16 @@ class HubModel:
             )
         if isinstance(error, errors.RepositoryNotFoundError):
             return ValueError(
-                f"{self}: there is no such directory, and no such model on {hub}. Check the name; a private model needs "
-                "an access token in HF_TOKEN"
+                f"{self}: there is no such directory, and no such model on {hub}. Check the name; a private model "
+                "needs an access token in HF_TOKEN"
             )
         if isinstance(error, errors.RevisionNotFoundError):
             return ValueError(f"{self.repository} has no revision {self.revision!r} on {hub}")
         if isinstance(error, errors.LocalEntryNotFoundError):
             why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} does not answer"
             return ValueError(
-                f"{self}: there is no such directory, {constants.HF_HUB_CACHE} does not have the model, and it cannot be "
-                f"downloaded: {why}"
+                f"{self}: there is no such directory, {constants.HF_HUB_CACHE} does not have the model, and it "
+                f"cannot be downloaded: {why}"
             )
         return ValueError(f"{self} cannot be downloaded from {hub}: {error}")
 
@@ -155,8 +155,8 @@ class HubModel:
         there = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
         if needed > (free := shutil.disk_usage(there).free):
             raise ValueError(
-                f"{self} needs {needed / 2**30:.1f} GiB, and {there} has {free / 2**30:.1f} GiB free; make room, or name "
-                "another disk in HF_HOME"
+                f"{self} needs {needed / 2**30:.1f} GiB, and {there} has {free / 2**30:.1f} GiB free; make room, or "
+                "name another disk in HF_HOME"
             )
 
 

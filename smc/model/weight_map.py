@@ -215,7 +215,8 @@ def int4_formats(
         held = local_group(group, inputs.size, inputs.step)
         if held is None:
             raise ValueError(
-                f"dtype=int4: {parameter} has {inputs.size} inputs in groups of {group}, which {shard.degree} ranks cut at "
+                f"dtype=int4: {parameter} has {inputs.size} inputs in groups of {group}, which {shard.degree} ranks "
+                "cut at "
                 f"multiples of {inputs.step}; ranks must hold whole groups, or whole parts of {LEAST_GROUP} inputs of "
                 "them. Take another degree, or dtype=bfloat16"
             )

@@ -53,6 +53,6 @@ def check_negative(size: int, max_tokens: int, context: int) -> None:
         raise ValueError("negative_prompt is empty; at least one token is needed, or leave it out")
     if size + max_tokens > context:
         raise ValueError(
-            f"negative_prompt has {size} tokens, and max_tokens={max_tokens} after them exceeds the context of {context}; "
-            "allowed: a shorter negative_prompt, or fewer max_tokens"
+            f"negative_prompt has {size} tokens, and max_tokens={max_tokens} after them exceeds the context of "
+            f"{context}; allowed: a shorter negative_prompt, or fewer max_tokens"
         )
