@@ -187,7 +187,7 @@ def test_truncated_proposal_is_the_defensive_mixture(batch, share):
 
 @pytest.mark.parametrize("top_p", [1e-50, 1e-44, 1e-30, 1e-6])
 @pytest.mark.parametrize("spec", [Spec(), Spec(0.7, top_k=3), Spec(0.0), Spec(min_p=0.1)])
-def test_of_the_smallest_share_the_likeliest_token_is_left(spec, top_p):
+def test_tiny_top_p_keeps_argmax(spec, top_p):
     """The first of several equally probable tokens."""
     found_RV = laws(*[replace(spec, top_p=top_p)] * 2).target(
         torch.tensor([[1.0, 3.0, -2.0, 3.0], [0.0, -math.inf, -math.inf, -math.inf]])

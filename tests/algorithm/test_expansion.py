@@ -127,7 +127,7 @@ def test_a_population_without_weight_is_given_the_same_weights():
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=1, max_size=3))
-def test_no_place_that_is_read_is_written(groups):
+def test_surviving_roots_keep_their_index(groups):
     """Each surviving root keeps its index, and every row gets an index."""
     root_X, alive_X = torch.zeros(5 * len(groups), dtype=torch.int64), torch.zeros(5 * len(groups), dtype=torch.bool)
     for g, roots in enumerate(groups):

@@ -83,7 +83,7 @@ CASES = {
         ),
     ],
 )
-def test_attention_is_that_of_each_query_alone(name, short):
+def test_equals_reference(name, short):
     """The kernel of short rows ignores `tuning`, which says how long rows are cut."""
     built = Built(CASES[name])
     assert_right(built, built.run(short))
@@ -158,9 +158,7 @@ def test_two_programs_share_a_multiprocessor_where_they_have_something_to_comput
         (32, 32, 1, (32, 8), 32, False),
     ],
 )
-def test_tiles_of_64_are_read_by_warps_of_two_kinds_where_these_are_faster(
-    rows, together, queries, heads, dim, specialized
-):
+def test_warp_specialised_tiles_where_faster(rows, together, queries, heads, dim, specialized):
     tuning = Tuning.choose(rows, together, queries, heads, dim, BF16)
     assert tuning.specialized == specialized
     assert not specialized or tuning.block_x == 64
@@ -242,7 +240,7 @@ def test_a_group_of_many_particles_with_4_branches(particles, short):
     assert_right(built, built.run(short))
 
 
-def test_one_query_of_many_is_as_good_as_the_others():
+def test_every_query_is_accurate():
     """The norm over all queries would hide one bad query, so each is compared; large logits would show a lost
     maximum."""
     built = Built(CASES["target_fp32"])
@@ -250,7 +248,7 @@ def test_one_query_of_many_is_as_good_as_the_others():
     assert torch.allclose(built.run().double(), built.reference(), atol=2e-4)
 
 
-def test_a_prefix_is_read_by_a_table_of_a_row_that_lives():
+def test_prefix_read_through_a_live_row():
     """The table of a row that has ended names pages that now belong to other requests."""
     built = Built(Case([40], [[(40, 0), (40, 1), (41, 1)]], 1))
     assert (built.table_SL[built.slot_R[1]] > PAGES - FOREIGN).all(), "an ended row's table names pages that hold NaN"

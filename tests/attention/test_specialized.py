@@ -53,7 +53,7 @@ def test_two_programs_share_a_multiprocessor_where_heads_are_narrow_with_rows_ow
     ],
 )
 @pytest.mark.parametrize("interpreted", [False, True])
-def test_which_gpus_have_it(monkeypatch, capability, version, supported, interpreted):
+def test_supported_gpus(monkeypatch, capability, version, supported, interpreted):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)

@@ -147,7 +147,7 @@ def test_what_dummy_unheld_and_unwritten_pages_contain_does_not_matter(segments)
 
 @settings(max_examples=10, deadline=None)
 @given(segments=st.lists(segment, min_size=1, max_size=4), data=st.data())
-def test_what_is_there_already_is_not_stored_again(segments, data):
+def test_recomputed_tokens_are_not_stored(segments, data):
     """A token may be run again for its output alone; its keys and values were stored by the first run."""
     backend = data.draw(st.sampled_from([TorchAttention, FusedAttention]))
     once, again = Case(segments, 2, 2), Case(segments, 2, 2)

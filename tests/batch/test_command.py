@@ -47,7 +47,7 @@ def test_an_empty_file(smcserve, files):
     assert smcserve("batch", *files).code == 0 and files[1].read_bytes() == b""
 
 
-def test_another_run_is_at_it(smcserve, files):
+def test_output_locked_by_another_run(smcserve, files):
     """A run whose output is locked by another run ends with exit code 2."""
     with files[1].open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

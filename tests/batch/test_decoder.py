@@ -58,7 +58,7 @@ def test_a_lost_request_is_sent_again():
     assert calls.count("b") == ATTEMPTS
 
 
-def test_a_line_that_the_service_dies_of_fails_alone():
+def test_fatal_line_fails_alone():
     """A request that makes the service fail at every attempt fails after `ATTEMPTS`; all others are answered."""
     found, calls = decode_all({"b": 99}, "abcdef")
     assert isinstance(found.pop("b"), Unavailable)

@@ -175,7 +175,7 @@ def test_failed_lines_are_done_again_and_answers_stay(stores):
     again.close()
 
 
-def test_a_run_that_is_killed_between_a_part_and_the_end_of_what_it_replaces(stores):
+def test_replaced_part_is_deleted_on_resume(stores):
     """A run may be killed after it has written a new version of a part and before it has deleted the old one. The next
     run deletes the old one."""
     put_lines(stores[0], "a.jsonl", [chat("a0"), chat("a1")])

@@ -66,7 +66,7 @@ def test_metrics():
     display.update(run)  # a worker group was lost: counters do not decrease
 
 
-def test_what_is_copied_is_no_work(monkeypatch):
+def test_copied_records_do_not_count_in_rate(monkeypatch):
     """Records copied from an earlier output count as done, but not towards the rate and the time left."""
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

@@ -159,7 +159,7 @@ def test_a_prompt_is_refused_by_name(requests, prompt, message):
         requests.build(line(completion("a", prompt=prompt)))
 
 
-def test_a_line_that_is_no_request_says_what_it_said(requests):
+def test_invalid_line_raises_its_mistake(requests):
     """Building the requests of an invalid line raises ValueError with the line's own mistake."""
     with pytest.raises(ValueError, match="method='GET'"):
         requests.build(line(chat("a") | {"method": "GET"}))

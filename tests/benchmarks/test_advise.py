@@ -131,7 +131,7 @@ def test_one_request_wants_two_gpus_and_a_crowd_plain_decoding():
     assert long.arrangement.form != "plain"
 
 
-def test_what_rounds_say_of_acceptance():
+def test_acceptance_from_round_counts():
     stats = EngineStats()
     # Two answers of 3 and 2 rounds, each of which ends within a block. Of the other rounds, one accepts its whole block
     # and two reject a token.

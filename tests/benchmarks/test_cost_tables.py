@@ -32,7 +32,7 @@ def of(seen: list[MeasuredCosts]) -> list[tuple]:
     return [sample for each in seen for sample in each.samples()]
 
 
-def test_what_costs_decided_says_nothing_of_costs():
+def test_no_curve_without_drafting():
     """If the latency model turned drafting off, the draft's time is zero, which is no point of a curve."""
     seen = costs_of_speeds([PLAIN, ALONE], "costs")
     assert of(seen) == [("alone", (128, pytest.approx(91.5 / 16)))]

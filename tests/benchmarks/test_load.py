@@ -8,7 +8,7 @@ from benchmarks.load import Load, Waves, repeated, sized_config
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
-from tests.scheduler.lives import pair
+from tests.scheduler.random_histories import pair
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from smc.api.sampling_params import Method
 from smc.model.presets import preset
 from smc.model.weight_map import count_parameters
 from tests.model.tiny import tiny_config
-from tests.scheduler.lives import pair
+from tests.scheduler.random_histories import pair
 
 AHEAD = Mode("lookahead", Method.SMC, EngineConfig(block=2, branches=2), 2, (1, 1))
 PLAIN = Mode("plain", Method.TARGET, EngineConfig(block=4), 1, (0, 1))
@@ -55,7 +55,7 @@ def test_prompts_alone_and_beside_others_new_and_cached(mode, monkeypatch):
 
 
 @pytest.mark.slow
-def test_whoever_is_decoded_beside_a_prompt_outlasts_it(monkeypatch):
+def test_background_load_is_kept_up(monkeypatch):
     """The number of decoding requests beside the prompts never falls, although no request lasts for all prompts. On a
     busy machine a prompt spans more of their rounds."""
     monkeypatch.setattr(prompts, "BESIDE_ROUNDS", 16)

@@ -50,7 +50,7 @@ def test_one_directory_alone(smcserve):
     assert ran.code == 2 and "--target is given without --draft" in ran.err
 
 
-def test_of_an_empty_directory_the_problem_is_all_there_is_to_say(smcserve, tmp_path):
+def test_empty_directory_reports_only_the_problem(smcserve, tmp_path):
     ran = smcserve("check", "--target", tmp_path, "--draft", tmp_path)
     assert ran.code == 1 and "refused" not in ran.out
     assert ran.out.splitlines()[3].startswith("problem: target: ")

@@ -62,7 +62,7 @@ def test_idle_time_is_no_part_of_the_next_round():
         attached(made, spec, work)
 
 
-def test_costs_are_timed_before_anybody_is_served(caplog):
+def test_latency_model_before_first_request(caplog):
     """With `drafting="costs"` the coordinator has its latency model and is idle before it serves a request."""
     caplog.set_level("INFO", logger="services.coordinator.process")
     with coordinator(replace(ENGINE, drafting="costs")) as (made, _):
@@ -95,7 +95,7 @@ def test_load_on_one_model_does_not_starve_the_other():
 
 
 @pytest.mark.slow
-def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
+def test_followers_outwait_start_timeout():
     """Ranks wait as long as their leader does, even longer than `start_timeout`, because only the coordinator knows
     when its next command comes."""
 
@@ -108,7 +108,7 @@ def test_ranks_without_a_leaders_word_for_longer_than_a_start_may_take():
 
 
 @pytest.mark.parametrize("link", one_of("grpc", "nccl"))
-def test_everybody_leaves_at_once(link):
+def test_all_callers_cancel(link):
     """After all 100 callers cancel at once, the next request is answered within seconds."""
 
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
@@ -146,7 +146,7 @@ def test_a_step_that_does_not_end_is_noticed():
         attached(made, spec, work)
 
 
-def test_a_request_that_cannot_be_taken_in_or_reported_ends_alone(monkeypatch):
+def test_request_error_is_isolated(monkeypatch):
     """An error while a request is accepted, or while its tokens are reported, fails that request only; the engine's
     page accounting stays correct."""
 

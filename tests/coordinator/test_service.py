@@ -68,7 +68,7 @@ def proxy(monkeypatch) -> Iterator[list[bytes]]:
         socket.shutdown(SHUT_RDWR)
 
 
-def test_what_stays_on_this_machine_goes_through_no_proxy(monkeypatch):
+def test_local_connections_bypass_proxy(monkeypatch):
     """The gateway's stream, the link between processes and the client bypass the configured proxy, so that none of them
     sends it anything."""
     with proxy(monkeypatch) as heard:
@@ -90,7 +90,7 @@ def test_what_stays_on_this_machine_goes_through_no_proxy(monkeypatch):
         assert not heard
 
 
-def test_a_coordinator_that_does_not_take_the_stream_up():
+def test_attach_timeout():
     """`attached` fails if the coordinator does not answer in time; the service reports that it serves only after it
     succeeds."""
     server = CoordinatorServer("127.0.0.1", "secret")
@@ -105,7 +105,7 @@ def test_a_coordinator_that_does_not_take_the_stream_up():
     server.close()
 
 
-def test_a_gateway_that_takes_nothing_is_given_up(monkeypatch):
+def test_slow_gateway_is_disconnected(monkeypatch):
     """Steps that wait for a gateway that reads nothing are limited; beyond `MAX_BEHIND` its stream is closed."""
     monkeypatch.setattr(service, "MAX_BEHIND", 5)
     server = CoordinatorServer("127.0.0.1", "secret")

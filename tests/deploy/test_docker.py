@@ -62,7 +62,7 @@ def test_shellcheck_finds_nothing(path):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_the_final_image_runs_the_service_as_nobody_special_and_cannot_build(path):
+def test_final_image_is_unprivileged_without_build_tools(path):
     (base,) = [text for _, text in instructions(path, "ARG") if text.startswith("BASE=")]
     assert re.fullmatch(r"BASE=[a-z/]+:\d+\.\d+\.\d+-[a-z0-9.-]+", base), "a base of a full version"
     assert [text for _, text in instructions(path, "FROM")] == [

@@ -579,7 +579,7 @@ def test_keda_sees_no_load_where_models_are_loading(tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_a_pager_can_open_the_runbook():
+def test_alerts_link_to_runbook():
     url = "https://docs.example/runbook"
     groups = of_kind(render({"monitoring": {"rules": True, "runbookUrl": url}}), "PrometheusRule")["spec"]["groups"]
     alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]

@@ -176,7 +176,7 @@ def test_drain_worker_waits_for_the_ranks():
             process.wait()
 
 
-def test_a_worker_is_not_kept_by_the_words_of_its_own_hook(tmp_path):
+def test_drain_hook_ignores_itself(tmp_path):
     """The script is part of the hook's command line, and searches command lines for ranks: it must not find itself."""
     (worker,) = templates(render({}))["target"]["spec"]["containers"]
     *command, seconds = worker["lifecycle"]["preStop"]["exec"]["command"]

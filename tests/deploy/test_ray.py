@@ -135,7 +135,7 @@ def check_ray_start(command: str) -> dict:
     return scripts.start.make_context("start", arguments).params if verb == "start" else {}
 
 
-def test_a_machine_says_itself_what_it_is_for(tmp_path):
+def test_worker_declares_its_resources(tmp_path):
     """Runs the command that `ray up` runs on every worker, with a fake `ray`."""
     *_, command = yaml.safe_load((RAY / "local.yaml").read_text())["worker_start_ray_commands"]
     resources, ray = tmp_path / "resources", tmp_path / "ray"

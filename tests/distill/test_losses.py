@@ -57,7 +57,7 @@ def test_certain_targets_have_finite_gradients():
     assert gradient.sum(-1).abs().max() < 1e-4
 
 
-def test_kl_gives_way_to_the_loss():
+def test_kl_weight_decays():
     assert mix_at("tv", 0.0, 0.3) == LossMix(kl=1.0)
     assert mix_at("tv", 0.3, 0.3) == mix_at("tv", 1.0, 0.3) == LossMix(tv=0.9, kl=pytest.approx(0.1))
     assert mix_at("chi2", 0.15, 0.3) == LossMix(chi2=pytest.approx(0.45), kl=pytest.approx(0.55))

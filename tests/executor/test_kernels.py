@@ -234,7 +234,7 @@ class OneOfOne:
 
 
 @pytest.mark.slow
-def test_ranks_sum_what_their_products_leave_where_others_read_it(monkeypatch):
+def test_reduce_buffers_are_used_before_reuse(monkeypatch):
     """With one rank, a sum equals its only part: the answers are the same if each sum is used before the next buffer is
     requested."""
     asked = [request([1, 2, 3], "0", particles=1, seed=1, max_tokens=2)]

@@ -31,7 +31,7 @@ from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.tree_policy import CostBasedTreePolicy
 from tests.executor.test_kernels import KERNELS
 from tests.model.tiny import random_decoder, tiny_config
-from tests.scheduler.assorted import some_request
+from tests.scheduler.random_requests import some_request
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled there: tests/gpu/test_warm_up.py"
@@ -136,7 +136,7 @@ def _constants_of(kernel: Callable) -> dict[str, bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", FORMS, ids=[config.form for config in FORMS])
-def test_nobody_waits_for_a_compiler(config, monkeypatch):
+def test_warm_up_compiles_every_variant(config, monkeypatch):
     # The first round of a request compiles. Those after it are there for captures, of which a CPU has none.
     monkeypatch.setattr("smc.calibration.warm_up.ROUNDS", 2)
     draw = random.Random(config.form)

@@ -103,7 +103,7 @@ def test_a_long_text_is_the_same_text(service, pair):
 
 
 @pytest.mark.slow
-def test_company_changes_nothing(service, pair):
+def test_batch_does_not_change_answers(service, pair):
     """Five different calls at once, each on its own connection, give the answers they would give alone."""
     settings = [{"particles": 2 + i, "seed": i, "max_tokens": 10 + 2 * i} for i in range(4)] + [
         {"method": "target", "seed": 7, "max_tokens": 12}

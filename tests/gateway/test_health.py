@@ -90,7 +90,7 @@ def test_a_watcher_that_does_not_read_holds_up_nobody(starting, health):
         assert next(health.Watch(pb.HealthCheckRequest())).status == SERVING
 
 
-def test_the_end_is_not_serving(starting, health):
+def test_drain_reports_not_serving(starting, health):
     """A drain reports NOT_SERVING to every watcher and then ends its stream."""
     starting.set_health(draft=True, target=True)
     watch = health.Watch(pb.HealthCheckRequest())

@@ -243,7 +243,7 @@ def test_two_services_do_not_share_numbers(metrics):
     assert value(Metrics(), "smc_generation_tokens_total") == 0
 
 
-def test_a_served_request_moves_them(pair):
+def test_metrics_after_requests(pair):
     """After three answers and a refusal, the metrics equal the sums over the answers' own usage, times and
     statistics."""
     with serving(pair, metrics_port=0) as service, service.client() as client:

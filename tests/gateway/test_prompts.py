@@ -30,7 +30,7 @@ async def encode(prompts: PromptEncoder, message: pb.GenerateRequest) -> tuple[i
         prompts.close()
 
 
-def test_many_small_messages_are_long_too():
+def test_many_messages_are_encoded_in_thread():
     """A chat of thousands of empty messages counts as long and is encoded in a thread; a short one is encoded in the
     loop."""
     for count, here in ((3, True), (5000, False)):

@@ -32,7 +32,7 @@ print(json.dumps({"services": sorted(database.get_services()), "responses": resp
 """
 
 
-def test_a_stranger_completes_a_request(service, pair, tmp_path):
+def test_client_from_reflection_only(service, pair, tmp_path):
     ran = subprocess.run(
         [sys.executable, "-c", STRANGER, service.address], cwd=tmp_path, capture_output=True, text=True, check=True
     )

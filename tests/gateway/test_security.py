@@ -36,7 +36,7 @@ def test_a_known_token_lets_in(pair, token_file):
     "metadata",
     [(), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),), (("authorization", f"Basic {TOKEN}"),)],
 )
-def test_without_one_every_method_is_closed(pair, token_file, metadata):
+def test_methods_require_token(pair, token_file, metadata):
     """Without a valid token every method is refused, also reflection and methods that do not exist. Health checks need
     no token."""
     with serving(pair, auth_token_file=token_file) as service, grpc.insecure_channel(service.address) as channel:
@@ -195,7 +195,7 @@ def test_wrong_settings(settings, message):
         GatewayConfig(**settings)
 
 
-def test_a_port_in_use_is_said_so(service, pair):
+def test_port_in_use_error(service, pair):
     with (
         pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{service.gateway.port}"),
         serving(pair, port=service.gateway.port),

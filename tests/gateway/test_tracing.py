@@ -72,7 +72,7 @@ def test_a_call_continues_its_callers_trace(pair, monkeypatch):
     assert (whole.status.code, refused.status.code) == (0, 2) and refused.trace_id.hex() != TRACE
 
 
-def test_nobody_is_told_where_no_collector_is_named(monkeypatch):
+def test_tracing_off_without_collector(monkeypatch):
     """Tracing is off unless the environment names a collector and does not disable the SDK."""
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     assert Tracing.from_environment() is None

@@ -148,7 +148,7 @@ def test_every_choice_of_a_field_has_its_number(name, enum):
     )
 
 
-def test_the_answers_words_are_the_librarys():
+def test_finish_reasons_and_statistics_are_complete():
     """The messages have every finish reason with which an answer can end, and every field of the statistics."""
     assert set(FINISH_REASONS) == set(FinishReason) - {FinishReason.ERROR, FinishReason.CANCELLED}
     assert sorted(FINISH_REASONS.values()) == [number for number in pb.FinishReason.values() if number]
@@ -190,7 +190,7 @@ def test_what_a_message_cannot_hold(settings, message):
         sampling_message(settings)
 
 
-def test_a_setting_that_is_none():
+def test_unknown_setting():
     """An unknown setting raises TypeError; known ones that are None are left out."""
     with pytest.raises(TypeError, match="beams is not a sampling setting; allowed: method, max_tokens"):
         sampling_message({"beams": 3})
@@ -277,7 +277,7 @@ def same(found: Output, expected: Output) -> bool:
 
 
 @given(outputs())
-def test_news_round_trips(output):
+def test_outputs_round_trip(output):
     assert same(from_update(sent(to_update(output))), output)
 
 
@@ -368,7 +368,7 @@ def test_an_answer_is_whole_again_where_it_is_followed():
     )
 
 
-def test_early_ends_are_exceptions_where_they_are_followed():
+def test_error_end_raises():
     """An answer that ended with an error raises RequestFailed in the gateway."""
     with pytest.raises(RequestFailed, match="NaN"):
         follow(

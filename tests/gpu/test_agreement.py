@@ -70,7 +70,7 @@ def test_plain_decoding_is_the_cpu_s(on_cpu, method):
     "truncation",
     [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"alpha": 1.5}, {"resampling": "ssp", "ess_threshold": 1.0}],
 )
-def test_laws_and_schemes_on_the_device(on_cpu, truncation):
+def test_populations_and_schemes_on_gpu(on_cpu, truncation):
     config, asked = EngineConfig(form="lockstep", block=8), requests(on_cpu, 4, particles=8, **truncation)
     expected = answers(local_engine(on_cpu, config), asked)
     found = answers(local_engine(load(torch.float32, DEVICES[0]), config), asked)

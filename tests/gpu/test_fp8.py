@@ -96,7 +96,7 @@ def test_a_product_that_the_library_cannot_do():
 
 
 @pytest.mark.parametrize("load", ["random", "grown", "files"])
-def test_a_model_is_never_there_twice(load):
+def test_peak_memory_while_loading(load):
     """While a model is loaded, peak memory exceeds the model by a part of one matrix only, in the 1B shape for random
     and padded weights."""
     small = load_model(demo.DRAFT)

@@ -145,7 +145,7 @@ def test_new_keys_and_values_land_on_their_own_pages_only():
     assert torch.equal(case.pool.keys.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-def test_passes_that_nobody_waits_for_keep_their_plans():
+def test_queued_passes_keep_their_plans():
     """More passes are queued behind slow work than there are plans; each result equals that of the pass alone."""
     backend, cases = flash((32, 8), 128), [Case([(100 * i, 200 + i), (3 * i, 5)], (32, 8), 128) for i in range(12)]
     expected = [case.attend(backend.plan(case.pool, case.batch)) for case in cases]

@@ -80,7 +80,7 @@ LAWS += [
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
-def test_nobody_waits_for_a_kernel(running, law):
+def test_no_request_compiles_a_kernel(running, law):
     with running.client() as client:
         first, second = seconds(client, law), seconds(client, law)
     print(f"first answer {first:.2f} s, second {second:.2f} s")

@@ -60,7 +60,7 @@ def assert_right(case: Case, scale: float = 1.0) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", CASES)
-def test_attention_is_that_of_each_query_alone(name, dim):
+def test_equals_reference(name, dim):
     assert_right(specialized(replace(CASES[name], dim=dim)))
 
 

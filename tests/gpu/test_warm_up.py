@@ -14,7 +14,7 @@ from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans
 from smc.local_engine import ModelPair, local_engine
 from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
-from tests.scheduler.assorted import some_request
+from tests.scheduler.random_requests import some_request
 
 CONTEXT = 1024
 FORMS = [

@@ -52,8 +52,8 @@ from smc.philox import Purpose
 from tests.attention.packed import PAGES, Built, Case
 from tests.kernels.rounds import Round
 from tests.kernels.test_draft import DraftRound
-from tests.kernels.test_follow import choice_of
 from tests.kernels.test_inner_nodes import grown_rows
+from tests.kernels.test_slot_update import choice_of
 from tests.model.tiny import random_decoder, tiny_config
 
 CPU = torch.device("cpu")

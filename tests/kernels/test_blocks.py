@@ -12,7 +12,7 @@ from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import VerifyInputs
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
-from tests.kernels.test_choice import ROUNDS, name_of
+from tests.kernels.test_round_choice import ROUNDS, name_of
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def of(asked: VerifyInputs) -> tuple:
 
 
 @pytest.mark.parametrize(("kinds", "lookahead"), ROUNDS, ids=name_of)
-def test_what_is_run_and_its_verdict_are_the_torch_ones(kinds, lookahead):
+def test_block_layout_and_verification_equal_torch(kinds, lookahead):
     for seed in range(12):
         laid, verified = [], []
         for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):

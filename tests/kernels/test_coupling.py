@@ -25,7 +25,7 @@ from smc.philox import Purpose
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, assert_equal
 from tests.kernels.test_draft import CPU, DraftRound
-from tests.kernels.test_follow import choice_of
+from tests.kernels.test_slot_update import choice_of
 from tests.pairwise import few_of_pairs
 
 PLACES = 3
@@ -107,7 +107,7 @@ def test_noise_belongs_to_tokens_and_not_to_columns():
 
 @pytest.mark.parametrize("lookahead", [True, False])
 @pytest.mark.parametrize("has_head", [False, True])
-def test_what_draws_say_is_what_torch_finds(lookahead, has_head):
+def test_draw_statistics_equal_torch(lookahead, has_head):
     seen = ranked = 0
     for seed in range(12):
         found = []
@@ -132,7 +132,7 @@ def test_what_draws_say_is_what_torch_finds(lookahead, has_head):
     assert seen > 2 and ranked
 
 
-def test_ranks_are_looked_for_whatever_the_length_of_rounds():
+def test_ranked_positions_for_all_round_lengths():
     """Whatever the length of a round, a fair share of the visited positions is ranked. Rounds of n tokens visit every
     n-th position."""
     ranked_P = is_ranked(torch.arange(4096))

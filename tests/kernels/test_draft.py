@@ -15,7 +15,7 @@ from smc.executor.ops import RoundOps, TorchOps
 from smc.executor.triton_ops import TritonOps
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
-from tests.kernels.test_follow import choice_of
+from tests.kernels.test_slot_update import choice_of
 
 CPU = torch.device("cpu")
 SEEDS = range(2)
@@ -96,7 +96,7 @@ def begun(made: DraftRound, ops: RoundOps, by_round: bool) -> tuple:
 
 @in_both
 @pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kind.name.lower() for kind in sorted(kinds)))
-def test_what_is_begun_and_what_is_sent_are_the_torch_ones(kinds, lookahead):
+def test_draft_begin_and_messages_equal_torch(kinds, lookahead):
     for seed in SEEDS:
         kept = []
         for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):

@@ -75,7 +75,7 @@ def test_a_law_that_is_nan_somewhere_is_nan_everywhere():
 
 
 @pytest.mark.parametrize("truncated", [False, True], ids=["whole", "top-k"])
-def test_tokens_come_from_the_law_that_is_claimed(truncated, monkeypatch):
+def test_draws_follow_reported_logq(truncated, monkeypatch):
     """The reported probabilities of all tokens add up to 1, and frequencies in 6,000 draws of each kind are within 4.5
     standard errors of them. 11 tokens, 2 kinds, 2 cases: a false alarm for about one seed in 3,000."""
     monkeypatch.setattr("smc.executor.sampling.CANDIDATES_PER_ROW", 3)

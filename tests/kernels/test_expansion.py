@@ -195,7 +195,7 @@ def test_masses_in_ties_and_in_steps(masses, kind):
     assert_same(grouped([given | {"most": most, "seed": most} for most in (0, 1, 2, 7, 15, 16)], 1))
 
 
-def test_a_group_that_collapses_takes_what_it_is_offered():
+def test_collapsed_group_keeps_its_candidates():
     share_RC = torch.zeros(3, 4).masked_fill(torch.eye(3, 4) > 0, NO_MASS)
     given = {
         "mass_R": torch.full((3,), NO_MASS, dtype=torch.float64),
@@ -220,7 +220,7 @@ def test_a_group_that_collapses_takes_what_it_is_offered():
 
 @pytest.mark.skipif(ON_GPU, reason="a compiled kernel's uniforms cannot be replaced")
 @pytest.mark.parametrize("uniform", [0.0, 0.25, 0.5, 1 - 2.0**-53])
-def test_points_on_edges_take_as_many_as_there_is_room_for_and_none_without_mass(uniform, monkeypatch):
+def test_edge_points_fill_all_rows_without_zero_mass(uniform, monkeypatch):
     monkeypatch.setattr(expansion, "draw_uniforms", lambda _, position_X, __: position_X.to(tl.float64) * 0 + uniform)
     log = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0], dtype=torch.float64).log()
     given = {"mass_R": log, "share_RC": torch.zeros(11, 1), "size": 8, "kind": PopulationKind.DISTINCT}
@@ -288,6 +288,6 @@ def blocks(draw) -> tuple[torch.Tensor, ...]:
 
 @examples
 @given(blocks())
-def test_the_walk_is_the_torch_one(arguments):
+def test_match_samples_equals_torch(arguments):
     for wanted_A, found_A in zip(reference_match(*arguments), match_samples(*to(DEVICE, arguments))):
         assert torch.equal(found_A.cpu(), wanted_A)

@@ -19,7 +19,7 @@ from smc.kernels import sampling
 from smc.kernels.truncation import Cut, truncate
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
-from tests.kernels.cuts import arguments
+from tests.kernels.truncation_helpers import arguments
 from tests.test_distributions import TOLERANCE, Spec, assert_same_law, law_spec, reference, share, softmax
 
 BLOCK, DRAWS = 16, 3

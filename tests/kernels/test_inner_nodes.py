@@ -17,7 +17,7 @@ from smc.executor.triton_ops import TritonOps
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, assert_equal
 from tests.kernels.test_draft import CPU, DraftRound
-from tests.kernels.test_follow import choice_of
+from tests.kernels.test_slot_update import choice_of
 from tests.pairwise import one_of
 
 BEST = frozenset({PopulationKind.BEST})

@@ -173,7 +173,7 @@ def test_tokens_of_fp8_are_padded_to_a_power_of_two_or_to_three_quarters_of_one(
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_rounds_with_companions_bring_no_product_that_has_not_been_rehearsed(fp8):
+def test_warm_up_covers_tilings_of_unconditional_rows(fp8):
     """The tilings that rounds with unconditional rows need are all among those of the warm-up: for one token of a row
     at the draft, and for 2 to 9 at the target."""
     shapes = [

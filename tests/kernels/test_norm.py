@@ -40,7 +40,7 @@ def test_add_norm(device, features, kind, splits):
 
 @pytest.mark.parametrize("features", [48, 2048])
 @pytest.mark.parametrize("splits", [None, 3])
-def test_in_fp8_it_is_what_would_be_rounded(device, features, splits):
+def test_add_norm_fp8_equals_rounding_after_norm(device, features, splits):
     x_TE, weight_E = torch.randn(5, features, device=device).to(BF16), torch.randn(features, device=device).to(BF16)
     x_TE[2] = 0.0
     parts = (

@@ -56,7 +56,7 @@ def said(
 
 @pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_what_is_said_is_the_reference(vocab, lookahead):
+def test_verify_chains_equals_torch(vocab, lookahead):
     """Blocks of different lengths, dead chains, groups of one to six chains; distributions of draft and target that
     have nothing in common, or are equal."""
     seeds = range(4 if vocab < 100 else 3)
@@ -72,7 +72,7 @@ def test_what_is_said_is_the_reference(vocab, lookahead):
 
 
 @pytest.mark.parametrize("columns", one_of(4100, 1))
-def test_whole_laws_are_those_of_the_reference(columns):
+def test_full_distributions_equal_torch(columns):
     """Temperatures from greedy to wide, every truncation, a row of NaN, and columns outside the vocabulary. The output
     is a strided tensor, and nothing between its rows is overwritten."""
     rng = np.random.default_rng(columns)

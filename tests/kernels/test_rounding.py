@@ -33,7 +33,7 @@ def test_rows_are_rounded_each_for_itself(device, inputs, kind):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_not_hidden(device, value):
+def test_nan_and_inf_propagate(device, value):
     """Every conversion to FP8 keeps NaN and infinity visible, and other rows do not change. The kernels report them
     through the scale, because a GPU's maximum and clamp drop NaN."""
     x_TK, weight_K = torch.randn(3, 256, device=device).bfloat16(), torch.ones(256, device=device).bfloat16()

@@ -60,7 +60,7 @@ def assert_same(populations: list[Population], padding: int = 0, padding_groups:
         (-746, "weightless"),
     ],
 )
-def test_where_no_weight_is_near_one_no_place_without_weight_is_chosen(offset, places):
+def test_zero_weight_never_chosen(offset, places):
     """Six particles, and two batch indices that have no candidate with weight."""
     candidates_NF = random_candidates(6, 1, 3) + offset
     wide_NF = torch.cat((candidates_NF, torch.full((2, 1), NO_WEIGHT, dtype=torch.float64)))
@@ -138,7 +138,7 @@ def test_equals_the_torch_choice_up_to_the_largest_shape(size, branches):
 
 
 @pytest.mark.parametrize("scheme", SCHEME_NAMES)
-def test_identical_particles_are_left_alone_and_shrink_and_grow_alike(scheme):
+def test_equal_weights_resample_only_on_resize(scheme):
     """Equal particles have ESS = N up to rounding. Resampling to another size meets expectations whose fractional parts
     add up to 1 only up to rounding; the SSP scheme must handle that."""
     even = [

@@ -20,7 +20,7 @@ from smc.kernels import sampling
 from smc.kernels.truncation import Cut, truncate
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
-from tests.kernels.cuts import arguments, kept
+from tests.kernels.truncation_helpers import arguments, kept
 from tests.test_distributions import PROCESSORS, Spec, assert_same_law, batches, law_spec, reference, softmax
 
 DTYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
@@ -107,7 +107,7 @@ def test_of_equal_entries_the_first_are_kept(spec, kept):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_of_the_smallest_share_the_likeliest_token_is_left(dtype):
+def test_tiny_top_p_keeps_argmax(dtype):
     """If several tokens are equally likely, the first of them is left; 1e-50 is 0 in float32."""
     specs = [
         replace(of, top_p=top_p)

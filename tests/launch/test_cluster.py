@@ -34,7 +34,7 @@ def test_a_start_that_was_too_slow_is_tried_once_more(starts, error):
 
 
 @pytest.mark.parametrize(("errors", "left"), [((SLOW[1], SLOW[1], ""), 1), (("no such address", ""), 1)])
-def test_what_fails_twice_or_otherwise_is_said(starts, errors, left):
+def test_other_start_errors_are_raised(starts, errors, left):
     """A start that times out twice, or fails for another reason, raises Ray's error."""
     starts += errors
     with pytest.raises(RuntimeError, match=errors[0]):

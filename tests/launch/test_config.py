@@ -17,7 +17,7 @@ from tests.model.tiny import save_tiny
 
 @pytest.mark.parametrize("field", ["start_timeout", "link_timeout", "heartbeat"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_deadlines_are_times(field, value):
+def test_time_limits_are_positive(field, value):
     with pytest.raises(ValueError, match=f"{field}={value}; allowed: above 0"):
         WorkerGroupConfig(**{field: value})
 
@@ -41,7 +41,7 @@ def test_a_model_that_is_stored_in_int4_stays_so_on_a_gpu(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["dtype", "target_dtype", "draft_dtype"])
-def test_types_that_there_are_not(field):
+def test_unknown_dtypes(field):
     with pytest.raises(ValueError, match=f"{field}='int8'; allowed: float32, bfloat16, float16, fp8, int4"):
         WorkerGroupConfig(**{field: "int8"})
 

@@ -75,7 +75,7 @@ def test_the_stream_goes_on_where_it_broke_off(method, losses):
     assert shaky.waits == sorted(shaky.waits) and shaky.waits[0] >= 5.0, "time budgets run from arrival"
 
 
-def test_what_was_given_out_is_in_the_answer_even_if_time_is_up_before_it_has_come_again():
+def test_resumed_answer_keeps_streamed_tokens_on_timeout():
     """If the time budget ends while an interrupted answer waits to be resumed, the answer holds the tokens that were
     already streamed and ends with TIME_BUDGET."""
 
@@ -104,7 +104,7 @@ def test_populations_are_not_resumed():
         follow(Shaky([7]), method="smc")
 
 
-def test_what_is_lost_again_and_again_is_given_up():
+def test_resumes_are_limited():
     """A request is resumed at most `MOST` times."""
     shaky = Shaky([3] * 10)
     with pytest.raises(Unavailable, match="lost"):
@@ -112,7 +112,7 @@ def test_what_is_lost_again_and_again_is_given_up():
     assert len(shaky.seeds) == MOST + 1
 
 
-def test_an_answer_that_does_not_come_out_the_same_is_not_glued_together():
+def test_different_repeat_fails():
     """If the repeated answer differs from what was already streamed, the call fails."""
     shaky = Shaky([7], tokens=(*TOKENS[:5], 99, *TOKENS[6:]))
     with pytest.raises(Unavailable, match="decoding again gave a different answer"):

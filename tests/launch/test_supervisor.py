@@ -213,7 +213,7 @@ def test_the_coordinator_says_that_the_draft_is_lost(fakes, target_answers):
     assert FakeWorkerGroup.drafts == ([2] if target_answers else [])
 
 
-def test_a_service_that_cannot_be_started_again_is_given_up(fakes):
+def test_repeated_failed_starts_end_service(fakes):
     """After `max_failed_starts` failed starts in a row the supervisor fails, so that the process ends and its operator
     learns that the machine may be broken."""
     FakeWorkerGroup.deaths, FakeWorkerGroup.stillborn = {1: WorkerGroupError("draft0 died")}, tuple(range(2, 100))
@@ -261,7 +261,7 @@ def test_a_coordinator_that_says_nothing(fakes, monkeypatch):
 ALONE, FIRST, SECOND = (Request("any id", (1, 2, n), SamplingParams(seed=n)) for n in range(3))
 
 
-def test_what_a_worker_group_failed_over_is_not_decoded_again(fakes, monkeypatch):
+def test_fatal_request_is_quarantined(fakes, monkeypatch):
     """Only a request that was in flight alone when a process failed with an error of its own is refused afterwards.
     Requests that ran together are not, nor is one during which a process was killed."""
     FakeWorkerGroup.deaths = {
@@ -284,7 +284,7 @@ def test_what_a_worker_group_failed_over_is_not_decoded_again(fakes, monkeypatch
     assert asyncio.run(work()) == [ALONE]
 
 
-def test_what_a_draft_failed_over_is_not_decoded_again(fakes):
+def test_request_fatal_to_draft_is_quarantined(fakes):
     """The request that was in flight alone when the coordinator lost the draft is refused afterwards; requests that
     arrived later are not."""
     FakeWorkerGroup.deaths = {1: WorkerGroupError("draft0 failed: ValueError", fault=True, draft=True)}

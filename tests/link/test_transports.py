@@ -190,7 +190,7 @@ def test_a_target_outlives_one_draft_after_the_other(link):
     close(channel, *ends.values(), draft, target)
 
 
-def test_strangers_are_not_let_in():
+def test_cluster_requires_token():
     """A caller without the worker group's secret can neither send commands nor publish tokens."""
     with connected("grpc") as (_, leaders):
         address = leaders["target"].server.address
@@ -207,7 +207,7 @@ def test_strangers_are_not_let_in():
         caller.close()
 
 
-def test_nobody_who_listens_at_a_forged_address_learns_the_secret():
+def test_forged_addresses_reveal_no_secret():
     """Any process that reaches the store may write to it, so forged addresses are refused. A call that reaches a wrong
     server reveals no secret, and its proof is invalid at any other server."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))

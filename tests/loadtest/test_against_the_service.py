@@ -28,7 +28,7 @@ WARM_UP, REQUESTS, TOGETHER = 64, 128, 16
 MEBIBYTE = 1 << 20
 
 
-def test_the_command_loaded_worn_and_stopped(loadtest, tmp_path, monkeypatch):
+def test_service_under_load_then_sigterm(loadtest, tmp_path, monkeypatch):
     """Runs the profile `smoke` for a shorter time, with an objective that only a broken service misses."""
     family: list[psutil.Process] = []
 

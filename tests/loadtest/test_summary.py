@@ -36,7 +36,7 @@ def test_spread():
     assert LatencySpread.of([]).percentiles[99] == 0.0
 
 
-def test_who_counts():
+def test_counted_requests():
     """The warm-up counts nowhere, latencies only for clients that read and waited, tokens for all answers."""
     summary = summarise(ALL, None)
     assert (summary.sent, summary.completed, summary.cancelled, summary.failed, summary.ordinary) == (5, 3, 1, 1, 3)

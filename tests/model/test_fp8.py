@@ -34,7 +34,7 @@ from tests.model.compressed import (
     config_of,
 )
 from tests.model.dense import dense_logits
-from tests.model.test_grow import shape_of
+from tests.model.test_padded import shape_of
 from tests.model.tiny import in_fp8, random_decoder, save_byte_level, save_tiny, tiny_config
 from tests.pairwise import few_of_pairs
 

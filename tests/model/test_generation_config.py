@@ -44,7 +44,7 @@ def test_the_file_is_read(target, tmp_path):
         sampling_defaults(target)
 
 
-def test_every_way_in_has_them(target):
+def test_every_front_end_applies_defaults(target):
     pair = WorkerGroupConfig(target=target).serving_pair()
     assert pair.sampling == TAKEN
     ignoring = WorkerGroupConfig(target=target, generation_config="ignore").serving_pair()

@@ -189,7 +189,7 @@ def refused(hub: Hub, home: Path, target: str, **environment: str) -> str:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_had_says_what_to_do(hub, tmp_path):
+def test_unavailable_models_have_helpful_errors(hub, tmp_path):
     missing = refused(hub, tmp_path, "demo/tragte")
     assert "demo/tragte: there is no such directory, and no such model on" in missing and "HF_TOKEN" in missing
     assert f"has no revision '{OLDER}'" in refused(hub, tmp_path, f"demo/target@{OLDER}")

@@ -28,7 +28,7 @@ from tests.model.compressed import compress
 from tests.model.dense import dense_logits
 from tests.model.int4 import LAYOUTS, config_of, exact_int4, to_int4
 from tests.model.ranks import in_ranks
-from tests.model.test_grow import shape_of
+from tests.model.test_padded import shape_of
 from tests.model.tiny import numbers_tokenizer, random_decoder, save_tiny, tiny_config
 from tests.pairwise import few_of_pairs, one_of
 from tests.scheduler.harness import CASES, answers, request

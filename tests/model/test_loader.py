@@ -238,7 +238,7 @@ def test_gguf_files_are_refused_with_what_to_take_instead(tmp_path):
         load_model(tmp_path)
 
 
-def test_a_missing_head_without_a_word_whether_it_is_tied(tmp_path):
+def test_missing_head_with_unstated_tying(tmp_path):
     save_tiny(tmp_path, tied_embeddings=True)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["tie_word_embeddings"]

@@ -182,7 +182,7 @@ def test_every_query_head_meets_its_key_head_on_one_rank():
                 assert read <= whole * (2 * queries + 4), "heads that are not cut would be read faster"
 
 
-def test_shares_that_are_known():
+def test_expected_shard_sizes():
     """Expected numbers of query heads, key/value heads and inner features of each rank."""
 
     def held(heads: int, kv_heads: int, inner: int, degree: int) -> list[tuple[int, int, int]]:

@@ -49,7 +49,7 @@ def bytes_of(*models: Decoder) -> int:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8", "int4"])
-def test_it_is_held_once(tied, dtype, tmp_path):
+def test_shared_weights_use_memory_once(tied, dtype, tmp_path):
     directories = save_pair(tmp_path, tied)
     target, draft = both(directories, dtype)
     alone = load_model(directories[1], dtype=DTYPES[dtype])

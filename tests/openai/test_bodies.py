@@ -170,7 +170,7 @@ def test_a_prompt_that_is_wrong(service, prompt, message):
     is_error(said, 400, code, message, param="n" if "answers" in message else "prompt")
 
 
-def test_what_is_neutral_is_accepted(service):
+def test_no_op_values_are_accepted(service):
     """Fields that the service does not support are accepted with a value that has no effect."""
     fields = {
         "frequency_penalty": 0,

@@ -398,7 +398,7 @@ def test_models(service, client, pair):
         client.models.retrieve("gpt-5")
 
 
-def test_a_service_that_is_busy_is_asked_again(pair):
+def test_client_retries_busy_service(pair):
     """The client retries when a busy service says so; an invalid request is sent once."""
     names = ("demo",)
     with (
@@ -420,7 +420,7 @@ def test_a_service_that_is_busy_is_asked_again(pair):
         assert service.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid") == before + 1
 
 
-def test_the_method_of_those_who_name_none(pair):
+def test_default_method(pair):
     """A request that names no method uses the service's `default_method`, over HTTP and over gRPC."""
     asked = {"seed": 6, "max_tokens": 8}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[5]), method="target", **asked)

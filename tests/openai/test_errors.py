@@ -275,7 +275,7 @@ def test_a_port_that_is_taken(pair, service):
         pass
 
 
-def test_metrics_and_the_log_know_of_it(service, caplog):
+def test_http_calls_in_metrics_and_log(service, caplog):
     """Metrics and log include calls over HTTP, as they do those over gRPC."""
     with caplog.at_level("INFO", "smcserve.requests"):
         answered = service.metric("smc_requests_total", status="OK", finish_reason="length")

@@ -161,7 +161,7 @@ def test_a_call_that_is_no_json_is_text(tools, tool_service, arguments):
 
 
 @pytest.mark.slow
-def test_a_call_that_is_cut_has_what_there_is(tools):
+def test_truncated_call_keeps_partial_arguments(tools):
     """A tool call that is cut by a stop sequence or at `max_tokens` has the arguments that are complete so far."""
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": tr'
     forced = {"constraint": {"choice": [text + "ue}}\n</tool_call>"]}, "method": "target"}

@@ -214,7 +214,7 @@ def test_two_methods_answer_one_question(page):
 
 @in_a_browser
 @pytest.mark.slow
-def test_the_answer_may_be_of_a_form(page):
+def test_page_constraints(page):
     page.click("#format-section summary")
     page.select_option("#format", "choice")
     page.fill("#format-text", "yes\nno")

@@ -180,7 +180,7 @@ def test_what_is_wrong_is_named(service, fields, param, says):
         raise AssertionError(said.error["message"])
 
 
-def test_a_model_that_there_is_not(service, client):
+def test_unknown_model(service, client):
     with pytest.raises(openai.NotFoundError, match="allowed: 'demo', 'gpt-4o'"):
         client.responses.create(model="other", input="x")
 
@@ -222,7 +222,7 @@ def test_parts_are_the_same_however_the_text_is_cut():
     assert [type(event) for event in reader.finish()] == [PartBegins, PartEnds] and not reader.parts[0].text
 
 
-def test_half_of_a_call_is_refused_in_the_words_of_the_api(pair):
+def test_truncated_call_names_input(pair):
     """A function call in the input whose arguments are no JSON is refused with `input` as the parameter."""
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
     with pytest.raises(BadRequest, match=r"arguments is not JSON") as caught:

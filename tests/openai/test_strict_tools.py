@@ -126,7 +126,7 @@ def test_required_arguments_may_refer_to_definitions(form: ToolFormat):
 
 
 @pytest.mark.parametrize("setting", [{"logprobs": True, "top_logprobs": 2}, {"ignore_eos": True}])
-def test_what_constrained_calls_are_not_available_with(setting: dict):
+def test_settings_incompatible_with_strict_tools(setting: dict):
     """Settings that are not available with constraints are refused where calls are constrained."""
     for how in ({"functions": [STRICT]}, {"functions": [ADD], "parallel_tool_calls": False}):
         with pytest.raises(BadRequest, match="is not available where calls are constrained") as caught:

@@ -55,7 +55,7 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
     "template", [CHATML, CHATML.replace("m.content", "m.content | trim")], ids=["kept", "stripped"]
 )
 @pytest.mark.parametrize("content", ["s", "<", "e", "end", "|", "im_start", "assistant", "The answer is", "{", " a \n"])
-def test_a_continued_message_ends_where_it_does_whatever_its_words(pair, template, content):
+def test_continued_message_position(pair, template, content):
     """The prompt ends where the continued message ends, whatever its words, even if the template writes the same text
     elsewhere."""
     tokenizer = with_template(pair.tokenizer, template)

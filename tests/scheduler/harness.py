@@ -81,7 +81,7 @@ def step_through(engine: Engine, check: Callable[[Engine], None]) -> list[Output
     return outputs
 
 
-class TokenLedger:
+class TokensOfPages:
     """Records the token for which each KV page was written: observes the tokens that a model runs, and the pages that
     store them."""
 
@@ -127,7 +127,7 @@ def open_particles(engine: Engine, group: SequenceGroup, side: str) -> list[tupl
     return found
 
 
-def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
+def check_kv(engine: Engine, written: dict[str, TokensOfPages]) -> int:
     """Assert that each particle's pages were written for exactly its tokens, prompt included, and that the page
     accounting balances. Returns the number of particles checked."""
     slots, seen = engine.slots, 0
@@ -153,7 +153,7 @@ def check_kv(engine: Engine, written: dict[str, TokenLedger]) -> int:
     return seen
 
 
-def _check_companions(engine: Engine, group: SequenceGroup, side: str, written: TokenLedger) -> int:
+def _check_companions(engine: Engine, group: SequenceGroup, side: str, written: TokensOfPages) -> int:
     """Assert that the unconditional rows of a guided group hold its answers after its negative prompt, as far as the
     model has run them. Returns the number of particles checked."""
     slots, allocator = engine.slots, engine.memory.allocators[side]

@@ -67,7 +67,7 @@ def law_of_answers(longest: int, min_tokens: int, bias: tuple) -> dict[tuple[int
     ],
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
-def test_one_particle_is_weighed_by_both_laws_as_they_are(config, bias, min_tokens):
+def test_biased_weight_of_one_particle(config, bias, min_tokens):
     """log Z-hat of a single particle is the sum of log p - log q over its drafted tokens, with both distributions
     biased, also where `min_tokens` ends inside a block. `logprobs` come from the same p."""
     settings = {"particles": 1, "ess_threshold": 0, "max_tokens": 11, "logprobs": True, "temperature": 0.8}

@@ -7,8 +7,8 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
 from tests.scheduler.harness import answers, assert_empty, request, running
-from tests.scheduler.lives import assert_same
 from tests.scheduler.pairs import tiny_pair
+from tests.scheduler.random_histories import assert_same
 
 PROMPT, ANSWER = (0, 1, 2, 1) * 5, 192
 ADMITTED_BEFORE = 1

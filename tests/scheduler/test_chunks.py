@@ -13,7 +13,7 @@ from smc.scheduler.prefill import IN_FLIGHT, LEAST, PrefillBudget
 from smc.types import ModelRole
 from tests.pairwise import one_of
 from tests.scheduler.harness import answers, assert_empty, request
-from tests.scheduler.lives import assert_same, pair
+from tests.scheduler.random_histories import assert_same, pair
 
 AHEAD, LOCKSTEP = (
     EngineConfig(prefill_chunk=4096, prefill_share=0.5),

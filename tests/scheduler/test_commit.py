@@ -67,7 +67,7 @@ def test_at_the_edge_of_a_window(length):
     assert committed([[[1] * length + [0], [1] * length + [2]], [[0], [1]]], junk=1) == [length, 0]
 
 
-def test_what_is_agreed_on_but_not_confirmed_may_still_be_taken_back():
+def test_only_confirmed_tokens_are_committed():
     """In exact decoding the first token of the block in flight is the target's own and is committed; the others are the
     draft's and are not, even if all rows agree on them."""
     assert committed([[[1, 2, 3], [1, 2, 3]]], junk=0, confirms=True) == [1]

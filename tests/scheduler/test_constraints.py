@@ -19,10 +19,10 @@ from smc.api.request import FinishReason
 from smc.api.sampling_params import SamplingParams
 from smc.executor.graph_runner import StageRunner
 from smc.local_engine import local_engine
-from tests.scheduler.bank import CONFIGS
 from tests.scheduler.harness import CASES, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, config_id, request
-from tests.scheduler.lives import assert_same, live, small_engine, with_endless_memory
 from tests.scheduler.pairs import LETTERS, law_of, next_log_probs, target_logits_after, tiny_pair, total_variation
+from tests.scheduler.random_histories import answers_with_plenty_of_memory, assert_same, live, small_engine
+from tests.scheduler.shared_answers import CONFIGS
 
 PROMPT, EOS = (0, 1, 1, 2), 3
 METHODS = {
@@ -252,7 +252,7 @@ def test_constraints_survive_preemption(config: EngineConfig, monkeypatch):
     engine = small_engine(replace(config, pages=200, prefill_chunk=16), monkeypatch, ahead=True)
     lives = live(engine, requests, random.Random(0), submit=1.0, interrupt=0.3)
     assert lives.events["interrupted"] > 6
-    expected = with_endless_memory(config, requests)
+    expected = answers_with_plenty_of_memory(config, requests)
     for one in requests:
         assert_same(lives.final[one.request_id], expected[one.request_id])
 

@@ -18,7 +18,14 @@ from smc.local_engine import local_engine
 from smc.scheduler.admission import NoDraft
 from smc.scheduler.engine import Engine
 from tests.scheduler.harness import answers, assert_empty, request, running
-from tests.scheduler.lives import assert_same, guided, pair, random_requests, small_engine, with_endless_memory
+from tests.scheduler.random_histories import (
+    answers_with_plenty_of_memory,
+    assert_same,
+    guided,
+    pair,
+    random_requests,
+    small_engine,
+)
 
 CASES = [("lookahead", True), pytest.param("lockstep", True, marks=pytest.mark.slow)]
 ALONE = (Method.EXACT, Method.TARGET)
@@ -92,7 +99,7 @@ def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead
     assert final.keys() | refused | ended == {one.request_id for one in requests}
     assert not final.keys() & (refused | ended)
     assert {one.request_id for one in requests if one.params.method in ALONE} <= final.keys()
-    expected = with_endless_memory(config, requests)
+    expected = answers_with_plenty_of_memory(config, requests)
     for one in requests:
         if one.request_id in final:
             _assert_same(one, final[one.request_id], expected[one.request_id])
@@ -144,7 +151,7 @@ def test_what_the_target_has_is_not_run_again():
 
 
 @pytest.mark.slow
-def test_a_draft_that_comes_back_with_too_few_pages_is_joined_by_those_whom_it_can_hold():
+def test_returning_draft_with_few_pages_takes_what_fits():
     """The returning draft has too few pages for "large", which is running, and for "waits", which is queued: the target
     continues them alone. "small" is drafted."""
     engine = local_engine(pair(), EngineConfig(block=4, branches=2, max_slots=4, pages=500))
@@ -165,6 +172,6 @@ def test_a_draft_that_comes_back_with_too_few_pages_is_joined_by_those_whom_it_c
     assert_empty(engine)
 
 
-def test_who_is_lost_is_known_in_another_process():
+def test_model_lost_pickles_its_role():
     error = pickle.loads(pickle.dumps(ModelLost("draft", "out of luck")))
     assert (error.role, str(error)) == ("draft", "the draft model is lost: out of luck")

@@ -14,9 +14,9 @@ from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair, local_engine
 from smc.model.draft_vocab import DraftVocab
 from tests.pairwise import one_of
-from tests.scheduler.bank import CONFIGS, DISTINCT, EOS, INDEPENDENT, evidence, population
 from tests.scheduler.harness import LOOKAHEAD_FIRST, answers, config_id, request
 from tests.scheduler.pairs import mean_and_error, tiny_pair
+from tests.scheduler.shared_answers import CONFIGS, DISTINCT, EOS, INDEPENDENT, evidence, population
 from tests.scheduler.test_exact import settings_of
 
 RESAMPLED = {**INDEPENDENT, "ess_threshold": 0.5}

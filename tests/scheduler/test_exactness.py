@@ -6,7 +6,9 @@ import pytest
 
 from smc.api.engine_config import EngineConfig
 from tests.pairwise import one_of
-from tests.scheduler.bank import (
+from tests.scheduler.harness import config_id
+from tests.scheduler.pairs import exact_law, far_from, mean_and_error, tiny_pair, truncated_law
+from tests.scheduler.shared_answers import (
     ALWAYS,
     CONFIGS,
     DISTINCT,
@@ -22,8 +24,6 @@ from tests.scheduler.bank import (
     standing,
     together,
 )
-from tests.scheduler.harness import config_id
-from tests.scheduler.pairs import exact_law, far_from, mean_and_error, tiny_pair, truncated_law
 
 pytestmark = together
 

@@ -17,12 +17,11 @@ from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from smc.types import ModelRole
 from tests.pairwise import one_of
-from tests.scheduler.bank import ALWAYS, DISTINCT, distance, evidence
 from tests.scheduler.harness import (
     FORMS,
     LOCKSTEP_FIRST,
     LOOKAHEAD_FIRST,
-    TokenLedger,
+    TokensOfPages,
     answers,
     assert_empty,
     check_kv,
@@ -31,7 +30,6 @@ from tests.scheduler.harness import (
     running,
     wide,
 )
-from tests.scheduler.lives import assert_same, guided, live, random_requests, small_engine, with_endless_memory
 from tests.scheduler.pairs import (
     exact_law,
     far_from,
@@ -41,6 +39,15 @@ from tests.scheduler.pairs import (
     next_log_probs,
     tiny_pair,
 )
+from tests.scheduler.random_histories import (
+    answers_with_plenty_of_memory,
+    assert_same,
+    guided,
+    live,
+    random_requests,
+    small_engine,
+)
+from tests.scheduler.shared_answers import ALWAYS, DISTINCT, distance, evidence
 
 PROMPT, NEGATIVE, SCALE, EOS = (0, 1, 2), (2, 1, 1, 0, 2), 2.5, 3
 EVERY = [
@@ -163,7 +170,7 @@ def test_a_scale_of_1_is_no_guidance_and_costs_no_companion(config):
 
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
-def test_a_round_pays_for_what_is_guided(config, monkeypatch):
+def test_unconditional_rows_are_padded_separately(config, monkeypatch):
     """Unconditional rows of the target's pass: 5 guided particles of two requests beside 12 others add 5 rows, padded
     to 8; a guided request alone adds its own. There are never more of them than rows in the round."""
     engine = local_engine(tiny_pair(), config)
@@ -220,14 +227,14 @@ def answers_of_one(engine: Engine, one: Request) -> Answer:
 
 
 @pytest.mark.parametrize(("config", "ahead"), one_of((ENDS[1], True), (ENDS[0], False)), ids=["ahead", "lockstep"])
-def test_companions_live_as_their_particles_do(config, ahead, monkeypatch):
+def test_unconditional_rows_follow_their_particles(config, ahead, monkeypatch):
     """In pools too small for all requests: they are preempted, resized, cancelled and time out. Keys and values are
     right after every step, all pages are free afterwards, and undisturbed requests answer as with plenty of memory."""
     rng, clock = random.Random(5), iter(range(1 << 30))
     small = replace(config, max_slots=60, pages=640, prefill_chunk=24)
     requests = guided(random_requests(22, rng, longest=24, budgets=0.1), rng)
     engine = small_engine(small, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)))
-    written, seen = {side: TokenLedger(engine, side) for side in ModelRole}, []
+    written, seen = {side: TokensOfPages(engine, side) for side in ModelRole}, []
     chances = {"submit": 0.9, "cancel": 0.04, "resize": 0.8}
     lives = live(engine, requests, rng, **chances, after_step=lambda engine: seen.append(check_kv(engine, written)))
     assert_empty(engine)
@@ -238,7 +245,7 @@ def test_companions_live_as_their_particles_do(config, ahead, monkeypatch):
     assert not missing, f"never happened: {missing}, of {lives.events}"
     untouched = [one for one in requests if lives.untouched(one.request_id)]
     assert sum(one.params.guided for one in untouched) > 4
-    expected = with_endless_memory(small, untouched)
+    expected = answers_with_plenty_of_memory(small, untouched)
     for one in untouched:
         assert_same(lives.final[one.request_id], expected[one.request_id])
 
@@ -248,7 +255,7 @@ def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config):
     law = {"seed": 4, "max_tokens": 40, "ignore_eos": True}
     expected = answers(local_engine(tiny_pair(), config), [asked(method="target", **law)])["r"]
     engine = local_engine(tiny_pair(), config)
-    written = {side: TokenLedger(engine, side) for side in ModelRole}
+    written = {side: TokensOfPages(engine, side) for side in ModelRole}
     engine.submit(asked(method="exact", particles=4, **law))
     changes = {3: engine.fallback.fall_back, 7: engine.fallback.reenable_draft, 12: engine.fallback.fall_back}
     steps = 0

@@ -89,7 +89,7 @@ def test_fewer_rounds_miss(monkeypatch):
 
 
 @pytest.mark.slow
-def test_company_changes_nothing():
+def test_batch_does_not_change_answers():
     """In rounds with SMC particles and chains, requests answer as they do alone."""
     pair, config = tiny_pair(), replace(CONFIGS[2], max_chains=8)
     alone = answers(local_engine(pair, config), requests(method="exact"))

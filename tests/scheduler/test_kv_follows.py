@@ -16,7 +16,7 @@ from smc.types import ModelRole
 from tests.scheduler import pairs
 from tests.scheduler.harness import (
     FORMS,
-    TokenLedger,
+    TokensOfPages,
     assert_empty,
     check_kv,
     config_id,
@@ -58,7 +58,7 @@ def mixed_requests(count: int, rng: random.Random, vocab: int = 4) -> list[Reque
 def test_slots_hold_the_tokens_of_their_particles(config):
     """After every step, the pages of each particle were written for exactly its tokens, prompt included."""
     engine = local_engine(pairs.tiny_pair(), config)
-    allocators = {side: TokenLedger(engine, side) for side in ModelRole}
+    allocators = {side: TokensOfPages(engine, side) for side in ModelRole}
     for r in mixed_requests(14, random.Random(0)):
         engine.submit(r)
     seen = 0

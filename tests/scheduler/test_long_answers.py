@@ -14,8 +14,8 @@ from smc.api.sampling_params import SamplingParams
 from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts
 from smc.local_engine import local_engine
 from tests.scheduler.harness import PaddingOps, answers
-from tests.scheduler.lives import assert_same
 from tests.scheduler.pairs import tiny_pair
+from tests.scheduler.random_histories import assert_same
 
 CONTEXT = 700
 

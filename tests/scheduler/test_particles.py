@@ -11,7 +11,9 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, Request
 from smc.local_engine import local_engine
 from smc.model.decoder import Decoder
-from tests.scheduler.bank import (
+from tests.scheduler.harness import CASES, FORMS, answer, answers, request
+from tests.scheduler.pairs import exact_law, mean_and_error, next_log_probs, tiny_pair, total_variation
+from tests.scheduler.shared_answers import (
     ALWAYS,
     CONFIGS,
     DISTINCT,
@@ -24,8 +26,6 @@ from tests.scheduler.bank import (
     together,
     votes,
 )
-from tests.scheduler.harness import CASES, FORMS, answer, answers, request
-from tests.scheduler.pairs import exact_law, mean_and_error, next_log_probs, tiny_pair, total_variation
 
 LOCKSTEP = CONFIGS[0]
 

@@ -13,8 +13,8 @@ from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from tests.scheduler.harness import FORMS, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, config_id, request, wide
-from tests.scheduler.lives import assert_same, live, small_engine, with_endless_memory
 from tests.scheduler.pairs import mean_and_error, target_logits_after, tiny_pair
+from tests.scheduler.random_histories import answers_with_plenty_of_memory, assert_same, live, small_engine
 
 PROMPT = (0, 1, 1, 2)
 EVERY = [
@@ -91,7 +91,7 @@ def test_penalties_survive_preemption(config: EngineConfig, monkeypatch):
     engine = small_engine(replace(config, pages=200, prefill_chunk=16), monkeypatch, ahead=True)
     lives = live(engine, requests, random.Random(0), submit=1.0, interrupt=0.3)
     assert lives.events["interrupted"] > 3
-    expected = with_endless_memory(config, requests)
+    expected = answers_with_plenty_of_memory(config, requests)
     for one in requests:
         assert_same(lives.final[one.request_id], expected[one.request_id])
 

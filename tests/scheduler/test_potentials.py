@@ -24,9 +24,7 @@ from smc.scheduler import potential_calls
 from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.sequence_group import SequenceGroup
 from tests.pairwise import few
-from tests.scheduler.bank import CONFIGS, EOS, LENGTH, PROMPT, equal_models, population, together
 from tests.scheduler.harness import CASES, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request
-from tests.scheduler.lives import assert_same, live, pair, small_engine
 from tests.scheduler.pairs import (
     LETTERS,
     exact_law,
@@ -36,6 +34,8 @@ from tests.scheduler.pairs import (
     tiny_pair,
     total_variation,
 )
+from tests.scheduler.random_histories import assert_same, live, pair, small_engine
+from tests.scheduler.shared_answers import CONFIGS, EOS, LENGTH, PROMPT, equal_models, population, together
 
 pytestmark = together
 LOCKSTEP, _, LOOKAHEAD, _ = CONFIGS

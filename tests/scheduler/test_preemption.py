@@ -16,7 +16,7 @@ from smc.executor.plan import Program
 from smc.scheduler.engine import Engine
 from tests.pairwise import one_of
 from tests.scheduler.harness import CASES, FORMS, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request, running
-from tests.scheduler.lives import assert_same, live, small_engine, with_endless_memory
+from tests.scheduler.random_histories import answers_with_plenty_of_memory, assert_same, live, small_engine
 
 PAGES = 300
 FREE = {"ess_threshold": 0.0, "ignore_eos": True, "logprobs": True, "max_tokens": 60}
@@ -55,7 +55,7 @@ def test_the_answer_is_that_of_endless_memory(config, ahead, monkeypatch):
     assert_empty(engine)
     times = sorted(lives.final[r.request_id].statistics.preemptions for r in requests)
     assert sum(times) >= lives.events["interrupted"] > 6 and times[-3] >= 1, times
-    expected = with_endless_memory(config, requests)
+    expected = answers_with_plenty_of_memory(config, requests)
     for r in requests:
         outputs = lives.streamed[r.request_id]
         assert_same(lives.final[r.request_id], expected[r.request_id])
@@ -99,7 +99,7 @@ def test_one_that_waits_to_go_on_answers_with_what_was_streamed(config, end, mon
         assert streamed == mine[-1].answer.tokens and len(streamed) == len(mine[-1].answer.logprobs) > 0
 
 
-def test_what_was_given_up_is_not_taken_back_before_the_older_has_gone_on(monkeypatch):
+def test_preemption_makes_progress(monkeypatch):
     """Requests need more memory than there is: pages released by a younger request serve the older one, so that few
     steps pass without progress of any request."""
     engine = starved_engine(FORMS[0], monkeypatch)
@@ -113,7 +113,7 @@ def test_what_was_given_up_is_not_taken_back_before_the_older_has_gone_on(monkey
     assert idle_steps < 30, "only prompts' chunks may be run meanwhile"
 
 
-def test_memory_of_one_side_is_not_freed_by_who_has_none_there(monkeypatch):
+def test_preempts_only_holders_of_the_short_pool(monkeypatch):
     """Requests of both models lack pages of the draft; the youngest request, of the target alone, is not preempted."""
     engine = starved_engine(EngineConfig(block=3, branches=8), monkeypatch, pages=400)
     for one in hungry(2, particles=4, stop=(), ess_threshold=0.0):
@@ -127,7 +127,7 @@ def test_memory_of_one_side_is_not_freed_by_who_has_none_there(monkeypatch):
     assert_empty(engine)
 
 
-def test_one_that_is_not_alone_waits_for_the_older(monkeypatch):
+def test_younger_request_waits_without_shrinking(monkeypatch):
     """The only request of both models finds no pages, as an older request of the target alone holds them: it waits, and
     is neither shrunk nor refused."""
     engine = starved_engine(FORMS[0], monkeypatch, pages=270)
@@ -154,11 +154,11 @@ def test_requests_of_one_moment_are_in_order(monkeypatch):
     found = answers(engine, requests := hungry(5, max_tokens=30))
     assert found["0"].statistics.preemptions == 0
     assert sum(a.statistics.preemptions for a in found.values()) > 0
-    for name, expected in with_endless_memory(FORMS[1], requests).items():
+    for name, expected in answers_with_plenty_of_memory(FORMS[1], requests).items():
         assert_same(found[name], expected)
 
 
-def test_a_prompt_that_only_the_cache_is_in_the_way_of_starts(monkeypatch):
+def test_cached_pages_are_evicted_for_a_prompt(monkeypatch):
     """Requests with a common beginning that start together leave more pages in the prefix cache than it has entries;
     they are freed for a waiting prompt."""
     engine = starved_engine(FORMS[0], monkeypatch, pages=180)

@@ -18,8 +18,8 @@ from smc.scheduler.engine import Engine
 from smc.scheduler.prefill_batches import count_pages
 from tests.pairwise import one_of
 from tests.scheduler.harness import CASES, LOCKSTEP_FIRST, assert_empty, config_id, request, running, step_through
-from tests.scheduler.lives import assert_same, pair
 from tests.scheduler.pairs import tiny_pair
+from tests.scheduler.random_histories import assert_same, pair
 
 BLOCK = 16
 PROMPT = (0, 1, 2, 2, 1) * 8
@@ -150,7 +150,7 @@ def test_without_a_cache_nothing_is_kept():
         (CASES[1], "target", POPULATIONS[1]),
     ],
 )
-def test_what_a_model_has_made_nan_of_is_not_kept(config, population, side):
+def test_pages_of_nan_passes_are_not_cached(config, population, side):
     """A model's weights are temporarily broken. After they are repaired, a prompt that failed, alone or together with
     equal ones, is answered correctly: its pages were not cached."""
     sound = tiny_pair(5, max_context=128)
@@ -179,7 +179,7 @@ def test_what_a_model_has_made_nan_of_is_not_kept(config, population, side):
     assert_empty(engine)
 
 
-def test_who_waits_is_hashed_once(monkeypatch):
+def test_waiting_prompts_are_hashed_once(monkeypatch):
     """Blocks of a waiting prompt are hashed once, when there may be room for it: not again while there are no slots or
     too few pages, nor after a preemption."""
     hashed, counted = [], []

@@ -10,7 +10,7 @@ from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from tests.pairwise import one_of
 from tests.scheduler.harness import PaddingOps, answers, assert_empty, request
-from tests.scheduler.lives import assert_same, pair
+from tests.scheduler.random_histories import assert_same, pair
 
 
 @pytest.mark.parametrize(("form", "ahead"), one_of(("lookahead", True), ("lockstep", False)))
@@ -135,7 +135,7 @@ def test_what_prompts_begin_with_in_common_is_computed_once(chunk):
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_whoever_waits_goes_on_alone_when_the_first_is_gone(after):
+def test_waiting_prompt_continues_after_the_first_is_aborted(after):
     engine = local_engine(pair(), EngineConfig(block=2, prefill_chunk=10))
     run, prompt = counting(engine), (*SYSTEM, 1)
     for name in "ab":

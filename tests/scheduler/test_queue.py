@@ -74,7 +74,7 @@ def test_limits_are_checked(field):
         EngineConfig(**{field: 0})
 
 
-def test_who_waits_costs_a_step_nothing():
+def test_step_time_does_not_depend_on_queue_length():
     """Apart from its rounds, a step with 10,000 waiting requests takes as long as one with none. Visiting each request
     once would take 400 microseconds; a busy machine adds tens."""
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
@@ -99,7 +99,7 @@ def test_who_waits_costs_a_step_nothing():
     assert engine.num_queued == 10_000 and engine.num_running == 1
 
 
-def test_the_order_of_turns():
+def test_queue_order():
     """Preempted requests first, the others in order of submission. Removing a request keeps the order of the rest."""
     queue = RequestQueue()
     rules = StopRules(four("x").params, tiny_pair().tokenizer)

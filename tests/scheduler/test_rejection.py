@@ -29,15 +29,15 @@ from tests.pairwise import one_of
 from tests.scheduler.harness import (
     Padding,
     PaddingOps,
-    TokenLedger,
+    TokensOfPages,
     answers,
     assert_empty,
     check_kv,
     config_id,
     request,
 )
-from tests.scheduler.lives import live, small_engine
 from tests.scheduler.pairs import exact_law, far_from, next_log_probs, tiny_pair, truncated_law
+from tests.scheduler.random_histories import live, small_engine
 
 PROMPT, EOS, LENGTH = (0, 1, 2), 3, 4
 LIMIT = 4.5
@@ -178,7 +178,7 @@ def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     engine = small_engine(
         replace(config, max_slots=40, max_chains=20, pages=400, prefill_chunk=24), monkeypatch, ahead=ahead
     )
-    written, seen = {side: TokenLedger(engine, side) for side in ModelRole}, []
+    written, seen = {side: TokensOfPages(engine, side) for side in ModelRole}, []
     others = [
         {"particles": 4},
         {**REJECTION, "temperature": 0.3},
@@ -225,7 +225,7 @@ def test_where_a_draft_makes_nan_the_target_decides():
         assert found.error is None and len(found.tokens) == 12
 
 
-def test_chains_that_stay_equal_fit_where_they_are_let_in():
+def test_equal_chains_fit_the_admission_limit():
     """Chains that are all right continue on their own pages, so an answer may be held once per chain; admission
     reserves enough."""
     pair = tiny_pair(max_context=512)
@@ -265,7 +265,7 @@ def storages(*, wide: int | None = None) -> dict[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", FORMS[1:], ids=config_id)
-def test_laws_take_what_has_been_set_aside(config, monkeypatch):
+def test_distributions_use_the_reserved_memory(config, monkeypatch):
     """The distributions take exactly the reserved memory, for any number of slots and after any number of kinds of
     rounds."""
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KeepingOps())
@@ -314,7 +314,7 @@ def test_chains_wait_for_room_and_answer_the_same(config):
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
 
 
-def test_where_the_draft_is_lost_no_laws_are_kept():
+def test_lost_draft_releases_chains():
     """When the draft returns, as many requests use it again as have room for their chains; the target continues the
     others alone."""
     engine = local_engine(tiny_pair(), replace(FORMS[1], max_chains=4))
@@ -354,7 +354,7 @@ def test_what_there_is_never_room_for_is_refused(chains, says):
     assert answers(engine, [request(particles=4, max_tokens=3, method="exact")])["r"].tokens
 
 
-def test_who_measures_has_room_for_all_at_once():
+def test_sized_for_admits_all_requests():
     params = SamplingParams(seed=1, particles=20, max_tokens=12, ignore_eos=True, guidance_scale=2.0, **REJECTION)
     sized = sized_for(replace(FORMS[1], max_slots=1, max_chains=1), params, 3)
     assert sized.max_slots == 120 and sized.chains(4) == 60
@@ -366,7 +366,7 @@ def test_who_measures_has_room_for_all_at_once():
     assert sized_for(sized, SamplingParams(particles=4), 2).max_chains == 0
 
 
-def test_room_for_laws_is_counted_before_pools_are_sized(monkeypatch):
+def test_distribution_memory_is_reserved_before_pools(monkeypatch):
     """By default the reserved memory is close to a fixed size for any vocabulary, and KV pools are sized after
     subtracting it."""
     for form, block, vocab in (

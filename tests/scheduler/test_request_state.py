@@ -19,8 +19,8 @@ from smc.scheduler.methods import TARGET_ALONE
 from smc.scheduler.sequence_group import TRANSITIONS, PendingChange, RequestState, SequenceGroup
 from smc.scheduler.slots import SAVED, Checkpoint
 from tests.scheduler.harness import PaddingOps, assert_empty, request
-from tests.scheduler.lives import guided, pair, random_requests
 from tests.scheduler.pairs import tiny_pair
+from tests.scheduler.random_histories import guided, pair, random_requests
 
 WAITING, PREFILL, RUNNING, PREEMPTED, RESCORING, FINISHED = RequestState
 

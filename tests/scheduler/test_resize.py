@@ -16,8 +16,8 @@ from smc.scheduler.engine import Engine
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from tests.pairwise import few
 from tests.scheduler.harness import CASES, FORMS, PaddingOps, assert_empty, config_id, request, running
-from tests.scheduler.lives import pair
 from tests.scheduler.pairs import exact_law, tiny_pair
+from tests.scheduler.random_histories import pair
 
 PROMPT, LENGTH, EOS = (0, 1, 2), 6, 3
 MANY, FEW = 6, 2
@@ -136,7 +136,7 @@ def test_the_next_round_has_the_particles_that_were_asked_for(config, population
 
 
 @pytest.mark.parametrize("end", ["preempted", "cut off"])
-def test_particles_that_are_wanted_are_none_yet(end, monkeypatch):
+def test_pending_particles_are_not_answered(end, monkeypatch):
     """Between the request for more particles and the round that creates them, only existing particles are saved or
     answered."""
     now = [0.0]
@@ -171,7 +171,7 @@ def test_particles_that_are_wanted_are_none_yet(end, monkeypatch):
 
 
 @pytest.mark.parametrize(("config", "ahead"), list(zip(CASES, (False, True))), ids=_name)
-def test_the_latest_wish_holds(config, ahead, monkeypatch):
+def test_last_pending_resize_wins(config, ahead, monkeypatch):
     """A resize requested while another is under way follows it; of several pending ones only the last is carried
     out."""
     if ahead:
@@ -195,7 +195,7 @@ def test_the_latest_wish_holds(config, ahead, monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["before", "while it waits", "while it is computed again"])
-def test_a_wish_outlives_an_interruption(when):
+def test_resize_survives_preemption(when):
     """A resize is carried out whether it was requested before a preemption, while the request was queued, or while it
     was resuming."""
     engine = local_engine(pair(), EngineConfig(form="lockstep", block=3, max_slots=8, prefill_chunk=8))
@@ -223,7 +223,7 @@ def test_a_wish_outlives_an_interruption(when):
     assert_empty(engine)
 
 
-def test_who_has_not_begun_cannot_be_resized():
+def test_only_running_requests_can_be_resized():
     engine = local_engine(tiny_pair(), EngineConfig(form="lockstep", block=3, max_slots=8))
     for name in ("first", "waits"):
         engine.submit(request(request_id=name, particles=8, min_particles=2, seed=1, max_tokens=40, ignore_eos=True))

@@ -17,8 +17,15 @@ from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.sequence_group import RequestState
 from tests.scheduler.harness import FORMS, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request
-from tests.scheduler.lives import assert_same, guided, live, random_requests, small_engine, with_endless_memory
 from tests.scheduler.pairs import next_log_probs, tiny_pair
+from tests.scheduler.random_histories import (
+    answers_with_plenty_of_memory,
+    assert_same,
+    guided,
+    live,
+    random_requests,
+    small_engine,
+)
 
 PROMPT, NEGATIVE, EOS = (0, 1, 2), (2, 1, 1, 0, 2), 3
 EVERY = [
@@ -117,7 +124,7 @@ def test_the_prompt_is_not_run_again():
     assert sizes == [40, 40 - 32 + 8]
 
 
-def test_lives_with_tops(monkeypatch):
+def test_top_logprobs_in_random_histories(monkeypatch):
     """In pools too small for all requests: they are preempted, cancelled while running and while rescored, and time
     out; all pages are free afterwards. Every second request has its prompt scored as well."""
     rng, ticks, seen = random.Random(4), iter(range(1 << 30)), set()
@@ -144,7 +151,7 @@ def test_lives_with_tops(monkeypatch):
     assert "cancelled" in seen and lives.events["preempted"]
     untouched = [one for one in requests if lives.untouched(one.request_id)]
     assert sum(bool(one.params.top_logprobs) for one in untouched) > 5
-    expected = with_endless_memory(config, untouched)
+    expected = answers_with_plenty_of_memory(config, untouched)
     for one in untouched:
         assert_same(lives.final[one.request_id], expected[one.request_id])
     cancelled = [answer for answer in lives.final.values() if answer.finish_reason is FinishReason.CANCELLED]
@@ -153,7 +160,7 @@ def test_lives_with_tops(monkeypatch):
 
 
 @pytest.mark.parametrize("preempted", [False, True])
-def test_time_that_is_up_ends_decoding_and_not_what_comes_after_it(preempted):
+def test_rescoring_follows_a_time_out(preempted):
     """For a running and for a preempted request: rescoring follows the time-out, and every token of the answer has its
     alternatives."""
     now, one = [0.0], asked(0, particles=1, max_tokens=40, ignore_eos=True, time_budget=1.0)
@@ -246,7 +253,7 @@ def test_time_that_is_up_while_one_waits_for_memory(monkeypatch):
     assert young.statistics.preemptions and len(young.top_logprobs) == len(young.tokens) > 0
 
 
-def test_what_is_drawn_takes_no_place_in_the_queue():
+def test_rescoring_requests_do_not_count_as_queued():
     engine = local_engine(tiny_pair(), EngineConfig(block=3, branches=2, max_queue=2))
     for number in range(2):
         engine.submit(replace(asked(3, ignore_eos=True, max_tokens=8), request_id=str(number)))
@@ -258,7 +265,7 @@ def test_what_is_drawn_takes_no_place_in_the_queue():
     assert_empty(engine)
 
 
-def test_no_more_is_expected_of_an_answer_than_it_has():
+def test_rescoring_forecast_is_the_answer_length():
     engine = local_engine(tiny_pair(), EngineConfig(block=3, branches=2, pages=1000, max_context=64))
     one = request(
         PROMPT, "short", seed=3, max_tokens=60, method="target", logprobs=True, top_logprobs=2, stop_token_ids=(0, 1, 2)

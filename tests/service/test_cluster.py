@@ -28,7 +28,7 @@ else:
 @pytest.mark.skipif(
     os.environ.get("RAY_AUTH_MODE") == "disabled", reason="whoever runs the tests has asked for no authentication"
 )
-def test_strangers_are_not_let_in(ray_cluster):
+def test_cluster_requires_token(ray_cluster):
     """A process without a token, or with a wrong one, cannot join. The setting of `RAY_NUM_REDIS_GET_RETRIES` makes Ray
     try once instead of twenty times, a second apart."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {

@@ -175,7 +175,7 @@ def test_the_draft_is_lost_under_load(group, alone):
 
 
 @pytest.mark.parametrize(("name", "is_draft"), [("coordinator", False), ("target1", False), ("draft0", True)])
-def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(group, name, is_draft):
+def test_silent_process_is_reported(group, name, is_draft):
     """A second WorkerGroup object probes the processes of the running service, with waiting times that the test makes
     up. While one process is stopped, only that one is reported as silent, after `PROBE_SECONDS` of such time."""
     group.until(lambda: group.supervisor.has_draft, 60, "the service did not come up")
@@ -212,7 +212,7 @@ def test_who_has_not_answered_for_five_seconds_of_waits_is_silent(group, name, i
 
 
 @pytest.mark.slow
-def test_calls_that_never_return_are_no_silence(group, lives):
+def test_blocked_calls_are_not_silence(group, lives):
     """Calls to the coordinator that do not return, such as attaching a draft that dies meanwhile, do not count as
     silence: eight at a time do not end the worker group."""
     group.until(lambda: group.supervisor.serving, 60, "the service did not come up")
@@ -227,7 +227,7 @@ def test_calls_that_never_return_are_no_silence(group, lives):
 
 
 @pytest.mark.slow
-def test_no_life_leaves_anything_behind(group, lives):
+def test_restarts_leak_nothing(group, lives):
     """Restarts leave no open files or threads behind. Counts the restarts of the tests above, or causes its own if
     those have not run. Thread pools fill up on first use, so the larger count of the first two runs is the limit; a
     leak in every run exceeds it by the third."""

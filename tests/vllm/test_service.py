@@ -346,7 +346,7 @@ def test_what_is_served(service, pair, tmp_path):
     )
 
 
-def test_methods_that_there_are_not_say_what_there_is(service):
+def test_unsupported_methods(service):
     """Unsupported methods of the protocol fail with UNIMPLEMENTED and name the alternative."""
     with engine(service) as stub:
         for call, message in (

@@ -104,7 +104,7 @@ def test_a_caller_that_leaves_frees_what_it_held(service, client):
     service.wait_until_free()
 
 
-def test_without_workers_there_is_a_status_and_they_are_found_again(service, client):
+def test_router_503_and_recovery(service, client):
     """Without healthy workers the router answers 503; when they are healthy again, calls succeed again."""
     service.set_health(draft=False, target=False)
     try:

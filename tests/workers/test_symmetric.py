@@ -56,13 +56,13 @@ class Ranks:
 
 @pytest.mark.parametrize("fails", ["make", "meet"])
 @pytest.mark.parametrize(("kind", "what"), ERRORS)
-def test_one_that_cannot_keeps_all_from_it(monkeypatch, capfd, fails, kind, what):
+def test_all_ranks_fall_back_if_one_fails(monkeypatch, capfd, fails, kind, what):
     assert Ranks(monkeypatch, fails, kind, what).between() == [None, None]
     said = " ".join(what.split()) or kind.__name__
     assert f"symmetric memory is not to be had: {said}" in capfd.readouterr().err
 
 
-def test_all_that_can_do(monkeypatch):
+def test_all_ranks_use_symmetric_memory(monkeypatch):
     first, second = Ranks(monkeypatch).between()
     assert isinstance(first, SymmetricSum) and isinstance(second, SymmetricSum)
 

@@ -55,7 +55,7 @@ def test_stop_in_the_middle_of_a_start(ray_cluster, ready):
     until(lambda: ray.available_resources().get("CPU") == room, 20, "its place is not given back")
 
 
-def test_stop_while_it_waits_for_room(ray_cluster, caplog):
+def test_stop_while_waiting_for_resources(ray_cluster, caplog):
     """The log says at once which resources are missing, and a stop ends the waiting start."""
     others = ranks()
     group, thread, errors = start_in_thread(device="cuda")

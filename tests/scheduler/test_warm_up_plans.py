@@ -49,7 +49,7 @@ def test_usual_requests_meet_no_new_kind_of_round(config):
 
 
 @pytest.mark.parametrize("config", one_of(*FORMS[::-1]), ids=["lockstep", "look-ahead"])
-def test_nor_do_they_behind_long_prompts(config):
+def test_warm_up_covers_long_prompts(config):
     engine, asked = local_engine(tiny_pair(max_context=SHORT_SINGLE + 60), config), []
     run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
     kinds = [
@@ -70,7 +70,7 @@ def test_nor_do_they_behind_long_prompts(config):
 
 
 @pytest.mark.parametrize("context", one_of(SHORT - 14, SHORT_SINGLE - 14))
-def test_nor_do_they_where_no_context_is_quite_long(context):
+def test_warm_up_covers_contexts_just_below_a_limit(context):
     """The engine's longest context is just below a limit, and a round may reserve more positions than the context
     has."""
     config = EngineConfig(block=8, max_slots=8)
@@ -92,7 +92,7 @@ def test_long_contexts_are_rehearsed_where_there_can_be_some():
 
 
 @pytest.mark.parametrize("config", one_of(*FORMS), ids=["look-ahead", "lockstep"])
-def test_rounds_of_nobody_change_nothing(config):
+def test_warm_up_rounds_change_no_answer(config):
     asked = [request([1, 2], str(i), particles=n, seed=i, max_tokens=20) for i, n in enumerate((3, 8))]
     expected = answers(local_engine(tiny_pair(), config), asked)
     engine = local_engine(tiny_pair(), config)

@@ -20,8 +20,8 @@ from smc.kernels.candidate_tokens import propose_candidates
 from smc.kernels.truncation import truncate
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
-from tests.kernels.cuts import arguments
 from tests.kernels.test_extremes import DTYPES, largest, logit_rows, truncating
+from tests.kernels.truncation_helpers import arguments
 from tests.test_distributions import TOLERANCE, Spec, law_spec
 
 examples = settings(max_examples=200 if DEVICE.type == "cuda" else 4, deadline=None)
@@ -98,7 +98,7 @@ def test_truncated_mixed_and_greedy_laws(dtype, data, share):
 
 @pytest.mark.parametrize("vocab", [256, 257, 2048, 2049, 16384, 16385, 20000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_where_a_search_gets_a_further_step(vocab, dtype):
+def test_threshold_search_step_boundaries(vocab, dtype):
     """Includes so many equal logits that only some of them are candidates."""
     logits_RV = (torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).to(dtype).to(DEVICE)
     logits_RV[1] = (logits_RV[1] / 4).round()

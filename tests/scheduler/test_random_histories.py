@@ -10,7 +10,13 @@ import pytest
 
 from smc.api.engine_config import EngineConfig
 from tests.scheduler.harness import assert_empty
-from tests.scheduler.lives import assert_same, live, random_requests, small_engine, with_endless_memory
+from tests.scheduler.random_histories import (
+    answers_with_plenty_of_memory,
+    assert_same,
+    live,
+    random_requests,
+    small_engine,
+)
 
 CONFIGS = [
     EngineConfig(form="lockstep", block=2, cohorts=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
@@ -58,7 +64,7 @@ def check_lives(
     assert_empty(engine)
     assert not any(engine.memory.leaked().values()) and not engine.prefill.stops.used
     untouched = [request for request in requests if lives.untouched(request.request_id)]
-    expected = with_endless_memory(config, untouched)
+    expected = answers_with_plenty_of_memory(config, untouched)
     for request in untouched:
         assert_same(lives.final[request.request_id], expected[request.request_id])
     return len(untouched), lives.events

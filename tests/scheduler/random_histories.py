@@ -179,7 +179,7 @@ def _resize(engine: Engine, rng: random.Random, lives: Lives) -> None:
         lives.events["grown" if wanted > group.count else "made smaller"] += 1
 
 
-def with_endless_memory(config: EngineConfig, requests: Sequence[Request]) -> dict[str, Answer]:
+def answers_with_plenty_of_memory(config: EngineConfig, requests: Sequence[Request]) -> dict[str, Answer]:
     """Answers of an engine with plenty of memory, no prefix cache and no time budgets."""
     plenty = replace(
         config, pages=200_000, max_slots=512, prefix_cache=False, prefill_chunk=512, max_queue=None, cohorts=1

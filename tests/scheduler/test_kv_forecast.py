@@ -12,8 +12,15 @@ from smc.local_engine import local_engine
 from smc.scheduler.capacity import COUNT_EVERY, OWN_TOKENS
 from smc.scheduler.engine import Engine
 from tests.scheduler.harness import assert_empty, request, running
-from tests.scheduler.lives import assert_same, live, pair, random_requests, small_engine, with_endless_memory
 from tests.scheduler.pairs import tiny_pair
+from tests.scheduler.random_histories import (
+    answers_with_plenty_of_memory,
+    assert_same,
+    live,
+    pair,
+    random_requests,
+    small_engine,
+)
 
 PROMPT, PARTICLES, ANSWER, COUNT = (0, 1, 2, 1) * 5, 6, 160, 16
 WHOLE = len(PROMPT) + PARTICLES * ANSWER
@@ -124,6 +131,6 @@ def test_an_answer_does_not_depend_on_what_has_been_learnt():
     requests = [request((0, 1, 2), str(i), seed=i % 2, **law) for i in range(4)]
     found = {output.request_id: output.answer for output in engine.run(requests) if output.answer}
     assert engine.forecast.own_share > 0.9
-    expected = with_endless_memory(config, requests[:2])
+    expected = answers_with_plenty_of_memory(config, requests[:2])
     for name, answer in found.items():
         assert_same(answer, expected[str(int(name) % 2)])

@@ -29,8 +29,8 @@ from smc.scheduler.tree_policy import (
 )
 from tests.pairwise import one_of
 from tests.scheduler.harness import answers, assert_empty, running
-from tests.scheduler.lives import pair
 from tests.scheduler.pairs import tiny_pair
+from tests.scheduler.random_histories import pair
 
 EASY, HARD, HOPELESS = 0.021, 0.07, 8.0
 """Miss rates: of the shipped pair at temperatures 1 and 2, and of a draft that is never right."""
@@ -152,7 +152,7 @@ def test_a_crowd_is_decoded_alone_as_long_as_little_is_read(rows):
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_a_crowd_that_comes_first_is_drafted_for_until_its_draft_is_known(rows):
+def test_unknown_drafts_are_tried(rows):
     """An unknown draft is tried, as nothing can be learnt from a draft that never runs. When it was assumed to miss one
     token in ten, 128 requests were decoded without it for good, at 165 tokens a second each, though the pair makes a
     third more."""
@@ -416,7 +416,7 @@ def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead):
         assert mean == pytest.approx(np.mean(found), abs=5 * np.std(found) / 50 + 1e-3)
 
 
-def test_a_hazard_is_found_whatever_the_rows_were():
+def test_miss_rates_are_estimated_for_any_tree_size():
     """A miss rate of 0.2 is estimated from rounds of trees of 1 to 8 rows. Before any round the estimate is the given
     prior."""
     rng = random.Random(2)
@@ -494,7 +494,7 @@ def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", one_of(9, 120))
-def test_it_is_tried_again_after_as_many_steps_whoever_comes_and_goes(tokens):
+def test_acceptance_decays_per_step(tokens):
     """The decay depends on the number of steps, not on how often the policy is called: with arrivals in every step, it
     is called in every step."""
 
@@ -563,7 +563,7 @@ def test_an_engine_drafts_where_much_is_read():
         engine.abort("one")
 
 
-def test_of_a_crowd_that_comes_and_goes_the_draft_hears_nothing(monkeypatch):
+def test_no_draft_prompts_for_requests_that_are_not_drafted(monkeypatch):
     """Thirty requests arrive at once, and each that ends makes room for the next. The draft runs no prompts of requests
     that will not be drafted for."""
     engine, asked = local_engine(pair(), EngineConfig(block=3, max_slots=256, prefix_cache=False)), []
@@ -586,7 +586,7 @@ def test_of_a_crowd_that_comes_and_goes_the_draft_hears_nothing(monkeypatch):
     assert next(seeds) > 2 * count and not asked
 
 
-def test_a_crowd_after_a_crowd_is_asked_about_at_once():
+def test_policy_decides_at_once_for_new_requests():
     """A change made for requests that are gone does not delay the next decision."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=256))
     engine.latency = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))

@@ -8,8 +8,8 @@ import pytest
 
 from smc.api.engine_config import EngineConfig
 from smc.types import ModelRole
-from tests.scheduler.harness import TokenLedger, assert_empty, check_kv, config_id
-from tests.scheduler.lives import live, random_requests, small_engine
+from tests.scheduler.harness import TokensOfPages, assert_empty, check_kv, config_id
+from tests.scheduler.random_histories import live, random_requests, small_engine
 
 SMALL = {"max_slots": 60, "pages": 440, "prefill_chunk": 24}
 LOCKSTEP = EngineConfig(form="lockstep", block=3, **SMALL)
@@ -27,7 +27,7 @@ def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     plain decoding. tests/scheduler/test_guidance.py checks the same for guided requests in `make test`."""
     rng = random.Random(3)
     engine = small_engine(config, monkeypatch, ahead=ahead)
-    written, seen = {side: TokenLedger(engine, side) for side in ModelRole}, []
+    written, seen = {side: TokensOfPages(engine, side) for side in ModelRole}, []
     lives = live(
         engine,
         random_requests(28, rng),

@@ -19,8 +19,8 @@ from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.speculation import LatencyModel
 from smc.scheduler.tree_policy import OtherLoad, TreeRequest
 from tests.pairwise import one_of
-from tests.scheduler.harness import TokenLedger, answers, assert_empty, check_kv, request, running
-from tests.scheduler.lives import live, pair, random_requests, small_engine, with_endless_memory
+from tests.scheduler.harness import TokensOfPages, answers, assert_empty, check_kv, request, running
+from tests.scheduler.random_histories import answers_with_plenty_of_memory, live, pair, random_requests, small_engine
 
 CASES = one_of(("lookahead", True), ("lockstep", False))
 LAWS = [
@@ -96,7 +96,7 @@ class AnyRows:
 class Turns:
     """Watches exact requests; now and then makes one fall back to the target at once, in whatever state it is."""
 
-    def __init__(self, rng: random.Random, written: dict[str, TokenLedger]) -> None:
+    def __init__(self, rng: random.Random, written: dict[str, TokensOfPages]) -> None:
         self.rng, self.written, self.seen = rng, written, Counter()
         self._were: dict[SequenceGroup, int] = {}
 
@@ -132,7 +132,7 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     engine = small_engine(
         config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)), trees=AnyRows(rng, config)
     )
-    turns = Turns(rng, {} if ahead else {side: TokenLedger(engine, side) for side in ("draft", "target")})
+    turns = Turns(rng, {} if ahead else {side: TokensOfPages(engine, side) for side in ("draft", "target")})
     lives = live(engine, requests, rng, submit=0.9, cancel=0.04, interrupt=0.05, after_step=turns)
     assert_empty(engine)
     assert not any(engine.memory.leaked().values()) and not engine.prefill.stops.used
@@ -145,7 +145,7 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     cut = (FinishReason.CANCELLED, FinishReason.TIME_BUDGET, FinishReason.QUEUE_TIME)
     exact = [one for one in requests if one.params.method is Method.EXACT]
     assert sum(lives.final[one.request_id].finish_reason not in cut for one in exact) > 9
-    expected = with_endless_memory(config, plain_of(exact))
+    expected = answers_with_plenty_of_memory(config, plain_of(exact))
     for one in exact:
         _assert_same(lives.final[one.request_id], expected[one.request_id], cut)
 
