@@ -28,6 +28,13 @@ from services.batch.storage import Store
 from services.launch import cluster
 from services.launch.config import WorkerGroupConfig
 
+logger = logging.getLogger(__name__)
+PARTS_AT_A_TIME = 2
+"""Parts that a worker group decodes at a time: while the last lines of one part are decoded, the next part fills the
+slots that become free."""
+REPORT_SECONDS = 1.0
+"""Time between two reports of a worker group."""
+
 
 @dataclass(frozen=True)
 class ReplicaSpec:
@@ -70,15 +77,6 @@ class Replica:
     async def stop(self) -> None:
         """End every process."""
         await self._supervisor.stop()
-
-
-logger = logging.getLogger(__name__)
-
-PARTS_AT_A_TIME = 2
-"""Parts that a worker group decodes at a time: while the last lines of one part are decoded, the next part fills the
-slots that become free."""
-REPORT_SECONDS = 1.0
-"""Time between two reports of a worker group."""
 
 
 @dataclass(frozen=True)

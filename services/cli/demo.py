@@ -31,6 +31,19 @@ if TYPE_CHECKING:
 
 QUESTIONS = 3
 CONCURRENCY = 8
+LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=5), EngineConfig(form="lookahead", block=5, branches=4)
+LESSON = """\
+Every answer is drawn at temperature 1. The draft alone is fast and mostly wrong. Exact decoding gives the target's \
+own answers in few of its passes. SMC comes close to them. It needs the same number of passes however far apart the \
+two models are, and gives more right answers with more particles. On a GPU a pass over many rows takes about as long \
+as a pass over one row, so the number of passes determines the time. On a CPU it takes longer, and look-ahead, which \
+is made for models that work at the same time, gains nothing: these speeds hold only for CPUs.
+"""
+NEXT = """\
+Next:  smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"
+       smcserve eval --problems 100 --only alone --only "lockstep N=8 K=5"
+       docs/quality.md: what method, N, K and F do to quality and speed\
+"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,6 @@ def _smc(particles: int) -> dict[str, Any]:
     return {"method": "smc", "population": "distinct", "particles": particles}
 
 
-LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=5), EngineConfig(form="lookahead", block=5, branches=4)
 TARGET = DemoDecoding("target alone", {"method": "target"})
 DRAFT = DemoDecoding("draft alone", {"method": "draft"})
 EXACT = DemoDecoding("exact lockstep N=4 K=5", _exact(4), LOCKSTEP)
@@ -80,18 +92,6 @@ MORE = (
     DemoDecoding("distinct look-ahead N=8 K=5 F=4", _smc(8), LOOKAHEAD),
     DemoDecoding("distinct lockstep N=32 K=5", _smc(32), LOCKSTEP),
 )
-LESSON = """\
-Every answer is drawn at temperature 1. The draft alone is fast and mostly wrong. Exact decoding gives the target's \
-own answers in few of its passes. SMC comes close to them. It needs the same number of passes however far apart the \
-two models are, and gives more right answers with more particles. On a GPU a pass over many rows takes about as long \
-as a pass over one row, so the number of passes determines the time. On a CPU it takes longer, and look-ahead, which \
-is made for models that work at the same time, gains nothing: these speeds hold only for CPUs.
-"""
-NEXT = """\
-Next:  smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"
-       smcserve eval --problems 100 --only alone --only "lockstep N=8 K=5"
-       docs/quality.md: what method, N, K and F do to quality and speed\
-"""
 
 
 def show(count: int, seed: int) -> None:

@@ -34,6 +34,24 @@ COMMANDS = {
     "grow": "Write a small model into a large shape, padded with zeros. It has the small model's answers "
     "and the large one's cost.",
 }
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  smcserve demo\n
+  smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"\n
+  smcserve generate --target DIR --draft DIR -n 32 -k 5 -f 2 < prompt.txt\n
+  smcserve eval --problems 200 --only target --only "lockstep N=8 K=5"\n
+  smcserve check --target DIR --draft DIR
+"""
+app = typer.Typer(
+    help="Answers of a large target model at close to the speed of a small draft model, by Sequential Monte Carlo "
+    "speculative decoding.",
+    epilog=EXAMPLES,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -61,25 +79,6 @@ def _command(name: str) -> Callable[[typer.Context], int]:
     return command
 
 
-EXAMPLES = """
-[bold]Examples[/bold]
-
-  smcserve demo\n
-  smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"\n
-  smcserve generate --target DIR --draft DIR -n 32 -k 5 -f 2 < prompt.txt\n
-  smcserve eval --problems 200 --only target --only "lockstep N=8 K=5"\n
-  smcserve check --target DIR --draft DIR
-"""
-
-app = typer.Typer(
-    help="Answers of a large target model at close to the speed of a small draft model, by Sequential Monte Carlo "
-    "speculative decoding.",
-    epilog=EXAMPLES,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 app.command("generate")(generate)
 app.command("demo")(demo)
 app.command("serve")(serve)

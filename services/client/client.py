@@ -28,6 +28,10 @@ from services.protobuf.generation import (
 from services.security import is_loopback
 from smc.api.request import FinishReason, Particle, PromptToken, Statistics, Times
 
+ASK_TIMEOUT = 30.0
+"""Time limit in seconds of every call but Generate: a service that needs longer is taken to be down."""
+Data = TypeVar("Data")
+
 
 class ServiceError(RuntimeError):
     """A call failed. docs/errors.md says when each code is sent, and what to do."""
@@ -150,12 +154,6 @@ class ServerInfo:
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text (encoded as it is), token ids, or a conversation (put through the target's chat template)."""
-
-
-ASK_TIMEOUT = 30.0
-"""Time limit in seconds of every call but Generate: a service that needs longer is taken to be down."""
-
-Data = TypeVar("Data")
 
 
 class CompletionStream:

@@ -29,6 +29,12 @@ REPORT_SECONDS = 1.0
 """Time to wait for a worker's failure report when a link has broken."""
 
 logger = logging.getLogger(__name__)
+WATCH_SECONDS = 0.5
+"""Time between two checks of the engine's thread."""
+MEET_SECONDS = 0.02
+"""Time between two checks whether draft and target have a link."""
+SLACK_SECONDS = 1.0
+"""Time that a step may take beyond the longest wait for a worker."""
 
 
 @dataclass(frozen=True)
@@ -188,14 +194,6 @@ class RemoteEngine:
         begin = time.monotonic()
         self.engine.latency = costs = measure_latency(self.engine, effort)
         logger.info("measured costs in %.1f s: %s", time.monotonic() - begin, costs or "none, contexts are too short")
-
-
-WATCH_SECONDS = 0.5
-"""Time between two checks of the engine's thread."""
-MEET_SECONDS = 0.02
-"""Time between two checks whether draft and target have a link."""
-SLACK_SECONDS = 1.0
-"""Time that a step may take beyond the longest wait for a worker."""
 
 
 class EngineStuck(RuntimeError):

@@ -33,6 +33,24 @@ from services.metrics import Metrics
 from services.security import server_credentials
 
 SERVING, NOT_SERVING = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING
+BEAT_SECONDS = 0.1
+PAUSE_SECONDS = 0.25
+"""Pauses of more than this many seconds are reported: callers notice them."""
+LOG_SECONDS = 1.0
+"""Seconds of a pause after which the loop's stack is logged."""
+logger = logging.getLogger(__name__)
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+DRAFT, TARGET = "smc.draft", "smc.target"
+"""Names of the draft's and the target's workers in health checks."""
+GATEWAY = "smc.gateway"
+"""Name of the gateway in health checks: SERVING for as long as the gateway is alive, whatever the state of the
+workers."""
+LEAVE_SECONDS = 10.0
+"""Seconds that gRPC waits for calls beyond the time of a drain; by then `stop` has ended every call."""
+DELIVERY_SECONDS = 1.0
+"""Seconds that callers have to read why their calls were ended."""
+TRACES_SECONDS = 3.0
+"""Seconds that a collector has to take the last spans."""
 
 
 class Health(pb_grpc.HealthServicer):
@@ -91,15 +109,6 @@ class Health(pb_grpc.HealthServicer):
             await changed.wait()
 
 
-BEAT_SECONDS = 0.1
-PAUSE_SECONDS = 0.25
-"""Pauses of more than this many seconds are reported: callers notice them."""
-LOG_SECONDS = 1.0
-"""Seconds of a pause after which the loop's stack is logged."""
-
-logger = logging.getLogger(__name__)
-
-
 class Watchdog:
     """Reports pauses of an asyncio loop, and logs the loop's stack during long ones from a thread. Create it in the
     loop that it watches."""
@@ -133,20 +142,6 @@ class Watchdog:
                 logged = last
                 stack = "".join(traceback.format_stack(sys._current_frames().get(self._thread_id)))
                 logger.warning("the event loop has been blocked for more than %g s; it is at:\n%s", LOG_SECONDS, stack)
-
-
-HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-DRAFT, TARGET = "smc.draft", "smc.target"
-"""Names of the draft's and the target's workers in health checks."""
-GATEWAY = "smc.gateway"
-"""Name of the gateway in health checks: SERVING for as long as the gateway is alive, whatever the state of the
-workers."""
-LEAVE_SECONDS = 10.0
-"""Seconds that gRPC waits for calls beyond the time of a drain; by then `stop` has ended every call."""
-DELIVERY_SECONDS = 1.0
-"""Seconds that callers have to read why their calls were ended."""
-TRACES_SECONDS = 3.0
-"""Seconds that a collector has to take the last spans."""
 
 
 class Gateway:

@@ -29,6 +29,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from smc.types import ModelRole
 
+logger = logging.getLogger(__name__)
+LOCAL_CPUS = 64
+"""CPUs that a cluster started here declares: its processes share this machine's cores anyway."""
+OBJECT_STORE_BYTES = 100_000_000
+SLOW_STARTS = ("timed out during startup", "Timed out waiting for file")
+"""Text in Ray's error when its processes were not up in time."""
+RESOURCE_SHARE = 0.001
+"""Amount of a custom resource that a rank requests: so little that a host that has 1 of it has enough for all its
+ranks."""
+SIGNS = "signs"
+"""Concurrency group of liveness probes: they are answered while other calls of the actor run."""
+
 
 class WorkerGroupError(RuntimeError):
     """The worker group did not start, or one of its processes has ended. The message names the process and the
@@ -44,20 +56,6 @@ class WorkerGroupError(RuntimeError):
 class RemoteTraceback(Exception):
     """A traceback of another process, as text. It is the cause of the error that names the process: so it is shown
     with that error, whose message stays one line."""
-
-
-logger = logging.getLogger(__name__)
-
-LOCAL_CPUS = 64
-"""CPUs that a cluster started here declares: its processes share this machine's cores anyway."""
-OBJECT_STORE_BYTES = 100_000_000
-SLOW_STARTS = ("timed out during startup", "Timed out waiting for file")
-"""Text in Ray's error when its processes were not up in time."""
-RESOURCE_SHARE = 0.001
-"""Amount of a custom resource that a rank requests: so little that a host that has 1 of it has enough for all its
-ranks."""
-SIGNS = "signs"
-"""Concurrency group of liveness probes: they are answered while other calls of the actor run."""
 
 
 class RankActor:

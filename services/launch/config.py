@@ -26,6 +26,7 @@ RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 anyway."""
 LONGEST = 1_000_000
 """Longest deadline in seconds: torch and Ray accept neither infinity nor durations that overflow their clocks."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,6 @@ class WorkerGroupConfig:
             sampling=sampling_defaults(files) if files and self.generation_config == "auto" else {},
             dtypes=name_dtypes(self.dtypes),
         )
-
-
-logger = logging.getLogger(__name__)
 
 
 def check_gpus(config: WorkerGroupConfig, ray_address: str | None, groups: int = 1) -> None:

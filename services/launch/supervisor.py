@@ -40,6 +40,22 @@ REMEMBERED = 1000
 """Maximum number of quarantined requests; the oldest are forgotten first."""
 FORGOTTEN = 600.0
 """Seconds after which a quarantined request is accepted again."""
+RESUMED = (Method.EXACT, Method.TARGET)
+MOST = 3
+"""Maximum number of times that one answer is resumed: a request that is lost more often may itself make the worker
+group fail."""
+logger = logging.getLogger(__name__)
+Generate = Callable[[Request], AsyncGenerator[Output, None]]
+CHECK_SECONDS = 0.5
+"""Length of one wait for the end of a process, before the next wait begins. An end is noticed at once."""
+SILENCE_SECONDS = 5.0
+"""Time beyond the link's timeout after which a silent coordinator counts as lost. The coordinator sees more, so it may
+report the cause first."""
+LOOK_SECONDS, LOG_SECONDS = 0.5, 10.0
+"""Time between two looks at the progress of a start, and least time between two log lines about it."""
+BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Delay before the next attempt to start a worker group or a draft, by the number of attempts that have failed in a
+row."""
 
 
 class Quarantine:
@@ -74,16 +90,6 @@ def _key(request: Request) -> bytes:
     submitted."""
     params = replace(request.params, seed=None)
     return hashlib.blake2b(repr((request.prompt, request.negative_prompt, params)).encode(), digest_size=16).digest()
-
-
-RESUMED = (Method.EXACT, Method.TARGET)
-MOST = 3
-"""Maximum number of times that one answer is resumed: a request that is lost more often may itself make the worker
-group fail."""
-
-logger = logging.getLogger(__name__)
-
-Generate = Callable[[Request], AsyncGenerator[Output, None]]
 
 
 async def resuming(
@@ -177,18 +183,6 @@ class _ReplayCursor:
             top_logprobs=top_logprobs,
             particles=particles,
         )
-
-
-CHECK_SECONDS = 0.5
-"""Length of one wait for the end of a process, before the next wait begins. An end is noticed at once."""
-SILENCE_SECONDS = 5.0
-"""Time beyond the link's timeout after which a silent coordinator counts as lost. The coordinator sees more, so it may
-report the cause first."""
-LOOK_SECONDS, LOG_SECONDS = 0.5, 10.0
-"""Time between two looks at the progress of a start, and least time between two log lines about it."""
-BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Delay before the next attempt to start a worker group or a draft, by the number of attempts that have failed in a
-row."""
 
 
 class Supervisor:

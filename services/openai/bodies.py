@@ -32,6 +32,50 @@ from smc.api.limits import PromptTooLong
 from smc.api.sampling_params import SETTINGS
 from smc.scheduler.admission import DuplicateRequest
 
+MAX_NESTING = 200
+"""Maximum depth of a body in levels. Functions that read or write a body may call themselves once a level, and
+libraries stop at 255."""
+TOO_DEEP = f"this is nested too deeply to be read; allowed: at most {MAX_NESTING} levels"
+HTTP = {
+    "invalid": (400, "invalid_request_error"),
+    "unauthenticated": (401, "authentication_error"),
+    "slow_sender": (408, "invalid_request_error"),
+    "duplicate": (409, "conflict_error"),
+    "too_large": (413, "invalid_request_error"),
+    "queue_full": (429, "rate_limit_error"),
+    "abort": (499, "aborted_error"),
+    "failed": (500, "server_error"),
+    "internal": (500, "server_error"),
+    "unavailable": (503, "server_error"),
+    "deadline": (504, "timeout_error"),
+}
+"""HTTP status and OpenAI's error type, by `services.errors.Status.cause`. A caller that does not read its answer is
+sent no error."""
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code for a prompt that is too long. Clients recognise it."""
+_FIRST_WORD = re.compile(r"[a-z_]+")
+_OF_PROMPTS = re.compile("the prompt|chat|cannot encode|the chat template")
+MOST_LOGGED, MAX_LOGGED = 256, 64
+"""Maximum number of unknown fields that are logged, and of characters of each name."""
+logger = logging.getLogger(__name__)
+KIND = "kind:"
+"""Prefix of the tags of unions. It distinguishes tags from fields in the path of an error."""
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+B = TypeVar("B", bound=BaseModel)
+KINDS = {
+    "model_type": "an object",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "string_type": "a string",
+    "bool_type": "true, false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "none_required": "null",
+}
+"""JSON's names of types, by pydantic's error types."""
+_AROUND = re.compile(r"^(Input should be|(List|String) should have) | after validation, not \d+$")
+"""Text that pydantic's messages put around the allowed values."""
+
 
 def parse(data: bytes) -> Any:
     """Parse JSON strictly. Raises ValueError if it is not valid, gives a field twice, has a number that JSON does not
@@ -48,12 +92,6 @@ def parse(data: bytes) -> Any:
     if data.count(b"[") + data.count(b"{") > MAX_NESTING and _is_deeper(document, MAX_NESTING):
         raise ValueError(TOO_DEEP)
     return document
-
-
-MAX_NESTING = 200
-"""Maximum depth of a body in levels. Functions that read or write a body may call themselves once a level, and
-libraries stop at 255."""
-TOO_DEEP = f"this is nested too deeply to be read; allowed: at most {MAX_NESTING} levels"
 
 
 def _is_deeper(document: Any, most: int) -> bool:
@@ -97,27 +135,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number of JSON")
-
-
-HTTP = {
-    "invalid": (400, "invalid_request_error"),
-    "unauthenticated": (401, "authentication_error"),
-    "slow_sender": (408, "invalid_request_error"),
-    "duplicate": (409, "conflict_error"),
-    "too_large": (413, "invalid_request_error"),
-    "queue_full": (429, "rate_limit_error"),
-    "abort": (499, "aborted_error"),
-    "failed": (500, "server_error"),
-    "internal": (500, "server_error"),
-    "unavailable": (503, "server_error"),
-    "deadline": (504, "timeout_error"),
-}
-"""HTTP status and OpenAI's error type, by `services.errors.Status.cause`. A caller that does not read its answer is
-sent no error."""
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""OpenAI's code for a prompt that is too long. Clients recognise it."""
-_FIRST_WORD = re.compile(r"[a-z_]+")
-_OF_PROMPTS = re.compile("the prompt|chat|cannot encode|the chat template")
 
 
 class BadRequest(ValueError):
@@ -195,13 +212,6 @@ def neutral(*values: Any, why: str = "there is no such setting here") -> Neutral
         return value
 
     return Neutral(check, values)
-
-
-MOST_LOGGED, MAX_LOGGED = 256, 64
-"""Maximum number of unknown fields that are logged, and of characters of each name."""
-logger = logging.getLogger(__name__)
-KIND = "kind:"
-"""Prefix of the tags of unions. It distinguishes tags from fields in the path of an error."""
 
 
 def kind_of_item(default: str) -> Discriminator:
@@ -401,23 +411,8 @@ class CompletionBody(Body):
     add_special_tokens: Annotated[Any, neutral(True)] = True
 
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 AnyBody = ChatBody | CompletionBody
-B = TypeVar("B", bound=BaseModel)
 BODIES: dict[bool, type[ChatBody] | type[CompletionBody]] = {True: ChatBody, False: CompletionBody}
-KINDS = {
-    "model_type": "an object",
-    "dict_type": "an object",
-    "list_type": "a list",
-    "string_type": "a string",
-    "bool_type": "true, false",
-    "int_type": "an integer",
-    "float_type": "a number",
-    "none_required": "null",
-}
-"""JSON's names of types, by pydantic's error types."""
-_AROUND = re.compile(r"^(Input should be|(List|String) should have) | after validation, not \d+$")
-"""Text that pydantic's messages put around the allowed values."""
 NAMES = {chat: frozenset(body.model_fields) | SETTINGS.keys() for chat, body in BODIES.items()}
 """Names of all fields, by whether the body is a chat. Settings have the same name and meaning as in the library."""
 

@@ -55,6 +55,31 @@ PROBE = {
     "messages": [{"role": "user", "content": "a"}],
     "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}],
 }
+OPENAPI, DOCS = "/openapi.json", "/docs"
+DOCS_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+}
+"""Headers of `/docs`, a page that loads nothing."""
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "flag": {"type": "boolean"},
+    "integer": {"type": "integer"},
+    "number": {"type": "number"},
+    "choice": {"type": "string"},
+    "text": {"type": "string"},
+    "texts": {"type": "array", "items": {"type": "string"}},
+    "integers": {"type": "array", "items": {"type": "integer"}},
+    "biases": {"type": "object", "additionalProperties": {"type": "number"}},
+}
+"""JSON schemas, by the kinds of settings."""
+ALSO: dict[str, list[dict[str, Any]]] = {
+    "stop": [{"type": "string"}],
+    "logprobs": [{"type": "integer"}],
+}
+"""Further schemas of settings that bodies accept in other forms as well."""
+STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+color-scheme: light dark } table { border-collapse: collapse; width: 100% } td { padding: 0.2rem 0.6rem;
+vertical-align: top; border-top: 1px solid #8884 } code { font-family: ui-monospace, monospace }"""
 
 
 class Playground:
@@ -157,14 +182,6 @@ def _help(known: Setting) -> str:
     return re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), text)
 
 
-OPENAPI, DOCS = "/openapi.json", "/docs"
-DOCS_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-}
-"""Headers of `/docs`, a page that loads nothing."""
-
-
 @dataclass(frozen=True)
 class BodyOf:
     """A body with its own fields and the library's settings."""
@@ -184,22 +201,6 @@ BODIES = {
         "Tokens of Anthropic's messages", messages_api.MessagesBody, messages_api.FORM.replaced
     ),
 }
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "flag": {"type": "boolean"},
-    "integer": {"type": "integer"},
-    "number": {"type": "number"},
-    "choice": {"type": "string"},
-    "text": {"type": "string"},
-    "texts": {"type": "array", "items": {"type": "string"}},
-    "integers": {"type": "array", "items": {"type": "integer"}},
-    "biases": {"type": "object", "additionalProperties": {"type": "number"}},
-}
-"""JSON schemas, by the kinds of settings."""
-ALSO: dict[str, list[dict[str, Any]]] = {
-    "stop": [{"type": "string"}],
-    "logprobs": [{"type": "integer"}],
-}
-"""Further schemas of settings that bodies accept in other forms as well."""
 
 
 def document(routes: Mapping[str, tuple[str, ...]], version: str) -> dict[str, Any]:
@@ -251,11 +252,6 @@ def _settings(without: frozenset[str]) -> dict[str, Any]:
     found["constraint"] = {"type": "object", "description": "Constraint that the answer must satisfy."}
     found["method"] = {"type": "string", "enum": [method.value for method in Method]}
     return {name: found[name] for name in SETTINGS if name not in without}
-
-
-STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-color-scheme: light dark } table { border-collapse: collapse; width: 100% } td { padding: 0.2rem 0.6rem;
-vertical-align: top; border-top: 1px solid #8884 } code { font-family: ui-monospace, monospace }"""
 
 
 def page(document: Mapping[str, Any]) -> str:

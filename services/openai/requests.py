@@ -51,6 +51,14 @@ MAX_ANSWERS = 128
 """Maximum number of answers of one request."""
 LONGEST = 2**31 - 1
 """`max_tokens` of an answer without a limit, until the room in the context is known."""
+STRUCTURED = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "grammar": "grammar",
+    "choice": "choice",
+}
+"""Kinds of constraints, by vLLM's names."""
 
 
 @dataclass(frozen=True)
@@ -320,16 +328,6 @@ def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, An
     if "logprobs" in settings:
         settings |= _logprobs(settings, isinstance(body, ChatBody))
     return settings
-
-
-STRUCTURED = {
-    "json": "json_schema",
-    "json_object": "json_object",
-    "regex": "regex",
-    "grammar": "grammar",
-    "choice": "choice",
-}
-"""Kinds of constraints, by vLLM's names."""
 
 
 def _constraint(settings: dict[str, Any], body: Body) -> dict[str, Any]:

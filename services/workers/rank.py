@@ -38,6 +38,17 @@ ONE_SHOT = 256 << 10
 """Bytes up to which every rank reads the whole parts of all ranks. For larger sums each rank sums its share, and
 distributes the result."""
 SUMMED = (torch.bfloat16, torch.float32)
+_HEAD = 8
+_FROM_LEADER = dist.BroadcastOptions()
+_FROM_LEADER.rootRank = 0
+_FROM_LEADER.rootTensor = 0
+CLOSE_SECONDS = 5.0
+logger = logging.getLogger(__name__)
+Respond = Callable[[], pb.WorkResponse]
+"""Waits for the results of a command, and returns its response."""
+Reconnect = Callable[[int, float], bool]
+"""Opens a link to the other model's leader in the background. Arguments: its incarnation, and the timeout in seconds.
+Returns whether the link is up. Raises RuntimeError if the leader does not connect."""
 
 
 class SymmetricSum:
@@ -124,12 +135,6 @@ def _exchange(store: dist.Store, name: str, rank: int, degree: int, word: str) -
     return [store.get(f"{name}/{other}").decode() for other in range(degree)]
 
 
-_HEAD = 8
-_FROM_LEADER = dist.BroadcastOptions()
-_FROM_LEADER.rootRank = 0
-_FROM_LEADER.rootTensor = 0
-
-
 class TensorParallel:
     """Rank `rank` of `degree` of one model, a `smc.model.parallel.Reduce`. On GPUs small sums of activations use
     symmetric memory, large ones NCCL; commands always go over gloo."""
@@ -190,11 +195,6 @@ class TensorParallel:
             raise LinkError(f"the group's leader is gone or silent: {error}") from error
 
 
-CLOSE_SECONDS = 5.0
-
-logger = logging.getLogger(__name__)
-
-
 class ResponseSender:
     """Sends responses to the coordinator in order. `waits`: responses have to wait for results of the device; a thread
     does so, and the next command can be executed meanwhile."""
@@ -241,13 +241,6 @@ class ResponseSender:
         time."""
         with self._turn:
             self._end.send(response)
-
-
-Respond = Callable[[], pb.WorkResponse]
-"""Waits for the results of a command, and returns its response."""
-Reconnect = Callable[[int, float], bool]
-"""Opens a link to the other model's leader in the background. Arguments: its incarnation, and the timeout in seconds.
-Returns whether the link is up. Raises RuntimeError if the leader does not connect."""
 
 
 class Rank:

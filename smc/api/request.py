@@ -12,6 +12,18 @@ from smc.api.sampling_params import Method, SamplingParams
 
 MAX_PRIORITY = 1_000_000
 """Maximum absolute value of a priority."""
+Alternatives = tuple[tuple[int, float], ...]
+"""Token ids, each with its log-probability."""
+LEAST_ACCEPTED = 0.25
+"""Drafted tokens confirmed in a round of exact decoding, on average; with fewer, the draft does not know the text."""
+LEAST_EVIDENCE = -0.3
+"""log Z-hat per token; below this, a population is too small: a block of five tokens keeps e^-1.5, 22%, of the target's
+probability."""
+LEAST_ROUNDS, LEAST_TOKENS = 4, 8
+"""Minimum rounds of exact decoding that drafted something, and minimum answer tokens of SMC, for a warning to be
+meaningful."""
+LEAST_GAIN = 1.05
+"""Speed, as a multiple of plain decoding's, from which drafting pays."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +58,6 @@ def check_guidance(params: SamplingParams, has_negative: bool) -> None:
         raise ValueError(
             "negative_prompt has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out"
         )
-
-
-Alternatives = tuple[tuple[int, float], ...]
-"""Token ids, each with its log-probability."""
 
 
 class FinishReason(StrEnum):
@@ -187,18 +195,6 @@ class Output:
     logprobs: tuple[float, ...] = ()
     """One log-probability for each of these tokens, if requested. Concatenated over all outputs, they are the
     answer's."""
-
-
-LEAST_ACCEPTED = 0.25
-"""Drafted tokens confirmed in a round of exact decoding, on average; with fewer, the draft does not know the text."""
-LEAST_EVIDENCE = -0.3
-"""log Z-hat per token; below this, a population is too small: a block of five tokens keeps e^-1.5, 22%, of the target's
-probability."""
-LEAST_ROUNDS, LEAST_TOKENS = 4, 8
-"""Minimum rounds of exact decoding that drafted something, and minimum answer tokens of SMC, for a warning to be
-meaningful."""
-LEAST_GAIN = 1.05
-"""Speed, as a multiple of plain decoding's, from which drafting pays."""
 
 
 def fit_by_acceptance(accepted: float) -> str | None:

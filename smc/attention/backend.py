@@ -23,6 +23,8 @@ from smc.arrays import to_device
 from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 
+ToDevice = Callable[[np.ndarray], Tensor]
+
 
 @dataclass(frozen=True)
 class ForwardBatch:
@@ -89,9 +91,6 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
         """Plan a pass. Called once per pass; the result is used once per layer."""
-
-
-ToDevice = Callable[[np.ndarray], Tensor]
 
 
 class TorchAttention(AttentionBackend):

@@ -39,6 +39,13 @@ groups."""
 SPECIALIZED = 256
 """Maximum number of queries of a group and key/value head for which warps of two kinds read wide heads; for more
 queries, warps of one kind were faster."""
+LOWEST = tl.constexpr(-1e30)  # Finite: for a query that sees nothing yet, infinity would give inf - inf.
+LOG2_E = 1.4426950408889634
+SPECIALIZED_CAPABILITY = (9, 0)
+"""Compute capability with the tensor cores for which the specialised kernel is written; later GPUs have others."""
+SPECIALIZED_TRITONS = ("3.6", "3.7")
+"""Versions of Triton for whose Gluon the specialised kernel is written: Gluon changes between versions. With other
+versions `_prefix_kernel` is used."""
 
 
 def floor_rows(rows: int) -> int:
@@ -122,15 +129,6 @@ class Tuning:
             own_stages=1,
             partial=torch.float32,
         )
-
-
-LOWEST = tl.constexpr(-1e30)  # Finite: for a query that sees nothing yet, infinity would give inf - inf.
-LOG2_E = 1.4426950408889634
-SPECIALIZED_CAPABILITY = (9, 0)
-"""Compute capability with the tensor cores for which the specialised kernel is written; later GPUs have others."""
-SPECIALIZED_TRITONS = ("3.6", "3.7")
-"""Versions of Triton for whose Gluon the specialised kernel is written: Gluon changes between versions. With other
-versions `_prefix_kernel` is used."""
 
 
 @triton.jit

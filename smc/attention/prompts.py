@@ -42,6 +42,7 @@ PLANS = 3
 it overwrites."""
 TILE = 128
 """Queries of fa2's largest tile."""
+logger = logging.getLogger(__name__)
 
 
 def obstacle(
@@ -241,9 +242,6 @@ def _last_queries(queries: int, positions: int, device: torch.device) -> Tensor:
 
         return causal_lower_right(queries, positions)
     return torch.ones(queries, positions, dtype=torch.bool, device=device).tril(positions - queries)
-
-
-logger = logging.getLogger(__name__)
 
 
 class PromptAttention(AttentionBackend):

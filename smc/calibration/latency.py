@@ -50,6 +50,7 @@ TREE = 8
 """Maximum number of rows of a timed tree."""
 LIKELY_GROWTH = 2
 """Factor by which the next size is expected to take longer than the previous one."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -304,9 +305,6 @@ def _busy(spans: dict[str, tuple[int, int]]) -> float:
     """Return the seconds in which at least one model ran its pass."""
     (begin, end), (other, last) = sorted(spans[role] for role in ModelRole)
     return 1e-9 * (end - begin + max(0, last - max(end, other)))
-
-
-logger = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:

@@ -36,6 +36,21 @@ from smc.model.tokenizer import Tokenizer
 ROWS_PER_FILE = 1024
 OPEN_FILES = 64
 """Maximum number of files that are mapped at the same time."""
+logger = logging.getLogger(__name__)
+PROBE = "x"
+"""Content of messages that are rendered to find where a template puts texts."""
+LEAST_ANSWER = 4
+"""Minimum number of tokens of an answer that is kept."""
+GRAM = 4
+"""Number of consecutive tokens that are compared to find repetition."""
+MOST_REPEATED = 0.5
+"""Maximum share of an answer's 4-grams that have occurred before in it."""
+MOST_DROPPED = 300
+"""Writing fails if this many conversations are dropped before the first one is kept."""
+TEMPERATURES = (1.0, 0.7, 1.0, 0.7, 0.0)
+USER_TEMPERATURE = 0.7
+"""Maximum temperature of user turns. At temperature 1, those of small models drift to text about which every model is
+uncertain."""
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -162,24 +177,6 @@ class ConversationStore:
                 "give another --out, or the options of the run that wrote it"
             )
         return rows_N
-
-
-logger = logging.getLogger(__name__)
-
-PROBE = "x"
-"""Content of messages that are rendered to find where a template puts texts."""
-LEAST_ANSWER = 4
-"""Minimum number of tokens of an answer that is kept."""
-GRAM = 4
-"""Number of consecutive tokens that are compared to find repetition."""
-MOST_REPEATED = 0.5
-"""Maximum share of an answer's 4-grams that have occurred before in it."""
-MOST_DROPPED = 300
-"""Writing fails if this many conversations are dropped before the first one is kept."""
-TEMPERATURES = (1.0, 0.7, 1.0, 0.7, 0.0)
-USER_TEMPERATURE = 0.7
-"""Maximum temperature of user turns. At temperature 1, those of small models drift to text about which every model is
-uncertain."""
 
 
 @dataclass(frozen=True)

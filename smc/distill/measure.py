@@ -37,6 +37,21 @@ from smc.probe import CONFIG, expected_speed
 from smc.scheduler.speculation import LatencyModel
 from smc.terminal import finite
 
+BLOCK = CONFIG.block
+"""Tokens of a row of the trees (K)."""
+ROWS = (1, 8)
+"""Numbers of rows of the trees (N)."""
+EXPONENT = 1.0
+"""Exponent of coupled drafting: 1 suits a draft that equals its target. The engine fits the exponent to the target's
+draws."""
+TEXTS = 8
+"""Number of texts whose trees grow together."""
+GPU_EFFORT = Effort(4.0, 8, 3, 2, 8, 512)
+MOST_TEXT_TEMPERATURE = 0.75
+"""Trees are grown in texts that were written at most at this temperature and not greedily, if there are any: text that
+a small model wrote at temperature 1 drifts to where both models are uncertain."""
+CARD, PICTURE = "README.md", "distill.png"
+
 
 @dataclass(frozen=True)
 class OwnText:
@@ -211,21 +226,6 @@ class TreeDraft:
         noise_YV = torch.zeros_like(logq_YV) if noise_CV is None else noise_CV.repeat_interleave(rows, 0)
         won_YV = coupled_logp(logq_YV, exponent_Y, noise_YV)
         return score_CR[:, :, None] + won_YV.unflatten(0, (-1, rows))
-
-
-BLOCK = CONFIG.block
-"""Tokens of a row of the trees (K)."""
-ROWS = (1, 8)
-"""Numbers of rows of the trees (N)."""
-EXPONENT = 1.0
-"""Exponent of coupled drafting: 1 suits a draft that equals its target. The engine fits the exponent to the target's
-draws."""
-TEXTS = 8
-"""Number of texts whose trees grow together."""
-GPU_EFFORT = Effort(4.0, 8, 3, 2, 8, 512)
-MOST_TEXT_TEMPERATURE = 0.75
-"""Trees are grown in texts that were written at most at this temperature and not greedily, if there are any: text that
-a small model wrote at temperature 1 drifts to where both models are uncertain."""
 
 
 @dataclass(frozen=True)
@@ -420,9 +420,6 @@ def pair_costs(pair: ModelPair) -> LatencyModel | None:
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
-
-
-CARD, PICTURE = "README.md", "distill.png"
 
 
 def write_card(directory: Path, record: dict[str, Any], history: Sequence[Measurement], record_name: str) -> None:

@@ -40,6 +40,17 @@ CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 24}
 MOST_CHUNK = 1 << 14
 """Maximum number of tokens of a chunk. On a GPU every chunk is padded to its full size."""
 LOSSES = ("tv", "chi2", "kl")
+KL_AT_END = 0.1
+"""Weight of KL at the end of the run: the other losses hardly change tokens to which the draft gives no probability."""
+_eager_devices = {"cpu"}
+"""Device types on which the loss is computed operation by operation. On GPUs it is compiled to one pass over memory
+instead of many, because memory bandwidth limits it."""
+TIMEOUT = timedelta(minutes=30)
+"""Maximum time that a process waits for another one, which may be writing or measuring."""
+ALIGNMENT = 64
+"""Widths of rows are multiples of this."""
+PART_TOKENS = {"cuda": 1 << 14, "cpu": 1 << 12}
+"""Maximum number of tokens that run at the same time, padding included, by device."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +64,6 @@ class LossMix:
     @property
     def has_chi2(self) -> bool:
         return self.chi2 != 0.0
-
-
-KL_AT_END = 0.1
-"""Weight of KL at the end of the run: the other losses hardly change tokens to which the draft gives no probability."""
 
 
 def mix_at(loss: str, progress: float, kl_until: float) -> LossMix:
@@ -102,11 +109,6 @@ def _scaled_divergence(
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_scaled_divergence, dynamic=False)
-
-
-_eager_devices = {"cpu"}
-"""Device types on which the loss is computed operation by operation. On GPUs it is compiled to one pass over memory
-instead of many, because memory bandwidth limits it."""
 
 
 def _divergence_on(device: str, *arguments: Tensor | bool) -> tuple[Tensor, Tensor]:
@@ -178,10 +180,6 @@ def _finished(model: Decoder, product_CV: Tensor) -> Tensor:
     return product_CV if model.plain_logits else model.finish_logits(product_CV.float())
 
 
-TIMEOUT = timedelta(minutes=30)
-"""Maximum time that a process waits for another one, which may be writing or measuring."""
-
-
 @dataclass(frozen=True)
 class Ranks:
     """This process, as one of `count` that train together. The methods are collective: every process calls them in the
@@ -247,12 +245,6 @@ class Ranks:
     def leave(self) -> None:
         if self.count > 1:
             dist.destroy_process_group()
-
-
-ALIGNMENT = 64
-"""Widths of rows are multiples of this."""
-PART_TOKENS = {"cuda": 1 << 14, "cpu": 1 << 12}
-"""Maximum number of tokens that run at the same time, padding included, by device."""
 
 
 @dataclass(frozen=True)
