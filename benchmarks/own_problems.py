@@ -44,9 +44,10 @@ HEADERS = (
     "tok",
 )
 LEGEND = (
-    "95%: interval of the share solved; same: share of problems whose answer is the target's own, token by token; log p: "
-    "mean log-probability of an answer token under the target, minus that of the target's own answers; round: tokens that "
-    "a round confirms; "
+    "95%: interval of the share solved; same: share of problems whose answer is the target's own, token by token; "
+    "log p: "
+    "mean log-probability of an answer token under the target, minus that of the target's own answers; round: tokens "
+    "that a round confirms; "
     "accepted by depth: share of rounds in which the first, the first two, .. drafted tokens were accepted; log Z: of "
     "SMC, a token, far below 0 where the draft does not know the text; tok: tokens of an answer."
 )

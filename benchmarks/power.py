@@ -4,7 +4,8 @@ sharpen: a lower temperature, and the likeliest or the commonest of N answers. T
 problems, another pair those of a file.
 
     python -m benchmarks.power --temperature 2 --problems 128 --processes 8
-    python -m benchmarks.power --target DIR --draft DIR --problems-file benchmarks/number_questions.jsonl --temperature 1
+    python -m benchmarks.power --target DIR --draft DIR --problems-file benchmarks/number_questions.jsonl \\
+        --temperature 1
 
 N answers and N particles run about as many positions through the target. Every problem has a seed of its own."""
 

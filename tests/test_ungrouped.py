@@ -21,8 +21,8 @@ def test_a_test_of_a_group_that_has_failed_is_run_alone(tmp_path):
         "import pytest\n\n"
         "@pytest.fixture\ndef broken():\n    raise OSError\n\n"
         "@pytest.mark.xdist_group('ray')\ndef test_error(broken): pass\n\n"
-        "@pytest.mark.xdist_group('ray')\n@pytest.mark.parametrize('name', ['a@ray', 'b'])\ndef test_failure(name): assert name == 'b'\n\n"
-        "@pytest.mark.parametrize('i', range(5))\ndef test_good(i): pass\n"
+        "@pytest.mark.xdist_group('ray')\n@pytest.mark.parametrize('name', ['a@ray', 'b'])\ndef test_failure(name): "
+        "assert name == 'b'\n\n@pytest.mark.parametrize('i', range(5))\ndef test_good(i): pass\n"
     )
     assert pytest_says(tmp_path, "-n", "2", "--dist", "loadgroup") == "1 failed, 6 passed, 1 error"
     assert pytest_says(tmp_path, *ONCE_MORE) == "1 failed, 1 error"

@@ -53,8 +53,8 @@ LEGEND = (
     "N particles, or rows of the tree of exact decoding; K tokens a round, F branches. tok/s: one request at a time, "
     "from its first token on; of target: relative to the target alone; tok/s batch: {concurrency} requests in flight. "
     "tok a round: tokens of an answer by its rounds, without the first token. hits: share of rounds after which rows "
-    "that were drafted ahead went on. log p: mean log-probability of an answer's token under the target, minus that of the "
-    "target's own answers."
+    "that were drafted ahead went on. log p: mean log-probability of an answer's token under the target, minus that "
+    "of the target's own answers."
 )
 MORE_LEGEND = (
     "rounds: per answer; resampled: share of rounds; ESS / N: effective share of independent particles; first token: "

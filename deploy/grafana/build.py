@@ -257,7 +257,8 @@ def particles() -> Dashboard:
         "Constraints": [
             graph(
                 "Masks",
-                "Seconds that masks of constrained requests took in a round, at one model. They are made while it runs.",
+                "Seconds that masks of constrained requests took in a round, at one model. They are made while it "
+                "runs.",
                 "s",
                 quantiles("smc_constraint_mask_seconds", 0.5, 0.9, 0.99),
             ),
@@ -341,7 +342,8 @@ def particles() -> Dashboard:
             ),
             graph(
                 "Draft exponent",
-                "Exponent of coupled drafting at the end of an answer. Above 1 the target is more certain than the draft.",
+                "Exponent of coupled drafting at the end of an answer. Above 1 the target is more certain than the "
+                "draft.",
                 "none",
                 quantiles("smc_spec_decode_draft_exponent", 0.1, 0.5, 0.9),
             ),

@@ -30,7 +30,10 @@ def test_options_are_grouped(smcserve):
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["bench", "--device", "cuda", "--load", "random"], 2)])
 def test_what_needs_no_model_loads_no_model_library(words, code):
     """Help and refused options appear without the delay of importing torch."""
-    script = f"import sys; from services.cli.main import run; assert run({words!r}) == {code}; assert 'torch' not in sys.modules"
+    script = (
+        f"import sys; from services.cli.main import run; assert run({words!r}) == {code}; "
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 

@@ -56,4 +56,7 @@ def _fetch(work: Path, name: str) -> None:
     raise AssertionError(f"there is no {name} here, and it could not be fetched: {said.strip()}; {REMEDY}")
 
 
-REMEDY = "install Prometheus 2.42 or newer, with promtool, such that both are on the PATH (Debian: apt-get install prometheus)"
+REMEDY = (
+    "install Prometheus 2.42 or newer, with promtool, such that both are on the PATH (Debian: apt-get install "
+    "prometheus)"
+)

@@ -151,7 +151,10 @@ def test_the_application_is_built_out_of_the_build_context(context, tmp_path):
     built = subprocess.run(command, env=with_python(), capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stdout + built.stderr
     elsewhere = os.environ | {"PYTHONPATH": str(app)}
-    info = "import services.pb.generation_pb2 as pb, smc.demo as demo; print(pb.__file__, demo.TARGET, demo.TARGET.is_dir())"
+    info = (
+        "import services.pb.generation_pb2 as pb, smc.demo as demo; "
+        "print(pb.__file__, demo.TARGET, demo.TARGET.is_dir())"
+    )
     found = subprocess.run(
         [sys.executable, "-P", "-c", info], env=elsewhere, cwd=tmp_path, check=True, capture_output=True, text=True
     )

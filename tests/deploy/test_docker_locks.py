@@ -187,7 +187,10 @@ def test_dependencies_are_installed_by_their_hashes(tmp_path):
     assert said.stdout == "smc_second\n" and not (tmp_path / "venv/bin/pip").exists()
 
 
-NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\nGCC version: 12.3.0\n"
+NVRM = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\n"
+    "GCC version: 12.3.0\n"
+)
 
 
 @pytest.mark.parametrize(

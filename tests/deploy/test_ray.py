@@ -103,8 +103,8 @@ def test_a_resource_that_no_machine_has(machines: Machines):
     assert machines.run("lost", *command).wait(PATIENCE) == 1
     said = machines.log("lost").read_text()
     assert (
-        "no host of the cluster has the resource 'smc_darft'; start one with: ray start --resources='{\"smc_darft\": 1}'"
-        in said
+        "no host of the cluster has the resource 'smc_darft'; start one with: "
+        "ray start --resources='{\"smc_darft\": 1}'" in said
     ), said
     assert "never awaited" not in said, "the gateway was not stopped"
 

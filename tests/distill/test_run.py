@@ -132,8 +132,8 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_of_two_processes_goes_on_with_the_same_bits(tmp_path, smcserve):
-    """The first process is killed with signal 9 in its second round. The other one ends as well, and the resumed run gives
-    the same bits. Other commands accept the draft."""
+    """The first process is killed with signal 9 in its second round. The other one ends as well, and the resumed run
+    gives the same bits. Other commands accept the draft."""
     save_tiny(tmp_path / "target", rope_scaling=None)
     save_byte_level(tmp_path / "target")
     whole, killed = (replace(config_of(tmp_path, out), processes=2, tokens=4000) for out in ("whole", "killed"))

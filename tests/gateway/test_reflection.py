@@ -20,7 +20,8 @@ database = ProtoReflectionDescriptorDatabase(channel)
 pool = descriptor_pool.DescriptorPool(database)
 method = pool.FindServiceByName("smc.v1.GenerationService").methods_by_name["Generate"]
 request = message_factory.GetMessageClass(method.input_type)()
-json_format.ParseDict({"tokenIds": {"ids": [7, 8, 9]}, "sampling": {"seed": "5", "particles": 4, "maxTokens": 20}}, request)
+sampling = {"seed": "5", "particles": 4, "maxTokens": 20}
+json_format.ParseDict({"tokenIds": {"ids": [7, 8, 9]}, "sampling": sampling}, request)
 call = channel.unary_stream(
     f"/{method.containing_service.full_name}/{method.name}",
     request_serializer=lambda message: message.SerializeToString(),

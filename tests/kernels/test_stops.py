@@ -61,7 +61,8 @@ def grow(
     ends_A = torch.empty(places, dtype=torch.bool, device=tokens_AK.device)
     if places:
         _grow[(triton.cdiv(places, BLOCK),)](
-            *(given_A.contiguous() for given_A in (entry_A, text_A)), tokens_AK, *tokens_AK.stride(), room_A.contiguous(),
+            *(given_A.contiguous() for given_A in (entry_A, text_A)), tokens_AK, *tokens_AK.stride(),
+            room_A.contiguous(),
             torch.zeros_like(room_A) if early_A is None else early_A.contiguous(), count_A, ends_A, after_A, places,
             StopTensors.of(tables), K=k, BLOCK=BLOCK, num_warps=1,
         )  # fmt: skip
@@ -78,7 +79,8 @@ def _grow(
     entry = tl.load(entry_A + a, mask=inside, other=0).to(tl.int64)
     text, room = tl.load(text_A + a, mask=inside, other=0).to(tl.int32), tl.load(room_A + a, mask=inside, other=0)
     state, count = after_all(
-        text, tokens_AK + a.to(tl.int64) * stride_a, stride_k, entry, inside, room, tl.load(early_A + a, mask=inside, other=0),
+        text, tokens_AK + a.to(tl.int64) * stride_a, stride_k, entry, inside, room,
+        tl.load(early_A + a, mask=inside, other=0),
         tables, K,
     )  # fmt: skip
     tl.store(count_A + a, count.to(tl.int64), mask=inside)

@@ -1,5 +1,5 @@
-"""A command line of `smcserve` for a process that is forked from one in which this module is imported: with all that the
-command needs but huggingface_hub, which reads the environment when it is imported."""
+"""Runs a command line of `smcserve` in a process that is forked from one in which this module is imported, with all
+modules that the command needs except huggingface_hub, which reads the environment when it is imported."""
 
 from __future__ import annotations
 

@@ -159,8 +159,8 @@ def test_chat(tmp_path):
 def test_chat_renders_as_transformers_does(tmp_path):
     transformers = pytest.importorskip("transformers")
     template = (
-        CHAT
-        + "{% if tools is defined and tools is none %}no tools {% endif %}{{ messages | tojson }}{{ strftime_now('%Y') }}"
+        CHAT + "{% if tools is defined and tools is none %}no tools {% endif %}{{ messages | tojson }}"
+        "{{ strftime_now('%Y') }}"
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}"
     )
     save_byte_level(tmp_path, chat_template=template)

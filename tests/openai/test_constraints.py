@@ -91,8 +91,16 @@ def test_what_happened_is_counted(service: Service):
     ("fields", "param", "message"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format", "'json_schema' without json_schema"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "allowed: 'text', 'json_object' or 'json_schema'"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "has structural_tag; allowed: one of json"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "allowed: 'text', 'json_object' or 'json_schema'",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "x"}},
+            "structured_outputs",
+            "has structural_tag; allowed: one of json",
+        ),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "guided_regex and guided_choice are given"),
         ({"guided_choice": []}, "guided_choice", "a list of non-empty strings"),
         ({"guided_regex": "("}, "constraint", "constraint: the regex is refused: .*unclosed group"),

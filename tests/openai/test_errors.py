@@ -135,7 +135,8 @@ def test_nesting(service, caplog, levels, field):
     values = {
         "metadata": f'{{"a": {deep}}}',
         "chat_template_kwargs": f'{{"a": {deep}}}',
-        "tools": f'[{{"type": "function", "name": "f", "input_schema": {{"a": {deep}}}, "parameters": {{"a": {deep}}}}}]',
+        "tools": f'[{{"type": "function", "name": "f", "input_schema": {{"a": {deep}}}, '
+        f'"parameters": {{"a": {deep}}}}}]',
     }
     for path, body in (
         (CHAT, '"messages": [{"role": "user", "content": "x"}]'),

@@ -342,7 +342,8 @@ def test_lost_draft_releases_chains():
     [
         (
             3,
-            r"particles=4 with verification='rejection'; .* of 3 chains \(max_chains\); allowed: particles <= 3, or verification='walk'",
+            r"particles=4 with verification='rejection'; .* of 3 chains \(max_chains\); allowed: particles <= 3, "
+            r"or verification='walk'",
         ),
         (0, r"of 0 chains \(max_chains\); allowed: verification='walk'$"),
     ],

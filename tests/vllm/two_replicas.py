@@ -156,7 +156,8 @@ class TwoReplicas(Rehearsal):
         found = sum(group.hits for group in self.groups) - hits
         alone = sum(len(names) == 1 for names in owners)
         self.say(
-            f"{salt}: {alone} of {FAMILIES} prefixes went to one worker group alone; {found:.0f} prompt tokens were found computed"
+            f"{salt}: {alone} of {FAMILIES} prefixes went to one worker group alone; {found:.0f} prompt tokens were "
+            "found computed"
         )
         return alone, found
 

@@ -262,7 +262,8 @@ def download(given: Mapping[str, str], environment: Mapping[str, str]) -> None:
         missing -= sum(part.stat().st_size for part in directory.rglob("*.part"))
         if missing > shutil.disk_usage(directory).free:
             raise ValueError(
-                f"{directory}: {missing / 1e9:.1f} GB are missing, {shutil.disk_usage(directory).free / 1e9:.1f} GB are free"
+                f"{directory}: {missing / 1e9:.1f} GB are missing, {shutil.disk_usage(directory).free / 1e9:.1f} GB "
+                "are free"
             )
         if all(file.size is not None for file in files):
             # In KiB, for those who wait: wait-models.sh says how far it is.
