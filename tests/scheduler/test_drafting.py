@@ -592,7 +592,7 @@ def test_a_crowd_after_a_crowd_is_asked_about_at_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [pytest.param("lockstep", marks=pytest.mark.slow), "lookahead"])
+@pytest.mark.parametrize("form", ["lookahead"])
 def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     """Each alone would have all rows. Its first round has as many as suit all, and nobody sits out one to come to have
     fewer."""

@@ -190,7 +190,7 @@ def test_a_round_pays_for_what_is_guided(config, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
+@pytest.mark.parametrize("config", ENDS[:1], ids=config_id)
 def test_answers_do_not_depend_on_company_or_chunks(config):
     """Alone, in prompts' passes of one token each, after a cached negative prompt: the same. A pair's last tokens are
     run in one pass."""

@@ -12,7 +12,6 @@ from tests.scheduler.harness import TokenLedger, assert_empty, check_kv, config_
 from tests.scheduler.lives import live, random_requests, small_engine
 
 SMALL = {"max_slots": 60, "pages": 440, "prefill_chunk": 24}
-CONFIG = EngineConfig(block=3, branches=2, **SMALL)
 LOCKSTEP = EngineConfig(form="lockstep", block=3, **SMALL)
 EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
 
@@ -20,7 +19,7 @@ EVENTS = ("cached", "preempted", "made smaller", "grown", "cancelled")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "ahead"),
-    [(CONFIG, True), (LOCKSTEP, False)],
+    [(LOCKSTEP, True)],
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
 def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):

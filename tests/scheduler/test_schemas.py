@@ -14,7 +14,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason
 from smc.local_engine import ModelPair, local_engine
-from tests.scheduler.harness import CASES, LOOKAHEAD_FIRST, answers, config_id, request
+from tests.scheduler.harness import CASES, answers, config_id, request
 from tests.scheduler.pairs import character_pair
 from tests.scheduler.schemas import some_schema
 
@@ -72,7 +72,7 @@ def check(config: EngineConfig, numbers: range, of: ModelPair, prompt: tuple[int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
+@pytest.mark.parametrize("config", CASES[1:], ids=config_id)
 def test_finished_answers_are_valid(config: EngineConfig):
     counts = check(config, range(7), pair())
     assert not counts.pop("differs")

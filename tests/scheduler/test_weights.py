@@ -131,10 +131,7 @@ def test_ignore_eos_runs_to_the_cap(config):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    one_of(
-        EngineConfig(block=8, branches=4, max_context=24),
-        EngineConfig(form="lockstep", block=8, max_context=24),
-    ),
+    [EngineConfig(block=8, branches=4, max_context=24)],
     ids=config_id,
 )
 def test_answers_that_fill_the_context(config, monkeypatch):
