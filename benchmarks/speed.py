@@ -157,7 +157,7 @@ class ModeTimer:
         with self._backend.engine(mode, sized_config(mode.config, requests, load.requests)) as engine:
             if costs is not None:
                 engine.latency = costs
-                _rehearse(engine)
+                _warm_up(engine)
             loop = (ClosedLoop if load.answer is None else Waves)(engine, repeated(requests), load.requests)
             while engine.num_running < load.requests:
                 loop.step()
@@ -254,7 +254,7 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
     return 1e-9 * idle
 
 
-def _rehearse(engine: Engine) -> None:
+def _warm_up(engine: Engine) -> None:
     """Warm up as a service does, since costs choose trees of all sizes."""
     warm_up(
         engine,

@@ -1,5 +1,5 @@
 """Replaced words of our own do not return: in names, comments, docstrings and other texts of the code, and in
-protocols, charts and other files of deploy/. `tests.test_docs` checks the pages."""
+protocols, charts and other files of deploy/, and in comments of the tests. `tests.test_docs` checks the pages."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ def test_replaced_words_do_not_come_back(folder):
         for line, text, is_name in _tokens(file)
         if text.strip("\"'") not in OF_USERS
         for word, standard in _replaced(text, is_name).items()
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_replaced_words_do_not_come_back_to_comments_of_tests():
+    """Only comments and docstrings are checked. Names of tests may contain such words."""
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {word} (write: {standard})"
+        for file in sorted((ROOT / "tests").rglob("*.py"))
+        if file.name != "words.py"
+        for line, text, is_name in _tokens(file)
+        if not is_name and text.startswith(("#", '"""'))
+        for word, standard in words.replaced(words.parts(STANDARD.sub("", text)), words.ANYWHERE).items()
     ]
     assert not found, "\n".join(found)
 

@@ -21,7 +21,7 @@ from smc.attention.step import StepTiling, step_attention
 from smc.executor.plan import SHORT, SHORT_SINGLE
 from smc.kernels.packed_rows import store_kv
 from tests.attention.packed import DEVICE, FOREIGN, PAGES, SMALL, TOLERANCE, Built, Case, error
-from tests.kernels.sizes import SLOTS, possible, rehearsed
+from tests.kernels.sizes import SLOTS, possible, warm_up_sizes
 from tests.pairwise import one_of
 
 BF16 = torch.bfloat16
@@ -106,7 +106,7 @@ def test_short_rows_by_programs_of_few_and_of_many_queries(name, block_y):
 
 
 @pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((16, 4), 128), ((32, 8), 64), ((16, 8), 128)])
-def test_rounds_with_companions_bring_no_kernel_that_has_not_been_rehearsed(heads, dim):
+def test_rounds_with_companions_bring_no_kernel_that_is_not_warmed_up(heads, dim):
     @cache
     def sizes(queries: int, rows: int) -> tuple[object, ...]:
         y = queries * heads[0] // heads[1]
@@ -115,7 +115,7 @@ def test_rounds_with_companions_bring_no_kernel_that_has_not_been_rehearsed(head
 
     for slots, queries in product(SLOTS, (1, 2, 5, 6, 9)):
         of = partial(sizes, queries)
-        assert set(map(of, possible(slots))) <= set(map(of, rehearsed(slots))), (slots, queries)
+        assert set(map(of, possible(slots))) <= set(map(of, warm_up_sizes(slots))), (slots, queries)
 
 
 @pytest.mark.parametrize(

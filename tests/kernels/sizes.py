@@ -11,7 +11,7 @@ SLOTS = [12, 16, 28, 32, 44, 64, 128]
 
 
 @cache
-def rehearsed(slots: int) -> set[int]:
+def warm_up_sizes(slots: int) -> set[int]:
     """Return the batch sizes of the warm-up: every size without unconditional rows, and the largest with them."""
     return {bucket(places) for places in range(1, slots + 1)} | {max(possible(slots))}
 

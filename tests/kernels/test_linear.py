@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from smc.executor.triton_forward import FEW_FP8_ROWS, FEW_ROWS
 from smc.kernels.linear import choose, gate_up_silu, linear, reduce, token_block_of, token_blocks_of
 from smc.model.linear import FP8, QuantisedRows, quantise, quantise_rows
-from tests.kernels.sizes import SLOTS, possible, rehearsed
+from tests.kernels.sizes import SLOTS, possible, warm_up_sizes
 
 KIND = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 """Triton's interpreter multiplies matrices of any type but bf16."""
@@ -200,7 +200,7 @@ def test_warm_up_covers_tilings_of_unconditional_rows(fp8):
         return set().union(*(products(count * each) for count in rows for each in (1, tokens)))
 
     for slots, tokens in product(SLOTS, range(2, 10)):
-        assert tilings(possible(slots), tokens) <= tilings(rehearsed(slots), tokens), (slots, tokens)
+        assert tilings(possible(slots), tokens) <= tilings(warm_up_sizes(slots), tokens), (slots, tokens)
 
 
 def test_what_does_not_divide_is_refused(device):

@@ -163,18 +163,18 @@ def test_timed_rounds_change_nothing(config):
 
 @by_form
 @pytest.mark.parametrize("program", [Program.PAIR, Program.TARGET])
-def test_timed_rounds_are_of_kinds_that_have_been_rehearsed(config, program):
+def test_timed_rounds_are_of_kinds_that_are_warmed_up(config, program):
     """Plans of timed rounds have the same arrays, types and shapes as warm-up plans of the same key: captured graphs
     share memory by key."""
 
     def layout(plan):
         return [(name, array.dtype, array.shape) for name, array in plan.arrays().items()]
 
-    rehearsed = {plan.key: plan for plan in warm_up_plans(config, 600)}
+    warmed_up = {plan.key: plan for plan in warm_up_plans(config, 600)}
     for count in (1, 2, 8, config.max_slots):
         for tree in (TREE, 1) if program is Program.PAIR else (1,):
             plan = live_plan(program, config, count, 256, tree)
-            assert layout(plan) == layout(rehearsed[plan.key])
+            assert layout(plan) == layout(warmed_up[plan.key])
 
 
 def test_contexts_that_are_too_short_for_full_rows():

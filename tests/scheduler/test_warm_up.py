@@ -47,7 +47,7 @@ def pair() -> ModelPair:
 
 
 @pytest.fixture(scope="module")
-def rehearsed(pair) -> tuple[Engine, dict[str, list[RoundPlan]]]:
+def warmed_up(pair) -> tuple[Engine, dict[str, list[RoundPlan]]]:
     """An engine after the warm-up requests of rare kinds, and the rounds of each list of them."""
     engine, asked, seen = local_engine(pair, CONFIG), [], {}
     run = engine.executor.round
@@ -62,8 +62,8 @@ def rehearsed(pair) -> tuple[Engine, dict[str, list[RoundPlan]]]:
 
 
 @pytest.mark.slow
-def test_every_rarer_kind_has_its_rounds(rehearsed):
-    _, seen = rehearsed
+def test_every_rarer_kind_has_its_rounds(warmed_up):
+    _, seen = warmed_up
     for name, plans in seen.items():
         keys = [plan.key for plan in plans]
         assert keys and all(keys.count(key) >= REPEATS for key in keys[:1]), name
@@ -107,8 +107,8 @@ def test_what_an_engine_refuses_is_left_out(limits, caplog):
 
 
 @pytest.mark.slow
-def test_answers_are_what_they_would_have_been(pair, rehearsed):
-    engine, _ = rehearsed
+def test_answers_are_what_they_would_have_been(pair, warmed_up):
+    engine, _ = warmed_up
     asked = [request([0, 1], str(i), particles=n, seed=i, max_tokens=12) for i, n in enumerate((3, 8))]
     expected = answers(local_engine(pair, CONFIG), asked)
     assert engine.rounds_of(Method.EXACT).acceptance == Acceptance(MEMORY), "what nobody asked for decides about users"

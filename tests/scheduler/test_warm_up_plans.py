@@ -42,9 +42,9 @@ def test_usual_requests_meet_no_new_kind_of_round(config):
         {"top_p": 0.5, "min_p": 0.1},
     ):
         list(engine.run([request([2, 1, 0], "law", max_tokens=10, ignore_eos=True, **law)]))
-    rehearsed = list(warm_up_plans(config, engine.context))
-    by_key = {plan.key: plan for plan in rehearsed}
-    assert len(rehearsed) == REPEATS * len(by_key)
+    warmed_up = list(warm_up_plans(config, engine.context))
+    by_key = {plan.key: plan for plan in warmed_up}
+    assert len(warmed_up) == REPEATS * len(by_key)
     assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
 
 
@@ -81,7 +81,7 @@ def test_warm_up_covers_contexts_just_below_a_limit(context):
     assert asked and {plan.key for plan in asked} <= {plan.key for plan in warm_up_plans(config, engine.context)}
 
 
-def test_long_contexts_are_rehearsed_where_there_can_be_some():
+def test_long_contexts_are_warmed_up_where_there_can_be_some():
     config = EngineConfig(block=5, max_slots=8)
     expected = {
         SHORT - 50: {Contexts.SHORT},

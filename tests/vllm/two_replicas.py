@@ -1,6 +1,6 @@
 """Two worker groups behind smg, one of which is killed: checks what docs/scale.md says, but is too heavy for the tests.
 
-    python -m tests.vllm.two_replicas --directory /tmp/rehearsal
+    python -m tests.vllm.two_replicas --directory /tmp/two-replicas
 
 Prints its observations and exits with 1 if one of them contradicts docs/scale.md. Takes about two minutes and 6 GB.
 """
@@ -21,7 +21,7 @@ import openai
 import psutil
 
 from tests.ports import free_ports
-from tests.rehearsal import Rehearsal
+from tests.scenario import Scenario
 from tests.vllm.load import CALLERS, HANG, QUESTIONS, Load, ask
 from tests.vllm.smg import models, routing
 
@@ -104,7 +104,7 @@ class Replica:
         return self.metric("smc_serving") == 1.0
 
 
-class TwoReplicas(Rehearsal):
+class TwoReplicas(Scenario):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.groups = [Replica("first", directory), Replica("second", directory)]

@@ -1,4 +1,4 @@
-"""Common part of the rehearsals, checks that are too heavy for the tests: they report what they observe, and what
+"""Common part of the scenarios, checks that are too heavy for the tests: they report what they observe, and what
 failed."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-class Rehearsal:
+class Scenario:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory

@@ -1,7 +1,7 @@
 """Runs the chart's manifests without a cluster: two replicas behind the router are installed, called, upgraded, killed
 and drained.
 
-    sudo python -m tests.deploy.rehearsal --directory /var/tmp/rehearsal
+    sudo python -m tests.deploy.emulated_cluster --directory /var/tmp/emulated-cluster
 
 Pods are local processes in namespaces of their own; `cluster`, `pod` and `api` stand in for Kubernetes. Prints its
 observations, then a table; exits with 1 if anything differs from docs/kubernetes.md. Takes about five minutes and 12
@@ -14,8 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.deploy.rehearsal import network
-from tests.deploy.rehearsal.scenario import ReleaseRehearsal
+from tests.deploy.emulated_cluster import network
+from tests.deploy.emulated_cluster.scenario import ReleaseScenario
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
     if directory.exists():
         parser.error(f"--directory {directory}: exists; give one that does not")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    return ReleaseRehearsal(directory).run()
+    return ReleaseScenario(directory).run()
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def bind(source: str, target: str, flags: int) -> None:
         raise OSError(ctypes.get_errno(), f"cannot mount {source} on {target}: {os.strerror(ctypes.get_errno())}")
 
 
-def end_with_the_rehearsal() -> None:
+def end_with_the_scenario() -> None:
     """End when standard input closes. It is a pipe to which nothing is written, and it closes when the main process of
-    the rehearsal ends in any way."""
+    the scenario ends in any way."""
     sys.stdin.read()
     os._exit(1)
 
@@ -46,7 +46,7 @@ def end_with_the_rehearsal() -> None:
 def main() -> int:
     mount(json.loads(sys.argv[1]))
     os.chdir("/tmp")
-    threading.Thread(target=end_with_the_rehearsal, daemon=True).start()
+    threading.Thread(target=end_with_the_scenario, daemon=True).start()
     child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: child.send_signal(number))

@@ -1,4 +1,4 @@
-"""The steps of the rehearsal, and the conditions that must hold."""
+"""The steps of the scenario, and the conditions that must hold."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import openai
 from smc.demo import DRAFT, TARGET
 from smc.model.files import fingerprint
 from tests.deploy.chart import of_kind, render
-from tests.deploy.rehearsal.cluster import Cluster
-from tests.deploy.rehearsal.pod import Pod
-from tests.rehearsal import Rehearsal
+from tests.deploy.emulated_cluster.cluster import Cluster
+from tests.deploy.emulated_cluster.pod import Pod
+from tests.scenario import Scenario
 from tests.vllm.load import HANG, Load
 
 REPLICAS, ROUTERS = "demo-smcserve", "demo-smcserve-router"
@@ -104,7 +104,7 @@ class Row:
         return "| " + " | ".join([self.phase, f"{self.seconds:.0f}", *calls, "; ".join(self.seen)]) + " |"
 
 
-class ReleaseRehearsal(Rehearsal):
+class ReleaseScenario(Scenario):
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True)  # fails if an earlier run has left its files
         super().__init__(directory)

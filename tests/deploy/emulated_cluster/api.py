@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tests.deploy.rehearsal.pod import Pod
+from tests.deploy.emulated_cluster.pod import Pod
 
 
 def selected(labels: dict[str, str], selector: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.deploy.rehearsal.container import Container
+from tests.deploy.emulated_cluster.container import Container
 
 
 def passes(probe: dict, container: Container, address: str) -> bool:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.deploy.chart import all_of_kind
-from tests.deploy.rehearsal.api import PodsApi
-from tests.deploy.rehearsal.network import Network
-from tests.deploy.rehearsal.pod import Pod
+from tests.deploy.emulated_cluster.api import PodsApi
+from tests.deploy.emulated_cluster.network import Network
+from tests.deploy.emulated_cluster.pod import Pod
 
 
 class Cluster:

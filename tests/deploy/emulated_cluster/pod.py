@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.deploy.rehearsal.container import Container, environment
-from tests.deploy.rehearsal.network import Network
-from tests.deploy.rehearsal.probes import Watch
+from tests.deploy.emulated_cluster.container import Container, environment
+from tests.deploy.emulated_cluster.network import Network
+from tests.deploy.emulated_cluster.probes import Watch
 
 TURN = 0.1
 _versions = itertools.count(1)
@@ -45,7 +45,7 @@ class Pod:
         self.labels, self.spec = template["metadata"]["labels"], template["spec"]
         self._folder = folder / name
         self._folder.mkdir(parents=True)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}  # it ends with the rehearsal
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}  # it ends with the scenario
         self._pause = subprocess.Popen(["unshare", "-n", "-i", "-u", "cat"], start_new_session=True, **pipes)
         _wait_for_namespace(self._pause.pid)
         self.address = network.connect(self._pause.pid)
@@ -82,7 +82,7 @@ class Pod:
             return Path(volume["hostPath"]["path"])
         if "emptyDir" not in volume and "configMap" not in volume:
             raise ValueError(
-                f"volume {volume['name']!r} of pod {self.name}; the rehearsal has configMap, emptyDir and hostPath"
+                f"volume {volume['name']!r} of pod {self.name}; the scenario has configMap, emptyDir and hostPath"
             )
         place = self._folder / volume["name"]
         place.mkdir()

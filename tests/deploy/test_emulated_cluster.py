@@ -1,4 +1,4 @@
-"""The emulated cluster of `python -m tests.deploy.rehearsal` restarts and ends pods in Kubernetes' order."""
+"""The emulated cluster of `python -m tests.deploy.emulated_cluster` restarts and ends pods in Kubernetes' order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.rehearsal import network
-from tests.deploy.rehearsal.cluster import Cluster
+from tests.deploy.emulated_cluster import network
+from tests.deploy.emulated_cluster.cluster import Cluster
 
 pytestmark = pytest.mark.skipif(
     bool(why := network.available()), reason=f"pods need namespaces of Linux, and to be root: {why}"

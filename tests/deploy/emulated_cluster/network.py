@@ -20,7 +20,7 @@ def available() -> str:
 
 
 class Network:
-    """The network of one rehearsal, with at most 250 pods."""
+    """The network of one scenario, with at most 250 pods."""
 
     def __init__(self) -> None:
         number = os.getpid() % 60000
