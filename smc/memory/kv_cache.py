@@ -11,7 +11,7 @@ import math
 import mmap
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -69,16 +69,18 @@ class PrefixCache:
 
     def keys(self, tokens: Tokens, salt: str = "") -> list[bytes]:
         """Return the keys of the whole blocks of `tokens`, in order."""
-        return list(self._keys(tokens, len(tokens), salt))
+        whole = len(tokens) // self.block * self.block
+        text = memoryview(np.asarray(tokens[:whole], dtype=np.int64).tobytes())
+        # `person` keeps salts apart from blocks, so that no salt can be constructed that continues another caller's
+        # text.
+        key = blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"salt").digest()
+        keys, size = [], 8 * self.block
+        for start in range(0, len(text), size):
+            key = blake2b(key + text[start : start + size], digest_size=KEY_BYTES).digest()
+            keys.append(key)
+        return keys
 
-    def match(self, tokens: Tokens, salt: str = "", most: int | None = None) -> tuple[int, int]:
-        """Look up at most the first `most` tokens by `find`, and count the match. Returns the same as `find`."""
-        length = len(tokens) if most is None else max(0, min(len(tokens), most))
-        found, page = self.find(self._keys(tokens, length, salt))
-        self.count(len(tokens), found)
-        return found, page
-
-    def find(self, keys: Iterable[bytes]) -> tuple[int, int]:
+    def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
         """Return the number of leading tokens that are cached, and the page of the last of them, or 0.
 
         Marks their blocks as just used. A caller that wants to keep the page must `hold` it before anything is
@@ -97,17 +99,12 @@ class PrefixCache:
         self.queried_tokens += queried
         self.hit_tokens += hit
 
-    def insert(self, tokens: Tokens, head_pages: Pages, salt: str = "") -> None:
-        """Cache every whole block of `tokens`. `head_pages` [len(tokens)]: the pages of their positions, in lineage
-        order.
+    def keep(self, keys: Sequence[bytes], head_pages: Pages) -> None:
+        """Cache the blocks with these keys. `head_pages` [T]: the pages of the sequence's positions, in lineage order;
+        pages after the last whole block are ignored.
 
         A block that is already cached keeps its page. Later blocks may then descend from other pages than that one:
         lineage keeps those pages."""
-        assert len(head_pages) == len(tokens), "a sequence was cached that has not one page a token"
-        self.keep(self.keys(tokens, salt), head_pages)
-
-    def keep(self, keys: Sequence[bytes], head_pages: Pages) -> None:
-        """Cache the blocks with these keys, as `insert` does for tokens."""
         last_pages = np.asarray(head_pages)[self.block - 1 :: self.block].tolist()
         new_pages = []
         for key, page in zip(reversed(keys), reversed(last_pages), strict=True):
@@ -145,18 +142,6 @@ class PrefixCache:
         releasing one."""
         count = min(count, len(self._pages))
         self.allocator.release([self._pages.popitem(last=False)[1] for _ in range(count)])
-
-    def _keys(self, tokens: Tokens, length: int, salt: str) -> Iterator[bytes]:
-        """Return the keys of the whole blocks of the first `length` tokens, in order."""
-        whole = length // self.block * self.block
-        text = memoryview(np.asarray(tokens[:whole], dtype=np.int64).tobytes())
-        # `person` keeps salts apart from blocks, so that no salt can be constructed that continues another caller's
-        # text.
-        key = blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"salt").digest()
-        size = 8 * self.block
-        for start in range(0, len(text), size):
-            key = blake2b(key + text[start : start + size], digest_size=KEY_BYTES).digest()
-            yield key
 
 
 def pages_that_fit(page_bytes: int, device: torch.device, distribution_bytes: int = 0) -> int:

@@ -27,10 +27,22 @@ def written(allocator: PageAllocator, count: int, parent: int = 0) -> np.ndarray
     return pages_T
 
 
+def match(cache: PrefixCache, tokens, salt: str = "", most: int | None = None) -> tuple[int, int]:
+    """Look up at most the first `most` tokens, and count the match. Returns what `find` returns."""
+    found, page = cache.find(cache.keys(tokens if most is None else tokens[: max(0, most)], salt))
+    cache.count(len(tokens), found)
+    return found, page
+
+
+def insert(cache: PrefixCache, tokens, pages_T, salt: str = "") -> None:
+    """Cache every whole block of `tokens`."""
+    cache.keep(cache.keys(tokens, salt), pages_T)
+
+
 def cached(cache: PrefixCache, text: list[int], salt: str = "") -> np.ndarray:
     """Run a text that is not cached yet, insert it into the cache, and end the request. Returns its pages."""
     pages_T = written(cache.allocator, len(text))
-    cache.insert(text, pages_T, salt)
+    insert(cache, text, pages_T, salt)
     cache.allocator.release(pages_T[-1:])
     return pages_T
 
@@ -66,7 +78,7 @@ class Cache(RuleBasedStateMachine):
     def match(self, text, salt, most):
         limit = len(text) if most is None else most
         known = [key for key in self.beginnings(text, salt) if key in self.paths and len(key[1]) <= limit]
-        length, page = self.cache.match(text, salt, most)
+        length, page = match(self.cache, text, salt, most)
         assert length == len(known) * BLOCK
         assert page == (self.paths[known[-1]][-1] if known else 0)
         self.touch(known)
@@ -77,7 +89,7 @@ class Cache(RuleBasedStateMachine):
     def run(self, text, salt, use):
         """Without `use`, a request does not consult the cache and computes known tokens again, like the second of two
         that arrive at once."""
-        length, page = self.cache.match(text, salt, None if use else 0)
+        length, page = match(self.cache, text, salt, None if use else 0)
         self.touch(self.beginnings(text[:length], salt))
         self.asked += len(text)
         self.found += length
@@ -91,7 +103,7 @@ class Cache(RuleBasedStateMachine):
         else:
             pages = list(before)
         assert self.allocator.path(pages[-1], len(text)).tolist() == pages
-        self.cache.insert(np.array(text), pages, salt)
+        insert(self.cache, np.array(text), pages, salt)
         self.requests.append(pages)
         for key in self.beginnings(text, salt):
             self.paths.setdefault(key, pages[: len(key[1])])
@@ -150,38 +162,33 @@ def test_block_is_checked():
         PrefixCache(PageAllocator(4), 0)
 
 
-def test_a_page_for_every_token():
-    with pytest.raises(AssertionError):
-        PrefixCache(PageAllocator(4), 2).insert([1, 2, 3], [1, 2])
-
-
 def test_whole_blocks_only():
     cache = PrefixCache(PageAllocator(100))
     pages_T = cached(cache, list(range(40)))
     assert cache.entries == 2
     assert cache.allocator.num_held == 32
-    assert cache.match(list(range(40))) == (32, pages_T[31])
-    assert cache.match(list(range(31))) == (16, pages_T[15])
-    assert cache.match(list(range(40)), most=31) == (16, pages_T[15])
-    assert cache.match(list(range(15))) == (0, 0)
-    assert cache.match(list(range(40)), most=0) == (0, 0)
-    assert cache.match(list(range(40)), most=-1) == (0, 0)
+    assert match(cache, list(range(40))) == (32, pages_T[31])
+    assert match(cache, list(range(31))) == (16, pages_T[15])
+    assert match(cache, list(range(40)), most=31) == (16, pages_T[15])
+    assert match(cache, list(range(15))) == (0, 0)
+    assert match(cache, list(range(40)), most=0) == (0, 0)
+    assert match(cache, list(range(40)), most=-1) == (0, 0)
 
 
 def test_equal_text_after_other_beginnings_differs():
     cache = PrefixCache(PageAllocator(100), 4)
     cached(cache, [1] * 4 + [2] * 4)
-    assert cache.match([2] * 4) == (0, 0)
-    assert cache.match([3] * 4 + [2] * 4) == (0, 0)
+    assert match(cache, [2] * 4) == (0, 0)
+    assert match(cache, [3] * 4 + [2] * 4) == (0, 0)
 
 
 def test_salts_share_nothing():
     cache = PrefixCache(PageAllocator(100), 4)
     ours_T = cached(cache, [1] * 8, "ours")
     theirs_T = cached(cache, [1] * 8, "theirs")
-    assert cache.match([1] * 8) == (0, 0)
-    assert cache.match([1] * 8, "ours") == (8, ours_T[-1])
-    assert cache.match([1] * 8, "theirs") == (8, theirs_T[-1])
+    assert match(cache, [1] * 8) == (0, 0)
+    assert match(cache, [1] * 8, "ours") == (8, ours_T[-1])
+    assert match(cache, [1] * 8, "theirs") == (8, theirs_T[-1])
     assert cache.allocator.num_held == 16
 
 
@@ -189,7 +196,7 @@ def test_lists_and_arrays_are_the_same_text():
     cache = PrefixCache(PageAllocator(100), 4)
     cached(cache, list(range(8)))
     for dtype in (np.int32, np.int64, np.uint16):
-        assert cache.match(np.arange(8, dtype=dtype))[0] == 8
+        assert match(cache, np.arange(8, dtype=dtype))[0] == 8
 
 
 def test_least_recently_used_goes_first_and_deepest_of_it():
@@ -197,7 +204,7 @@ def test_least_recently_used_goes_first_and_deepest_of_it():
     first, second = [1] * 12, [2] * 12
     cached(cache, first)
     cached(cache, second)
-    cache.match(first[:8])
+    match(cache, first[:8])
     # Oldest: the end of `first`, which was not matched; then `second` from its end; then the rest of `first`.
     for expected in ((8, 12), (8, 8), (8, 4), (8, 0), (4, 0), (0, 0)):
         assert cache.evict(1) == 4
@@ -211,14 +218,14 @@ def test_least_recently_used_goes_first_and_deepest_of_it():
 
 def key_of(cache: PrefixCache, text: list[int]) -> bytes:
     """The key of a text's last block; unlike `match` this does not mark it as used."""
-    return list(cache._keys(text, len(text), ""))[-1]
+    return cache.keys(text)[-1]
 
 
 def test_eviction_frees_nothing_that_somebody_holds():
     allocator = PageAllocator(100)
     cache = PrefixCache(allocator, 4)
     pages_T = written(allocator, 12)
-    cache.insert([1] * 12, pages_T)
+    insert(cache, [1] * 12, pages_T)
     assert cache.evict(1) == 0
     assert cache.entries == 0
     assert allocator.path(pages_T[-1], 12).tolist() == pages_T.tolist()
@@ -234,16 +241,16 @@ def test_computed_twice_at_once():
     cache = PrefixCache(allocator, 4)
     first_T = written(allocator, 4)
     second_T = written(allocator, 8)
-    cache.insert([1] * 4, first_T)
-    cache.insert([1] * 8, second_T)
+    insert(cache, [1] * 4, first_T)
+    insert(cache, [1] * 8, second_T)
     allocator.release([first_T[-1], second_T[-1]])
-    assert cache.match([1] * 4) == (4, first_T[-1])
-    length, page = cache.match([1] * 8)
+    assert match(cache, [1] * 4) == (4, first_T[-1])
+    length, page = match(cache, [1] * 8)
     assert (length, page) == (8, second_T[-1])
     assert allocator.path(page, length).tolist() == second_T.tolist()
     assert allocator.num_held == 12
     assert cache.evict(1) == 8
-    assert cache.match([1] * 8) == (4, first_T[-1])
+    assert match(cache, [1] * 8) == (4, first_T[-1])
     cache.clear()
     allocator.check()
     assert allocator.num_free == 100
@@ -254,10 +261,10 @@ def test_a_long_prompt_is_matched_in_time():
     text_T = np.random.default_rng(0).integers(0, 128_000, 100_000)
     pages_T = cached(cache, text_T)
     start = time.process_time()
-    assert cache.match(text_T) == (100_000, pages_T[-1])
+    assert match(cache, text_T) == (100_000, pages_T[-1])
     assert time.process_time() - start < 0.050
     assert cache.evict(500) == 512
-    assert cache.match(text_T)[0] == 100_000 - 512
+    assert match(cache, text_T)[0] == 100_000 - 512
     cache.clear()
     cache.allocator.check()
     assert cache.allocator.num_free == 100_000
@@ -268,14 +275,14 @@ def test_what_is_forgotten_is_not_found():
     affected."""
     cache = PrefixCache(PageAllocator(100), 4)
     held_T = written(cache.allocator, 8)
-    cache.insert([1] * 8, held_T)
+    insert(cache, [1] * 8, held_T)
     cached(cache, [2] * 8)
     cache.forget(cache.keys([1] * 4))
     assert cache.find(cache.keys([1] * 8)) == (0, 0) and cache.entries == 3
     cache.keep(cache.keys([1] * 4), held_T[:4])
     assert cache.find(cache.keys([1] * 8)) == (8, held_T[-1])
     cache.forget([*cache.keys([1] * 8), *cache.keys([3] * 4)])
-    assert cache.match([1] * 8) == (0, 0) and cache.match([2] * 8)[0] == 8
+    assert match(cache, [1] * 8) == (0, 0) and match(cache, [2] * 8)[0] == 8
     assert cache.allocator.path(held_T[-1], 8).tolist() == held_T.tolist()
     cache.allocator.release(held_T[-1:])
     cache.clear()

@@ -23,6 +23,7 @@ from smc.potentials import Prefixes, load_potential, must_end_with, must_match, 
 from smc.scheduler import potential_calls
 from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.stats import MOST_SAMPLES, PotentialStats
 from tests.pairwise import few
 from tests.scheduler.harness import CASES, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request
 from tests.scheduler.pairs import (
@@ -424,6 +425,14 @@ def test_the_best_answer_is_the_likeliest_particle(config: EngineConfig):
         better += max(scores) - min(scores) > 0.1
         assert answer.logprobs is None
     assert better > 6
+
+
+def test_durations_of_calls_are_bounded():
+    """The newest durations of calls are kept if statistics are not read."""
+    stats = PotentialStats()
+    for number in range(3 * MOST_SAMPLES):
+        stats.count_call(float(number))
+    assert MOST_SAMPLES <= len(stats.seconds) <= 2 * MOST_SAMPLES and stats.seconds[-1] == 3 * MOST_SAMPLES - 1
 
 
 def test_potentials_that_ship():
