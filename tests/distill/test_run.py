@@ -235,7 +235,7 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path, byte_target):
     """Such weights are not saved, because no command would accept the draft."""
     config = replace(config_of(byte_target.parent, "draft"), out=tmp_path / "draft")
     config = replace(config, training=replace(config.training, peak_rate=1e30), times_models=False)
-    with pytest.raises(ValueError, match=r"not finite; begin in another --out with a lower --rate than 1e\+30"):
+    with pytest.raises(ValueError, match=r"not finite; start again in another --out with a lower --rate than 1e\+30"):
         distill(config, lambda line: None)
     assert not (tmp_path / "draft" / "config.json").exists()
 
