@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.backends import Mode, read_bytes
 from services.coordinator.process import RemoteEngine
-from services.launch.cluster import RemoteTraceback, WorkerGroupError
-from services.launch.config import WorkerGroupConfig
+from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.worker_group import coordinator_spec, rank_spec
 from services.link.base import failure_text
 from services.link.connect import Rendezvous
@@ -41,6 +40,11 @@ END_SECONDS = 20.0
 """Time for a rank to leave an engine, and for its process to end."""
 DEATH_SECONDS = 1.0
 """Time to wait after a rank has failed, in which the death of another rank may explain the failure."""
+
+
+class RemoteTraceback(Exception):
+    """A traceback of another process, as text. It is the cause of the error that names the process: so it is shown
+    with that error, whose message stays one line."""
 
 
 class RankProcesses:

@@ -1,4 +1,4 @@
-"""Worker groups that answer lines: one (`Replica`), or a pool of them in Ray Data.
+"""A pool of worker groups in Ray Data that answers lines.
 
 Ray Data assigns each part of the input to an actor with its own worker group; the actor reads the part, decodes it and
 writes the result. If an actor is lost, Ray Data starts it again and repeats the parts that were lost with it. An actor
@@ -12,21 +12,18 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from services.backend import ServingPair
-from services.batch.lines import Kept, Line, RequestReader
 from services.batch.output_file import written
 from services.batch.parts import DonePart, InputPart, earlier_records, write_part
 from services.batch.progress import Counts
-from services.batch.runner import BatchRunner, Limit, RetryingDecoder, ServiceLost, ServiceState
+from services.batch.runner import Replica, ReplicaSpec, ServiceLost
 from services.batch.storage import Store
 from services.launch import cluster
-from services.launch.config import WorkerGroupConfig
 
 logger = logging.getLogger(__name__)
 PARTS_AT_A_TIME = 2
@@ -34,49 +31,6 @@ PARTS_AT_A_TIME = 2
 slots that become free."""
 REPORT_SECONDS = 1.0
 """Time between two reports of a worker group."""
-
-
-@dataclass(frozen=True)
-class ReplicaSpec:
-    """Settings of every worker group of a run. Picklable."""
-
-    group: WorkerGroupConfig
-    seed: int
-    """See `BatchConfig.seed`."""
-    concurrency: int | None
-    """See `BatchConfig.concurrency`."""
-
-    @property
-    def limit(self) -> Limit:
-        if self.concurrency is not None:
-            return Limit(requests=self.concurrency)
-        # Twice as many as can run, so that slots that a round frees are filled at once.
-        return Limit(rows=2 * self.group.engine.max_slots)
-
-
-class Replica:
-    """One worker group that answers lines. Needs Ray to be connected. Use it in one asyncio loop."""
-
-    def __init__(self, spec: ReplicaSpec, pair: ServingPair) -> None:
-        from services.launch.supervisor import Supervisor  # imports torch
-
-        serving = ServiceState(spec.group.start_timeout)
-        self._supervisor = Supervisor(spec.group, pair, on_health=serving.set_health)
-        decode = RetryingDecoder(self._supervisor, serving).decode
-        requests = RequestReader(pair, spec.seed)
-        self._runner = BatchRunner(pair, requests, decode, pair.fingerprint(), spec.limit)
-
-    async def start(self) -> None:
-        """Start the worker group; return when it has warmed up. Raises WorkerGroupError."""
-        await self._supervisor.start()
-
-    async def answer(self, lines: Iterable[Line | Kept], write: Callable[[dict[str, Any], bool], None]) -> None:
-        """See `BatchRunner.run`. Several calls may run at a time."""
-        await self._runner.run(lines, write)
-
-    async def stop(self) -> None:
-        """End every process."""
-        await self._supervisor.stop()
 
 
 @dataclass(frozen=True)

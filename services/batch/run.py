@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from services.batch.lines import RequestReader
 from services.batch.output_file import FORMATS, OutputFile, Survey, is_url, rest, survey
-from services.batch.pool import Replica, ReplicaSpec
 from services.batch.progress import BatchProgress, Counts, Display
-from services.batch.runner import ServiceLost
-from services.launch.cluster import WorkerGroupError
-from services.launch.config import WorkerGroupConfig, check_gpus
+from services.batch.runner import Replica, ReplicaSpec, ServiceLost
+from services.launch.config import WorkerGroupConfig, WorkerGroupError, check_gpus
 
 if TYPE_CHECKING:
     from services.batch.parts import DonePart, FileParts, InputPart, PartsOutput

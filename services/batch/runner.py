@@ -1,5 +1,5 @@
 """Answers lines with records in the same order. Many requests are in flight, on a service that may be lost and come
-back. Knows nothing about files or processes.
+back; `Replica` is one worker group that does so. Knows nothing about files. Imports neither Ray nor torch.
 
 Memory is bounded: reading pauses while too many lines wait, be it for free slots or for the answer of an earlier
 line."""
@@ -16,6 +16,7 @@ from typing import Any
 
 from services.backend import Backend, ServingPair, Unavailable
 from services.batch.lines import Kept, Line, RequestReader, answered, refused
+from services.launch.config import WorkerGroupConfig
 from smc.api.request import Answer, Request
 
 ATTEMPTS = 3
@@ -178,6 +179,49 @@ class BatchRunner:
 
     async def _decoded(self, request: Request) -> Answer:
         return await self._decode(request)
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """Settings of every worker group of a run. Picklable."""
+
+    group: WorkerGroupConfig
+    seed: int
+    """See `BatchConfig.seed`."""
+    concurrency: int | None
+    """See `BatchConfig.concurrency`."""
+
+    @property
+    def limit(self) -> Limit:
+        if self.concurrency is not None:
+            return Limit(requests=self.concurrency)
+        # Twice as many as can run, so that slots that a round frees are filled at once.
+        return Limit(rows=2 * self.group.engine.max_slots)
+
+
+class Replica:
+    """One worker group that answers lines. Needs Ray to be connected. Use it in one asyncio loop."""
+
+    def __init__(self, spec: ReplicaSpec, pair: ServingPair) -> None:
+        from services.launch.supervisor import Supervisor  # imports torch
+
+        serving = ServiceState(spec.group.start_timeout)
+        self._supervisor = Supervisor(spec.group, pair, on_health=serving.set_health)
+        decode = RetryingDecoder(self._supervisor, serving).decode
+        requests = RequestReader(pair, spec.seed)
+        self._runner = BatchRunner(pair, requests, decode, pair.fingerprint(), spec.limit)
+
+    async def start(self) -> None:
+        """Start the worker group; return when it has warmed up. Raises WorkerGroupError."""
+        await self._supervisor.start()
+
+    async def answer(self, lines: Iterable[Line | Kept], write: Callable[[dict[str, Any], bool], None]) -> None:
+        """See `BatchRunner.run`. Several calls may run at a time."""
+        await self._runner.run(lines, write)
+
+    async def stop(self) -> None:
+        """End every process."""
+        await self._supervisor.stop()
 
 
 async def _write_all(window: asyncio.Queue, write: Callable[[dict[str, Any], bool], None]) -> None:

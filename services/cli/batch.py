@@ -25,7 +25,7 @@ def batch(arguments: BatchOptions) -> int:
     from services.batch.progress import Display
     from services.batch.run import BatchConfig, BatchRun, Stopped
     from services.batch.runner import ServiceLost
-    from services.launch.cluster import WorkerGroupError
+    from services.launch.config import WorkerGroupError
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given: dict[str, Any] = {} if arguments.config is None else options.read_config_file(arguments.config, BatchOptions)

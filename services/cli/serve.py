@@ -50,7 +50,7 @@ def serve(arguments: ServeOptions) -> int:
         err.print(f"serving on {where} (ready after {time.monotonic() - begin:.1f} s); Ctrl-C stops", soft_wrap=True)
 
     from services.launch import cluster
-    from services.launch.cluster import WorkerGroupError
+    from services.launch.config import WorkerGroupError
 
     try:
         cluster.import_meanwhile("services.launch.service")

@@ -1,5 +1,4 @@
 """Finds or starts a Ray cluster, and runs the service's processes in its actors. Ray is not used for anything else.
-Also defines the error of a worker group.
 
 The code of an actor is imported only in the actor's process, so that a cluster can be reserved before torch is
 imported. Arguments are pickled. Otherwise Ray would import their modules, and torch with them, before the actor's
@@ -40,22 +39,6 @@ RESOURCE_SHARE = 0.001
 ranks."""
 SIGNS = "signs"
 """Concurrency group of liveness probes: they are answered while other calls of the actor run."""
-
-
-class WorkerGroupError(RuntimeError):
-    """The worker group did not start, or one of its processes has ended. The message names the process and the
-    cause."""
-
-    def __init__(self, message: str, *, fault: bool = False, draft: bool = False) -> None:
-        """`fault`: a process raised an error of its own; it was neither killed nor did it merely lose another process.
-        `draft`: only the draft is lost, and the other processes can go on."""
-        super().__init__(message)
-        self.fault, self.draft = fault, draft
-
-
-class RemoteTraceback(Exception):
-    """A traceback of another process, as text. It is the cause of the error that names the process: so it is shown
-    with that error, whose message stays one line."""
 
 
 class RankActor:

@@ -29,6 +29,17 @@ LONGEST = 1_000_000
 logger = logging.getLogger(__name__)
 
 
+class WorkerGroupError(RuntimeError):
+    """The worker group did not start, or one of its processes has ended. The message names the process and the
+    cause."""
+
+    def __init__(self, message: str, *, fault: bool = False, draft: bool = False) -> None:
+        """`fault`: a process raised an error of its own; it was neither killed nor did it merely lose another process.
+        `draft`: only the draft is lost, and the other processes can go on."""
+        super().__init__(message)
+        self.fault, self.draft = fault, draft
+
+
 @dataclass(frozen=True)
 class WorkerGroupConfig:
     """Configuration of the processes that decode. Raises ValueError naming the field, the value and what is allowed."""

@@ -28,8 +28,7 @@ from dataclasses import replace
 
 from services.backend import RequestFailed, ServingPair, StartProgress, Unavailable
 from services.coordinator.client import CoordinatorClient
-from services.launch.cluster import WorkerGroupError
-from services.launch.config import WorkerGroupConfig
+from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.worker_group import WorkerGroup
 from services.protobuf.coordinator import EngineStep
 from smc.api.request import Answer, FinishReason, Output, Particle, Request

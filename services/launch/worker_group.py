@@ -20,8 +20,7 @@ from ray.util.placement_group import PlacementGroup
 from services.backend import ServingPair, StartProgress
 from services.coordinator.process import CoordinatorSpec, EngineStuck
 from services.launch import cluster
-from services.launch.cluster import WorkerGroupError
-from services.launch.config import WorkerGroupConfig, warn_of_few_gpus
+from services.launch.config import WorkerGroupConfig, WorkerGroupError, warn_of_few_gpus
 from services.link.base import LinkError
 from services.link.connect import Rendezvous
 from services.workers.process import RankSpec

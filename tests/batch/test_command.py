@@ -4,6 +4,8 @@ left to do."""
 from __future__ import annotations
 
 import fcntl
+import subprocess
+import sys
 
 import pytest
 
@@ -108,3 +110,11 @@ def test_an_output_that_ray_will_delete_is_warned_of(smcserve, files, tmp_path):
     files[0].write_text("")
     assert "Ray deletes" in smcserve("batch", files[0], inside / "out.jsonl").err
     assert "Ray deletes" not in smcserve("batch", *files).err
+
+
+def test_a_run_to_one_file_needs_no_extra():
+    """Without the extra `batch`, pyarrow and pandas are not installed; Ray is imported only once the input is known to
+    be valid."""
+    script = "import sys, services.batch.run; print(*{'ray', 'pyarrow', 'pandas', 'torch'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert ran.stdout.split() == []

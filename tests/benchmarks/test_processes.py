@@ -22,8 +22,7 @@ from benchmarks.load import problem_load, random_load
 from benchmarks.processes import ProcessBackend, RankProcesses, placed, see_only
 from benchmarks.reports.speed import WIDE, SpeedPlan, in_turn, measure_speed
 from benchmarks.speed import ModeTimer, Speed, TimedRounds, median_length, unattended
-from services.launch.cluster import WorkerGroupError
-from services.launch.config import WorkerGroupConfig
+from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import RayTaskError
 
-from services.launch.cluster import WorkerGroupError
-from services.launch.config import WorkerGroupConfig
+from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.worker_group import WorkerGroup
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from services.backend import RequestFailed, StartProgress
 from services.launch import supervisor as module
-from services.launch.cluster import WorkerGroupError
-from services.launch.config import WorkerGroupConfig
+from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.supervisor import Supervisor
 from services.protobuf.coordinator import EngineStep
 from smc.api.request import Request

@@ -20,7 +20,7 @@ import pytest
 import ray
 
 from services.client import Message, ServiceError
-from services.launch.cluster import WorkerGroupError
+from services.launch.config import WorkerGroupError
 from services.launch.worker_group import ASK_SECONDS, PROBE_SECONDS, WorkerGroup
 from tests.service.running import Running, ranks
 

@@ -9,8 +9,7 @@ import time
 import pytest
 import ray
 
-from services.launch.cluster import WorkerGroupError
-from services.launch.config import WorkerGroupConfig
+from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.worker_group import WorkerGroup
 from tests.service.running import ranks
 
