@@ -103,7 +103,7 @@ def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
 
 
 @client.command("generate")
-@options.with_sampling
+@options.with_mappings
 @_reports_failures
 def generate(
     ctx: typer.Context,

@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     from smc.api.engine_config import EngineConfig
     from smc.local_engine import ModelPair
 
-ENGINE_FIELDS = ("form", "block", "branches", "max_context")
 PAIR_FIELDS = ("form", "branches", "draft_vocab", "draft_vocab_text")
 """Settings that affect only methods that use both models."""
 PLAIN = ("target", "draft")
 """Methods that use one model."""
 
 
-@options.with_sampling
+@options.with_mappings
 def generate(
     ctx: typer.Context,
     prompt: Annotated[
@@ -50,10 +49,7 @@ def generate(
     sampling: Mapping[str, Any] = options.NOTHING,
     negative_prompt: options.NegativePrompt = None,
     raw: options.Raw = False,
-    form: options.Form = None,
-    block: options.Block = None,
-    branches: options.Branches = None,
-    max_context: options.MaxContext = None,
+    engine: Mapping[str, Any] = options.NOTHING,
     no_prefix_cache: options.NoPrefixCache = False,
     threads: options.Threads = None,
     as_json: options.JsonFlag = False,
@@ -78,7 +74,7 @@ def generate(
     )
     use_threads(threads, directories)
     pair = models.pair(device, device)
-    return _answer(pair, directories, *_settings(pair, text, raw, given, sampling), as_json)
+    return _answer(pair, directories, *_settings(pair, text, raw, given, engine, sampling), as_json)
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -99,7 +95,12 @@ def _refuse_idle(given: dict[str, Any]) -> None:
 
 
 def _settings(
-    pair: ModelPair, text: str, raw: bool, given: dict[str, Any], sampling: Mapping[str, Any]
+    pair: ModelPair,
+    text: str,
+    raw: bool,
+    given: dict[str, Any],
+    engine: Mapping[str, Any],
+    sampling: Mapping[str, Any],
 ) -> tuple[Request, EngineConfig]:
     """Return the request and the engine's configuration. Only given options are passed on: the library has its own
     defaults, and refuses settings without effect."""
@@ -107,9 +108,7 @@ def _settings(
 
     if not raw and not pair.tokenizer.has_chat_template:
         raise ValueError("the target model has no chat template; use --raw to give it the prompt as plain text")
-    config = EngineConfig(
-        **{name: given[name] for name in ENGINE_FIELDS if name in given}, prefix_cache="no_prefix_cache" not in given
-    )
+    config = EngineConfig(**engine, prefix_cache="no_prefix_cache" not in given)
     prompt, away = tuple(_encoded(pair, text, raw)), given.get("negative_prompt")
     negative = None if away is None else tuple(_encoded(pair, away, raw))
     room = (config.max_context or pair.max_context) - max(len(prompt), len(negative or ()))

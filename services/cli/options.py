@@ -96,31 +96,45 @@ def _constraint(found: dict[str, Any]) -> dict[str, Any]:
 
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""Default of a command's parameter `sampling` (see `with_sampling`)."""
+"""Default of a command's parameters `sampling` and `engine` (see `with_mappings`)."""
 
 
-def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `sampling` of a command with one option for each of `SAMPLING_NAMES` and `CONSTRAINTS`. The
-    command gets the given ones as a mapping by name."""
+def with_mappings(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter `sampling` of a command with one option for each of `SAMPLING_NAMES` and `CONSTRAINTS`, and
+    its parameter `engine`, if it has one, with `engine_parameters`. The command gets the given ones as mappings by
+    name."""
     signature, kinds = inspect.signature(command, eval_str=True), get_type_hints(SamplingParams)
+    engine = engine_parameters() if "engine" in signature.parameters else {}
     parameters: list[inspect.Parameter] = []
     for one in signature.parameters.values():
-        parameters += (
-            [*(_sampling_parameter(name, kinds[name]) for name in SAMPLING_NAMES), *CONSTRAINTS.values()]
-            if one.name == "sampling"
-            else [one]
-        )
+        if one.name == "sampling":
+            parameters += [*(_sampling_parameter(name, kinds[name]) for name in SAMPLING_NAMES), *CONSTRAINTS.values()]
+        else:
+            parameters += engine.values() if one.name == "engine" else [one]
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        sampling = given({name: kwargs.pop(name) for name in SAMPLING_NAMES})
-        constraint = _constraint(given({name: kwargs.pop(name) for name in CONSTRAINTS}))
-        return command(*args, sampling=sampling | constraint, **kwargs)
+        def pop(names: Iterable[str]) -> dict[str, Any]:
+            return given({name: kwargs.pop(name) for name in names})
+
+        mappings = {"sampling": pop(SAMPLING_NAMES) | _constraint(pop(CONSTRAINTS))}
+        if engine:
+            mappings["engine"] = pop(engine)
+        return command(*args, **mappings, **kwargs)
 
     call: Any = wrapped
     call.__signature__ = signature.replace(parameters=parameters)
     call.__annotations__ = {one.name: one.annotation for one in parameters}
     return call
+
+
+def engine_parameters() -> dict[str, inspect.Parameter]:
+    """Return the parameters of a command for fields of `EngineConfig`, by name."""
+    kinds = {"form": Form, "block": Block, "branches": Branches, "max_context": MaxContext}
+    return {
+        name: inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
+        for name, kind in kinds.items()
+    }
 
 
 def load_own(paths: Iterable[tuple[str, str]]) -> Mapping[str, Any]:

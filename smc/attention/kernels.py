@@ -28,7 +28,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
-from smc.kernels.packed_rows import Groups, PieceShape, Prepared, RowSpans, Tables, page_at, prepare, row_tables
+from smc.kernels.packed_rows import (
+    CacheTensors,
+    Groups,
+    PieceShape,
+    Prepared,
+    RowSpans,
+    Tables,
+    page_at,
+    prepare,
+    row_tables,
+)
 
 PAIRED = 512
 """Maximum number of queries of a group and key/value head for which programs of 64 queries, two on a multiprocessor,
@@ -40,7 +50,7 @@ SPECIALIZED = 256
 """Maximum number of queries of a group and key/value head for which warps of two kinds read wide heads; for more
 queries, warps of one kind were faster."""
 LOWEST = tl.constexpr(-1e30)  # Finite: for a query that sees nothing yet, infinity would give inf - inf.
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 SPECIALIZED_CAPABILITY = (9, 0)
 """Compute capability with the tensor cores for which the specialised kernel is written; later GPUs have others."""
 SPECIALIZED_TRITONS = ("3.6", "3.7")
@@ -147,14 +157,15 @@ def take_in(q_XD, k_PD, v_PD, visible_XP, masked, m_X, l_X, acc_XD, SCALE: tl.co
 
 @one_variant("q", "keys", "values", "table_SL", "part", "q_stride", "table_stride")
 def _prefix_kernel(
-    q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, W, E, position_T,
-    N: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
+    q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, E, position_T,
+    N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Compute attention to one piece, for one key/value head. Empty pieces come last, so that each non-empty piece gets
     a multiprocessor. With PDL, `_own_kernel` may start once every program here has waited for the queries; its programs
     run beside these, or wait for room."""
-    j, piece = tl.program_id(0), piece_6W + tl.program_id(1)
+    SCALE: tl.constexpr = D**-0.5 * LOG2_E
+    j, piece, W = tl.program_id(0), piece_6W + tl.program_id(1), tl.num_programs(1)
     x0, queries, slot = tl.load(piece), tl.load(piece + W), tl.load(piece + 2 * W)
     first, last, entry = tl.load(piece + 3 * W), tl.load(piece + 4 * W), tl.load(piece + 5 * W)
     if tl.program_id(1) >= tl.load(pieces_1):
@@ -198,9 +209,9 @@ def _prefix_kernel(
     tl.store(part + at_X[:, None] * D + d, acc_XD / l_X[:, None], mask=real_X[:, None])
 
 
-@one_variant("q", "keys", "values", "tables", "part", "out", "q_stride")
+@one_variant("q", "cache", "tables", "part", "out", "q_stride")
 def _own_kernel(
-    q, keys, values, tables, pages, spans, splits_of, part, lse, out, q_stride,
+    q, cache, tables, pages, spans, splits_of, part, lse, out, q_stride,
     Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -210,7 +221,7 @@ def _own_kernel(
     # Tensor cores take at least 16 queries; those past BLOCK_M see nothing.
     BLOCK_Y: tl.constexpr = max(16, BLOCK_M)
     PARTS: tl.constexpr = BLOCK_Y // BLOCK_M
-    SCALE: tl.constexpr = D**-0.5 * 1.4426950408889634
+    SCALE: tl.constexpr = D**-0.5 * LOG2_E
     row_4R, rows, E = splits_of.row_4R, splits_of.rows, splits_of.entries
     j, r = tl.program_id(1), tl.program_id(2)
     start, count, shared = tl.load(spans.start_R + r), tl.load(spans.count_R + r), tl.load(row_4R + r)
@@ -238,7 +249,7 @@ def _own_kernel(
         if WINDOW:
             visible_YO &= o[None, :] > limit_Y[:, None] - WINDOW
         m_Y, l_Y, acc_YD = take_in(
-            q_YD, tl.load(keys + at_OD), tl.load(values + at_OD), visible_YO, True, m_Y, l_Y, acc_YD, SCALE
+            q_YD, tl.load(cache.k_PJD + at_OD), tl.load(cache.v_PJD + at_OD), visible_YO, True, m_Y, l_Y, acc_YD, SCALE
         )
     # Drop the queries past BLOCK_M, whose sums are zero.
     m_M, l_M = tl.max(tl.reshape(m_Y, (PARTS, BLOCK_M)), 0), tl.sum(tl.reshape(l_Y, (PARTS, BLOCK_M)), 0)
@@ -341,8 +352,7 @@ class SharedPrefixAttention:
         self._constants = {"N": h // j, "J": j, "D": head_dim, "PDL": pdl}
         self._constants |= launch_options(pdl)
         self.prefix_kernel, self._prefix_keywords = _prefix_launch(tune, device)
-        self._prefix_keywords |= {"SCALE": head_dim**-0.5 * LOG2_E}
-        self._tile_keywords = _tile_keywords(tune) | {"SCALE": head_dim**-0.5 * LOG2_E}
+        self._tile_keywords = _tile_keywords(tune)
 
     @property
     def workspace_bytes(self) -> int:
@@ -388,12 +398,11 @@ class SharedPrefixAttention:
             more, keywords = (prepared.position_T,), keywords | {"WINDOW": window or 0}
         kernel[(self.heads[1], piece_6W.shape[1])](
             q_THD, keys, values, table, piece_6W, prepared.pieces_1, self.part_JED, self.lse_JE,
-            q_THD.stride(0), table.stride(0), piece_6W.shape[1], entries, *more,
-            **keywords, **self._constants,
+            q_THD.stride(0), table.stride(0), entries, *more, **keywords, **self._constants,
         )  # fmt: skip
         h, j = self.heads
         _own_kernel[(triton.cdiv(self.queries * h // j, tune.own_y), j, self.rows)](
-            q_THD, keys, values, *prepared.tables.arguments(), spans,
+            q_THD, CacheTensors(keys, values), *prepared.tables.arguments(), spans,
             RowSplits(prepared.row_4R, self.rows, entries), self.part_JED, self.lse_JE, out_THD, q_THD.stride(0),
             Q=self.queries, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s, STAGES=tune.own_stages,
             WINDOW=window or 0, num_warps=tune.own_warps, **self._constants,

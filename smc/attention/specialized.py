@@ -33,6 +33,7 @@ _QUERIES = gl.constexpr(QUERIES)
 _WARPS = gl.constexpr(WARPS)
 _COPIER_REGISTERS = gl.constexpr(COPIER_REGISTERS)
 _LOWEST = gl.constexpr(-1e30)  # Finite: for a query that sees nothing yet, infinity would give inf - inf.
+_LOG2_E = gl.constexpr(1.4426950408889634)
 _LANES = gl.constexpr(16)
 """Number of partial maxima and sums of a tile's row, which are reduced last. One direct reduction would be a dependent
 chain over all numbers of a row that a thread holds."""
@@ -130,17 +131,18 @@ def _attend(
     gl.store(part + to_XD, out_XD, mask=gl.expand_dims(x < queries, 1))
 
 
-@gluon.jit(do_not_specialize=["piece_6W", "pieces_1", "lse", "W", "E"])
+@gluon.jit(do_not_specialize=["piece_6W", "pieces_1", "lse", "E"])
 def prefix_kernel(
-    q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, W, E,
-    N: gl.constexpr, J: gl.constexpr, D: gl.constexpr, SCALE: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr,
+    q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, E,
+    N: gl.constexpr, J: gl.constexpr, D: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute attention to one piece, for one key/value head."""
     DTYPE: gl.constexpr = q.dtype.element_ty
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_P, D], DTYPE)
     QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_QUERIES, D], DTYPE)
-    j, w = gl.program_id(0), gl.program_id(1)
+    SCALE: gl.constexpr = D**-0.5 * _LOG2_E
+    j, w, W = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
     exists, piece = w < gl.load(pieces_1), piece_6W + w
     # The numbers of a piece that does not exist are undefined: it gets no query and no position.
     x0, slot = gl.load(piece), gl.where(exists, gl.load(piece + 2 * W), 0)

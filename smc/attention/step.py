@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smc.attention.kernels import LOWEST, floor_rows, take_in
+from smc.attention.kernels import LOG2_E, LOWEST, floor_rows, take_in
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
 from smc.kernels.norm import sum_parts
-from smc.kernels.packed_rows import RowSpans, Tables, page_at, row_tables
+from smc.kernels.packed_rows import CacheTensors, RowSpans, Tables, page_at, row_tables
 
 LEAST_Y = 16
 """Minimum number of queries of a program: what tensor cores take."""
@@ -103,7 +103,8 @@ def step_attention(
     y = queries * h // j
     tiling = tiling or StepTiling.choose(queries, y, j * floor_rows(rows), d, keys.element_size())
     _step_kernel[(j, rows, triton.cdiv(y, tiling.block_y))](
-        qkv, keys, values, rope, *tables.arguments(), RowSpans(start_R, count_R), out_THD, norm, qkv.shape[-1] * tokens,
+        qkv, CacheTensors(keys, values), rope, *tables.arguments(), RowSpans(start_R, count_R), out_THD, norm,
+        qkv.shape[-1] * tokens,
         Q=queries, H=h, J=j, D=d, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tiling.block_y,
         BLOCK_Q=max(16, triton.next_power_of_2(queries)), BLOCK_P=tiling.block_p, STAGES=tiling.stages, PDL=pdl,
         WINDOW=window or 0,
@@ -131,9 +132,9 @@ def _rotated(
     return (x_XD * cos + y_XD * tl.where(d < D // 2, -sin, sin)).to(DTYPE)
 
 
-@one_variant("qkv", "keys", "values", "rope", "tables", "out", "norm", "split_stride")
+@one_variant("qkv", "cache", "rope", "tables", "out", "norm", "split_stride")
 def _step_kernel(
-    qkv, keys, values, rope, tables, pages, spans, out, norm, split_stride,
+    qkv, cache, rope, tables, pages, spans, out, norm, split_stride,
     Q: tl.constexpr, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -143,7 +144,7 @@ def _step_kernel(
     DTYPE: tl.constexpr = out.dtype.element_ty
     WIDTH: tl.constexpr = (H + 2 * J) * D
     N: tl.constexpr = H // J
-    SCALE: tl.constexpr = D**-0.5 * 1.4426950408889634
+    SCALE: tl.constexpr = D**-0.5 * LOG2_E
     # One new key is compared by elementwise products, several by tensor cores.
     KEYS: tl.constexpr = 1 if Q == 1 else BLOCK_Q
     j, r, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -177,8 +178,8 @@ def _step_kernel(
     v_QD = sum_parts((at_Q + J * D)[:, None] + d, split_stride, new_Q[:, None], SPLITS).to(DTYPE)
     # The dummy page keeps its content: a masked position must not read a NaN.
     to_QD, stored = (here_Q.to(tl.int64) * J + j)[:, None] * D + d, (here_Q != 0)[:, None] & (tile == 0)
-    tl.store(keys + to_QD, k_QD, mask=stored)
-    tl.store(values + to_QD, v_QD, mask=stored)
+    tl.store(cache.k_PJD + to_QD, k_QD, mask=stored)
+    tl.store(cache.v_PJD + to_QD, v_QD, mask=stored)
     if Q == 1:
         m_Y = tl.sum(q_YD.to(tl.float32) * k_QD.to(tl.float32), 1) * SCALE
         l_Y = tl.full([BLOCK_Y], 1.0, tl.float32)
@@ -191,7 +192,7 @@ def _step_kernel(
         m_Y, l_Y, acc_YD = take_in(q_YD, k_QD, v_QD, visible_YQ, True, m_Y, l_Y, acc_YD, SCALE)
     for p0 in tl.range(begin, held, BLOCK_P, num_stages=STAGES):
         at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
-        k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
+        k_PD, v_PD = tl.load(cache.k_PJD + at_PD), tl.load(cache.v_PJD + at_PD)
         # Pages are loaded one tile ahead: otherwise the pipeline would spend its depth on this load before it could
         # start the loads of keys and values.
         next_p = p0 + BLOCK_P + p

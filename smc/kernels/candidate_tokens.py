@@ -27,7 +27,6 @@ from smc.kernels.sampling import exponentials
 from smc.kernels.truncation import (
     Cut,
     combine,
-    cut_arguments,
     cut_logit,
     finite,
     inverse_temperature,
@@ -91,10 +90,9 @@ def propose_candidates(
     bound_2R, norm_2R = ints(2, rows), floats(2, rows)
     longs, width = partial(logits_RV.new_empty, dtype=torch.int64), most + has_rest
     found = (longs((rows, width)), *floats(2, rows, width))
-    distribution = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
+    distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
     keys = tuple(key.contiguous() for key in (seed_R, round_R, stream_R, position_R))
-    blocks, by_row = {"CUT": cut is not None, "BLOCK": block, "num_warps": warps}, {"CUT": cut is not None}
-    by_row["SPLITS"] = triton.next_power_of_2(splits)
+    blocks, by_row = {"BLOCK": block, "num_warps": warps}, {"SPLITS": triton.next_power_of_2(splits)}
     parts = (largest_RP, largest_RP.shape[1])
     survey = {"PART": PART if length >= PART else 0, **blocks}
     if coupling is None:
@@ -108,8 +106,7 @@ def propose_candidates(
             KEEPS=kept_BV is not None, HEAD=coupling.ids_M is not None, **survey,
         )  # fmt: skip
         # From here on scores are read instead of logits.
-        distribution = (scores_RV, scores_RV.stride(0), temperature_R, *cut_arguments(None, temperature_R))
-        blocks["CUT"] = by_row["CUT"] = False
+        distribution = (scores_RV, scores_RV.stride(0), temperature_R, None)
     blocks["SCORES"] = by_row["SCORES"] = coupling is not None
     search = {
         "STEPS": steps,
@@ -144,15 +141,15 @@ def _steps(vocab: int) -> int:
 
 @one_variant("logits", "stride", "vocab", "largest_RP", "parts")
 def _survey(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, largest_RP, parts,
-    PART: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, temperature_R, cut, vocab, max_RS, sum_RS, largest_RP, parts,
+    PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce one block of one row to its maximum, its sum of exponentials relative to that, and the `order_key` of each
     part's largest entry."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, _ = inverse_temperature(temperature_R, row)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
-    logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
+    logit = cut_logit(raw, column, row, inverse, cut)
     top = tl.max(logit, 0)
     tl.store(max_RS + row * splits + split, top)
     tl.store(sum_RS + row * splits + split, tl.sum(tl.exp(logit - finite(top)), 0))
@@ -163,15 +160,15 @@ def _survey(
 
 @one_variant("logits", "stride", "vocab", "parts_of", "scores_RV", "kept")
 def _survey_coupled(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, sums, parts_of, coupling, of_rows, scores_RV, kept,
-    PART: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr, KEEPS: tl.constexpr, HEAD: tl.constexpr,
+    logits, stride, temperature_R, cut, vocab, sums, parts_of, coupling, of_rows, scores_RV, kept,
+    PART: tl.constexpr, BLOCK: tl.constexpr, KEEPS: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
     """As `_survey`, for the scores that `smc.algorithm.coupling` computes from the logits. Writes these scores to
     `scores_RV`, and the logits after the cut to `kept`."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, _ = inverse_temperature(temperature_R, row)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
-    logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
+    logit = cut_logit(raw, column, row, inverse, cut)
     inside = column < vocab
     if KEEPS:
         tl.store(kept[0] + row.to(tl.int64) * kept[1] + column, logit, mask=inside & (row < kept[2]))
@@ -268,9 +265,9 @@ class SearchSizes(NamedTuple):
 
 @one_variant("logits", "stride", "vocab", "parts_of", "lists")
 def _find(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, sums, parts_of, lists, summary, found, sizes,
+    logits, stride, temperature_R, cut, vocab, sums, parts_of, lists, summary, found, sizes,
     STEPS: tl.constexpr, COUNT: tl.constexpr, MOST: tl.constexpr, FAN: tl.constexpr, PART: tl.constexpr,
-    SPLITS: tl.constexpr, CUT: tl.constexpr, SCORES: tl.constexpr,
+    SPLITS: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """Search one row: its likeliest tokens, the last one's key and column, and the distribution's normaliser."""
     row, splits, most, width = tl.program_id(0), sizes.splits, sizes.most, sizes.width
@@ -295,7 +292,7 @@ def _find(
     inverse, greedy = inverse_temperature(temperature_R, row)
     if SCORES:
         inverse = 1.0
-    logit_C = cut_logit(tl.load(logits_V + column_C), column_C, row, inverse, key_R, last_R, drop_R, CUT)
+    logit_C = cut_logit(tl.load(logits_V + column_C), column_C, row, inverse, cut)
     _, top, total = combine(sums[0], sums[1], row, splits, SPLITS)
     log_sum = tl.log(total)
     lse = top + log_sum
@@ -310,9 +307,9 @@ def _find(
 
 @one_variant("logits", "stride", "vocab")
 def _race_rest(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, seed_R, round_R, stream_R, position_R, purpose,
+    logits, stride, temperature_R, cut, vocab, seed_R, round_R, stream_R, position_R, purpose,
     bound_key_R, bound_column_R, max_RS, sum_RS, won_RS, token_RS,
-    CUT: tl.constexpr, BLOCK: tl.constexpr, SCORES: tl.constexpr,
+    BLOCK: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """Race within one block of one row, without the row's likeliest tokens: as `_race` of `smc.kernels.sampling` for
     one draw."""
@@ -321,7 +318,7 @@ def _race_rest(
     if SCORES:
         inverse = 1.0
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
-    logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
+    logit = cut_logit(raw, column, row, inverse, cut)
     key, bound = order_key(raw), tl.load(bound_key_R + row)
     is_found = (key > bound) | ((key == bound) & (column <= tl.load(bound_column_R + row)))
     logit = tl.where(is_found, -float("inf"), tl.where(greedy, -float("inf"), logit))
@@ -341,8 +338,8 @@ def _race_rest(
 
 @one_variant()
 def _finish_rest(
-    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, won_RS, token_RS, top_R, log_sum_R,
-    token_RC, logq_RC, share_RC, splits, most, SPLITS: tl.constexpr, CUT: tl.constexpr, SCORES: tl.constexpr,
+    logits, stride, temperature_R, cut, max_RS, sum_RS, won_RS, token_RS, top_R, log_sum_R,
+    token_RC, logq_RC, share_RC, splits, most, SPLITS: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """Write one row's token drawn from the rest, and the share of the rest."""
     row, split = tl.program_id(0), tl.arange(0, SPLITS)
@@ -357,7 +354,7 @@ def _finish_rest(
     # If the row has a NaN, any winner may result, even one past the end.
     token = tl.where(lse == lse, tl.load(token_RS + row * splits + tl.minimum(at, splits - 1)), 0)
     raw = tl.load(logits + row.to(tl.int64) * stride + token)
-    logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)
+    logit = cut_logit(raw, token, row, inverse, cut)
     out = row.to(tl.int64) * (most + 1)
     of_best = tl.where(token == tl.load(token_RC + out), 0.0, -float("inf"))
     tl.store(token_RC + out + most, token.to(tl.int64))

@@ -226,9 +226,11 @@ def find_bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK:
 @triton.jit
 def _draw(
     log_mass_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
-    lead, lead_mass, parent_N, candidate_N, mass_N, alive_N, CHUNK: tl.constexpr, LEAST: tl.constexpr,
+    lead, lead_mass, rows_N, CHUNK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Write the chosen candidates in order. Returns their number and the index of the first."""
+    """Write the chosen candidates to the rows (parent, candidate, mass, alive) in order. Returns their number and the
+    index of the first."""
+    parent_N, candidate_N, mass_N, alive_N = rows_N
     # The points lie at u, u + 1, ..., all rounded up to a whole number of 2**-52.
     reach = -(((uniform * 2.0**53).to(tl.int64) + 1) >> 1)
     taken, equal, first = 0, 0, count
@@ -369,7 +371,7 @@ def _expand(
     )
     went, first = _draw(
         log_mass_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
-        lead, lead_mass, parent_N, candidate_N, mass_N, alive_N, CHUNK, LEAST,
+        lead, lead_mass, (parent_N, candidate_N, mass_N, alive_N), CHUNK, LEAST,
     )  # fmt: skip
     first = tl.where(went > 0, first, 0)
     ess = _finish(

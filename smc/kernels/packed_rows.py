@@ -67,6 +67,13 @@ class RowPages(NamedTuple):
     tail_R: Tensor | None
 
 
+class CacheTensors(NamedTuple):
+    """Keys and values of one layer, of P pages, the dummy page included."""
+
+    k_PJD: Tensor
+    v_PJD: Tensor
+
+
 class RowSpans(NamedTuple):
     """Position of each row's first token, and its number of tokens."""
 

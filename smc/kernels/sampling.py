@@ -29,7 +29,6 @@ from smc.kernels.truncation import (
     Cut,
     best_column,
     combine,
-    cut_arguments,
     cut_logit,
     finite,
     inverse_temperature,
@@ -74,15 +73,15 @@ def draw(
         torch.empty_like(key_RSD[:, 0]),
         torch.empty_like(sums_2RS[0, :, 0]),
     )
-    distribution = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
+    distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
     # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block, "CUT": cut is not None}
+    shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block}
     _race[(splits, rows)](*distribution, vocab, *keys, int(purpose), *sums_2RS, key_RSD, token_RSD, **shape, **options)
     _finish_race[(rows, draws)](
         *distribution, *sums_2RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
-        BLOCK=triton.next_power_of_2(splits), CUT=cut is not None, num_warps=1,
+        BLOCK=triton.next_power_of_2(splits), num_warps=1,
     )  # fmt: skip
     return token_RD, logq_RD, lse_R
 
@@ -114,12 +113,10 @@ def score(
     extra_logp_XF = logits_TV.new_empty((requested, extra), dtype=torch.float32) if extra else logp_X
     more = extra_XF.contiguous() if extra_XF is not None and extra else label_X
     tokens = (label_X, more, label_X if row_X is None else row_X.contiguous())
-    distribution = (logits_TV, logits_TV.stride(0), temperature_T, *cut_arguments(cut, temperature_T))
-    sum_block[(splits, rows)](
-        *distribution, vocab, *sums_2TS, top_TS, CUT=cut is not None, BLOCK=block, num_warps=warps
-    )
+    distribution = (logits_TV, logits_TV.stride(0), temperature_T, cut)
+    sum_block[(splits, rows)](*distribution, vocab, *sums_2TS, top_TS, BLOCK=block, num_warps=warps)
     most = max(EXTRA, triton.next_power_of_2(extra))
-    blocks = {"CUT": cut is not None, "BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": most}
+    blocks = {"BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": most}
     _finish_sum[(requested,)](
         *distribution,
         *sums_2TS,
@@ -170,16 +167,16 @@ def _log_of_rest(y):
 
 @one_variant("logits", "stride", "vocab")
 def _race(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, seed_R, round_R, stream_RD, position_R, purpose,
+    logits, stride, temperature_R, cut, vocab, seed_R, round_R, stream_RD, position_R, purpose,
     max_RS, sum_RS, key_RSD, token_RSD,
-    DRAWS: tl.constexpr, DRAW_BLOCK: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
+    DRAWS: tl.constexpr, DRAW_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce one block of one row: its maximum, its sum of exponentials relative to that, and the winner of every draw
     with its key."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, greedy = inverse_temperature(temperature_R, row)
     raw, entry = load_block(logits, stride, row, vocab, BLOCK)
-    logit = cut_logit(raw, entry, row, inverse, key_R, last_R, drop_R, CUT)
+    logit = cut_logit(raw, entry, row, inverse, cut)
     seed, position, rounds = tl.load(seed_R + row), tl.load(position_R + row), tl.load(round_R + row)
     top = tl.max(logit, 0)
     safe = finite(top)
@@ -201,9 +198,9 @@ def _race(
 
 @one_variant()
 def _finish_race(
-    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD,
+    logits, stride, temperature_R, cut, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD,
     lse_R, splits,
-    BLOCK: tl.constexpr, CUT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Finish one draw of one row: the blocks' winners race on one scale."""
     row, d, draws, split = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK)
@@ -219,20 +216,18 @@ def _finish_race(
     token = tl.load(token_RSD + (row * splits + tl.minimum(at, splits - 1)) * draws + d)
     token = tl.where(lse == lse, token, 0)
     raw = tl.load(logits + row.to(tl.int64) * stride + token)
-    logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)
+    logit = cut_logit(raw, token, row, inverse, cut)
     tl.store(token_RD + row * draws + d, token)
     # lse - lse is 0, or NaN if the row has no distribution.
     tl.store(logq_RD + row * draws + d, tl.where(greedy, lse - lse, (logit - top) - log_sum))
 
 
 @triton.jit
-def _gather(
-    logits, stride, temperature_R, key_R, last_R, drop_R, row, token, given, best, top, log_sum, CUT: tl.constexpr
-):
+def _gather(logits, stride, temperature_R, cut, row, token, given, best, top, log_sum):
     """Return log-probabilities of tokens of one row; 0 where no token is given."""
     inverse, greedy = inverse_temperature(temperature_R, row)
     raw = tl.load(logits + row.to(tl.int64) * stride + token, mask=given, other=0.0)
-    logit = cut_logit(raw, token, row, inverse, key_R, last_R, drop_R, CUT)
+    logit = cut_logit(raw, token, row, inverse, cut)
     lse = top + log_sum
     logp = tl.where(greedy, tl.where(token == best, 0.0, -float("inf")) + (lse - lse), (logit - top) - log_sum)
     return tl.where(given, logp, 0.0)
@@ -240,9 +235,9 @@ def _gather(
 
 @one_variant()
 def _finish_sum(
-    logits, stride, temperature_R, key_R, last_R, drop_R, max_RS, sum_RS, top_RS, label_X, extra_XF, row_X, logp_X,
+    logits, stride, temperature_R, cut, max_RS, sum_RS, top_RS, label_X, extra_XF, row_X, logp_X,
     extra_logp_XF, splits,
-    extra, BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr,
+    extra, BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Finish one requested row: compute the log-normaliser from its blocks, and the log-probabilities of the label and
     of extra tokens."""
@@ -251,17 +246,13 @@ def _finish_sum(
     max_S, top, total = combine(max_RS, sum_RS, row, splits, BLOCK)
     best, log_sum = best_column(max_S, top_RS, row, splits), tl.log(total)
     token = tl.load(label_X + x)
-    logp = _gather(
-        logits, stride, temperature_R, key_R, last_R, drop_R, row, token, token >= 0, best, top, log_sum, CUT
-    )
+    logp = _gather(logits, stride, temperature_R, cut, row, token, token >= 0, best, top, log_sum)
     tl.store(logp_X + x, logp)
     if extra > 0:
         f = tl.arange(0, EXTRA_BLOCK)
         token_F = tl.load(extra_XF + x * extra + f, mask=f < extra, other=-1)
         given_F = (f < extra) & (token_F >= 0)
-        logp_F = _gather(
-            logits, stride, temperature_R, key_R, last_R, drop_R, row, token_F, given_F, best, top, log_sum, CUT
-        )
+        logp_F = _gather(logits, stride, temperature_R, cut, row, token_F, given_F, best, top, log_sum)
         tl.store(extra_logp_XF + x * extra + f, logp_F, mask=f < extra)
 
 
@@ -436,8 +427,8 @@ def write_distribution(
     require_rows(logits_RV, vocab)
     sums_2RS = logits_RV.new_empty((2, rows, splits), dtype=torch.float32)
     top_RS = logits_RV.new_empty((rows, splits), dtype=torch.int32)
-    distribution = (logits_RV, logits_RV.stride(0), temperature_R, *cut_arguments(cut, temperature_R))
-    options = {"CUT": cut is not None, "BLOCK": block, "num_warps": warps}
+    distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
+    options = {"BLOCK": block, "num_warps": warps}
     sum_block[(splits, rows)](*distribution, vocab, *sums_2RS, top_RS, **options)
     _write_distribution[(splits, rows)](
         *distribution,
@@ -453,15 +444,15 @@ def write_distribution(
 
 @one_variant("logits", "stride", "vocab", "dist_RV", "dist_stride")
 def _write_distribution(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, dist_RV, dist_stride,
-    SPLITS: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, temperature_R, cut, vocab, max_RS, sum_RS, top_RS, dist_RV, dist_stride,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, splits = tl.program_id(1), tl.num_programs(0)
     inverse, greedy = inverse_temperature(temperature_R, row)
     max_S, top, total = combine(max_RS, sum_RS, row, splits, SPLITS)
     best, log_sum = best_column(max_S, top_RS, row, splits), tl.log(total)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
-    logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
+    logit = cut_logit(raw, column, row, inverse, cut)
     lse = top + log_sum
     # lse - lse is 0, or NaN if the row has no distribution.
     logp = tl.where(greedy, tl.where(column == best, 0.0, -float("inf")), (logit - top) - log_sum) + (lse - lse)

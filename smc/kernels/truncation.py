@@ -21,7 +21,6 @@ words of 32 tokens, M columns of a draft's head, B columns of a program."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -38,8 +37,7 @@ ALLOWED, POSSIBLE = tl.constexpr(1), tl.constexpr(2)
 """What a program finds in its columns: one is allowed; one that is allowed is possible."""
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """The entries of each row that a truncated distribution keeps: those whose `order_key` is above `key`, and those
     that equal it up to column `last`."""
 
@@ -49,11 +47,6 @@ class Cut:
     """int32 last kept column of the entries that equal the key; -1: none of them is kept."""
     drop_R: Tensor
     """float32 that is added to the log-probability of all other entries, up to the normaliser; -inf forbids them."""
-
-
-def cut_arguments(cut: Cut | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments of a kernel that supports cuts; without a cut, the tensor `unused` in their place."""
-    return (unused, unused, unused) if cut is None else (cut.key_R, cut.last_R, cut.drop_R)
 
 
 def require_rows(logits_RV: Tensor, vocab: int) -> None:
@@ -84,13 +77,13 @@ def order_key(raw):
 
 
 @triton.jit
-def cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT: tl.constexpr):
-    """Return logits of one row over its temperature, after its cut."""
+def cut_logit(raw, column, row, inverse, cut):
+    """Return logits of one row over its temperature, after its cut, a `Cut` or None."""
     logit = raw.to(tl.float32) * inverse
-    if CUT:
-        key, least = order_key(raw), tl.load(key_R + row)
-        is_kept = (key > least) | ((key == least) & (column <= tl.load(last_R + row)))
-        logit = tl.where(is_kept, logit, logit + tl.load(drop_R + row))
+    if cut is not None:
+        key, least = order_key(raw), tl.load(cut.key_R + row)
+        is_kept = (key > least) | ((key == least) & (column <= tl.load(cut.last_R + row)))
+        logit = tl.where(is_kept, logit, logit + tl.load(cut.drop_R + row))
     return logit
 
 
@@ -109,14 +102,14 @@ def finite(top):
 
 @one_variant("logits", "stride", "vocab")
 def sum_block(
-    logits, stride, temperature_R, key_R, last_R, drop_R, vocab, max_RS, sum_RS, top_RS, CUT: tl.constexpr,
+    logits, stride, temperature_R, cut, vocab, max_RS, sum_RS, top_RS,
     BLOCK: tl.constexpr
 ):  # fmt: skip
     """Reduce one block of one row: its maximum, the column of that, and its sum of exponentials relative to that."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, _ = inverse_temperature(temperature_R, row)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
-    logit = cut_logit(raw, column, row, inverse, key_R, last_R, drop_R, CUT)
+    logit = cut_logit(raw, column, row, inverse, cut)
     top, at = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(max_RS + row * splits + split, top)
     tl.store(top_RS + row * splits + split, split * BLOCK + at)
@@ -223,8 +216,8 @@ class _Search:
             self._distribution[2],
             (*self._measured_3RS[:2], torch.empty_like(self._measured_3RS[0], dtype=torch.int32)),
         )
-        uncut, options = cut_arguments(None, unused), {"BLOCK": self._block, "num_warps": self._warps}
-        sum_block[self._grid](*self._distribution, *uncut, self._vocab, *sums, CUT=False, **options)
+        options = {"BLOCK": self._block, "num_warps": self._warps}
+        sum_block[self._grid](*self._distribution, None, self._vocab, *sums, **options)
         # Placeholders of the types that the processors would have.
         none = (unused.new_empty(1, dtype=torch.int64), unused, unused)
         processors = (top_k_R, top_p_R, min_p_R)

@@ -18,7 +18,7 @@ from smc.attention.kernels import Tuning
 from smc.attention.specialized import REGISTERS, WARPS, prefix_kernel
 
 POINTERS = {"q": "*bf16", "keys": "*bf16", "values": "*bf16", "part": "*fp32", "lse": "*fp32"}
-NUMBERS = ("q_stride", "table_stride", "W", "E")
+NUMBERS = ("q_stride", "table_stride", "E")
 ALIGNED = ("q", "keys", "values", "part", "table_SL", "q_stride", "table_stride")
 
 
@@ -28,7 +28,6 @@ def compile_for(rows: int, queries: int, dim: int) -> dict:
         "N": 4,
         "J": 8,
         "D": dim,
-        "SCALE": dim**-0.5,
         "BLOCK_P": tuning.block_p,
         "STAGES": tuning.stages,
         "PDL": True,
