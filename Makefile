@@ -5,9 +5,9 @@ STAMP := .venv/.installed
 
 PROTOS := $(wildcard proto/smc/v1/*.proto proto/smc/internal/v1/*.proto)
 
-.PHONY: help install proto demo test test-all lint format clean
+.PHONY: help install proto demo test test-kernels test-deploy test-all lint format clean
 help:            ## Show the targets
-	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
 install: $(STAMP)  ## Create .venv with the pinned dependencies
 
@@ -30,15 +30,24 @@ demo: install    ## Answer three questions with the shipped model pair
 # those that need a cluster run one by one and mostly wait, and leave both cores to the others.
 # Bytecode of the checkout is written, too: most of these processes import half of it.
 define tests
-	export PYTHONDONTWRITEBYTECODE=; $(BIN)/python -m pytest -n 3 -m $(1) || \
-		{ [ $$? -eq 1 ] && echo "Once more, one at a time:" && $(BIN)/python -m pytest -m $(1) -n 0 --last-failed --last-failed-no-failures none; }
+	export PYTHONDONTWRITEBYTECODE=; $(BIN)/python -m pytest -n 3 -m $(1) $(2) || \
+		{ [ $$? -eq 1 ] && echo "Once more, one at a time:" && \
+		$(BIN)/python -m pytest -m $(1) $(2) -n 0 --last-failed --last-failed-no-failures none; }
 endef
+KERNELS := tests/kernels tests/attention
+DEPLOY := tests/deploy
 
-test: install    ## Run the tests that are not slow
-	$(call tests,"not slow")
+test: install    ## Run the tests of the engine and of the services that are not slow
+	$(call tests,"not slow",tests $(addprefix --ignore ,$(KERNELS) $(DEPLOY)))
 
-test-all: install ## Run the slow tests as well, in one run
-	$(call tests,"slow or not slow")
+test-kernels: install ## Run the tests of the kernels, in Triton's interpreter
+	$(call tests,"not slow",$(KERNELS))
+
+test-deploy: install ## Run the tests of the chart, the images and the monitoring
+	$(call tests,"not slow",$(DEPLOY))
+
+test-all: install ## Run all tests, the slow ones as well, in one run
+	$(call tests,"slow or not slow",tests)
 
 lint: install    ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
