@@ -42,10 +42,6 @@ class Dispatcher:
         self._calls: dict[str, _PendingUpdates] = {}
 
     @property
-    def num_calls(self) -> int:
-        return len(self._calls)
-
-    @property
     def requests(self) -> list[Request]:
         """Requests of calls that have not ended."""
         return [call.request for call in self._calls.values()]
@@ -182,15 +178,16 @@ class _Outbox:
             yield request
 
 
-class CoordinatorClient:
-    """A `services.backend.Backend` for one incarnation of the worker group. Use it in the asyncio loop that made it."""
+class CoordinatorClient(Dispatcher):
+    """Dispatches the updates of the coordinator of one incarnation of the worker group. Use it in the asyncio loop that
+    made it."""
 
     def __init__(
         self, address: str, secret: str, on_step: Callable[[EngineStep], None], on_lost: Callable[[], None]
     ) -> None:
         """`on_step` is called with every engine step, `on_lost` once the coordinator is lost."""
         self._on_step, self._on_lost, self._outbox = on_step, on_lost, _Outbox()
-        self._dispatcher = Dispatcher(self._outbox)
+        super().__init__(self._outbox)
         self.interrupted: list[Request] = []
         """Requests that were in flight when the coordinator was lost."""
         self._channel = grpc.aio.insecure_channel(address, OPTIONS)
@@ -215,24 +212,12 @@ class CoordinatorClient:
     def lost(self) -> bool:
         return self._outbox.lost is not None
 
-    @property
-    def num_calls(self) -> int:
-        return self._dispatcher.num_calls
-
-    @property
-    def requests(self) -> list[Request]:
-        """Requests in flight."""
-        return self._dispatcher.requests
-
-    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        return self._dispatcher.generate(request)
-
     def fail(self, why: str) -> None:
         """End every call with UNAVAILABLE, and refuse later ones."""
         if self._outbox.lost is None:
             self._outbox.lost = Unavailable(why)
-            self.interrupted = self._dispatcher.requests
-            self._dispatcher.fail_all(self._outbox.lost)
+            self.interrupted = self.requests
+            self.fail_all(self._outbox.lost)
             self._on_lost()
 
     async def close(self) -> None:
@@ -247,7 +232,7 @@ class CoordinatorClient:
         try:
             async for response in self._call:
                 step = from_response(response)
-                self._dispatcher.deliver(step)
+                self.deliver(step)
                 self._on_step(step)
             self.fail("the coordinator has stopped; the service is starting again")
         except grpc.aio.AioRpcError as error:

@@ -210,7 +210,6 @@ class Coordinator:
         self._remote = RemoteEngine(spec)
         self._ping_workers()
         self._remote.timeline.forget()
-        self._server = CoordinatorServer(host, spec.rendezvous.secret)
         self._loop = EngineLoop(
             self._remote.engine,
             self._deliver,
@@ -219,7 +218,7 @@ class Coordinator:
             idle_period=spec.heartbeat,
             on_draft_lost=self._remote.detach_draft,
         )
-        self._server.attach_to(self._loop)
+        self._server = CoordinatorServer(host, spec.rendezvous.secret, self._loop)
         self._loop.start()
         self.address = self._server.address
 

@@ -159,7 +159,7 @@ def test_a_client_that_vanished_is_noticed(pair, tmp_path):
         try:
             assert process.stdout.readline() == b"begun\n"
             process.send_signal(signal.SIGSTOP)
-            until(lambda: not service.backend.dispatcher.num_calls, 8.0)
+            until(lambda: not service.backend.dispatcher.requests, 8.0)
         finally:
             process.kill()
             process.communicate()

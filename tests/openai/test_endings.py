@@ -76,7 +76,7 @@ def test_draining_ends_what_takes_too_long(pair):
         _, response, first = begin(service)
         with ThreadPoolExecutor(1) as pool:
             whole = pool.submit(post, service, chat(**LONG))
-            until(lambda: service.backend.dispatcher.num_calls == 2)
+            until(lambda: len(service.backend.dispatcher.requests) == 2)
             service.begin(service.gateway.drain(0.3)).result(10.0)
             is_error(whole.result(5), 503, "unavailable", "stopped before the answer was complete", hint=True)
         last = events(first + response.read())[-1]
