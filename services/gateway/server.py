@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Sequence
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc as pb_grpc
 from grpc_reflection.v1alpha import reflection
@@ -39,7 +38,7 @@ PAUSE_SECONDS = 0.25
 LOG_SECONDS = 1.0
 """Seconds of a pause after which the loop's stack is logged."""
 logger = logging.getLogger(__name__)
-HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+HEALTH = pb.DESCRIPTOR.services_by_name["Health"].full_name
 DRAFT, TARGET = "smc.draft", "smc.target"
 """Names of the draft's and the target's workers in health checks."""
 GATEWAY = "smc.gateway"
@@ -199,7 +198,7 @@ class Gateway:
         self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._pair.context))
         for register in self._services.values():
             register(self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        pb_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*self._services, HEALTH, reflection.SERVICE_NAME), self._server)
         if config.metrics_port is not None:
             self.metrics_port, self._stop_metrics = self.metrics.serve(config.metrics_port, config.host)
@@ -242,7 +241,7 @@ class Gateway:
 
         Every client is told to send its next call elsewhere (GOAWAY), and no connection is accepted any more.
         """
-        self._close("the service is shutting down; try again later, or elsewhere")
+        self._close()
         timeout = self._config.drain_timeout if timeout is None else timeout
         leaving = None
         if self._server is not None:
@@ -257,7 +256,7 @@ class Gateway:
 
     async def stop(self) -> None:
         """End calls in flight with UNAVAILABLE and stop. It may be called repeatedly, and during a drain."""
-        self._close("the service is shutting down; try again later, or elsewhere")
+        self._close()
         self._calls.interrupt()
         await self._calls.ended(DELIVERY_SECONDS)
         await self._calls.delivered(DELIVERY_SECONDS)
@@ -278,8 +277,8 @@ class Gateway:
             closing.start()
             await asyncio.to_thread(closing.join, TRACES_SECONDS)
 
-    def _close(self, why: str) -> None:
-        self._ending, self._calls.closed = True, why
+    def _close(self) -> None:
+        self._ending, self._calls.closed = True, "the service is shutting down; try again later, or elsewhere"
         self._set_health(draft=False, target=False, serving=False)
 
     def _set_health(self, draft: bool, target: bool, serving: bool) -> None:
