@@ -34,8 +34,6 @@ Exchange = pb.ExchangeRequest | pb.ExchangeResponse
 class MessagePeer:
     """A `services.link.base.PeerEnd` that sends each tensor as a message with incarnation, name and number."""
 
-    renewable = True
-
     def __init__(self, end: End[Exchange, Exchange], incarnation: int, sends: type[Exchange]) -> None:
         self._end, self._incarnation, self._sends = end, incarnation, sends
 
@@ -64,15 +62,12 @@ class DevicePeer:
     and the host does not wait. Names, numbers and incarnations are not checked: each communicator belongs to one
     incarnation and keeps the order."""
 
-    renewable = False
-    """A kernel of NCCL that waits for a dead rank never ends, and all later work on the stream waits behind it."""
-
-    def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int) -> None:
+    def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup) -> None:
         """`there` carries sent tensors, `back` received ones: within one group, both sides would have to send and
         receive in one common order."""
         self._there: dist.ProcessGroup | None = there
         self._back: dist.ProcessGroup | None = back
-        self._other = 1 - rank
+        self._other = 1 - there.rank()
         self._sends: list[dist.Work] = []
 
     def send(self, name: str, sequence: int, tensor: Tensor) -> None:
@@ -140,7 +135,7 @@ def coordinator_end(rendezvous: Rendezvous, store: dist.TCPStore, role: ModelRol
     if rendezvous.link == "grpc":
         return StreamCaller(_address(rendezvous, store, role), rendezvous.secret, "Work")
     group = make_group(store, rendezvous.name(f"{role}/link"), 0, 2, rendezvous.start_timeout)
-    return DistributedEnd(group, 0, pb.WorkResponse)
+    return DistributedEnd(group, pb.WorkResponse)
 
 
 @dataclass(frozen=True)
@@ -168,10 +163,8 @@ def leader_ends(
         server = StreamServer(host, rendezvous.secret)
         _publish(rendezvous, store, role, server.address)
         return LeaderEnds(server.coordinator, peer_end(rendezvous, store, role, between, server), server)
-    end = DistributedEnd(
-        make_group(store, rendezvous.name(f"{role}/link"), 1, 2, rendezvous.start_timeout), 1, pb.WorkRequest
-    )
-    return LeaderEnds(end, peer_end(rendezvous, store, role, between))
+    group = make_group(store, rendezvous.name(f"{role}/link"), 1, 2, rendezvous.start_timeout)
+    return LeaderEnds(DistributedEnd(group, pb.WorkRequest), peer_end(rendezvous, store, role, between))
 
 
 def peer_end(
@@ -197,10 +190,8 @@ def peer_end(
 
     if between.type == "cuda":
         by_sender = [group(f"from {name}", between) for name in (ModelRole.DRAFT, ModelRole.TARGET)]
-        return DevicePeer(by_sender[rank], by_sender[1 - rank], rank)
-    return MessagePeer(
-        DistributedEnd(group("pair"), rank, pb.ExchangeRequest), rendezvous.incarnation, pb.ExchangeRequest
-    )
+        return DevicePeer(by_sender[rank], by_sender[1 - rank])
+    return MessagePeer(DistributedEnd(group("pair"), pb.ExchangeRequest), rendezvous.incarnation, pb.ExchangeRequest)
 
 
 def _publish(rendezvous: Rendezvous, store: dist.TCPStore, who: str, address: str) -> None:

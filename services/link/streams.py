@@ -46,38 +46,25 @@ def is_proven(metadata: Iterable[tuple[str, str | bytes]], secret: str, address:
     return hmac.compare_digest(str(dict(metadata).get(PROOF_KEY, "")), proof(secret, address))
 
 
-class Inbox:
-    """A queue of messages that a reading thread puts in and the caller takes out, with a deadline. `get` raises an
-    exception that was put in."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
-
-    def put(self, item: object) -> None:
-        self._queue.put(item)
-
-    def get(self, timeout: float) -> Any:
-        try:
-            item = self._queue.get(timeout=timeout)
-        except queue.Empty:
-            raise LinkError(f"the link was silent for {timeout:g} s") from None
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-
 class StreamEnd:
-    """An end whose outbox a gRPC stream sends, and whose inbox it fills."""
+    """An end whose outbox a gRPC stream sends, and whose inbox it fills. `receive` raises an exception that is in the
+    inbox."""
 
     def __init__(self) -> None:
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
-        self.inbox = Inbox()
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
 
     def send(self, message: Message) -> None:
         self.outbox.put(message)
 
     def receive(self, timeout: float) -> Any:
-        return self.inbox.get(timeout)
+        try:
+            item = self.inbox.get(timeout=timeout)
+        except queue.Empty:
+            raise LinkError(f"the link was silent for {timeout:g} s") from None
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     def close(self) -> None:
         self.outbox.put(None)
@@ -155,7 +142,7 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "this port belongs to another worker group")
 
 
-def _pump(messages: Iterator, inbox: Inbox, other: str) -> None:
+def _pump(messages: Iterator, inbox: queue.SimpleQueue, other: str) -> None:
     """Put every message of a stream into the inbox, and at its end a LinkError."""
     try:
         for message in messages:
