@@ -127,7 +127,7 @@ class RemoteEngine:
 
     def attach_draft(self, draft: RemoteWorker, pages: int) -> None:
         """Replace the lost draft with a new one that has a link to the target (`target_meets`)."""
-        draft.report_to(self.timeline)
+        draft.timeline = self.timeline
         self.workers[ModelRole.DRAFT] = draft
         self.engine.attach_draft(pages)
 

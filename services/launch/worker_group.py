@@ -128,7 +128,7 @@ class WorkerGroup:
             raise
         except Exception as error:
             self.kill()
-            raise WorkerGroupError(f"the worker group did not start: {first_line(_cause(error))}") from error
+            raise WorkerGroupError(f"the worker group did not start: {_reason(error)}") from error
 
     def progress(self) -> StartProgress:
         """Return the progress of the start."""
@@ -193,9 +193,7 @@ class WorkerGroup:
         try:
             ray.get(told, timeout=3 * self._config.link_timeout)
         except ray.exceptions.RayError as error:
-            raise WorkerGroupError(
-                f"the coordinator did not continue without the draft: {first_line(_cause(error))}"
-            ) from error
+            raise WorkerGroupError(f"the coordinator did not continue without the draft: {_reason(error)}") from error
 
     def start_draft(self, incarnation: int) -> None:
         """Start another draft in place of the one that has ended; return when requests can use it. Raises
@@ -208,7 +206,7 @@ class WorkerGroup:
             self.end_draft()
             if isinstance(error, WorkerGroupError):
                 raise
-            raise WorkerGroupError(f"the draft did not start: {first_line(_cause(error))}") from error
+            raise WorkerGroupError(f"the draft did not start: {_reason(error)}") from error
         finally:
             self._draft_starts = False
 
@@ -345,5 +343,6 @@ def _end(actors: Iterable[tuple[ray.actor.ActorHandle, int | None]], groups: Ite
             remove_placement_group(group)
 
 
-def _cause(error: Exception) -> Exception:
-    return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+def _reason(error: Exception) -> str:
+    """Return the first line of an error, or of the error that an actor's method raised."""
+    return first_line(error.cause if isinstance(error, ray.exceptions.RayTaskError) else error)
