@@ -175,7 +175,7 @@ class Gateway:
         self._stop_metrics: Callable[[], None] | None = None
         self._ending = False
         self.port: int | None = None
-        """Bound port; known once started."""
+        """Bound port; known once started, as the next two. None: not served."""
         self.http_port: int | None = None
         self.metrics_port: int | None = None
         engine = pair.engine
@@ -185,8 +185,8 @@ class Gateway:
             version, config.name_of(pair.target.name), engine.form, pair.link, engine.max_slots, engine.block, weights
         )
 
-    async def start(self) -> int:
-        """Listen. Returns the bound port. Generate is refused until `set_health` reports a target; all other methods
+    async def start(self) -> None:
+        """Listen. Generate is refused until `set_health` reports a target; all other methods
         work at once.
 
         Raises OSError if a port is not free.
@@ -212,7 +212,6 @@ class Gateway:
         await self._server.start()
         self._watchdog = Watchdog(self.metrics.gateway_paused)
         logger.info("listening on %s:%d%s", config.host, self.port, " with TLS" if config.tls else "")
-        return self.port
 
     def add_grpc_service(self, name: str, register: Callable[[grpc.aio.Server], None]) -> None:
         self._services[name] = register
@@ -235,14 +234,13 @@ class Gateway:
             self._calls.starting = progress
             self._calls.closed = f"the service is starting: {progress}; try again later"
 
-    async def drain(self, timeout: float | None = None) -> None:
-        """Refuse new calls, let calls in flight finish for `timeout` seconds (default: `drain_timeout`), end the rest,
-        stop.
+    async def drain(self) -> None:
+        """Refuse new calls, let calls in flight finish for `drain_timeout` seconds, end the rest, stop.
 
         Every client is told to send its next call elsewhere (GOAWAY), and no connection is accepted any more.
         """
         self._close()
-        timeout = self._config.drain_timeout if timeout is None else timeout
+        timeout = self._config.drain_timeout
         leaving = None
         if self._server is not None:
             leaving = asyncio.create_task(self._server.stop(grace=timeout + LEAVE_SECONDS))
