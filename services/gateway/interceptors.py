@@ -40,12 +40,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        if details.method.startswith(OPEN) or self._is_let_in(details):
+        if details.method.startswith(OPEN) or self._token_file.knows(token_of(details.invocation_metadata)):
             return await continuation(details)
         return self._refusal
-
-    def _is_let_in(self, details: grpc.HandlerCallDetails) -> bool:
-        return self._token_file.knows(token_of(details.invocation_metadata))
 
     async def _refuse(self, _: Any, context: grpc.aio.ServicerContext) -> None:
         status = status_of(Unauthenticated("a valid token is needed; send the metadata `authorization: Bearer TOKEN`"))

@@ -224,9 +224,9 @@ class Gateway:
         the requests that allow it. During a drain this has no effect: nothing is ready any more."""
         if self._ending:
             return
-        serving, self._calls.starting = target, None
-        self._calls.closed = None if serving else "the service is not ready: its workers are starting; try again later"
-        self._set_health(draft, target, serving)
+        self._calls.starting = None
+        self._calls.closed = None if target else "the service is not ready: its workers are starting; try again later"
+        self._report_health(draft, target)
 
     def set_progress(self, progress: StartProgress) -> None:
         """Set the progress of the workers' start. Until they have started, calls are refused with it."""
@@ -277,12 +277,12 @@ class Gateway:
 
     def _close(self) -> None:
         self._ending, self._calls.closed = True, "the service is shutting down; try again later, or elsewhere"
-        self._set_health(draft=False, target=False, serving=False)
+        self._report_health(draft=False, target=False)
 
-    def _set_health(self, draft: bool, target: bool, serving: bool) -> None:
-        apis = dict.fromkeys(("", *self._services), serving)
+    def _report_health(self, draft: bool, target: bool) -> None:
+        apis = dict.fromkeys(("", *self._services), target)
         self._health.set({**apis, DRAFT: draft, TARGET: target})
-        self.metrics.set_health(draft, target, serving)
+        self.metrics.set_health(draft, target, serving=target)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         config = self._config

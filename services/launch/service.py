@@ -92,23 +92,17 @@ async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Call
                 starting.result()
                 announce(service.gateway)
                 started = True
-                await _first(interrupted, asyncio.create_task(service.supervisor.wait_failed()))
+                failed = asyncio.create_task(service.supervisor.wait_failed())
+                await asyncio.wait((interrupted, failed), return_when=asyncio.FIRST_COMPLETED)
+                if failed.done():
+                    failed.result()
+                failed.cancel()
                 logger.info("draining: calls in flight may continue for %g s", gateway.drain_timeout)
         finally:  # also after a start that failed: gRPC crashes in a process that ends with a server open
             starting.cancel()  # first, or it could start again what `stop` has ended
             await service.stop(drain=started)
     finally:
         await asyncio.to_thread(cluster.disconnect)
-
-
-async def _first(*tasks: asyncio.Task) -> None:
-    """Wait until one of the tasks ends, and raise its error if it has one. Cancels the other tasks."""
-    try:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-    ended.pop().result()
 
 
 def _signals() -> asyncio.Event:

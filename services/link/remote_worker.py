@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -50,23 +51,21 @@ class RemotePending(Generic[Result]):
     worker: RemoteWorker
     sequence: int
     decode: Callable[[pb.WorkResponse], Result]
-    _value: Any = field(default=None, init=False)
-    _done: bool = field(default=False, init=False)
-    _spans: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def result(self) -> Result:
         """Wait for the result. Raises LinkError or ModelLost if the worker is gone, silent for too long, or has
         failed."""
-        if not self._done:
-            response = self.worker.response(self.sequence)
-            self._spans = self.worker.spans(response)
-            self._value, self._done = self.decode(response), True
-        return self._value
+        return self._response[0]
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Return the work that the worker did for this result: name -> begin and end in nanoseconds of this process's
         clock. A model's pass has the name of its role. Call it after `result`."""
-        return self._spans
+        return self._response[1]
+
+    @cached_property
+    def _response(self) -> tuple[Result, dict[str, tuple[int, int]]]:
+        response = self.worker.response(self.sequence)
+        return self.decode(response), self.worker.spans(response)
 
 
 class RemoteWorker:
