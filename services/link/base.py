@@ -67,13 +67,13 @@ class PeerEnd(Protocol):
     """Either leader's end of the link between the leaders. Each receives tensors in the order in which the other sends
     them."""
 
-    def send(self, name: str, sequence: int, tensor: Tensor) -> None:
+    def send(self, name: str, tensor: Tensor) -> None:
         """Send a tensor; does not wait for the other side."""
         ...
 
-    def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
-        """Fill `here` with the tensor sent under this name and number. Raises LinkError after `timeout` seconds, or if
-        another tensor arrives."""
+    def receive(self, name: str, here: Tensor, timeout: float) -> None:
+        """Fill `here` with the next tensor, which has been sent under this name. Raises LinkError after `timeout`
+        seconds, or if another tensor arrives."""
         ...
 
     def settle(self) -> None:

@@ -5,6 +5,7 @@ GPU."""
 from __future__ import annotations
 
 import hmac
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,14 +37,19 @@ class MessagePeer:
 
     def __init__(self, end: End[Exchange, Exchange], incarnation: int, sends: type[Exchange]) -> None:
         self._end, self._incarnation, self._sends = end, incarnation, sends
+        self._sent: Counter[str] = Counter()
+        """Number of the last message of each name."""
+        self._received: Counter[str] = Counter()
 
-    def send(self, name: str, sequence: int, tensor: Tensor) -> None:
+    def send(self, name: str, tensor: Tensor) -> None:
         data = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        self._end.send(
-            self._sends(version=LAYOUT_VERSION, incarnation=self._incarnation, name=name, sequence=sequence, data=data)
-        )
+        self._sent[name] += 1
+        envelope = {"version": LAYOUT_VERSION, "incarnation": self._incarnation}
+        self._end.send(self._sends(**envelope, name=name, sequence=self._sent[name], data=data))
 
-    def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+    def receive(self, name: str, here: Tensor, timeout: float) -> None:
+        self._received[name] += 1
+        sequence = self._received[name]
         message = self._end.receive(timeout)
         check_envelope(message, self._incarnation)
         if (message.name, message.sequence) != (name, sequence):
@@ -70,11 +76,11 @@ class DevicePeer:
         self._other = 1 - there.rank()
         self._sends: list[dist.Work] = []
 
-    def send(self, name: str, sequence: int, tensor: Tensor) -> None:
+    def send(self, name: str, tensor: Tensor) -> None:
         assert self._there is not None
         self._sends.append(self._there.send([tensor.contiguous()], self._other, 0))
 
-    def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+    def receive(self, name: str, here: Tensor, timeout: float) -> None:
         assert self._back is not None
         self._back.recv([here], self._other, 0).wait()
 

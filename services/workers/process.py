@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -56,8 +55,6 @@ class PeerChannel:
         self._outlives_peer = outlives_peer
         self._lost = False
         self._coming: tuple[int, Future[PeerEnd]] | None = None
-        self._sent: Counter[str] = Counter()
-        self._received: Counter[str] = Counter()
 
     def reconnect(self, incarnation: int, make: Callable[[], PeerEnd]) -> bool:
         """Connect to the other model's leader of this incarnation. The first call starts `make`, which waits for that
@@ -73,8 +70,6 @@ class PeerChannel:
             return False
         self._coming = None
         self._end = coming.result()
-        self._sent.clear()
-        self._received.clear()
         self._lost = False
         return True
 
@@ -84,9 +79,8 @@ class PeerChannel:
 
     def send(self, name: str, tensor: Tensor) -> None:
         if self._end is not None and not self._lost:
-            self._sent[name] += 1
             try:
-                self._end.send(name, self._sent[name], tensor)
+                self._end.send(name, tensor)
             except LinkError as error:
                 self._set_lost(error)
 
@@ -104,9 +98,8 @@ class PeerChannel:
 
     def _receive(self, end: PeerEnd, name: str, here: Tensor) -> None:
         if not self._lost:
-            self._received[name] += 1
             try:
-                end.receive(name, self._received[name], here, self._timeout)
+                end.receive(name, here, self._timeout)
             except LinkError as error:
                 self._set_lost(error)
         if self._lost:
