@@ -80,10 +80,9 @@ class StreamCaller(StreamEnd):
         self._call = stream(
             iter(self.outbox.get, None), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True
         )
-        self._ended = threading.Event()
-        if not self._call.add_callback(self._ended.set):
-            self._ended.set()
-        threading.Thread(target=_pump, args=(self._call, self.inbox, f"the leader at {address}"), daemon=True).start()
+        source = self._call, self.inbox, f"the leader at {address}"
+        self._reader = threading.Thread(target=_pump, args=source, daemon=True)
+        self._reader.start()
 
     def send(self, message: Message) -> None:
         if not self._call.is_active():
@@ -94,7 +93,7 @@ class StreamCaller(StreamEnd):
         """Close once the other side has read everything and closed its end, too, or after `CLOSE_SECONDS`: messages in
         transit would be lost."""
         super().close()
-        self._ended.wait(CLOSE_SECONDS)
+        self._reader.join(CLOSE_SECONDS)
         self._channel.close()
 
 
@@ -133,13 +132,10 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
         self._server.stop(grace=1.0).wait(2.0)
 
     def _join(self, end: StreamEnd, messages: Iterator, context: grpc.ServicerContext, other: str) -> Iterator:
-        self._admit(context)
-        threading.Thread(target=_pump, args=(messages, end.inbox, other), daemon=True).start()
-        return iter(end.outbox.get, None)
-
-    def _admit(self, context: grpc.ServicerContext) -> None:
         if not is_proven(context.invocation_metadata(), self._secret, self.address):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "this port belongs to another worker group")
+        threading.Thread(target=_pump, args=(messages, end.inbox, other), daemon=True).start()
+        return iter(end.outbox.get, None)
 
 
 def _pump(messages: Iterator, inbox: queue.SimpleQueue, other: str) -> None:
