@@ -12,7 +12,7 @@ from services.cli.service_options import MAX_QUEUE, ServeOptions, effective, gat
 from smc.terminal import err, print_error
 
 if TYPE_CHECKING:
-    from services.launch.service import Ready
+    from services.gateway.server import Gateway
 
 
 @options.with_options(ServeOptions)
@@ -42,11 +42,11 @@ def serve(arguments: ServeOptions) -> int:
     err.print("starting Ray; then draft, target and coordinator, each in a process of its own", soft_wrap=True)
     begin = time.monotonic()
 
-    def announce(ready: Ready) -> None:
+    def announce(served: Gateway) -> None:
         scheme = "https" if gateway.tls else "http"
-        metrics = f", metrics on http://{gateway.host}:{ready.metrics_port}/metrics" if ready.metrics_port else ""
-        http = f", OpenAI's API on {scheme}://{gateway.host}:{ready.http_port}/v1" if ready.http_port else ""
-        where = f"{gateway.host}:{ready.port}{metrics}{http}"
+        metrics = f", metrics on http://{gateway.host}:{served.metrics_port}/metrics" if served.metrics_port else ""
+        http = f", OpenAI's API on {scheme}://{gateway.host}:{served.http_port}/v1" if served.http_port else ""
+        where = f"{gateway.host}:{served.port}{metrics}{http}"
         err.print(f"serving on {where} (ready after {time.monotonic() - begin:.1f} s); Ctrl-C stops", soft_wrap=True)
 
     from services.launch import cluster

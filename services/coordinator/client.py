@@ -42,10 +42,6 @@ class Dispatcher:
         self._calls: dict[str, _PendingUpdates] = {}
 
     @property
-    def num_calls(self) -> int:
-        return len(self._calls)
-
-    @property
     def requests(self) -> list[Request]:
         """Requests of calls that have not ended."""
         return [call.request for call in self._calls.values()]
@@ -150,12 +146,37 @@ class _PendingUpdates:
 logger = logging.getLogger(__name__)
 
 
-class _Outbox:
-    """Queue of messages to the coordinator: the dispatcher's port."""
+class CoordinatorClient(Dispatcher):
+    """Dispatches the updates of the coordinator of one incarnation of the worker group, and is the port of its
+    submissions. Use it in the asyncio loop that made it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, address: str, secret: str, on_step: Callable[[EngineStep], None], on_lost: Callable[[], None]
+    ) -> None:
+        """`on_step` is called with every engine step, `on_lost` once the coordinator is lost."""
+        super().__init__(port=self)
+        self._on_step, self._on_lost = on_step, on_lost
+        self._outbox: asyncio.Queue[pb.AttachRequest | None] = asyncio.Queue()
+        """Messages to the coordinator; None ends the stream."""
         self.lost: Unavailable | None = None
-        self._queue: asyncio.Queue[pb.AttachRequest | None] = asyncio.Queue()
+        """Why the coordinator is lost; None: it is not."""
+        self.interrupted: list[Request] = []
+        """Requests that were in flight when the coordinator was lost."""
+        self._channel = grpc.aio.insecure_channel(address, OPTIONS)
+        stub = pb_grpc.CoordinatorServiceStub(self._channel)
+        self._call = stub.Attach(self._messages(), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True)
+        self._reader = asyncio.create_task(self._read())
+
+    async def attached(self, timeout: float) -> None:
+        """Wait until the coordinator has accepted the stream. Raises Unavailable if it does not within `timeout`
+        seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._call.initial_metadata()
+        except TimeoutError as error:
+            raise Unavailable(f"the coordinator did not answer within {timeout:g} s") from error
+        if self.lost is not None:
+            raise self.lost
 
     def submit(self, request: Request) -> None:
         if self.lost is not None:
@@ -169,92 +190,41 @@ class _Outbox:
             negative_prompt=request.negative_prompt or (),
             priority=request.priority,
         )
-        self._queue.put_nowait(pb.AttachRequest(submit=submission))
+        self._outbox.put_nowait(pb.AttachRequest(submit=submission))
 
     def abort(self, request_id: str) -> None:
-        self._queue.put_nowait(pb.AttachRequest(abort=request_id))
-
-    def close(self) -> None:
-        self._queue.put_nowait(None)
-
-    async def requests(self) -> AsyncIterator[pb.AttachRequest]:
-        while (request := await self._queue.get()) is not None:
-            yield request
-
-
-class CoordinatorClient:
-    """A `services.backend.Backend` for one incarnation of the worker group. Use it in the asyncio loop that made it."""
-
-    def __init__(
-        self, address: str, secret: str, on_step: Callable[[EngineStep], None], on_lost: Callable[[], None]
-    ) -> None:
-        """`on_step` is called with every engine step, `on_lost` once the coordinator is lost."""
-        self._on_step, self._on_lost, self._outbox = on_step, on_lost, _Outbox()
-        self._dispatcher = Dispatcher(self._outbox)
-        self.interrupted: list[Request] = []
-        """Requests that were in flight when the coordinator was lost."""
-        self._channel = grpc.aio.insecure_channel(address, OPTIONS)
-        stub = pb_grpc.CoordinatorServiceStub(self._channel)
-        self._call = stub.Attach(
-            self._outbox.requests(), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True
-        )
-        self._reader = asyncio.create_task(self._read())
-
-    async def attached(self, timeout: float) -> None:
-        """Wait until the coordinator has accepted the stream. Raises Unavailable if it does not within `timeout`
-        seconds."""
-        try:
-            async with asyncio.timeout(timeout):
-                await self._call.initial_metadata()
-        except TimeoutError as error:
-            raise Unavailable(f"the coordinator did not answer within {timeout:g} s") from error
-        if self._outbox.lost is not None:
-            raise self._outbox.lost
-
-    @property
-    def lost(self) -> bool:
-        return self._outbox.lost is not None
-
-    @property
-    def num_calls(self) -> int:
-        return self._dispatcher.num_calls
-
-    @property
-    def requests(self) -> list[Request]:
-        """Requests in flight."""
-        return self._dispatcher.requests
-
-    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        return self._dispatcher.generate(request)
+        self._outbox.put_nowait(pb.AttachRequest(abort=request_id))
 
     def fail(self, why: str) -> None:
         """End every call with UNAVAILABLE, and refuse later ones."""
-        if self._outbox.lost is None:
-            self._outbox.lost = Unavailable(why)
-            self.interrupted = self._dispatcher.requests
-            self._dispatcher.fail_all(self._outbox.lost)
+        if self.lost is None:
+            self.lost = Unavailable(why)
+            self.interrupted = self.requests
+            self.fail_all(self.lost)
             self._on_lost()
 
     async def close(self) -> None:
         self.fail("the service has stopped")
-        self._outbox.close()
+        self._outbox.put_nowait(None)
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         self._call.cancel()
         await self._channel.close()
 
+    async def _messages(self) -> AsyncIterator[pb.AttachRequest]:
+        while (message := await self._outbox.get()) is not None:
+            yield message
+
     async def _read(self) -> None:
         try:
             async for response in self._call:
                 step = from_response(response)
-                self._dispatcher.deliver(step)
+                self.deliver(step)
                 self._on_step(step)
             self.fail("the coordinator has stopped; the service is starting again")
         except grpc.aio.AioRpcError as error:
             logger.warning("lost the coordinator: %s", error.details())
             self.fail("the coordinator is gone; the service is starting again")
-        except asyncio.CancelledError:
-            raise
         except Exception:  # a message that cannot be read must not leave callers waiting
             logger.exception("an update of the coordinator could not be read")
             self.fail("the coordinator is gone; the service is starting again")

@@ -68,10 +68,10 @@ class RemoteEngine:
         error that a worker reports."""
         self._spec = spec
         self.timeline = Timeline(trace=spec.trace is not None)
-        self._store = store = spec.rendezvous.store()
+        self._store = spec.rendezvous.store()
         self._rendezvous = dict.fromkeys(ModelRole, spec.rendezvous)
-        self.workers = {role: self._worker(role, spec.rendezvous, store, self.timeline) for role in ModelRole}
-        pages = {role: self._pages(role, store) for role in ModelRole}
+        self.workers = {role: self._worker(role, self._store, self.timeline) for role in ModelRole}
+        pages = {role: self.pages(role) for role in ModelRole}
         self.lost_draft = 0
         """Incarnation of the draft that was lost last; 0: none has been lost."""
         self._pair = RemotePair(self.workers)
@@ -96,7 +96,7 @@ class RemoteEngine:
     def detach_draft(self, why: str) -> list[str]:
         """Make the engine go on without the draft, which is lost. Return the ids of requests that end with it.
 
-        Call it in the engine's thread, as all methods except `connect_draft` and `pages_of_draft`."""
+        Call it in the engine's thread, as all methods except `connect_draft` and `pages`."""
         draft = self.workers[ModelRole.DRAFT]
         draft.set_lost(why)
         if self.lost_draft == draft.incarnation:
@@ -114,34 +114,32 @@ class RemoteEngine:
         rendezvous = self._rendezvous[ModelRole.DRAFT] = replace(
             self._spec.rendezvous, incarnation=incarnation, start_timeout=self._spec.timeout
         )
-        return self._worker(ModelRole.DRAFT, rendezvous, rendezvous.store(), Timeline())
+        return self._worker(ModelRole.DRAFT, rendezvous.store(), Timeline())
 
     def target_meets(self, draft: RemoteWorker) -> bool:
         """Return whether the target has a link to the new draft. The first call makes the target open the link. Raises
         LinkError if it cannot be opened in time."""
         return self.workers[ModelRole.TARGET].reconnect(draft.incarnation, self._spec.timeout)
 
-    def pages_of_draft(self) -> int:
-        """Return the number of KV pages of the draft that was connected last. Do not call it in the engine's thread."""
-        return self._pages(ModelRole.DRAFT, self._store)
+    def pages(self, role: ModelRole) -> int:
+        """Return the number of KV pages of the worker that was connected last. Do not call it in the engine's
+        thread."""
+        return int(self._store.get(self._rendezvous[role].name(f"{role}/pages")))
 
     def attach_draft(self, draft: RemoteWorker, pages: int) -> None:
         """Replace the lost draft with a new one that has a link to the target (`target_meets`)."""
-        draft.report_to(self.timeline)
+        draft.timeline = self.timeline
         self.workers[ModelRole.DRAFT] = draft
         self.engine.attach_draft(pages)
 
-    def _worker(
-        self, role: ModelRole, rendezvous: Rendezvous, store: dist.TCPStore, timeline: Timeline
-    ) -> RemoteWorker:
+    def _worker(self, role: ModelRole, store: dist.TCPStore, timeline: Timeline) -> RemoteWorker:
+        """Connect to the leader of the role's current incarnation."""
+        rendezvous = self._rendezvous[role]
         end = coordinator_end(rendezvous, store, role)
         may_be_lost = role == ModelRole.DRAFT and self._spec.outlives_draft
         return RemoteWorker(
             role, end, rendezvous.incarnation, rendezvous.start_timeout, timeline, may_be_lost=may_be_lost
         )
-
-    def _pages(self, role: ModelRole, store: dist.TCPStore) -> int:
-        return int(store.get(self._rendezvous[role].name(f"{role}/pages")))
 
     def cause(self, error: Exception) -> Exception:
         """Return the error that made the engine stop. A worker that fails also breaks the other worker's link, so the
@@ -210,7 +208,6 @@ class Coordinator:
         self._remote = RemoteEngine(spec)
         self._ping_workers()
         self._remote.timeline.forget()
-        self._server = CoordinatorServer(host, spec.rendezvous.secret)
         self._loop = EngineLoop(
             self._remote.engine,
             self._deliver,
@@ -219,7 +216,7 @@ class Coordinator:
             idle_period=spec.heartbeat,
             on_draft_lost=self._remote.detach_draft,
         )
-        self._server.attach_to(self._loop)
+        self._server = CoordinatorServer(host, spec.rendezvous.secret, self._loop)
         self._loop.start()
         self.address = self._server.address
 
@@ -266,7 +263,7 @@ class Coordinator:
                     raise LinkError(f"draft and target were not connected within {timeout:g} s")
                 time.sleep(MEET_SECONDS)
                 met = have_met()
-            pages = remote.pages_of_draft()
+            pages = remote.pages(ModelRole.DRAFT)
             self._loop.do(lambda: remote.attach_draft(draft, pages)).result(2 * timeout)
         except Exception:
             draft.close()

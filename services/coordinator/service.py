@@ -11,8 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -30,22 +29,7 @@ from smc.scheduler.stats import EngineStats, RoundTimes, Timeline
 
 logger = logging.getLogger(__name__)
 
-
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class _Work(Generic[Result]):
-    """A call that the engine's thread is to make."""
-
-    work: Callable[[], Result]
-    done: Future[Result]
-
-    def do(self) -> None:
-        try:
-            self.done.set_result(self.work())
-        except Exception as error:  # raised to the caller, who awaits the result
-            self.done.set_exception(error)
 
 
 class EngineLoop:
@@ -70,7 +54,8 @@ class EngineLoop:
         self._engine, self._deliver = engine, deliver
         self._timeline, self._idle_period, self._on_draft_lost = timeline, idle_period, on_draft_lost
         self._when_idle = when_idle or (lambda: None)
-        self._inbox: queue.SimpleQueue[Request | str | _Work | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Request | str | Callable[[], None] | None] = queue.SimpleQueue()
+        """Requests to submit, ids of requests to abort, functions to call; None ends the loop."""
         self._refusals: dict[str, Exception] = {}
         """Refusals that have not been delivered, by request id."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -103,9 +88,16 @@ class EngineLoop:
 
     def do(self, work: Callable[[], Result]) -> Future[Result]:
         """Let the engine's thread call `work` between two steps."""
-        item = _Work(work, Future())
-        self._inbox.put(item)
-        return item.done
+        done: Future[Result] = Future()
+
+        def call() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:  # raised to the caller, who awaits the result
+                done.set_exception(error)
+
+        self._inbox.put(call)
+        return done
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the loop after the current step. Requests that still run are dropped."""
@@ -137,7 +129,12 @@ class EngineLoop:
                 continue
             if item is None:
                 return False
-            self._take(item)
+            if isinstance(item, Request):
+                self._submit(item)
+            elif isinstance(item, str):
+                engine.abort(item)
+            else:
+                item()
         self._turned = time.monotonic()
         begin = time.monotonic_ns()
         outputs = self._outliving_draft(engine.step) or []
@@ -167,14 +164,6 @@ class EngineLoop:
         error = Unavailable("the draft's workers were lost and are starting again; try again later")
         self._refusals |= dict.fromkeys(self._on_draft_lost(why), error)
 
-    def _take(self, item: Request | str | _Work) -> None:
-        if isinstance(item, _Work):
-            item.do()
-        elif isinstance(item, str):
-            self._engine.abort(item)
-        else:
-            self._submit(item)
-
     def _submit(self, item: Request) -> None:
         refusals = self._refusals
         try:
@@ -198,18 +187,14 @@ MAX_BEHIND = 10_000
 class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
     """Passes submissions to the engine's loop, and the engine's steps to the gateway."""
 
-    def __init__(self, host: str, secret: str) -> None:
-        self._secret = secret
-        self._loop: EngineLoop | None = None
-        """Set before the first call arrives: `attach_to` starts the server."""
+    def __init__(self, host: str, secret: str, loop: EngineLoop) -> None:
+        """Serve at any free port of `host`."""
+        self._secret, self._loop = secret, loop
         self._outbox: queue.SimpleQueue[EngineStep | None] | None = None
         self._turn = threading.Lock()
         self._server = grpc.server(ThreadPoolExecutor(4, "attach"), options=OPTIONS)
         pb_grpc.add_CoordinatorServiceServicer_to_server(self, self._server)
         self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
-
-    def attach_to(self, loop: EngineLoop) -> None:
-        self._loop = loop
         self._server.start()
 
     def deliver(self, step: EngineStep) -> None:
@@ -250,22 +235,20 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue, submissions: _Submissions
     ) -> None:
         """Pass on all submissions and aborts of the gateway. When its stream ends, abort its remaining requests."""
-        loop = self._loop
-        assert loop is not None
         try:
             for request in requests:
                 if request.WhichOneof("command") == "abort":
-                    loop.abort(request.abort)
+                    self._loop.abort(request.abort)
                     continue
                 submissions.add(request.submit.request_id)
-                self._submit(loop, request.submit)
+                self._submit(request.submit)
         except Exception as error:  # gRPC raises a bare Exception if the other side is gone
             logger.debug("the gateway is gone: %s", error)
         for request_id in submissions.take():
-            loop.abort(request_id)
+            self._loop.abort(request_id)
         outbox.put(None)
 
-    def _submit(self, loop: EngineLoop, submission: pb.Submission) -> None:
+    def _submit(self, submission: pb.Submission) -> None:
         try:
             params = to_sampling(submission)
         except ValueError as error:
@@ -273,7 +256,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             return
         prompt, negative = tuple(submission.prompt), tuple(submission.negative_prompt) or None
         salt, waited, priority = submission.cache_salt, submission.waited, submission.priority
-        loop.submit(Request(submission.request_id, prompt, params, salt, waited, negative, priority))
+        self._loop.submit(Request(submission.request_id, prompt, params, salt, waited, negative, priority))
 
 
 class _Submissions:

@@ -157,8 +157,8 @@ class GatewayConfig:
             raise ValueError(f"{given} is given without {missing}; give both for TLS, or neither")
         if self.tls_client_ca is not None and not self.tls:
             raise ValueError("tls_client_ca has no effect without TLS; give tls_cert and tls_key too, or leave it out")
-        if self.tls_cert is not None and self.tls_key is not None:
-            check_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
+        if self.tls is not None:
+            check_tls(*self.tls)
         if self.auth_token_file is not None:
             self.token_file()
             if not self.tls and not is_loopback(self.host):

@@ -8,8 +8,8 @@ here, not by gRPC before the method's handler runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -40,12 +40,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        if details.method.startswith(OPEN) or self._is_let_in(details):
+        if details.method.startswith(OPEN) or self._token_file.knows(token_of(details.invocation_metadata)):
             return await continuation(details)
         return self._refusal
-
-    def _is_let_in(self, details: grpc.HandlerCallDetails) -> bool:
-        return self._token_file.knows(token_of(details.invocation_metadata))
 
     async def _refuse(self, _: Any, context: grpc.aio.ServicerContext) -> None:
         status = status_of(Unauthenticated("a valid token is needed; send the metadata `authorization: Bearer TOKEN`"))
@@ -69,12 +66,8 @@ class ReceivingInterceptor(grpc.aio.ServerInterceptor):
         self, limited: Collection[str], call_limit: CallLimit, receive_limit: ReceiveLimit, metrics: Metrics
     ) -> None:
         """`limited`: full names of the methods whose calls count towards `call_limit`."""
-        self._limited, self._call_limit, self._receive_limit, self._metrics = (
-            limited,
-            call_limit,
-            receive_limit,
-            metrics,
-        )
+        self._limited, self._metrics = limited, metrics
+        self._call_limit, self._receive_limit = call_limit, receive_limit
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -96,7 +89,12 @@ class ReceivingInterceptor(grpc.aio.ServerInterceptor):
     async def _ending(self, handler: Any, context: grpc.aio.ServicerContext, is_limited: bool) -> Status | None:
         """Serve the call. Returns the status that it must end with if something went wrong, otherwise None."""
         try:
-            with self._counted() if is_limited else nullcontext():
+            with ExitStack() as counted:
+                if is_limited:
+                    try:
+                        counted.enter_context(self._call_limit.taken())
+                    except QueueFull as error:
+                        raise CallRefused(error) from error
                 await self._serve(handler, context)
         except CallRefused as error:
             status = status_of(error.cause)
@@ -112,15 +110,6 @@ class ReceivingInterceptor(grpc.aio.ServerInterceptor):
                 logger.error("unexpected error", exc_info=error)
             return status
         return None
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        with ExitStack() as held:
-            try:
-                held.enter_context(self._call_limit.taken())
-            except QueueFull as error:
-                raise CallRefused(error) from error
-            yield
 
     async def _serve(self, handler: Any, context: grpc.aio.ServicerContext) -> None:
         behavior = next(
@@ -152,13 +141,9 @@ class ReceivingInterceptor(grpc.aio.ServerInterceptor):
             async with self._receive_limit.let_in():
                 # Not from gRPC's own iterator, which keeps the last message for as long as gRPC keeps the call.
                 data = await self._receive_limit.arrived(context.read())
-                return None if data is grpc.aio.EOF else await self._read(data, parse)
+                return None if data is grpc.aio.EOF else await self._receive_limit.read(data, parse)
         except (QueueFull, SlowSender) as error:
             raise CallRefused(error) from error
-
-    async def _read(self, data: bytes, parse: Parse) -> Any:
-        try:
-            return await self._receive_limit.read(data, parse)
         except DecodeError as error:
             raise CallRefused(
                 ValueError(f"the request of {len(data)} bytes is not a message of this method; see its .proto file")

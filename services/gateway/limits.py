@@ -18,17 +18,16 @@ from smc.scheduler.admission import QueueFull
 
 
 class Trimmer:
-    """Returns freed memory to the operating system `delay` seconds after `plan` is called; further calls until then
-    have no effect. Use it in one asyncio loop."""
+    """Returns freed memory to the operating system `TRIM_SECONDS` after `plan` is called; further calls until then have
+    no effect. Use it in one asyncio loop."""
 
-    def __init__(self, delay: float = 1.0) -> None:
-        """`delay` in seconds."""
-        self._delay, self._trim = delay, _malloc_trim()
+    def __init__(self) -> None:
+        self._trim = _malloc_trim()
         self._planned: asyncio.TimerHandle | None = None
 
     def plan(self) -> None:
         if self._planned is None and self._trim is not None:
-            self._planned = asyncio.get_running_loop().call_later(self._delay, self._begin)
+            self._planned = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._begin)
 
     def close(self) -> None:
         if self._planned is not None:
@@ -45,6 +44,8 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
 
 
+TRIM_SECONDS = 1.0
+"""Time between a large request and the return of freed memory."""
 LARGE = 64 << 10
 """A request of at least this many bytes is large: parsing it delays others noticeably. A sender can send this much of a
 request before it is admitted (HTTP/2's window)."""

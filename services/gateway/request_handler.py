@@ -219,15 +219,16 @@ class CallRecord:
     def answered(self, answer: Answer) -> None:
         if self._texts:
             self._texts["answer"] = answer.text
-        ran, finish_reason = answer.statistics, answer.finish_reason.value
         self._metrics.request_answered(answer, self.seconds, self._follows_target)
         times = {f"{part}_seconds": round(seconds, 6) for part, seconds in vars(answer.times).items()}
-        fields: dict[str, Any] = {
-            "finish_reason": finish_reason,
-            "cached_tokens": answer.cached_tokens,
-            "rounds": ran.rounds,
-        }
-        self._end("OK", answer.times, **fields, **times)
+        self._end(
+            "OK",
+            answer.times,
+            finish_reason=answer.finish_reason.value,
+            cached_tokens=answer.cached_tokens,
+            rounds=answer.statistics.rounds,
+            **times,
+        )
 
     def failed(self, status: Status, error: Exception) -> None:
         """Record that the answer failed with this status because of this error, unless it has ended already. A failure

@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Sequence
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc as pb_grpc
 from grpc_reflection.v1alpha import reflection
@@ -39,7 +38,7 @@ PAUSE_SECONDS = 0.25
 LOG_SECONDS = 1.0
 """Seconds of a pause after which the loop's stack is logged."""
 logger = logging.getLogger(__name__)
-HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+HEALTH = pb.DESCRIPTOR.services_by_name["Health"].full_name
 DRAFT, TARGET = "smc.draft", "smc.target"
 """Names of the draft's and the target's workers in health checks."""
 GATEWAY = "smc.gateway"
@@ -176,7 +175,7 @@ class Gateway:
         self._stop_metrics: Callable[[], None] | None = None
         self._ending = False
         self.port: int | None = None
-        """Bound port; known once started."""
+        """Bound port; known once started, as the next two. None: not served."""
         self.http_port: int | None = None
         self.metrics_port: int | None = None
         engine = pair.engine
@@ -186,8 +185,8 @@ class Gateway:
             version, config.name_of(pair.target.name), engine.form, pair.link, engine.max_slots, engine.block, weights
         )
 
-    async def start(self) -> int:
-        """Listen. Returns the bound port. Generate is refused until `set_health` reports a target; all other methods
+    async def start(self) -> None:
+        """Listen. Generate is refused until `set_health` reports a target; all other methods
         work at once.
 
         Raises OSError if a port is not free.
@@ -199,7 +198,7 @@ class Gateway:
         self._server = grpc.aio.server(interceptors=interceptors, options=_options(config, self._pair.context))
         for register in self._services.values():
             register(self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        pb_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*self._services, HEALTH, reflection.SERVICE_NAME), self._server)
         if config.metrics_port is not None:
             self.metrics_port, self._stop_metrics = self.metrics.serve(config.metrics_port, config.host)
@@ -213,7 +212,6 @@ class Gateway:
         await self._server.start()
         self._watchdog = Watchdog(self.metrics.gateway_paused)
         logger.info("listening on %s:%d%s", config.host, self.port, " with TLS" if config.tls else "")
-        return self.port
 
     def add_grpc_service(self, name: str, register: Callable[[grpc.aio.Server], None]) -> None:
         self._services[name] = register
@@ -226,9 +224,9 @@ class Gateway:
         the requests that allow it. During a drain this has no effect: nothing is ready any more."""
         if self._ending:
             return
-        serving, self._calls.starting = target, None
-        self._calls.closed = None if serving else "the service is not ready: its workers are starting; try again later"
-        self._set_health(draft, target, serving)
+        self._calls.starting = None
+        self._calls.closed = None if target else "the service is not ready: its workers are starting; try again later"
+        self._report_health(draft, target)
 
     def set_progress(self, progress: StartProgress) -> None:
         """Set the progress of the workers' start. Until they have started, calls are refused with it."""
@@ -236,14 +234,13 @@ class Gateway:
             self._calls.starting = progress
             self._calls.closed = f"the service is starting: {progress}; try again later"
 
-    async def drain(self, timeout: float | None = None) -> None:
-        """Refuse new calls, let calls in flight finish for `timeout` seconds (default: `drain_timeout`), end the rest,
-        stop.
+    async def drain(self) -> None:
+        """Refuse new calls, let calls in flight finish for `drain_timeout` seconds, end the rest, stop.
 
         Every client is told to send its next call elsewhere (GOAWAY), and no connection is accepted any more.
         """
-        self._close("the service is shutting down; try again later, or elsewhere")
-        timeout = self._config.drain_timeout if timeout is None else timeout
+        self._close()
+        timeout = self._config.drain_timeout
         leaving = None
         if self._server is not None:
             leaving = asyncio.create_task(self._server.stop(grace=timeout + LEAVE_SECONDS))
@@ -257,7 +254,7 @@ class Gateway:
 
     async def stop(self) -> None:
         """End calls in flight with UNAVAILABLE and stop. It may be called repeatedly, and during a drain."""
-        self._close("the service is shutting down; try again later, or elsewhere")
+        self._close()
         self._calls.interrupt()
         await self._calls.ended(DELIVERY_SECONDS)
         await self._calls.delivered(DELIVERY_SECONDS)
@@ -278,14 +275,14 @@ class Gateway:
             closing.start()
             await asyncio.to_thread(closing.join, TRACES_SECONDS)
 
-    def _close(self, why: str) -> None:
-        self._ending, self._calls.closed = True, why
-        self._set_health(draft=False, target=False, serving=False)
+    def _close(self) -> None:
+        self._ending, self._calls.closed = True, "the service is shutting down; try again later, or elsewhere"
+        self._report_health(draft=False, target=False)
 
-    def _set_health(self, draft: bool, target: bool, serving: bool) -> None:
-        apis = dict.fromkeys(("", *self._services), serving)
+    def _report_health(self, draft: bool, target: bool) -> None:
+        apis = dict.fromkeys(("", *self._services), target)
         self._health.set({**apis, DRAFT: draft, TARGET: target})
-        self.metrics.set_health(draft, target, serving)
+        self.metrics.set_health(draft, target, serving=target)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         config = self._config

@@ -270,10 +270,6 @@ def start_coordinator(host: str | None) -> ray.actor.ActorHandle:
     return _remote(CoordinatorActor, "coordinator").options(scheduling_strategy=here, **options).remote()
 
 
-def release(group: PlacementGroup) -> None:
-    remove_placement_group(group)
-
-
 def _quiet() -> None:
     """Log one line a message, without debug messages, in this process."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")

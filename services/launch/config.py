@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from services.backend import Model, ServingPair
-from services.link.base import LINKS, is_renewable
+from services.link.base import LINKS
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import AUTO_DTYPE, DTYPE_NAMES
@@ -128,8 +128,10 @@ class WorkerGroupConfig:
 
     @property
     def outlives_draft(self) -> bool:
-        """Whether the target goes on when the draft is lost, and another draft can join it."""
-        return is_renewable(self.link, self.device)
+        """Whether the target goes on when the draft is lost, and another draft can join it. This is not so with NCCL
+        between GPUs: its kernel that waits for a dead rank never ends, and all later work on the stream waits behind
+        it."""
+        return self.link == "grpc" or self.device == "cpu"
 
     @property
     def dtypes(self) -> dict[str, str]:

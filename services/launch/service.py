@@ -6,7 +6,6 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from services import vllm
 from services.gateway import generation
@@ -24,15 +23,6 @@ logger = logging.getLogger(__name__)
 
 FRONT_ENDS = (generation.add_to, vllm.add_to, openai_server.add_to)
 """Functions that add each served API to the gateway."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Ports of a service that accepts requests; None: not served."""
-
-    port: int
-    http_port: int | None
-    metrics_port: int | None
 
 
 class Service:
@@ -53,12 +43,11 @@ class Service:
         )
         self.gateway = Gateway(gateway, pair, self.supervisor, self.metrics, self._status, FRONT_ENDS)
 
-    async def start(self) -> Ready:
+    async def start(self) -> None:
         """Listen at once, with health status NOT_SERVING; return when the worker group has warmed up. Raises OSError if
         a port cannot be used, WorkerGroupError if the worker group does not start."""
-        port = await self.gateway.start()
+        await self.gateway.start()
         await self.supervisor.start()
-        return Ready(port, self.gateway.http_port, self.gateway.metrics_port)
 
     async def stop(self, drain: bool) -> None:
         """If `drain`, let calls in flight finish within the gateway's time limit. Then end every process."""
@@ -88,7 +77,7 @@ class Service:
         return ServiceStatus.of(self.supervisor.incarnation, self.supervisor.stats)
 
 
-async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Callable[[Ready], None]) -> None:
+async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Callable[[Gateway], None]) -> None:
     """Run until SIGTERM or SIGINT, on the cluster that Ray is connected to; leave it at the end. `announce` is called
     when the service accepts requests. A second signal ends calls still in flight at once."""
     stopping = _signals()  # Ray has installed handlers of its own
@@ -100,25 +89,20 @@ async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Call
         started = False
         try:
             if starting.done():
-                announce(starting.result())
+                starting.result()
+                announce(service.gateway)
                 started = True
-                await _first(interrupted, asyncio.create_task(service.supervisor.wait_failed()))
+                failed = asyncio.create_task(service.supervisor.wait_failed())
+                await asyncio.wait((interrupted, failed), return_when=asyncio.FIRST_COMPLETED)
+                if failed.done():
+                    failed.result()
+                failed.cancel()
                 logger.info("draining: calls in flight may continue for %g s", gateway.drain_timeout)
         finally:  # also after a start that failed: gRPC crashes in a process that ends with a server open
             starting.cancel()  # first, or it could start again what `stop` has ended
             await service.stop(drain=started)
     finally:
         await asyncio.to_thread(cluster.disconnect)
-
-
-async def _first(*tasks: asyncio.Task) -> None:
-    """Wait until one of the tasks ends, and raise its error if it has one. Cancels the other tasks."""
-    try:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-    ended.pop().result()
 
 
 def _signals() -> asyncio.Event:

@@ -201,7 +201,7 @@ class Supervisor:
         step, `on_start` with the progress of the start of a worker group."""
         self._config, self.pair = config, pair
         self._on_health, self._on_step, self._on_start = on_health, on_step, on_start
-        self._group: WorkerGroup | None = None
+        self.group: WorkerGroup | None = None
         self._client: CoordinatorClient | None = None
         self._watch: asyncio.Task | None = None
         self._quarantine = Quarantine()
@@ -230,14 +230,6 @@ class Supervisor:
     def has_draft(self) -> bool:
         return self.serving and self._draft_incarnation > 0
 
-    @property
-    def num_calls(self) -> int:
-        return self._client.num_calls if self._client else 0
-
-    @property
-    def group(self) -> WorkerGroup | None:
-        return self._group
-
     async def start(self) -> None:
         """Start the first worker group. Raises WorkerGroupError if it does not start: the first start is not
         retried."""
@@ -258,8 +250,8 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._detach("the service has stopped")
-        if self._group is not None:
-            await asyncio.to_thread(self._group.stop)
+        if self.group is not None:
+            await asyncio.to_thread(self.group.stop)
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """See `Backend.generate`. Answers that consist of the target's own draws survive the loss of the worker
@@ -267,9 +259,10 @@ class Supervisor:
         return resuming(request, self._ask, self._is_back)
 
     def _ask(self, request: Request) -> AsyncGenerator[Output, None]:
-        client = self._ready()
+        if self._client is None:
+            raise Unavailable("the service is starting; try again in a few seconds")
         self._quarantine.check(request)
-        return client.generate(request)
+        return self._client.generate(request)
 
     async def _is_back(self) -> None:
         """Wait until the next worker group serves. Raises Unavailable if there will be none."""
@@ -279,20 +272,15 @@ class Supervisor:
                 raise Unavailable("the service has stopped; try again later, or elsewhere")
             await self._changed.wait()
 
-    def _ready(self) -> CoordinatorClient:
-        if self._client is None:
-            raise Unavailable("the service is starting; try again in a few seconds")
-        return self._client
-
     async def _start_group(self) -> None:
         self.incarnation += 1
-        self._group = WorkerGroup(self._config, self.pair, self.incarnation)
-        looking = asyncio.create_task(self._follow_start(self._group))
+        self.group = WorkerGroup(self._config, self.pair, self.incarnation)
+        looking = asyncio.create_task(self._follow_start(self.group))
         try:
-            await asyncio.to_thread(self._group.start)
+            await asyncio.to_thread(self.group.start)
         finally:
             looking.cancel()
-        client = CoordinatorClient(self._group.address, self._group.secret, self._step, self._lost)
+        client = CoordinatorClient(self.group.address, self.group.secret, self._step, self._lost)
         try:
             await client.attached(self._config.link_timeout)
         except Unavailable as error:
@@ -326,8 +314,8 @@ class Supervisor:
                     await self._start_group()
                     failed = 0
                 lost, in_flight = not self.serving, self._in_flight
-                assert self._group is not None
-                await asyncio.to_thread(self._group.check, CHECK_SECONDS)
+                assert self.group is not None
+                await asyncio.to_thread(self.group.check, CHECK_SECONDS)
                 # No process has ended, so in the first case a process is silent or the link broke; in the second the
                 # coordinator was silent for too long, and its requests are gone.
                 if in_flight is not None and not lost:
@@ -354,7 +342,7 @@ class Supervisor:
     async def _detach_draft(self, error: WorkerGroupError) -> None:
         """Let the target decode alone until another draft has joined. Raises WorkerGroupError if the target or the
         coordinator is lost, too."""
-        group, client = self._group, self._client
+        group, client = self.group, self._client
         assert group is not None and client is not None
         await asyncio.to_thread(group.probe)
         logger.error("%s; the target decodes alone", error)
@@ -400,8 +388,8 @@ class Supervisor:
         await self._detach(f"a process of the service has ended ({error}); it is starting again")
         if client is not None and isinstance(error, WorkerGroupError) and error.fault:
             self._quarantine.group_failed(client.interrupted)
-        assert self._group is not None
-        await asyncio.to_thread(self._group.kill)
+        assert self.group is not None
+        await asyncio.to_thread(self.group.kill)
 
     def _end(self) -> None:
         self._over = True

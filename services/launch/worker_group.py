@@ -15,13 +15,13 @@ from datetime import timedelta
 
 import ray
 import torch.distributed as dist
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from services.backend import ServingPair, StartProgress
 from services.coordinator.process import CoordinatorSpec, EngineStuck
 from services.launch import cluster
 from services.launch.config import WorkerGroupConfig, WorkerGroupError, warn_of_few_gpus
-from services.link.base import LinkError
+from services.link.base import LinkError, first_line
 from services.link.connect import Rendezvous
 from services.workers.process import RankSpec
 from smc.calibration.latency import BRIEF, THOROUGH
@@ -40,7 +40,6 @@ def rank_spec(
 ) -> RankSpec:
     """Return the start parameters of one rank. `shares_gpu`: ranks of both models are on one GPU, so the leaders do not
     talk over NCCL, which does not accept two ranks on one GPU."""
-    engine, context = pair.engine, pair.context
     return RankSpec(
         rendezvous=rendezvous,
         role=role,
@@ -50,15 +49,13 @@ def rank_spec(
         draft_vocab=config.sources.draft_vocab if role == ModelRole.DRAFT else None,
         dtype=config.dtypes[role],
         device=config.device,
-        between="cpu" if shares_gpu else config.device,
-        width=engine.width(context),
-        context=context,
+        context=pair.context,
         shares_gpu=shares_gpu,
         vocab_size=pair.tokenizer.size,
         # A worker must outlast a coordinator that waits for the other worker.
         timeout=2 * max(config.link_timeout, config.start_timeout),
         threads=config.threads,
-        engine=engine,
+        engine=pair.engine,
         outlives_peer=role == ModelRole.TARGET and config.outlives_draft,
     )
 
@@ -131,7 +128,7 @@ class WorkerGroup:
             raise
         except Exception as error:
             self.kill()
-            raise WorkerGroupError(f"the worker group did not start: {_first_line(_cause(error))}") from error
+            raise WorkerGroupError(f"the worker group did not start: {_reason(error)}") from error
 
     def progress(self) -> StartProgress:
         """Return the progress of the start."""
@@ -196,9 +193,7 @@ class WorkerGroup:
         try:
             ray.get(told, timeout=3 * self._config.link_timeout)
         except ray.exceptions.RayError as error:
-            raise WorkerGroupError(
-                f"the coordinator did not continue without the draft: {_first_line(_cause(error))}"
-            ) from error
+            raise WorkerGroupError(f"the coordinator did not continue without the draft: {_reason(error)}") from error
 
     def start_draft(self, incarnation: int) -> None:
         """Start another draft in place of the one that has ended; return when requests can use it. Raises
@@ -211,7 +206,7 @@ class WorkerGroup:
             self.end_draft()
             if isinstance(error, WorkerGroupError):
                 raise
-            raise WorkerGroupError(f"the draft did not start: {_first_line(_cause(error))}") from error
+            raise WorkerGroupError(f"the draft did not start: {_reason(error)}") from error
         finally:
             self._draft_starts = False
 
@@ -325,9 +320,9 @@ class WorkerGroup:
             # A step that takes too long is no evidence against its requests: a pause of the machine can delay any step.
             lost = isinstance(error.cause, LinkError) and not error.cause.began_here
             fault = not (lost or isinstance(error.cause, EngineStuck))
-            return WorkerGroupError(f"{name} failed: {_first_line(error.cause)}", fault=fault, draft=draft)
+            return WorkerGroupError(f"{name} failed: {first_line(error.cause)}", fault=fault, draft=draft)
         except ray.exceptions.RayError as error:
-            return WorkerGroupError(f"{name} died: {_first_line(error)}", draft=draft)
+            return WorkerGroupError(f"{name} died: {first_line(error)}", draft=draft)
         return WorkerGroupError(f"{name} ended", draft=draft)
 
 
@@ -345,13 +340,9 @@ def _end(actors: Iterable[tuple[ray.actor.ActorHandle, int | None]], groups: Ite
         cluster.end(actor, pid)
     for group in groups:
         with contextlib.suppress(Exception):
-            cluster.release(group)
+            remove_placement_group(group)
 
 
-def _cause(error: Exception) -> Exception:
-    return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+def _reason(error: Exception) -> str:
+    """Return the first line of an error, or of the error that an actor's method raised."""
+    return first_line(error.cause if isinstance(error, ray.exceptions.RayTaskError) else error)

@@ -27,6 +27,12 @@ class LinkError(RuntimeError):
     """Whether a worker reports an error of its own, not a consequence of the other worker's error."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
+
+
 def failure_text(error: Exception) -> str:
     """Return the text by which a worker's failure is reported to the other processes."""
     return f"{type(error).__name__}: {error}"
@@ -61,17 +67,13 @@ class PeerEnd(Protocol):
     """Either leader's end of the link between the leaders. Each receives tensors in the order in which the other sends
     them."""
 
-    renewable: bool
-    """Whether another end can replace this one after the other side is lost: waiting callers get an error, and no work
-    on the device waits for ever."""
-
-    def send(self, name: str, sequence: int, tensor: Tensor) -> None:
+    def send(self, name: str, tensor: Tensor) -> None:
         """Send a tensor; does not wait for the other side."""
         ...
 
-    def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
-        """Fill `here` with the tensor sent under this name and number. Raises LinkError after `timeout` seconds, or if
-        another tensor arrives."""
+    def receive(self, name: str, here: Tensor, timeout: float) -> None:
+        """Fill `here` with the next tensor, which has been sent under this name. Raises LinkError after `timeout`
+        seconds, or if another tensor arrives."""
         ...
 
     def settle(self) -> None:
@@ -79,11 +81,6 @@ class PeerEnd(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def is_renewable(link: str, device: str) -> bool:
-    """Return whether ends of the link between the leaders are renewable (see `PeerEnd`)."""
-    return link == "grpc" or device == "cpu"
 
 
 def check_envelope(message: Message, incarnation: int) -> None:

@@ -3,6 +3,7 @@ proto/smc/internal/v1/particles.proto."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,173 +25,211 @@ from smc.executor.plan import (
 from smc.philox import Purpose
 from smc.stops import StopMachine
 
-_PLAN = {
-    "slot": ("slot_A", "<i4"),
-    "group": ("group_A", "<i4"),
-    "particle": ("particle_A", "<i4"),
-    "seed": ("seed_A", "<i8"),
-    "round": ("round_A", "<i4"),
-    "alpha": ("alpha_A", "<f8"),
-    "exponent": ("exponent_A", "<f4"),
-    "first": ("first_G", "<i4"),
-    "size": ("size_G", "<i4"),
-    "count": ("count_G", "<i4"),
-    "draws": ("draws_G", "<i4"),
-    "shared": ("shared_G", "<i4"),
-    "threshold": ("threshold_G", "<f8"),
-    "kind": ("kind_G", "<i4"),
-    "chain": ("chain_C", "<i4"),
-    "chain_distribution": ("distribution_C", "<i4"),
-    "scheme": ("scheme_G", "<i4"),
-    "target_pages": ("target_pages_AQ", "<i4"),
-    "begin_pages": ("begin_pages_AP", "<i4"),
-    "branch_pages": ("branch_pages_XB", "<i4"),
+INT32, INT64, FLOAT32, FLOAT64, BOOL = map(np.dtype, ("<i4", "<i8", "<f4", "<f8", "|b1"))
+_Table = dict[str, tuple[str, np.dtype] | tuple[str, np.dtype, np.dtype]]
+"""Field of a message -> attribute of the object, type of the array in the message and, if it differs, in the object."""
+_PLAN: _Table = {
+    "slot": ("slot_A", INT32, INT64),
+    "group": ("group_A", INT32, INT64),
+    "particle": ("particle_A", INT32, INT64),
+    "seed": ("seed_A", INT64),
+    "round": ("round_A", INT32, INT64),
+    "alpha": ("alpha_A", FLOAT64),
+    "exponent": ("exponent_A", FLOAT32),
+    "first": ("first_G", INT32),
+    "size": ("size_G", INT32),
+    "count": ("count_G", INT32),
+    "draws": ("draws_G", INT32),
+    "shared": ("shared_G", INT32),
+    "threshold": ("threshold_G", FLOAT64),
+    "kind": ("kind_G", INT32),
+    "chain": ("chain_C", INT32, INT64),
+    "chain_distribution": ("distribution_C", INT32, INT64),
+    "scheme": ("scheme_G", INT32),
+    "target_pages": ("target_pages_AQ", INT32),
+    "begin_pages": ("begin_pages_AP", INT32),
+    "branch_pages": ("branch_pages_XB", INT32),
 }
-"""Field of the message -> attribute of `RoundPlan`, and NumPy type in the message. The tables below are alike."""
-_WIDE = ("slot", "group", "particle", "round", "chain", "chain_distribution")
-"""Fields that are int64 in `RoundPlan`."""
-_UNCONDITIONAL = {
-    "scale": ("scale_A", "<f4"),
-    "of": ("of_A", "<i4"),
-    "index": ("index_U", "<i4"),
-    "slot": ("slot_U", "<i4"),
-    "shift": ("shift_U", "<i4"),
-    "group": ("group_U", "<i4"),
-    "first": ("first_U", "<i4"),
-    "size": ("size_U", "<i4"),
-    "shared": ("shared_U", "<i4"),
-    "pages": ("pages_UW", "<i4"),
+_WEIGHTS: _Table = {"weights": ("weights_A", FLOAT64)}
+_UNCONDITIONAL: _Table = {
+    "scale": ("scale_A", FLOAT32),
+    "of": ("of_A", INT32, INT64),
+    "index": ("index_U", INT32, INT64),
+    "slot": ("slot_U", INT32, INT64),
+    "shift": ("shift_U", INT32, INT64),
+    "group": ("group_U", INT32, INT64),
+    "first": ("first_U", INT32),
+    "size": ("size_U", INT32),
+    "shared": ("shared_U", INT32),
+    "pages": ("pages_UW", INT32),
 }
-_PENALTIES = {
-    "presence": ("presence_A", "<f4"),
-    "frequency": ("frequency_A", "<f4"),
-    "repetition": ("repetition_A", "<f4"),
-    "prompt": ("prompt_A", "<i8"),
+_PENALTIES: _Table = {
+    "presence": ("presence_A", FLOAT32),
+    "frequency": ("frequency_A", FLOAT32),
+    "repetition": ("repetition_A", FLOAT32),
+    "prompt": ("prompt_A", INT64),
 }
-_CONSTRAINTS = {"entry": ("entry_A", "<i4"), "prompt": ("prompt_A", "<i8"), "by_answer": ("by_answer_A", "|b1")}
-_JOIN = {
-    "slots": ("slots_N", "<i4"),
-    "pages": ("pages_XL", "<i4"),
-    "end": ("end_N", "<i4"),
-    "pending_tokens": ("pending_NQ", "<i4"),
-    "pending": ("pending_N", "<i4"),
-    "logq": ("logq_NQ", "<f4"),
-    "ended": ("ended_N", "|b1"),
-    "alive": ("alive_N", "|b1"),
-    "text": ("text_N", "<i4"),
-    "weights": ("logw_N", "<f8"),
+_CONSTRAINTS: _Table = {"entry": ("entry_A", INT32), "prompt": ("prompt_A", INT64), "by_answer": ("by_answer_A", BOOL)}
+_JOIN: _Table = {
+    "slots": ("slots_N", INT32),
+    "pages": ("pages_XL", INT32),
+    "end": ("end_N", INT32),
+    "pending_tokens": ("pending_NQ", INT32),
+    "pending": ("pending_N", INT32),
+    "logq": ("logq_NQ", FLOAT32),
+    "ended": ("ended_N", BOOL),
+    "alive": ("alive_N", BOOL),
+    "text": ("text_N", INT32),
+    "weights": ("logw_N", FLOAT64),
 }
-_RESULT = {
-    "ancestor": ("ancestor_A", "<i4"),
-    "alive": ("alive_A", "|b1"),
-    "cut": ("cut_A", "<i4"),
-    "grown": ("grown_AQ", "<i4"),
-    "count": ("count_A", "<i4"),
-    "ended": ("ended_A", "|b1"),
-    "weights": ("logw_A", "<f8"),
-    "logq": ("logq_AQ", "<f4"),
-    "logp": ("logp_AQ", "<f4"),
-    "first_logp": ("first_logp_A", "<f4"),
-    "log_z": ("log_z_G", "<f8"),
-    "ess": ("ess_G", "<f8"),
-    "resampled": ("resampled_G", "|b1"),
-    "collapsed": ("collapsed_G", "|b1"),
-    "draft_nan": ("draft_nan_G", "|b1"),
-    "target_nan": ("target_nan_G", "|b1"),
-    "hit": ("hit_G", "|b1"),
+_JOIN_NUMBERS = ("base", "limit", "least", "stops")
+_RESULT: _Table = {
+    "ancestor": ("ancestor_A", INT32),
+    "alive": ("alive_A", BOOL),
+    "cut": ("cut_A", INT32),
+    "grown": ("grown_AQ", INT32),
+    "count": ("count_A", INT32),
+    "ended": ("ended_A", BOOL),
+    "weights": ("logw_A", FLOAT64),
+    "logq": ("logq_AQ", FLOAT32),
+    "logp": ("logp_AQ", FLOAT32),
+    "first_logp": ("first_logp_A", FLOAT32),
+    "log_z": ("log_z_G", FLOAT64),
+    "ess": ("ess_G", FLOAT64),
+    "resampled": ("resampled_G", BOOL),
+    "collapsed": ("collapsed_G", BOOL),
+    "draft_nan": ("draft_nan_G", BOOL),
+    "target_nan": ("target_nan_G", BOOL),
+    "hit": ("hit_G", BOOL),
 }
-_LINEAGE = {"path": ("path_AW", "<i4"), "kept": ("kept_A", "<i4"), "dropped": ("dropped_A", "<i4")}
+_LINEAGE: _Table = {"path": ("path_AW", INT32), "kept": ("kept_A", INT32), "dropped": ("dropped_A", INT32)}
+_PROMPT: _Table = {
+    "pages": ("pages_X", INT32),
+    "starts": ("starts_R", INT32),
+    "counts": ("counts_R", INT32),
+    "tokens": ("tokens_T", INT32, INT64),
+}
+_PROMPT_RESULT: _Table = {
+    "drawn": ("drawn_RD", INT32),
+    "drawn_logp": ("drawn_logp_RD", FLOAT32),
+    "weights": ("logw_RD", FLOAT64),
+    "log_z": ("log_z_R", FLOAT32),
+    "top": ("top_YK", INT32),
+    "top_logp": ("top_logp_YK", FLOAT32),
+    "given_logp": ("given_logp_Y", FLOAT32),
+    "given_rank": ("given_rank_Y", INT32),
+}
+_DRAWS: _Table = {
+    "seed": ("seed_R", INT64),
+    "round": ("round_R", INT32, INT64),
+    "stream": ("stream_RD", INT32, INT64),
+    "count": ("count_R", INT32),
+    "kind": ("kind_R", INT32),
+    "biased": ("biased_2Y", INT32),
+    "bias": ("bias_Y", FLOAT32),
+    "seen": ("seen_2Z", INT32),
+    "repetition": ("repetition_Z", FLOAT32),
+}
+_GUIDANCE: _Table = {"unconditional": ("unconditional_R", INT32), "scale": ("scale_R", FLOAT32)}
+_BY_ANSWER: _Table = {"by_answer": ("by_answer_R", BOOL)}
+_TOP_LOGPROBS: _Table = {"scored": ("scored_R", INT32), "least": ("least_R", INT32)}
+_GIVEN: _Table = {"given": ("given_Y", INT32, INT64)}
+_DISTRIBUTION: _Table = {
+    "temperature": ("temperature_R", FLOAT32),
+    "top_k": ("top_k_R", INT32, INT64),
+    "top_p": ("top_p_R", FLOAT32),
+    "min_p": ("min_p_R", FLOAT32),
+    "alpha": ("alpha_R", FLOAT32),
+}
 
 
 def prompt_command(batch: PromptBatch) -> pb.PromptCommand:
-    command = pb.PromptCommand(
-        pages=_bytes(batch.pages_X, "<i4"),
-        starts=_bytes(batch.starts_R, "<i4"),
-        counts=_bytes(batch.counts_R, "<i4"),
-        tokens=_bytes(batch.tokens_T, "<i4"),
+    return pb.PromptCommand(
+        **_fields(batch, _PROMPT),
+        draws=None if batch.draws is None else _draws_message(batch.draws),
+        top_logprobs=None if batch.top_logprobs is None else _top_logprobs_message(batch.top_logprobs),
     )
-    if batch.draws is not None:
-        command.draws.CopyFrom(_draws_message(batch.draws))
-    if batch.top_logprobs is not None:
-        command.top_logprobs.CopyFrom(_top_logprobs_message(batch.top_logprobs))
-    return command
 
 
 def to_prompt_batch(command: pb.PromptCommand) -> PromptBatch:
     return PromptBatch(
-        pages_X=_array(command.pages, "<i4"),
-        starts_R=_array(command.starts, "<i4"),
-        counts_R=_array(command.counts, "<i4"),
-        tokens_T=_array(command.tokens, "<i4").astype(np.int64),
+        **_arrays(command, _PROMPT),
         draws=_to_draws(command.draws) if command.HasField("draws") else None,
         top_logprobs=_to_top_logprobs(command.top_logprobs) if command.HasField("top_logprobs") else None,
     )
 
 
 def prompt_outcome(result: PromptResult[np.ndarray]) -> pb.PromptOutcome:
-    arrays = {"drawn": (result.drawn_RD, "<i4"), "drawn_logp": (result.drawn_logp_RD, "<f4")}
-    arrays |= {"weights": (result.logw_RD, "<f8"), "log_z": (result.log_z_R, "<f4")}
-    arrays |= {"top": (result.top_YK, "<i4"), "top_logp": (result.top_logp_YK, "<f4")}
-    arrays |= {"given_logp": (result.given_logp_Y, "<f4"), "given_rank": (result.given_rank_Y, "<i4")}
-    return pb.PromptOutcome(
-        top_logprobs=result.top_YK.shape[1], **{name: _bytes(array, kind) for name, (array, kind) in arrays.items()}
-    )
+    return pb.PromptOutcome(top_logprobs=result.top_YK.shape[1], **_fields(result, _PROMPT_RESULT))
 
 
 def to_prompt_result(outcome: pb.PromptOutcome) -> PromptResult[np.ndarray]:
-    log_z_R = _array(outcome.log_z, "<f4")
-    rows = len(log_z_R)
-    columns = ((outcome.drawn, "<i4"), (outcome.drawn_logp, "<f4"), (outcome.weights, "<f8"))
-    drawn_RD, drawn_logp_RD, logw_RD = (_rows(*column, rows) for column in columns)
+    arrays = _arrays(outcome, _PROMPT_RESULT)
+    rows = len(arrays["log_z_R"])
+    _shape(arrays, drawn_RD=rows, drawn_logp_RD=rows, logw_RD=rows)
     shape = (-1, outcome.top_logprobs) if outcome.top_logprobs else (0, 0)
-    top_YK, top_logp_YK = _array(outcome.top, "<i4").reshape(shape), _array(outcome.top_logp, "<f4").reshape(shape)
-    given = (_array(outcome.given_logp, "<f4"), _array(outcome.given_rank, "<i4"))
-    return PromptResult(drawn_RD, drawn_logp_RD, logw_RD, log_z_R, top_YK, top_logp_YK, *given)
+    arrays |= {name: arrays[name].reshape(shape) for name in ("top_YK", "top_logp_YK")}
+    return PromptResult(**arrays)
 
 
 def join_command(group: SequenceHandoff) -> pb.JoinCommand:
-    numbers: dict[str, Any] = {name: getattr(group, name) for name in ("base", "limit", "least", "stops")}
-    command = pb.JoinCommand(page_rows=len(group.pages_XL), **numbers, **_fields(group, _JOIN))
-    if group.tokens_XL is not None:
-        command.tokens = _bytes(group.tokens_XL, "<i4")
-    if group.machine is not None:
-        command.machine.CopyFrom(_machine_message(group.machine))
-    return command
+    return pb.JoinCommand(
+        page_rows=len(group.pages_XL),
+        tokens=None if group.tokens_XL is None else _bytes(group.tokens_XL, INT32),
+        machine=None if group.machine is None else _machine_message(group.machine),
+        **{name: getattr(group, name) for name in _JOIN_NUMBERS},
+        **_fields(group, _JOIN),
+    )
 
 
 def to_join(command: pb.JoinCommand) -> SequenceHandoff:
-    arrays = _attributes(command, _JOIN)
+    arrays = _arrays(command, _JOIN)
     particles = len(arrays["slots_N"])
-    rows = {"pages_XL": command.page_rows, "pending_NQ": particles, "logq_NQ": particles}
-    arrays |= {name: arrays[name].reshape(count, -1) for name, count in rows.items()}
-    machine = _to_machine(command.machine) if command.HasField("machine") else None
-    tokens_XL = _rows(command.tokens, "<i4", command.page_rows) if command.HasField("tokens") else None
-    numbers = {name: getattr(command, name) for name in ("base", "limit", "least", "stops")}
-    return SequenceHandoff(machine=machine, tokens_XL=tokens_XL, **numbers, **arrays)
+    if command.HasField("tokens"):
+        arrays["tokens_XL"] = _array(command.tokens, INT32)
+        _shape(arrays, tokens_XL=command.page_rows)
+    _shape(arrays, pages_XL=command.page_rows, pending_NQ=particles, logq_NQ=particles)
+    return SequenceHandoff(
+        machine=_to_machine(command.machine) if command.HasField("machine") else None,
+        **{name: getattr(command, name) for name in _JOIN_NUMBERS},
+        **arrays,
+    )
 
 
 def _machine_message(machine: StopMachine) -> pb.StopMachine:
     biased, bias = zip(*machine.biases) if machine.biases else ((), ())
-    message = pb.StopMachine(token_ids=machine.stop_ids, strings=machine.strings, biased=biased, bias=bias)
-    if machine.constraint is not None:
-        message.constraint.CopyFrom(_constraint_message(machine.constraint))
-    message.bad_words.extend(pb.Word(token_ids=word) for word in machine.bad_words)
-    return message
+    return pb.StopMachine(
+        token_ids=machine.stop_ids,
+        strings=machine.strings,
+        biased=biased,
+        bias=bias,
+        constraint=None if machine.constraint is None else pb.Constraint(**vars(machine.constraint)),
+        bad_words=[pb.Word(token_ids=word) for word in machine.bad_words],
+    )
 
 
 def _to_machine(machine: pb.StopMachine) -> StopMachine:
-    constraint = _to_constraint(machine.constraint) if machine.HasField("constraint") else None
+    constraint = None
+    if machine.HasField("constraint"):
+        found = machine.constraint
+        constraint = Constraint(found.kind, found.text, found.after if found.HasField("after") else None)
     biases = tuple(zip(machine.biased, machine.bias))
     bad_words = [tuple(word.token_ids) for word in machine.bad_words]
     return StopMachine.of(machine.token_ids, list(machine.strings), biases, constraint, bad_words)
 
 
-def _constraint_message(constraint: Constraint) -> pb.Constraint:
-    return pb.Constraint(**vars(constraint))
+def _machine_fields(machines: Sequence[StopMachine | None], rows_field: str) -> dict[str, Any]:
+    """Return the fields of a message with the stop machines of rows. `rows_field`: name of the field with the rows that
+    have one."""
+    rows = [row for row, machine in enumerate(machines) if machine is not None]
+    messages = [_machine_message(machine) for machine in machines if machine is not None]
+    return {"machines": messages, rows_field: _bytes(np.array(rows), INT32)}
 
 
-def _to_constraint(message: pb.Constraint) -> Constraint:
-    return Constraint(message.kind, message.text, message.after if message.HasField("after") else None)
+def _to_machines(rows: bytes, messages: Iterable[pb.StopMachine], count: int) -> tuple[StopMachine | None, ...]:
+    """Return the stop machine of each of `count` rows, None for a row without one."""
+    machines = dict(zip(_array(rows, INT32).tolist(), map(_to_machine, messages)))
+    return tuple(machines.get(row) for row in range(count))
 
 
 def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
@@ -205,21 +244,22 @@ def round_command(plan: RoundPlan[np.ndarray]) -> pb.RoundCommand:
         steps=plan.steps or 0,
         target_distribution=_distribution_message(plan.target_distribution),
         draft_distribution=_distribution_message(plan.draft_distribution),
-        **_fields(plan, _PLAN),
+        **_fields(plan, _PLAN | _WEIGHTS),
         target_unconditional=pb.UnconditionalRows(**_fields(unconditional, _UNCONDITIONAL)) if unconditional else None,
         penalties=pb.Penalties(**_fields(plan.penalties, _PENALTIES)) if plan.penalties else None,
         constraints=_constraints_message(plan.constraints) if plan.constraints else None,
-        weights=b"" if plan.weights_A is None else _bytes(plan.weights_A, "<f8"),
     )
 
 
 def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
-    arrays = _attributes(command, _PLAN)
-    arrays |= {_PLAN[name][0]: arrays[_PLAN[name][0]].astype(np.int64) for name in _WIDE}
+    arrays = _arrays(command, _PLAN) | _given_arrays(command, _WEIGHTS)
     batch_size = len(arrays["slot_A"])
-    arrays["target_pages_AQ"] = _rows(command.target_pages, "<i4", batch_size)
-    arrays["begin_pages_AP"] = _rows(command.begin_pages, "<i4", batch_size)
-    arrays["branch_pages_XB"] = _rows(command.branch_pages, "<i4", batch_size * command.branches)
+    _shape(
+        arrays,
+        target_pages_AQ=batch_size,
+        begin_pages_AP=batch_size,
+        branch_pages_XB=batch_size * command.branches,
+    )
     return RoundPlan(
         program=Program(command.program),
         contexts=Contexts(command.contexts),
@@ -232,178 +272,129 @@ def to_plan(command: pb.RoundCommand) -> RoundPlan[np.ndarray]:
         target_unconditional=_to_unconditional(command.target_unconditional)
         if command.HasField("target_unconditional")
         else None,
-        penalties=Penalties(**_attributes(command.penalties, _PENALTIES)) if command.HasField("penalties") else None,
+        penalties=Penalties(**_arrays(command.penalties, _PENALTIES)) if command.HasField("penalties") else None,
         constraints=_to_constraints(command.constraints) if command.HasField("constraints") else None,
-        weights_A=_array(command.weights, "<f8") if command.weights else None,
         **arrays,
     )
 
 
 def _constraints_message(rows: ConstrainedRows[np.ndarray]) -> pb.ConstrainedRows:
-    message = pb.ConstrainedRows(**_fields(rows, _CONSTRAINTS))
-    message.every_step, message.has_answers = rows.every_step, rows.has_answers
-    return message
+    fields = _fields(rows, _CONSTRAINTS)
+    return pb.ConstrainedRows(**fields, every_step=rows.every_step, has_answers=rows.has_answers)
 
 
 def _to_constraints(message: pb.ConstrainedRows) -> ConstrainedRows[np.ndarray]:
-    flags = {"every_step": message.every_step, "has_answers": message.has_answers}
-    return ConstrainedRows(**_attributes(message, _CONSTRAINTS), **flags)
+    arrays = _arrays(message, _CONSTRAINTS)
+    return ConstrainedRows(**arrays, every_step=message.every_step, has_answers=message.has_answers)
 
 
 def _to_unconditional(message: pb.UnconditionalRows) -> UnconditionalRows[np.ndarray]:
-    arrays = _attributes(message, _UNCONDITIONAL)
-    arrays |= {name: arrays[name].astype(np.int64) for name in ("of_A", "index_U", "slot_U", "shift_U", "group_U")}
-    return UnconditionalRows(**arrays | {"pages_UW": _rows(message.pages, "<i4", len(arrays["index_U"]))})
+    arrays = _arrays(message, _UNCONDITIONAL)
+    _shape(arrays, pages_UW=len(arrays["index_U"]))
+    return UnconditionalRows(**arrays)
 
 
 def round_outcome(result: RoundResult[np.ndarray] | DraftReport[np.ndarray]) -> pb.RoundOutcome:
     if isinstance(result, DraftReport):
-        return pb.RoundOutcome(**_fields(result.lineage, _LINEAGE), observed=_bytes(result.observed_3A, "<f4"))
+        return pb.RoundOutcome(**_fields(result.lineage, _LINEAGE), observed=_bytes(result.observed_3A, FLOAT32))
     return pb.RoundOutcome(**_fields(result, _RESULT), **_fields(result.lineage, _LINEAGE))
 
 
 def to_result(outcome: pb.RoundOutcome) -> RoundResult[np.ndarray]:
-    arrays = _attributes(outcome, _RESULT)
+    arrays = _arrays(outcome, _RESULT)
     batch_size = len(arrays["ancestor_A"])
-    arrays |= {name: array.reshape(batch_size, -1) for name, array in arrays.items() if name.endswith("_AQ")}
+    _shape(arrays, grown_AQ=batch_size, logq_AQ=batch_size, logp_AQ=batch_size)
     return RoundResult(**arrays, lineage=_to_lineage(outcome))
 
 
 def to_draft_report(outcome: pb.RoundOutcome) -> DraftReport[np.ndarray]:
-    return DraftReport(_to_lineage(outcome), _rows(outcome.observed, "<f4", 3))
+    return DraftReport(_to_lineage(outcome), _array(outcome.observed, FLOAT32).reshape(3, -1))
 
 
 def _to_lineage(outcome: pb.RoundOutcome) -> Lineage[np.ndarray]:
-    kept_A = _array(outcome.kept, "<i4")
-    return Lineage(_rows(outcome.path, "<i4", len(kept_A)), kept_A, _array(outcome.dropped, "<i4"))
+    arrays = _arrays(outcome, _LINEAGE)
+    _shape(arrays, path_AW=len(arrays["kept_A"]))
+    return Lineage(**arrays)
 
 
 def _draws_message(draws: Draws) -> pb.Draws:
-    guidance = {}
-    if draws.unconditional_R is not None and draws.scale_R is not None:
-        guidance = {"unconditional": _bytes(draws.unconditional_R, "<i4"), "scale": _bytes(draws.scale_R, "<f4")}
     return pb.Draws(
-        **guidance,
         distribution=_distribution_message(draws.distribution),
-        seed=_bytes(draws.seed_R, "<i8"),
-        round=_bytes(draws.round_R, "<i4"),
-        stream=_bytes(draws.stream_RD, "<i4"),
         purpose=int(draws.purpose),
-        count=_bytes(draws.count_R, "<i4"),
-        kind=_bytes(draws.kind_R, "<i4"),
-        biased=_bytes(draws.biased_2Y, "<i4"),
-        bias=_bytes(draws.bias_Y, "<f4"),
-        seen=_bytes(draws.seen_2Z, "<i4"),
-        repetition=_bytes(draws.repetition_Z, "<f4"),
-        machines=[_machine_message(machine) for machine in draws.machines if machine is not None],
-        masked=_bytes(np.array([row for row, machine in enumerate(draws.machines) if machine is not None]), "<i4"),
         rows=len(draws.machines),
-        by_answer=b"" if draws.by_answer_R is None else _bytes(draws.by_answer_R, "|b1"),
+        **_fields(draws, _DRAWS | _GUIDANCE | _BY_ANSWER),
+        **_machine_fields(draws.machines, "masked"),
     )
 
 
 def _to_draws(draws: pb.Draws) -> Draws:
-    seed_R = _array(draws.seed, "<i8")
-    machines = dict(zip(_array(draws.masked, "<i4").tolist(), map(_to_machine, draws.machines)))
-    round_R, stream_X = (_array(data, "<i4").astype(np.int64) for data in (draws.round, draws.stream))
-    count_R, kind_R = (_array(data, "<i4") for data in (draws.count, draws.kind))
-    guidance: dict[str, Any] = (
-        {"unconditional_R": _array(draws.unconditional, "<i4"), "scale_R": _array(draws.scale, "<f4")}
-        if draws.unconditional
-        else {}
-    )
+    arrays = _arrays(draws, _DRAWS) | _given_arrays(draws, _GUIDANCE | _BY_ANSWER)
+    _shape(arrays, stream_RD=len(arrays["seed_R"]), biased_2Y=2, seen_2Z=2)
     return Draws(
         distribution=_to_distribution(draws.distribution),
-        seed_R=seed_R,
-        round_R=round_R,
-        stream_RD=stream_X.reshape(len(seed_R), -1),
         purpose=Purpose(draws.purpose),
-        count_R=count_R,
-        kind_R=kind_R,
-        biased_2Y=_array(draws.biased, "<i4").reshape(2, -1),
-        bias_Y=_array(draws.bias, "<f4"),
-        seen_2Z=_array(draws.seen, "<i4").reshape(2, -1),
-        repetition_Z=_array(draws.repetition, "<f4"),
-        machines=tuple(machines.get(row) for row in range(draws.rows)),
-        by_answer_R=_array(draws.by_answer, "|b1") if draws.by_answer else None,
-        **guidance,
+        machines=_to_machines(draws.masked, draws.machines, draws.rows),
+        **arrays,
     )
 
 
 def _top_logprobs_message(spec: TopLogprobsSpec) -> pb.TopLogprobsSpec:
-    guidance = {}
-    if spec.unconditional_R is not None and spec.scale_R is not None:
-        guidance = {"unconditional": _bytes(spec.unconditional_R, "<i4"), "scale": _bytes(spec.scale_R, "<f4")}
-    machines = {row: machine for row, machine in enumerate(spec.machines) if machine is not None}
-    given = {} if spec.given_Y is None else {"given": _bytes(spec.given_Y, "<i4")}
     return pb.TopLogprobsSpec(
-        **guidance,
-        **given,
         distribution=_distribution_message(spec.distribution),
         count=spec.count,
-        scored=_bytes(spec.scored_R, "<i4"),
-        least=_bytes(spec.least_R, "<i4"),
-        biased=_bytes(np.array([*machines]), "<i4"),
-        machines=map(_machine_message, machines.values()),
+        **_fields(spec, _TOP_LOGPROBS | _GUIDANCE | _GIVEN),
+        **_machine_fields(spec.machines, "biased"),
     )
 
 
 def _to_top_logprobs(spec: pb.TopLogprobsSpec) -> TopLogprobsSpec:
-    least_R = _array(spec.least, "<i4")
-    machines = dict(zip(_array(spec.biased, "<i4").tolist(), map(_to_machine, spec.machines)))
-    guidance = (
-        {"unconditional_R": _array(spec.unconditional, "<i4"), "scale_R": _array(spec.scale, "<f4")}
-        if spec.unconditional
-        else {}
-    )
+    arrays = _arrays(spec, _TOP_LOGPROBS) | _given_arrays(spec, _GUIDANCE | _GIVEN)
     return TopLogprobsSpec(
         distribution=_to_distribution(spec.distribution),
         count=spec.count,
-        scored_R=_array(spec.scored, "<i4"),
-        least_R=least_R,
-        machines=tuple(machines.get(row) for row in range(len(least_R))),
-        given_Y=_array(spec.given, "<i4").astype(np.int64) if spec.given else None,
-        **guidance,
+        machines=_to_machines(spec.biased, spec.machines, len(arrays["least_R"])),
+        **arrays,
     )
 
 
 def _distribution_message(distribution: DistributionSpec[np.ndarray]) -> pb.Distribution:
-    return pb.Distribution(
-        temperature=_bytes(distribution.temperature_R, "<f4"),
-        top_k=_bytes(distribution.top_k_R, "<i4"),
-        top_p=_bytes(distribution.top_p_R, "<f4"),
-        min_p=_bytes(distribution.min_p_R, "<f4"),
-        alpha=_bytes(distribution.alpha_R, "<f4"),
-        active=sorted(distribution.active),
-    )
+    return pb.Distribution(**_fields(distribution, _DISTRIBUTION), active=sorted(distribution.active))
 
 
 def _to_distribution(distribution: pb.Distribution) -> DistributionSpec[np.ndarray]:
-    top_k_R = _array(distribution.top_k, "<i4").astype(np.int64)
-    temperature_R, top_p_R, min_p_R, alpha_R = (
-        _array(data, "<f4")
-        for data in (distribution.temperature, distribution.top_p, distribution.min_p, distribution.alpha)
-    )
-    return DistributionSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, active=frozenset(distribution.active))
+    return DistributionSpec(**_arrays(distribution, _DISTRIBUTION), active=frozenset(distribution.active))
 
 
-def _bytes(array: np.ndarray, kind: str) -> bytes:
-    return array.astype(kind, copy=False).tobytes()
+def _bytes(array: np.ndarray, wire: np.dtype) -> bytes:
+    return array.astype(wire, copy=False).tobytes()
 
 
-def _array(data: bytes, kind: str) -> np.ndarray:
-    return np.frombuffer(data, dtype=kind).copy()  # a view would be read-only, which torch does not take
+def _array(data: bytes, wire: np.dtype, held: np.dtype | None = None) -> np.ndarray:
+    """Return a one-dimensional array of type `held`; None: of the type `wire`, which it has in the message."""
+    view = np.frombuffer(data, wire)
+    return view.copy() if held is None else view.astype(held)  # torch does not take the view, which is read-only
 
 
-def _fields(values: object, table: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """Return a message's fields from the arrays of an object."""
-    return {name: _bytes(getattr(values, attribute), kind) for name, (attribute, kind) in table.items()}
+def _fields(values: object, table: _Table) -> dict[str, Any]:
+    """Return a message's fields from the arrays of an object, without those that are None."""
+    fields = {}
+    for name, column in table.items():
+        if (array := getattr(values, column[0])) is not None:
+            fields[name] = _bytes(array, column[1])
+    return fields
 
 
-def _attributes(message: object, table: dict[str, tuple[str, str]]) -> dict[str, Any]:
+def _arrays(message: object, table: _Table) -> dict[str, Any]:
     """Return an object's arrays from the fields of a message. All have one dimension."""
-    return {attribute: _array(getattr(message, name), kind) for name, (attribute, kind) in table.items()}
+    return {column[0]: _array(getattr(message, name), *column[1:]) for name, column in table.items()}
 
 
-def _rows(data: bytes, kind: str, rows: int) -> np.ndarray:
-    return _array(data, kind).reshape(rows, -1) if data else np.zeros((rows, 0), dtype=kind)
+def _given_arrays(message: object, table: _Table) -> dict[str, Any]:
+    """Like `_arrays`, without arrays whose field is empty: the object has none."""
+    return _arrays(message, {name: column for name, column in table.items() if getattr(message, name)})
+
+
+def _shape(arrays: dict[str, Any], **rows: int) -> None:
+    """Give arrays a second dimension. `rows`: the number of rows of each of them."""
+    for name, count in rows.items():
+        arrays[name] = arrays[name].reshape(count, -1 if count else 0)

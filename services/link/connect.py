@@ -5,6 +5,7 @@ GPU."""
 from __future__ import annotations
 
 import hmac
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,18 +35,21 @@ Exchange = pb.ExchangeRequest | pb.ExchangeResponse
 class MessagePeer:
     """A `services.link.base.PeerEnd` that sends each tensor as a message with incarnation, name and number."""
 
-    renewable = True
-
     def __init__(self, end: End[Exchange, Exchange], incarnation: int, sends: type[Exchange]) -> None:
         self._end, self._incarnation, self._sends = end, incarnation, sends
+        self._sent: Counter[str] = Counter()
+        """Number of the last message of each name."""
+        self._received: Counter[str] = Counter()
 
-    def send(self, name: str, sequence: int, tensor: Tensor) -> None:
+    def send(self, name: str, tensor: Tensor) -> None:
         data = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        self._end.send(
-            self._sends(version=LAYOUT_VERSION, incarnation=self._incarnation, name=name, sequence=sequence, data=data)
-        )
+        self._sent[name] += 1
+        envelope = {"version": LAYOUT_VERSION, "incarnation": self._incarnation}
+        self._end.send(self._sends(**envelope, name=name, sequence=self._sent[name], data=data))
 
-    def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+    def receive(self, name: str, here: Tensor, timeout: float) -> None:
+        self._received[name] += 1
+        sequence = self._received[name]
         message = self._end.receive(timeout)
         check_envelope(message, self._incarnation)
         if (message.name, message.sequence) != (name, sequence):
@@ -64,22 +68,19 @@ class DevicePeer:
     and the host does not wait. Names, numbers and incarnations are not checked: each communicator belongs to one
     incarnation and keeps the order."""
 
-    renewable = False
-    """A kernel of NCCL that waits for a dead rank never ends, and all later work on the stream waits behind it."""
-
-    def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup, rank: int) -> None:
+    def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup) -> None:
         """`there` carries sent tensors, `back` received ones: within one group, both sides would have to send and
         receive in one common order."""
         self._there: dist.ProcessGroup | None = there
         self._back: dist.ProcessGroup | None = back
-        self._other = 1 - rank
+        self._other = 1 - there.rank()
         self._sends: list[dist.Work] = []
 
-    def send(self, name: str, sequence: int, tensor: Tensor) -> None:
+    def send(self, name: str, tensor: Tensor) -> None:
         assert self._there is not None
         self._sends.append(self._there.send([tensor.contiguous()], self._other, 0))
 
-    def receive(self, name: str, sequence: int, here: Tensor, timeout: float) -> None:
+    def receive(self, name: str, here: Tensor, timeout: float) -> None:
         assert self._back is not None
         self._back.recv([here], self._other, 0).wait()
 
@@ -140,7 +141,7 @@ def coordinator_end(rendezvous: Rendezvous, store: dist.TCPStore, role: ModelRol
     if rendezvous.link == "grpc":
         return StreamCaller(_address(rendezvous, store, role), rendezvous.secret, "Work")
     group = make_group(store, rendezvous.name(f"{role}/link"), 0, 2, rendezvous.start_timeout)
-    return DistributedEnd(group, 0, pb.WorkResponse)
+    return DistributedEnd(group, pb.WorkResponse)
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,8 @@ def leader_ends(
         server = StreamServer(host, rendezvous.secret)
         _publish(rendezvous, store, role, server.address)
         return LeaderEnds(server.coordinator, peer_end(rendezvous, store, role, between, server), server)
-    end = DistributedEnd(
-        make_group(store, rendezvous.name(f"{role}/link"), 1, 2, rendezvous.start_timeout), 1, pb.WorkRequest
-    )
-    return LeaderEnds(end, peer_end(rendezvous, store, role, between))
+    group = make_group(store, rendezvous.name(f"{role}/link"), 1, 2, rendezvous.start_timeout)
+    return LeaderEnds(DistributedEnd(group, pb.WorkRequest), peer_end(rendezvous, store, role, between))
 
 
 def peer_end(
@@ -197,10 +196,8 @@ def peer_end(
 
     if between.type == "cuda":
         by_sender = [group(f"from {name}", between) for name in (ModelRole.DRAFT, ModelRole.TARGET)]
-        return DevicePeer(by_sender[rank], by_sender[1 - rank], rank)
-    return MessagePeer(
-        DistributedEnd(group("pair"), rank, pb.ExchangeRequest), rendezvous.incarnation, pb.ExchangeRequest
-    )
+        return DevicePeer(by_sender[rank], by_sender[1 - rank])
+    return MessagePeer(DistributedEnd(group("pair"), pb.ExchangeRequest), rendezvous.incarnation, pb.ExchangeRequest)
 
 
 def _publish(rendezvous: Rendezvous, store: dist.TCPStore, who: str, address: str) -> None:

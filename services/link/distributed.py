@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.link.base import CLOSE_SECONDS, LinkError, Message
+from services.link.base import CLOSE_SECONDS, LinkError, Message, first_line
 
 Received = TypeVar("Received", bound=Message)
 
@@ -64,8 +65,8 @@ class DistributedEnd(Generic[Received]):
     A receive is always posted: gloo sends nothing before the receiver has posted one, and posting it only then would
     cost a round trip that waits for a thread of a busy process."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, receives: type[Received]) -> None:
-        self._other, self._receives = 1 - rank, receives
+    def __init__(self, group: dist.ProcessGroup, receives: type[Received]) -> None:
+        self._other, self._receives = 1 - group.rank(), receives
         self._group: dist.ProcessGroup | None = group
         """None once the end is closed."""
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
@@ -85,13 +86,9 @@ class DistributedEnd(Generic[Received]):
     def receive(self, timeout: float) -> Received:
         assert self._posted is not None
         frame = self._wait(self._posted, timeout)
-        size = int(frame[:_HEAD].view(torch.int64))
-        if size <= FRAME - _HEAD:
-            data = frame[_HEAD : _HEAD + size]
-        else:
-            data = torch.cat((frame[_HEAD:], self._wait(self._post(size - (FRAME - _HEAD)), timeout)))
+        data = message_in(frame, lambda size: self._wait(self._post(size), timeout))
         self._posted = self._post(FRAME)
-        return self._receives.FromString(data.numpy().tobytes())
+        return self._receives.FromString(data)
 
     def close(self) -> None:
         """Close the end once sent messages have been received, or after `CLOSE_SECONDS`: the last message of a worker
@@ -109,14 +106,14 @@ class DistributedEnd(Generic[Received]):
         try:
             return self._group.recv([tensor], self._other, 0), tensor
         except RuntimeError as error:
-            raise LinkError(f"the link broke: {_first_line(error)}") from error
+            raise LinkError(f"the link broke: {first_line(error)}") from error
 
     def _wait(self, posted: tuple[dist.Work, Tensor], timeout: float) -> Tensor:
         work, tensor = posted
         try:
             work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise LinkError(f"the link broke or was silent for {timeout:g} s: {_first_line(error)}") from error
+            raise LinkError(f"the link broke or was silent for {timeout:g} s: {first_line(error)}") from error
         return tensor
 
 
@@ -130,5 +127,10 @@ def frames(data: bytes) -> list[Tensor]:
     return [first] if len(data) <= room else [first, torch.from_numpy(whole[room:].copy())]
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def message_in(frame: Tensor, receive: Callable[[int], Tensor]) -> bytes:
+    """Return the message whose first frame has arrived. `receive` is called with the size of the second frame, if there
+    is one, and returns it."""
+    size, room = int(frame[:_HEAD].view(torch.int64)), FRAME - _HEAD
+    if size <= room:
+        return frame[_HEAD : _HEAD + size].numpy().tobytes()
+    return np.concatenate((frame[_HEAD:].numpy(), receive(size - room).numpy())).tobytes()

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -50,27 +51,26 @@ class RemotePending(Generic[Result]):
     worker: RemoteWorker
     sequence: int
     decode: Callable[[pb.WorkResponse], Result]
-    _value: Any = field(default=None, init=False)
-    _done: bool = field(default=False, init=False)
-    _spans: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def result(self) -> Result:
         """Wait for the result. Raises LinkError or ModelLost if the worker is gone, silent for too long, or has
         failed."""
-        if not self._done:
-            response = self.worker.response(self.sequence)
-            self._spans = self.worker.spans(response)
-            self._value, self._done = self.decode(response), True
-        return self._value
+        return self._response[0]
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Return the work that the worker did for this result: name -> begin and end in nanoseconds of this process's
         clock. A model's pass has the name of its role. Call it after `result`."""
-        return self._spans
+        return self._response[1]
+
+    @cached_property
+    def _response(self) -> tuple[Result, dict[str, tuple[int, int]]]:
+        response = self.worker.response(self.sequence)
+        return self.decode(response), self.worker.spans(response)
 
 
 class RemoteWorker:
-    """A `smc.executor.messages.Worker` over a link. `timeout` limits every wait, in seconds."""
+    """A `smc.executor.messages.Worker` over a link. `timeout` limits every wait, in seconds. `timeline` records the
+    worker's work."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class RemoteWorker:
     ) -> None:
         """`may_be_lost`: the other model goes on without this worker. A broken link is then raised as ModelLost, and
         only where results are awaited."""
-        self.role, self.incarnation, self.timeout = role, incarnation, timeout
-        self._end, self._timeline, self._may_be_lost = end, timeline, may_be_lost
+        self.role, self.incarnation, self.timeout, self.timeline = role, incarnation, timeout, timeline
+        self._end, self._may_be_lost = end, may_be_lost
         self._lost: LinkError | None = None
         self._sequence = 0
         self._unanswered = 0
@@ -137,10 +137,6 @@ class RemoteWorker:
             raise LinkError(f"the {self.role} has no link to the other side: {outcome.error}")
         return outcome.connected
 
-    def report_to(self, timeline: Timeline) -> None:
-        """Record the worker's further work in this timeline."""
-        self._timeline = timeline
-
     @property
     def lost(self) -> bool:
         """Whether the worker is known to be lost."""
@@ -157,15 +153,13 @@ class RemoteWorker:
 
     def set_clock(self) -> None:
         """Estimate the offset between the worker's clock and this process's, from the fastest of a few pings."""
-        best: tuple[int, int] | None = None
+        samples = []
         for _ in range(CLOCK_PINGS):
             before = time.monotonic_ns()
             response = self.response(self._send(ping=pb.Ping()))
             after = time.monotonic_ns()
-            if best is None or after - before < best[0]:
-                best = (after - before, (before + after - response.begin_ns - response.end_ns) // 2)
-        assert best is not None
-        self._clock_offset_ns = best[1]
+            samples.append((after - before, (before + after - response.begin_ns - response.end_ns) // 2))
+        _, self._clock_offset_ns = min(samples)
 
     def response(self, sequence: int) -> pb.WorkResponse:
         """Wait for the response to command `sequence`. Other responses that arrive meanwhile are kept as long as they
@@ -185,7 +179,7 @@ class RemoteWorker:
             begin = time.monotonic_ns()
             while sequence not in self._arrived:
                 self._take(self._end.receive(self.timeout))
-            self._timeline.waited(begin, time.monotonic_ns())
+            self.timeline.waited(begin, time.monotonic_ns())
         return self._arrived.pop(sequence)
 
     def _take(self, response: pb.WorkResponse) -> None:
@@ -199,7 +193,7 @@ class RemoteWorker:
             del self._arrived[sequence]
         self._unanswered -= 1
         for name, span in self.spans(response).items():
-            self._timeline.worked(self.role, name, *span)
+            self.timeline.worked(self.role, name, *span)
 
     def spans(self, response: pb.WorkResponse) -> dict[str, tuple[int, int]]:
         """Return the work that a response reports, in times of this process's clock."""

@@ -46,38 +46,25 @@ def is_proven(metadata: Iterable[tuple[str, str | bytes]], secret: str, address:
     return hmac.compare_digest(str(dict(metadata).get(PROOF_KEY, "")), proof(secret, address))
 
 
-class Inbox:
-    """A queue of messages that a reading thread puts in and the caller takes out, with a deadline. `get` raises an
-    exception that was put in."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
-
-    def put(self, item: object) -> None:
-        self._queue.put(item)
-
-    def get(self, timeout: float) -> Any:
-        try:
-            item = self._queue.get(timeout=timeout)
-        except queue.Empty:
-            raise LinkError(f"the link was silent for {timeout:g} s") from None
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-
 class StreamEnd:
-    """An end whose outbox a gRPC stream sends, and whose inbox it fills."""
+    """An end whose outbox a gRPC stream sends, and whose inbox it fills. `receive` raises an exception that is in the
+    inbox."""
 
     def __init__(self) -> None:
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
-        self.inbox = Inbox()
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
 
     def send(self, message: Message) -> None:
         self.outbox.put(message)
 
     def receive(self, timeout: float) -> Any:
-        return self.inbox.get(timeout)
+        try:
+            item = self.inbox.get(timeout=timeout)
+        except queue.Empty:
+            raise LinkError(f"the link was silent for {timeout:g} s") from None
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     def close(self) -> None:
         self.outbox.put(None)
@@ -93,10 +80,9 @@ class StreamCaller(StreamEnd):
         self._call = stream(
             iter(self.outbox.get, None), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True
         )
-        self._ended = threading.Event()
-        if not self._call.add_callback(self._ended.set):
-            self._ended.set()
-        threading.Thread(target=_pump, args=(self._call, self.inbox, f"the leader at {address}"), daemon=True).start()
+        source = self._call, self.inbox, f"the leader at {address}"
+        self._reader = threading.Thread(target=_pump, args=source, daemon=True)
+        self._reader.start()
 
     def send(self, message: Message) -> None:
         if not self._call.is_active():
@@ -107,7 +93,7 @@ class StreamCaller(StreamEnd):
         """Close once the other side has read everything and closed its end, too, or after `CLOSE_SECONDS`: messages in
         transit would be lost."""
         super().close()
-        self._ended.wait(CLOSE_SECONDS)
+        self._reader.join(CLOSE_SECONDS)
         self._channel.close()
 
 
@@ -146,16 +132,13 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
         self._server.stop(grace=1.0).wait(2.0)
 
     def _join(self, end: StreamEnd, messages: Iterator, context: grpc.ServicerContext, other: str) -> Iterator:
-        self._admit(context)
+        if not is_proven(context.invocation_metadata(), self._secret, self.address):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "this port belongs to another worker group")
         threading.Thread(target=_pump, args=(messages, end.inbox, other), daemon=True).start()
         return iter(end.outbox.get, None)
 
-    def _admit(self, context: grpc.ServicerContext) -> None:
-        if not is_proven(context.invocation_metadata(), self._secret, self.address):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "this port belongs to another worker group")
 
-
-def _pump(messages: Iterator, inbox: Inbox, other: str) -> None:
+def _pump(messages: Iterator, inbox: queue.SimpleQueue, other: str) -> None:
     """Put every message of a stream into the inbox, and at its end a LinkError."""
     try:
         for message in messages:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -56,8 +55,6 @@ class PeerChannel:
         self._outlives_peer = outlives_peer
         self._lost = False
         self._coming: tuple[int, Future[PeerEnd]] | None = None
-        self._sent: Counter[str] = Counter()
-        self._received: Counter[str] = Counter()
 
     def reconnect(self, incarnation: int, make: Callable[[], PeerEnd]) -> bool:
         """Connect to the other model's leader of this incarnation. The first call starts `make`, which waits for that
@@ -73,8 +70,6 @@ class PeerChannel:
             return False
         self._coming = None
         self._end = coming.result()
-        self._sent.clear()
-        self._received.clear()
         self._lost = False
         return True
 
@@ -84,9 +79,8 @@ class PeerChannel:
 
     def send(self, name: str, tensor: Tensor) -> None:
         if self._end is not None and not self._lost:
-            self._sent[name] += 1
             try:
-                self._end.send(name, self._sent[name], tensor)
+                self._end.send(name, tensor)
             except LinkError as error:
                 self._set_lost(error)
 
@@ -104,9 +98,8 @@ class PeerChannel:
 
     def _receive(self, end: PeerEnd, name: str, here: Tensor) -> None:
         if not self._lost:
-            self._received[name] += 1
             try:
-                end.receive(name, self._received[name], here, self._timeout)
+                end.receive(name, here, self._timeout)
             except LinkError as error:
                 self._set_lost(error)
         if self._lost:
@@ -159,9 +152,6 @@ class RankSpec:
     """Name of the data type; for a draft also `auto`."""
     device: str
     """`cpu` or `cuda`: the one GPU that this process sees."""
-    between: str
-    """Device of the tensors between the leaders: `cuda` (NCCL) if they are on different GPUs, else `cpu`."""
-    width: int
     context: int
     """Tokens of the longest sequence."""
     shares_gpu: bool
@@ -173,6 +163,11 @@ class RankSpec:
     engine: EngineConfig
     outlives_peer: bool
     """Whether this rank goes on when the other model is lost."""
+
+    @property
+    def between(self) -> torch.device:
+        """Device of the tensors between the leaders: a GPU (NCCL) if they are on different GPUs, else the CPU."""
+        return torch.device("cpu" if self.shares_gpu else self.device)
 
 
 @dataclass(frozen=True)
@@ -227,22 +222,22 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     loaded = loaded or load_rank(spec)
     model, group = loaded.model, loaded.group
     device, leads = torch.device(spec.device), spec.shard.rank == 0
-    sizes = {
-        "width": spec.width,
-        "context": spec.context,
-        "pages": agree_on_pages(spec, model),
-        "vocab_size": spec.vocab_size,
-    }
     worker = ModelWorker(
-        spec.role, model, token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()), draft_head=loaded.draft_head, **sizes
+        spec.role,
+        model,
+        width=spec.engine.width(spec.context),
+        pages=agree_on_pages(spec, model),
+        vocab_size=spec.vocab_size,
+        token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()),
+        draft_head=loaded.draft_head,
+        context=spec.context,
     )
     # In a thread of its own: otherwise the first constrained request, and the rest of its batch, would wait for it.
     threading.Thread(target=Compiler.of(worker.token_bytes).warm, name="vocabulary", daemon=True).start()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     store = spec.rendezvous.store()
-    between = torch.device(spec.between)
-    ends = leader_ends(spec.rendezvous, store, spec.role, host, between) if leads else None
+    ends = leader_ends(spec.rendezvous, store, spec.role, host, spec.between) if leads else None
     ops = ops_for(device)
     stages = ops.stage_runner(device)
     channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout, outlives_peer=spec.outlives_peer)
@@ -250,7 +245,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     def reconnect(incarnation: int, seconds: float) -> bool:
         there = replace(spec.rendezvous, incarnation=incarnation, start_timeout=seconds)
         assert ends is not None
-        return channel.reconnect(incarnation, lambda: peer_end(there, store, spec.role, between, ends.server))
+        return channel.reconnect(incarnation, lambda: peer_end(there, store, spec.role, spec.between, ends.server))
 
     runner = DraftRunner if spec.role == ModelRole.DRAFT else TargetRunner
     work = runner(spec.engine, worker, ops, stages, channel)

@@ -18,16 +18,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, LeaderEnd, LinkError, check_envelope, failure_text
-from services.link.distributed import FRAME, frames, make_group
+from services.link.distributed import FRAME, frames, make_group, message_in
 from services.pb import particles_pb2 as pb
 from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
@@ -38,7 +36,6 @@ ONE_SHOT = 256 << 10
 """Bytes up to which every rank reads the whole parts of all ranks. For larger sums each rank sums its share, and
 distributes the result."""
 SUMMED = (torch.bfloat16, torch.float32)
-_HEAD = 8
 _FROM_LEADER = dist.BroadcastOptions()
 _FROM_LEADER.rootRank = 0
 _FROM_LEADER.rootTensor = 0
@@ -179,14 +176,13 @@ class TensorParallel:
     def receive(self) -> bytes:
         """On other ranks: return the leader's next command. Raises LinkError if the leader is gone, or silent past the
         group's timeout."""
-        frame = torch.empty(FRAME, dtype=torch.uint8)
+        return message_in(self._next(FRAME), self._next)
+
+    def _next(self, size: int) -> Tensor:
+        """Return the next frame, which has this size."""
+        frame = torch.empty(size, dtype=torch.uint8)
         self._broadcast(frame)
-        size, room = int(frame[:_HEAD].view(torch.int64)), FRAME - _HEAD
-        if size <= room:
-            return frame[_HEAD : _HEAD + size].numpy().tobytes()
-        rest = torch.empty(size - room, dtype=torch.uint8)
-        self._broadcast(rest)
-        return np.concatenate((frame[_HEAD:].numpy(), rest.numpy())).tobytes()
+        return frame
 
     def _broadcast(self, tensor: Tensor) -> None:
         try:
@@ -280,12 +276,14 @@ class Rank:
             answers.put(request.sequence, respond)
 
     def _response(self, request: pb.WorkRequest, begin: int, end: int, **result) -> pb.WorkResponse:
-        envelope: dict[str, Any] = {
-            "version": LAYOUT_VERSION,
-            "incarnation": self.incarnation,
-            "sequence": request.sequence,
-        }
-        return pb.WorkResponse(**envelope, begin_ns=begin, end_ns=end, **result)
+        return pb.WorkResponse(
+            version=LAYOUT_VERSION,
+            incarnation=self.incarnation,
+            sequence=request.sequence,
+            begin_ns=begin,
+            end_ns=end,
+            **result,
+        )
 
     def _round(self, request: pb.WorkRequest, _begin: int) -> Respond:
         reading = self.side.round(codec.to_plan(request.round))

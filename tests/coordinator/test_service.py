@@ -30,18 +30,19 @@ STATS = EngineStats(pages_used={"draft": 0, "target": 0}, pages_total={"draft": 
 class FakeLoop:
     """Answers requests with even numbers, refuses multiples of three, and lets all others wait."""
 
-    def __init__(self, server: CoordinatorServer) -> None:
-        self._server, self.aborted, self.salts, self.priorities = server, set(), set(), set()
+    def __init__(self) -> None:
+        self.server: CoordinatorServer | None = None
+        self.aborted, self.salts, self.priorities = set(), set(), set()
 
     def submit(self, request: Request) -> None:
         self.salts.add(request.cache_salt)
         self.priorities.add(request.priority)
         number = int(request.request_id)
         if number % 3 == 0:
-            self._server.deliver(EngineStep([], {request.request_id: QueueFull("later")}, STATS))
+            self.server.deliver(EngineStep([], {request.request_id: QueueFull("later")}, STATS))
         elif number % 2 == 0:
             answer = Answer(request.request_id, (1,), "x", FinishReason.LENGTH, None, 1, 1, Statistics(1), 0.0)
-            self._server.deliver(EngineStep([Output(request.request_id, (1,), "x", answer)], {}, STATS))
+            self.server.deliver(EngineStep([Output(request.request_id, (1,), "x", answer)], {}, STATS))
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(int(request_id))
@@ -72,8 +73,7 @@ def test_local_connections_bypass_proxy(monkeypatch):
     """The gateway's stream, the link between processes and the client bypass the configured proxy, so that none of them
     sends it anything."""
     with proxy(monkeypatch) as heard:
-        server = CoordinatorServer("127.0.0.1", "secret")
-        server.attach_to(FakeLoop(server))
+        server = CoordinatorServer("127.0.0.1", "secret", FakeLoop())
 
         async def work() -> None:
             client = CoordinatorClient(server.address, "secret", lambda step: None, lambda: None)
@@ -93,22 +93,21 @@ def test_local_connections_bypass_proxy(monkeypatch):
 def test_attach_timeout():
     """`attached` fails if the coordinator does not answer in time; the service reports that it serves only after it
     succeeds."""
-    server = CoordinatorServer("127.0.0.1", "secret")
 
-    async def work() -> None:
-        client = CoordinatorClient(server.address, "secret", lambda step: None, lambda: None)
+    async def work(address: str) -> None:
+        client = CoordinatorClient(address, "secret", lambda step: None, lambda: None)
         with pytest.raises(Unavailable, match=r"did not answer within 0\.3 s"):
             await client.attached(0.3)
         await client.close()
 
-    asyncio.run(work())
-    server.close()
+    with create_server(("127.0.0.1", 0)) as silent:
+        asyncio.run(work(f"127.0.0.1:{silent.getsockname()[1]}"))
 
 
 def test_slow_gateway_is_disconnected(monkeypatch):
     """Steps that wait for a gateway that reads nothing are limited; beyond `MAX_BEHIND` its stream is closed."""
     monkeypatch.setattr(service, "MAX_BEHIND", 5)
-    server = CoordinatorServer("127.0.0.1", "secret")
+    server = CoordinatorServer("127.0.0.1", "secret", FakeLoop())
     server._outbox = outbox = SimpleQueue()
     for _ in range(100):
         server.deliver(EngineStep([], {}, STATS))
@@ -119,9 +118,8 @@ def test_slow_gateway_is_disconnected(monkeypatch):
 def test_when_the_gateway_goes_only_what_still_runs_is_aborted():
     """Only unfinished requests are aborted when the gateway disconnects. Finished ones are forgotten at once, because a
     coordinator serves for months."""
-    server = CoordinatorServer("127.0.0.1", "secret")
-    loop = FakeLoop(server)
-    server.attach_to(loop)
+    loop = FakeLoop()
+    loop.server = server = CoordinatorServer("127.0.0.1", "secret", loop)
 
     async def work() -> None:
         client = CoordinatorClient(server.address, "secret", lambda step: None, lambda: None)

@@ -127,7 +127,7 @@ class Service:
     def wait_until_free(self, timeout: float = 5.0) -> None:
         """Wait until the engine is idle and no call is left, then check its page accounting, which may be complete only
         after the last step has ended."""
-        until(lambda: self.engine.idle and not self.backend.dispatcher.num_calls, timeout)
+        until(lambda: self.engine.idle and not self.backend.dispatcher.requests, timeout)
         deadline = time.monotonic() + 1.0
         while True:
             try:

@@ -135,12 +135,12 @@ def test_a_client_that_stops_reading_loses_its_call_only(pair):
 
 
 def test_stopping_does_not_wait_for_clients_that_do_not_read(pair):
-    with serving(pair, write_timeout=0.2) as service, service.stub(*SMALL_WINDOW) as stub:
+    with serving(pair, write_timeout=0.2, drain_timeout=20.0) as service, service.stub(*SMALL_WINDOW) as stub:
         call = stub.Generate(long_request())
         next(call)
         service.wait_until_free(2.0)
         began = time.monotonic()
-        service.do(service.gateway.drain(20.0))
+        service.do(service.gateway.drain())
         assert time.monotonic() - began < 3.0
 
 
@@ -159,7 +159,7 @@ def test_a_client_that_vanished_is_noticed(pair, tmp_path):
         try:
             assert process.stdout.readline() == b"begun\n"
             process.send_signal(signal.SIGSTOP)
-            until(lambda: not service.backend.dispatcher.num_calls, 8.0)
+            until(lambda: not service.backend.dispatcher.requests, 8.0)
         finally:
             process.kill()
             process.communicate()
@@ -206,7 +206,7 @@ class Endless:
 
 def test_draining_lets_calls_finish_and_nobody_in(pair):
     with (
-        serving(pair, wrap=Unhurried) as service,
+        serving(pair, wrap=Unhurried, drain_timeout=20.0) as service,
         service.client() as client,
         grpc.insecure_channel(service.address) as channel,
     ):
@@ -216,7 +216,7 @@ def test_draining_lets_calls_finish_and_nobody_in(pair):
         next(stream)
         states = []
         channel.subscribe(states.append)
-        draining = service.begin(service.gateway.drain(20.0))
+        draining = service.begin(service.gateway.drain())
         assert next(watch).status == 2
         # Clients are told to use another connection: one with a call in flight keeps it but starts no other call on it.
         until(lambda: grpc.ChannelConnectivity.IDLE in states)
@@ -250,11 +250,11 @@ def test_clients_connect_anew_after_a_while_and_lose_no_call(pair):
 
 
 def test_draining_ends_what_takes_too_long(pair):
-    with serving(pair) as service, service.client() as client:
+    with serving(pair, drain_timeout=0.3) as service, service.client() as client:
         stream = client.stream("x", **LONG)
         next(stream)
         began = time.monotonic()
-        draining = service.begin(service.gateway.drain(0.3))
+        draining = service.begin(service.gateway.drain())
         with pytest.raises(ServiceError, match="stopped before the answer was complete") as caught:
             list(stream)
         assert caught.value.code is grpc.StatusCode.UNAVAILABLE and caught.value.retry_after == 1.0
@@ -269,7 +269,7 @@ def test_stop_in_the_middle_of_a_drain(pair):
     with serving(pair) as service, service.client() as client:
         stream = client.stream("x", **LONG)
         next(stream)
-        draining = service.begin(service.gateway.drain(30.0))
+        draining = service.begin(service.gateway.drain())
         service.do(service.gateway.stop())
         draining.result(5.0)
         with pytest.raises(ServiceError, match="UNAVAILABLE"):

@@ -23,7 +23,7 @@ NAMES = ("", "smc.v1.GenerationService", VLLM, "smc.draft", "smc.target")
 
 @pytest.fixture
 def starting(pair):
-    with serving(pair, ready=False) as service:
+    with serving(pair, ready=False, drain_timeout=1.0) as service:
         yield service
 
 
@@ -98,7 +98,7 @@ def test_drain_reports_not_serving(starting, health):
     with ThreadPoolExecutor(1) as thread:
         # Read before the end: when a connection breaks, gRPC discards messages that no one has requested.
         told = thread.submit(next, watch)
-        starting.do(starting.gateway.drain(1.0))
+        starting.do(starting.gateway.drain())
         assert told.result().status == NOT_SERVING
     with pytest.raises(grpc.RpcError):
         next(watch)

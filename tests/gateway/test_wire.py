@@ -345,7 +345,7 @@ def follow(pieces: list[Output]) -> list[Output]:
         port = Port(pieces)
         port.dispatcher = Dispatcher(port)
         found = [output async for output in port.dispatcher.generate(Request("mine", (1,)))]
-        assert not port.dispatcher.num_calls and not port.aborted
+        assert not port.dispatcher.requests and not port.aborted
         return found
 
     return asyncio.run(work())

@@ -52,12 +52,12 @@ def begin(service, **fields) -> tuple:
 @pytest.mark.slow
 def test_draining(pair):
     """During a drain, calls in flight go on, new connections are refused, and open ones are told to close."""
-    with serving(pair, http_port=0) as service:
+    with serving(pair, http_port=0, drain_timeout=20.0) as service:
         idle = connect(service)
         idle.request("GET", "/health")
         assert idle.getresponse().read() and not idle.sock._closed
         _, response, first = begin(service, particles=8, max_tokens=120)
-        draining = service.begin(service.gateway.drain(20.0))
+        draining = service.begin(service.gateway.drain())
         until(lambda: service.gateway._calls.closed is not None)
         idle.request("POST", CHAT, chat(), {"content-type": "application/json"})
         refused = idle.getresponse()
@@ -72,12 +72,12 @@ def test_draining(pair):
 
 
 def test_draining_ends_what_takes_too_long(pair):
-    with serving(pair, http_port=0) as service:
+    with serving(pair, http_port=0, drain_timeout=0.3) as service:
         _, response, first = begin(service)
         with ThreadPoolExecutor(1) as pool:
             whole = pool.submit(post, service, chat(**LONG))
-            until(lambda: service.backend.dispatcher.num_calls == 2)
-            service.begin(service.gateway.drain(0.3)).result(10.0)
+            until(lambda: len(service.backend.dispatcher.requests) == 2)
+            service.begin(service.gateway.drain()).result(10.0)
             is_error(whole.result(5), 503, "unavailable", "stopped before the answer was complete", hint=True)
         last = events(first + response.read())[-1]
         assert (

@@ -29,7 +29,7 @@ class Running:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.service = self.wait(self._make(group, gateway or GatewayConfig(port=0)))
-        self.ready = self.wait(self.service.start(), start_seconds)
+        self.wait(self.service.start(), start_seconds)
 
     @property
     def supervisor(self):
@@ -37,7 +37,7 @@ class Running:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.ready.port}"
+        return f"127.0.0.1:{self.service.gateway.port}"
 
     def client(self) -> Client:
         return Client(self.address)

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from services.launch import cluster
 
@@ -76,4 +77,4 @@ def test_a_restarted_actor_frees_what_it_had_reserved(ray_cluster):
         assert cluster.count_that_fit([(1, False, None), (2, False, None)]) == (free - 3) // 3
     finally:
         ray.kill(holder)
-        cluster.release(ours)
+        remove_placement_group(ours)

@@ -32,7 +32,7 @@ def exposition(group) -> str:
     """The metrics page of the service after a few calls."""
     with group.client() as client:
         ask(client, 0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{group.ready.metrics_port}/metrics") as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{group.service.gateway.metrics_port}/metrics") as page:
         return page.read().decode()
 
 
@@ -45,7 +45,7 @@ def known(exposition) -> tuple[promql.Exported, list[promql.Checked]]:
 @pytest.fixture(scope="module")
 def prometheus(group, tmp_path_factory) -> Iterator[Prometheus]:
     """A Prometheus that scrapes the service while two callers keep it lightly loaded."""
-    running = Prometheus(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{group.ready.metrics_port}")
+    running = Prometheus(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{group.service.gateway.metrics_port}")
     enough = threading.Event()
 
     def load() -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 def test_clients_of_all_kinds_at_once(group, demo_pair):
     with group.client() as client:
-        all_are_the_engines_own(client, group.ready.http_port, engines_own(demo_pair, LOOKAHEAD))
+        all_are_the_engines_own(client, group.service.gateway.http_port, engines_own(demo_pair, LOOKAHEAD))
     group.until_empty()
 
 

@@ -313,7 +313,7 @@ def test_an_abort_ends_all_answers_of_a_call(service):
     cancelled = service.metric("smc_requests_cancelled_total", by="abort")
     caller = threading.Thread(target=call)
     caller.start()
-    until(lambda: service.backend.dispatcher.num_calls == 4)
+    until(lambda: len(service.backend.dispatcher.requests) == 4)
     with engine(service) as stub:
         stub.Abort(pb.AbortRequest(request_ids=["many"]))
     caller.join(10)
