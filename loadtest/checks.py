@@ -208,8 +208,8 @@ def _too_few(name: str, count: int, samples: str) -> RunCheck:
     return RunCheck(
         name,
         None,
-        f"{count} {samples} while requests were sent; at least {ENOUGH_SAMPLES} are needed: give a longer --duration or "
-        "a shorter --interval",
+        f"{count} {samples} while requests were sent; at least {ENOUGH_SAMPLES} are needed: give a longer --duration "
+        "or a shorter --interval",
     )
 
 

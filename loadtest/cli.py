@@ -6,17 +6,15 @@ Exit codes: 0 success, 1 the objective was missed or a check failed, 2 invalid o
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json as json_module
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -31,7 +29,7 @@ from loadtest.settings import LoadSettings, load_profile, shipped_profiles
 from loadtest.workload import read_prompts, read_trace
 from services.connection_options import DEFAULT_ADDRESS, SERVICE, Tls, TlsCa, TlsCert, TlsKey, TokenFile
 from services.security import read_tokens
-from smc.terminal import check_drawing, err, finite, option, print_error
+from smc.terminal import check_drawing, err, finite, option, print_error, with_mappings
 
 WHEN, WHAT, JUDGED, OUTPUT = "Arrivals", "Requests", "Objective and checks", "Output"
 LIMIT = re.compile(r"\w+:")
@@ -183,35 +181,10 @@ OPTIONS: dict[str, Any] = {
     ],
 }
 """Command-line option of each field of `LoadSettings`; None if it is not given."""
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""No settings given."""
-
-
-def with_settings(command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command an option for each of `OPTIONS`, in place of its parameter `settings`. The command gets a mapping
-    of the given options, by name."""
-    signature = inspect.signature(command, eval_str=True)
-    parameters: list[inspect.Parameter] = []
-    for one in signature.parameters.values():
-        parameters += (
-            [one.replace(name=name, default=None, annotation=kind) for name, kind in OPTIONS.items()]
-            if one.name == "settings"
-            else [one]
-        )
-
-    @wraps(command)
-    def wrapped(**arguments: Any) -> int:
-        given = {name: value for name in OPTIONS if (value := arguments.pop(name)) is not None}
-        return command(settings=given, **arguments)
-
-    call: Any = wrapped
-    call.__signature__ = signature.replace(parameters=parameters)
-    call.__annotations__ = {one.name: one.annotation for one in parameters}
-    return call
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
-@with_settings
+@partial(with_mappings, settings=OPTIONS)
 def load(
     serve_arguments: Annotated[
         list[str] | None,
@@ -228,7 +201,8 @@ def load(
             metavar="NAME",
         ),
     ] = None,
-    settings: Mapping[str, Any] = NOTHING,
+    *,
+    settings: Mapping[str, Any],
     find_capacity: Annotated[
         bool, option(JUDGED, "Search for the highest rate that meets --goodput, starting at --rate.", "--find-capacity")
     ] = False,

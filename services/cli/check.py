@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 
 Probed = Annotated[
     bool,
-    options.option(
+    options.flag(
         options.MEASURE,
         "Load both models and run a few prompts: acceptance by depth, KL divergence, expected speed, and which "
         "method to use.",
         "--probe",
-        show_default=False,
-        metavar="",
     ),
 ]
 

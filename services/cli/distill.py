@@ -41,7 +41,6 @@ class DistillOptions:
             options.MODELS,
             "Target model: a directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub. "
             "Default: the demo target.",
-            "--target",
             metavar="MODEL",
         ),
     ] = None
@@ -60,30 +59,22 @@ class DistillOptions:
         options.option(
             DRAFT,
             "Number of layers of the draft, which are cut from the target. Default: one of seven, at least two.",
-            "--layers",
             metavar="L",
         ),
     ] = None
     shape: Annotated[
         str | None,
         options.option(
-            DRAFT,
-            "Train a new model of this width and number of layers, such as 256x6.",
-            "--shape",
-            metavar="WIDTHxLAYERS",
+            DRAFT, "Train a new model of this width and number of layers, such as 256x6.", metavar="WIDTHxLAYERS"
         ),
     ] = None
-    draft: Annotated[
-        Path | None, options.option(DRAFT, "Start from the weights of this draft.", "--draft", metavar="DIR")
-    ] = None
+    draft: Annotated[Path | None, options.option(DRAFT, "Start from the weights of this draft.", metavar="DIR")] = None
     own_embedding: Annotated[
         bool,
-        options.option(
+        options.flag(
             DRAFT,
             "Train the embedding and the head, too. Default: they stay those of the target, or of --draft.",
             "--own-embedding",
-            show_default=False,
-            metavar="",
         ),
     ] = False
     prompts: Annotated[
@@ -92,7 +83,6 @@ class DistillOptions:
             DATA,
             "File of prompts with which half of the conversations begin. Each line is text, or JSON with "
             '"prompt" or "messages".',
-            "--prompts",
             metavar="FILE",
         ),
     ] = None
@@ -101,7 +91,6 @@ class DistillOptions:
         options.option(
             DATA,
             "Log of a service with log-texts: true in its configuration; its prompts are used like those of --prompts.",
-            "--from-log",
             metavar="FILE",
         ),
     ] = None
@@ -111,7 +100,6 @@ class DistillOptions:
             DATA,
             "Temperature of later requests, for which the draft is trained; may be repeated. Default: 1 "
             "and 0.7, and 0 for one answer of five.",
-            "--temperature",
             metavar="T",
         ),
     ] = None
@@ -140,10 +128,7 @@ class DistillOptions:
         int,
         options.option(TRAINING, "Number of rounds; each writes conversations, trains and measures.", metavar="COUNT"),
     ] = 8
-    resume: Annotated[
-        bool,
-        options.option(TRAINING, "Continue an interrupted run in --out.", "--resume", show_default=False, metavar=""),
-    ] = False
+    resume: Annotated[bool, options.flag(TRAINING, "Continue an interrupted run in --out.", "--resume")] = False
     device: Annotated[
         str, options.option(options.MODELS, "Device that runs the target and the training.", metavar="cpu|cuda")
     ] = "cpu"
@@ -164,14 +149,7 @@ class DistillOptions:
     ] = None
     threads: options.Threads = None
     no_speed: Annotated[
-        bool,
-        options.option(
-            options.MEASURE,
-            "Do not time the models, and print no expected speeds.",
-            "--no-speed",
-            show_default=False,
-            metavar="",
-        ),
+        bool, options.flag(options.MEASURE, "Do not time the models, and print no expected speeds.", "--no-speed")
     ] = False
     as_json: options.JsonFlag = False
 
