@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +23,7 @@ from loadtest.arrivals import KINDS
 from loadtest.client import ServiceEndpoint, ServiceUnreachable
 from loadtest.distributions import FORMS
 from loadtest.monitor import serve as serve_child
-from loadtest.runner import CapacityFound, LoadedService, LoadRun
+from loadtest.runner import LoadedService
 from loadtest.settings import LoadSettings, load_profile, shipped_profiles
 from loadtest.workload import read_prompts, read_trace
 from services.connection_options import DEFAULT_ADDRESS, SERVICE, Tls, TlsCa, TlsCert, TlsKey, TokenFile
@@ -254,7 +253,6 @@ def load(
     _check_service(serve, serve_arguments or (), known)
     _check_search(chosen, find_capacity, precision)
     _check_files(chosen, {"json": json, "picture": picture})
-    job = LoadJob(chosen, PRECISION if precision is None else precision, find_capacity, json, picture)
     token = read_tokens(token_file, "--token-file")[0] if token_file else None
     with ExitStack() as stack:
         if serve:
@@ -264,44 +262,23 @@ def load(
         endpoint = ServiceEndpoint(address or DEFAULT_ADDRESS, token, tls, tls_ca, tls_cert, tls_key)
         if wait:
             endpoint.wait(wait)
-        return job.run(LoadedService.find(endpoint, metrics, watch_pid))
+        service, found = LoadedService.find(endpoint, metrics, watch_pid), None
+        if find_capacity:
+            searched = runner.find_capacity(service, chosen, precision or PRECISION, report.watch, report.show_probe)
+            found, run = asyncio.run(searched)
+            report.show_capacity(found, str(chosen.goodput))
+            good, numbers = found.good, report.capacity_numbers(found, run)
+        else:
+            run = asyncio.run(runner.run_once(service, chosen, report.watch))
+            report.show_run(run)
+            good, numbers = run.good, report.run_numbers(run)
+        if json:
+            json.write_text(json_module.dumps(finite(numbers)) + "\n")
+        if picture:
+            from loadtest.picture import draw  # matplotlib takes a second to import
 
-
-@dataclass(frozen=True)
-class LoadJob:
-    """One run or search against a service, and the files for its results."""
-
-    settings: LoadSettings
-    precision: float
-    find_capacity: bool
-    json: Path | None
-    picture: Path | None
-
-    def run(self, service: LoadedService) -> int:
-        return self._search(service) if self.find_capacity else self._run(service)
-
-    def _run(self, service: LoadedService) -> int:
-        run = asyncio.run(runner.run_once(service, self.settings, report.watch))
-        report.show_run(run)
-        if self.json:
-            _write_json(self.json, report.run_numbers(run))
-        self._draw(run)
-        return 0 if run.good else 1
-
-    def _search(self, service: LoadedService) -> int:
-        search = runner.find_capacity(service, self.settings, self.precision, report.watch, report.show_probe)
-        found, run = asyncio.run(search)
-        report.show_capacity(found, str(self.settings.goodput))
-        if self.json:
-            _write_json(self.json, report.capacity_numbers(found, run))
-        self._draw(run, found)
-        return 0 if found.good else 1
-
-    def _draw(self, run: LoadRun | None, found: CapacityFound | None = None) -> None:
-        if self.picture:
-            from loadtest import picture  # matplotlib takes a second to import
-
-            picture.draw(self.picture, run, found)
+            draw(picture, run, found)
+        return 0 if good else 1
 
 
 def _check_service(serve: bool, serve_arguments: Sequence[str], known: Mapping[str, Any]) -> None:
@@ -349,10 +326,6 @@ def _check_files(settings: LoadSettings, outputs: Mapping[str, Path | None]) -> 
             raise ValueError(f"--{name} {path}: its directory does not exist; make it first")
     if outputs["picture"] is not None:
         check_drawing()
-
-
-def _write_json(path: Path, numbers: dict[str, Any]) -> None:
-    path.write_text(json_module.dumps(finite(numbers)) + "\n")
 
 
 def joined(arguments: Sequence[str]) -> list[str]:

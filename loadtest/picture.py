@@ -40,7 +40,7 @@ def draw(path: Path, run: LoadRun | None, found: CapacityFound | None = None) ->
     tried."""
     panels: dict[str, Callable[[Axes], None]] = {}
     if found is not None:
-        panels["Rates that were tried"] = lambda axes: _probes(axes, found)
+        panels["Rates that were tried"] = partial(_probes, found=found)
     if run is not None:
         panels |= panels_of(run)
     with matplotlib.rc_context({"font.size": 9}):
@@ -70,11 +70,7 @@ def panels_of(run: LoadRun) -> dict[str, Callable[[Axes], None]]:
         panels |= {"Refused and cancelled, as the server counted them": _refused, "KV pages in use": _pages}
     if memory_series(run.samples):
         panels["Memory of the service's processes"] = _memory
-    return {title: partial(_draw_panel, panel, run) for title, panel in panels.items()}
-
-
-def _draw_panel(panel: Callable[[Axes, LoadRun], None], run: LoadRun, axes: Axes) -> None:
-    panel(axes, run)
+    return {title: partial(panel, run=run) for title, panel in panels.items()}
 
 
 def _cdf(axes: Axes, run: LoadRun) -> None:
