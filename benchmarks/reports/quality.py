@@ -117,8 +117,10 @@ class DemoPairs:
     device: str
 
     @staticmethod
-    def of(load: str, target: str | None, draft: str | None, device: str, own: tuple[Any, ...]) -> DemoPairs:
-        """`own`: the further arguments of `loaded_models`, in its order. Raises ValueError for invalid options."""
+    def of(
+        load: str, target: str | None, draft: str | None, device: str, dtype: str | None, own: Mapping[str, Any]
+    ) -> DemoPairs:
+        """`own`: further arguments of `loaded_models`, by name. Raises ValueError for invalid options."""
         if load not in ("files", "grown"):
             raise ValueError(f"--load {load}; allowed: files, grown")
         for name, shape in (("target", target), ("draft", draft)):
@@ -127,7 +129,7 @@ class DemoPairs:
             if shape is None and load == "grown":
                 raise ValueError(f"--load grown needs --{name}, the name of a published shape")
         directories = (Path(target), Path(draft)) if target is not None and draft is not None else DEMO
-        return DemoPairs(loaded_models(load, directories, device, *own), load, device)
+        return DemoPairs(loaded_models(load, directories, device, dtype, **own), load, device)
 
     def placed(self, setting: DecodingSetting) -> ModelPair:
         """Return the pair on the devices for a setting. In look-ahead each model has its own GPU if there are two; all
