@@ -54,14 +54,9 @@ app = typer.Typer(
 )
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add the commands of `benchmarks`. All their options, including --help, are passed on to that package."""
-    pass_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    for name, text in COMMANDS.items():
-        app.command(name, help=text, context_settings=pass_on)(_command(name))
+def _measuring(name: str) -> Callable[[typer.Context], int]:
+    """Return a command of `benchmarks`, to which all arguments are passed on."""
 
-
-def _command(name: str) -> Callable[[typer.Context], int]:
     def command(ctx: typer.Context) -> int:
         if (CHECKOUT / "benchmarks").is_dir() and str(CHECKOUT) not in sys.path:
             sys.path.insert(0, str(CHECKOUT))
@@ -85,7 +80,9 @@ app.command("serve")(serve)
 app.command("batch")(batch)
 app.command("check")(check)
 app.command("distill")(distill)
-add_commands(app)
+for name, text in COMMANDS.items():
+    pass_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    app.command(name, help=text, context_settings=pass_on)(_measuring(name))
 app.add_typer(client, name="client")
 
 

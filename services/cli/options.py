@@ -10,7 +10,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
@@ -171,6 +171,13 @@ def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def values_of(arguments: Any) -> dict[str, Any]:
+    """Return the values of a command's options by field: those in the file of --config, and those given as flags, which
+    take precedence. `arguments`: the command's record of options. Raises ValueError as `read_config_file` does."""
+    values = {} if arguments.config is None else read_config_file(arguments.config, type(arguments))
+    return values | given(asdict(arguments))
+
+
 Target = Annotated[
     Path | None,
     option(
@@ -303,8 +310,6 @@ NoPrefixCache = Annotated[
 ]
 
 JsonFlag = Annotated[bool, flag(OUTPUT, "Print one JSON object instead of text.", "--json")]
-
-Resume = Annotated[bool, flag(OUTPUT, "Continue the measurement that is recorded in the file of --json.", "--resume")]
 
 
 SHOWN = 88

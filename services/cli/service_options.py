@@ -455,7 +455,6 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     from smc.api.engine_config import GPU_PREFILL, EngineConfig
     from smc.loading import pair_directories
 
-    given = {name: value for name, value in given.items() if value is not None}
     if given.get("load") in ("random", "grown") and not (given.get("target") and given.get("draft")):
         raise ValueError(f"--load {given['load']} needs --target and --draft, each the name of a published shape")
     target, draft = pair_directories(given.get("target"), given.get("draft"))
@@ -464,11 +463,11 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     settings: dict[str, Any] = {"cohorts": cohorts, "prefix_cache": not given.get("no_prefix_cache", False)}
     if given.get("device") == "cuda":
         settings |= GPU_PREFILL
-    engine = EngineConfig(**settings | _fields_of(EngineConfig, given))
+    engine = EngineConfig(**settings | fields_of(EngineConfig, given))
     if engine.potentials:
         options.load_own(engine.potentials)
     return WorkerGroupConfig(
-        **_fields_of(WorkerGroupConfig, given) | {"target": target, "draft": draft, "engine": engine}
+        **fields_of(WorkerGroupConfig, given) | {"target": target, "draft": draft, "engine": engine}
     )
 
 
@@ -482,7 +481,7 @@ def gateway_config(given: Mapping[str, Any]) -> GatewayConfig:
             raise ValueError(f"http_port={http_port} is given with no_http; leave one out")
     elif http_port is None:
         http_port = DEFAULT_HTTP_PORT
-    settings = _fields_of(GatewayConfig, given) | {"http_port": http_port}
+    settings = fields_of(GatewayConfig, given) | {"http_port": http_port}
     return GatewayConfig(page=not given.get("no_page", False), **settings)
 
 
@@ -497,5 +496,6 @@ def effective(group: WorkerGroupConfig, gateway: GatewayConfig, given: Mapping[s
     return {name: values[name] if name in values else given.get(name) for name in options.keys_of(ServeOptions)}
 
 
-def _fields_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given values of the fields of a configuration class; those that are None are left out."""
     return {one.name: given[one.name] for one in fields(kind) if given.get(one.name) is not None}
