@@ -28,7 +28,7 @@ from loadtest.settings import LoadSettings, load_profile, shipped_profiles
 from loadtest.workload import read_prompts, read_trace
 from services.connection_options import DEFAULT_ADDRESS, SERVICE, Tls, TlsCa, TlsCert, TlsKey, TokenFile
 from services.security import read_tokens
-from smc.terminal import check_drawing, err, finite, option, print_error, with_mappings
+from smc.terminal import USAGE_ERROR, check_drawing, err, finite, option, print_error, with_mappings
 
 WHEN, WHAT, JUDGED, OUTPUT = "Arrivals", "Requests", "Objective and checks", "Output"
 LIMIT = re.compile(r"\w+:")
@@ -346,12 +346,9 @@ def joined(arguments: Sequence[str]) -> list[str]:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    usage_error: Any = (
-        typer.BadParameter.__base__
-    )  # click's class of wrong options, under whichever name typer carries it
     try:
         return app(joined(arguments), prog_name="python -m loadtest", standalone_mode=False) or 0
-    except usage_error as error:
+    except USAGE_ERROR as error:
         print_error(f"{error.format_message()} (see python -m loadtest --help)")
         return 2
     except ServiceUnreachable as error:

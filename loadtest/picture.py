@@ -99,8 +99,7 @@ def _ttft_over_time(axes: Axes, run: LoadRun) -> None:
     limit = dict(run.settings.goodput.limits).get("ttft") if run.settings.goodput else None
     if limit is not None and records and limit < TALL * max(times_ms):
         axes.axhline(limit, color=VERMILION, linestyle=":", linewidth=1.2, label=f"objective: {limit:g} ms")
-    axes.set(xlabel="seconds since the start", ylabel="milliseconds")
-    axes.set_ylim(bottom=0)
+    _over_time(axes, "milliseconds")
 
 
 def _in_flight(axes: Axes, run: LoadRun) -> None:
@@ -120,8 +119,7 @@ def _in_flight(axes: Axes, run: LoadRun) -> None:
     )
     axes.plot(times, running, color=BLUE, label="running (server)")
     axes.plot(times, queued, color=VERMILION, linestyle="--", label="waiting (server)")
-    axes.set(xlabel="seconds since the start", ylabel="requests")
-    axes.set_ylim(bottom=0)
+    _over_time(axes, "requests")
 
 
 def _throughput(axes: Axes, run: LoadRun) -> None:
@@ -190,8 +188,7 @@ def _pages(axes: Axes, run: LoadRun) -> None:
             alpha=0.6,
             label=f"{group}, with the prefix cache",
         )
-    axes.set(xlabel="seconds since the start", ylabel="pages")
-    axes.set_ylim(bottom=0)
+    _over_time(axes, "pages")
 
 
 def _refused(axes: Axes, run: LoadRun) -> None:
@@ -202,15 +199,13 @@ def _refused(axes: Axes, run: LoadRun) -> None:
     ):
         counts = [sample.total(name) or 0.0 for sample in seen]
         axes.plot([sample.at for sample in seen], np.array(counts) - counts[0], color=colour, label=label)
-    axes.set(xlabel="seconds since the start", ylabel="requests since the start")
-    axes.set_ylim(bottom=0)
+    _over_time(axes, "requests since the start")
 
 
 def _memory(axes: Axes, run: LoadRun) -> None:
     for (name, (times, values)), colour in zip(memory_series(run.samples).items(), COLOURS * 20):
         axes.plot(times, np.array(values) / MIB, color=colour, label=name)
-    axes.set(xlabel="seconds since the start", ylabel="MiB resident")
-    axes.set_ylim(bottom=0)
+    _over_time(axes, "MiB resident")
 
 
 def _probes(axes: Axes, found: CapacityFound) -> None:
@@ -229,6 +224,10 @@ def _timed(run: LoadRun) -> list[RequestRecord]:
     return [
         record for record in run.outcome.records if record.planned.counted and record.answered and record.message_times
     ]
+
+
+def _over_time(axes: Axes, what: str) -> None:
+    axes.set(xlabel="seconds since the start", ylabel=what, ylim=(0, None))
 
 
 def _edges(run: LoadRun) -> np.ndarray:

@@ -19,6 +19,8 @@ out = Console(highlight=False)
 """Standard output: answers and tables."""
 err = Console(stderr=True, highlight=False)
 """Standard error: statistics, progress, warnings and errors."""
+USAGE_ERROR: Any = typer.BadParameter.__base__
+"""click's class of usage errors, found without its name, which depends on typer's version."""
 
 
 def print_error(message: str) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,7 +23,7 @@ from services.cli.demo import demo
 from services.cli.distill import distill
 from services.cli.generate import generate
 from services.cli.serve import serve
-from smc.terminal import out, print_error
+from smc.terminal import USAGE_ERROR, out, print_error
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Root of the repository, if this package is in a checkout."""
@@ -104,12 +104,9 @@ def options(version: Version = False) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    usage_error: Any = (
-        typer.BadParameter.__base__
-    )  # click's class of usage errors, found without its name, which depends on typer's version
     try:
         return app(list(arguments) or ["--help"], prog_name="smcserve", standalone_mode=False) or 0
-    except usage_error as error:
+    except USAGE_ERROR as error:
         command = error.ctx.command_path if error.ctx else "smcserve"
         print_error(f"{error.format_message()} (see {command} --help)")
         return 2
