@@ -17,6 +17,7 @@ from rich.table import Table
 
 from benchmarks.problem_file import FileProblem
 from benchmarks.quality import DecodingSetting, Terms, answers_of, prompt_requests
+from benchmarks.reports import interval, number_cell
 from smc.api.request import Answer
 from smc.demo.problems import Accuracy
 from smc.local_engine import ModelPair, fitted_engine
@@ -171,23 +172,18 @@ def own_table(rows: Sequence[OwnRow], target_logp: float | None) -> Table:
         table.add_column(header, justify="left" if header == "decoding" else "right", no_wrap=True)
     for row in rows:
         accuracy = Accuracy(row.correct, row.graded) if row.graded else None
-        low, high = accuracy.interval if accuracy else (0.0, 0.0)
         logp = None if row.mean_logp is None or target_logp is None else row.mean_logp - target_logp
         table.add_row(
             row.decoding,
             f"{accuracy.share:.1%}" if accuracy else "",
-            f"{100 * low:.1f}-{100 * high:.1f}" if accuracy else "",
-            _number(row.same_as_target, ".0%"),
-            _number(logp, "+.3f"),
-            _number(row.tokens_a_round, ".2f"),
-            _number(row.log_evidence, "+.2f"),
+            interval(accuracy) if accuracy else "",
+            number_cell(row.same_as_target, ".0%"),
+            number_cell(logp, "+.3f"),
+            number_cell(row.tokens_a_round, ".2f"),
+            number_cell(row.log_evidence, "+.2f"),
             f"{row.tokens:.1f}",
         )
     return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def _write(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from benchmarks.reports import number_cell
 from smc.terminal import err, progress_bar
 from smc.types import ModelRole
 
@@ -303,13 +304,9 @@ def first_token_table(rows: Sequence[FirstToken]) -> Table:
             f"{row.target_peak:.0%}",
             row.chunks,
         )
-        rounds = (_milliseconds(value) for value in (row.round, row.round_beside, row.stretch, row.longest))
+        rounds = (number_cell(value, ".2f") for value in (row.round, row.round_beside, row.stretch, row.longest))
         table.add_row(row.mode, *map(str, (*shape, *work)), *rounds)
     return table
-
-
-def _milliseconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
 
 
 def time_rounds(
