@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.backends import Mode, PromptBackend
 from benchmarks.load import ClosedLoop, problem_load, sized_config
+from benchmarks.speed import PLAIN_BLOCK
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.latency import Effort, measure_latency, room_for
@@ -100,15 +101,14 @@ class Arrangement:
     """Latency model of one service's devices."""
 
     def speed(
-        self, requests: int, setting: TreeShape | None, acceptance: AcceptanceCurve, plain_block: int, context: int
+        self, requests: int, setting: TreeShape | None, acceptance: AcceptanceCurve, context: int
     ) -> PredictedSpeed:
-        """Predict the speed. `setting`: None for plain decoding, which plans `plain_block` tokens at a time; `context`:
-        tokens of each request."""
+        """Predict the speed. `setting`: None for plain decoding; `context`: tokens of each request."""
         costs, here = self.costs, math.ceil(requests / self.copies)
         read = here * context
         if setting is None:
             tokens = 1.0
-            seconds = costs.alone.at(here, read) + costs.round_overhead / plain_block
+            seconds = costs.alone.at(here, read) + costs.round_overhead / PLAIN_BLOCK
         else:
             n, f, k = setting.particles, setting.branches, setting.block
             drafting, overhead = k * costs.draft.at(here * n * f, read), costs.round_overhead
@@ -182,15 +182,11 @@ def best_of(
     requests: int,
     acceptance: AcceptanceCurve,
     among: TreeShapes,
-    plain_block: int,
     context: int,
 ) -> PredictedSpeed:
     """Return the setting with the most tokens a second; among those within a thousandth of it, the one with the least
     drafted tokens (N * F * K)."""
-    speeds = [
-        arrangement.speed(requests, setting, acceptance, plain_block, context)
-        for setting in arrangement.settings(among)
-    ]
+    speeds = [arrangement.speed(requests, setting, acceptance, context) for setting in arrangement.settings(among)]
     most = max(speed.per_request for speed in speeds)
     return min((s for s in speeds if s.per_request >= 0.999 * most), key=_work)
 
@@ -200,7 +196,6 @@ def advise(
     loads: Iterable[int],
     acceptance: AcceptanceCurve,
     among: TreeShapes,
-    plain_block: int,
     context: int,
 ) -> list[PredictedSpeed]:
     """Return the best setting of every arrangement at every load; for each load the fastest first."""
@@ -208,7 +203,7 @@ def advise(
         speed
         for requests in loads
         for speed in sorted(
-            (best_of(each, requests, acceptance, among, plain_block, context) for each in found),
+            (best_of(each, requests, acceptance, among, context) for each in found),
             key=lambda s: -s.per_request,
         )
     ]

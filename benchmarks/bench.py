@@ -91,13 +91,11 @@ BranchesList = Annotated[
 ]
 Advise = Annotated[
     bool,
-    options.option(
+    options.flag(
         options.MEASURE,
         "Time the models, then print which split of --gpus and which N, F and K decode --concurrency "
         "requests fastest (exact decoding).",
         "--advise",
-        show_default=False,
-        metavar="",
     ),
 ]
 Gpus = Annotated[
@@ -105,7 +103,6 @@ Gpus = Annotated[
     options.option(
         options.MEASURE,
         "Number of GPUs to split between the models, with --advise. Default: all of this machine; 2 on a CPU.",
-        "--gpus",
         metavar="COUNT",
     ),
 ]
@@ -148,7 +145,6 @@ class BenchOptions:
             options.MEASURE,
             f"Mode to measure: {', '.join(MODES)}, and with --link {WIDE} (plain on all GPUs of both models); may be "
             f"repeated, cuda only. Default: {', '.join(MODES)}; with --link {', '.join(APART)}.",
-            "--mode",
             metavar="MODE",
         ),
     ] = None
@@ -177,7 +173,6 @@ class BenchOptions:
             options.MEASURE,
             "File of prompts, JSON lines as for `smcserve eval --problems`. Default: problems of the "
             "demo pair, or random tokens.",
-            "--prompts-file",
             metavar="FILE",
         ),
     ] = None
@@ -235,7 +230,6 @@ class BenchOptions:
             options.ENGINE,
             "Tree size in exact decoding, cuda only. costs: the size that pays by the measured costs; "
             "always: the whole tree of N rows. Default: always.",
-            "--drafting",
             metavar="costs|always",
         ),
     ] = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from benchmarks.bench import bench
+from benchmarks.bench import OWN, bench
 from services.cli import options
 from services.cli.options import with_options
 from smc.terminal import check_drawing, err, out, progress_bar
@@ -138,7 +138,10 @@ class EvalOptions:
             metavar="FILE",
         ),
     ] = None
-    resume: options.Resume = False
+    resume: Annotated[
+        bool,
+        options.flag(options.OUTPUT, "Continue the measurement that is recorded in the file of --json.", "--resume"),
+    ] = False
     markdown: Annotated[
         Path | None, options.option(options.OUTPUT, "Write the table to this file as Markdown.", metavar="FILE")
     ] = None
@@ -160,24 +163,12 @@ def evaluate(arguments: EvalOptions) -> None:
     given = {name: getattr(arguments, name) for name in QualityPlan.__dataclass_fields__}
     plan = QualityPlan(**given | {"problems": int(arguments.problems)})
     _check_outputs(plan, arguments.json, arguments.markdown, arguments.picture)
-    settings = _settings(
-        grid_of(arguments.particles, arguments.block, arguments.branches, arguments.temperature), arguments.only
-    )
-    threshold = arguments.ess_threshold
-    if threshold is not None and not any(setting.population == "independent" for setting in settings):
-        raise ValueError(
-            f"--ess-threshold {threshold:g} has no effect without settings of independent particles; leave it out"
-        )
+    settings = settings_of(arguments)
     if arguments.accuracy_from and not arguments.speed_problems:
         raise ValueError("--accuracy-from leaves nothing to be measured with --speed-problems 0; leave one of them out")
-    own = (
-        arguments.dtype,
-        arguments.target_dtype,
-        arguments.draft_dtype,
-        arguments.draft_vocab,
-        arguments.draft_vocab_text,
+    pairs = DemoPairs.of(
+        arguments.load, arguments.target, arguments.draft, arguments.device, arguments.dtype, own_options(arguments)
     )
-    pairs = DemoPairs.of(arguments.load, arguments.target, arguments.draft, arguments.device, own)
     record, known = prepare(plan, settings, pairs, arguments.json, arguments.resume, arguments.accuracy_from or ())
     measure_all(pairs, plan, settings, record, known)
     report(plan, settings, record, arguments.markdown, arguments.picture)
@@ -187,41 +178,24 @@ def _is_count(problems: str) -> bool:
     return problems.removeprefix("-").isdigit()
 
 
-OF_THE_DEMO_PAIR = {
-    "load": "files",
-    "speed_problems": 20,
-    "accuracy_from": None,
-    "resume": False,
-    "markdown": None,
-    "picture": None,
-}
-"""Options that have no effect with a file of problems, and their defaults."""
+OF_THE_DEMO_PAIR = ("load", "speed_problems", "accuracy_from", "resume", "markdown", "picture")
+"""Options that have no effect with a file of problems."""
 
 
 def _evaluate_file(arguments: EvalOptions) -> None:
     """Run `smcserve eval --problems FILE`."""
-    from benchmarks.own_problems import MAX_TOKENS, USUAL, OwnTerms, evaluate_own
+    from benchmarks.own_problems import MAX_TOKENS, USUAL, evaluate_own
     from benchmarks.problem_file import read_problems
+    from benchmarks.quality import Terms
     from smc.api.sampling_params import Method, SamplingParams
     from smc.loading import load_pair, pair_directories, use_threads
 
-    for name, default in OF_THE_DEMO_PAIR.items():
-        if (value := getattr(arguments, name)) != default:
+    for name in OF_THE_DEMO_PAIR:
+        if (value := getattr(arguments, name)) != EvalOptions.__dataclass_fields__[name].default:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} {value} has no effect with --problems FILE; leave it out")
     problems = read_problems(Path(arguments.problems))
-    chosen = (arguments.only, arguments.particles, arguments.block, arguments.branches)
-    settings = list(USUAL)
-    if any(each is not None for each in chosen):
-        settings = _settings(
-            grid_of(arguments.particles, arguments.block, arguments.branches, arguments.temperature), arguments.only
-        )
-    settings = [each for each in settings if each.method != "smc" or arguments.temperature != 0]
-    threshold = arguments.ess_threshold
-    if threshold is not None and not any(each.population == "independent" for each in settings):
-        raise ValueError(
-            f"--ess-threshold {threshold:g} has no effect without settings of independent particles; leave it out"
-        )
+    settings = settings_of(arguments, USUAL)
     longest = MAX_TOKENS if arguments.max_tokens is None else arguments.max_tokens
     SamplingParams(method=Method.TARGET, max_tokens=longest, temperature=arguments.temperature)
     if arguments.concurrency < 1:
@@ -231,17 +205,14 @@ def _evaluate_file(arguments: EvalOptions) -> None:
         *(None if each is None else Path(each) for each in (arguments.target, arguments.draft))
     )
     use_threads(arguments.threads, directories)
-    pair = load_pair(
-        directories,
-        arguments.device,
-        arguments.dtype,
-        **{
-            name: getattr(arguments, name)
-            for name in ("target_dtype", "draft_dtype", "draft_vocab", "draft_vocab_text")
-        },
-    )
-    terms = OwnTerms(arguments.seed, arguments.temperature, threshold, longest, arguments.concurrency)
-    evaluate_own(pair, problems, settings, terms, arguments.json)
+    pair = load_pair(directories, arguments.device, arguments.dtype, **own_options(arguments))
+    terms = Terms(arguments.seed, arguments.temperature, arguments.ess_threshold, longest)
+    evaluate_own(pair, problems, settings, terms, arguments.concurrency, arguments.json)
+
+
+def own_options(arguments: EvalOptions) -> dict[str, Any]:
+    """Return the options that the two models have each for itself, by their names in `loaded_models`."""
+    return {name: getattr(arguments, name) for name in OWN}
 
 
 def _check_writable(*paths: Path | None) -> None:
@@ -262,26 +233,34 @@ def _check_outputs(plan: QualityPlan, *paths: Path | None) -> None:
         raise ValueError("--picture shows speed, which --speed-problems 0 does not measure; leave one of them out")
 
 
-def grid_of(
-    particles: Sequence[int] | None, blocks: Sequence[int] | None, branches: Sequence[int] | None, temperature: float
-) -> list[DecodingSetting]:
-    """Return the settings of the table; without SMC at temperature 0, where it is not defined."""
+def settings_of(arguments: EvalOptions, usual: Sequence[DecodingSetting] = ()) -> list[DecodingSetting]:
+    """Return the settings to measure: those of the table that the options choose, or `usual`, if there are some and no
+    option chooses; without SMC at temperature 0, where it is not defined. Raises ValueError if no setting is left, and
+    for a threshold without effect."""
     from benchmarks.quality import grid
 
-    return [setting for setting in grid(particles, blocks, branches) if setting.method != "smc" or temperature != 0]
-
-
-def _settings(settings: list[DecodingSetting], only: Sequence[str] | None) -> list[DecodingSetting]:
-    if not only:
-        return settings
-    wanted = [text.lower().replace("lookahead", "look-ahead").split() for text in only]
-    chosen = [setting for setting in settings if any(_fits(setting.name, words) for words in wanted)]
-    if not chosen:
+    values, only = (arguments.particles, arguments.block, arguments.branches), arguments.only
+    is_usual = bool(usual) and only is None and not any(values)
+    settings = [
+        setting
+        for setting in (usual if is_usual else grid(*values))
+        if setting.method != "smc" or arguments.temperature != 0
+    ]
+    if only:
+        wanted = [text.lower().replace("lookahead", "look-ahead").split() for text in only]
+        chosen = [setting for setting in settings if any(_fits(setting.name, words) for words in wanted)]
+        if not chosen:
+            raise ValueError(
+                f"--only {' --only '.join(map(repr, only))} leaves no setting; "
+                f"there are: {', '.join(setting.name for setting in settings)}"
+            )
+        settings = chosen
+    threshold = arguments.ess_threshold
+    if threshold is not None and not any(setting.population == "independent" for setting in settings):
         raise ValueError(
-            f"--only {' --only '.join(map(repr, only))} leaves no setting; "
-            f"there are: {', '.join(s.name for s in settings)}"
+            f"--ess-threshold {threshold:g} has no effect without settings of independent particles; leave it out"
         )
-    return chosen
+    return settings
 
 
 def _fits(name: str, words: Sequence[str]) -> bool:

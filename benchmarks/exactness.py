@@ -37,14 +37,9 @@ CONFIGS = [
     EngineConfig(block=4, branches=1),
     EngineConfig(block=8, branches=2),
 ]
-TEMPERATURES: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
-    {"temperature": 0.7},
-    {"temperature": 1.0},
-    {"temperature": 1.5},
-)
+TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
 CUTS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}, {"stop": ("so", ".")})
-SAMPLING = [{**temperature, **cut} for temperature, cut in itertools.product(TEMPERATURES, CUTS)]
+SAMPLING = [{"temperature": temperature, **cut} for temperature, cut in itertools.product(TEMPERATURES, CUTS)]
 EQUALITY_PARTICLES = (1, 4, 8, 16)
 MISSES_PARTICLES = (1, 2, 4, 8)
 MISSES_SEED = 5

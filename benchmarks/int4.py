@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.backends import read_bytes
 from benchmarks.kernels import BEYOND_L2, CALLS, PRODUCTS, microseconds, random, same
 from benchmarks.passes import DecodePass, call_milliseconds, milliseconds, record
 from smc.kernels.int4 import choose_int4, gate_up_int4, linear_int4
-from smc.model.decoder import Decoder
 from smc.model.linear import Linear
 from smc.model.quantisation import GROUP, Int4Format
 
@@ -118,12 +118,6 @@ def time_products(given: argparse.Namespace) -> dict[str, dict]:
     return found
 
 
-def bytes_read(model: Decoder) -> int:
-    """Return the bytes of the weights that a pass reads."""
-    tied = model.lm_head.weight is model.embed.weight
-    return sum(weight.nbytes for weight in model.parameters()) - (0 if tied else model.embed.weight.nbytes)
-
-
 @torch.inference_mode()
 def time_passes(given: argparse.Namespace) -> dict[str, dict[str, float]]:
     found, bandwidth = {}, read_bandwidth()
@@ -132,7 +126,7 @@ def time_passes(given: argparse.Namespace) -> dict[str, dict[str, float]]:
         one = DecodePass.parse(name)
         call = one.build(pdl=True)  # must outlive the recording, which uses its tensors
         spent = milliseconds(record(call)[0])
-        floor = 1e3 * bytes_read(one.worker.model) / bandwidth
+        floor = 1e3 * read_bytes(one.worker.model) / bandwidth
         found[name] = {"ms": round(spent, 3), "floor_ms": round(floor, 3)}
         print(f"{name:36s} {spent:8.3f} ms   floor {floor:8.3f} ms   {floor / spent:5.0%}", flush=True)
     return found

@@ -71,8 +71,9 @@ def problem_load(tokenizer: Tokenizer, requests: int) -> Load:
     return Load(requests, problem_prompts(tokenizer, PROBLEMS + 2 * requests), MAX_ANSWER)
 
 
-def problem_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    problems = generate(PROBLEM_SEED, count, "test")
+def problem_prompts(tokenizer: Tokenizer, count: int, seed: int = PROBLEM_SEED) -> list[list[int]]:
+    """Return the token ids of `count` demo problems as prompts."""
+    problems = generate(seed, count, "test")
     return [list(tokenizer.chat([{"role": "user", "content": problem.question}])) for problem in problems]
 
 

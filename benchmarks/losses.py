@@ -38,12 +38,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.cli.distill import CPU_BATCH, CPU_HELD_OUT, CPU_SLOTS, GPU_BATCH, GPU_HELD_OUT, GPU_SLOTS, demo_prompts
+from benchmarks.load import problem_prompts
+from services.cli.distill import SIZES, demo_prompts
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, Request
 from smc.api.sampling_params import POPULATIONS, SamplingParams
-from smc.demo.problems import derived_seed, generate
+from smc.demo.problems import derived_seed
 from smc.distill.conversations import ConversationStore, TalkSettings
 from smc.distill.measure import HeldOut
 from smc.distill.run import SAMPLE, DistillConfig, make_writer
@@ -272,10 +273,11 @@ class Training:
 def prompts_of(directory: Path, tokenizer: Tokenizer, count: int) -> tuple[tuple[int, ...], ...]:
     """Return token ids of prompts that no draft was trained on."""
     if directory.resolve() == demo.TARGET.resolve():
-        messages = [[{"role": "user", "content": each.question}] for each in generate(0, count, "test")]
+        prompts = problem_prompts(tokenizer, count, seed=0)
     else:
-        messages = [json.loads(line)["messages"] for line in PROMPTS.read_text().splitlines()[:count]]
-    return tuple(tuple(tokenizer.chat(each)) for each in messages)
+        lines = PROMPTS.read_text().splitlines()[:count]
+        prompts = [tokenizer.chat(json.loads(line)["messages"]) for line in lines]
+    return tuple(map(tuple, prompts))
 
 
 def table(found: Sequence[DraftQuality]) -> str:
@@ -342,7 +344,7 @@ def main() -> None:
     parser.add_argument("--device", choices=tuple(AT_ONCE), default="cpu")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     given = parser.parse_args()
-    on_gpu, is_demo = given.device == "cuda", given.target.resolve() == demo.TARGET.resolve()
+    size, is_demo = SIZES[given.device], given.target.resolve() == demo.TARGET.resolve()
     tokenizer = Tokenizer.load(given.target)
     config = DistillConfig(
         target=given.target,
@@ -350,12 +352,12 @@ def main() -> None:
         minutes=given.minutes,
         student=StudentSpec(),
         talk=TalkSettings(),
-        training=TrainingSettings(batch=GPU_BATCH if on_gpu else CPU_BATCH),
+        training=TrainingSettings(batch=size.batch),
         prompts=demo_prompts(tokenizer) if is_demo else (),
         mixed=not is_demo,
         device=given.device,
-        slots=GPU_SLOTS if on_gpu else CPU_SLOTS,
-        held_out=GPU_HELD_OUT if on_gpu else CPU_HELD_OUT,
+        slots=size.slots,
+        held_out=size.held_out,
     )
     training = Training(config, given.minutes)
     training.write(given.writing_minutes or given.minutes)

@@ -15,12 +15,11 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from benchmarks.load import ClosedLoop
 from benchmarks.problem_file import FileProblem
-from benchmarks.quality import DecodingSetting
-from smc.api.request import Answer, Request
-from smc.api.sampling_params import SamplingParams
-from smc.demo.problems import Accuracy, derived_seed
+from benchmarks.quality import DecodingSetting, Terms, answers_of, prompt_requests
+from benchmarks.reports import interval, number_cell
+from smc.api.request import Answer
+from smc.demo.problems import Accuracy
 from smc.local_engine import ModelPair, fitted_engine
 from smc.scheduler.stats import SpecStats
 from smc.terminal import out, progress_bar
@@ -54,17 +53,6 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class OwnTerms:
-    """Sampling settings and load that all rows of a table share."""
-
-    seed: int
-    temperature: float
-    ess_threshold: float | None
-    max_tokens: int
-    concurrency: int
-
-
-@dataclass(frozen=True)
 class OwnRow:
     """Results of one setting. None: the method has no such value."""
 
@@ -88,25 +76,27 @@ def evaluate_own(
     pair: ModelPair,
     problems: Sequence[FileProblem],
     settings: Sequence[DecodingSetting],
-    terms: OwnTerms,
+    terms: Terms,
+    concurrency: int,
     json_path: Path | None,
 ) -> list[OwnRow]:
     """Measure every setting and print the table. Raises ValueError for a problem that is too long, before any problem
     is answered."""
     prompts = [_fitting(pair, problem, terms) for problem in problems]
-    requests = {each.name: _requests(prompts, each, terms) for each in settings}
-    target = _answer_all(pair, DecodingSetting.plain("target"), _requests(prompts, USUAL[0], terms), terms)
+    for setting in settings:  # invalid ones are refused before anything is answered
+        prompt_requests(prompts[:1], setting, terms, logprobs=False)
+    target = _answer_all(pair, USUAL[0], prompts, terms, concurrency)
     rows, texts = [], {}
     with progress_bar() as progress:
         task = progress.add_task("settings", total=len(settings))
         for setting in settings:
             is_target = setting.method == "target"
-            answered = target if is_target else _answer_all(pair, setting, requests[setting.name], terms)
+            answered = target if is_target else _answer_all(pair, setting, prompts, terms, concurrency)
             rows.append(_row(setting, problems, answered, target))
             texts[setting.name] = [answer.text for answer in answered.answers]
             progress.advance(task)
             if json_path is not None:
-                _write(json_path, terms, rows, problems, texts)
+                _write(json_path, asdict(terms) | {"concurrency": concurrency}, rows, problems, texts)
     base = mean_logp_of(target.answers)
     depths = [
         f"accepted by depth, {row.decoding}: {' '.join(f'{share:.0%}' for share in row.accepted_by_depth)}"
@@ -128,7 +118,7 @@ class Answered:
     seconds: float
 
 
-def _fitting(pair: ModelPair, problem: FileProblem, terms: OwnTerms) -> tuple[int, ...]:
+def _fitting(pair: ModelPair, problem: FileProblem, terms: Terms) -> tuple[int, ...]:
     tokens = tuple(problem.tokens(pair.tokenizer, raw=False))
     if len(tokens) + terms.max_tokens > pair.max_context:
         raise ValueError(
@@ -138,33 +128,14 @@ def _fitting(pair: ModelPair, problem: FileProblem, terms: OwnTerms) -> tuple[in
     return tokens
 
 
-def _requests(prompts: Sequence[tuple[int, ...]], setting: DecodingSetting, terms: OwnTerms) -> list[Request]:
-    """Return one request for each prompt. Its id is the prompt's index; its seed depends only on the terms' seed and
-    that index."""
-    own: dict[str, Any] = {
-        "particles": setting.particles,
-        "population": setting.population,
-        "verification": setting.verification,
-        "ess_threshold": terms.ess_threshold if setting.population == "independent" else None,
-    }
-    own |= {"method": setting.method, "temperature": terms.temperature, "max_tokens": terms.max_tokens}
-    own["logprobs"] = setting.method != "draft"
-    return [
-        Request(str(index), prompt, SamplingParams(seed=derived_seed(terms.seed, index), **own))
-        for index, prompt in enumerate(prompts)
-    ]
-
-
-def _answer_all(pair: ModelPair, setting: DecodingSetting, requests: Sequence[Request], terms: OwnTerms) -> Answered:
-    """Answer all requests with one setting. Raises RuntimeError if an answer ends in an error."""
-    engine = fitted_engine(pair, setting.engine, requests, terms.concurrency)
-    found: dict[str, Answer] = {}
+def _answer_all(
+    pair: ModelPair, setting: DecodingSetting, prompts: Sequence[tuple[int, ...]], terms: Terms, concurrency: int
+) -> Answered:
+    """Answer all prompts with one setting. Raises RuntimeError if an answer ends in an error."""
+    requests = prompt_requests(prompts, setting, terms, logprobs=setting.method != "draft")
+    engine = fitted_engine(pair, setting.engine, requests, concurrency)
     begin = time.perf_counter()
-    for output in ClosedLoop(engine, requests, terms.concurrency).run():
-        if output.answer is not None and output.answer.error:
-            raise RuntimeError(f"{setting.name}, problem {output.request_id}: {output.answer.error}")
-        if output.answer is not None:
-            found[output.request_id] = output.answer
+    found = {answer.request_id: answer for answer in answers_of(engine, setting, requests, concurrency)}
     seconds = time.perf_counter() - begin
     spec = engine.take_stats().spec[setting.verification or "walk"]
     return Answered([found[request.request_id] for request in requests], spec, seconds)
@@ -201,28 +172,23 @@ def own_table(rows: Sequence[OwnRow], target_logp: float | None) -> Table:
         table.add_column(header, justify="left" if header == "decoding" else "right", no_wrap=True)
     for row in rows:
         accuracy = Accuracy(row.correct, row.graded) if row.graded else None
-        low, high = accuracy.interval if accuracy else (0.0, 0.0)
         logp = None if row.mean_logp is None or target_logp is None else row.mean_logp - target_logp
         table.add_row(
             row.decoding,
             f"{accuracy.share:.1%}" if accuracy else "",
-            f"{100 * low:.1f}-{100 * high:.1f}" if accuracy else "",
-            _number(row.same_as_target, ".0%"),
-            _number(logp, "+.3f"),
-            _number(row.tokens_a_round, ".2f"),
-            _number(row.log_evidence, "+.2f"),
+            interval(accuracy) if accuracy else "",
+            number_cell(row.same_as_target, ".0%"),
+            number_cell(logp, "+.3f"),
+            number_cell(row.tokens_a_round, ".2f"),
+            number_cell(row.log_evidence, "+.2f"),
             f"{row.tokens:.1f}",
         )
     return table
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
 def _write(
     path: Path,
-    terms: OwnTerms,
+    conditions: dict[str, Any],
     rows: Sequence[OwnRow],
     problems: Sequence[FileProblem],
     texts: dict[str, list[str]],
@@ -231,5 +197,5 @@ def _write(
         {"line": problem.number, "answers": {name: found[i] for name, found in texts.items()}}
         for i, problem in enumerate(problems)
     ]
-    content = {"conditions": asdict(terms), "rows": [asdict(row) for row in rows], "problems": answers}
+    content = {"conditions": conditions, "rows": [asdict(row) for row in rows], "problems": answers}
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -29,6 +29,7 @@ from smc.loading import DEMO
 if TYPE_CHECKING:
     from smc.local_engine import ModelPair
     from smc.model.tokenizer import Tokenizer
+    from smc.scheduler.engine import Engine
 
 EXACT_PARTICLES, EXACT_BLOCKS = (1, 4, 8, 16), (4, 5, 8)
 WIDE, WIDE_BRANCHES, EXACT_BRANCHES = 16, 2, 4
@@ -105,6 +106,8 @@ class Terms:
     temperature: float = 1.0
     ess_threshold: float | None = None
     """ESS threshold of independent particles."""
+    max_tokens: int = MAX_ANSWER
+    """Maximum number of tokens of an answer."""
 
 
 @dataclass(frozen=True)
@@ -176,10 +179,14 @@ def measure(
     on_answer: Callable[[Problem, Answer], None] | None = None,
 ) -> QualityRow:
     """Answer every problem with `concurrency` requests in flight. Raises RuntimeError if an answer ends in an error."""
+    from smc.local_engine import fitted_engine
+
     requests = problem_requests(pair.tokenizer, setting, problems, terms, logprobs=setting.method != "draft")
     answers = []
     began = time.perf_counter()
-    for problem, answer in _answers(pair, setting, problems, requests, concurrency):
+    engine = fitted_engine(pair, setting.engine, requests, concurrency)
+    for answer in answers_of(engine, setting, requests, concurrency):
+        problem = problems[int(answer.request_id)]
         answers.append((problem, answer))
         if on_answer:
             on_answer(problem, answer)
@@ -219,10 +226,12 @@ def measure_speed(
 
 def seconds_of(pair: ModelPair, setting: DecodingSetting, problems: Sequence[Problem], terms: Terms) -> float:
     """Return the seconds that it takes to answer these problems, all in flight at once."""
+    from smc.local_engine import fitted_engine
+
     began = time.perf_counter()
-    for _ in _answers(
-        pair, setting, problems, problem_requests(pair.tokenizer, setting, problems, terms), len(problems)
-    ):
+    requests = problem_requests(pair.tokenizer, setting, problems, terms)
+    engine = fitted_engine(pair, setting.engine, requests, len(problems))
+    for _ in answers_of(engine, setting, requests, len(problems)):
         pass
     return time.perf_counter() - began
 
@@ -230,40 +239,44 @@ def seconds_of(pair: ModelPair, setting: DecodingSetting, problems: Sequence[Pro
 def problem_requests(
     tokenizer: Tokenizer, setting: DecodingSetting, problems: Sequence[Problem], terms: Terms, logprobs: bool = False
 ) -> list[Request]:
-    """Return one request for each problem. Its id is the problem's index; its seed depends only on the terms' seed and
+    """Return one request for each problem; see `prompt_requests`."""
+    chats = (tokenizer.chat([{"role": "user", "content": problem.question}]) for problem in problems)
+    return prompt_requests([tuple(chat) for chat in chats], setting, terms, logprobs)
+
+
+def prompt_requests(
+    prompts: Sequence[tuple[int, ...]], setting: DecodingSetting, terms: Terms, logprobs: bool
+) -> list[Request]:
+    """Return one request for each prompt. Its id is the prompt's index; its seed depends only on the terms' seed and
     that index."""
     own: dict[str, Any] = {
+        "method": setting.method,
         "particles": setting.particles,
         "population": setting.population,
         "verification": setting.verification,
+        "ess_threshold": terms.ess_threshold if setting.population == "independent" else None,
+        "temperature": terms.temperature,
+        "max_tokens": terms.max_tokens,
+        "logprobs": logprobs,
     }
-    if setting.population == "independent":
-        own["ess_threshold"] = terms.ess_threshold
-    own |= {"method": setting.method, "temperature": terms.temperature, "max_tokens": MAX_ANSWER, "logprobs": logprobs}
     return [
-        Request(
-            str(index),
-            tuple(tokenizer.chat([{"role": "user", "content": problem.question}])),
-            SamplingParams(seed=derived_seed(terms.seed, index), **own),
-        )
-        for index, problem in enumerate(problems)
+        Request(str(index), prompt, SamplingParams(seed=derived_seed(terms.seed, index), **own))
+        for index, prompt in enumerate(prompts)
     ]
 
 
-def _answers(
-    pair: ModelPair, setting: DecodingSetting, problems: Sequence[Problem], requests: list[Request], concurrency: int
-) -> Iterator[tuple[Problem, Answer]]:
-    """Yield problems with their answers, in the order in which the answers end."""
+def answers_of(
+    engine: Engine, setting: DecodingSetting, requests: Sequence[Request], concurrency: int
+) -> Iterator[Answer]:
+    """Yield the answers to problems in the order in which they end. Raises RuntimeError if one ends in an error."""
     from benchmarks.load import ClosedLoop
-    from smc.local_engine import fitted_engine
 
-    engine = fitted_engine(pair, setting.engine, requests, concurrency)
     for output in ClosedLoop(engine, requests, concurrency).run():
         if output.answer is None:
             continue
         if output.answer.error:
             raise RuntimeError(f"{setting.name}, problem {output.request_id}: {output.answer.error}")
-        yield problems[int(output.request_id)], output.answer
+        yield output.answer
     engine.check_books()
 
 

@@ -32,18 +32,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.load import problem_prompts
 from benchmarks.problem_file import read_problems
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
-from smc.demo.problems import generate
 from smc.distill.conversations import ChatFormat
 from smc.distill.measure import DrawnContinuation, OwnText, TreeDraft, draw_next
 from smc.local_engine import ModelPair, local_engine
 from smc.model.linear import DTYPES
 from smc.model.loader import load_model
-from smc.model.tokenizer import Tokenizer
 
 USER_TOKENS, ANSWER_TOKENS = 64, 112
 MOST_TEXT_TEMPERATURE = 0.7
@@ -66,12 +65,6 @@ def write_answers(
 ) -> list[OwnText]:
     answers = continued(pair, prompts, temperature, ANSWER_TOKENS, range(seed, seed + len(prompts)))
     return [OwnText((*prompt, *answer), len(prompt)) for prompt, answer in zip(prompts, answers)]
-
-
-def demo_problems(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """Return token ids of `count` demo problems as prompts."""
-    problems = generate(0, count, "test")
-    return [tokenizer.chat([{"role": "user", "content": each.question}]) for each in problems]
 
 
 def continued(
@@ -154,7 +147,7 @@ def main() -> None:
             prompts = [each.tokens(pair.tokenizer, raw=False) for each in read_problems(given.prompts_file)]
             texts = write_answers(pair, prompts, written_at)
         elif given.target.resolve() == demo.TARGET.resolve():
-            texts = write_answers(pair, demo_problems(pair.tokenizer, given.texts), written_at)
+            texts = write_answers(pair, problem_prompts(pair.tokenizer, given.texts, seed=0), written_at)
         else:
             texts = write_texts(pair, given.texts, written_at)
         if given.rounds:
@@ -234,12 +227,6 @@ def as_record(text: OwnText, drawn: Sequence[DrawnContinuation], held: Sequence[
         "drawn": [[each.context, each.tokens, each.seed] for each in drawn],
         "held": list(held),
     }
-
-
-def from_record(record: dict) -> tuple[OwnText, list[DrawnContinuation], list[int]]:
-    """Invert `as_record`."""
-    drawn = [DrawnContinuation(context, tuple(tokens), seed) for context, tokens, seed in record["drawn"]]
-    return OwnText(tuple(record["tokens"]), record["answer_from"]), drawn, record["held"]
 
 
 if __name__ == "__main__":

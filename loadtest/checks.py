@@ -131,12 +131,7 @@ def left_behind(after: ServerSample) -> list[RunCheck]:
 def _queue(during: Sequence[ServerSample]) -> RunCheck:
     queued = [sample.queued for sample in during if sample.queued is not None]
     if len(queued) < ENOUGH_SAMPLES:
-        return RunCheck(
-            "queue bounded",
-            None,
-            f"{len(queued)} samples of the queue while requests were sent; at least {ENOUGH_SAMPLES} are needed: give "
-            "a longer --duration or a shorter --interval",
-        )
+        return _too_few("queue bounded", len(queued), "samples of the queue")
     third = len(queued) // 3
     middle, last = float(np.mean(queued[third:-third])), float(np.mean(queued[-third:]))
     bounded = last <= max(QUEUE_GROWTH * middle, middle + QUEUE_SLACK)
@@ -161,16 +156,10 @@ def flat(during: Sequence[ServerSample], memory: bool) -> list[RunCheck]:
     memory."""
     checks = _memory(during) if memory else []
     seen = [sample for sample in during if sample.held]
+    if not seen and any(not sample.error for sample in during):  # the service answered, but its process id is unknown
+        return [*checks, RunCheck("threads and files flat", None, "not measured; give --watch-pid or --serve")]
     if len(seen) < ENOUGH_SAMPLES:
-        return [
-            *checks,
-            RunCheck(
-                "threads and files flat",
-                None,
-                f"{len(seen)} samples of the processes; at least {ENOUGH_SAMPLES} are needed: give --serve or "
-                "--watch-pid, and a longer --duration",
-            ),
-        ]
+        return [*checks, _too_few("threads and files flat", len(seen), "samples of the processes")]
     third = len(seen) // 3
     for name in sorted(seen[-1].held.keys() - {RAY}):
         for what in ("threads", "files"):
@@ -203,12 +192,7 @@ def _flat(name: str, times: list[float], values: list[float]) -> RunCheck:
     size, is left out."""
     title = f"memory flat: {name}"
     if len(values) < ENOUGH_SAMPLES:
-        return RunCheck(
-            title,
-            None,
-            f"{len(values)} samples while requests were sent; at least {ENOUGH_SAMPLES} are needed: give a longer "
-            "--duration or a shorter --interval",
-        )
+        return _too_few(title, len(values), "samples")
     begin = len(values) // 3
     slope = float(np.polyfit(times[begin:], values[begin:], 1)[0])
     growth = slope * (times[-1] - times[begin])
@@ -217,6 +201,16 @@ def _flat(name: str, times: list[float], values: list[float]) -> RunCheck:
     seen = f"{60 * slope / mib:+.2f} MiB a minute, {values[-1] / mib:.0f} MiB at the end"
     text = f"{seen}; allowed: growth by {allowed / mib:.0f} MiB in the last two thirds of the run"
     return RunCheck(title, growth <= allowed, text)
+
+
+def _too_few(name: str, count: int, samples: str) -> RunCheck:
+    """Return the result of a check for which too few samples were taken. `samples`: what was counted."""
+    return RunCheck(
+        name,
+        None,
+        f"{count} {samples} while requests were sent; at least {ENOUGH_SAMPLES} are needed: give a longer --duration "
+        "or a shorter --interval",
+    )
 
 
 def counts(codes: dict[str, int]) -> str:

@@ -6,17 +6,14 @@ Exit codes: 0 success, 1 the objective was missed or a check failed, 2 invalid o
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json as json_module
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -26,12 +23,12 @@ from loadtest.arrivals import KINDS
 from loadtest.client import ServiceEndpoint, ServiceUnreachable
 from loadtest.distributions import FORMS
 from loadtest.monitor import serve as serve_child
-from loadtest.runner import CapacityFound, LoadedService, LoadRun
+from loadtest.runner import LoadedService
 from loadtest.settings import LoadSettings, load_profile, shipped_profiles
 from loadtest.workload import read_prompts, read_trace
 from services.connection_options import DEFAULT_ADDRESS, SERVICE, Tls, TlsCa, TlsCert, TlsKey, TokenFile
 from services.security import read_tokens
-from smc.terminal import check_drawing, err, finite, option, print_error
+from smc.terminal import USAGE_ERROR, check_drawing, err, finite, option, print_error, with_mappings
 
 WHEN, WHAT, JUDGED, OUTPUT = "Arrivals", "Requests", "Objective and checks", "Output"
 LIMIT = re.compile(r"\w+:")
@@ -183,35 +180,10 @@ OPTIONS: dict[str, Any] = {
     ],
 }
 """Command-line option of each field of `LoadSettings`; None if it is not given."""
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""No settings given."""
-
-
-def with_settings(command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command an option for each of `OPTIONS`, in place of its parameter `settings`. The command gets a mapping
-    of the given options, by name."""
-    signature = inspect.signature(command, eval_str=True)
-    parameters: list[inspect.Parameter] = []
-    for one in signature.parameters.values():
-        parameters += (
-            [one.replace(name=name, default=None, annotation=kind) for name, kind in OPTIONS.items()]
-            if one.name == "settings"
-            else [one]
-        )
-
-    @wraps(command)
-    def wrapped(**arguments: Any) -> int:
-        given = {name: value for name in OPTIONS if (value := arguments.pop(name)) is not None}
-        return command(settings=given, **arguments)
-
-    call: Any = wrapped
-    call.__signature__ = signature.replace(parameters=parameters)
-    call.__annotations__ = {one.name: one.annotation for one in parameters}
-    return call
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
-@with_settings
+@partial(with_mappings, settings=OPTIONS)
 def load(
     serve_arguments: Annotated[
         list[str] | None,
@@ -228,7 +200,8 @@ def load(
             metavar="NAME",
         ),
     ] = None,
-    settings: Mapping[str, Any] = NOTHING,
+    *,
+    settings: Mapping[str, Any],
     find_capacity: Annotated[
         bool, option(JUDGED, "Search for the highest rate that meets --goodput, starting at --rate.", "--find-capacity")
     ] = False,
@@ -280,7 +253,6 @@ def load(
     _check_service(serve, serve_arguments or (), known)
     _check_search(chosen, find_capacity, precision)
     _check_files(chosen, {"json": json, "picture": picture})
-    job = LoadJob(chosen, PRECISION if precision is None else precision, find_capacity, json, picture)
     token = read_tokens(token_file, "--token-file")[0] if token_file else None
     with ExitStack() as stack:
         if serve:
@@ -290,44 +262,23 @@ def load(
         endpoint = ServiceEndpoint(address or DEFAULT_ADDRESS, token, tls, tls_ca, tls_cert, tls_key)
         if wait:
             endpoint.wait(wait)
-        return job.run(LoadedService.find(endpoint, metrics, watch_pid))
+        service, found = LoadedService.find(endpoint, metrics, watch_pid), None
+        if find_capacity:
+            searched = runner.find_capacity(service, chosen, precision or PRECISION, report.watch, report.show_probe)
+            found, run = asyncio.run(searched)
+            report.show_capacity(found, str(chosen.goodput))
+            good, numbers = found.good, report.capacity_numbers(found, run)
+        else:
+            run = asyncio.run(runner.run_once(service, chosen, report.watch))
+            report.show_run(run)
+            good, numbers = run.good, report.run_numbers(run)
+        if json:
+            json.write_text(json_module.dumps(finite(numbers)) + "\n")
+        if picture:
+            from loadtest.picture import draw  # matplotlib takes a second to import
 
-
-@dataclass(frozen=True)
-class LoadJob:
-    """One run or search against a service, and the files for its results."""
-
-    settings: LoadSettings
-    precision: float
-    find_capacity: bool
-    json: Path | None
-    picture: Path | None
-
-    def run(self, service: LoadedService) -> int:
-        return self._search(service) if self.find_capacity else self._run(service)
-
-    def _run(self, service: LoadedService) -> int:
-        run = asyncio.run(runner.run_once(service, self.settings, report.watch))
-        report.show_run(run)
-        if self.json:
-            _write_json(self.json, report.run_numbers(run))
-        self._draw(run)
-        return 0 if run.good else 1
-
-    def _search(self, service: LoadedService) -> int:
-        search = runner.find_capacity(service, self.settings, self.precision, report.watch, report.show_probe)
-        found, run = asyncio.run(search)
-        report.show_capacity(found, str(self.settings.goodput))
-        if self.json:
-            _write_json(self.json, report.capacity_numbers(found, run))
-        self._draw(run, found)
-        return 0 if found.good else 1
-
-    def _draw(self, run: LoadRun | None, found: CapacityFound | None = None) -> None:
-        if self.picture:
-            from loadtest import picture  # matplotlib takes a second to import
-
-            picture.draw(self.picture, run, found)
+            draw(picture, run, found)
+        return 0 if good else 1
 
 
 def _check_service(serve: bool, serve_arguments: Sequence[str], known: Mapping[str, Any]) -> None:
@@ -377,10 +328,6 @@ def _check_files(settings: LoadSettings, outputs: Mapping[str, Path | None]) -> 
         check_drawing()
 
 
-def _write_json(path: Path, numbers: dict[str, Any]) -> None:
-    path.write_text(json_module.dumps(finite(numbers)) + "\n")
-
-
 def joined(arguments: Sequence[str]) -> list[str]:
     """Join the words of `--goodput ttft:500 e2el:5000` to one value, because vLLM accepts them as separate
     arguments."""
@@ -399,12 +346,9 @@ def joined(arguments: Sequence[str]) -> list[str]:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    usage_error: Any = (
-        typer.BadParameter.__base__
-    )  # click's class of wrong options, under whichever name typer carries it
     try:
         return app(joined(arguments), prog_name="python -m loadtest", standalone_mode=False) or 0
-    except usage_error as error:
+    except USAGE_ERROR as error:
         print_error(f"{error.format_message()} (see python -m loadtest --help)")
         return 2
     except ServiceUnreachable as error:

@@ -14,7 +14,8 @@ from typing import Any
 
 import grpc
 
-from services.client import Client, Message, ModelInfo, Prompt, ServerInfo, ServiceError
+from services.client import Client, ModelInfo, Prompt, ServerInfo, ServiceError
+from services.client.client import channel_credentials, set_prompt
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
 from services.protobuf.generation import FINISH_REASONS, name_of, sampling_message
@@ -125,10 +126,6 @@ class ServiceEndpoint:
     tls_cert: Path | None = None
     tls_key: Path | None = None
 
-    @property
-    def secure(self) -> bool:
-        return self.tls or self.tls_ca is not None or self.tls_cert is not None
-
     def client(self) -> Client:
         """Create a client. Raises ValueError for options that do not go together."""
         return Client(
@@ -179,10 +176,10 @@ class ServiceEndpoint:
     def channel(self) -> grpc.aio.Channel:
         """Create a channel with a connection of its own; by default, channels to one address share a connection."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-        if not self.secure:
+        credentials = channel_credentials(self.tls, self.tls_ca, self.tls_cert, self.tls_key)
+        if credentials is None:
             return grpc.aio.insecure_channel(self.address, options)
-        files = (None if path is None else path.read_bytes() for path in (self.tls_ca, self.tls_key, self.tls_cert))
-        return grpc.aio.secure_channel(self.address, grpc.ssl_channel_credentials(*files), options)
+        return grpc.aio.secure_channel(self.address, credentials, options)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -291,12 +288,5 @@ def _finish(record: RequestRecord, finish: pb.Finish) -> None:
 
 def _message(planned: PlannedRequest, request_id: str) -> pb.GenerateRequest:
     message = pb.GenerateRequest(request_id=request_id, sampling=sampling_message(planned.sampling))
-    if isinstance(planned.prompt, str):
-        message.text = planned.prompt
-    elif isinstance(planned.prompt[0], Message):
-        message.chat.messages.extend(
-            pb.ChatMessage(role=part.role, content=part.content) for part in planned.prompt if isinstance(part, Message)
-        )
-    else:
-        message.token_ids.ids.extend(item for item in planned.prompt if isinstance(item, int))
+    set_prompt(message, planned.prompt)
     return message

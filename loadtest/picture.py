@@ -40,7 +40,7 @@ def draw(path: Path, run: LoadRun | None, found: CapacityFound | None = None) ->
     tried."""
     panels: dict[str, Callable[[Axes], None]] = {}
     if found is not None:
-        panels["Rates that were tried"] = lambda axes: _probes(axes, found)
+        panels["Rates that were tried"] = partial(_probes, found=found)
     if run is not None:
         panels |= panels_of(run)
     with matplotlib.rc_context({"font.size": 9}):
@@ -70,11 +70,7 @@ def panels_of(run: LoadRun) -> dict[str, Callable[[Axes], None]]:
         panels |= {"Refused and cancelled, as the server counted them": _refused, "KV pages in use": _pages}
     if memory_series(run.samples):
         panels["Memory of the service's processes"] = _memory
-    return {title: partial(_draw_panel, panel, run) for title, panel in panels.items()}
-
-
-def _draw_panel(panel: Callable[[Axes, LoadRun], None], run: LoadRun, axes: Axes) -> None:
-    panel(axes, run)
+    return {title: partial(panel, run=run) for title, panel in panels.items()}
 
 
 def _cdf(axes: Axes, run: LoadRun) -> None:
@@ -103,8 +99,7 @@ def _ttft_over_time(axes: Axes, run: LoadRun) -> None:
     limit = dict(run.settings.goodput.limits).get("ttft") if run.settings.goodput else None
     if limit is not None and records and limit < TALL * max(times_ms):
         axes.axhline(limit, color=VERMILION, linestyle=":", linewidth=1.2, label=f"objective: {limit:g} ms")
-    axes.set(xlabel="seconds since the start", ylabel="milliseconds")
-    axes.set_ylim(bottom=0)
+    _over_time(axes, "milliseconds")
 
 
 def _in_flight(axes: Axes, run: LoadRun) -> None:
@@ -124,8 +119,7 @@ def _in_flight(axes: Axes, run: LoadRun) -> None:
     )
     axes.plot(times, running, color=BLUE, label="running (server)")
     axes.plot(times, queued, color=VERMILION, linestyle="--", label="waiting (server)")
-    axes.set(xlabel="seconds since the start", ylabel="requests")
-    axes.set_ylim(bottom=0)
+    _over_time(axes, "requests")
 
 
 def _throughput(axes: Axes, run: LoadRun) -> None:
@@ -194,8 +188,7 @@ def _pages(axes: Axes, run: LoadRun) -> None:
             alpha=0.6,
             label=f"{group}, with the prefix cache",
         )
-    axes.set(xlabel="seconds since the start", ylabel="pages")
-    axes.set_ylim(bottom=0)
+    _over_time(axes, "pages")
 
 
 def _refused(axes: Axes, run: LoadRun) -> None:
@@ -206,15 +199,13 @@ def _refused(axes: Axes, run: LoadRun) -> None:
     ):
         counts = [sample.total(name) or 0.0 for sample in seen]
         axes.plot([sample.at for sample in seen], np.array(counts) - counts[0], color=colour, label=label)
-    axes.set(xlabel="seconds since the start", ylabel="requests since the start")
-    axes.set_ylim(bottom=0)
+    _over_time(axes, "requests since the start")
 
 
 def _memory(axes: Axes, run: LoadRun) -> None:
     for (name, (times, values)), colour in zip(memory_series(run.samples).items(), COLOURS * 20):
         axes.plot(times, np.array(values) / MIB, color=colour, label=name)
-    axes.set(xlabel="seconds since the start", ylabel="MiB resident")
-    axes.set_ylim(bottom=0)
+    _over_time(axes, "MiB resident")
 
 
 def _probes(axes: Axes, found: CapacityFound) -> None:
@@ -233,6 +224,10 @@ def _timed(run: LoadRun) -> list[RequestRecord]:
     return [
         record for record in run.outcome.records if record.planned.counted and record.answered and record.message_times
     ]
+
+
+def _over_time(axes: Axes, what: str) -> None:
+    axes.set(xlabel="seconds since the start", ylabel=what, ylim=(0, None))
 
 
 def _edges(run: LoadRun) -> np.ndarray:

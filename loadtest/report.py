@@ -21,7 +21,7 @@ from rich.text import Text
 from loadtest.checks import RunCheck, counts
 from loadtest.client import RequestRecord
 from loadtest.monitor import ServerSample
-from loadtest.runner import CapacityFound, CapacityProbe, LoadedService, LoadRun, LoadRunner
+from loadtest.runner import CapacityFound, CapacityProbe, LoadRun, LoadRunner
 from loadtest.summary import PERCENTILES, LatencySpread, RunSummary
 from smc.terminal import err, out, print_warning
 
@@ -68,8 +68,12 @@ async def _show_progress(runner: LoadRunner, bar: Progress, task: TaskID, second
 def show_run(run: LoadRun) -> None:
     summary = run.summary
     out.print(_latencies(summary))
-    out.print(_figures_table(run))
-    warn(run)
+    table = Table(show_header=False, box=None)
+    for row in figures(run):
+        table.add_row(*row)
+    out.print(table)
+    for text in warnings(run):
+        print_warning(text)
     show_checks(run.checks)
     out.print(Text(headline(run), style="bold green" if run.good else "bold red"), soft_wrap=True)
 
@@ -93,11 +97,6 @@ def headline(run: LoadRun) -> str:
     return (
         f"The objective was met: {run.settings.goodput.sentence}, by {run.summary.attainment or 0:.1%} of the requests."
     )
-
-
-def warn(run: LoadRun) -> None:
-    for text in warnings(run):
-        print_warning(text)
 
 
 def warnings(run: LoadRun) -> list[str]:
@@ -189,13 +188,6 @@ def _latencies(summary: RunSummary) -> Table:
     return table
 
 
-def _figures_table(run: LoadRun) -> Table:
-    table = Table(show_header=False, box=None)
-    for name, value in figures(run):
-        table.add_row(name, value)
-    return table
-
-
 def figures(run: LoadRun) -> list[tuple[str, str]]:
     """Return all figures except latencies, as pairs of a name and a text."""
     summary = run.summary
@@ -248,26 +240,6 @@ def capacity_numbers(found: CapacityFound, run: LoadRun | None) -> dict[str, Any
     return numbers
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine of the generator."""
-    return {
-        "cpu_count": os.cpu_count(),
-        "platform": platform.platform(),
-        "processor": platform.machine(),
-        "python": platform.python_version(),
-    }
-
-
-def described(site: LoadedService) -> dict[str, Any]:
-    """Describe the service under load."""
-    return {
-        "address": site.endpoint.address,
-        "metrics": site.metrics,
-        "server": asdict(site.server),
-        "models": asdict(site.model),
-    }
-
-
 def _vllm_figures(run: LoadRun) -> dict[str, Any]:
     summary, settings = run.summary, run.settings
     figures = {
@@ -315,14 +287,26 @@ def _arrays(records: list[RequestRecord]) -> dict[str, list]:
 
 
 def _ours(run: LoadRun, records: list[RequestRecord]) -> dict[str, Any]:
-    summary = run.summary
+    summary, site = run.summary, run.site
+    names = ("cancelled", "ordinary", "attainment", "codes", "finish_reasons", "rounds", "resamples", "collapses")
     return {
         "good": run.good,
         "checks": [asdict(check) for check in run.checks],
         "settings": run.settings.words(),
-        "machine": machine(),
-        "site": described(run.site),
-        **_counts(summary),
+        "machine": {
+            "cpu_count": os.cpu_count(),
+            "platform": platform.platform(),
+            "processor": platform.machine(),
+            "python": platform.python_version(),
+        },
+        "site": {
+            "address": site.endpoint.address,
+            "metrics": site.metrics,
+            "server": asdict(site.server),
+            "models": asdict(site.model),
+        },
+        "good_requests": summary.good,
+        **{name: getattr(summary, name) for name in (*names, "ess_share")},
         "lateness_ms": _spread("late", summary.lateness),
         "generator_late": summary.late,
         "generator_cpu_share": run.outcome.cpu_seconds / run.outcome.seconds if run.outcome.seconds else 0.0,
@@ -330,22 +314,6 @@ def _ours(run: LoadRun, records: list[RequestRecord]) -> dict[str, Any]:
         "samples": [_sample(sample) for sample in run.samples],
         "after": _sample(run.after),
     }
-
-
-def _counts(summary: RunSummary) -> dict[str, Any]:
-    names = (
-        "cancelled",
-        "ordinary",
-        "good",
-        "attainment",
-        "codes",
-        "finish_reasons",
-        "rounds",
-        "resamples",
-        "collapses",
-        "ess_share",
-    )
-    return {"good_requests" if name == "good" else name: getattr(summary, name) for name in names}
 
 
 def _request(record: RequestRecord) -> dict[str, Any]:

@@ -76,18 +76,6 @@ async def search(probe: Callable[[float], Awaitable[CapacityProbe]], start: floa
     meets. A probe with a late generator is repeated once, and the second result decides. If a probe raises
     UnhealthyService, the search ends."""
     made: list[CapacityProbe] = []
-    failure = ""
-    try:
-        await _narrow(probe, start, precision, made)
-    except UnhealthyService as error:
-        failure = str(error)
-    return CapacityFound(*_bracket(made), tuple(made), failure)
-
-
-async def _narrow(
-    probe: Callable[[float], Awaitable[CapacityProbe]], start: float, precision: float, made: list[CapacityProbe]
-) -> None:
-    """Try rates as `search` describes. Appends each probe to `made`."""
 
     async def bracket_with(rate: float) -> tuple[float | None, float | None]:
         made.append(await probe(rate))
@@ -95,14 +83,18 @@ async def _narrow(
             made.append(await probe(rate))
         return _bracket(made)
 
-    rate = start
-    for _ in range(MAX_DOUBLINGS):
-        low, high = await bracket_with(rate)
-        if low is not None and high is not None:
-            break
-        rate = high / 2 if high is not None else 2 * rate
-    while low is not None and high is not None and high > low * (1 + precision):
-        low, high = await bracket_with(math.sqrt(low * high))
+    rate, failure = start, ""
+    try:
+        for _ in range(MAX_DOUBLINGS):
+            low, high = await bracket_with(rate)
+            if low is not None and high is not None:
+                break
+            rate = high / 2 if high is not None else 2 * rate
+        while low is not None and high is not None and high > low * (1 + precision):
+            low, high = await bracket_with(math.sqrt(low * high))
+    except UnhealthyService as error:
+        failure = str(error)
+    return CapacityFound(*_bracket(made), tuple(made), failure)
 
 
 def _bracket(made: list[CapacityProbe]) -> tuple[float | None, float | None]:

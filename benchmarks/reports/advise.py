@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from benchmarks.reports.speed import MOST_ROWS, costs_tables
+from benchmarks.reports.speed import MOST_ROWS, costs_table
 from smc.terminal import err, out
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ def run(plan: AdvisePlan, backend: PromptBackend, compiles: bool) -> None:
     """Measure, then print the advice. `compiles`: the backend compiles and records rounds of a kind before they can be
     timed."""
     from benchmarks.advise import AcceptanceCurve, advise, arrangements, measure_acceptance, measure_costs
-    from benchmarks.speed import PLAIN_BLOCK
     from smc.calibration.latency import STEADY, THOROUGH
 
     curves = {}
@@ -110,7 +109,7 @@ def run(plan: AdvisePlan, backend: PromptBackend, compiles: bool) -> None:
         acceptance = measure_acceptance(backend, plan.split(plan.degrees[0]), plan.distribution)
 
     def speeds(loads: Sequence[int]) -> list[PredictedSpeed]:
-        return advise(arrangements(plan.gpus, curves), loads, acceptance, plan.settings, PLAIN_BLOCK, plan.context)
+        return advise(arrangements(plan.gpus, curves), loads, acceptance, plan.settings, plan.context)
 
     report(plan, curves, acceptance, speeds)
 
@@ -130,8 +129,8 @@ def report(
     )
     distribution = "".join(f", {name} {value:g}" for name, value in plan.distribution.items())
     found = speeds(plan.loads)
-    for table in costs_tables(curves):
-        out.print(table)
+    for degree, costs in curves.items():
+        out.print(costs_table(costs, degree))
     out.print(
         advice_table(found),
         LEGEND.format(distribution=distribution, how=f"a pair {how}", context=plan.context),
@@ -162,12 +161,10 @@ def advice_table(speeds: Sequence[PredictedSpeed]) -> Table:
         if new and last is not None:
             table.add_section()
         last = speed.requests
-        shape = (
-            ("", "", "")
-            if setting is None
-            else (setting.particles, setting.branches if arrangement.form == "look-ahead" else "")
-        )
-        shape = shape if setting is None else (*shape, setting.block)
+        shape: tuple[object, ...] = ("", "", "")
+        if setting is not None:
+            branches = setting.branches if arrangement.form == "look-ahead" else ""
+            shape = (setting.particles, branches, setting.block)
         base = plain_of(speeds, speed.requests)
         rates = (
             f"{speed.tokens:.1f}",

@@ -33,8 +33,9 @@ from benchmarks.quality import (
     seconds_of,
     solved_before,
 )
+from benchmarks.reports import interval, number_cell
 from smc.api.sampling_params import SamplingParams
-from smc.demo.problems import Accuracy, Problem, generate
+from smc.demo.problems import Problem, generate
 from smc.loading import DEMO, LoadedModels, loaded_models, use_threads
 from smc.model.source import name_dtypes
 from smc.terminal import err, out, print_warning
@@ -117,8 +118,10 @@ class DemoPairs:
     device: str
 
     @staticmethod
-    def of(load: str, target: str | None, draft: str | None, device: str, own: tuple[Any, ...]) -> DemoPairs:
-        """`own`: the further arguments of `loaded_models`, in its order. Raises ValueError for invalid options."""
+    def of(
+        load: str, target: str | None, draft: str | None, device: str, dtype: str | None, own: Mapping[str, Any]
+    ) -> DemoPairs:
+        """`own`: further arguments of `loaded_models`, by name. Raises ValueError for invalid options."""
         if load not in ("files", "grown"):
             raise ValueError(f"--load {load}; allowed: files, grown")
         for name, shape in (("target", target), ("draft", draft)):
@@ -127,7 +130,7 @@ class DemoPairs:
             if shape is None and load == "grown":
                 raise ValueError(f"--load grown needs --{name}, the name of a published shape")
         directories = (Path(target), Path(draft)) if target is not None and draft is not None else DEMO
-        return DemoPairs(loaded_models(load, directories, device, *own), load, device)
+        return DemoPairs(loaded_models(load, directories, device, dtype, **own), load, device)
 
     def placed(self, setting: DecodingSetting) -> ModelPair:
         """Return the pair on the devices for a setting. In look-ahead each model has its own GPU if there are two; all
@@ -340,22 +343,17 @@ def cells(row: QualityRow, target: QualityRow | None) -> list[str]:
         *("" if value is None else str(value) for value in (setting.particles, setting.block, setting.branches)),
         f"{row.accuracy.share:.1%}",
         interval(row.accuracy),
-        _number(speed, ",.0f"),
-        _number(_against(speed, target.tokens_per_second if target else None, truediv), ".2f", "x"),
-        _number(row.tokens_a_round, ".1f"),
-        _number(row.hit_share, ".0%"),
-        _number(_against(row.mean_logp, target.mean_logp if target else None, sub), "+.3f"),
-        _number(row.rounds, ".1f"),
-        _number(row.resample_rate, ".0%"),
-        _number(row.mean_ess_share, ".2f"),
-        _number(row.first_token, ".1f"),
-        _number(row.batch_tokens_per_second, ",.0f"),
+        number_cell(speed, ",.0f"),
+        number_cell(_against(speed, target.tokens_per_second if target else None, truediv), ".2f", "x"),
+        number_cell(row.tokens_a_round, ".1f"),
+        number_cell(row.hit_share, ".0%"),
+        number_cell(_against(row.mean_logp, target.mean_logp if target else None, sub), "+.3f"),
+        number_cell(row.rounds, ".1f"),
+        number_cell(row.resample_rate, ".0%"),
+        number_cell(row.mean_ess_share, ".2f"),
+        number_cell(row.first_token, ".1f"),
+        number_cell(row.batch_tokens_per_second, ",.0f"),
     ]
-
-
-def interval(accuracy: Accuracy) -> str:
-    low, high = accuracy.interval
-    return f"{100 * low:.1f}-{100 * high:.1f}"
 
 
 def target_alone(rows: Sequence[QualityRow]) -> QualityRow | None:
@@ -368,10 +366,6 @@ def _family(setting: DecodingSetting) -> str | None:
 
 def _against(value: float | None, of_target: float | None, by: Callable[[float, float], float]) -> float | None:
     return None if value is None or of_target is None else by(value, of_target)
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "" if value is None else format(value, form) + unit
 
 
 def draw_quality(rows: Sequence[QualityRow], path: Path, title: str) -> None:

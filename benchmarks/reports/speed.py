@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from benchmarks.reports import number_cell
 from smc.terminal import err, progress_bar
 from smc.types import ModelRole
 
@@ -303,13 +304,9 @@ def first_token_table(rows: Sequence[FirstToken]) -> Table:
             f"{row.target_peak:.0%}",
             row.chunks,
         )
-        rounds = (_milliseconds(value) for value in (row.round, row.round_beside, row.stretch, row.longest))
+        rounds = (number_cell(value, ".2f") for value in (row.round, row.round_beside, row.stretch, row.longest))
         table.add_row(row.mode, *map(str, (*shape, *work)), *rounds)
     return table
-
-
-def _milliseconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
 
 
 def time_rounds(
@@ -417,12 +414,8 @@ def curve_tables(measured: Sequence[MeasuredCosts]) -> list[Table]:
     ]
 
 
-def costs_tables(costs: Mapping[int, LatencyModel]) -> list[Table]:
-    """Return one table for every number of GPUs of the target."""
-    return [_costs_table(each, f"target on {degree}") for degree, each in costs.items()]
-
-
-def _costs_table(costs: LatencyModel, title: str) -> Table:
+def costs_table(costs: LatencyModel, degree: int) -> Table:
+    """Return the table of costs with this number of GPUs of the target."""
     reads = ", ".join(f"{1e9 * part.read:.0f} ({name})" for name, part in costs.parts.items())
     caption = (
         f"without contexts; {reads} ns more for every token of context, "
@@ -431,10 +424,10 @@ def _costs_table(costs: LatencyModel, title: str) -> Table:
     points = {
         name: [(size, 1e3 * seconds) for size, seconds in part.curve.points] for name, part in costs.parts.items()
     }
-    return curve_table(points, title, caption)
+    return _curve_table(points, f"target on {degree}", caption)
 
 
-def curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str | None = None) -> Table:
+def _curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str | None = None) -> Table:
     """Return a table of cost curves. `points`: sizes and milliseconds, by parts of the costs; parts without points are
     left out."""
     table = Table(
@@ -462,4 +455,4 @@ def _measured_table(measured: Sequence[MeasuredCosts], on: str) -> Table:
     for name, point in (sample for each in measured for sample in each.samples()):
         samples.setdefault(name, []).append(point)
     points = {name: LatencyCurve.through(own).points for name, own in samples.items()}
-    return curve_table(points, f"target on {on}" if "GPU" in on else on)
+    return _curve_table(points, f"target on {on}" if "GPU" in on else on)

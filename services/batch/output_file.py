@@ -20,7 +20,7 @@ import numpy as np
 
 from services.batch.lines import Kept, Line, RequestReader, parse_line, read_lines, record_id
 
-FIELDS = ("id", "custom_id", "response", "error")
+RECORD_FIELDS = ("id", "custom_id", "response", "error")
 BEGINNING = b'{"id": "batch_req_'
 """Start of every line written here, by which an incomplete last line is recognised."""
 FORMATS = {"jsonl": ".jsonl", "parquet": ".parquet"}
@@ -109,7 +109,7 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
         record = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and record.keys() == set(FIELDS) else None
+    return record if isinstance(record, dict) and record.keys() == set(RECORD_FIELDS) else None
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ class PartsOutput:
             return 1.0
         files = [file for file, size in self._sizes.items() if size]
         sampled = files[:: max(1, len(files) // SAMPLED)][:SAMPLED]
-        means = [self._source.mean_line(file, self._sizes[file]) for file in sampled]
+        means = [self._source.mean_line(file) for file in sampled]
         return max(1.0, sum(means) / len(means)) if means else 1.0
 
 
@@ -272,24 +272,17 @@ class FileParts:
     """One output file, to which parts of one input file are appended in their order."""
 
     form = None
+    is_estimate = False
 
     def __init__(self, source: Path, output: OutputFile, before: Survey, earlier: OutputFile | None) -> None:
         """`before`: survey of the output. `earlier`: another output of this input, whose answers are copied."""
-        self._source, self._output, self._survey, self._earlier = source, output, before, earlier
+        self._source, self._output, self.survey, self._earlier = source, output, before, earlier
         self.sink = Store.of(str(output.path.absolute().parent))
         self._next: int | None = None
 
-    @property
-    def is_estimate(self) -> bool:
-        return False
-
-    @property
-    def survey(self) -> Survey:
-        return self._survey
-
     def parts(self, groups: int, most_lines: int | None) -> list[InputPart]:
         """Return the parts to be done by `groups` worker groups, in order."""
-        parts = list(self._cut(math.ceil(_part_lines(self._survey.total - self._survey.done, groups, most_lines))))
+        parts = list(self._cut(math.ceil(_part_lines(self.survey.total - self.survey.done, groups, most_lines))))
         self._next = parts[0].start if parts else None
         return parts
 
@@ -298,8 +291,8 @@ class FileParts:
         if done.part.start != self._next:
             return False
         self._output.extend(done.data)
-        counts, before = done.new + done.kept, self._survey
-        self._survey = replace(before, done=before.done + counts.written, failed=before.failed + counts.failed)
+        counts, before = done.new + done.kept, self.survey
+        self.survey = replace(before, done=before.done + counts.written, failed=before.failed + counts.failed)
         self._next = done.part.end
         return True
 
@@ -315,8 +308,8 @@ class FileParts:
                     continue
                 known_end = next(ends, known_end)
                 index += 1
-                count += index > self._survey.done
-                if count == step or index == self._survey.done:
+                count += index > self.survey.done
+                if count == step or index == self.survey.done:
                     if count:
                         yield self._part(start, offset, first, known_start, known_end)
                     start, first, known_start, count = offset, number + 1, known_end, 0

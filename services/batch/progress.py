@@ -69,9 +69,6 @@ class BatchProgress:
         """Measure the speed from now on, so that it is the speed of decoding without the start."""
         self.began = time.monotonic()
 
-    def count(self, record: dict[str, Any], is_new: bool = True) -> None:
-        self.add(Counts.of(record), is_new)
-
     def add(self, more: Counts, is_new: bool = True) -> None:
         """Count lines that have been written. `is_new`: decoded by this run, not copied."""
         if is_new:

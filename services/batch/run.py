@@ -211,7 +211,7 @@ class BatchRun:
 
         def write(record: dict[str, Any], is_new: bool) -> None:
             output.append(record)
-            progress.count(record, is_new)
+            progress.add(Counts.of(record), is_new)
             self._display.update(progress)
 
         async with _connected(self._ray_address, "services.launch.supervisor"):

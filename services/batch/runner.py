@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -94,23 +94,17 @@ to wait for a slow one."""
 
 @dataclass(frozen=True)
 class Limit:
-    """Maximum number of requests in flight, or of the slots that they take; one of the two is set."""
+    """Maximum number of requests in flight, or of the slots that they take."""
 
-    requests: int | None = None
-    rows: int | None = None
-    """Slots: one a row, or two if the request is guided."""
+    room: int
+    in_slots: bool = False
+    """Whether slots are counted: one for each row of a request, or two if it is guided."""
 
     def cost(self, requests: Sequence[Request]) -> int:
         """Return the share of the limit that the requests of a line take, at most all of it: a line that needs more
         runs alone."""
-        each = (1 if self.rows is None else one.params.rows * one.params.slots_per_row for one in requests)
+        each = (one.params.rows * one.params.slots_per_row if self.in_slots else 1 for one in requests)
         return min(sum(each), self.room)
-
-    @property
-    def room(self) -> int:
-        room = self.requests if self.rows is None else self.rows
-        assert room is not None
-        return room
 
 
 class BatchRunner:
@@ -120,7 +114,7 @@ class BatchRunner:
         self,
         pair: ServingPair,
         requests: RequestReader,
-        decode: Callable[[Request], Awaitable[Answer]],
+        decode: Callable[[Request], Coroutine[Any, Any, Answer]],
         fingerprint: str,
         limit: Limit,
     ) -> None:
@@ -172,13 +166,10 @@ class BatchRunner:
         """Return all answers. On the first error the other requests are cancelled, and the error is raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                each = [tasks.create_task(self._decoded(request)) for request in requests]
+                each = [tasks.create_task(self._decode(request)) for request in requests]
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         return [task.result() for task in each]
-
-    async def _decoded(self, request: Request) -> Answer:
-        return await self._decode(request)
 
 
 @dataclass(frozen=True)
@@ -194,9 +185,9 @@ class ReplicaSpec:
     @property
     def limit(self) -> Limit:
         if self.concurrency is not None:
-            return Limit(requests=self.concurrency)
+            return Limit(self.concurrency)
         # Twice as many as can run, so that slots that a round frees are filled at once.
-        return Limit(rows=2 * self.group.engine.max_slots)
+        return Limit(2 * self.group.engine.max_slots, in_slots=True)
 
 
 class Replica:

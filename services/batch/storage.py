@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from services.batch.output_file import is_url
+from services.batch.lines import FIELDS
+from services.batch.output_file import RECORD_FIELDS, is_url
 from services.openai.bodies import CHAT, COMPLETIONS
 
 CHUNK = 1 << 20
 """Bytes that are read at a time in search of the end of a line."""
-COLUMNS = ("custom_id", "method", "url", "body")
 JSON_COLUMNS = ("response", "error")
 """Columns of an output in Parquet that hold JSON."""
-RECORD_SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "custom_id", *JSON_COLUMNS)])
+RECORD_SCHEMA = pa.schema([(name, pa.string()) for name in RECORD_FIELDS])
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Store:
         except pa.ArrowInvalid as error:
             raise ValueError(f"{where}: {error}") from error
 
-    def mean_line(self, name: str, size: int) -> float:
+    def mean_line(self, name: str) -> float:
         """Estimate the mean number of bytes of a line from the beginning of the file."""
         with self.filesystem.open_input_stream(self.path(name)) as file:
             data = file.read(CHUNK)
@@ -149,7 +149,7 @@ def _check_columns(names: list[str], where: str) -> None:
 
 def _rows(file: pq.ParquetFile, start: int, end: int) -> Iterator[dict[str, Any]]:
     """Yield the rows from `start` to `end`. Reads only the row groups that contain some of them."""
-    begin, columns = 0, [name for name in COLUMNS if name in file.schema_arrow.names]
+    begin, columns = 0, [name for name in FIELDS if name in file.schema_arrow.names]
     for index in range(file.num_row_groups):
         count = file.metadata.row_group(index).num_rows
         first, last = max(start - begin, 0), min(end - begin, count)

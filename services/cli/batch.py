@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from services.cli import options
-from services.cli.service_options import BatchOptions, worker_group_config
+from services.cli.service_options import BatchOptions, fields_of, worker_group_config
 from smc.terminal import err, print_error, print_warning
 
 JOB_DIRECTORIES = "working_dir_files"
@@ -19,7 +17,6 @@ def batch(arguments: BatchOptions) -> int:
     """Answer a file of requests, or a directory of them; the same command resumes where it was stopped. Exit code 1:
     some lines have no answer."""
     import logging
-    from dataclasses import fields
 
     from services.batch.output_file import is_url
     from services.batch.progress import Display
@@ -28,9 +25,8 @@ def batch(arguments: BatchOptions) -> int:
     from services.launch.config import WorkerGroupError
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    given: dict[str, Any] = {} if arguments.config is None else options.read_config_file(arguments.config, BatchOptions)
-    given |= options.given(asdict(arguments))
-    config = BatchConfig(**{one.name: given[one.name] for one in fields(BatchConfig) if one.name in given})
+    given = options.values_of(arguments)
+    config = BatchConfig(**fields_of(BatchConfig, given))
     output = config.output if is_url(config.output) else str(Path(config.output).resolve())
     if JOB_DIRECTORIES in Path(output).parts:
         print_warning(

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -23,13 +22,11 @@ if TYPE_CHECKING:
 
 Probed = Annotated[
     bool,
-    options.option(
+    options.flag(
         options.MEASURE,
         "Load both models and run a few prompts: acceptance by depth, KL divergence, expected speed, and which "
         "method to use.",
         "--probe",
-        show_default=False,
-        metavar="",
     ),
 ]
 
@@ -124,12 +121,12 @@ def _print_probe(found: Probe) -> None:
 
 def _print(report: PairReport, directories: tuple[Path, Path]) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 3, 0, 0))
-    headers: tuple[tuple[str, JustifyMethod], ...] = (("", "left"), ("target", "right"), ("draft", "right"))
-    for title, justify in headers:
-        table.add_column(title, justify=justify, overflow="fold")
-    columns = [_column(model) for model in (report.target, report.draft)]
-    for name in columns[0]:
-        table.add_row(Text(name, style="dim"), *(column[name] for column in columns))
+    table.add_column(overflow="fold")
+    for role in ("target", "draft"):
+        table.add_column(role, justify="right", overflow="fold")
+    columns = [{} if model is None else _column(model) for model in (report.target, report.draft)]
+    for name in columns[0] or columns[1]:
+        table.add_row(Text(name, style="dim"), *(column.get(name, "refused") for column in columns))
     for role, directory in zip(("target", "draft"), directories):
         out.print(Text.assemble((f"{role:7}", "dim"), str(directory)), soft_wrap=True)
     out.print()
@@ -155,6 +152,8 @@ def _size(size: int) -> str:
 def _rank(model: ModelReport, degree: int) -> str:
     """Return the size of a rank's weights and its numbers of query heads and key/value heads. If ranks hold different
     numbers of heads, shows the lowest and the highest."""
+    if degree not in model.rank_bytes:
+        return "no split"
     if degree == 1:
         return _size(model.rank_bytes[degree])
     counts = [sorted({*held}) for held in zip(*model.rank_heads[degree])]
@@ -162,37 +161,21 @@ def _rank(model: ModelReport, degree: int) -> str:
     return f"{_size(model.rank_bytes[degree])}, heads {heads}"
 
 
-def _column(model: ModelReport | None) -> dict[str, str]:
-    names = (
-        *(
-            "architecture",
-            "layers",
-            "hidden size",
-            "query / KV heads",
-            "vocabulary",
-            "context",
-            "parameters",
-            "weights",
-        ),
-        *("size", "on a GPU", *(f"a rank of {degree}" if degree > 1 else "one rank" for degree in DEGREES)),
-        *("ends at ids", "sampling"),
-    )
-    if model is None:
-        return dict.fromkeys(names, "refused")
-    config = model.config
-    values = (
-        config.family,
-        str(config.num_layers),
-        f"{config.hidden_size:,}",
-        f"{config.num_heads} / {config.num_kv_heads}",
-        f"{config.vocab_size:,}",
-        f"{config.max_context:,}",
-        f"{model.parameters / 1e9:.2f} B" if model.parameters >= 1e8 else f"{model.parameters / 1e6:.2f} M",
-        model.weights,
-        _size(model.bytes),
-        model.gpu_dtype,
-        *(_rank(model, degree) if degree in model.rank_bytes else "no split" for degree in DEGREES),
-        ", ".join(map(str, model.eos_ids)) or "none",
-        ", ".join(f"{name} {value:g}" for name, value in model.sampling.items()) or "library's",
-    )
-    return dict(zip(names, values))
+def _column(model: ModelReport) -> dict[str, str]:
+    config, size = model.config, model.parameters
+    ranks = {f"a rank of {degree}" if degree > 1 else "one rank": _rank(model, degree) for degree in DEGREES}
+    return {
+        "architecture": config.family,
+        "layers": str(config.num_layers),
+        "hidden size": f"{config.hidden_size:,}",
+        "query / KV heads": f"{config.num_heads} / {config.num_kv_heads}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "context": f"{config.max_context:,}",
+        "parameters": f"{size / 1e9:.2f} B" if size >= 1e8 else f"{size / 1e6:.2f} M",
+        "weights": model.weights,
+        "size": _size(model.bytes),
+        "on a GPU": model.gpu_dtype,
+        **ranks,
+        "ends at ids": ", ".join(map(str, model.eos_ids)) or "none",
+        "sampling": ", ".join(f"{name} {value:g}" for name, value in model.sampling.items()) or "library's",
+    }

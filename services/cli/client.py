@@ -32,32 +32,18 @@ Timeout = Annotated[
     options.option(
         SERVICE,
         "Abort the call after this many seconds. --time-budget instead returns the answer so far.",
-        "--timeout",
         metavar="SECONDS",
     ),
 ]
-RequestId = Annotated[
-    str | None, options.option(SERVICE, "Id of the request. Default: a random id.", "--request-id", metavar="ID")
-]
+RequestId = Annotated[str | None, options.option(SERVICE, "Id of the request. Default: a random id.", metavar="ID")]
 CacheSalt = Annotated[
     str,
     options.option(
-        SERVICE,
-        "Share cached prompts only with requests that give the same salt.",
-        "--cache-salt",
-        metavar="TEXT",
-        show_default=False,
+        SERVICE, "Share cached prompts only with requests that give the same salt.", metavar="TEXT", show_default=False
     ),
 ]
 LogProbs = Annotated[
-    bool,
-    options.option(
-        options.OUTPUT,
-        "Include the log-probability of every answer token; needs --json.",
-        "--logprobs",
-        show_default=False,
-        metavar="",
-    ),
+    bool, options.flag(options.OUTPUT, "Include the log-probability of every answer token; needs --json.", "--logprobs")
 ]
 TopLogProbs = Annotated[
     int,
@@ -76,7 +62,6 @@ PromptLogProbs = Annotated[
         "Include the log-probabilities of every prompt token and of the K likeliest tokens at its "
         "position; needs --json.",
         "--prompt-logprobs",
-        show_default=False,
         metavar="K",
     ),
 ]
@@ -103,7 +88,7 @@ def _reports_failures(command: Callable[..., int]) -> Callable[..., int]:
 
 
 @client.command("generate")
-@options.with_mappings
+@options.with_settings
 @_reports_failures
 def generate(
     ctx: typer.Context,
@@ -120,7 +105,8 @@ def generate(
     timeout: Timeout = None,
     request_id: RequestId = None,
     cache_salt: CacheSalt = "",
-    sampling: Mapping[str, Any] = options.NOTHING,
+    *,
+    sampling: Mapping[str, Any],
     negative_prompt: options.NegativePrompt = None,
     raw: options.Raw = False,
     logprobs: LogProbs = False,

@@ -94,21 +94,6 @@ MORE = (
 )
 
 
-def show(count: int, seed: int) -> None:
-    """Answer three questions one by one, then `count` further ones for the table."""
-    use_threads(None, DEMO)
-    pair = load_pair(DEMO, "cpu", None)
-    problems = generate(seed, QUESTIONS + count, "test")
-    for number, problem in enumerate(problems[:QUESTIONS], 1):
-        out.print(Rule(f"Question {number} of {QUESTIONS}", align="left", style="dim"))
-        _ask(pair, problem, seed + number)
-    if count:
-        out.print(Rule(f"{count} further questions, {CONCURRENCY} in flight", align="left", style="dim"))
-        out.print(_table(_compare(pair, problems[QUESTIONS:], seed)))
-        out.print(LESSON)
-    out.print(NEXT, soft_wrap=True)
-
-
 def _ask(pair: ModelPair, problem: Problem, seed: int) -> None:
     out.print(Text(problem.question, style="bold"))
     out.print()
@@ -214,4 +199,14 @@ def demo(
     """Answer three questions with the shipped model pair, and compare ways of decoding."""
     if problems < 0:
         raise typer.BadParameter(f"{problems}; allowed: >= 0", param_hint="'--problems'")
-    show(problems, seed)
+    use_threads(None, DEMO)
+    pair = load_pair(DEMO, "cpu", None)
+    generated = generate(seed, QUESTIONS + problems, "test")
+    for number, problem in enumerate(generated[:QUESTIONS], 1):
+        out.print(Rule(f"Question {number} of {QUESTIONS}", align="left", style="dim"))
+        _ask(pair, problem, seed + number)
+    if problems:
+        out.print(Rule(f"{problems} further questions, {CONCURRENCY} in flight", align="left", style="dim"))
+        out.print(_table(_compare(pair, generated[QUESTIONS:], seed)))
+        out.print(LESSON)
+    out.print(NEXT, soft_wrap=True)

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.status import Status
-
 from services.cli import options
 from smc.terminal import err, finite, out
 
@@ -19,10 +17,20 @@ if TYPE_CHECKING:
 
 DRAFT, DATA, TRAINING = "Draft", "Conversations", "Training"
 DEMO_PROMPTS = 2000
-GPU_BATCH, CPU_BATCH = 128, 8
-GPU_SLOTS, CPU_SLOTS = 512, 64
-GPU_HELD_OUT, CPU_HELD_OUT = 96, 16
-GPU_CONTEXTS, CPU_CONTEXTS = 400, 48
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """Sizes of a run that depend on the device; see the fields of `DistillConfig`."""
+
+    batch: int
+    slots: int
+    held_out: int
+    contexts: int
+
+
+SIZES = {"cpu": RunSize(batch=8, slots=64, held_out=16, contexts=48), "cuda": RunSize(128, 512, 96, 400)}
+"""Default sizes by device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +49,6 @@ class DistillOptions:
             options.MODELS,
             "Target model: a directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub. "
             "Default: the demo target.",
-            "--target",
             metavar="MODEL",
         ),
     ] = None
@@ -60,30 +67,22 @@ class DistillOptions:
         options.option(
             DRAFT,
             "Number of layers of the draft, which are cut from the target. Default: one of seven, at least two.",
-            "--layers",
             metavar="L",
         ),
     ] = None
     shape: Annotated[
         str | None,
         options.option(
-            DRAFT,
-            "Train a new model of this width and number of layers, such as 256x6.",
-            "--shape",
-            metavar="WIDTHxLAYERS",
+            DRAFT, "Train a new model of this width and number of layers, such as 256x6.", metavar="WIDTHxLAYERS"
         ),
     ] = None
-    draft: Annotated[
-        Path | None, options.option(DRAFT, "Start from the weights of this draft.", "--draft", metavar="DIR")
-    ] = None
+    draft: Annotated[Path | None, options.option(DRAFT, "Start from the weights of this draft.", metavar="DIR")] = None
     own_embedding: Annotated[
         bool,
-        options.option(
+        options.flag(
             DRAFT,
             "Train the embedding and the head, too. Default: they stay those of the target, or of --draft.",
             "--own-embedding",
-            show_default=False,
-            metavar="",
         ),
     ] = False
     prompts: Annotated[
@@ -92,7 +91,6 @@ class DistillOptions:
             DATA,
             "File of prompts with which half of the conversations begin. Each line is text, or JSON with "
             '"prompt" or "messages".',
-            "--prompts",
             metavar="FILE",
         ),
     ] = None
@@ -101,7 +99,6 @@ class DistillOptions:
         options.option(
             DATA,
             "Log of a service with log-texts: true in its configuration; its prompts are used like those of --prompts.",
-            "--from-log",
             metavar="FILE",
         ),
     ] = None
@@ -111,7 +108,6 @@ class DistillOptions:
             DATA,
             "Temperature of later requests, for which the draft is trained; may be repeated. Default: 1 "
             "and 0.7, and 0 for one answer of five.",
-            "--temperature",
             metavar="T",
         ),
     ] = None
@@ -132,7 +128,8 @@ class DistillOptions:
         int | None,
         options.option(
             TRAINING,
-            f"Number of conversations in a training step. Default: {CPU_BATCH} on a CPU, {GPU_BATCH} on a GPU.",
+            f"Number of conversations in a training step. Default: {SIZES['cpu'].batch} on a CPU, "
+            f"{SIZES['cuda'].batch} on a GPU.",
             metavar="COUNT",
         ),
     ] = None
@@ -140,10 +137,7 @@ class DistillOptions:
         int,
         options.option(TRAINING, "Number of rounds; each writes conversations, trains and measures.", metavar="COUNT"),
     ] = 8
-    resume: Annotated[
-        bool,
-        options.option(TRAINING, "Continue an interrupted run in --out.", "--resume", show_default=False, metavar=""),
-    ] = False
+    resume: Annotated[bool, options.flag(TRAINING, "Continue an interrupted run in --out.", "--resume")] = False
     device: Annotated[
         str, options.option(options.MODELS, "Device that runs the target and the training.", metavar="cpu|cuda")
     ] = "cpu"
@@ -157,21 +151,14 @@ class DistillOptions:
         int | None,
         options.option(
             options.ENGINE,
-            f"Number of conversations that a process writes at the same time. Default: {CPU_SLOTS} on a CPU, "
-            f"{GPU_SLOTS} on a GPU.",
+            "Number of conversations that a process writes at the same time. Default: "
+            f"{SIZES['cpu'].slots} on a CPU, {SIZES['cuda'].slots} on a GPU.",
             metavar="COUNT",
         ),
     ] = None
     threads: options.Threads = None
     no_speed: Annotated[
-        bool,
-        options.option(
-            options.MEASURE,
-            "Do not time the models, and print no expected speeds.",
-            "--no-speed",
-            show_default=False,
-            metavar="",
-        ),
+        bool, options.flag(options.MEASURE, "Do not time the models, and print no expected speeds.", "--no-speed")
     ] = False
     as_json: options.JsonFlag = False
 
@@ -190,7 +177,7 @@ def distill(given: DistillOptions) -> int:
     if given.device not in DEVICES:
         raise ValueError(f"--device {given.device}; allowed: {', '.join(DEVICES)}")
     _check_device(given.device, given.processes)
-    directory, on_gpu = find_model(given.target) if given.target else demo.TARGET, given.device == "cuda"
+    directory, size = find_model(given.target) if given.target else demo.TARGET, SIZES[given.device]
     texts = fitting(_texts(directory, given.prompts, given.from_log, is_demo=directory == demo.TARGET), given.width)
     served = tuple(given.temperature or ())
     config = DistillConfig(
@@ -200,24 +187,29 @@ def distill(given: DistillOptions) -> int:
         tokens=given.tokens,
         student=StudentSpec(given.layers, given.shape, given.draft, given.own_embedding),
         talk=TalkSettings(served or TEMPERATURES, width=given.width, turns=given.turns, seed=given.seed),
-        training=TrainingSettings(
-            loss=given.loss, peak_rate=given.rate, batch=given.batch or (GPU_BATCH if on_gpu else CPU_BATCH)
-        ),
+        training=TrainingSettings(loss=given.loss, peak_rate=given.rate, batch=given.batch or size.batch),
         temperatures=tuple(sorted({each for each in served if each > 0} or {1.0, 0.7}, reverse=True)),
         prompts=texts,
         mixed=not (directory == demo.TARGET and given.prompts is None and given.from_log is None),
         rounds=given.rounds,
         device=given.device,
         processes=given.processes,
-        slots=given.slots or (GPU_SLOTS if on_gpu else CPU_SLOTS),
-        held_out=GPU_HELD_OUT if on_gpu else CPU_HELD_OUT,
-        contexts=GPU_CONTEXTS if on_gpu else CPU_CONTEXTS,
+        slots=given.slots or size.slots,
+        held_out=size.held_out,
+        contexts=size.contexts,
         times_models=not given.no_speed,
         resume=given.resume,
     )
     use_threads(given.threads, DEMO if directory == demo.TARGET else (directory, directory))
     with err.status("") as status:
-        found = distill(config, _Reporter(status))
+
+        def report(line: str) -> None:
+            if line.startswith("\r"):  # replaces the status line
+                status.update(line[1:])
+            else:
+                err.print(line, soft_wrap=True, markup=False)
+
+        found = distill(config, report)
     if given.as_json:
         print(json.dumps(finite({"out": str(given.out_directory), **asdict(found)})))
     else:
@@ -234,20 +226,6 @@ def _check_device(device: str, processes: int) -> None:
         raise ValueError("--device cuda: this machine has no CUDA device, or this torch was built without CUDA")
     if processes > torch.cuda.device_count():
         raise ValueError(f"--processes {processes}; this machine has {torch.cuda.device_count()} GPUs")
-
-
-class _Reporter:
-    """Prints the lines of a run on standard error. A line that begins with a carriage return replaces the status line
-    of a terminal."""
-
-    def __init__(self, status: Status) -> None:
-        self._status = status
-
-    def __call__(self, line: str) -> None:
-        if line.startswith("\r"):
-            self._status.update(line[1:])
-        else:
-            err.print(line, soft_wrap=True, markup=False)
 
 
 def _texts(directory: Path, file: Path | None, log: Path | None, is_demo: bool) -> tuple[tuple[int, ...], ...]:

@@ -30,7 +30,7 @@ PLAIN = ("target", "draft")
 """Methods that use one model."""
 
 
-@options.with_mappings
+@options.with_settings
 def generate(
     ctx: typer.Context,
     prompt: Annotated[
@@ -46,10 +46,11 @@ def generate(
     draft_vocab: options.DraftVocab = None,
     draft_vocab_text: options.DraftVocabText = None,
     generation_config: options.GenerationConfig = None,
-    sampling: Mapping[str, Any] = options.NOTHING,
+    *,
+    sampling: Mapping[str, Any],
     negative_prompt: options.NegativePrompt = None,
     raw: options.Raw = False,
-    engine: Mapping[str, Any] = options.NOTHING,
+    engine: Mapping[str, Any],
     no_prefix_cache: options.NoPrefixCache = False,
     threads: options.Threads = None,
     as_json: options.JsonFlag = False,

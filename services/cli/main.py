@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,7 +23,7 @@ from services.cli.demo import demo
 from services.cli.distill import distill
 from services.cli.generate import generate
 from services.cli.serve import serve
-from smc.terminal import out, print_error
+from smc.terminal import USAGE_ERROR, out, print_error
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Root of the repository, if this package is in a checkout."""
@@ -54,14 +54,9 @@ app = typer.Typer(
 )
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add the commands of `benchmarks`. All their options, including --help, are passed on to that package."""
-    pass_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    for name, text in COMMANDS.items():
-        app.command(name, help=text, context_settings=pass_on)(_command(name))
+def _measuring(name: str) -> Callable[[typer.Context], int]:
+    """Return a command of `benchmarks`, to which all arguments are passed on."""
 
-
-def _command(name: str) -> Callable[[typer.Context], int]:
     def command(ctx: typer.Context) -> int:
         if (CHECKOUT / "benchmarks").is_dir() and str(CHECKOUT) not in sys.path:
             sys.path.insert(0, str(CHECKOUT))
@@ -85,7 +80,9 @@ app.command("serve")(serve)
 app.command("batch")(batch)
 app.command("check")(check)
 app.command("distill")(distill)
-add_commands(app)
+for name, text in COMMANDS.items():
+    pass_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    app.command(name, help=text, context_settings=pass_on)(_measuring(name))
 app.add_typer(client, name="client")
 
 
@@ -107,12 +104,9 @@ def options(version: Version = False) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    usage_error: Any = (
-        typer.BadParameter.__base__
-    )  # click's class of usage errors, found without its name, which depends on typer's version
     try:
         return app(list(arguments) or ["--help"], prog_name="smcserve", standalone_mode=False) or 0
-    except usage_error as error:
+    except USAGE_ERROR as error:
         command = error.ctx.command_path if error.ctx else "smcserve"
         print_error(f"{error.format_message()} (see {command} --help)")
         return 2

@@ -10,11 +10,10 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
@@ -22,7 +21,7 @@ from typer.models import ArgumentInfo
 
 from smc.api.sampling_params import SETTINGS, SamplingParams
 from smc.api.settings import Scope
-from smc.terminal import option
+from smc.terminal import flag, option, with_mappings, with_parameters
 
 Record = TypeVar("Record")
 MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = (
@@ -38,7 +37,7 @@ MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = (
 def sampling_option(name: str) -> Any:
     """Return the option for a field of `SamplingParams`."""
     known = SETTINGS[name]
-    assert known.option is not None, "only of SAMPLING_NAMES"
+    assert known.option is not None, "only for settings that are options"
     panel = SAMPLING if known.scope is Scope.ALL else PARTICLES
     names = known.option.names or (f"--{name.replace('_', '-')}",)
     return option(
@@ -46,95 +45,62 @@ def sampling_option(name: str) -> Any:
     )
 
 
-def _sampling_parameter(name: str, kind: Any) -> inspect.Parameter:
-    """Return the parameter of a command for a field of `SamplingParams`. Its default is None, for a flag False."""
-    default = False if kind is bool else None
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        kind = str  # the library checks the value
-    if get_origin(kind) is tuple:
-        kind = list.__class_getitem__(get_args(kind)[0])
-    kind = kind if kind is bool else kind | None
-    annotation = Annotated[kind, sampling_option(name)]
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+def _sampling_options() -> dict[str, Any]:
+    """Return the annotated types of the options for fields of `SamplingParams`, by name. All may be None."""
+    kinds, options = get_type_hints(SamplingParams), {}
+    for name in (name for name, known in SETTINGS.items() if known.option is not None):
+        kind = kinds[name]
+        if isinstance(kind, type) and issubclass(kind, StrEnum):
+            kind = str  # the library checks the value
+        if get_origin(kind) is tuple:
+            kind = list.__class_getitem__(get_args(kind)[0])
+        options[name] = Annotated[kind | None, sampling_option(name)]
+    return options
 
 
-SAMPLING_NAMES = tuple(name for name, known in SETTINGS.items() if known.option is not None)
-"""Fields of `SamplingParams` that are options."""
-
-
-def _constraint_parameter(name: str, kind: Any, help: str, metavar: str) -> inspect.Parameter:
-    made = option(SAMPLING, help, f"--{name.replace('_', '-')}", metavar=metavar, show_default=False)
-    default = False if kind is bool else None
-    kind = kind if kind is bool else kind | None
-    annotation = Annotated[kind, made]
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
-
-
-CONSTRAINTS = {
-    name: _constraint_parameter(name, kind, help, metavar)
-    for name, kind, help, metavar in (
-        ("json_schema", Path, "File with a JSON schema, which the answer matches.", "FILE"),
-        ("json_object", bool, "The answer is a JSON object.", ""),
-        ("regex", str, "The answer matches this regular expression.", "REGEX"),
-        ("grammar", Path, "File with a grammar in Lark's syntax or GBNF, which the answer matches.", "FILE"),
-        ("choice", list[str], "The answer is this text. If repeated, the answer is one of the texts.", "TEXT"),
-    )
+CONSTRAINTS: dict[str, Any] = {
+    "json_schema": Annotated[
+        Path | None, option(SAMPLING, "File with a JSON schema, which the answer matches.", metavar="FILE")
+    ],
+    "json_object": Annotated[bool | None, flag(SAMPLING, "The answer is a JSON object.", "--json-object")],
+    "regex": Annotated[str | None, option(SAMPLING, "The answer matches this regular expression.", metavar="REGEX")],
+    "grammar": Annotated[
+        Path | None,
+        option(SAMPLING, "File with a grammar in Lark's syntax or GBNF, which the answer matches.", metavar="FILE"),
+    ],
+    "choice": Annotated[
+        list[str] | None,
+        option(SAMPLING, "The answer is this text. If repeated, the answer is one of the texts.", metavar="TEXT"),
+    ],
 }
 """Options that constrain the answer. At most one may be given."""
 
 
-def _constraint(found: dict[str, Any]) -> dict[str, Any]:
-    """Convert the given options of `CONSTRAINTS` to a setting. Raises ValueError if there is more than one, OSError if
+def _with_constraint(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Replace the given options of `CONSTRAINTS` with a setting. Raises ValueError if there are several, OSError if
     a file cannot be read."""
+    found = {name: sampling.pop(name) for name in CONSTRAINTS if name in sampling}
+    if not found:
+        return sampling
     if len(found) > 1:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in found)
         raise ValueError(f"{names} are given; allowed: one of them")
-    texts = {
-        name: value.read_text(encoding="utf-8") if isinstance(value, Path) else value for name, value in found.items()
-    }
-    return {"constraint": texts} if texts else {}
+    ((name, value),) = found.items()
+    return sampling | {"constraint": {name: value.read_text(encoding="utf-8") if isinstance(value, Path) else value}}
 
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""Default of a command's parameters `sampling` and `engine` (see `with_mappings`)."""
-
-
-def with_mappings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `sampling` of a command with one option for each of `SAMPLING_NAMES` and `CONSTRAINTS`, and
-    its parameter `engine`, if it has one, with `engine_parameters`. The command gets the given ones as mappings by
-    name."""
-    signature, kinds = inspect.signature(command, eval_str=True), get_type_hints(SamplingParams)
-    engine = engine_parameters() if "engine" in signature.parameters else {}
-    parameters: list[inspect.Parameter] = []
-    for one in signature.parameters.values():
-        if one.name == "sampling":
-            parameters += [*(_sampling_parameter(name, kinds[name]) for name in SAMPLING_NAMES), *CONSTRAINTS.values()]
-        else:
-            parameters += engine.values() if one.name == "engine" else [one]
+def with_settings(command: Callable[..., int]) -> Callable[..., int]:
+    """Replace the parameter `sampling` of a command with the options of sampling and of constraints, and its parameter
+    `engine`, if it has one, with options of the engine. The command gets the given ones by name."""
+    engine = {"form": Form, "block": Block, "branches": Branches, "max_context": MaxContext}
+    options = {"sampling": _sampling_options() | CONSTRAINTS, "engine": engine}
 
     @wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        def pop(names: Iterable[str]) -> dict[str, Any]:
-            return given({name: kwargs.pop(name) for name in names})
+    def call(*, sampling: dict[str, Any], **arguments: Any) -> int:
+        return command(sampling=_with_constraint(sampling), **arguments)
 
-        mappings = {"sampling": pop(SAMPLING_NAMES) | _constraint(pop(CONSTRAINTS))}
-        if engine:
-            mappings["engine"] = pop(engine)
-        return command(*args, **mappings, **kwargs)
-
-    call: Any = wrapped
-    call.__signature__ = signature.replace(parameters=parameters)
-    call.__annotations__ = {one.name: one.annotation for one in parameters}
-    return call
-
-
-def engine_parameters() -> dict[str, inspect.Parameter]:
-    """Return the parameters of a command for fields of `EngineConfig`, by name."""
-    kinds = {"form": Form, "block": Block, "branches": Branches, "max_context": MaxContext}
-    return {
-        name: inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
-        for name, kind in kinds.items()
-    }
+    there = inspect.signature(command).parameters
+    return with_mappings(call, **{name: made for name, made in options.items() if name in there})
 
 
 def load_own(paths: Iterable[tuple[str, str]]) -> Mapping[str, Any]:
@@ -190,13 +156,10 @@ def with_options(record: type[Record]) -> Callable[[Callable[[Record], int | Non
 
     def of(command: Callable[[Record], int | None]) -> Callable[..., int | None]:
         @wraps(command)
-        def wrapped(**arguments: Any) -> int | None:
+        def call(**arguments: Any) -> int | None:
             return command(record(**arguments))
 
-        call: Any = wrapped
-        call.__signature__ = inspect.Signature(parameters)
-        call.__annotations__ = {one.name: one.annotation for one in parameters}
-        return call
+        return with_parameters(call, parameters)
 
     return of
 
@@ -208,13 +171,19 @@ def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def values_of(arguments: Any) -> dict[str, Any]:
+    """Return the values of a command's options by field: those in the file of --config, and those given as flags, which
+    take precedence. `arguments`: the command's record of options. Raises ValueError as `read_config_file` does."""
+    values = {} if arguments.config is None else read_config_file(arguments.config, type(arguments))
+    return values | given(asdict(arguments))
+
+
 Target = Annotated[
     Path | None,
     option(
         MODELS,
         "Target model: a directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub; needs "
         "--draft. Default: the demo pair.",
-        "--target",
         metavar="MODEL",
     ),
 ]
@@ -223,7 +192,6 @@ Draft = Annotated[
     option(
         MODELS,
         "Draft model: a directory or a name, like --target; needs --target. Default: the demo pair.",
-        "--draft",
         metavar="MODEL",
     ),
 ]
@@ -271,7 +239,6 @@ DraftVocab = Annotated[
         MODELS,
         "Draft only the N tokens that are most frequent in --draft-vocab-text, or in the text that "
         "`distill` trained the draft on. Default: all tokens.",
-        "--draft-vocab",
         metavar="N",
     ),
 ]
@@ -280,7 +247,6 @@ DraftVocabText = Annotated[
     option(
         MODELS,
         "UTF-8 text, similar to the expected answers, in which tokens are counted for --draft-vocab.",
-        "--draft-vocab-text",
         metavar="FILE",
     ),
 ]
@@ -293,19 +259,13 @@ NegativePrompt = Annotated[
         metavar="TEXT",
     ),
 ]
-Raw = Annotated[
-    bool,
-    option(
-        SAMPLING, "Pass the prompt as plain text, without the chat template.", "--raw", show_default=False, metavar=""
-    ),
-]
+Raw = Annotated[bool, flag(SAMPLING, "Pass the prompt as plain text, without the chat template.", "--raw")]
 
 Threads = Annotated[
     int | None,
     option(
         ENGINE,
         "Number of CPU threads of torch. Default: 1 for the demo pair, otherwise torch's default.",
-        "--threads",
         metavar="COUNT",
     ),
 ]
@@ -337,35 +297,19 @@ MaxContext = Annotated[
     option(
         ENGINE,
         "Maximum tokens of a prompt and its answer together. Default: the context that the models were made for.",
-        "--max-context",
         metavar="TOKENS",
     ),
 ]
 NoPrefixCache = Annotated[
     bool | None,
-    option(
+    flag(
         ENGINE,
         "Compute every prompt in full, even if an earlier prompt began with the same tokens.",
         "--no-prefix-cache",
-        show_default=False,
-        metavar="",
     ),
 ]
 
-JsonFlag = Annotated[
-    bool, option(OUTPUT, "Print one JSON object instead of text.", "--json", show_default=False, metavar="")
-]
-
-Resume = Annotated[
-    bool,
-    option(
-        OUTPUT,
-        "Continue the measurement that is recorded in the file of --json.",
-        "--resume",
-        show_default=False,
-        metavar="",
-    ),
-]
+JsonFlag = Annotated[bool, flag(OUTPUT, "Print one JSON object instead of text.", "--json")]
 
 
 SHOWN = 88

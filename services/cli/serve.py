@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from services.cli import options
 from services.cli.service_options import MAX_QUEUE, ServeOptions, effective, gateway_config, worker_group_config
@@ -26,10 +25,7 @@ def serve(arguments: ServeOptions) -> int:
     from services.gateway.config import check_ports
     from services.launch.config import check_gpus
 
-    given: dict[str, Any] = {"max_queue": MAX_QUEUE}
-    if arguments.config is not None:
-        given |= options.read_config_file(arguments.config, ServeOptions)
-    given |= options.given(asdict(arguments))
+    given = {"max_queue": MAX_QUEUE} | options.values_of(arguments)
     group, gateway = worker_group_config(given), gateway_config(given)
     if not arguments.print_config:
         check_ports(gateway)  # before `serving_pair` reads the models' files, which may take seconds

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from services.cli import options
-from services.cli.options import ENGINE, FILE_ONLY, MODELS, option
+from services.cli.options import ENGINE, FILE_ONLY, MODELS, flag, option
 
 if TYPE_CHECKING:
     from services.gateway.config import GatewayConfig
@@ -26,16 +26,10 @@ MAX_QUEUE = 256
 """Default number of requests that may wait in a service."""
 
 TargetTp = Annotated[
-    int | None,
-    option(
-        MODELS, "Number of processes, and of GPUs, that share the target. Default: 1.", "--target-tp", metavar="COUNT"
-    ),
+    int | None, option(MODELS, "Number of processes, and of GPUs, that share the target. Default: 1.", metavar="COUNT")
 ]
 DraftTp = Annotated[
-    int | None,
-    option(
-        MODELS, "Number of processes, and of GPUs, that share the draft. Default: 1.", "--draft-tp", metavar="COUNT"
-    ),
+    int | None, option(MODELS, "Number of processes, and of GPUs, that share the draft. Default: 1.", metavar="COUNT")
 ]
 
 
@@ -67,12 +61,7 @@ class WorkerGroupOptions:
     ] = None
     max_slots: Annotated[
         int | None,
-        option(
-            ENGINE,
-            "Slots for the particles of all running requests together. Default: 64.",
-            "--max-slots",
-            metavar="COUNT",
-        ),
+        option(ENGINE, "Slots for the particles of all running requests together. Default: 64.", metavar="COUNT"),
     ] = None
     max_chains: Annotated[
         int | None,
@@ -139,27 +128,16 @@ class WorkerGroupOptions:
             CLUSTER,
             "Address of the Ray cluster to run on. Default: RAY_ADDRESS, otherwise a cluster that is "
             "started here and stopped at the end.",
-            "--ray-address",
             metavar="ADDRESS",
         ),
     ] = None
     target_resource: Annotated[
         str | None,
-        option(
-            CLUSTER,
-            "Ray resource of the hosts that may run the target. Default: any host.",
-            "--target-resource",
-            metavar="NAME",
-        ),
+        option(CLUSTER, "Ray resource of the hosts that may run the target. Default: any host.", metavar="NAME"),
     ] = None
     draft_resource: Annotated[
         str | None,
-        option(
-            CLUSTER,
-            "Ray resource of the hosts that may run the draft. Default: any host.",
-            "--draft-resource",
-            metavar="NAME",
-        ),
+        option(CLUSTER, "Ray resource of the hosts that may run the draft. Default: any host.", metavar="NAME"),
     ] = None
     link: Annotated[
         str | None,
@@ -172,12 +150,7 @@ class WorkerGroupOptions:
     ] = None
     start_timeout: Annotated[
         float | None,
-        option(
-            CLUSTER,
-            "Seconds within which every process must be ready. Default: 600.",
-            "--start-timeout",
-            metavar="SECONDS",
-        ),
+        option(CLUSTER, "Seconds within which every process must be ready. Default: 600.", metavar="SECONDS"),
     ] = None
     link_timeout: Annotated[
         float | None,
@@ -211,18 +184,15 @@ class ServeOptions(WorkerGroupOptions):
         option(
             CONFIGURATION,
             "YAML file whose keys are names of options; flags override it. --print-config lists all options.",
-            "--config",
             metavar="FILE",
         ),
     ] = None
     print_config: Annotated[
         bool,
-        option(
+        flag(
             CONFIGURATION,
             "Print the configuration that would be served, as a file for --config, and exit.",
             "--print-config",
-            show_default=False,
-            metavar="",
         ),
     ] = False
 
@@ -234,17 +204,9 @@ class ServeOptions(WorkerGroupOptions):
     ] = None
     http_port: Annotated[
         int | None,
-        option(
-            LISTEN,
-            "Port of the APIs of OpenAI and Anthropic; 0 = any free port. Default: 8000.",
-            "--http-port",
-            metavar="PORT",
-        ),
+        option(LISTEN, "Port of the APIs of OpenAI and Anthropic; 0 = any free port. Default: 8000.", metavar="PORT"),
     ] = None
-    no_http: Annotated[
-        bool | None,
-        option(LISTEN, "Serve only gRPC, and no --http-port.", "--no-http", show_default=False, metavar=""),
-    ] = None
+    no_http: Annotated[bool | None, flag(LISTEN, "Serve only gRPC, and no --http-port.", "--no-http")] = None
     metrics_port: Annotated[
         int | None,
         option(LISTEN, "Port of the metrics for Prometheus; 0 = any free port. Default: no such port.", metavar="PORT"),
@@ -269,14 +231,7 @@ class ServeOptions(WorkerGroupOptions):
         ),
     ] = None
     no_page: Annotated[
-        bool | None,
-        option(
-            LISTEN,
-            "Do not serve the web page for trying the models at / of --http-port.",
-            "--no-page",
-            show_default=False,
-            metavar="",
-        ),
+        bool | None, flag(LISTEN, "Do not serve the web page for trying the models at / of --http-port.", "--no-page")
     ] = None
     log_texts: Annotated[
         bool | None,
@@ -284,7 +239,6 @@ class ServeOptions(WorkerGroupOptions):
             LISTEN,
             "Write prompts and answers to the log, from which `smcserve distill --from-log` reads "
             "prompts. Default: no texts.",
-            show_default=False,
             metavar="",
         ),
         FILE_ONLY,
@@ -295,7 +249,6 @@ class ServeOptions(WorkerGroupOptions):
             LISTEN,
             "Treatment of request fields that the HTTP API does not have. refuse: the request is "
             "refused; ignore: the field is ignored, and logged once. Default: refuse.",
-            "--unknown-fields",
             metavar="WHAT",
         ),
     ] = None
@@ -304,7 +257,6 @@ class ServeOptions(WorkerGroupOptions):
         option(
             LISTEN,
             "Method of requests that name none: smc, exact, target or draft. Default: smc, at temperature 0 exact.",
-            "--default-method",
             metavar="METHOD",
         ),
     ] = None
@@ -314,7 +266,6 @@ class ServeOptions(WorkerGroupOptions):
         option(
             ENGINE,
             f"Maximum number of waiting requests; further ones are refused. Default: {MAX_QUEUE}.",
-            "--max-queue",
             metavar="COUNT",
         ),
     ] = None
@@ -408,7 +359,6 @@ class ServeOptions(WorkerGroupOptions):
         option(
             SECURITY,
             "Seconds that calls in flight may continue after the service is told to stop. Default: 30.",
-            "--drain-timeout",
             metavar="SECONDS",
         ),
     ] = None
@@ -439,29 +389,14 @@ class BatchOptions(WorkerGroupOptions):
         option(
             CONFIGURATION,
             "YAML file whose keys are names of options, as for `smcserve serve`; flags override it.",
-            "--config",
             metavar="FILE",
         ),
     ] = None
     overwrite: Annotated[
-        bool | None,
-        option(
-            BATCH,
-            "Start from the beginning, and discard the answers that OUT holds.",
-            "--overwrite",
-            show_default=False,
-            metavar="",
-        ),
+        bool | None, flag(BATCH, "Start from the beginning, and discard the answers that OUT holds.", "--overwrite")
     ] = None
     retry_failed: Annotated[
-        bool | None,
-        option(
-            BATCH,
-            "Decode lines that failed in OUT again; existing answers are kept.",
-            "--retry-failed",
-            show_default=False,
-            metavar="",
-        ),
+        bool | None, flag(BATCH, "Decode lines that failed in OUT again; existing answers are kept.", "--retry-failed")
     ] = None
     gangs: Annotated[
         int | None,
@@ -478,18 +413,12 @@ class BatchOptions(WorkerGroupOptions):
             BATCH,
             "Maximum number of lines of a part, the unit of resuming in a directory. Default: 1000, or "
             "more where that would make more than 10,000 parts.",
-            "--part-lines",
             metavar="COUNT",
         ),
     ] = None
     output_format: Annotated[
         str | None,
-        option(
-            BATCH,
-            "Format of the files in an output directory. Default: that of IN.",
-            "--output-format",
-            metavar="jsonl|parquet",
-        ),
+        option(BATCH, "Format of the files in an output directory. Default: that of IN.", metavar="jsonl|parquet"),
     ] = None
     metrics_port: Annotated[
         int | None,
@@ -526,7 +455,6 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     from smc.api.engine_config import GPU_PREFILL, EngineConfig
     from smc.loading import pair_directories
 
-    given = {name: value for name, value in given.items() if value is not None}
     if given.get("load") in ("random", "grown") and not (given.get("target") and given.get("draft")):
         raise ValueError(f"--load {given['load']} needs --target and --draft, each the name of a published shape")
     target, draft = pair_directories(given.get("target"), given.get("draft"))
@@ -535,11 +463,11 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     settings: dict[str, Any] = {"cohorts": cohorts, "prefix_cache": not given.get("no_prefix_cache", False)}
     if given.get("device") == "cuda":
         settings |= GPU_PREFILL
-    engine = EngineConfig(**settings | _fields_of(EngineConfig, given))
+    engine = EngineConfig(**settings | fields_of(EngineConfig, given))
     if engine.potentials:
         options.load_own(engine.potentials)
     return WorkerGroupConfig(
-        **_fields_of(WorkerGroupConfig, given) | {"target": target, "draft": draft, "engine": engine}
+        **fields_of(WorkerGroupConfig, given) | {"target": target, "draft": draft, "engine": engine}
     )
 
 
@@ -553,7 +481,7 @@ def gateway_config(given: Mapping[str, Any]) -> GatewayConfig:
             raise ValueError(f"http_port={http_port} is given with no_http; leave one out")
     elif http_port is None:
         http_port = DEFAULT_HTTP_PORT
-    settings = _fields_of(GatewayConfig, given) | {"http_port": http_port}
+    settings = fields_of(GatewayConfig, given) | {"http_port": http_port}
     return GatewayConfig(page=not given.get("no_page", False), **settings)
 
 
@@ -568,5 +496,6 @@ def effective(group: WorkerGroupConfig, gateway: GatewayConfig, given: Mapping[s
     return {name: values[name] if name in values else given.get(name) for name in options.keys_of(ServeOptions)}
 
 
-def _fields_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given values of the fields of a configuration class; those that are None are left out."""
     return {one.name: given[one.name] for one in fields(kind) if given.get(one.name) is not None}

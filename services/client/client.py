@@ -244,8 +244,8 @@ class Client:
         if (tls_cert is None) != (tls_key is None):
             given, missing = ("tls_cert", "tls_key") if tls_key is None else ("tls_key", "tls_cert")
             raise ValueError(f"{given} is given without {missing}; give both, or neither")
-        secure = tls or tls_ca is not None or tls_cert is not None
-        if token is not None and not secure and not _stays_here(target):
+        credentials = channel_credentials(tls, tls_ca, tls_cert, tls_key)
+        if token is not None and credentials is None and not _stays_here(target):
             raise ValueError(f"the token would go to {target} in plain text; give tls=True or tls_ca")
         options = [
             ("grpc.max_receive_message_length", -1),
@@ -256,13 +256,10 @@ class Client:
             # Calls to this machine, and the token in them, do not go through a proxy.
             ("grpc.enable_http_proxy", int(not _stays_here(target))),
         ]
-        if secure:
-            credentials = grpc.ssl_channel_credentials(
-                *(None if p is None else Path(p).read_bytes() for p in (tls_ca, tls_key, tls_cert))
-            )
-            self._channel = grpc.secure_channel(target, credentials, options)
-        else:
+        if credentials is None:
             self._channel = grpc.insecure_channel(target, options)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, options)
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self._stub = pb_grpc.GenerationServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -289,14 +286,15 @@ class Client:
         **settings: Any,
     ) -> Completion:
         """Return the whole answer at once. Arguments: see `stream`."""
-        options: dict[str, Any] = {
-            "timeout": timeout,
-            "request_id": request_id,
-            "cache_salt": cache_salt,
-            "negative_prompt": negative_prompt,
-            "priority": priority,
-        }
-        with self.stream(prompt, **options, **settings) as stream:
+        with self.stream(
+            prompt,
+            timeout=timeout,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            negative_prompt=negative_prompt,
+            priority=priority,
+            **settings,
+        ) as stream:
             for _ in stream:
                 pass
         assert stream.completion is not None, "a stream that ends well has ended with an answer"
@@ -329,9 +327,9 @@ class Client:
             sampling=sampling_message(settings),
             **reports,
         )
-        _set_prompt(request, prompt)
+        set_prompt(request, prompt)
         if negative_prompt is not None:
-            _set_prompt(request.negative_prompt, negative_prompt)
+            set_prompt(request.negative_prompt, negative_prompt)
         call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
         return CompletionStream(call, request)
 
@@ -361,21 +359,31 @@ class Client:
             raise _service_error(error) from error
 
 
-def _set_prompt(request: pb.GenerateRequest | pb.NegativePrompt, prompt: Prompt) -> None:
+def channel_credentials(
+    tls: bool, tls_ca: str | Path | None, tls_cert: str | Path | None, tls_key: str | Path | None
+) -> grpc.ChannelCredentials | None:
+    """Return the credentials of a connection with these options of `Client`; None: without TLS."""
+    if not tls and tls_ca is None and tls_cert is None:
+        return None
+    files = (None if path is None else Path(path).read_bytes() for path in (tls_ca, tls_key, tls_cert))
+    return grpc.ssl_channel_credentials(*files)
+
+
+def set_prompt(request: pb.GenerateRequest | pb.NegativePrompt, prompt: Prompt) -> None:
+    """Write a prompt into a message. Raises ValueError for what is no prompt."""
+    items: Any = prompt
     if isinstance(prompt, str):
         request.text = prompt
         return
     kind = Message if len(prompt) and isinstance(prompt[0], Message) else int
-    for item in prompt:
+    for item in items:
         if not isinstance(item, kind) or (isinstance(item, int) and not 0 <= item < 2**31):
             raise ValueError(f"prompt contains {item!r}; allowed: a string, a list of token ids, or a list of Message")
     if kind is Message:
-        request.chat.messages.extend(
-            pb.ChatMessage(role=m.role, content=m.content) for m in prompt if isinstance(m, Message)
-        )
+        request.chat.messages.extend(pb.ChatMessage(role=each.role, content=each.content) for each in items)
     else:
         request.token_ids.SetInParent()  # an empty list is sent as well; the service refuses it
-        request.token_ids.ids.extend(item for item in prompt if isinstance(item, int))
+        request.token_ids.ids.extend(items)
 
 
 def _particle(message: pb.Particle) -> Particle:

@@ -86,7 +86,7 @@ def answer_file(
     requests = RequestReader(pair, seed)
     with OutputFile(output, overwrite) as file:
         before = survey(source, file, requests, fingerprint)
-        runner = BatchRunner(pair, requests, decode, fingerprint, limit or Limit(requests=4))
+        runner = BatchRunner(pair, requests, decode, fingerprint, limit or Limit(4))
         asyncio.run(runner.run(rest(source, before.done), lambda record, is_new: file.append(record)))
     return before
 

@@ -26,7 +26,7 @@ def test_a_line_every_few_seconds_and_a_summary(monkeypatch):
     with display.showing(tally):
         for record in [ANSWER] * 100 + [FAILED]:
             now[0] += 0.125
-            tally.count(record)
+            tally.add(Counts.of(record))
             display.update(tally)
     said = console.file.getvalue().splitlines()
     assert len(said) == 2
@@ -73,9 +73,9 @@ def test_copied_records_do_not_count_in_rate(monkeypatch):
     run = BatchProgress(Survey(total=10, done=2, failed=0), is_estimate=True)
     run.start()
     now[0] += 10
-    run.count(ANSWER, is_new=False)
+    run.add(Counts.of(ANSWER), is_new=False)
     assert (run.done, run.lines_a_second, run.seconds_left) == (3, 0.0, None)
-    run.count(ANSWER)
+    run.add(Counts.of(ANSWER))
     assert run.lines_a_second == 0.1 and run.seconds_left == 60 and run.goal == "about 10 lines"
     run.expect(Counts(), total=3)
     assert run.goal == "about 4 lines"

@@ -73,7 +73,7 @@ def test_failed_lines_are_done_again_and_answers_stay(pair, source, tmp_path):
     records = [json.loads(line) for line in before[:9]]
     records[6] |= {"response": None, "error": {"code": "unavailable", "message": "lost"}}
     requests, again = RequestReader(pair, 0), []
-    runner = BatchRunner(pair, requests, done_by(calls), PRINT, Limit(requests=4))
+    runner = BatchRunner(pair, requests, done_by(calls), PRINT, Limit(4))
     lines = rest(source, 2, earlier=records)
     asyncio.run(runner.run(lines, lambda record, is_new: again.append((record, is_new))))
     assert [written(record) for record, _ in again] == before[2:]

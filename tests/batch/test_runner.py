@@ -39,23 +39,28 @@ class Meter:
 
 @pytest.mark.parametrize("count", [0, 1, 7, 100])
 def test_order(pair, count):
-    records = run(pair, [line(chat(f"{i}"), i + 1) for i in range(count)], Meter(), Limit(requests=9))
+    records = run(pair, [line(chat(f"{i}"), i + 1) for i in range(count)], Meter(), Limit(9))
     assert [record["custom_id"] for record in records] == [f"{i}" for i in range(count)]
     assert all(record["error"] is None for record in records)
 
 
 def test_no_more_requests_than_allowed(pair):
     meter = Meter()
-    run(pair, [line(chat(f"{i}"), i + 1) for i in range(50)], meter, Limit(requests=5))
+    run(pair, [line(chat(f"{i}"), i + 1) for i in range(50)], meter, Limit(5))
     assert meter.most == 5 and meter.now == 0
 
 
 def test_no_more_particles_than_allowed_but_one_request_at_least(pair):
     """The rows in flight stay within the limit, except that one larger request may run alone."""
     meter, sizes = Meter(), [4, 1, 60, 3, 8, 16, 2, 5] * 5
-    run(pair, [line(chat(f"{i}", particles=size), i + 1) for i, size in enumerate(sizes)], meter, Limit(rows=20))
+    run(
+        pair,
+        [line(chat(f"{i}", particles=size), i + 1) for i, size in enumerate(sizes)],
+        meter,
+        Limit(20, in_slots=True),
+    )
     assert meter.most > 1 and meter.most_rows == 60
-    run(pair, [line(chat(f"{i}", particles=4), i + 1) for i in range(30)], small := Meter(), Limit(rows=20))
+    run(pair, [line(chat(f"{i}", particles=4), i + 1) for i in range(30)], small := Meter(), Limit(20, in_slots=True))
     assert small.most_rows == 20
 
 
@@ -76,7 +81,7 @@ def test_a_slow_line_stops_the_reading_of_others(pair, monkeypatch):
             waiting.append(len(read))
         return await decode_at_once(request)
 
-    assert len(run(pair, lines(), decode, Limit(requests=50))) == 100
+    assert len(run(pair, lines(), decode, Limit(50))) == 100
     assert 10 <= waiting[0] <= 13
 
 
@@ -90,7 +95,7 @@ def test_a_record_is_written_as_soon_as_all_before_it_are(pair):
             assert len(written) == 7
         return answer_of(request)
 
-    records = run(pair, [line(chat(f"{i}"), i + 1) for i in range(10)], decode, Limit(requests=10), written.append)
+    records = run(pair, [line(chat(f"{i}"), i + 1) for i in range(10)], decode, Limit(10), written.append)
     assert records == [] and len(written) == 10
 
 
@@ -111,7 +116,7 @@ def test_lines_that_fail_are_records_in_their_place(pair):
         return answer_of(request)
 
     lines = [line(chat(f"{i}") if i != 3 else chat("3", n=0), i) for i in range(1, 10)]
-    records = run(pair, lines, decode, Limit(requests=3))
+    records = run(pair, lines, decode, Limit(3))
     assert [record["custom_id"] for record in records] == [f"{i}" for i in range(1, 10)]
     codes = [record["error"] and record["error"]["code"] for record in records]
     assert codes == [None, "invalid", "invalid", "failed", "unavailable", "queue_full", "internal", None, None]
@@ -130,7 +135,7 @@ def test_the_loss_of_the_service_ends_the_run_and_no_line(pair):
         return answer_of(request)
 
     with pytest.raises(ServiceLost, match="it is gone"):
-        run(pair, [line(chat(f"{i}"), i) for i in range(1, 50)], decode, Limit(requests=2), written.append)
+        run(pair, [line(chat(f"{i}"), i) for i in range(1, 50)], decode, Limit(2), written.append)
     assert len(written) <= 5 and all(record["error"] is None for record in written)
 
 
@@ -139,4 +144,4 @@ def test_a_full_disk_ends_the_run(pair):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        run(pair, [line(chat(f"{i}"), i) for i in range(1, 50)], decode_at_once, Limit(requests=2), write)
+        run(pair, [line(chat(f"{i}"), i) for i in range(1, 50)], decode_at_once, Limit(2), write)

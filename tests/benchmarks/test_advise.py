@@ -83,13 +83,11 @@ def test_time_of_a_round():
     setting, acceptance = TreeShape(8, 4, 5), AcceptanceCurve(0.9)
     assert (plain.name, lockstep.name, ahead.name) == ("2 x plain", "2 x lockstep", "look-ahead 1 + 1")
     # Two services share three requests: one of them serves two.
-    assert plain.speed(3, None, acceptance, 16, 100).seconds == pytest.approx(COSTS.alone.at(2, 200) + 0.0002 / 16)
+    assert plain.speed(3, None, acceptance, 100).seconds == pytest.approx(COSTS.alone.at(2, 200) + 0.0002 / 16)
     drafting, scoring = 5 * COSTS.draft.at(2 * 8, 200), COSTS.target.at(2 * 8 * 6, 200)
-    assert lockstep.speed(3, TreeShape(8, 1, 5), acceptance, 16, 100).seconds == pytest.approx(
-        drafting + scoring + 0.0002
-    )
+    assert lockstep.speed(3, TreeShape(8, 1, 5), acceptance, 100).seconds == pytest.approx(drafting + scoring + 0.0002)
     drafting, scoring = 5 * COSTS.draft.at(3 * 32, 300), COSTS.target.at(3 * 40, 300)
-    predicted = ahead.speed(3, setting, acceptance, 16, 100)
+    predicted = ahead.speed(3, setting, acceptance, 100)
     assert predicted.seconds == pytest.approx(max(drafting, scoring) + 0.0002)
     assert predicted.total == pytest.approx(3 * predicted.tokens / predicted.seconds)
 
@@ -114,8 +112,8 @@ def test_the_best_setting_is_that_of_all():
         AcceptanceCurve(0.9),
         TreeShapes((1, 4, 8), (1, 4), (2, 5, 9)),
     )
-    best = best_of(ahead, 1, acceptance, among, 16, 256)
-    speeds = [ahead.speed(1, setting, acceptance, 16, 256).per_request for setting in ahead.settings(among)]
+    best = best_of(ahead, 1, acceptance, among, 256)
+    speeds = [ahead.speed(1, setting, acceptance, 256).per_request for setting in ahead.settings(among)]
     assert len(speeds) == 18 and best.per_request >= 0.999 * max(speeds)
 
 
@@ -123,11 +121,11 @@ def test_one_request_wants_two_gpus_and_a_crowd_plain_decoding():
     """Many requests make passes compute-bound, and with a poor draft nothing beats plain decoding, unless contexts are
     long."""
     found = arrangements(2, {1: COSTS})
-    alone, *_ = advise(found, [1], AcceptanceCurve(0.9), TreeShapes(), 16, 256)
+    alone, *_ = advise(found, [1], AcceptanceCurve(0.9), TreeShapes(), 256)
     assert alone.arrangement.form == LOOKAHEAD and alone.setting.particles > 1
-    crowd, *_ = advise(found, [512], AcceptanceCurve(0.3), TreeShapes(), 16, 256)
+    crowd, *_ = advise(found, [512], AcceptanceCurve(0.3), TreeShapes(), 256)
     assert crowd.arrangement.name == "2 x plain"
-    long, *_ = advise(found, [512], AcceptanceCurve(0.3), TreeShapes(), 16, 16_384)
+    long, *_ = advise(found, [512], AcceptanceCurve(0.3), TreeShapes(), 16_384)
     assert long.arrangement.form != "plain"
 
 

@@ -3,7 +3,8 @@ standard errors of their own."""
 
 from __future__ import annotations
 
-from benchmarks.tree_acceptance import demo_problems, held_along, lines_of, lines_of_rounds, rounds_along, write_answers
+from benchmarks.load import problem_prompts
+from benchmarks.tree_acceptance import held_along, lines_of, lines_of_rounds, rounds_along, write_answers
 from smc import demo
 from smc.distill.measure import TreeDraft
 from smc.local_engine import ModelPair
@@ -23,7 +24,7 @@ def test_a_tree_of_the_target_itself_holds_its_answers():
     """The trees are coupled to the noise with which the answers were drawn."""
     target = load_model(demo.TARGET)
     pair = ModelPair(target, target, Tokenizer.load(demo.TARGET), max_context=256)
-    texts = write_answers(pair, demo_problems(pair.tokenizer, 2), 1.0, seed=3)
+    texts = write_answers(pair, problem_prompts(pair.tokenizer, 2, seed=0), 1.0, seed=3)
     held_T = held_along(TreeDraft(target, pair.tokenizer.size, 2, 1.0), texts, 3, 1.0, seed=3)
     assert len(held_T) == 2 and all(held and set(held) == {3} for held in held_T)
 

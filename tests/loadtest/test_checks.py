@@ -174,3 +174,15 @@ def test_threads_and_files_that_grow(threads, files):
         not files,
         True,
     )
+
+
+def test_processes_that_were_not_watched_and_a_run_that_is_too_short():
+    unwatched = [ServerSample(float(at), 8, 4) for at in range(30)]
+    failed = [ServerSample(float(at), error="UNAVAILABLE: gone") for at in range(5, 30)]
+    for samples, needed, idle in (
+        (unwatched, "--watch-pid", "--duration"),
+        (FLAT[:5], "--duration", "--watch-pid"),
+        ([*FLAT[:5], *failed], "--duration", "--watch-pid"),
+    ):
+        check = next(check for check in made_run(GOOD, samples, flat=True).checks if check.name.startswith("threads"))
+        assert check.passed is None and needed in check.text and idle not in check.text

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.real_pair import build, find_wheel
-from benchmarks.tree_acceptance import DrawnContinuation, OwnText, TreeDraft, draw_next, from_record
+from benchmarks.tree_acceptance import DrawnContinuation, OwnText, TreeDraft, draw_next
 from smc.algorithm.coupling import FIRST_EXPONENT
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
@@ -165,6 +165,12 @@ def test_streams_have_no_broken_characters(pair):
         assert "".join(pieces) + stream.finish(text) == text
     split = [token for text in OTHER_SCRIPTS for token in pair.tokenizer.encode(text)]
     assert any("\ufffd" in pair.tokenizer.decode([token]) for token in split)
+
+
+def from_record(record: dict) -> tuple[OwnText, list[DrawnContinuation], list[int]]:
+    """Invert `benchmarks.tree_acceptance.as_record`."""
+    drawn = [DrawnContinuation(context, tuple(tokens), seed) for context, tokens, seed in record["drawn"]]
+    return OwnText(tuple(record["tokens"]), record["answer_from"]), drawn, record["held"]
 
 
 @pytest.mark.parametrize("temperature", HELD)
