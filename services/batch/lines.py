@@ -15,7 +15,7 @@ from services.errors import status_of
 from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, kind_of, parse
 from services.openai.messages import Reasoning
 from services.openai.requests import CompletionRequest, derived_seed, understood
-from services.openai.responses import ResponseHeader, ScoredPrompt, check_scored, choice, reported, response
+from services.openai.responses import ResponseHeader, check_scored, echoes, response
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.request import Answer, Request
 
@@ -169,27 +169,9 @@ def answered(
     chat, tokenizer = line.url == CHAT, pair.tokenizer
     heading = ResponseHeader(line.digest, created, pair.target.name, chat, fingerprint)
     completion = _understood(line, pair)
-    form = completion.tool_format if line.body.get("tools") else None
     reasoning = Reasoning.of(tokenizer, requests[0].prompt) if chat else None
-    echoes = [prompt.written(tokenizer) if completion.echo else "" for prompt in completion.prompts]
-    answers = reported(completion, answers)
-    scored = ScoredPrompt.of(completion, requests, answers, tokenizer)
-    choices = [
-        choice(
-            index,
-            answer,
-            request.params,
-            chat,
-            tokenizer,
-            echoes[index // completion.n],
-            form,
-            reasoning,
-            line.digest,
-            scored[index],
-        )
-        for index, (request, answer) in enumerate(zip(requests, answers, strict=True))
-    ]
-    body = response(heading, choices, answers, len(completion.prompts), scored[0])
+    texts = echoes(completion, tokenizer)
+    body = response(heading, completion, requests, answers, texts, tokenizer, reasoning)
     line_response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
     return {"id": record_id(line), "custom_id": line.custom_id, "response": line_response, "error": None}
 
