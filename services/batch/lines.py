@@ -14,7 +14,7 @@ from services.backend import ServingPair
 from services.errors import status_of
 from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, kind_of, parse
 from services.openai.messages import Reasoning
-from services.openai.requests import CompletionRequest, derived_seed, understood
+from services.openai.requests import CompletionRequest, Served, derived_seed, understood
 from services.openai.responses import ResponseHeader, check_scored, echoes, response
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.request import Answer, Request
@@ -135,9 +135,8 @@ class RequestReader:
 
 
 def _understood(line: Line, pair: ServingPair) -> CompletionRequest:
-    names = (pair.target.name,)
-    completion = understood(line.body, line.url == CHAT, names, pair.tokenizer.size, defaults=pair.sampling)
-    return completion.with_tool_format(pair.tokenizer)
+    served = Served((pair.target.name,), pair.tokenizer, defaults=pair.sampling)
+    return understood(line.body, line.url == CHAT, served).with_tool_format(pair.tokenizer)
 
 
 def _check_is_for_a_file(completion: CompletionRequest) -> None:

@@ -364,17 +364,6 @@ class CompletionWriter:
         return _event(self._fields | {"choices": [choice]} | self._usage)
 
 
-def models(names: Sequence[str], created: int, context: int, weights: str) -> dict[str, Any]:
-    return {"object": "list", "data": [model(name, names[0], created, context, weights) for name in names]}
-
-
-def model(name: str, root: str, created: int, context: int, weights: str) -> dict[str, Any]:
-    """Return the description of a model. `root`: the first name under which it is served; `weights`: fingerprint of the
-    target's weights."""
-    named = {"id": name, "object": "model", "created": created, "owned_by": "smcserve", "root": root}
-    return named | {"max_model_len": context, "weights": weights}
-
-
 def written(document: Any, depth: int = 5) -> str:
     """Return a document as JSON, joined from the pieces at `depth` levels below, such as one token's log-probabilities.
     Long documents are written in a thread, and no other thread runs while `json` writes a piece."""
