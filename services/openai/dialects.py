@@ -3,9 +3,10 @@ nothing about connections and decoding."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from services.openai.bodies import (
     CHAT,
@@ -45,16 +46,19 @@ class ApiCall:
         return renamed(named(error, NAMES[chat], "messages" if chat else "prompt"), self.field_names)
 
 
-class Dialect(Protocol):
-    @property
-    def prompt(self) -> str:
-        """The field that holds the prompt."""
+class Dialect(ABC):
+    """How one API reads bodies and writes errors."""
 
+    prompt: str
+    """The field that holds the prompt."""
+
+    @abstractmethod
     def read(self, document: Any, served: Served) -> ApiCall:
         """Read a body. Raises BadRequest naming the field, the value and what is allowed."""
 
     def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
         """Return what a caller is sent instead of an answer. `request_id`: the call's id, if it has one yet."""
+        return refusal(error)
 
 
 B = TypeVar("B", bound=Strict)
@@ -102,20 +106,17 @@ SHARED = ("model", "stream", "request_id", "cache_salt", "priority", "timeout")
 
 
 @dataclass(frozen=True)
-class CompletionDialect:
+class CompletionDialect(Dialect):
     """The dialect of chats, or of completions."""
 
     chat: bool
-
-    @property
-    def prompt(self) -> str:
-        return "messages" if self.chat else "prompt"
+    prompt: str
 
     def read(self, document: Any, served: Served) -> ApiCall:
         return ApiCall(understood(document, self.chat, served).with_tool_format(served.tokenizer))
 
-    def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
-        return refusal(error)
 
-
-COMPLETION_DIALECTS: dict[str, Dialect] = {CHAT: CompletionDialect(True), COMPLETIONS: CompletionDialect(False)}
+COMPLETION_DIALECTS: dict[str, Dialect] = {
+    CHAT: CompletionDialect(True, "messages"),
+    COMPLETIONS: CompletionDialect(False, "prompt"),
+}

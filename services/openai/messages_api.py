@@ -11,7 +11,7 @@ import pydantic_core
 from pydantic import Field, Tag
 
 from services.openai.bodies import KIND, BadRequest, Refusal, Strict, joined, kind_of_item, neutral, refusal, text_or
-from services.openai.dialects import ApiCall, ChatForm
+from services.openai.dialects import ApiCall, ChatForm, Dialect
 from services.openai.messages import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader, Reasoning
 from services.openai.requests import CompletionRequest, Served
 from services.openai.responses import OPENAI_FINISH, ResponseHeader, named_event, smc_block, written
@@ -149,7 +149,7 @@ WITHOUT = frozenset({"stop", "logprobs", "top_logprobs", "prompt_logprobs"})
 FORM = ChatForm(MESSAGES, MessagesBody, WITHOUT, FIELD_NAMES)
 
 
-class MessagesDialect:
+class MessagesDialect(Dialect):
     prompt = "messages"
 
     def read(self, document: Any, served: Served) -> ApiCall:

@@ -196,16 +196,20 @@ class CompletionRequest:
             return tuple(self.negative.encode(tokenizer, limit))
 
     def seeds(self) -> Iterator[int | None]:
-        """Yield a seed for each answer: first the request's own, then seeds derived from it. None: the request gives
-        none."""
-        seed = self.settings.get("seed")
-        for index in range(self.n * len(self.prompts)):
-            yield seed if index == 0 or seed is None else derived_seed(f"{seed}:{index}")
+        """Yield a seed for each answer, see `seeds_of`."""
+        return seeds_of(self.settings.get("seed"), self.n * len(self.prompts))
 
 
 def derived_seed(name: str) -> int:
     """Return a seed that depends on `name` alone."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) >> 1
+
+
+def seeds_of(seed: int | None, count: int) -> Iterator[int | None]:
+    """Yield the seeds of `count` answers: first the request's own, then seeds derived from it. None: the request gives
+    none."""
+    for index in range(count):
+        yield seed if index == 0 or seed is None else derived_seed(f"{seed}:{index}")
 
 
 @dataclass(frozen=True)

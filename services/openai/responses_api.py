@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from services.openai.bodies import KIND, Refusal, Strict, joined, kind_of_item, neutral, refusal, text_or
-from services.openai.dialects import ApiCall, ChatForm
+from services.openai.bodies import KIND, Strict, joined, kind_of_item, neutral, text_or
+from services.openai.dialects import ApiCall, ChatForm, Dialect
 from services.openai.messages import (
     MessagePart,
     PartBegins,
@@ -200,15 +200,12 @@ FIELD_NAMES = {
 FORM = ChatForm(RESPONSES, ResponsesBody, frozenset({"max_tokens", "logprobs", "prompt_logprobs"}), FIELD_NAMES)
 
 
-class ResponsesDialect:
+class ResponsesDialect(Dialect):
     prompt = "input"
 
     def read(self, document: Any, served: Served) -> ApiCall:
         body, completion, names = FORM.read(document, served, _chat)
         return ApiCall(completion, partial(ResponsesWriter, body), names)
-
-    def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
-        return refusal(error)
 
 
 def _chat(body: ResponsesBody, settings: dict[str, Any]) -> dict[str, Any]:
