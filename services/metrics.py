@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from smc.api.request import Answer
 from smc.api.sampling_params import VERIFICATIONS
-from smc.scheduler.stats import EngineStats, SpecStats
+from smc.scheduler.stats import EngineStats, RoundTimes, SpecStats
 
 # The library adds a series `_created` to every counter and histogram, which is unused.
 prom.disable_created_metrics()
@@ -155,23 +155,14 @@ class EngineMetrics(Families):
         self._potential_errors.inc(stats.potentials.errors)
         self._potential_timeouts.inc(stats.potentials.timeouts)
 
-    def observe_round(
-        self,
-        whole: float,
-        draft: float,
-        target: float,
-        link: float,
-        coordinator: float,
-        draft_stall: float,
-        target_stall: float,
-    ) -> None:
-        """Record the seconds of one round and of its parts. Draft and target may work at the same time, so the sum of
-        the parts can exceed the whole."""
+    def observe_round(self, times: RoundTimes) -> None:
+        """Record the times of one round. Draft and target may work at the same time, so the sum of the parts can exceed
+        the whole."""
         self._last_round = time.monotonic()
-        self._round.observe(whole)
-        for part, seconds in zip(PARTS, (draft, target, link, coordinator), strict=True):
-            self._round_part.labels(part).observe(seconds)
-        for group, seconds in zip(GROUPS, (draft_stall, target_stall), strict=True):
+        self._round.observe(times.whole)
+        for part in PARTS:
+            self._round_part.labels(part).observe(getattr(times, part))
+        for group, seconds in zip(GROUPS, (times.draft_stall, times.target_stall), strict=True):
             self._stall.labels(group).inc(max(seconds, 0.0))
 
     def _count_exact(self, verification: str, counts: SpecStats) -> None:
