@@ -64,39 +64,32 @@ class ScoredPrompt:
     tokens: tuple[int, ...]
     scores: tuple[PromptToken, ...]
     """Scores of all tokens but the first; empty if there was no time to compute them."""
-    listed: int | None
-    """See `CompletionRequest.prompt_logprobs`."""
-    echoed: bool
-    """Whether the prompt's log-probabilities precede those of the answer."""
-    tokenizer: Tokenizer
 
     @staticmethod
     def of(
-        completion: CompletionRequest, requests: Sequence[Request], answers: Sequence[Answer], tokenizer: Tokenizer
+        completion: CompletionRequest, requests: Sequence[Request], answers: Sequence[Answer]
     ) -> list[ScoredPrompt | None]:
         """Return the scored prompt of each answer; None: scores were not requested. Answers to one prompt share the
         scores of the first."""
         found: list[ScoredPrompt | None] = []
-        for index in range(len(answers)):
-            first = index // completion.n * completion.n
+        for first in range(0, len(answers), completion.n):
             scored = None
             if requests[first].params.prompt_logprobs is not None:
-                prompt, scores = requests[first].prompt, answers[first].prompt_logprobs or ()
-                echoed = completion.echo and requests[first].params.logprobs
-                scored = ScoredPrompt(prompt, scores, completion.prompt_logprobs, echoed, tokenizer)
-            found.append(scored)
+                scored = ScoredPrompt(requests[first].prompt, answers[first].prompt_logprobs or ())
+            found += [scored] * completion.n
         return found
 
-    def fields(self) -> dict[str, Any]:
-        """Return vLLM's field of a response, if the prompt's tokens are to be listed."""
-        return {} if self.listed is None else {"prompt_logprobs": self._by_id(self.listed)}
+    def fields(self, count: int | None, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return vLLM's field of a response, if the prompt's tokens are to be listed. `count`: see
+        `CompletionRequest.prompt_logprobs`."""
+        return {} if count is None else {"prompt_logprobs": self._by_id(count, tokenizer)}
 
-    def _by_id(self, count: int) -> list[dict[str, Any] | None] | None:
+    def _by_id(self, count: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None] | None:
         """Return for every token its own log-probability and those of the `count` likeliest at its position, by token
         id; the first token has none. None: there was no time to compute them."""
         if len(self.scores) != len(self.tokens) - 1:
             return None
-        text = cache(lambda token: self.tokenizer.decode([token]))
+        text = cache(lambda token: tokenizer.decode([token]))
         listed: list[dict[str, Any] | None] = [None]
         for token, score in zip(self.tokens[1:], self.scores):
             ranked = {token: (score.logprob, score.rank)}
@@ -152,10 +145,10 @@ def response(
     begin with."""
     if completion.only_prompts:
         answers = list(map(_without_token, answers))
-    prompts = ScoredPrompt.of(completion, requests, answers, tokenizer)
+    prompts, count = ScoredPrompt.of(completion, requests, answers), completion.prompt_logprobs
     choices = []
     for index, (answer, request, scored) in enumerate(zip(answers, requests, prompts, strict=True)):
-        echoed = scored if scored is not None and scored.echoed else None
+        echoed = scored if completion.echo and request.params.logprobs else None
         logprobs = _answer_logprobs(answer, heading.chat, tokenizer, echoed, request.params.top_logprobs)
         ending = _ending(answer, request.params, logprobs)
         content: dict[str, Any]
@@ -165,10 +158,10 @@ def response(
             ending |= _finish(ending, "tool_calls" in message)
         else:
             content = {"text": echoes[index] + answer.text}
-            ending |= scored.fields() if scored is not None else {}
+            ending |= scored.fields(count, tokenizer) if scored is not None else {}
         choices.append({"index": index} | content | ending)
     body = heading.fields() | {"choices": choices, "usage": usage(answers, len(completion.prompts))}
-    return body | (prompts[0].fields() if heading.chat and prompts[0] is not None else {})
+    return body | (prompts[0].fields(count, tokenizer) if heading.chat and prompts[0] is not None else {})
 
 
 def _without_token(answer: Answer) -> Answer:
