@@ -13,22 +13,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from smc.api.request import Answer
 from smc.api.sampling_params import VERIFICATIONS
-from smc.scheduler.stats import EngineStats, SpecStats
+from smc.scheduler.stats import EngineStats, RoundTimes, SpecStats
 
+# The library adds a series `_created` to every counter and histogram, which is unused.
+prom.disable_created_metrics()
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 PREFIX = "smc_"
 GROUPS = ("draft", "target")
-
-
-class MetricRegistry(CollectorRegistry):
-    """A registry without the `_created` series, which the library adds to every counter and histogram and which are
-    unused."""
-
-    def collect(self) -> Iterator[prom.Metric]:
-        for metric in super().collect():
-            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-            yield metric
 
 
 class Page(CollectorRegistry):
@@ -55,10 +47,28 @@ class Page(CollectorRegistry):
 
 
 class Families:
-    """Creates metrics in its own registry, so that several services can live in one process."""
+    """Creates metrics in its own registry, so that several services can live in one process, and serves them."""
 
     def __init__(self) -> None:
-        self.registry = MetricRegistry()
+        self.registry = CollectorRegistry()
+        self._scraped = self.registry
+
+    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
+        """Answer scrapes at `/metrics`. Returns the bound port (a free one if `port` is 0) and a function that stops
+        the server. Raises OSError if it cannot listen."""
+        try:
+            server, thread = prom.start_http_server(port, addr=host, registry=self._scraped)
+        except OSError as error:
+            raise OSError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror}; give another metrics port, or 0 for any"
+            ) from error
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return server.server_port, stop
 
     def _counter(self, name: str, text: str, **labels: Iterable[str]) -> Counter:
         return _with_series(Counter(name, text, tuple(labels), registry=self.registry), labels)
@@ -145,23 +155,14 @@ class EngineMetrics(Families):
         self._potential_errors.inc(stats.potentials.errors)
         self._potential_timeouts.inc(stats.potentials.timeouts)
 
-    def observe_round(
-        self,
-        whole: float,
-        draft: float,
-        target: float,
-        link: float,
-        coordinator: float,
-        draft_stall: float,
-        target_stall: float,
-    ) -> None:
-        """Record the seconds of one round and of its parts. Draft and target may work at the same time, so the sum of
-        the parts can exceed the whole."""
+    def observe_round(self, times: RoundTimes) -> None:
+        """Record the times of one round. Draft and target may work at the same time, so the sum of the parts can exceed
+        the whole."""
         self._last_round = time.monotonic()
-        self._round.observe(whole)
-        for part, seconds in zip(PARTS, (draft, target, link, coordinator), strict=True):
-            self._round_part.labels(part).observe(seconds)
-        for group, seconds in zip(GROUPS, (draft_stall, target_stall), strict=True):
+        self._round.observe(times.whole)
+        for part in PARTS:
+            self._round_part.labels(part).observe(getattr(times, part))
+        for group, seconds in zip(GROUPS, (times.draft_stall, times.target_stall), strict=True):
             self._stall.labels(group).inc(max(seconds, 0.0))
 
     def _count_exact(self, verification: str, counts: SpecStats) -> None:
@@ -529,7 +530,7 @@ class Metrics(RequestMetrics, EngineMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self._page = Page(self.registry)
+        self._scraped = self._page = Page(self.registry)
         ProcessCollector(registry=self.registry)
         self._make_request_metrics()
         self._make_engine_metrics()
@@ -540,10 +541,6 @@ class Metrics(RequestMetrics, EngineMetrics):
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return prom.generate_latest(self._page)
-
-    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
-        """Answer scrapes, see `services.metrics.serve`."""
-        return serve(self._page, port, host)
 
     def set_health(self, draft: bool, target: bool, serving: bool) -> None:
         for group, healthy in zip(GROUPS, (draft, target), strict=True):
@@ -628,25 +625,3 @@ class BatchMetrics(Families):
     def set_worker_groups(self, starting: int, ready: int) -> None:
         self._groups.labels("starting").set(starting)
         self._groups.labels("ready").set(ready)
-
-    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
-        """Answer scrapes, see `services.metrics.serve`."""
-        return serve(self.registry, port, host)
-
-
-def serve(registry: CollectorRegistry, port: int, host: str) -> tuple[int, Callable[[], None]]:
-    """Answer scrapes at `/metrics`. Returns the bound port (a free one if `port` is 0) and a function that stops the
-    server. Raises OSError if it cannot listen."""
-    try:
-        server, thread = prom.start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise OSError(
-            f"cannot serve metrics on {host}:{port}: {error.strerror}; give another metrics port, or 0 for any"
-        ) from error
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return server.server_port, stop

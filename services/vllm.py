@@ -27,7 +27,8 @@ from smg_grpc_proto.generated import common_pb2
 
 from services.backend import Unimplemented
 from services.gateway.request_handler import ApiServer, RequestHandler
-from services.openai.requests import LONGEST, derived_seed
+from services.openai.requests import LONGEST, MAX_ANSWERS, seeds_of
+from services.openai.responses import OPENAI_FINISH
 from services.prompts import Prompt
 from services.protobuf.generation import check_counts
 from services.security import caller_of
@@ -35,8 +36,6 @@ from smc.api.limits import MAX_TOP_LOGPROBS
 from smc.api.request import Alternatives, Answer, FinishReason, Output, Request
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams, with_defaults
 
-MAX_ANSWERS = 128
-"""Maximum `n` of one call."""
 UNSET = {
     pb.SamplingParams: ("truncate_prompt_tokens",),
     pb.GenerateRequest: ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs"),
@@ -70,8 +69,7 @@ def to_params(
         raise ValueError(f"n={count}; allowed: 1..{MAX_ANSWERS}")
     settings = with_defaults({"max_tokens": room, **_settings(message)}, defaults)
     settings["method"] = Method.EXACT if settings.get("temperature") == 0 and method == Method.SMC else method
-    first = settings.pop("seed", None)
-    seeds = [first if index == 0 or first is None else derived_seed(f"{first}:{index}") for index in range(count)]
+    seeds = seeds_of(settings.pop("seed", None), count)
     return [SamplingParams(**settings, seed=seed) for seed in seeds]
 
 
@@ -115,15 +113,6 @@ def _check_unset(message: pb.SamplingParams | pb.GenerateRequest) -> None:
             raise ValueError(f"{name} is given; this service does not have it: leave it out")
 
 
-FINISHES = {
-    FinishReason.EOS: "stop",
-    FinishReason.STOP_TOKEN: "stop",
-    FinishReason.STOP_STRING: "stop",
-    FinishReason.LENGTH: "length",
-}
-"""The protocol's finish reasons, by those that an answer without a time budget can have."""
-
-
 def chunks(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
     """Yield the responses of a stream: new tokens, and after the last ones how the answer ended. The likeliest tokens
     and the log-probabilities of the prompt are known only at the end, so an answer with them comes in one piece."""
@@ -156,7 +145,7 @@ def whole(request: Request, index: int, output: Output) -> Iterator[pb.GenerateR
 def _complete(request: Request, answer: Answer, index: int) -> pb.GenerateResponse:
     complete = pb.GenerateComplete(
         output_ids=answer.tokens,
-        finish_reason=FINISHES[answer.finish_reason],
+        finish_reason=OPENAI_FINISH[answer.finish_reason],
         prompt_tokens=answer.prompt_tokens,
         completion_tokens=len(answer.tokens),
         cached_tokens=answer.cached_tokens,
@@ -204,14 +193,13 @@ def _top(likeliest: Alternatives) -> pb.TopLogProbs:
 
 
 FILES = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "chat_template.jinja",
-        "chat_template.json",
-    ),
-    *("config.json", "generation_config.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
 )
 CHUNK = 64 << 10
 """Maximum size of the data in one message, in bytes."""

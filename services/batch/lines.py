@@ -14,8 +14,8 @@ from services.backend import ServingPair
 from services.errors import status_of
 from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, kind_of, parse
 from services.openai.messages import Reasoning
-from services.openai.requests import CompletionRequest, derived_seed, understood
-from services.openai.responses import ResponseHeader, ScoredPrompt, check_scored, choice, reported, response
+from services.openai.requests import CompletionRequest, Served, derived_seed, understood
+from services.openai.responses import ResponseHeader, check_scored, echoes, response
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.request import Answer, Request
 
@@ -135,9 +135,8 @@ class RequestReader:
 
 
 def _understood(line: Line, pair: ServingPair) -> CompletionRequest:
-    names = (pair.target.name,)
-    completion = understood(line.body, line.url == CHAT, names, pair.tokenizer.size, defaults=pair.sampling)
-    return completion.with_tool_format(pair.tokenizer)
+    served = Served((pair.target.name,), pair.tokenizer, defaults=pair.sampling)
+    return understood(line.body, line.url == CHAT, served).with_tool_format(pair.tokenizer)
 
 
 def _check_is_for_a_file(completion: CompletionRequest) -> None:
@@ -169,27 +168,9 @@ def answered(
     chat, tokenizer = line.url == CHAT, pair.tokenizer
     heading = ResponseHeader(line.digest, created, pair.target.name, chat, fingerprint)
     completion = _understood(line, pair)
-    form = completion.tool_format if line.body.get("tools") else None
     reasoning = Reasoning.of(tokenizer, requests[0].prompt) if chat else None
-    echoes = [prompt.written(tokenizer) if completion.echo else "" for prompt in completion.prompts]
-    answers = reported(completion, answers)
-    scored = ScoredPrompt.of(completion, requests, answers, tokenizer)
-    choices = [
-        choice(
-            index,
-            answer,
-            request.params,
-            chat,
-            tokenizer,
-            echoes[index // completion.n],
-            form,
-            reasoning,
-            line.digest,
-            scored[index],
-        )
-        for index, (request, answer) in enumerate(zip(requests, answers, strict=True))
-    ]
-    body = response(heading, choices, answers, len(completion.prompts), scored[0])
+    texts = echoes(completion, tokenizer)
+    body = response(heading, completion, requests, answers, texts, tokenizer, reasoning)
     line_response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
     return {"id": record_id(line), "custom_id": line.custom_id, "response": line_response, "error": None}
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,17 +20,18 @@ from services.protobuf import RETRY_TRAILER
 from services.protobuf.generation import (
     FINISH_REASONS,
     REPORTS,
+    data_of,
     name_of,
     sampling_message,
     to_alternatives,
+    to_particle,
     to_prompt_tokens,
 )
 from services.security import is_loopback
-from smc.api.request import FinishReason, Particle, PromptToken, Statistics, Times
+from smc.api.request import Particle, PromptToken, Statistics, Times
 
 ASK_TIMEOUT = 30.0
 """Time limit in seconds of every call but Generate: a service that needs longer is taken to be down."""
-Data = TypeVar("Data")
 
 
 class ServiceError(RuntimeError):
@@ -210,14 +211,14 @@ class CompletionStream:
             finish_reason=name_of(FINISH_REASONS, finish.reason, "finish.reason"),
             matched=getattr(finish, matched) if matched else None,
             seed=finish.seed,
-            usage=_data(Usage, finish.usage),
-            statistics=_data(Statistics, finish.statistics) if finish.HasField("statistics") else None,
+            usage=data_of(Usage, finish.usage),
+            statistics=data_of(Statistics, finish.statistics) if finish.HasField("statistics") else None,
             logprobs=tuple(finish.logprobs) if request.logprobs else None,
             top_logprobs=tuple(map(to_alternatives, finish.top_logprobs)) if request.top_logprobs else None,
             prompt_logprobs=to_prompt_tokens(finish.prompt_logprobs) if finish.HasField("prompt_logprobs") else None,
-            particles=tuple(map(_particle, finish.particles)) if request.return_particles else None,
+            particles=tuple(map(to_particle, finish.particles)) if request.return_particles else None,
             seconds=time.monotonic() - self._started,
-            times=_data(Times, finish.times),
+            times=data_of(Times, finish.times),
         )
 
 
@@ -340,11 +341,11 @@ class Client:
 
     def model_info(self) -> ModelInfo:
         info = self._ask(self._stub.GetModelInfo, pb.GetModelInfoRequest())
-        models = {role: _data(ModelDescription, getattr(info, role)) for role in ("target", "draft")}
-        return _data(ModelInfo, info, **models, eos_token_ids=tuple(info.eos_token_ids))
+        models = {role: data_of(ModelDescription, getattr(info, role)) for role in ("target", "draft")}
+        return data_of(ModelInfo, info, **models, eos_token_ids=tuple(info.eos_token_ids))
 
     def server_info(self) -> ServerInfo:
-        return _data(ServerInfo, self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+        return data_of(ServerInfo, self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
 
     def health(self, service: str = "") -> str:
         """Return `SERVING` or `NOT_SERVING`. `service`: empty for the whole service, or one of `smc.draft`,
@@ -386,11 +387,6 @@ def set_prompt(request: pb.GenerateRequest | pb.NegativePrompt, prompt: Prompt) 
         request.token_ids.ids.extend(items)
 
 
-def _particle(message: pb.Particle) -> Particle:
-    reason = FinishReason(name_of(FINISH_REASONS, message.reason, "particle.reason"))
-    return Particle(tuple(message.token_ids), message.text, reason, message.weight)
-
-
 def _stays_here(target: str) -> bool:
     """Return whether data sent to `target` never leaves this machine."""
     return target.startswith("unix:") or is_loopback(target.rsplit("/", 1)[-1].rpartition(":")[0])
@@ -399,10 +395,3 @@ def _stays_here(target: str) -> bool:
 def _service_error(error: grpc.RpcError) -> ServiceError:
     retry = dict(error.trailing_metadata() or ()).get(RETRY_TRAILER)
     return ServiceError(error.code(), error.details() or "", int(retry) / 1e3 if retry is not None else None)
-
-
-def _data(kind: type[Data], message: Any, **known: Any) -> Data:
-    """Build the dataclass `kind` from a message's fields with the same names. `known`: fields that have other
-    values."""
-    names = [field.name for field in fields(cast(Any, kind)) if field.name not in known]
-    return kind(**{name: getattr(message, name) for name in names}, **known)

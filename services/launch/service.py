@@ -71,7 +71,7 @@ class Service:
     def _step(self, step: EngineStep) -> None:
         self.metrics.observe_step(step.stats)
         if step.times is not None:
-            self.metrics.observe_round(**vars(step.times))
+            self.metrics.observe_round(step.times)
 
     def _status(self) -> ServiceStatus:
         return ServiceStatus.of(self.supervisor.incarnation, self.supervisor.stats)

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -224,12 +224,23 @@ def kind_of_item(default: str) -> Discriminator:
     return Discriminator(kind)
 
 
-def _parts(content: Any) -> Any:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if content is not None and not isinstance(content, list):
-        raise PydanticCustomError("content", "a string, or a list of parts with text")
-    return content
+def text_or(parts: Any, allowed: str, kind: str = "text", optional: bool = False) -> BeforeValidator:
+    """Return the annotation of a list that a caller may also write as a string, which stands for one part of type
+    `kind`. `parts`: type of the list; `allowed`: what the error allows; `optional`: whether null is allowed."""
+
+    def read(content: Any) -> Any:
+        if isinstance(content, str):
+            return [{"type": kind, "text": content}]
+        if not isinstance(content, list) and not (optional and content is None):
+            raise PydanticCustomError("content", "{allowed}", {"allowed": allowed})
+        return content
+
+    return BeforeValidator(read, json_schema_input_type=str | parts)
+
+
+def joined(parts: Iterable[Any]) -> str:
+    """Return the `text` of all parts, each on a line of its own."""
+    return "\n".join(part.text for part in parts)
 
 
 class UnknownFields:
@@ -290,7 +301,7 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[list[Part], Field(fail_fast=True)] | None,
-        BeforeValidator(_parts, json_schema_input_type=str | list[Part] | None),
+        text_or(list[Part] | None, "a string, or a list of parts with text", optional=True),
     ] = None
     """None: the assistant only called tools."""
     name: str | None = None
@@ -431,6 +442,12 @@ def given_fields(document: Any) -> dict[str, Any]:
                 f"{name!r} holds half of a surrogate pair; allowed: valid Unicode text", name if is_text(name) else None
             )
     return given
+
+
+def check_model(name: str, names: Sequence[str]) -> None:
+    """Check the model that a caller names. `names`: names of the served model. Raises BadRequest."""
+    if name not in names:
+        raise BadRequest(f"model={name!r}; allowed: {', '.join(map(repr, names))}", "model", 404, "model_not_found")
 
 
 def validated(

@@ -3,51 +3,32 @@ nothing about connections and decoding."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from services.openai.bodies import (
     CHAT,
     COMPLETIONS,
+    NAMES,
     BadRequest,
     Refusal,
     Strict,
-    UnknownFields,
     given_fields,
+    named,
     refusal,
     renamed,
     validated,
 )
 from services.openai.messages import Reasoning
-from services.openai.requests import CompletionRequest, understood
+from services.openai.requests import CompletionRequest, Served, understood
 from services.openai.responses import AnswerWriter, CompletionWriter, ResponseHeader
 from smc.api.request import Request
 from smc.api.sampling_params import SETTINGS
 from smc.model.tokenizer import Tokenizer
 
 MakeWriter = Callable[[ResponseHeader, CompletionRequest, Sequence[Request], Tokenizer, Reasoning | None], AnswerWriter]
-
-
-@dataclass(frozen=True)
-class Served:
-    """What reading a body needs to know about the served model."""
-
-    models: tuple[str, ...]
-    """Names of the model."""
-    tokenizer: Tokenizer
-    method: str | None = None
-    """Method of a body that names none."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of other settings that a body leaves out."""
-    unknown: UnknownFields | None = None
-    """Ignores unknown fields; None: they are refused."""
-
-    def understood(self, document: Any, chat: bool) -> CompletionRequest:
-        """Return the request of a body of chats or completions. Raises BadRequest."""
-        size = self.tokenizer.size
-        completion = understood(document, chat, self.models, size, self.method, self.defaults, self.unknown)
-        return completion.with_tool_format(self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -61,19 +42,23 @@ class ApiCall:
 
     def named(self, error: ValueError) -> ValueError:
         """Return the error with the field that it is about, if any, under this API's name."""
-        return renamed(self.completion.named(error), self.field_names)
+        chat = self.completion.chat
+        return renamed(named(error, NAMES[chat], "messages" if chat else "prompt"), self.field_names)
 
 
-class Dialect(Protocol):
-    @property
-    def prompt(self) -> str:
-        """The field that holds the prompt."""
+class Dialect(ABC):
+    """How one API reads bodies and writes errors."""
 
+    prompt: str
+    """The field that holds the prompt."""
+
+    @abstractmethod
     def read(self, document: Any, served: Served) -> ApiCall:
         """Read a body. Raises BadRequest naming the field, the value and what is allowed."""
 
     def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
         """Return what a caller is sent instead of an answer. `request_id`: the call's id, if it has one yet."""
+        return refusal(error)
 
 
 B = TypeVar("B", bound=Strict)
@@ -111,7 +96,7 @@ class ChatForm(Generic[B]):
         if "response_format" in chat:
             names["constraint"] = names["response_format"]
         try:
-            return body, served.understood(settings | chat, True), names
+            return body, understood(settings | chat, True, served).with_tool_format(served.tokenizer), names
         except BadRequest as error:
             raise renamed(error, names) from error
 
@@ -121,20 +106,17 @@ SHARED = ("model", "stream", "request_id", "cache_salt", "priority", "timeout")
 
 
 @dataclass(frozen=True)
-class CompletionDialect:
+class CompletionDialect(Dialect):
     """The dialect of chats, or of completions."""
 
     chat: bool
-
-    @property
-    def prompt(self) -> str:
-        return "messages" if self.chat else "prompt"
+    prompt: str
 
     def read(self, document: Any, served: Served) -> ApiCall:
-        return ApiCall(served.understood(document, self.chat))
-
-    def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
-        return refusal(error)
+        return ApiCall(understood(document, self.chat, served).with_tool_format(served.tokenizer))
 
 
-COMPLETION_DIALECTS: dict[str, Dialect] = {CHAT: CompletionDialect(True), COMPLETIONS: CompletionDialect(False)}
+COMPLETION_DIALECTS: dict[str, Dialect] = {
+    CHAT: CompletionDialect(True, "messages"),
+    COMPLETIONS: CompletionDialect(False, "prompt"),
+}

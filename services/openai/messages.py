@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from services.openai.tool_calls import Delta, ToolCallReader, ToolFormat, call
+from services.openai.tool_calls import Delta, ToolCallReader, ToolFormat, before_mark, call
 from smc.model.tokenizer import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
@@ -67,8 +67,8 @@ class ReasoningReader:
                 self._kept, self._state = rest, _ReasoningState.ENDED
             else:
                 # An end of the text that may become the mark is kept back.
-                size = next((n for n in range(len(END) - 1, 0, -1) if reasoning.endswith(END[:n])), 0)
-                reasoning, self._kept = reasoning[: len(reasoning) - size], reasoning[len(reasoning) - size :]
+                reasoning = before_mark(reasoning, END)
+                self._kept = self._kept[len(reasoning) :]
         if self._state is _ReasoningState.ENDED:
             self._kept = self._kept.lstrip()
             if self._kept:

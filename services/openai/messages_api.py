@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic_core
-from pydantic import BeforeValidator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import Field, Tag
 
-from services.openai.bodies import KIND, BadRequest, Refusal, Strict, kind_of_item, neutral, refusal
-from services.openai.dialects import ApiCall, ChatForm, Served
+from services.openai.bodies import KIND, BadRequest, Refusal, Strict, joined, kind_of_item, neutral, refusal, text_or
+from services.openai.dialects import ApiCall, ChatForm, Dialect
 from services.openai.messages import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader, Reasoning
-from services.openai.requests import CompletionRequest
+from services.openai.requests import CompletionRequest, Served
 from services.openai.responses import OPENAI_FINISH, ResponseHeader, named_event, smc_block, written
 from smc.api.request import Answer, FinishReason, Output, Request
 from smc.model.tokenizer import Tokenizer
@@ -26,14 +25,8 @@ KNOWN_ERRORS = ("invalid_request_error", "authentication_error", "rate_limit_err
 """Error types that both APIs have. Others become `invalid_request_error` for a status below 500, else `api_error`."""
 THINKING = "enable_thinking"
 """Name of the template variable that turns thinking on."""
-
-
-def _blocks(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "a string, or a list of blocks")
-    return value
+BLOCKS = "a string, or a list of blocks"
+"""What the error allows as content."""
 
 
 class Block(Strict):
@@ -47,9 +40,7 @@ class TextBlock(Block):
     citations: Annotated[Any, neutral(None, [])] = None
 
 
-TextBlocks = Annotated[
-    list[TextBlock], Field(fail_fast=True), BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])
-]
+TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True), text_or(list[TextBlock], BLOCKS)]
 
 
 class ThinkingBlock(Block):
@@ -86,11 +77,7 @@ ContentBlock = Annotated[
 
 class InputMessage(Strict):
     role: Literal["user", "assistant"]
-    content: Annotated[
-        list[ContentBlock],
-        Field(fail_fast=True),
-        BeforeValidator(_blocks, json_schema_input_type=str | list[ContentBlock]),
-    ]
+    content: Annotated[list[ContentBlock], Field(fail_fast=True), text_or(list[ContentBlock], BLOCKS)]
     """A string, or a list of blocks."""
 
 
@@ -162,12 +149,12 @@ WITHOUT = frozenset({"stop", "logprobs", "top_logprobs", "prompt_logprobs"})
 FORM = ChatForm(MESSAGES, MessagesBody, WITHOUT, FIELD_NAMES)
 
 
-class MessagesDialect:
+class MessagesDialect(Dialect):
     prompt = "messages"
 
     def read(self, document: Any, served: Served) -> ApiCall:
         _, completion, names = FORM.read(document, served, lambda body, _: _chat(body, served.tokenizer))
-        return ApiCall(completion, _writer, names)
+        return ApiCall(completion, MessagesWriter, names)
 
     def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
         refused = refusal(error)
@@ -180,24 +167,13 @@ class MessagesDialect:
         return Refusal(refused.http_status, body, refused.headers)
 
 
-def _writer(
-    heading: ResponseHeader,
-    completion: CompletionRequest,
-    requests: Sequence[Request],
-    tokenizer: Tokenizer,
-    reasoning: Reasoning | None,
-) -> MessagesWriter:
-    (request,) = requests
-    return MessagesWriter(heading, completion, request, reasoning)
-
-
 def _chat(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the fields of a chat that have another name or form in this API. Raises BadRequest."""
     chat: dict[str, Any] = {
         "messages": [one for index, message in enumerate(body.messages) for one in _messages(index, message)]
     }
     if body.system:
-        chat["messages"].insert(0, {"role": "system", "content": _joined(body.system)})
+        chat["messages"].insert(0, {"role": "system", "content": joined(body.system)})
     if body.messages[-1].role == "assistant":
         chat["continue_final_message"] = True
     if body.stop_sequences:
@@ -258,7 +234,7 @@ def _messages(index: int, message: InputMessage) -> Iterator[dict[str, Any]]:
                 f"messages[{index}].content[{number}] is of type {block.type!r}; allowed: with role {by!r}", "messages"
             )
         if isinstance(block, ToolResultBlock):
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined(block.content)}
     texts = [block for block in message.content if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
     calls = [
@@ -270,14 +246,10 @@ def _messages(index: int, message: InputMessage) -> Iterator[dict[str, Any]]:
         return
     yield {
         "role": message.role,
-        "content": None if calls and not texts else _joined(texts),
+        "content": None if calls and not texts else joined(texts),
         "reasoning_content": "\n".join(thoughts) or None,
         "tool_calls": calls or None,
     }
-
-
-def _joined(blocks: Sequence[TextBlock]) -> str:
-    return "\n".join(block.text for block in blocks)
 
 
 class MessagesWriter:
@@ -285,9 +257,15 @@ class MessagesWriter:
     a call, as the model wrote it, because it begins before this is known."""
 
     def __init__(
-        self, heading: ResponseHeader, completion: CompletionRequest, request: Request, reasoning: Reasoning | None
+        self,
+        heading: ResponseHeader,
+        completion: CompletionRequest,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        reasoning: Reasoning | None,
     ) -> None:
-        self._heading, self._request = heading, request
+        self._heading = heading
+        (self._request,) = requests
         self._tool_format = completion.tool_format
         self._reader = PartReader(completion.tool_format, reasoning)
         self._begun = False

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from services.gateway.request_handler import RequestHandler
 from services.openai import messages_api, responses_api
 from services.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, Neutral
-from services.openai.requests import understood
+from services.openai.requests import Served, understood
 from smc.api.constraint import KINDS
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams
 from smc.api.settings import Biases, Holds, Items, OneOf, Scope, Setting
@@ -123,7 +123,7 @@ class Playground:
         """Return whether the chat template reads tools."""
         tokenizer = self._handler.pair.tokenizer
         try:
-            understood(PROBE, True, self._names, tokenizer.size).with_tool_format(tokenizer)
+            understood(PROBE, True, Served(self._names, tokenizer)).with_tool_format(tokenizer)
         except ValueError:
             return False
         return True

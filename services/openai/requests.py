@@ -8,9 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -32,7 +31,9 @@ from services.openai.bodies import (
     Tool,
     ToolCall,
     UnknownFields,
+    check_model,
     given_fields,
+    joined,
     named,
     validated,
 )
@@ -180,10 +181,6 @@ class CompletionRequest:
             return self
         return replace(self, settings=self.settings | {"constraint": replace(constraint, after=reasoning.end)})
 
-    def named(self, error: ValueError) -> ValueError:
-        """Return the error with the field that it is about, if any."""
-        return named(error, NAMES[self.chat], "messages" if self.chat else "prompt")
-
     def params(self, longest: int, seed: int | None, first: bool = True) -> SamplingParams:
         """Return the settings of one answer. `longest`: maximum length if the body gives none; `first`: whether it is
         the first answer to its prompt, the only one that scores the prompt. Raises ValueError naming the field, the
@@ -199,11 +196,8 @@ class CompletionRequest:
             return tuple(self.negative.encode(tokenizer, limit))
 
     def seeds(self) -> Iterator[int | None]:
-        """Yield a seed for each answer: first the request's own, then seeds derived from it. None: the request gives
-        none."""
-        seed = self.settings.get("seed")
-        for index in range(self.n * len(self.prompts)):
-            yield seed if index == 0 or seed is None else derived_seed(f"{seed}:{index}")
+        """Yield a seed for each answer, see `seeds_of`."""
+        return seeds_of(self.settings.get("seed"), self.n * len(self.prompts))
 
 
 def derived_seed(name: str) -> int:
@@ -211,43 +205,44 @@ def derived_seed(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8]) >> 1
 
 
-def understood(
-    document: Any,
-    chat: bool,
-    models: tuple[str, ...],
-    vocabulary: int,
-    method: str | None = None,
-    defaults: Mapping[str, Any] = MappingProxyType({}),
-    unknown: UnknownFields | None = None,
-) -> CompletionRequest:
-    """Return the request of a body. `chat`: whether it is a chat's or a completion's; `models`: names of the served
-    model; `vocabulary`: its number of tokens; `method`: method if the body names none; `defaults`: values of other
-    settings that it leaves out; `unknown`: ignores unknown fields, None: they are refused.
+def seeds_of(seed: int | None, count: int) -> Iterator[int | None]:
+    """Yield the seeds of `count` answers: first the request's own, then seeds derived from it. None: the request gives
+    none."""
+    for index in range(count):
+        yield seed if index == 0 or seed is None else derived_seed(f"{seed}:{index}")
 
-    Raises BadRequest naming the field, the value and what is allowed.
-    """
+
+@dataclass(frozen=True)
+class Served:
+    """What reading a body needs to know about the served model."""
+
+    models: tuple[str, ...]
+    """Names of the model."""
+    tokenizer: Tokenizer
+    method: str | None = None
+    """Method of a body that names none."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of other settings that a body leaves out."""
+    unknown: UnknownFields | None = None
+    """Ignores unknown fields; None: they are refused."""
+
+
+def understood(document: Any, chat: bool, served: Served) -> CompletionRequest:
+    """Return the request of a body. `chat`: whether it is a chat's or a completion's. Raises BadRequest naming the
+    field, the value and what is allowed."""
     try:
         given = given_fields(document)
-        body = _body({name: value for name, value in given.items() if name not in SETTINGS}, chat, unknown)
-        settings = {name: value for name, value in given.items() if name in SETTINGS}
-        return _understood(body, settings, models, vocabulary, method, defaults)
+        fields = {name: value for name, value in given.items() if name not in SETTINGS}
+        body: AnyBody = validated(BODIES[chat], fields, CHAT if chat else COMPLETIONS, NAMES[chat], served.unknown)
+        return _understood(body, {name: value for name, value in given.items() if name in SETTINGS}, served)
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply to be read") from error
 
 
-def _understood(
-    body: AnyBody,
-    settings: dict[str, Any],
-    models: tuple[str, ...],
-    vocabulary: int,
-    method: str | None,
-    defaults: Mapping[str, Any],
-) -> CompletionRequest:
-    chat = isinstance(body, ChatBody)
-    if body.model is not None and body.model not in models:
-        raise BadRequest(
-            f"model={body.model!r}; allowed: {', '.join(map(repr, models))}", "model", 404, "model_not_found"
-        )
+def _understood(body: AnyBody, settings: dict[str, Any], served: Served) -> CompletionRequest:
+    chat, vocabulary = isinstance(body, ChatBody), served.tokenizer.size
+    if body.model is not None:
+        check_model(body.model, served.models)
     try:
         only_prompts = isinstance(body, CompletionBody) and body.echo and not body.stream and _is_zero(settings)
         if only_prompts:
@@ -255,9 +250,9 @@ def _understood(
         check_cache_salt(body.cache_salt)
         check_priority(body.priority)
         settings = _in_the_librarys_terms(settings, body)
-        if method is not None:
-            settings.setdefault("method", method)
-        settings = with_defaults(settings, defaults)
+        if served.method is not None:
+            settings.setdefault("method", served.method)
+        settings = with_defaults(settings, served.defaults)
         # Before the prompt: checking settings is fast, while encoding a long text takes time.
         check_guidance(SamplingParams(**{"max_tokens": LONGEST} | settings), body.negative_prompt is not None)
     except ValueError as error:
@@ -305,10 +300,6 @@ def _understood(
 
 def _is_zero(settings: Mapping[str, Any]) -> bool:
     return type(given := settings.get("max_tokens")) is int and given == 0
-
-
-def _body(given: dict[str, Any], chat: bool, unknown: UnknownFields | None) -> AnyBody:
-    return validated(BODIES[chat], given, CHAT if chat else COMPLETIONS, NAMES[chat], unknown)
 
 
 def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -492,10 +483,8 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     if message.tool_calls and message.role != "assistant":
         raise BadRequest(f"messages[{index}].tool_calls; allowed: with role 'assistant'", "messages")
     # `developer` is what later models call `system`; templates know the older word.
-    read: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": _text(message),
-    }
+    role = "system" if message.role == "developer" else message.role
+    read: dict[str, Any] = {"role": role, "content": joined(message.content or ())}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             read[name] = value
@@ -505,10 +494,6 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
             for number, call in enumerate(message.tool_calls)
         ]
     return read
-
-
-def _text(message: ChatMessage) -> str:
-    return "\n".join(part.text for part in message.content or ())
 
 
 def _tool_call(name: str, call: ToolCall) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from services.openai.bodies import BadRequest
 from services.openai.messages import MessageReader, Reasoning, message_of
 from services.openai.requests import CompletionRequest
-from services.openai.tool_calls import Delta, ToolFormat, call
+from services.openai.tool_calls import Delta, call
 from smc.api.request import Alternatives, Answer, FinishReason, Output, Particle, PromptToken, Request
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
@@ -57,19 +57,6 @@ class ResponseHeader:
         }
 
 
-def response(
-    heading: ResponseHeader,
-    choices: Sequence[dict[str, Any]],
-    answers: Sequence[Answer],
-    prompts: int = 1,
-    scored: ScoredPrompt | None = None,
-) -> dict[str, Any]:
-    """Return a whole response. `prompts`: number of prompts, with the same number of answers each; `scored`: the prompt
-    of a chat."""
-    more = scored.fields() if scored is not None and heading.chat else {}
-    return heading.fields() | {"choices": list(choices), "usage": usage(answers, prompts)} | more
-
-
 @dataclass(frozen=True)
 class ScoredPrompt:
     """A prompt with the log-probabilities of its tokens, to be listed in an answer."""
@@ -77,39 +64,32 @@ class ScoredPrompt:
     tokens: tuple[int, ...]
     scores: tuple[PromptToken, ...]
     """Scores of all tokens but the first; empty if there was no time to compute them."""
-    listed: int | None
-    """See `CompletionRequest.prompt_logprobs`."""
-    echoed: bool
-    """Whether the prompt's log-probabilities precede those of the answer."""
-    tokenizer: Tokenizer
 
     @staticmethod
     def of(
-        completion: CompletionRequest, requests: Sequence[Request], answers: Sequence[Answer], tokenizer: Tokenizer
+        completion: CompletionRequest, requests: Sequence[Request], answers: Sequence[Answer]
     ) -> list[ScoredPrompt | None]:
         """Return the scored prompt of each answer; None: scores were not requested. Answers to one prompt share the
         scores of the first."""
         found: list[ScoredPrompt | None] = []
-        for index in range(len(answers)):
-            first = index // completion.n * completion.n
+        for first in range(0, len(answers), completion.n):
             scored = None
             if requests[first].params.prompt_logprobs is not None:
-                prompt, scores = requests[first].prompt, answers[first].prompt_logprobs or ()
-                echoed = completion.echo and requests[first].params.logprobs
-                scored = ScoredPrompt(prompt, scores, completion.prompt_logprobs, echoed, tokenizer)
-            found.append(scored)
+                scored = ScoredPrompt(requests[first].prompt, answers[first].prompt_logprobs or ())
+            found += [scored] * completion.n
         return found
 
-    def fields(self) -> dict[str, Any]:
-        """Return vLLM's field of a response, if the prompt's tokens are to be listed."""
-        return {} if self.listed is None else {"prompt_logprobs": self._by_id(self.listed)}
+    def fields(self, count: int | None, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return vLLM's field of a response, if the prompt's tokens are to be listed. `count`: see
+        `CompletionRequest.prompt_logprobs`."""
+        return {} if count is None else {"prompt_logprobs": self._by_id(count, tokenizer)}
 
-    def _by_id(self, count: int) -> list[dict[str, Any] | None] | None:
+    def _by_id(self, count: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None] | None:
         """Return for every token its own log-probability and those of the `count` likeliest at its position, by token
         id; the first token has none. None: there was no time to compute them."""
         if len(self.scores) != len(self.tokens) - 1:
             return None
-        text = cache(lambda token: self.tokenizer.decode([token]))
+        text = cache(lambda token: tokenizer.decode([token]))
         listed: list[dict[str, Any] | None] = [None]
         for token, score in zip(self.tokens[1:], self.scores):
             ranked = {token: (score.logprob, score.rank)}
@@ -133,26 +113,6 @@ class ScoredPrompt:
         return [*self.tokens, *answer.tokens], [*values, *(answer.logprobs or ())], likeliest
 
 
-def reported(completion: CompletionRequest, answers: Sequence[Answer]) -> Sequence[Answer]:
-    """Return the answers; if only prompts were requested, without the one token that was decoded."""
-    if not completion.only_prompts:
-        return answers
-    return [
-        replace(
-            answer,
-            tokens=(),
-            text="",
-            finish_reason=FinishReason.LENGTH,
-            matched=None,
-            logprobs=None if answer.logprobs is None else (),
-            top_logprobs=None if answer.top_logprobs is None else (),
-        )
-        if answer.tokens
-        else answer
-        for answer in answers
-    ]
-
-
 def check_scored(completion: CompletionRequest, requests: Sequence[Request]) -> None:
     """Check how many log-probabilities of prompts will be listed. Raises BadRequest if there are more than allowed."""
     firsts = requests[:: completion.n]
@@ -166,29 +126,57 @@ def check_scored(completion: CompletionRequest, requests: Sequence[Request]) -> 
         )
 
 
-def choice(
-    index: int,
-    answer: Answer,
-    params: SamplingParams,
-    chat: bool,
+def echoes(completion: CompletionRequest, tokenizer: Tokenizer) -> list[str]:
+    """Return the text before each answer: its prompt, if the request asks for that."""
+    texts = [prompt.written(tokenizer) if completion.echo else "" for prompt in completion.prompts]
+    return [text for text in texts for _ in range(completion.n)]
+
+
+def response(
+    heading: ResponseHeader,
+    completion: CompletionRequest,
+    requests: Sequence[Request],
+    answers: Sequence[Answer],
+    echoes: Sequence[str],
     tokenizer: Tokenizer,
-    echo: str = "",
-    tool_format: ToolFormat | None = None,
-    reasoning: Reasoning | None = None,
-    call_id: str = "",
-    scored: ScoredPrompt | None = None,
+    reasoning: Reasoning | None,
 ) -> dict[str, Any]:
-    """Return the choice of one answer. `echo`: text before the answer; `tool_format`: format of calls in it, whose ids
-    begin with `call_id`; `reasoning`: reasoning that it is expected to begin with; `scored`: the scored prompt of a
-    completion."""
-    echoed = scored if scored is not None and scored.echoed else None
-    ending = _ending(answer, params, _answer_logprobs(answer, chat, tokenizer, echoed, params.top_logprobs))
-    if tool_format is not None or reasoning is not None:
-        message = message_of(answer.text, tool_format, reasoning, f"{call_id}_{index}")
-        return {"index": index, "message": message} | ending | _finish(ending, "tool_calls" in message)
-    if chat:
-        return {"index": index, "message": {"role": "assistant", "content": answer.text}} | ending
-    return {"index": index, "text": echo + answer.text} | ending | (scored.fields() if scored is not None else {})
+    """Return a whole response. `echoes`: text before each answer; `reasoning`: reasoning that answers are expected to
+    begin with."""
+    if completion.only_prompts:
+        answers = list(map(_without_token, answers))
+    prompts, count = ScoredPrompt.of(completion, requests, answers), completion.prompt_logprobs
+    choices = []
+    for index, (answer, request, scored) in enumerate(zip(answers, requests, prompts, strict=True)):
+        echoed = scored if completion.echo and request.params.logprobs else None
+        logprobs = _answer_logprobs(answer, heading.chat, tokenizer, echoed, request.params.top_logprobs)
+        ending = _ending(answer, request.params, logprobs)
+        content: dict[str, Any]
+        if heading.chat:
+            message = message_of(answer.text, completion.tool_format, reasoning, f"{heading.id}_{index}")
+            content = {"message": message}
+            ending |= _finish(ending, "tool_calls" in message)
+        else:
+            content = {"text": echoes[index] + answer.text}
+            ending |= scored.fields(count, tokenizer) if scored is not None else {}
+        choices.append({"index": index} | content | ending)
+    body = heading.fields() | {"choices": choices, "usage": usage(answers, len(completion.prompts))}
+    return body | (prompts[0].fields(count, tokenizer) if heading.chat and prompts[0] is not None else {})
+
+
+def _without_token(answer: Answer) -> Answer:
+    """Return the answer to a request of prompts only, without the one token that was decoded."""
+    if not answer.tokens:
+        return answer
+    return replace(
+        answer,
+        tokens=(),
+        text="",
+        finish_reason=FinishReason.LENGTH,
+        matched=None,
+        logprobs=None if answer.logprobs is None else (),
+        top_logprobs=None if answer.top_logprobs is None else (),
+    )
 
 
 def _finish(ending: dict[str, Any], has_calls: bool) -> dict[str, Any]:
@@ -212,100 +200,6 @@ def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
         "total_tokens": prompt_tokens + written,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-class ChunkWriter:
-    """Writes the server-sent events of one response."""
-
-    def __init__(
-        self,
-        heading: ResponseHeader,
-        completion: CompletionRequest,
-        tokenizer: Tokenizer,
-        reasoning: Reasoning | None = None,
-    ) -> None:
-        self._fields, self._chat, self._tokenizer = heading.fields(chunk=True), heading.chat, tokenizer
-        self._usage = {"usage": None} if completion.include_usage else {}
-        self._call_id, self._reads = heading.id, (completion.tool_format, reasoning)
-        self._readers: dict[int, MessageReader] = {}
-        """Reader of each answer that may have more than content, by the answer's index."""
-        self._calls: dict[int, int] = {}
-        """Index of the last call that has begun, by the answer's index."""
-        self._offsets: dict[int, TextOffsets] = {}
-        """Text offsets of a completion with log-probabilities, by the answer's index."""
-        head = json.dumps(self._fields)[:-1]
-        tail = ', "usage": null}' if completion.include_usage else "}"
-        # Events of text are frequent and differ only in index and text, so they are assembled from prepared parts.
-        self._before = f'data: {head}, "choices": [{{"index": '
-        self._between = ', "delta": {"content": ' if self._chat else ', "text": '
-        self._after = ("}" if self._chat else "") + f', "logprobs": null, "finish_reason": null}}]{tail}\n\n'
-
-    def begin(self, index: int, echo: str = "") -> bytes:
-        """Return the event before an answer's text. `echo`: the prompt, if a completion repeats it."""
-        if self._chat:
-            delta = {"delta": {"role": "assistant", "content": ""}}
-            return self._event({"index": index, **delta, "logprobs": None, "finish_reason": None})
-        return self.text(index, echo) if echo else b""
-
-    def logprobs(self, index: int, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-        """Return the log-probabilities of the next tokens of an answer, in the form of the API."""
-        if self._chat:
-            return {"content": chat_logprobs(tokens, values, None, self._tokenizer), "refusal": None}
-        offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer))
-        return _completion_logprobs(tokens, values, None, self._tokenizer, offsets)
-
-    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
-        """Return the events of new text. The first of them has the `logprobs`."""
-        if any(self._reads):
-            reader = self._readers.setdefault(index, MessageReader(*self._reads))
-            return self._deltas(index, reader.push(text), logprobs)
-        return self._text(index, text, logprobs)
-
-    def _deltas(self, index: int, deltas: Sequence[Delta], logprobs: dict[str, Any] | None = None) -> bytes:
-        data = b""
-        for delta in deltas:
-            data += self._delta(index, delta, logprobs)
-            logprobs = None
-        return data if logprobs is None else self._text(index, "", logprobs)
-
-    def _delta(self, index: int, delta: Delta, logprobs: dict[str, Any] | None) -> bytes:
-        if delta.content:
-            return self._text(index, delta.content, logprobs)
-        if delta.reasoning:
-            return self._piece(index, {"delta": {"reasoning_content": delta.reasoning}}, logprobs)
-        number = self._calls.get(index, -1) + (delta.name is not None)
-        self._calls[index] = number
-        more: dict[str, Any] = {"function": {"arguments": delta.arguments}}
-        if delta.name is not None:
-            more = call(f"{self._call_id}_{index}", number, delta.name)
-        return self._piece(index, {"delta": {"tool_calls": [{"index": number, **more}]}}, logprobs)
-
-    def _text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
-        if logprobs is not None:
-            return self._piece(index, {"delta": {"content": text}} if self._chat else {"text": text}, logprobs)
-        return f"{self._before}{index}{self._between}{json.dumps(text)}{self._after}".encode()
-
-    def _piece(self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None) -> bytes:
-        return self._event({"index": index, **content, "logprobs": logprobs, "finish_reason": None})
-
-    def end(self, index: int, answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | None) -> bytes:
-        """Return the last events of an answer. `logprobs`: of tokens that no earlier event has had. The likeliest
-        tokens are known only at the end; if they were requested, all log-probabilities come here."""
-        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        if params.top_logprobs:
-            logprobs = _answer_logprobs(answer, self._chat, self._tokenizer)
-        ending = _ending(answer, params, logprobs)
-        data, reader = b"", self._readers.get(index)
-        if reader is not None:
-            data = self._deltas(index, reader.finish())
-            ending |= _finish(ending, reader.has_calls)
-        return data + self._event({"index": index, **content} | ending)
-
-    def usage(self, answers: Sequence[Answer], prompts: int) -> bytes:
-        return _event(self._fields | {"choices": [], "usage": usage(answers, prompts)})
-
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        return _event(self._fields | {"choices": [choice]} | self._usage)
 
 
 class AnswerWriter(Protocol):
@@ -337,73 +231,130 @@ class CompletionWriter:
     ) -> None:
         """Raises BadRequest if more text or log-probabilities of prompts would be repeated than allowed."""
         self._heading, self._completion, self._requests = heading, completion, requests
-        self._tokenizer, self._reasoning = tokenizer, reasoning
-        self._echoes = [
-            text
-            for prompt in completion.prompts
-            for text in [prompt.written(tokenizer) if completion.echo else ""] * completion.n
-        ]
+        self._tokenizer, self._reasoning, self._chat = tokenizer, reasoning, heading.chat
+        self._echoes = echoes(completion, tokenizer)
         if (size := sum(map(len, self._echoes))) > MOST_ECHOED:
             raise BadRequest(
                 f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers",
                 "echo",
             )
         check_scored(completion, requests)
-        self._chunks = ChunkWriter(heading, completion, tokenizer, reasoning)
         self._begun: set[int] = set()
+        self._readers: dict[int, MessageReader] = {}
+        """Reader of each answer that may have more than content, by the answer's index."""
+        self._calls: dict[int, int] = {}
+        """Index of the last call that has begun, by the answer's index."""
+        self._offsets: dict[int, TextOffsets] = {}
+        """Text offsets of a completion with log-probabilities, by the answer's index."""
+        self._fields = heading.fields(chunk=True)
+        self._usage = {"usage": None} if completion.include_usage else {}
+        head = json.dumps(self._fields)[:-1]
+        tail = ', "usage": null}' if completion.include_usage else "}"
+        # Events of text are frequent and differ only in index and text, so they are assembled from prepared parts.
+        self._before = f'data: {head}, "choices": [{{"index": '
+        self._between = ', "delta": {"content": ' if self._chat else ', "text": '
+        self._after = ("}" if self._chat else "") + f', "logprobs": null, "finish_reason": null}}]{tail}\n\n'
 
     def update(self, index: int, output: Output) -> bytes:
         data = b""
         if index not in self._begun:
             self._begun.add(index)
-            data += self._chunks.begin(index, self._echoes[index])
+            data += self._begin(index)
         params, answer, logprobs = self._requests[index].params, output.answer, None
         if output.logprobs and not params.top_logprobs:
-            logprobs = self._chunks.logprobs(index, output.tokens, output.logprobs)
+            logprobs = self._logprobs(index, output.tokens, output.logprobs)
         if output.text or (logprobs is not None and answer is None):
-            data += self._chunks.text(index, output.text, logprobs)
+            data += self._new_text(index, output.text, logprobs)
             logprobs = None
         if answer is not None:
-            data += self._chunks.end(index, answer, params, logprobs)
+            data += self._end(index, answer, params, logprobs)
         return data
 
     def finish(self, answers: Sequence[Answer]) -> bytes:
-        completion = self._completion
-        return (self._chunks.usage(answers, len(completion.prompts)) if completion.include_usage else b"") + DONE
+        if not self._completion.include_usage:
+            return DONE
+        counts = usage(answers, len(self._completion.prompts))
+        return _event(self._fields | {"choices": [], "usage": counts}) + DONE
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
-        completion, heading, answers = self._completion, self._heading, reported(self._completion, answers)
-        scored = ScoredPrompt.of(completion, self._requests, answers, self._tokenizer)
-        choices = [
-            choice(
-                index,
-                answer,
-                request.params,
-                completion.chat,
+        return written(
+            response(
+                self._heading,
+                self._completion,
+                self._requests,
+                answers,
+                self._echoes,
                 self._tokenizer,
-                echo,
-                completion.tool_format,
                 self._reasoning,
-                heading.id,
-                scored[index],
             )
-            for index, (answer, request, echo) in enumerate(zip(answers, self._requests, self._echoes))
-        ]
-        return written(response(heading, choices, answers, len(completion.prompts), scored[0])).encode()
+        ).encode()
 
     def error(self, body: dict[str, Any]) -> bytes:
         return _event(body)
 
+    def _begin(self, index: int) -> bytes:
+        """Return the event before an answer's text."""
+        if self._chat:
+            return self._piece(index, {"delta": {"role": "assistant", "content": ""}})
+        return self._text(index, self._echoes[index]) if self._echoes[index] else b""
 
-def models(names: Sequence[str], created: int, context: int, weights: str) -> dict[str, Any]:
-    return {"object": "list", "data": [model(name, names[0], created, context, weights) for name in names]}
+    def _logprobs(self, index: int, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+        """Return the log-probabilities of the next tokens of an answer, in the form of the API."""
+        if self._chat:
+            return {"content": chat_logprobs(tokens, values, None, self._tokenizer), "refusal": None}
+        offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer))
+        return _completion_logprobs(tokens, values, None, self._tokenizer, offsets)
 
+    def _new_text(self, index: int, text: str, logprobs: dict[str, Any] | None) -> bytes:
+        """Return the events of new text. The first of them has the `logprobs`."""
+        tool_format, reasoning = self._completion.tool_format, self._reasoning
+        if tool_format is None and reasoning is None:
+            return self._text(index, text, logprobs)
+        reader = self._readers.setdefault(index, MessageReader(tool_format, reasoning))
+        return self._deltas(index, reader.push(text), logprobs)
 
-def model(name: str, root: str, created: int, context: int, weights: str) -> dict[str, Any]:
-    """Return the description of a model. `root`: the first name under which it is served; `weights`: fingerprint of the
-    target's weights."""
-    named = {"id": name, "object": "model", "created": created, "owned_by": "smcserve", "root": root}
-    return named | {"max_model_len": context, "weights": weights}
+    def _deltas(self, index: int, deltas: Sequence[Delta], logprobs: dict[str, Any] | None = None) -> bytes:
+        data = b""
+        for delta in deltas:
+            data += self._delta(index, delta, logprobs)
+            logprobs = None
+        return data if logprobs is None else self._text(index, "", logprobs)
+
+    def _delta(self, index: int, delta: Delta, logprobs: dict[str, Any] | None) -> bytes:
+        if delta.content:
+            return self._text(index, delta.content, logprobs)
+        if delta.reasoning:
+            return self._piece(index, {"delta": {"reasoning_content": delta.reasoning}}, logprobs)
+        number = self._calls.get(index, -1) + (delta.name is not None)
+        self._calls[index] = number
+        more: dict[str, Any] = {"function": {"arguments": delta.arguments}}
+        if delta.name is not None:
+            more = call(f"{self._heading.id}_{index}", number, delta.name)
+        return self._piece(index, {"delta": {"tool_calls": [{"index": number, **more}]}}, logprobs)
+
+    def _text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        if logprobs is not None:
+            return self._piece(index, {"delta": {"content": text}} if self._chat else {"text": text}, logprobs)
+        return f"{self._before}{index}{self._between}{json.dumps(text)}{self._after}".encode()
+
+    def _end(self, index: int, answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | None) -> bytes:
+        """Return the last events of an answer. `logprobs`: of tokens that no earlier event has had. The likeliest
+        tokens are known only at the end; if they were requested, all log-probabilities come here."""
+        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        if params.top_logprobs:
+            logprobs = _answer_logprobs(answer, self._chat, self._tokenizer)
+        ending = _ending(answer, params, logprobs)
+        data, reader = b"", self._readers.get(index)
+        if reader is not None:
+            data = self._deltas(index, reader.finish())
+            ending |= _finish(ending, reader.has_calls)
+        return data + self._choice({"index": index, **content} | ending)
+
+    def _piece(self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
+        return self._choice({"index": index, **content, "logprobs": logprobs, "finish_reason": None})
+
+    def _choice(self, choice: dict[str, Any]) -> bytes:
+        return _event(self._fields | {"choices": [choice]} | self._usage)
 
 
 def written(document: Any, depth: int = 5) -> str:

@@ -4,13 +4,14 @@ Responses are not stored. Knows nothing about decoding."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from services.openai.bodies import KIND, Refusal, Strict, kind_of_item, neutral, refusal
-from services.openai.dialects import ApiCall, ChatForm, Served
+from services.openai.bodies import KIND, Strict, joined, kind_of_item, neutral, text_or
+from services.openai.dialects import ApiCall, ChatForm, Dialect
 from services.openai.messages import (
     MessagePart,
     PartBegins,
@@ -21,7 +22,7 @@ from services.openai.messages import (
     PartReader,
     Reasoning,
 )
-from services.openai.requests import CompletionRequest
+from services.openai.requests import CompletionRequest, Served
 from services.openai.responses import (
     OPENAI_FINISH,
     ResponseHeader,
@@ -55,14 +56,6 @@ def _items(value: Any) -> Any:
     return _without_nulls(value)
 
 
-def _text_parts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"type": "input_text", "text": value}]
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "a string, or a list of parts with text")
-    return value
-
-
 class TextPart(Strict):
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
@@ -71,7 +64,9 @@ class TextPart(Strict):
 
 
 TextParts = Annotated[
-    list[TextPart], Field(fail_fast=True), BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])
+    list[TextPart],
+    Field(fail_fast=True),
+    text_or(list[TextPart], "a string, or a list of parts with text", "input_text"),
 ]
 
 
@@ -205,26 +200,12 @@ FIELD_NAMES = {
 FORM = ChatForm(RESPONSES, ResponsesBody, frozenset({"max_tokens", "logprobs", "prompt_logprobs"}), FIELD_NAMES)
 
 
-class ResponsesDialect:
+class ResponsesDialect(Dialect):
     prompt = "input"
 
     def read(self, document: Any, served: Served) -> ApiCall:
         body, completion, names = FORM.read(document, served, _chat)
-
-        def make_writer(
-            heading: ResponseHeader,
-            completion: CompletionRequest,
-            requests: Sequence[Request],
-            tokenizer: Tokenizer,
-            reasoning: Reasoning | None,
-        ) -> ResponsesWriter:
-            (request,) = requests
-            return ResponsesWriter(heading, body, completion, request, tokenizer, reasoning)
-
-        return ApiCall(completion, make_writer, names)
-
-    def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
-        return refusal(error)
+        return ApiCall(completion, partial(ResponsesWriter, body), names)
 
 
 def _chat(body: ResponsesBody, settings: dict[str, Any]) -> dict[str, Any]:
@@ -274,24 +255,20 @@ def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
             yield message if "tool_calls" in message else {"content": ""} | message
             message = {}
         if isinstance(item, FunctionOutputItem):
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)}
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)}
         elif isinstance(item, FunctionCallItem):
             function = {"name": item.name, "arguments": item.arguments}
             message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
         elif isinstance(item, ReasoningItem):
-            message["reasoning_content"] = _joined(item.content or item.summary)
+            message["reasoning_content"] = joined(item.content or item.summary)
         elif not by_model:
-            yield {"role": item.role, "content": _joined(item.content)}
+            yield {"role": item.role, "content": joined(item.content)}
         else:
-            message["content"] = _joined(item.content)
+            message["content"] = joined(item.content)
         if by_model:
             message["role"] = "assistant"
     if message:
         yield message if "tool_calls" in message else {"content": ""} | message
-
-
-def _joined(parts: Sequence[TextPart]) -> str:
-    return "\n".join(part.text for part in parts)
 
 
 class ResponsesWriter:
@@ -299,14 +276,15 @@ class ResponsesWriter:
 
     def __init__(
         self,
-        heading: ResponseHeader,
         body: ResponsesBody,
+        heading: ResponseHeader,
         completion: CompletionRequest,
-        request: Request,
+        requests: Sequence[Request],
         tokenizer: Tokenizer,
         reasoning: Reasoning | None,
     ) -> None:
-        self._heading, self._request, self._tokenizer, self._reasoning = heading, request, tokenizer, reasoning
+        self._heading, self._tokenizer, self._reasoning = heading, tokenizer, reasoning
+        (self._request,) = requests
         self._reader = PartReader(completion.tool_format, reasoning)
         self._items: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] = []

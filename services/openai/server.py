@@ -23,13 +23,13 @@ from services.backend import Unavailable
 from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.request_handler import ApiServer, CallRecord, RequestHandler
 from services.openai import pages
-from services.openai.bodies import BadRequest, BodyTooLarge, Refusal, UnknownFields, named, parse, refusal
-from services.openai.dialects import COMPLETION_DIALECTS, ApiCall, Dialect, Served
+from services.openai.bodies import BadRequest, BodyTooLarge, Refusal, UnknownFields, check_model, named, parse, refusal
+from services.openai.dialects import COMPLETION_DIALECTS, ApiCall, Dialect
 from services.openai.messages import Reasoning
 from services.openai.messages_api import COUNT_TOKENS, MESSAGES, MessagesDialect
 from services.openai.pages import DOCS, OPENAPI, Playground
-from services.openai.requests import LONGEST, CompletionRequest
-from services.openai.responses import ResponseHeader, model, models
+from services.openai.requests import LONGEST, CompletionRequest, Served
+from services.openai.responses import ResponseHeader
 from services.openai.responses_api import RESPONSES, ResponsesDialect
 from services.openai.tokenization import DETOKENIZE, TOKENIZE, detokenize, tokenize
 from services.security import bearer_token, caller_with, server_context
@@ -126,15 +126,9 @@ class HttpReply:
         return self._begun
 
     async def whole(
-        self, document: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
-    ) -> web.StreamResponse:
-        """Send a document as JSON, as the whole reply. Raises what `send` raises."""
-        return await self.send_whole(json.dumps(document).encode(), status, headers)
-
-    async def send_whole(
         self, data: bytes, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
     ) -> web.StreamResponse:
-        """Send a document that is JSON already, as the whole reply. Raises what `send` raises."""
+        """Send a JSON document as the whole reply. Raises what `send` raises."""
         async with self._in_time():
             await self._begin(
                 status, {"content-type": "application/json; charset=utf-8", "content-length": str(len(data)), **headers}
@@ -147,7 +141,7 @@ class HttpReply:
         """Send a refusal instead of the answer, or of the rest of the stream, as far as the caller reads it."""
         try:
             if self.stream is None:
-                return await self.whole(refusal.body, refusal.http_status, refusal.headers)
+                return await self.whole(json.dumps(refusal.body).encode(), refusal.http_status, refusal.headers)
             assert self.error_event is not None, "nothing is sent before there is an answer"
             await self.send(self.error_event(refusal.body))
             return await self.end()
@@ -225,7 +219,7 @@ async def answered(
                 ended[index] = output.answer
     answers = [ended[index] for index in range(len(requests))]
     if not completion.stream:
-        return await reply.send_whole(await _beside(partial(writer.whole, answers), answers))
+        return await reply.whole(await _beside(partial(writer.whole, answers), answers))
     await reply.send(await _beside(partial(writer.finish, answers)))
     return await reply.end()
 
@@ -477,17 +471,24 @@ class OpenAiServer:
         return web.Response(text=self._description.page, content_type="text/html", headers=pages.DOCS_HEADERS)
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        pair = self._handler.pair
-        return web.json_response(models(self._names, self._began, pair.context, pair.target.weights))
+        return web.json_response({"object": "list", "data": [self._model(name) for name in self._names]})
 
     async def _show_model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        if name not in self._names:
-            raise BadRequest(
-                f"model={name!r}; allowed: {', '.join(map(repr, self._names))}", "model", 404, "model_not_found"
-            )
-        pair = self._handler.pair
-        return web.json_response(model(name, self._names[0], self._began, pair.context, pair.target.weights))
+        check_model(name, self._names)
+        return web.json_response(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        """Return the description of the model under one of its names."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "smcserve",
+            "root": self._names[0],
+            "max_model_len": self._handler.pair.context,
+            "weights": self._handler.pair.target.weights,
+        }
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         dialect = DIALECTS[request.path]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from services.gateway.request_handler import RequestHandler
-from services.openai.bodies import BadRequest
-from services.openai.requests import understood
+from services.openai.bodies import BadRequest, check_model
+from services.openai.requests import Served, understood
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 COMMON = ("model", "add_special_tokens", "return_token_strs")
@@ -23,8 +23,6 @@ FIELDS = {
     "tokens": ("model", "tokens"),
 }
 """Fields that a body may have, by the field that it must have."""
-ALLOWED_VALUE = {"add_special_tokens": True}
-"""Fields of vLLM that are accepted only with this value, which applies in any case."""
 
 
 async def tokenize(document: Any, names: tuple[str, ...], handler: RequestHandler) -> dict[str, Any]:
@@ -34,17 +32,15 @@ async def tokenize(document: Any, names: tuple[str, ...], handler: RequestHandle
     needed = "messages" if isinstance(document, dict) and "messages" in document else "prompt"
     given = _given(document, needed, ignores)
     chat = "messages" in given
+    adds_special = given.pop("add_special_tokens", True)
     # False is vLLM's default for chats: only the template adds special tokens.
-    if chat and given.get("add_special_tokens") is False:
-        del given["add_special_tokens"]
-    for name, value in ALLOWED_VALUE.items():
-        if given.pop(name, value) is not value:
-            raise BadRequest(f"{name}={document[name]!r}; allowed: {str(value).lower()}", name)
+    if adds_special is not True and not (chat and adds_special is False):
+        raise BadRequest(f"add_special_tokens={adds_special!r}; allowed: true", "add_special_tokens")
     wants_strings = given.pop("return_token_strs", False)
     if not isinstance(wants_strings, bool):
         raise BadRequest(f"return_token_strs={wants_strings!r}; allowed: true, false", "return_token_strs")
     pair = handler.pair
-    completion = understood(given, chat, names, pair.tokenizer.size)
+    completion = understood(given, chat, Served(names, pair.tokenizer))
     if len(completion.prompts) != 1:
         raise BadRequest(f"prompt has {len(completion.prompts)} prompts; allowed: one", "prompt")
     tokens = [int(token) for token in await handler.prompts.tokens(completion.prompts[0])]
@@ -56,10 +52,7 @@ def detokenize(document: Any, names: tuple[str, ...], handler: RequestHandler) -
     """Return the reply to a body of `/detokenize`. Raises BadRequest."""
     given = _given(document, "tokens", handler.config.unknown_fields == "ignore")
     size = handler.pair.tokenizer.size
-    if given.get("model", names[0]) not in names:
-        raise BadRequest(
-            f"model={given['model']!r}; allowed: {', '.join(map(repr, names))}", "model", 404, "model_not_found"
-        )
+    check_model(given.get("model", names[0]), names)
     tokens = given["tokens"]
     if not isinstance(tokens, list):
         raise BadRequest(f"tokens={tokens!r}; allowed: a list of token ids", "tokens")

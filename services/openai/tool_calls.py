@@ -243,12 +243,8 @@ class ToolCallReader:
             self._state, self._before = self._head, text[len(text.rstrip()) :] + mark
         else:
             # An end of the text that may become the mark is kept back, with the blanks before it.
-            sizes = (n for n in range(len(HERMES_MARK) - 1, 0, -1) if text.endswith(HERMES_MARK[:n]))
-            size = next(sizes, 0)
-            text, self._kept = text[: len(text) - size], text[len(text) - size :]
-            blank = len(text) - len(text.rstrip())
-            self._kept = text[len(text) - blank :] + self._kept
-            text = text[: len(text) - blank]
+            certain = before_mark(text, HERMES_MARK).rstrip()
+            text, self._kept = certain, text[len(certain) :]
         if text.strip():
             yield Delta(content=text.rstrip() if mark else text)
 
@@ -307,6 +303,12 @@ class ToolCallReader:
             if found is not None:
                 self._kept, self._state = self._kept[found.end() :], self._head
         yield from ()
+
+
+def before_mark(text: str, mark: str) -> str:
+    """Return the text without an end that is the beginning of `mark`."""
+    size = next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
+    return text[: len(text) - size]
 
 
 def _name(written: str) -> str | None:

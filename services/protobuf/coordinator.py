@@ -8,7 +8,7 @@ from typing import Any
 
 from services.backend import RequestFailed, Unavailable
 from services.pb import coordinator_pb2 as pb
-from services.protobuf.generation import from_update, to_update
+from services.protobuf.generation import data_of, from_update, to_update
 from smc.api.request import Output
 from smc.api.sampling_params import VERIFICATIONS
 from smc.scheduler.admission import QueueFull
@@ -36,6 +36,13 @@ _GROUP_FIELDS = {
     **{name: name for name in ("prefix_queries", "prefix_hits")},
 }
 """Fields of `GroupPages`, and their names in `EngineStats`, where each is a dictionary by model role."""
+_SAMPLES = {"ess_share": "ess_shares", "committed_lag": "committed_lags", "mask_seconds": "mask_seconds"}
+"""Repeated fields of `Snapshot`, and their names in `EngineStats`."""
+_COUNTS = (
+    *("queued", "running", "slots_free", "resamples", "collapses", "preemptions", "shrinks"),
+    "spec_alone_rounds",
+)
+"""Further fields that both have under the same name."""
 _KINDS = {
     pb.REFUSAL_KIND_INVALID: ValueError,
     pb.REFUSAL_KIND_QUEUE_FULL: QueueFull,
@@ -53,12 +60,11 @@ def to_response(step: EngineStep) -> pb.AttachResponse:
 
 def from_response(response: pb.AttachResponse) -> EngineStep:
     snapshot = response.snapshot
-    times = {name: getattr(snapshot.times, name) for name in RoundTimes.__dataclass_fields__}
     return EngineStep(
         outputs=[from_update(update) for update in response.updates],
         refusals={refusal.request_id: _KINDS[refusal.kind](refusal.message) for refusal in response.refusals},
         stats=_from_snapshot(snapshot),
-        times=RoundTimes(**times) if snapshot.HasField("times") else None,
+        times=data_of(RoundTimes, snapshot.times) if snapshot.HasField("times") else None,
         lost_draft=snapshot.lost_draft,
     )
 
@@ -73,22 +79,13 @@ def _to_snapshot(step: EngineStep) -> pb.Snapshot:
         role: {name: getattr(stats, field).get(role) for name, field in _GROUP_FIELDS.items()} for role in ModelRole
     }
     return pb.Snapshot(
-        queued=stats.queued,
-        running=stats.running,
-        slots_free=stats.slots_free,
         times=None if step.times is None else pb.RoundTimes(**asdict(step.times)),
-        resamples=stats.resamples,
-        collapses=stats.collapses,
-        preemptions=stats.preemptions,
-        shrinks=stats.shrinks,
-        ess_share=stats.ess_shares,
-        committed_lag=stats.committed_lags,
-        mask_seconds=stats.mask_seconds,
         potential_seconds=stats.potentials.seconds,
         potential_errors=stats.potentials.errors,
         potential_timeouts=stats.potentials.timeouts,
-        spec_alone_rounds=stats.spec_alone_rounds,
         lost_draft=step.lost_draft,
+        **{name: getattr(stats, name) for name in _COUNTS},
+        **{name: getattr(stats, field) for name, field in _SAMPLES.items()},
         **{name: pb.SpecCounts(**asdict(counts)) for name, counts in stats.spec.items()},
         **{f"{role}_pages": pb.GroupPages(**counts) for role, counts in groups.items()},
     )
@@ -96,30 +93,20 @@ def _to_snapshot(step: EngineStep) -> pb.Snapshot:
 
 def _from_snapshot(snapshot: pb.Snapshot) -> EngineStats:
     groups = {role: getattr(snapshot, f"{role}_pages") for role in ModelRole}
-    counts: dict[str, Any] = {
+    values: dict[str, Any] = {name: getattr(snapshot, name) for name in _COUNTS}
+    values |= {field: list(getattr(snapshot, name)) for name, field in _SAMPLES.items()}
+    values |= {
         field: {role: getattr(group, name) for role, group in groups.items() if group.HasField(name)}
         for name, field in _GROUP_FIELDS.items()
     }
     return EngineStats(
-        queued=snapshot.queued,
-        running=snapshot.running,
-        slots_free=snapshot.slots_free,
-        resamples=snapshot.resamples,
-        collapses=snapshot.collapses,
-        preemptions=snapshot.preemptions,
-        shrinks=snapshot.shrinks,
-        ess_shares=list(snapshot.ess_share),
-        committed_lags=list(snapshot.committed_lag),
-        mask_seconds=list(snapshot.mask_seconds),
         potentials=PotentialStats(
             list(snapshot.potential_seconds), snapshot.potential_errors, snapshot.potential_timeouts
         ),
         spec={name: _from_counts(getattr(snapshot, name)) for name in VERIFICATIONS},
-        spec_alone_rounds=snapshot.spec_alone_rounds,
-        **counts,
+        **values,
     )
 
 
 def _from_counts(counts: pb.SpecCounts) -> SpecStats:
-    values = {name: getattr(counts, name) for name in SpecStats.__dataclass_fields__}
-    return SpecStats(**values | {"accepted_by_position": list(counts.accepted_by_position)})
+    return data_of(SpecStats, counts, accepted_by_position=list(counts.accepted_by_position))

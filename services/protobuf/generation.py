@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -24,13 +24,12 @@ from smc.api.request import Alternatives, Answer, FinishReason, Output, Particle
 from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.api.settings import Biases, Items, OneOf
 
+Data = TypeVar("Data")
+
 FINISH_REASONS = {
-    "eos": pb.FINISH_REASON_EOS,
-    "stop_token": pb.FINISH_REASON_STOP_TOKEN,
-    "stop_string": pb.FINISH_REASON_STOP_STRING,
-    "length": pb.FINISH_REASON_LENGTH,
-    "time_budget": pb.FINISH_REASON_TIME_BUDGET,
-    "queue_time": pb.FINISH_REASON_QUEUE_TIME,
+    reason.value: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}")
+    for reason in FinishReason
+    if reason not in (FinishReason.CANCELLED, FinishReason.ERROR)
 }
 """Finish reasons of answers. A request that fails or is cancelled ends with a status code instead."""
 
@@ -161,7 +160,12 @@ def _set(message: pb.SamplingParams, name: str, value: Any) -> None:
 
 SECONDS_UNKNOWN = math.nan
 
-_STATISTICS_FIELDS = tuple(field.name for field in fields(Statistics))
+
+def data_of(kind: type[Data], message: Any, **known: Any) -> Data:
+    """Build the dataclass `kind` from a message's fields with the same names. `known`: fields that have other
+    values."""
+    names = [field.name for field in fields(cast(Any, kind)) if field.name not in known]
+    return kind(**{name: getattr(message, name) for name in names}, **known)
 
 
 def to_sampling(
@@ -205,8 +209,9 @@ def to_finish(answer: Answer, *, statistics: bool = True) -> pb.Finish:
         seed=answer.seed,
         logprobs=answer.logprobs or (),
         times=pb.Times(**asdict(answer.times)),
-        particles=map(_to_particle, answer.particles or ()),
-        top_logprobs=map(_to_top_logprobs, answer.top_logprobs or ()),
+        statistics=pb.Statistics(**asdict(answer.statistics)) if statistics else None,
+        particles=map(_from_particle, answer.particles or ()),
+        top_logprobs=map(_from_alternatives, answer.top_logprobs or ()),
     )
     if isinstance(answer.matched, str):
         finish.matched_string = answer.matched
@@ -214,49 +219,10 @@ def to_finish(answer: Answer, *, statistics: bool = True) -> pb.Finish:
         finish.matched_token_id = answer.matched
     if answer.prompt_logprobs is not None:
         finish.prompt_logprobs.CopyFrom(_from_prompt_tokens(answer.prompt_logprobs))
-    if statistics:
-        finish.statistics.SetInParent()
-        for name in _STATISTICS_FIELDS:
-            setattr(finish.statistics, name, getattr(answer.statistics, name))
     return finish
 
 
-def from_finish(
-    finish: pb.Finish,
-    request_id: str,
-    tokens: tuple[int, ...],
-    text: str,
-    *,
-    reason: FinishReason | None = None,
-    error: str | None = None,
-) -> Answer:
-    """Return the answer with these tokens and this text. `reason`: how it ended, if not by one of the API's finish
-    reasons.
-
-    The answer's `seconds` is NaN, because it is not known here. Its `logprobs`, `top_logprobs` and `particles` are None
-    if they are empty, even if they were requested."""
-    matched = finish.WhichOneof("matched")
-    return Answer(
-        request_id=request_id,
-        tokens=tokens,
-        text=text,
-        finish_reason=reason or FinishReason(name_of(FINISH_REASONS, finish.reason, "finish.reason")),
-        matched=getattr(finish, matched) if matched else None,
-        seed=finish.seed,
-        prompt_tokens=finish.usage.prompt_tokens,
-        statistics=Statistics(**{name: getattr(finish.statistics, name) for name in _STATISTICS_FIELDS}),
-        seconds=SECONDS_UNKNOWN,
-        logprobs=tuple(finish.logprobs) or None,
-        error=error,
-        cached_tokens=finish.usage.cached_tokens,
-        times=Times(finish.times.queue, finish.times.prefill, finish.times.decode),
-        particles=tuple(map(_from_particle, finish.particles)) or None,
-        top_logprobs=tuple(map(to_alternatives, finish.top_logprobs)) or None,
-        prompt_logprobs=to_prompt_tokens(finish.prompt_logprobs) if finish.HasField("prompt_logprobs") else None,
-    )
-
-
-def _to_particle(particle: Particle) -> pb.Particle:
+def _from_particle(particle: Particle) -> pb.Particle:
     return pb.Particle(
         token_ids=particle.tokens,
         text=particle.text,
@@ -265,7 +231,12 @@ def _to_particle(particle: Particle) -> pb.Particle:
     )
 
 
-def _to_top_logprobs(alternatives: Alternatives) -> pb.TopLogprobs:
+def to_particle(message: pb.Particle) -> Particle:
+    reason = FinishReason(name_of(FINISH_REASONS, message.reason, "particle.reason"))
+    return Particle(tuple(message.token_ids), message.text, reason, message.weight)
+
+
+def _from_alternatives(alternatives: Alternatives) -> pb.TopLogprobs:
     tokens, logprobs = zip(*alternatives) if alternatives else ((), ())
     return pb.TopLogprobs(token_ids=tokens, logprobs=logprobs)
 
@@ -278,18 +249,13 @@ def _from_prompt_tokens(tokens: tuple[PromptToken, ...]) -> pb.PromptLogprobs:
     return pb.PromptLogprobs(
         logprobs=[token.logprob for token in tokens],
         ranks=[token.rank for token in tokens],
-        top_logprobs=[_to_top_logprobs(token.likeliest) for token in tokens],
+        top_logprobs=[_from_alternatives(token.likeliest) for token in tokens],
     )
 
 
 def to_prompt_tokens(message: pb.PromptLogprobs) -> tuple[PromptToken, ...]:
     likeliest = map(to_alternatives, message.top_logprobs)
     return tuple(map(PromptToken, message.logprobs, message.ranks, likeliest))
-
-
-def _from_particle(message: pb.Particle) -> Particle:
-    reason = FinishReason(name_of(FINISH_REASONS, message.reason, "particle.reason"))
-    return Particle(tuple(message.token_ids), message.text, reason, message.weight)
 
 
 def to_update(output: Output) -> coordinator_pb2.Update:
@@ -309,17 +275,31 @@ def to_update(output: Output) -> coordinator_pb2.Update:
 
 def from_update(update: coordinator_pb2.Update) -> Output:
     """Return the contents of an update. An answer in it holds the tokens, log-probabilities and text of this update
-    only, not of earlier ones."""
+    only, not of earlier ones.
+
+    The answer's `seconds` is NaN, because it is not known here. Its `logprobs`, `top_logprobs` and `particles` are None
+    if they are empty, even if they were requested."""
     tokens, logprobs, answer = tuple(update.token_ids), tuple(update.logprobs), None
     if update.HasField("finish"):
-        ending = update.WhichOneof("ending")
-        answer = from_finish(
-            update.finish,
-            update.request_id,
-            tokens,
-            update.text,
-            reason={"error": FinishReason.ERROR, "cancelled": FinishReason.CANCELLED}.get(ending),
+        finish, ending = update.finish, update.WhichOneof("ending")
+        reason = {"error": FinishReason.ERROR, "cancelled": FinishReason.CANCELLED}.get(ending)
+        matched = finish.WhichOneof("matched")
+        answer = Answer(
+            request_id=update.request_id,
+            tokens=tokens,
+            text=update.text,
+            finish_reason=reason or FinishReason(name_of(FINISH_REASONS, finish.reason, "finish.reason")),
+            matched=getattr(finish, matched) if matched else None,
+            seed=finish.seed,
+            prompt_tokens=finish.usage.prompt_tokens,
+            statistics=data_of(Statistics, finish.statistics),
+            seconds=SECONDS_UNKNOWN,
+            logprobs=logprobs or None,
             error=update.error if ending == "error" else None,
+            cached_tokens=finish.usage.cached_tokens,
+            times=data_of(Times, finish.times),
+            particles=tuple(map(to_particle, finish.particles)) or None,
+            top_logprobs=tuple(map(to_alternatives, finish.top_logprobs)) or None,
+            prompt_logprobs=to_prompt_tokens(finish.prompt_logprobs) if finish.HasField("prompt_logprobs") else None,
         )
-        answer = replace(answer, logprobs=logprobs or None)
     return Output(update.request_id, tokens, update.text, answer, logprobs)

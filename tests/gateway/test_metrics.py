@@ -25,7 +25,7 @@ from services.protobuf.coordinator import EngineStep, from_response, to_response
 from smc.api.request import Answer, FinishReason, Statistics, Times
 from smc.local_engine import local_engine
 from smc.potentials import Prefixes
-from smc.scheduler.stats import EngineStats
+from smc.scheduler.stats import EngineStats, RoundTimes
 from tests.deploy.binaries import binary
 from tests.gateway.harness import LONG, serving, until
 from tests.scheduler.harness import CASES, answers, request
@@ -108,7 +108,7 @@ def report_everything(metrics: Metrics) -> None:
     stats.spec["rejection"].count(1, block=3, rows=2, ahead=False, hit=False)
     stats.spec_alone_rounds = 6
     metrics.observe_step(stats)
-    metrics.observe_round(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001)
+    metrics.observe_round(RoundTimes(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001))
     metrics.set_health(draft=True, target=False, serving=False)
     metrics.set_epoch(2)
     metrics.workers_restarted()

@@ -20,7 +20,6 @@ from services.protobuf.generation import (
     FINISH_REASONS,
     REPORTS,
     SAMPLING,
-    from_finish,
     from_sampling,
     from_update,
     sampling_message,
@@ -286,7 +285,10 @@ def test_the_end_of_an_answer_round_trips(output):
     answer = output.answer
     finish = sent(to_finish(answer))
     assert (finish.usage.completion_tokens, finish.usage.cached_tokens) == (len(answer.tokens), answer.cached_tokens)
-    assert same(Output("id", answer=from_finish(finish, "id", answer.tokens, answer.text)), Output("id", answer=answer))
+    assert repr(tuple(finish.logprobs)) == repr(answer.logprobs or ())  # NaN included
+    update = coordinator_pb2.Update(request_id="id", text=output.text, token_ids=output.tokens, finish=finish)
+    update.logprobs.extend(output.logprobs)
+    assert same(from_update(update), output)
     assert not to_finish(answer, statistics=False).HasField("statistics")
 
 
@@ -320,7 +322,7 @@ def test_the_loss_of_the_draft_round_trips():
 def test_a_finish_reason_that_nobody_knows():
     """An unset finish reason is refused; an update without an end has no answer."""
     with pytest.raises(ValueError, match=r"finish.reason=0; allowed: 1 \(eos\)"):
-        from_finish(pb.Finish(), "id", (), "")
+        from_update(coordinator_pb2.Update(finish=pb.Finish()))
     assert from_update(coordinator_pb2.Update(request_id="id", text="a")).answer is None
 
 

@@ -11,7 +11,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from services.launch.config import WorkerGroupConfig
-from services.openai.requests import understood
+from services.openai.requests import Served, understood
 from services.pb import generation_pb2 as pb
 from services.protobuf.generation import to_sampling
 from services.vllm import to_params
@@ -53,13 +53,13 @@ def test_every_front_end_applies_defaults(target):
     with pytest.raises(ValueError, match="generation_config='never'; allowed: auto, ignore"):
         WorkerGroupConfig(generation_config="never")
     body = {"messages": [{"role": "user", "content": "a"}]}
-    names, size = ("demo",), pair.tokenizer.size
-    over_http = understood(body, True, names, size, defaults=pair.sampling).params(5, 1)
+    served = Served(("demo",), pair.tokenizer, defaults=pair.sampling)
+    over_http = understood(body, True, served).params(5, 1)
     over_grpc = to_sampling(pb.GenerateRequest(), pair.sampling)
     (over_vllm,) = to_params(vllm.SamplingParams(), "exact", 5, pair.sampling)
     for params in (over_http, over_grpc, over_vllm):
         assert (params.temperature, params.top_p) == (0.6, 0.9)
-    asked = understood(body | {"temperature": 1.0}, True, names, size, defaults=pair.sampling).params(5, 1)
+    asked = understood(body | {"temperature": 1.0}, True, served).params(5, 1)
     assert (asked.temperature, asked.top_p) == (1.0, 0.9)
     asked = to_sampling(pb.GenerateRequest(sampling=pb.SamplingParams(top_p=1.0)), pair.sampling)
     assert (asked.temperature, asked.top_p) == (0.6, 1.0)

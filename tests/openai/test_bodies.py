@@ -6,11 +6,12 @@ from __future__ import annotations
 import gc
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from services.openai.bodies import COMPLETIONS, parse
-from services.openai.requests import understood
+from services.openai.requests import Served, understood
 from tests.openai.asking import Said, chat, is_error, post
 
 
@@ -49,7 +50,7 @@ def test_what_is_large_and_wrong_is_refused_in_no_time(body):
     try:
         begin = time.thread_time()
         with pytest.raises(ValueError):
-            understood(parse(body.encode()), True, ("demo",), 512)
+            understood(parse(body.encode()), True, Served(("demo",), SimpleNamespace(size=512)))
         assert time.thread_time() - begin < 0.5
     finally:
         gc.unfreeze()

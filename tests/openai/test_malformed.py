@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from services.openai import messages_api, responses_api
 from services.openai.bodies import CHAT, COMPLETIONS, NAMES, BadRequest
-from services.openai.dialects import Served
-from services.openai.requests import understood
+from services.openai.requests import Served, understood
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair
@@ -222,12 +221,12 @@ JSON = st.recursive(
     sound=st.booleans(),
     fields=st.dictionaries(st.sampled_from(sorted(NAMES[True] | NAMES[False])), JSON, max_size=4),
 )
-def test_the_mapping_understands_or_says_what_is_wrong(path, sound, fields):
+def test_the_mapping_understands_or_says_what_is_wrong(pair, path, sound, fields):
     """For any JSON, `understood` raises only BadRequest, and its message can be sent."""
     if sound:
         fields = {"messages": [{"role": "user", "content": "x"}]} | fields if path == CHAT else {"prompt": "x"} | fields
     try:
-        understood(fields, path == CHAT, ("demo",), 512)
+        understood(fields, path == CHAT, Served(("demo",), pair.tokenizer))
     except BadRequest as error:
         json.dumps({"message": str(error), "param": error.param}, ensure_ascii=True)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import jsonschema
 import pytest
 
-from services.openai.dialects import Served
 from services.openai.messages_api import MessagesDialect, _arguments
+from services.openai.requests import Served
 from tests.gateway.harness import serving
 from tests.openai.asking import ADD, LONG, QUESTIONS, post, user
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from services.openai.bodies import BadRequest
-from services.openai.requests import CompletionRequest, understood
+from services.openai.requests import CompletionRequest, Served, understood
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.model.tokenizer import Tokenizer
@@ -20,6 +21,8 @@ TEMPLATE = (
     "{% for call in m.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments.x }}){% endfor %}"
     "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}{% endfor %}{% if thinking %}<think>{% endif %}<assistant>"
 )
+SERVED = Served(("demo",), SimpleNamespace(size=512))
+"""Reading a body needs no more of a tokenizer than its size."""
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "description": None}}
 
 
@@ -30,7 +33,7 @@ def tokenizer(pair) -> Tokenizer:
 
 
 def asked(messages: list, **fields) -> CompletionRequest:
-    return understood({"messages": messages, **fields}, True, ("demo",), 512)
+    return understood({"messages": messages, **fields}, True, SERVED)
 
 
 def read(tokenizer: Tokenizer, messages: list, **fields) -> str:
@@ -149,7 +152,7 @@ DEFAULTS = [
 @pytest.mark.parametrize(("default", "fields", "method"), DEFAULTS)
 def test_the_method_of_a_body_that_names_none(default, fields, method):
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    assert understood(body, True, ("demo",), 512, default).params(5, 1).method is Method(method)
+    assert understood(body, True, replace(SERVED, method=default)).params(5, 1).method is Method(method)
 
 
 def test_the_longest_answer_is_the_longest_that_could_run():
@@ -180,5 +183,5 @@ def test_numbers_beyond_what_others_can_hold_are_refused_by_name():
     for name in ("temperature", "top_k", "seed", "particles", "time_budget", "n"):
         body = json.loads(json.dumps({"messages": [{"role": "user", "content": "x"}], name: 10**400}))
         with pytest.raises(BadRequest) as caught:
-            understood(body, True, ("demo",), 512)
+            understood(body, True, SERVED)
         assert caught.value.param == name

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from services.openai.bodies import BadRequest
-from services.openai.dialects import Served
 from services.openai.messages import PartBegins, PartEnds, PartGrows, PartReader, Reasoning
+from services.openai.requests import Served
 from services.openai.responses_api import ResponsesDialect
 from services.openai.tool_calls import ToolFormat
 from tests.openai.asking import ADD, LONG, QUESTIONS, post

@@ -13,7 +13,7 @@ import pytest
 
 from services.openai.bodies import BadRequest
 from services.openai.messages import message_of
-from services.openai.requests import understood
+from services.openai.requests import Served, understood
 from services.openai.tool_calls import ToolFormat
 from smc import demo
 from smc.api.constraint import Constraint
@@ -59,7 +59,7 @@ def constraint_of(form: ToolFormat, functions: list[dict], **more: object) -> Co
         "messages": [{"role": "user", "content": "x"}],
         "tools": [{"type": "function", "function": function} for function in functions],
     }
-    completion = understood(body | more, True, ("demo",), tokenizer.size).with_tool_format(tokenizer)
+    completion = understood(body | more, True, Served(("demo",), tokenizer)).with_tool_format(tokenizer)
     assert completion.tool_format is form
     return completion.settings.get("constraint")
 

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from services.openai.bodies import BadRequest
-from services.openai.requests import understood
+from services.openai.requests import Served, understood
 from smc.model.tokenizer import Tokenizer
 from tests.openai.asking import QUESTIONS, user
 
@@ -15,7 +15,7 @@ HALF = {"role": "assistant", "content": "He has 3"}
 
 def read(tokenizer: Tokenizer, **fields: object):
     body = {"messages": user("x"), **fields}
-    return understood(body, True, ("demo",), tokenizer.size).with_tool_format(tokenizer)
+    return understood(body, True, Served(("demo",), tokenizer)).with_tool_format(tokenizer)
 
 
 def ids(tokenizer: Tokenizer, **fields: object) -> list[int]:

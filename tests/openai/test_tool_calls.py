@@ -13,7 +13,7 @@ import pytest
 
 from services.openai.bodies import BadRequest
 from services.openai.messages import message_of
-from services.openai.requests import understood
+from services.openai.requests import Served, understood
 from services.openai.tool_calls import ToolCallReader, ToolFormat
 from smc import demo
 from smc.constraints import Compiler
@@ -98,7 +98,7 @@ def body(**more: object) -> dict:
 
 
 def asked(tokenizer: Tokenizer, **more: object):
-    return understood(body(**more), True, ("demo",), tokenizer.size).with_tool_format(tokenizer)
+    return understood(body(**more), True, Served(("demo",), tokenizer)).with_tool_format(tokenizer)
 
 
 @pytest.mark.parametrize("form", ToolFormat)
