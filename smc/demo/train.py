@@ -27,6 +27,7 @@ from smc.demo.corpus import EOS, GROUPS, IGNORED, Corpus, render
 from smc.demo.problems import Accuracy, Problem, generate, grade
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, RopeTable, hidden_states
+from smc.model.files import write_json
 from smc.model.loader import save_model
 from smc.training import LearningRate, Optimizer
 
@@ -273,7 +274,7 @@ def train_and_write(
 def _add_to_record(path: Path, name: str, record: dict[str, object]) -> None:
     """Add or replace one model's record. The other model's record is kept, since models can be trained separately."""
     records = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(records | {name: record}, indent=2) + "\n")
+    write_json(path, records | {name: record})
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

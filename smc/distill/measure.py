@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from smc.distill.trainer import chunk_size, parts_of
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
 from smc.model.decoder import Decoder, RopeTable, hidden_states
+from smc.model.files import write_json
 from smc.philox import Purpose, exponentials, words
 from smc.probe import CONFIG, expected_speed
 from smc.scheduler.speculation import LatencyModel
@@ -425,7 +425,7 @@ def pair_costs(pair: ModelPair) -> LatencyModel | None:
 def write_card(directory: Path, record: dict[str, Any], history: Sequence[Measurement], record_name: str) -> None:
     """Write the record as JSON, the card and, if matplotlib is installed, the picture. `record`: facts about the run,
     with the history as plain numbers."""
-    (directory / record_name).write_text(json.dumps(finite(record), indent=2) + "\n", encoding="utf-8")
+    write_json(directory / record_name, finite(record))
     if not history:
         return
     drawn = importlib.util.find_spec("matplotlib") is not None

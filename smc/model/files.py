@@ -1,5 +1,5 @@
-"""Reads the files of a Hugging Face directory: JSON, safetensors headers and tensors, and fingerprints of weights.
-Knows nothing about models.
+"""Reads the files of a Hugging Face directory: JSON, which it also writes, safetensors headers and tensors, and
+fingerprints of weights. Knows nothing about models.
 
 A fingerprint is a hash of samples of a file. Replicas compare the fingerprints of whole models, and metrics report them
 to show a rollout. Fingerprints of single tensors show which tensors two models share."""
@@ -46,6 +46,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a JSON {type(raw).__name__}; an object is needed")
     return raw
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

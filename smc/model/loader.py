@@ -7,7 +7,6 @@ number of ranks."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import defaultdict
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from smc.model.config import ModelConfig, read_quantisation
 from smc.model.decoder import Decoder, empty_decoder
-from smc.model.files import SINGLE_FILE, STORED_FP8, StoredTensor, TensorReader
+from smc.model.files import SINGLE_FILE, STORED_FP8, StoredTensor, TensorReader, write_json
 from smc.model.linear import FP8, INT4, Linear, pieces, quantise, quantise_int4
 from smc.model.parallel import WHOLE, Reduce, Shard, local_config
 from smc.model.quantisation import GROUP, Codes, Fp8Quantisation, Int4Quantisation, Quantisation
@@ -265,7 +264,7 @@ def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str,
         temporary.unlink(missing_ok=True)
         raise OSError(f"{directory / SINGLE_FILE} cannot be written: {error}") from error
     temporary.replace(directory / SINGLE_FILE)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "config.json", config)
 
 
 def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
