@@ -27,10 +27,10 @@ from torch.nn import functional as F
 
 from smc.algorithm.coupling import FIRST_GREEDY_EXPONENT, coupled_logp
 from smc.calibration.latency import BRIEF, Effort, measure_latency
-from smc.distill.trainer import chunk_size, parts_of
+from smc.distill.trainer import answer_states, chunk_size, parts_of
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
-from smc.model.decoder import Decoder, RopeTable, hidden_states
+from smc.model.decoder import Decoder, RopeTable, attend_causally
 from smc.model.files import write_json
 from smc.philox import Purpose, exponentials, words
 from smc.probe import CONFIG, expected_speed
@@ -117,13 +117,7 @@ class TextRows:
     def _attend_causally(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (-1, self._size)).transpose(1, 2) for x in (q_THD, k_TJD, v_TJD))
         self._text.append((k, v))
-        window = self._model.config.window_of(layer)
-        if window is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
-            seen_SS = torch.ones(self._size, self._size, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-            out = F.scaled_dot_product_attention(q, k, v, seen_SS, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
+        return attend_causally(q, k, v, self._model.config.window_of(layer))
 
     def _attend_rows(self, layer: int, q_YHD: Tensor, k_YJD: Tensor, v_YJD: Tensor) -> Tensor:
         own, (k_BJSD, v_BJSD) = self._own[layer], self._text[layer]
@@ -166,11 +160,8 @@ def draw_next(
         if depth + 1 < block:
             rows.step(own_C, drawn[-1])
     tokens_CD = torch.stack(drawn, 1).tolist()
-    found = iter(
-        [
-            DrawnContinuation(context, tuple(tokens), seed + c)
-            for c, (context, tokens) in enumerate(zip(flat, tokens_CD))
-        ]
+    found = (
+        DrawnContinuation(context, tuple(tokens), seed + c) for c, (context, tokens) in enumerate(zip(flat, tokens_CD))
     )
     return [[next(found) for _ in of_text] for of_text in contexts]
 
@@ -343,12 +334,7 @@ class HeldOut:
         device = target.embed.weight.device
         size = chunk_size(vocab, device.type)
         for tokens_BS, index_X in parts_of(self._rows_N, device):
-            p_hidden_XE, q_hidden_XE = (
-                hidden_states(model, RopeTable(model.config, tokens_BS.shape[1], device).table, tokens_BS).flatten(
-                    0, 1
-                )[index_X]
-                for model in (target, draft)
-            )
+            p_hidden_XE, q_hidden_XE = (answer_states(model, tokens_BS, index_X) for model in (target, draft))
             for p_hidden_CE, q_hidden_CE in zip(p_hidden_XE.split(size), q_hidden_XE.split(size)):
                 logp_CV = torch.log_softmax(target.logits(p_hidden_CE)[:, :vocab], -1)
                 logq_CV = torch.log_softmax(draft.logits(q_hidden_CE)[:, :vocab], -1)

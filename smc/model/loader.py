@@ -1,5 +1,5 @@
-"""Loads a `Decoder` from a Hugging Face directory, saves it to one, or makes one with random weights, to measure speed
-without a checkpoint. Knows nothing about tokenizers or serving.
+"""Loads a `Decoder` from a Hugging Face directory, saves it to one, or makes one with random weights, to train it or to
+measure speed without a checkpoint. Knows nothing about tokenizers or serving.
 
 Loading streams one piece of a tensor at a time, so the model is never in memory twice. A rank reads only its own shard
 of each tensor, except that FP8 and int4 weights are quantised from whole rows, so that scales do not depend on the
@@ -272,6 +272,20 @@ def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
     low, high = values.aminmax()  # propagates NaN; unlike isfinite, it allocates nothing
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"{name} holds NaN or inf as {str(dtype).removeprefix('torch.')}; every weight must be finite")
+
+
+def initial_model(config: ModelConfig, seed: int) -> Decoder:
+    """Create a decoder in float32 on the CPU with random weights from which a training begins. Matrices that write to
+    the residual are scaled down by the depth of the model."""
+    torch.manual_seed(seed)
+    model = Decoder(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            depth = math.sqrt(2 * config.num_layers) if name.endswith(("o.weight", "down.weight")) else 1
+            nn.init.normal_(weight, std=0.5 / math.sqrt(weight.shape[1]) / depth)
+        elif name.endswith("bias"):
+            nn.init.zeros_(weight)
+    return model
 
 
 def random_model(
