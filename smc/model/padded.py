@@ -37,7 +37,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from smc.model.config import ModelConfig
+from smc.model.config import SIZES, ModelConfig
 from smc.model.decoder import Decoder, empty_decoder
 from smc.model.files import read_json, write_json
 from smc.model.linear import FP8, INT4, pieces, quantise
@@ -173,14 +173,7 @@ def padded_config(small: ModelConfig, shape: ModelConfig) -> ModelConfig:
         )
     return replace(
         small,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate_size,
-        max_context=shape.max_context,
+        **{field: getattr(shape, field) for field in SIZES},
         rms_eps=(small.rms_eps * small.hidden_size - constant_feature(small, shape) ** 2) / shape.hidden_size,
         tied_embeddings=small.tied_embeddings and shape.tied_embeddings and small.vocab_size == shape.vocab_size,
     )
