@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from smc.algorithm.coupling import FIRST_GREEDY_EXPONENT, coupled_logp
 from smc.calibration.latency import BRIEF, Effort, measure_latency
-from smc.distill.trainer import answer_states, chunk_size, parts_of
+from smc.distill.trainer import LOSSES, answer_states, chunk_size, parts_of
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
 from smc.model.decoder import Decoder, RopeTable, attend_causally
@@ -421,11 +421,6 @@ def write_card(directory: Path, record: dict[str, Any], history: Sequence[Measur
 
 
 def _card(record: dict[str, Any], last: Measurement, drawn: bool) -> str:
-    losses = {
-        "tv": "total variation, for exact decoding",
-        "chi2": "log(1 + chi-square), for SMC",
-        "kl": "KL divergence",
-    }
     speeds = record["tokens_a_second"]
     prompts = f", and answers to {record['prompts']:,} given prompts" if record["prompts"] else ""
     lines = [
@@ -439,7 +434,7 @@ def _card(record: dict[str, Any], last: Measurement, drawn: bool) -> str:
         "by the "
         f"target at temperatures {', '.join(f'{each:g}' for each in sorted(set(record['temperatures_written'])))}: "
         f"user turns of its own{prompts}. Seed {record['seed']}.",
-        f"- **Loss**: {losses[record['loss']]}, after KL divergence at the beginning. {last.step:,} steps, "
+        f"- **Loss**: {LOSSES[record['loss']]}, after KL divergence at the beginning. {last.step:,} steps, "
         f"{last.trained_tokens:,} answer tokens seen, in {record['seconds']:,.0f} s on {record['processes']} x "
         f"{record['device']} ({speeds['written']:,.0f} tokens a second written, {speeds['trained']:,.0f} learnt from).",
         "",

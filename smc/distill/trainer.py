@@ -39,7 +39,11 @@ CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 24}
 """Maximum number of logits of a chunk, by device."""
 MOST_CHUNK = 1 << 14
 """Maximum number of tokens of a chunk. On a GPU every chunk is padded to its full size."""
-LOSSES = ("tv", "chi2", "kl")
+LOSSES = {
+    "tv": "total variation, for exact decoding",
+    "chi2": "log(1 + chi-square), for SMC",
+    "kl": "KL divergence",
+}
 KL_AT_END = 0.1
 """Weight of KL at the end of the run: the other losses hardly change tokens to which the draft gives no probability."""
 _eager_devices = {"cpu"}
@@ -213,12 +217,12 @@ class Ranks:
             gradient.copy_(flat[begin : begin + gradient.numel()].view_as(gradient))
             begin += gradient.numel()
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def sum(self, value: float) -> float:
         if self.count == 1:
-            return list(values)
-        total = torch.tensor(values, dtype=torch.float64)
+            return value
+        total = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(total, group=self.control)
-        return total.tolist()
+        return total.item()
 
     def first(self, value: Any) -> Any:
         """Return the value of the first process."""
@@ -306,7 +310,7 @@ class Trainer:
         """Compute the gradients of the mean loss over the answer tokens of all processes."""
         self.optimizer.clear()
         mix = mix_at(self._settings.loss, progress, self._settings.kl_until)
-        (tokens,) = self._ranks.sum([rows_N["is_answer"][:, 1:].sum()])
+        tokens = self._ranks.sum(float(rows_N["is_answer"][:, 1:].sum()))
         overlap = torch.zeros((), device=self._device)
         for tokens_BS, index_X in parts_of(rows_N, self._device):
             with torch.no_grad():
