@@ -254,17 +254,6 @@ class TalkSettings:
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: >= {least}")
 
 
-@dataclass
-class WritingCounts:
-    """Counters of conversations and tokens."""
-
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Dropped conversations by reason."""
-    drawn: int = 0
-    """Tokens that the target drew in all turns, including those of dropped conversations."""
-
-
 class TalkWriter:
     """Writes the conversations with the numbers first, first + stride, .. to a store, in this order. Raises ValueError
     if the target cannot write them."""
@@ -286,7 +275,7 @@ class TalkWriter:
     ) -> None:
         """`slots`: conversations that are continued at once. `pages`: KV pages for them. `prompts`: token ids of given
         prompts, template included. Every second conversation begins with one of these, or every one if not `mixed`."""
-        self.settings, self.counts, self._store = settings, WritingCounts(), store
+        self._settings, self._store = settings, store
         self._format = _format_of(pair.tokenizer, prompts, mixed)
         self._eos = frozenset(pair.tokenizer.eos_ids)
         self._prompts, self._mixed = prompts, bool(self._format.opening)
@@ -307,16 +296,20 @@ class TalkWriter:
                 max_chains=0,
             ),
         )
-        self._first, self._stride = first, stride
-        self._slots, self._active = slots, dict[int, Conversation]()
+        self._stride, self._slots = stride, slots
+        self._active: dict[int, Conversation] = {}
         self._next_number = first + stride * max(0, -(-(store.next_number - first) // stride))
         """Number of the next conversation to begin."""
         self._unstored = self._next_number
         """Number of the next conversation to store. Conversations with higher numbers wait in `_waiting` once they are
         complete."""
         self._waiting: dict[int, Conversation | None] = {}
-        self._dropped_at_first = 0
-        """Conversations that were dropped before the first one was kept."""
+        self.drawn = 0
+        """Number of tokens that the target drew in all turns, including those of dropped conversations."""
+        self.dropped: Counter[str] = Counter()
+        """Number of dropped conversations by reason."""
+        self._kept, self._dropped_at_first = 0, 0
+        """Number of stored conversations, and of those that were dropped before the first one was stored."""
 
     def write(self, until: Callable[[], bool]) -> None:
         """Write conversations until `until` returns True. `until` is called before a conversation is stored.
@@ -341,7 +334,7 @@ class TalkWriter:
             self._submit(conversation)
 
     def _new(self, number: int) -> Conversation:
-        settings, index, is_given = self.settings, number // self._stride, bool(self._prompts)
+        settings, index, is_given = self._settings, number // self._stride, bool(self._prompts)
         if self._prompts and self._mixed:
             index, is_given = index // 2, index % 2 == 1
         conversation = Conversation(number, settings.temperatures[index % len(settings.temperatures)])
@@ -350,7 +343,7 @@ class TalkWriter:
         return conversation
 
     def _submit(self, conversation: Conversation) -> None:
-        settings, temperature = self.settings, conversation.temperature
+        settings, temperature = self._settings, conversation.temperature
         room = settings.width - len(conversation.tokens)
         if conversation.answering:
             params = SamplingParams(
@@ -368,14 +361,14 @@ class TalkWriter:
         self.engine.submit(request)
 
     def _seed(self, number: int, part: int) -> int:
-        text = f"{self.settings.seed}/{number}/{part}".encode()
+        text = f"{self._settings.seed}/{number}/{part}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
     def _take(self, answer: Answer) -> None:
         """Process a turn that the engine has finished: continue, complete or drop its conversation."""
         conversation = self._active[int(answer.request_id)]
         tokens = list(answer.tokens)
-        self.counts.drawn += len(tokens)
+        self.drawn += len(tokens)
         if answer.error:
             raise ValueError(f"the target cannot write: {answer.error}")
         take = self._take_answer if conversation.answering else self._take_user_turn
@@ -388,7 +381,7 @@ class TalkWriter:
             self._waiting[conversation.number] = conversation
         else:
             self._waiting[conversation.number] = None
-            self.counts.dropped[reason] += 1
+            self.dropped[reason] += 1
 
     def _take_user_turn(self, conversation: Conversation, tokens: list[int]) -> str | None:
         """Add a user turn to its conversation. Returns None if the conversation continues, otherwise the reason for
@@ -398,7 +391,7 @@ class TalkWriter:
         text = tokens[:-1]
         if not text or self._format.special & set(text):
             return "a user turn of special tokens"
-        if len(conversation.tokens) + len(text) + len(self._format.closing) + LEAST_ANSWER > self.settings.width:
+        if len(conversation.tokens) + len(text) + len(self._format.closing) + LEAST_ANSWER > self._settings.width:
             return "a user turn too long"
         conversation.add([*text, *self._format.closing])
         conversation.answering = True
@@ -413,11 +406,11 @@ class TalkWriter:
         conversation.add(tokens, is_answer=True)
         conversation.answers += 1
         between = self._format.between
-        if tokens[-1] not in self._eos or between is None or conversation.answers >= self.settings.turns:
+        if tokens[-1] not in self._eos or between is None or conversation.answers >= self._settings.turns:
             return "complete"
         # If the template ends an answer with the token that the target has drawn, it is not added again.
         rest = between[1:] if between[:1] == (tokens[-1],) else between
-        if len(conversation.tokens) + len(rest) + LEAST_ANSWER > self.settings.width:
+        if len(conversation.tokens) + len(rest) + LEAST_ANSWER > self._settings.width:
             return "complete"
         conversation.add(rest)
         conversation.answering = False
@@ -428,14 +421,14 @@ class TalkWriter:
             conversation = self._waiting.pop(self._unstored)
             self._unstored += self._stride
             if conversation is None:
-                self._dropped_at_first += not self.counts.kept
+                self._dropped_at_first += not self._kept
                 if self._dropped_at_first >= MOST_DROPPED:
-                    reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts.dropped.items())
+                    reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
                     raise ValueError(
                         f"the target writes nothing to learn from: {reasons}; give --prompts, or another --temperature"
                     )
                 continue
-            self.counts.kept += 1
+            self._kept += 1
             self._store.append(conversation)
 
 

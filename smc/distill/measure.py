@@ -50,7 +50,7 @@ GPU_EFFORT = Effort(4.0, 8, 3, 2, 8, 512)
 MOST_TEXT_TEMPERATURE = 0.75
 """Trees are grown in texts that were written at most at this temperature and not greedily, if there are any: text that
 a small model wrote at temperature 1 drifts to where both models are uncertain."""
-CARD, PICTURE = "README.md", "distill.png"
+CARD, RECORD, PICTURE = "README.md", "distill.json", "distill.png"
 
 
 @dataclass(frozen=True)
@@ -408,12 +408,10 @@ def pair_costs(pair: ModelPair) -> LatencyModel | None:
             torch.cuda.empty_cache()
 
 
-def write_card(directory: Path, record: dict[str, Any], history: Sequence[Measurement], record_name: str) -> None:
+def write_card(directory: Path, record: dict[str, Any], history: Sequence[Measurement]) -> None:
     """Write the record as JSON, the card and, if matplotlib is installed, the picture. `record`: facts about the run,
     with the history as plain numbers."""
-    write_json(directory / record_name, finite(record))
-    if not history:
-        return
+    write_json(directory / RECORD, finite(record))
     drawn = importlib.util.find_spec("matplotlib") is not None
     if drawn:
         draw(history, directory / PICTURE)

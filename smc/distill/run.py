@@ -39,7 +39,7 @@ from smc.model.tokenizer import Tokenizer
 
 WORK = ".distill"
 """Folder in the draft's directory for the files that a run needs to resume."""
-CHECKPOINT, SETTINGS, RECORD = "checkpoint.pt", "settings.json", "distill.json"
+CHECKPOINT, SETTINGS = "checkpoint.pt", "settings.json"
 PROMPT_COUNT = "prompt_count"
 """Key in the settings of the number of prompts that the run began with."""
 SAMPLE = 16
@@ -317,13 +317,13 @@ class Distillation:
         return len(self.store) >= self._first + FIRST_ROUND
 
     def _write(self, until: Callable[[], bool]) -> None:
-        began, drawn = time.monotonic(), self.writer.counts.drawn
+        began, drawn = time.monotonic(), self.writer.drawn
         self.writer.write(until)
-        took, written = time.monotonic() - began, self.writer.counts.drawn - drawn
+        took, written = time.monotonic() - began, self.writer.drawn - drawn
         self.state.writing["seconds"] += took
         self.state.writing["drawn"] += written
         if written:
-            dropped = ", ".join(f"{count} {reason}" for reason, count in self.writer.counts.dropped.items())
+            dropped = ", ".join(f"{count} {reason}" for reason, count in self.writer.dropped.items())
             self._say(
                 f"wrote {written:,} tokens in {took:.1f} s ({written / took:,.0f} a second); "
                 f"{len(self.store):,} conversations, {self.store.tokens:,} answer tokens; dropped: {dropped or 'none'}"
@@ -480,7 +480,7 @@ class Distillation:
             "training": asdict(config.training),
             "history": [asdict(each) for each in self.state.history],
         }
-        write_card(config.out, record, self.state.history, RECORD)
+        write_card(config.out, record, self.state.history)
 
     def _say(self, line: str, transient: bool = False) -> None:
         if self.ranks.is_first:

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from smc.model.files import STORED_BYTES, STORED_DTYPES, STORED_FP8, StoredTensor, TensorReader
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 BLOCK = 128
@@ -242,7 +241,7 @@ class Int4Quantisation:
         """Dequantised float32 weights [N, K] of a part of a quantised matrix."""
         code_NK = self._codes(files, name, rows, columns)
         scale_NG, zero_NG = self._scales(files, name, rows), self._zeros(files, name, rows)
-        group_K = self._group_of_inputs(files, name, scale_NG.shape[1], columns, scale_NG.device)
+        group_K = self._group_of_inputs(files, name, scale_NG.shape[1], columns)
         return (code_NK - zero_NG[:, group_K]).float() * scale_NG[:, group_K]
 
     def codes(self, files: TensorReader, name: str, rows: slice, columns: slice, group: int) -> Codes:
@@ -258,7 +257,7 @@ class Int4Quantisation:
                 "the directory is broken, download it again"
             )
         inputs = self._inputs(files, name)
-        of_K = self._group_of_inputs(files, name, scale_NG.shape[1], slice(0, inputs), scale_NG.device)
+        of_K = self._group_of_inputs(files, name, scale_NG.shape[1], slice(0, inputs))
         if not torch.equal(of_K, torch.arange(inputs, device=of_K.device) // (inputs // scale_NG.shape[1])):
             raise ValueError(
                 f"{name}: its groups are not of consecutive inputs (GPTQ's act-order), which the kernels of dtype=int4 "
@@ -332,15 +331,14 @@ class Int4Quantisation:
         scale = files.part(self._name(name, self.packing.scales), where).float()
         return scale.t() if self.packing.inputs_first else scale
 
-    def _group_of_inputs(
-        self, files: TensorReader, name: str, groups: int, columns: slice, device: torch.device
-    ) -> Tensor:
+    def _group_of_inputs(self, files: TensorReader, name: str, groups: int, columns: slice) -> Tensor:
         """Return the group [K] of every input in `columns`."""
         import torch
 
         index = self._name(name, self.packing.index)
         if not self.packing.index or index not in files.tensors:
-            return torch.arange(columns.start, columns.stop, device=device) // (self._inputs(files, name) // groups)
+            of_group = self._inputs(files, name) // groups
+            return torch.arange(columns.start, columns.stop, device=files.device) // of_group
         group_K = files.part(index, (columns,)).long()
         if len(group_K) and not 0 <= int(group_K.min()) <= int(group_K.max()) < groups:
             raise ValueError(
