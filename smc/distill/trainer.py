@@ -310,7 +310,7 @@ class Trainer:
         """Compute the gradients of the mean loss over the answer tokens of all processes."""
         self.optimizer.clear()
         mix = mix_at(self._settings.loss, progress, self._settings.kl_until)
-        tokens = self._ranks.sum(float(rows_N["is_answer"][:, 1:].sum()))
+        tokens = self._ranks.sum(rows_N["is_answer"][:, 1:].sum())
         overlap = torch.zeros((), device=self._device)
         for tokens_BS, index_X in parts_of(rows_N, self._device):
             with torch.no_grad():
