@@ -322,8 +322,8 @@ def grow(
 ) -> None:
     """Write a small model into a large shape, padded with zeros. It has the small model's answers and the large one's
     cost."""
+    from benchmarks.grow import SAVED_DTYPES, save_padded_model
     from smc.model.linear import DTYPES
-    from smc.model.padded import SAVED_DTYPES, save_padded_model
     from smc.model.presets import preset
     from smc.model.weight_map import count_parameters
 

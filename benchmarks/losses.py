@@ -249,8 +249,7 @@ class Training:
             return
         writer = make_writer(self._config, self.target, self.tokenizer, self.store, Ranks())
         stop, least = self._now() + 60 * minutes, self._config.held_out + SAMPLE
-        for _ in writer.write(lambda: self._now() >= stop and len(self.store) >= least):
-            pass
+        writer.write(lambda: self._now() >= stop and len(self.store) >= least)
 
     def train(self, loss: str) -> int:
         """Train a draft and write its directory; return the number of steps."""

@@ -11,7 +11,6 @@ Axes: L tokens of the whole corpus, N problems, B problems of one batch, S token
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 
 from smc.demo.problems import generate
+from smc.model.files import write_json
 
 BOS, EOS, USER, ASSISTANT = SPECIALS = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
 """Special tokens, with ids 0 to 3."""
@@ -80,7 +80,7 @@ def write(tokenizer: Tokenizer, directory: Path, max_context: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     ids = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
-    _write_json(directory / "generation_config.json", ids | {"pad_token_id": ids["eos_token_id"]})
+    write_json(directory / "generation_config.json", ids | {"pad_token_id": ids["eos_token_id"]})
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -91,11 +91,7 @@ def write(tokenizer: Tokenizer, directory: Path, max_context: int) -> None:
         "model_max_length": max_context,
         "chat_template": CHAT_TEMPLATE,
     }
-    _write_json(directory / "tokenizer_config.json", config)
-
-
-def _write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    write_json(directory / "tokenizer_config.json", config)
 
 
 def learn_tokenizer() -> Tokenizer:

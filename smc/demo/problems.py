@@ -218,6 +218,11 @@ class _Story:
         self.steps.append(f"{a} {op} {b} = {result}")
         return result
 
+    def change(self, phrasings: tuple[str, ...], op: str, operand: int) -> None:
+        """Add a sentence with this number, and a step that changes the amount by it."""
+        self.say(phrasings, n=operand, k=operand)
+        self.value = self.compute(self.value, op, operand)
+
     def amount(self, limit: int) -> int:
         """Return a random number from 2 to `limit`; small numbers are more likely."""
         top = self.rng.choice((20, 20, 60, 100, 300))
@@ -264,16 +269,12 @@ def _start(story: _Story) -> None:
 
 def _gain(story: _Story, _left: int) -> None:
     if story.value + 2 <= MAX_AMOUNT:
-        n = story.amount(MAX_AMOUNT - story.value)
-        story.say(GAIN, n=n)
-        story.value = story.compute(story.value, "+", n)
+        story.change(GAIN, "+", story.amount(MAX_AMOUNT - story.value))
 
 
 def _loss(story: _Story, _left: int) -> None:
     if story.value > 2:
-        n = story.amount(story.value - 1)
-        story.say(LOSS, n=n)
-        story.value = story.compute(story.value, "-", n)
+        story.change(LOSS, "-", story.amount(story.value - 1))
 
 
 def _boxes(story: _Story, left: int) -> None:
@@ -288,14 +289,12 @@ def _boxes(story: _Story, left: int) -> None:
 
 def _times(story: _Story, _left: int) -> None:
     if k := story.factor():
-        story.say(DOUBLE if k == 2 else TIMES, k=k)
-        story.value = story.compute(story.value, "*", k)
+        story.change(DOUBLE if k == 2 else TIMES, "*", k)
 
 
 def _split(story: _Story, _left: int) -> None:
     if k := story.divisor():
-        story.say(HALVE if k == 2 else SPLIT, k=k)
-        story.value = story.compute(story.value, "/", k)
+        story.change(HALVE if k == 2 else SPLIT, "/", k)
 
 
 def _compare(story: _Story, _left: int) -> None:
@@ -312,20 +311,14 @@ def _compare(story: _Story, _left: int) -> None:
     story.name = story.rng.choice(NAMES[story.gender])
     match story.rng.choice(kinds):
         case "more":
-            n = story.amount(MAX_AMOUNT - story.value)
-            story.say(MORE_THAN, n=n)
-            story.value = story.compute(story.value, "+", n)
+            story.change(MORE_THAN, "+", story.amount(MAX_AMOUNT - story.value))
         case "fewer":
-            n = story.amount(story.value - 1)
-            story.say(FEWER_THAN, n=n)
-            story.value = story.compute(story.value, "-", n)
+            story.change(FEWER_THAN, "-", story.amount(story.value - 1))
         case "times":
             assert factor is not None
-            story.say(TWICE if factor == 2 else TIMES_AS, k=factor)
-            story.value = story.compute(story.value, "*", factor)
+            story.change(TWICE if factor == 2 else TIMES_AS, "*", factor)
         case "half":
-            story.say(HALF_AS)
-            story.value = story.compute(story.value, "/", 2)
+            story.change(HALF_AS, "/", 2)
 
 
 # An ending adds the last step and the question. If it does not apply, it adds nothing.
@@ -355,14 +348,12 @@ def _end_pair(story: _Story) -> None:
 
 def _end_price(story: _Story) -> None:
     if k := story.factor():
-        story.say(ASK_PRICE, k=k)
-        story.value = story.compute(story.value, "*", k)
+        story.change(ASK_PRICE, "*", k)
 
 
 def _end_pack(story: _Story) -> None:
     if k := story.divisor():
-        story.say(ASK_PACK, k=k)
-        story.value = story.compute(story.value, "/", k)
+        story.change(ASK_PACK, "/", k)
 
 
 _EVENTS: tuple[Callable[[_Story, int], None], ...] = (_gain, _loss, _boxes, _times, _split, _compare)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import os
 import time
 from collections.abc import Callable
@@ -27,7 +26,8 @@ from smc.demo.corpus import EOS, GROUPS, IGNORED, Corpus, render
 from smc.demo.problems import Accuracy, Problem, generate, grade
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, RopeTable, hidden_states
-from smc.model.loader import save_model
+from smc.model.files import write_json
+from smc.model.loader import initial_model, save_model
 from smc.training import LearningRate, Optimizer
 
 StopCondition = Callable[[int, Decoder], bool]
@@ -94,18 +94,6 @@ class Recipe:
         return LearningRate(self.peak_rate, self.warmup)
 
 
-def initialise(config: ModelConfig, seed: int) -> Decoder:
-    """Create a decoder with random weights. Matrices that write to the residual are scaled down by the depth of the
-    model."""
-    torch.manual_seed(seed)
-    model = Decoder(config)
-    for name, weight in model.named_parameters():
-        if weight.dim() == 2:
-            depth = math.sqrt(2 * config.num_layers) if name.endswith(("o.weight", "down.weight")) else 1
-            torch.nn.init.normal_(weight, std=0.5 / math.sqrt(weight.shape[1]) / depth)
-    return model
-
-
 def answer_loss(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
     """Return the sum of the negative log-likelihood over all answer tokens."""
     logits_TV = model.logits(hidden_states(model, rope_SD, tokens_BS).flatten(0, 1))
@@ -117,7 +105,7 @@ class DemoTrainer:
 
     def __init__(self, recipe: Recipe, data: Corpus, device: str, compile_loss: bool) -> None:
         self.recipe, self.data, self.device = recipe, data, device
-        self.model = initialise(recipe.config, recipe.seed).to(device)
+        self.model = initial_model(recipe.config, recipe.seed).to(device)
         self.rope_SD = RopeTable(recipe.config, recipe.config.max_context, device).table
         self.loss = torch.compile(answer_loss, dynamic=False) if compile_loss else answer_loss
         self.generator = torch.Generator(device).manual_seed(recipe.seed)
@@ -162,16 +150,6 @@ def _print_progress(step: int, loss: float, progress: float, seconds: float) -> 
     )
 
 
-def measure(model: Decoder, rope_SD: Tensor, tokenizer: Tokenizer, problems: list[Problem], seed: int) -> Accuracy:
-    """Sample one answer to each problem at temperature 1, and grade it."""
-    prompts = [tokenizer.encode(render(problem.question)).ids for problem in problems]
-    eos = tokenizer.token_to_id(EOS)
-    assert eos is not None
-    answers = sample_answers(model, rope_SD, prompts, eos, seed)
-    texts = (tokenizer.decode(answer) for answer in answers)
-    return Accuracy(sum(grade(problem, text) for problem, text in zip(problems, texts)), len(problems))
-
-
 @torch.inference_mode()
 def sample_answers(model: Decoder, rope_SD: Tensor, prompts: list[list[int]], eos: int, seed: int) -> list[list[int]]:
     """Continue every prompt until `eos` or MAX_ANSWER tokens. Returns the new tokens without `eos`."""
@@ -212,11 +190,17 @@ class Evaluator:
         return self._measure(model, self.final_problems, FINAL_SEED)
 
     def _measure(self, model: Decoder, problems: list[Problem], seed: int) -> Accuracy:
+        """Sample one answer to each problem at temperature 1, and grade it."""
         served = copy.deepcopy(model).bfloat16()
         if self.device == "cpu":
             served.float()  # CPUs compute faster in float32; the weights stay rounded
         rope_SD = RopeTable(model.config, model.config.max_context, self.device).table
-        return measure(served, rope_SD, self.tokenizer, problems, seed)
+        prompts = [self.tokenizer.encode(render(problem.question)).ids for problem in problems]
+        eos = self.tokenizer.token_to_id(EOS)
+        assert eos is not None
+        answers = sample_answers(served, rope_SD, prompts, eos, seed)
+        texts = (self.tokenizer.decode(answer) for answer in answers)
+        return Accuracy(sum(grade(problem, text) for problem, text in zip(problems, texts)), len(problems))
 
 
 def stop_at(goal: float, every: int, evaluator: Evaluator) -> StopCondition:
@@ -273,7 +257,7 @@ def train_and_write(
 def _add_to_record(path: Path, name: str, record: dict[str, object]) -> None:
     """Add or replace one model's record. The other model's record is kept, since models can be trained separately."""
     records = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(records | {name: record}, indent=2) + "\n")
+    write_json(path, records | {name: record})
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

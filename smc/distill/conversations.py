@@ -19,9 +19,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -70,21 +71,25 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         ) from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conversation:
-    """A conversation that the target wrote."""
+    """A conversation that the target writes."""
 
     number: int
     """Index among all conversations of a run. The seed and this number decide everything in the conversation."""
     temperature: float
     """Sampling temperature of the answers."""
-    tokens: tuple[int, ...]
-    is_answer: tuple[bool, ...]
+    tokens: list[int] = field(default_factory=list)
+    is_answer: list[bool] = field(default_factory=list)
     """Whether each token is one that the target drew in an answer, end-of-text included."""
+    answers: int = 0
+    """Number of answers."""
+    answering: bool = False
+    """Whether the next tokens belong to an answer."""
 
-    @property
-    def answer_tokens(self) -> int:
-        return sum(self.is_answer)
+    def add(self, tokens: Sequence[int], is_answer: bool = False) -> None:
+        self.tokens += tokens
+        self.is_answer += [is_answer] * len(tokens)
 
 
 class ConversationStore:
@@ -99,7 +104,8 @@ class ConversationStore:
             + [("is_answer", "?", width)]
         )
         directory.mkdir(parents=True, exist_ok=True)
-        self._mapped: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._full_file = lru_cache(OPEN_FILES)(lambda number: self._read(self._file(number)))
+        """Maps a full file into memory; OPEN_FILES of them stay mapped."""
         files = sorted(directory.glob("[0-9]*.npy"))
         self._full = len(files)
         self._tail: list[np.void] = []
@@ -126,7 +132,7 @@ class ConversationStore:
         row["number"], row["temperature"], row["length"] = conversation.number, conversation.temperature, length
         row["tokens"][:length], row["is_answer"][:length] = conversation.tokens, conversation.is_answer
         self._tail.append(row)
-        self.tokens += conversation.answer_tokens
+        self.tokens += sum(conversation.is_answer)
         self.next_number = conversation.number + 1
         if len(self._tail) == ROWS_PER_FILE:
             self.flush()
@@ -146,7 +152,7 @@ class ConversationStore:
         found_N = np.empty(len(index_N), self._dtype)
         for n, index in enumerate(index_N):
             file, row = divmod(int(index), ROWS_PER_FILE)
-            found_N[n] = self._tail[row] if file == self._full else self._of_file(file)[row]
+            found_N[n] = self._tail[row] if file == self._full else self._full_file(file)[row]
         return found_N
 
     def answer_counts(self, first: int, vocab: int) -> np.ndarray:
@@ -159,15 +165,6 @@ class ConversationStore:
 
     def _file(self, number: int) -> Path:
         return self._directory / f"{number:06d}.npy"
-
-    def _of_file(self, number: int) -> np.ndarray:
-        if number in self._mapped:
-            self._mapped.move_to_end(number)
-            return self._mapped[number]
-        while len(self._mapped) >= OPEN_FILES:
-            self._mapped.popitem(last=False)
-        self._mapped[number] = self._read(self._file(number))
-        return self._mapped[number]
 
     def _read(self, file: Path) -> np.ndarray:
         rows_N = np.load(file, mmap_mode="r")
@@ -257,37 +254,6 @@ class TalkSettings:
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: >= {least}")
 
 
-@dataclass
-class _Draft:
-    """A conversation that is being written."""
-
-    number: int
-    temperature: float
-    tokens: list[int]
-    is_answer: list[bool]
-    answering: bool
-    """Whether the next tokens belong to an answer."""
-    turn: int = 0
-    answers: list[tuple[int, ...]] = field(default_factory=list)
-
-    def add(self, tokens: Sequence[int], is_answer: bool = False) -> None:
-        self.tokens += tokens
-        self.is_answer += [is_answer] * len(tokens)
-
-
-@dataclass
-class WritingCounts:
-    """Counters of conversations and tokens."""
-
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Dropped conversations by reason."""
-    drawn: int = 0
-    """Tokens that the target drew in all turns, including those of dropped conversations."""
-    cut: int = 0
-    """Answers that were cut at their maximum length."""
-
-
 class TalkWriter:
     """Writes the conversations with the numbers first, first + stride, .. to a store, in this order. Raises ValueError
     if the target cannot write them."""
@@ -296,7 +262,7 @@ class TalkWriter:
         self,
         pair: ModelPair,
         settings: TalkSettings,
-        store: ConversationStore | None,
+        store: ConversationStore,
         *,
         slots: int,
         pages: int | None = None,
@@ -309,7 +275,7 @@ class TalkWriter:
     ) -> None:
         """`slots`: conversations that are continued at once. `pages`: KV pages for them. `prompts`: token ids of given
         prompts, template included. Every second conversation begins with one of these, or every one if not `mixed`."""
-        self.settings, self.counts, self._store = settings, WritingCounts(), store
+        self._settings, self._store = settings, store
         self._format = _format_of(pair.tokenizer, prompts, mixed)
         self._eos = frozenset(pair.tokenizer.eos_ids)
         self._prompts, self._mixed = prompts, bool(self._format.opening)
@@ -330,146 +296,140 @@ class TalkWriter:
                 max_chains=0,
             ),
         )
-        self._first, self._stride = first, stride
-        self._slots, self._active = slots, dict[int, _Draft]()
-        done = store.next_number if store is not None else 0
-        self._next_number = first + stride * max(0, -(-(done - first) // stride))
+        self._stride, self._slots = stride, slots
+        self._active: dict[int, Conversation] = {}
+        self._next_number = first + stride * max(0, -(-(store.next_number - first) // stride))
         """Number of the next conversation to begin."""
         self._unstored = self._next_number
         """Number of the next conversation to store. Conversations with higher numbers wait in `_waiting` once they are
         complete."""
         self._waiting: dict[int, Conversation | None] = {}
-        self._dropped_at_first = 0
-        """Conversations that were dropped before the first one was kept."""
+        self.drawn = 0
+        """Number of tokens that the target drew in all turns, including those of dropped conversations."""
+        self.dropped: Counter[str] = Counter()
+        """Number of dropped conversations by reason."""
+        self._kept, self._dropped_at_first = 0, 0
+        """Number of stored conversations, and of those that were dropped before the first one was stored."""
 
-    def write(self, until: Callable[[], bool]) -> Iterator[Conversation]:
-        """Write conversations until `until` returns True, and yield them. `until` is called before a conversation is
-        stored. Conversations that have begun continue at the next call. Raises ValueError if none of the first
-        `MOST_DROPPED` is kept."""
+    def write(self, until: Callable[[], bool]) -> None:
+        """Write conversations until `until` returns True. `until` is called before a conversation is stored.
+        Conversations that have begun continue at the next call. Raises ValueError if none of the first `MOST_DROPPED`
+        is kept."""
         while True:
-            yield from self._in_order(until)
+            self._store_in_order(until)
             if until():
                 break
             self._begin()
             for output in self.engine.step():
                 if output.answer is not None:
                     self._take(output.answer)
-        if self._store is not None:
-            self._store.flush()
+        self._store.flush()
 
     def _begin(self) -> None:
         # Few conversations wait for an earlier one, so that memory is bounded.
         while len(self._active) < self._slots and self._next_number < self._unstored + 4 * self._slots * self._stride:
-            draft = self._new(self._next_number)
-            self._active[draft.number] = draft
+            conversation = self._new(self._next_number)
+            self._active[conversation.number] = conversation
             self._next_number += self._stride
-            self._submit(draft)
+            self._submit(conversation)
 
-    def _new(self, number: int) -> _Draft:
-        settings, index, is_given = self.settings, number // self._stride, bool(self._prompts)
+    def _new(self, number: int) -> Conversation:
+        settings, index, is_given = self._settings, number // self._stride, bool(self._prompts)
         if self._prompts and self._mixed:
             index, is_given = index // 2, index % 2 == 1
-        draft = _Draft(number, settings.temperatures[index % len(settings.temperatures)], [], [], False)
-        if is_given:
-            draft.add(self._prompts[index % len(self._prompts)])
-            draft.answering = True
-        else:
-            draft.add(self._format.opening)
-            draft.answering = not self._format.is_chat
-        return draft
+        conversation = Conversation(number, settings.temperatures[index % len(settings.temperatures)])
+        conversation.add(self._prompts[index % len(self._prompts)] if is_given else self._format.opening)
+        conversation.answering = is_given or not self._format.is_chat
+        return conversation
 
-    def _submit(self, draft: _Draft) -> None:
-        settings = self.settings
-        room = settings.width - len(draft.tokens)
-        if draft.answering:
+    def _submit(self, conversation: Conversation) -> None:
+        settings, temperature = self._settings, conversation.temperature
+        room = settings.width - len(conversation.tokens)
+        if conversation.answering:
             params = SamplingParams(
-                method=Method.TARGET, temperature=draft.temperature, max_tokens=min(room, settings.answer_tokens)
+                method=Method.TARGET, temperature=temperature, max_tokens=min(room, settings.answer_tokens)
             )
         else:
             params = SamplingParams(
                 method=Method.TARGET,
-                temperature=min(draft.temperature or 1.0, USER_TEMPERATURE),
+                temperature=min(temperature or 1.0, USER_TEMPERATURE),
                 max_tokens=min(room, settings.user_tokens),
                 stop_token_ids=tuple(sorted(self._format.ends - self._eos)),
             )
-        seed = self._seed(draft.number, 2 * draft.turn + draft.answering)
-        self.engine.submit(Request(str(draft.number), tuple(draft.tokens), replace(params, seed=seed)))
+        seed = self._seed(conversation.number, 2 * conversation.answers + conversation.answering)
+        request = Request(str(conversation.number), tuple(conversation.tokens), replace(params, seed=seed))
+        self.engine.submit(request)
 
     def _seed(self, number: int, part: int) -> int:
-        text = f"{self.settings.seed}/{number}/{part}".encode()
+        text = f"{self._settings.seed}/{number}/{part}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
     def _take(self, answer: Answer) -> None:
         """Process a turn that the engine has finished: continue, complete or drop its conversation."""
-        draft = self._active[int(answer.request_id)]
+        conversation = self._active[int(answer.request_id)]
         tokens = list(answer.tokens)
-        self.counts.drawn += len(tokens)
+        self.drawn += len(tokens)
         if answer.error:
             raise ValueError(f"the target cannot write: {answer.error}")
-        reason = self._take_answer(draft, tokens) if draft.answering else self._take_user_turn(draft, tokens)
+        take = self._take_answer if conversation.answering else self._take_user_turn
+        reason = take(conversation, tokens)
         if reason is None:
-            self._submit(draft)
+            self._submit(conversation)
             return
-        del self._active[draft.number]
-        if reason:
-            self.counts.dropped[reason] += 1
-        self._waiting[draft.number] = (
-            None
-            if reason
-            else Conversation(draft.number, draft.temperature, tuple(draft.tokens), tuple(draft.is_answer))
-        )
+        del self._active[conversation.number]
+        if conversation.answers:
+            self._waiting[conversation.number] = conversation
+        else:
+            self._waiting[conversation.number] = None
+            self.dropped[reason] += 1
 
-    def _take_user_turn(self, draft: _Draft, tokens: list[int]) -> str | None:
-        """Add a user turn to its conversation. Returns None if the conversation continues, an empty text if it is
-        complete, otherwise the reason for dropping it."""
+    def _take_user_turn(self, conversation: Conversation, tokens: list[int]) -> str | None:
+        """Add a user turn to its conversation. Returns None if the conversation continues, otherwise the reason for
+        its end, for which a conversation without an answer is dropped."""
         if not tokens or tokens[-1] not in self._format.ends:
-            return "" if draft.answers else "a user turn without end"
+            return "a user turn without end"
         text = tokens[:-1]
         if not text or self._format.special & set(text):
-            return "" if draft.answers else "a user turn of special tokens"
-        if len(draft.tokens) + len(text) + len(self._format.closing) + LEAST_ANSWER > self.settings.width:
-            return "" if draft.answers else "a user turn too long"
-        draft.add([*text, *self._format.closing])
-        draft.answering = True
+            return "a user turn of special tokens"
+        if len(conversation.tokens) + len(text) + len(self._format.closing) + LEAST_ANSWER > self._settings.width:
+            return "a user turn too long"
+        conversation.add([*text, *self._format.closing])
+        conversation.answering = True
         return None
 
-    def _take_answer(self, draft: _Draft, tokens: list[int]) -> str | None:
+    def _take_answer(self, conversation: Conversation, tokens: list[int]) -> str | None:
+        """Like `_take_user_turn`, for an answer."""
         if len(tokens) < LEAST_ANSWER:
-            return "" if draft.answers else "an answer nearly empty"
+            return "an answer nearly empty"
         if repeated_share(tokens) > MOST_REPEATED:
-            return "" if draft.answers else "an answer that repeats itself"
-        draft.add(tokens, is_answer=True)
-        draft.answers.append(tuple(tokens))
-        draft.turn += 1
-        ended, between = tokens[-1] in self._eos, self._format.between
-        if not ended:
-            self.counts.cut += 1
-        if not ended or between is None or draft.turn >= self.settings.turns:
-            return ""
+            return "an answer that repeats itself"
+        conversation.add(tokens, is_answer=True)
+        conversation.answers += 1
+        between = self._format.between
+        if tokens[-1] not in self._eos or between is None or conversation.answers >= self._settings.turns:
+            return "complete"
         # If the template ends an answer with the token that the target has drawn, it is not added again.
         rest = between[1:] if between[:1] == (tokens[-1],) else between
-        if len(draft.tokens) + len(rest) + LEAST_ANSWER > self.settings.width:
-            return ""
-        draft.add(rest)
-        draft.answering = False
+        if len(conversation.tokens) + len(rest) + LEAST_ANSWER > self._settings.width:
+            return "complete"
+        conversation.add(rest)
+        conversation.answering = False
         return None
 
-    def _in_order(self, until: Callable[[], bool]) -> Iterator[Conversation]:
+    def _store_in_order(self, until: Callable[[], bool]) -> None:
         while self._unstored in self._waiting and not until():
             conversation = self._waiting.pop(self._unstored)
             self._unstored += self._stride
             if conversation is None:
-                self._dropped_at_first += not self.counts.kept
+                self._dropped_at_first += not self._kept
                 if self._dropped_at_first >= MOST_DROPPED:
-                    reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts.dropped.items())
+                    reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
                     raise ValueError(
                         f"the target writes nothing to learn from: {reasons}; give --prompts, or another --temperature"
                     )
                 continue
-            self.counts.kept += 1
-            if self._store is not None:
-                self._store.append(conversation)
-            yield conversation
+            self._kept += 1
+            self._store.append(conversation)
 
 
 def _format_of(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], mixed: bool) -> ChatFormat:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,10 +27,11 @@ from torch.nn import functional as F
 
 from smc.algorithm.coupling import FIRST_GREEDY_EXPONENT, coupled_logp
 from smc.calibration.latency import BRIEF, Effort, measure_latency
-from smc.distill.trainer import chunk_size, parts_of
+from smc.distill.trainer import LOSSES, answer_states, chunk_size, parts_of
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
-from smc.model.decoder import Decoder, RopeTable, hidden_states
+from smc.model.decoder import Decoder, RopeTable, attend_causally
+from smc.model.files import write_json
 from smc.philox import Purpose, exponentials, words
 from smc.probe import CONFIG, expected_speed
 from smc.scheduler.speculation import LatencyModel
@@ -50,7 +50,7 @@ GPU_EFFORT = Effort(4.0, 8, 3, 2, 8, 512)
 MOST_TEXT_TEMPERATURE = 0.75
 """Trees are grown in texts that were written at most at this temperature and not greedily, if there are any: text that
 a small model wrote at temperature 1 drifts to where both models are uncertain."""
-CARD, PICTURE = "README.md", "distill.png"
+CARD, RECORD, PICTURE = "README.md", "distill.json", "distill.png"
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,7 @@ class TextRows:
     def _attend_causally(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (-1, self._size)).transpose(1, 2) for x in (q_THD, k_TJD, v_TJD))
         self._text.append((k, v))
-        window = self._model.config.window_of(layer)
-        if window is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
-            seen_SS = torch.ones(self._size, self._size, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-            out = F.scaled_dot_product_attention(q, k, v, seen_SS, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
+        return attend_causally(q, k, v, self._model.config.window_of(layer))
 
     def _attend_rows(self, layer: int, q_YHD: Tensor, k_YJD: Tensor, v_YJD: Tensor) -> Tensor:
         own, (k_BJSD, v_BJSD) = self._own[layer], self._text[layer]
@@ -166,11 +160,8 @@ def draw_next(
         if depth + 1 < block:
             rows.step(own_C, drawn[-1])
     tokens_CD = torch.stack(drawn, 1).tolist()
-    found = iter(
-        [
-            DrawnContinuation(context, tuple(tokens), seed + c)
-            for c, (context, tokens) in enumerate(zip(flat, tokens_CD))
-        ]
+    found = (
+        DrawnContinuation(context, tuple(tokens), seed + c) for c, (context, tokens) in enumerate(zip(flat, tokens_CD))
     )
     return [[next(found) for _ in of_text] for of_text in contexts]
 
@@ -343,12 +334,7 @@ class HeldOut:
         device = target.embed.weight.device
         size = chunk_size(vocab, device.type)
         for tokens_BS, index_X in parts_of(self._rows_N, device):
-            p_hidden_XE, q_hidden_XE = (
-                hidden_states(model, RopeTable(model.config, tokens_BS.shape[1], device).table, tokens_BS).flatten(
-                    0, 1
-                )[index_X]
-                for model in (target, draft)
-            )
+            p_hidden_XE, q_hidden_XE = (answer_states(model, tokens_BS, index_X) for model in (target, draft))
             for p_hidden_CE, q_hidden_CE in zip(p_hidden_XE.split(size), q_hidden_XE.split(size)):
                 logp_CV = torch.log_softmax(target.logits(p_hidden_CE)[:, :vocab], -1)
                 logq_CV = torch.log_softmax(draft.logits(q_hidden_CE)[:, :vocab], -1)
@@ -422,12 +408,10 @@ def pair_costs(pair: ModelPair) -> LatencyModel | None:
             torch.cuda.empty_cache()
 
 
-def write_card(directory: Path, record: dict[str, Any], history: Sequence[Measurement], record_name: str) -> None:
+def write_card(directory: Path, record: dict[str, Any], history: Sequence[Measurement]) -> None:
     """Write the record as JSON, the card and, if matplotlib is installed, the picture. `record`: facts about the run,
     with the history as plain numbers."""
-    (directory / record_name).write_text(json.dumps(finite(record), indent=2) + "\n", encoding="utf-8")
-    if not history:
-        return
+    write_json(directory / RECORD, finite(record))
     drawn = importlib.util.find_spec("matplotlib") is not None
     if drawn:
         draw(history, directory / PICTURE)
@@ -435,11 +419,6 @@ def write_card(directory: Path, record: dict[str, Any], history: Sequence[Measur
 
 
 def _card(record: dict[str, Any], last: Measurement, drawn: bool) -> str:
-    losses = {
-        "tv": "total variation, for exact decoding",
-        "chi2": "log(1 + chi-square), for SMC",
-        "kl": "KL divergence",
-    }
     speeds = record["tokens_a_second"]
     prompts = f", and answers to {record['prompts']:,} given prompts" if record["prompts"] else ""
     lines = [
@@ -453,7 +432,7 @@ def _card(record: dict[str, Any], last: Measurement, drawn: bool) -> str:
         "by the "
         f"target at temperatures {', '.join(f'{each:g}' for each in sorted(set(record['temperatures_written'])))}: "
         f"user turns of its own{prompts}. Seed {record['seed']}.",
-        f"- **Loss**: {losses[record['loss']]}, after KL divergence at the beginning. {last.step:,} steps, "
+        f"- **Loss**: {LOSSES[record['loss']]}, after KL divergence at the beginning. {last.step:,} steps, "
         f"{last.trained_tokens:,} answer tokens seen, in {record['seconds']:,.0f} s on {record['processes']} x "
         f"{record['device']} ({speeds['written']:,.0f} tokens a second written, {speeds['trained']:,.0f} learnt from).",
         "",

@@ -39,7 +39,7 @@ from smc.model.tokenizer import Tokenizer
 
 WORK = ".distill"
 """Folder in the draft's directory for the files that a run needs to resume."""
-CHECKPOINT, SETTINGS, RECORD = "checkpoint.pt", "settings.json", "distill.json"
+CHECKPOINT, SETTINGS = "checkpoint.pt", "settings.json"
 PROMPT_COUNT = "prompt_count"
 """Key in the settings of the number of prompts that the run began with."""
 SAMPLE = 16
@@ -126,7 +126,7 @@ def distill(config: DistillConfig, report: Report) -> Measurement:
         meeting = Path(folder) / "rendezvous"
         spawn = multiprocessing.get_context("spawn")
         others = [
-            spawn.Process(target=_run_other_rank, args=(config, rank, meeting), daemon=True)
+            spawn.Process(target=_run_rank, args=(config, rank, meeting), daemon=True)
             for rank in range(1, config.processes)
         ]
         for other in others:
@@ -164,11 +164,6 @@ def _prepare(config: DistillConfig) -> DistillConfig:
     return config
 
 
-def _run_other_rank(config: DistillConfig, rank: int, meeting: Path) -> None:
-    end_with_parent()
-    _run_rank(config, rank, meeting)
-
-
 def end_with_parent() -> None:
     """Make this process end when the one that started it ends, even if that one is killed."""
     parent = multiprocessing.parent_process()
@@ -182,6 +177,8 @@ def end_with_parent() -> None:
 
 
 def _run_rank(config: DistillConfig, rank: int, meeting: Path, report: Report = lambda line: None) -> Measurement:
+    if rank:
+        end_with_parent()
     if config.processes > 1 and config.device == "cpu":
         torch.set_num_threads(1)
     ranks = Ranks.join(rank, config.processes, meeting, config.device == "cuda")
@@ -266,7 +263,8 @@ class Distillation:
 
     def run(self) -> Measurement:
         checkpoint = self._load_checkpoint()
-        self._write_least()
+        # The held-out conversations, and the sample for the choice of layers.
+        self._write(lambda: len(self.store) >= self._first + SAMPLE)
         self.student = self._make_student(checkpoint)
         self.trainer = Trainer(
             self.target, self.student.model, self.vocab, self.config.talk.width, self.config.training, self.ranks
@@ -298,10 +296,6 @@ class Distillation:
 
     # Writing
 
-    def _write_least(self) -> None:
-        """Write the held-out conversations and the sample for the choice of layers."""
-        self._write(lambda: len(self.store) >= self._first + SAMPLE)
-
     def _write_round(self) -> None:
         """Write this round's share, unless a checkpoint says that it has been written."""
         if self.config.minutes is not None:
@@ -323,14 +317,13 @@ class Distillation:
         return len(self.store) >= self._first + FIRST_ROUND
 
     def _write(self, until: Callable[[], bool]) -> None:
-        began, drawn = time.monotonic(), self.writer.counts.drawn
-        for _ in self.writer.write(until):
-            pass
-        took, written = time.monotonic() - began, self.writer.counts.drawn - drawn
+        began, drawn = time.monotonic(), self.writer.drawn
+        self.writer.write(until)
+        took, written = time.monotonic() - began, self.writer.drawn - drawn
         self.state.writing["seconds"] += took
         self.state.writing["drawn"] += written
         if written:
-            dropped = ", ".join(f"{count} {reason}" for reason, count in self.writer.counts.dropped.items())
+            dropped = ", ".join(f"{count} {reason}" for reason, count in self.writer.dropped.items())
             self._say(
                 f"wrote {written:,} tokens in {took:.1f} s ({written / took:,.0f} a second); "
                 f"{len(self.store):,} conversations, {self.store.tokens:,} answer tokens; dropped: {dropped or 'none'}"
@@ -340,20 +333,18 @@ class Distillation:
 
     def _make_student(self, checkpoint: dict[str, Any] | None) -> Student:
         spec = self.config.student
+        layers: tuple[int, ...] = ()
         if checkpoint is not None:
             layers = tuple(checkpoint["layers"])
-        else:
-            layers = self.ranks.first(self._choose_layers() if self.ranks.is_first else ())
-        self.layers = layers
-        student = make_student(self.target, self.config.target, spec, layers)
+        elif self.ranks.is_first:
+            layers = choose_layers(self.target, spec, self.store.rows(range(SAMPLE)), self.vocab)
+        self.layers = self.ranks.first(layers)
+        student = make_student(self.target, self.config.target, spec, self.layers)
         self._say(
             f"draft: {student.origin}; {student.trained_weights:,} weights are trained, of "
             f"{sum(weight.numel() for weight in student.model.parameters()):,}"
         )
         return student
-
-    def _choose_layers(self) -> tuple[int, ...]:
-        return choose_layers(self.target, self.config.student, self.store.rows(range(SAMPLE)), self.vocab)
 
     def _train_round(self) -> None:
         began, before, first_step = time.monotonic(), self.state.trained_tokens, self.state.step
@@ -489,7 +480,7 @@ class Distillation:
             "training": asdict(config.training),
             "history": [asdict(each) for each in self.state.history],
         }
-        write_card(config.out, record, self.state.history, RECORD)
+        write_card(config.out, record, self.state.history)
 
     def _say(self, line: str, transient: bool = False) -> None:
         if self.ranks.is_first:

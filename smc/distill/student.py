@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.distill.trainer import LossMix, head_loss, parts_of
+from smc.distill.trainer import LossMix, answer_states, head_loss, parts_of
 from smc.model.check import require_pair
 from smc.model.config import SAVED_FAMILIES, ModelConfig
-from smc.model.decoder import Decoder, RopeTable, hidden_states
+from smc.model.decoder import Decoder
 from smc.model.files import read_json
-from smc.model.loader import load_model, save_with_config
+from smc.model.loader import initial_model, load_model, save_with_config
 
 DEPTH_SHARE = 7
 """Default number of layers of the target for one layer of the draft."""
@@ -88,7 +88,11 @@ def make_student(target: Decoder, target_dir: Path, spec: StudentSpec, layers: S
         student = _of_shape(target, spec.shape)
     else:
         student = _of_layers(target, target_dir, spec, layers)
-    return replace(student, model=_trainable(student.model, spec))
+    student.model.requires_grad_(True)
+    if not (spec.own_embedding or spec.shape):
+        student.model.embed.requires_grad_(False)
+        student.model.lm_head.requires_grad_(False)
+    return student
 
 
 def check_student(target: ModelConfig, target_dir: Path, spec: StudentSpec) -> None:
@@ -114,14 +118,6 @@ def choose_layers(target: Decoder, spec: StudentSpec, rows_N: np.ndarray, vocab:
 
 def default_layers(target: ModelConfig) -> int:
     return min(target.num_layers, max(2, round(target.num_layers / DEPTH_SHARE)))
-
-
-def _trainable(model: Decoder, spec: StudentSpec) -> Decoder:
-    model.requires_grad_(True)
-    if not (spec.own_embedding or spec.shape):
-        model.embed.requires_grad_(False)
-        model.lm_head.requires_grad_(False)
-    return model
 
 
 def candidate_layers(total: int, count: int) -> list[tuple[int, ...]]:
@@ -188,11 +184,7 @@ def _kl(target: Decoder, p_XE: Tensor, model: Decoder, rows_N: np.ndarray, vocab
 
 def _hidden_answers(model: Decoder, rows_N: np.ndarray) -> Tensor:
     """Return the hidden states [X, E] from which answer tokens are predicted."""
-    device, found = model.embed.weight.device, []
-    for tokens_BS, index_X in parts_of(rows_N, device):
-        rope = RopeTable(model.config, tokens_BS.shape[1], device)
-        found.append(hidden_states(model, rope.table, tokens_BS).flatten(0, 1)[index_X])
-    return torch.cat(found)
+    return torch.cat([answer_states(model, *part) for part in parts_of(rows_N, model.embed.weight.device)])
 
 
 def _config_of_shape(target: ModelConfig, shape: str) -> ModelConfig:
@@ -217,17 +209,8 @@ def _config_of_shape(target: ModelConfig, shape: str) -> ModelConfig:
 
 def _of_shape(target: Decoder, shape: str) -> Student:
     own = _config_of_shape(target.config, shape)
-    width, layers = own.hidden_size, own.num_layers
-    weight = target.embed.weight
-    torch.manual_seed(0)
-    model = Decoder(own)
-    for name, matrix in model.named_parameters():
-        if matrix.dim() == 2:
-            depth = math.sqrt(2 * layers) if name.endswith(("o.weight", "down.weight")) else 1
-            torch.nn.init.normal_(matrix, std=0.5 / math.sqrt(matrix.shape[1]) / depth)
-        elif name.endswith("bias"):
-            torch.nn.init.zeros_(matrix)
-    return Student(model.to(weight.device, weight.dtype), own.to_hf(), f"random weights, {width} wide, {layers} layers")
+    weight, origin = target.embed.weight, f"random weights, {own.hidden_size} wide, {own.num_layers} layers"
+    return Student(initial_model(own, seed=0).to(weight.device, weight.dtype), own.to_hf(), origin)
 
 
 def _without_quantisation(directory: Path) -> dict[str, Any]:

@@ -39,7 +39,11 @@ CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 24}
 """Maximum number of logits of a chunk, by device."""
 MOST_CHUNK = 1 << 14
 """Maximum number of tokens of a chunk. On a GPU every chunk is padded to its full size."""
-LOSSES = ("tv", "chi2", "kl")
+LOSSES = {
+    "tv": "total variation, for exact decoding",
+    "chi2": "log(1 + chi-square), for SMC",
+    "kl": "KL divergence",
+}
 KL_AT_END = 0.1
 """Weight of KL at the end of the run: the other losses hardly change tokens to which the draft gives no probability."""
 _eager_devices = {"cpu"}
@@ -61,16 +65,10 @@ class LossMix:
     chi2: float = 0.0
     kl: float = 0.0
 
-    @property
-    def has_chi2(self) -> bool:
-        return self.chi2 != 0.0
-
 
 def mix_at(loss: str, progress: float, kl_until: float) -> LossMix:
     """Return the weights of the losses: KL alone at first, then more and more of `loss`, up to the fraction `kl_until`
     of the run."""
-    if loss not in LOSSES:
-        raise ValueError(f"loss={loss!r}; allowed: {', '.join(LOSSES)}")
     if loss == "kl":
         return LossMix(kl=1.0)
     other = (1 - KL_AT_END) * (min(1.0, progress / kl_until) if kl_until else 1.0)
@@ -164,7 +162,7 @@ def head_loss(
             )
         p_logits_CV = _finished(target, target.lm_head(p_hidden_CE))[:, :vocab]
         q_logits_CV = _finished(draft, head(q_hidden_CE))[:, :vocab]
-        values_2C, gradient_CV = _divergence_on(device, p_logits_CV, q_logits_CV, weights_3, scale_1, mix.has_chi2)
+        values_2C, gradient_CV = _divergence_on(device, p_logits_CV, q_logits_CV, weights_3, scale_1, mix.chi2 != 0)
         sums_2 += values_2C[:, :count].sum(1)
         gradient_CV = raw_gradient(draft, q_logits_CV, gradient_CV)[:count].to(q_hidden_XE.dtype)
         gradient_XE[begin : begin + size] = gradient_CV @ weight_VE
@@ -219,12 +217,12 @@ class Ranks:
             gradient.copy_(flat[begin : begin + gradient.numel()].view_as(gradient))
             begin += gradient.numel()
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def sum(self, value: float) -> float:
         if self.count == 1:
-            return list(values)
-        total = torch.tensor(values, dtype=torch.float64)
+            return value
+        total = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(total, group=self.control)
-        return total.tolist()
+        return total.item()
 
     def first(self, value: Any) -> Any:
         """Return the value of the first process."""
@@ -276,12 +274,12 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums over the answer tokens of this process's share of a batch, on its device."""
+    """Results of one step."""
 
-    loss: Tensor
     overlap: Tensor
+    """Sum over the answer tokens of this process's share of a batch, on its device."""
     tokens: int
-    """Answer tokens of all processes."""
+    """Number of answer tokens of all processes."""
 
 
 class Trainer:
@@ -312,13 +310,13 @@ class Trainer:
         """Compute the gradients of the mean loss over the answer tokens of all processes."""
         self.optimizer.clear()
         mix = mix_at(self._settings.loss, progress, self._settings.kl_until)
-        (tokens,) = self._ranks.sum([_predicted(rows_N).sum()])
-        loss, overlap = torch.zeros(2, device=self._device).unbind()
+        tokens = self._ranks.sum(rows_N["is_answer"][:, 1:].sum())
+        overlap = torch.zeros((), device=self._device)
         for tokens_BS, index_X in parts_of(rows_N, self._device):
             with torch.no_grad():
                 p_hidden_XE = hidden_states(self._target, self._p_rope, tokens_BS).flatten(0, 1)[index_X]
             q_hidden_XE = hidden_states(self._draft, self._q_rope, tokens_BS).flatten(0, 1)[index_X]
-            part_loss, part_overlap, gradient_XE = head_loss(
+            _, part_overlap, gradient_XE = head_loss(
                 self._target,
                 self._draft,
                 p_hidden_XE,
@@ -328,9 +326,9 @@ class Trainer:
                 1 / max(1.0, tokens),
             )
             q_hidden_XE.backward(gradient_XE)
-            loss, overlap = loss + part_loss, overlap + part_overlap
+            overlap = overlap + part_overlap
         self._ranks.sum_gradients(self.optimizer.gradients)
-        return StepResult(loss, overlap, int(tokens))
+        return StepResult(overlap, int(tokens))
 
 
 def parts_of(rows_N: np.ndarray, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -352,5 +350,8 @@ def parts_of(rows_N: np.ndarray, device: torch.device) -> Iterator[tuple[Tensor,
         yield torch.from_numpy(tokens_BS).to(device), torch.from_numpy(index_X).to(device)
 
 
-def _predicted(rows_N: np.ndarray) -> np.ndarray:
-    return rows_N["is_answer"][:, 1:]
+def answer_states(model: Decoder, tokens_BS: Tensor, index_X: Tensor) -> Tensor:
+    """Return the hidden states [X, E] from which answer tokens are predicted. Its arguments are what `parts_of`
+    yields."""
+    rope = RopeTable(model.config, tokens_BS.shape[1], tokens_BS.device)
+    return hidden_states(model, rope.table, tokens_BS).flatten(0, 1)[index_X]

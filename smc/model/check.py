@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from smc.model.config import ModelConfig, default_dtype, read_quantisation, sampling_defaults
 from smc.model.files import StoredTensor, read_headers, stored_bytes, tensor_fingerprint
@@ -115,7 +115,7 @@ def _check_directory(
     """Check weights and tokenizer independently, so that one report lists the problems of both."""
     report = tokenizer = None
     try:
-        report = replace(_report(directory), sampling=sampling_defaults(Path(directory)))
+        report = _report(directory)
     except ValueError as error:
         problems.append(f"{role}: {error}")
     try:
@@ -143,7 +143,7 @@ def _report(directory: str | Path) -> ModelReport:
     if isinstance(quantisation, Int4Quantisation) and quantisation.act_order:
         logger.warning("%s: int4 with act-order is converted to bfloat16 when it is loaded on a GPU", directory)
     dtype = default_dtype(directory, "cuda")
-    ranks = _ranks(config, stored, quantisation if dtype == "int4" else None)
+    weight_bytes, heads, token_bytes = _rank_sizes(config, stored, quantisation if dtype == "int4" else None)
     plain = ", ".join(sorted({STORED_NAMES.get(tensor.dtype, tensor.dtype) for tensor in stored.values()}))
     return ModelReport(
         config,
@@ -151,9 +151,10 @@ def _report(directory: str | Path) -> ModelReport:
         stored_bytes(stored),
         weights=quantisation.title if quantisation else plain,
         gpu_dtype=dtype,
-        rank_bytes={degree: rank.bytes for degree, rank in ranks.items()},
-        rank_heads={degree: rank.heads for degree, rank in ranks.items()},
-        rank_token_bytes={degree: rank.token_bytes for degree, rank in ranks.items()},
+        rank_bytes=weight_bytes,
+        rank_heads=heads,
+        rank_token_bytes=token_bytes,
+        sampling=sampling_defaults(Path(directory)),
     )
 
 
@@ -161,25 +162,22 @@ STORED_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DEGREES = (1, 2, 3, 4, 6, 8)
 
 
-class _Rank(NamedTuple):
-    bytes: int
-    heads: tuple[tuple[int, int], ...]
-    token_bytes: int
-
-
-def _ranks(config: ModelConfig, stored: Mapping[str, StoredTensor], int4: Quantisation | None) -> dict[int, _Rank]:
-    """Return the sizes of a rank for each of `DEGREES`. Degrees into which the model cannot be split are left out."""
-    found = {}
+def _rank_sizes(
+    config: ModelConfig, stored: Mapping[str, StoredTensor], int4: Quantisation | None
+) -> tuple[dict[int, int], dict[int, tuple[tuple[int, int], ...]], dict[int, int]]:
+    """Return `rank_bytes`, `rank_heads` and `rank_token_bytes` of a `ModelReport`, for `DEGREES`."""
+    weights, heads, token_bytes = {}, {}, {}
     for degree in DEGREES:
         shard = Shard(0, degree)
         try:
             formats = int4_formats(weight_slices(config, shard), shard, stored, int4) if int4 else {}
-            heads = tuple((query, key) for query, key, _ in held_sizes(config, degree))
+            heads[degree] = tuple((query, key) for query, key, _ in held_sizes(config, degree))
         except ValueError:  # the model cannot be split into this many shards
             continue
-        token_bytes = 2 * PLAIN_BYTES * config.num_layers * local_config(config, shard).num_kv_heads * config.head_dim
-        found[degree] = _Rank(rank_bytes(config, shard, formats), heads, token_bytes)
-    return found
+        weights[degree] = rank_bytes(config, shard, formats)
+        keys = local_config(config, shard).num_kv_heads * config.head_dim
+        token_bytes[degree] = 2 * PLAIN_BYTES * config.num_layers * keys
+    return weights, heads, token_bytes
 
 
 def _compare(target: Tokenizer, draft: Tokenizer) -> list[str]:

@@ -16,7 +16,7 @@ from smc.model.families import BY_ARCHITECTURE, FAMILIES, Family, require
 from smc.model.files import read_json
 from smc.model.quantisation import Int4Quantisation, Quantisation, quantisation_of
 
-_SIZES = {
+SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -151,10 +151,10 @@ class ModelConfig:
     ranks, copies included; None for a model on a single rank."""
 
     def __post_init__(self) -> None:
-        for field in _SIZES:
+        for field in SIZES:
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{_SIZES[field]}={value!r} is not a positive integer")
+                raise ValueError(f"{SIZES[field]}={value!r} is not a positive integer")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
@@ -209,7 +209,7 @@ class ModelConfig:
         return {
             "architectures": [family.architecture],
             "model_type": self.family,
-            **{published: getattr(self, field) for field, published in _SIZES.items()},
+            **{published: getattr(self, field) for field, published in SIZES.items()},
             "rms_norm_eps": self.rms_eps,
             "rope_theta": self.rope_theta,
             "rope_scaling": _rope_to_hf(self.rope_scaling),
@@ -275,7 +275,6 @@ def _from_dict(raw: dict[str, Any]) -> ModelConfig:
         "tied_embeddings": bool(raw.get("tie_word_embeddings", family.tied_embeddings)),
         "qkv_bias": family.qkv_bias,
         "qk_norm": family.qk_norm,
-        **{ours: raw[published] for ours, published in family.fields.items() if published in raw},
         **family.read(raw),
     }
     window = fields.get("window")

@@ -430,19 +430,25 @@ def _llama3_frequencies(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     return inv_freq * (kept + (1 - kept) / scaling.factor)
 
 
+def attend_causally(q_BHSD: Tensor, k_BJSD: Tensor, v_BJSD: Tensor, window: int | None) -> Tensor:
+    """Dense causal attention [T, H, D] of whole sequences; `window`: number of positions that a token sees, itself
+    included; None: all."""
+    width, seen_SS = q_BHSD.shape[2], None
+    if window is not None and window < width:
+        seen_SS = torch.ones(width, width, dtype=torch.bool, device=q_BHSD.device).tril().triu(1 - window)
+    out_BHSD = F.scaled_dot_product_attention(
+        q_BHSD, k_BJSD, v_BJSD, seen_SS, is_causal=seen_SS is None, enable_gqa=True
+    )
+    return out_BHSD.transpose(1, 2).flatten(0, 1)
+
+
 def hidden_states(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor) -> Tensor:
     """Hidden states [B, S, E] with dense causal attention. Row s of `rope_SD` is position s of the rotary table."""
     rows, width = tokens_BS.shape
 
     def attend(layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (rows, width)).transpose(1, 2) for x in (q_THD, k_TJD, v_TJD))
-        window = model.config.window_of(layer)
-        if window is None or window >= width:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
-            seen_SS = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-            out = F.scaled_dot_product_attention(q, k, v, seen_SS, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
+        return attend_causally(q, k, v, model.config.window_of(layer))
 
     rope = torch.cat([rope_SD[..., :width, :]] * rows, dim=-2)
     return model(tokens_BS.flatten(), rope, attend).unflatten(0, (rows, width))

@@ -55,8 +55,6 @@ class Family:
     read: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: {}
     """Returns further fields of `ModelConfig` from the contents of config.json. Raises ValueError for values that are
     not supported."""
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields of `ModelConfig` that config.json has under another name: our name -> published name."""
     inert: Mapping[str, Any] = field(default_factory=dict)
     """Published fields for which one value only is supported; a missing field counts as this value."""
 
@@ -83,6 +81,16 @@ def _phi3(raw: dict[str, Any]) -> dict[str, Any]:
     share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     return {"rotary_dim": int(share * head_dim), **_window_everywhere(None)(raw)}
+
+
+def _granite(raw: dict[str, Any]) -> dict[str, Any]:
+    published = {
+        "embedding_multiplier": "embedding_multiplier",
+        "residual_multiplier": "residual_multiplier",
+        "score_scale": "attention_multiplier",
+        "logit_divisor": "logits_scaling",
+    }
+    return {ours: raw[theirs] for ours, theirs in published.items() if theirs in raw}
 
 
 def _gemma3(raw: dict[str, Any]) -> dict[str, Any]:
@@ -134,15 +142,7 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, inert={"use_sliding_window": False}),
     "mistral": Family("MistralForCausalLM", read=_window_everywhere(4096)),
     "phi3": Family("Phi3ForCausalLM", fused=True, read=_phi3),
-    "granite": Family(
-        "GraniteForCausalLM",
-        fields={
-            "embedding_multiplier": "embedding_multiplier",
-            "residual_multiplier": "residual_multiplier",
-            "score_scale": "attention_multiplier",
-            "logit_divisor": "logits_scaling",
-        },
-    ),
+    "granite": Family("GraniteForCausalLM", read=_granite),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         qk_norm=True,

@@ -1,5 +1,5 @@
-"""Reads the files of a Hugging Face directory: JSON, safetensors headers and tensors, and fingerprints of weights.
-Knows nothing about models.
+"""Reads the files of a Hugging Face directory: JSON, which it also writes, safetensors headers and tensors, and
+fingerprints of weights. Knows nothing about models.
 
 A fingerprint is a hash of samples of a file. Replicas compare the fingerprints of whole models, and metrics report them
 to show a rollout. Fingerprints of single tensors show which tensors two models share."""
@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -33,6 +35,8 @@ HEAD_BYTES = 1 << 20
 """Number of bytes hashed from the start of each file, where safetensors files have their header."""
 SAMPLES, SAMPLE_BYTES = 64, 16 << 10
 """Number and size in bytes of the samples of each file or tensor, at equal distances."""
+MOST_NAMED = 5
+"""Maximum number of tensors, files or problems that an error lists."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -48,6 +52,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor's entry in a safetensors header."""
@@ -58,10 +66,10 @@ class StoredTensor:
 
 
 class TensorReader:
-    """Reads parts of tensors. Each file is opened on first use and closed on exit."""
+    """Reads tensors onto a device. Each file is opened on first use and closed on exit."""
 
-    def __init__(self, tensors: dict[str, StoredTensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: dict[str, StoredTensor], device: torch.device) -> None:
+        self.tensors, self.device = tensors, device
         self._opened: dict[Path, safe_open] = {}
         self._stack = ExitStack()
 
@@ -71,13 +79,13 @@ class TensorReader:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Read a part of a tensor in its stored type onto the CPU. Raises ValueError if it cannot be read."""
-        file = self.tensors[name].file
+    def part(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
+        """Read a tensor, or a part of it, in its stored type. Raises ValueError if it cannot be read."""
+        file, whole = self.tensors[name].file, tuple(slice(0, size) for size in self.tensors[name].shape)
         if file not in self._opened:
             self._opened[file] = self._stack.enter_context(open_file(file, "pt"))
         try:
-            return self._opened[file].get_slice(name)[part]
+            return self._opened[file].get_slice(name)[part or whole].to(self.device)
         except SafetensorError as error:
             raise ValueError(f"{file}: {name} cannot be read: {error}") from error
 
@@ -154,10 +162,10 @@ def _is_lfs_pointer(file: Path) -> bool:
         return False
 
 
-def abbreviate(items: Sequence[str], count: int = 5, separator: str = ", ") -> str:
-    """Join the first `count` items into a text that also names the number of items left out."""
-    more = f"{separator}and {len(items) - count} more" if len(items) > count else ""
-    return separator.join(items[:count]) + more
+def abbreviate(items: Sequence[str], separator: str = ", ") -> str:
+    """Join the first `MOST_NAMED` items into a text that also gives the number of items left out."""
+    more = f"{separator}and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
+    return separator.join(items[:MOST_NAMED]) + more
 
 
 def tensor_fingerprint(tensor: StoredTensor, name: str) -> str:

@@ -1,5 +1,5 @@
-"""Loads a `Decoder` from a Hugging Face directory, saves it to one, or makes one with random weights, to measure speed
-without a checkpoint. Knows nothing about tokenizers or serving.
+"""Loads a `Decoder` from a Hugging Face directory, saves it to one, or makes one with random weights, to train it or to
+measure speed without a checkpoint. Knows nothing about tokenizers or serving.
 
 Loading streams one piece of a tensor at a time, so the model is never in memory twice. A rank reads only its own shard
 of each tensor, except that FP8 and int4 weights are quantised from whole rows, so that scales do not depend on the
@@ -7,7 +7,6 @@ number of ranks."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import defaultdict
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from smc.model.config import ModelConfig, read_quantisation
 from smc.model.decoder import Decoder, empty_decoder
-from smc.model.files import SINGLE_FILE, STORED_FP8, StoredTensor, TensorReader
+from smc.model.files import SINGLE_FILE, STORED_FP8, TensorReader, write_json
 from smc.model.linear import FP8, INT4, Linear, pieces, quantise, quantise_int4
 from smc.model.parallel import WHOLE, Reduce, Shard, local_config
 from smc.model.quantisation import GROUP, Codes, Fp8Quantisation, Int4Quantisation, Quantisation
@@ -66,8 +65,8 @@ def load_model(
     stored = check_weights(directory, config)
     quantisation = read_quantisation(directory)
     int4 = int4_formats(slices, shard, stored, quantisation) if dtype == INT4 else None
-    with TensorReader(stored) as files:
-        published = PublishedWeights(files, quantisation, torch.device(device))
+    with TensorReader(stored, torch.device(device)) as files:
+        published = PublishedWeights(files, quantisation)
         shared = _shared(published, slices, beside, dtype) if beside is not None else {}
         model = empty_decoder(local_config(config, shard), reduce, dtype, device, int4, shared)
         parameters = {name: weight for name, weight in model.named_parameters() if name not in shared}
@@ -93,15 +92,13 @@ def _shared(
 ) -> dict[str, nn.Parameter]:
     """Return the parameters of `other` that are equal to the directory's, by name: the embedding, the head and, in FP8,
     the head's scale."""
-    theirs, plain = (
-        dict(other.named_parameters(remove_duplicate=False)),
-        torch.bfloat16 if dtype in (FP8, INT4) else dtype,
-    )
+    theirs = dict(other.named_parameters(remove_duplicate=False))
+    plain = torch.bfloat16 if dtype in (FP8, INT4) else dtype
     stored = {where.parameter: name for name, where in slices.items() if where.parameter in (EMBEDDING, HEAD)}
 
     def equal(parameter: str, wanted: torch.dtype) -> bool:
         name, weight = stored[parameter], theirs[parameter]
-        if weight.shape != slices[name].shape or weight.dtype != wanted or weight.device != published.device:
+        if weight.shape != slices[name].shape or weight.dtype != wanted or weight.device != published.files.device:
             return False
         return all(
             _is_part(published, name, rows, weight, theirs.get("lm_head.scale")) for rows in pieces(*weight.shape)
@@ -139,48 +136,40 @@ class PublishedWeights:
 
     files: TensorReader
     quantisation: Quantisation | None
-    device: torch.device
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        return self.files.tensors
-
-    def part(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a stored tensor, or a part of it, onto the device."""
-        whole = tuple(slice(0, size) for size in self.tensors[name].shape)
-        return self.files.part(name, part or whole).to(self.device)
 
     def file(self, name: str) -> Path:
         """Return the file that holds a weight, or the codes of a weight stored in int4."""
-        if name not in self.tensors:
+        if name not in self.files.tensors:
             assert isinstance(self.quantisation, Int4Quantisation)
             name = self.quantisation.codes_name(name)
-        return self.tensors[name].file
+        return self.files.tensors[name].file
 
     def values(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        if name in self.tensors and self.tensors[name].dtype != STORED_FP8:
-            return self.part(name, part)
+        stored = self.files.tensors.get(name)
+        if stored is not None and stored.dtype != STORED_FP8:
+            return self.files.part(name, part)
         assert self.quantisation is not None
         rows, columns = part
-        return self.quantisation.values(self, name, rows, columns)
+        return self.quantisation.values(self.files, name, rows, columns)
 
     def fp8_rows(self, name: str, rows: slice, inputs: int) -> tuple[Tensor, Tensor]:
         """Return whole rows of `inputs` columns in FP8 [N, K] and their scales [N]. Rows stored in FP8 are kept, except
         that weights with a scale per block are quantised again with a scale per row."""
         part, quantisation = (rows, slice(0, inputs)), self.quantisation
-        is_fp8 = name in self.tensors and self.tensors[name].dtype == STORED_FP8
+        stored = self.files.tensors.get(name)
+        is_fp8 = stored is not None and stored.dtype == STORED_FP8
         if is_fp8 and isinstance(quantisation, Fp8Quantisation) and not quantisation.blocks:
-            return self.part(name, part), quantisation.rows_scale(self, name, rows)
+            return self.files.part(name, part), quantisation.rows_scale(self.files, name, rows)
         return quantise(self.values(name, part))
 
     def int4_rows(self, name: str, rows: slice, columns: slice, inputs: int, group: int) -> Codes:
         """Return some columns of some rows in int4, in groups of `group` inputs. Rows stored in int4 are kept. Others
         are rounded from their whole width of `inputs`, in groups of up to `GROUP`."""
-        if isinstance(self.quantisation, Int4Quantisation) and self.quantisation.holds(name, self.tensors):
-            return self.quantisation.codes(self, name, rows, columns, group)
+        if isinstance(self.quantisation, Int4Quantisation) and self.quantisation.holds(name, self.files.tensors):
+            return self.quantisation.codes(self.files, name, rows, columns, group)
         whole_group = math.gcd(GROUP, inputs)
         code_NK, scale_NG, zero_NG = quantise_int4(self.values(name, (rows, slice(0, inputs))), whole_group)
-        group_G = torch.arange(columns.start, columns.stop, group, device=self.device) // whole_group
+        group_G = torch.arange(columns.start, columns.stop, group, device=self.files.device) // whole_group
         return Codes(code_NK[:, columns], scale_NG[:, group_G], zero_NG[:, group_G])
 
 
@@ -265,7 +254,7 @@ def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str,
         temporary.unlink(missing_ok=True)
         raise OSError(f"{directory / SINGLE_FILE} cannot be written: {error}") from error
     temporary.replace(directory / SINGLE_FILE)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "config.json", config)
 
 
 def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
@@ -273,6 +262,20 @@ def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
     low, high = values.aminmax()  # propagates NaN; unlike isfinite, it allocates nothing
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"{name} holds NaN or inf as {str(dtype).removeprefix('torch.')}; every weight must be finite")
+
+
+def initial_model(config: ModelConfig, seed: int) -> Decoder:
+    """Create a decoder in float32 on the CPU with random weights from which a training begins. Matrices that write to
+    the residual are scaled down by the depth of the model."""
+    torch.manual_seed(seed)
+    model = Decoder(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            depth = math.sqrt(2 * config.num_layers) if name.endswith(("o.weight", "down.weight")) else 1
+            nn.init.normal_(weight, std=0.5 / math.sqrt(weight.shape[1]) / depth)
+        elif name.endswith("bias"):
+            nn.init.zeros_(weight)
+    return model
 
 
 def random_model(

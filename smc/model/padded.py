@@ -19,34 +19,30 @@ A head with additional tokens cannot be tied to the embedding. The padded model 
 tied. A decoding step still reads as many bytes as that of a tied model, because it reads only one embedding row for
 each token; memory holds one more matrix.
 
-The second half of the file writes a padded model as a Hugging Face directory that any server can load, with no more
-than one padded tensor in memory at a time.
+`smcserve grow` (`benchmarks/grow.py`) writes a padded model as a directory.
 
 Axes: X indices of any axis.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from smc.model.config import ModelConfig
+from smc.model.config import SIZES, ModelConfig
 from smc.model.decoder import Decoder, empty_decoder
-from smc.model.files import INDEX_FILE, SINGLE_FILE, read_json
+from smc.model.files import read_json, write_json
 from smc.model.linear import FP8, INT4, pieces, quantise
-from smc.model.loader import load_model
 from smc.model.parallel import WHOLE, Axis, Reduce, Shard, local_config
-from smc.model.tokenizer import Tokenizer
+from smc.model.tokenizer import COPIED_TOKENIZER_FILES, Tokenizer
 from smc.model.weight_map import WeightSlice, weight_slices
 
 CONSTANT_AFTER_NORM = 2.0**4
@@ -54,24 +50,6 @@ CONSTANT_AFTER_NORM = 2.0**4
 PADDING_HEAD_WEIGHT = -(2.0**12)
 """Weight of the constant feature in the head's additional rows. Their logits are below -256 for a residual of up to
 256, and below -64 for one of up to 1,024."""
-FILE_BYTES = 4 << 30
-"""Maximum size of a safetensors file; a larger tensor gets a file of its own."""
-PIECE_BYTES = 1 << 20
-"""Number of bytes written at a time. A piece of zeros becomes a hole in the file, which most file systems do not
-store."""
-SAVED_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Types that can be written, and their names in a safetensors header."""
-COPIED_TOKENIZER_FILES = (
-    "generation_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-)
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields of the small model's config.json that are copied."""
-
 _AXES = {
     "embed_tokens.weight": ("vocab", "hidden"),
     "input_layernorm.weight": ("hidden",),
@@ -195,14 +173,7 @@ def padded_config(small: ModelConfig, shape: ModelConfig) -> ModelConfig:
         )
     return replace(
         small,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate_size,
-        max_context=shape.max_context,
+        **{field: getattr(shape, field) for field in SIZES},
         rms_eps=(small.rms_eps * small.hidden_size - constant_feature(small, shape) ** 2) / shape.hidden_size,
         tied_embeddings=small.tied_embeddings and shape.tied_embeddings and small.vocab_size == shape.vocab_size,
     )
@@ -302,37 +273,6 @@ def _rectangle(indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
     )
 
 
-def save_padded_model(
-    small: str | Path,
-    shape: ModelConfig,
-    directory: str | Path,
-    *,
-    dtype: torch.dtype,
-    on_bytes: Callable[[int, int], None] | None = None,
-) -> ModelConfig:
-    """Write the model of directory `small`, padded to `shape`, with its tokenizer. `on_bytes` is called with the bytes
-    written and the total.
-
-    Raises ValueError if the shape cannot hold the model or if `directory` is not empty; no file is written then.
-    """
-    small, directory = Path(small), Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} is there and not an empty directory; give the name of a new one")
-    tokenizer = Tokenizer.load(small)
-    model = load_model(small)
-    if model.config.vocab_size < tokenizer.size:
-        raise ValueError(f"{small}: vocab_size={model.config.vocab_size} is below the tokenizer's {tokenizer.size} ids")
-    weights = PaddedWeights(model, shape)
-    directory.mkdir(parents=True, exist_ok=True)
-    _save_weights(weights, directory, dtype, on_bytes or (lambda done, total: None))
-    save_padded_tokenizer(small, weights.config, directory)
-    raw = read_json(small / "config.json")
-    copied = {name: raw[name] for name in TOKEN_IDS if name in raw}
-    dtype_name = str(dtype).removeprefix("torch.")
-    _write_json(directory / "config.json", weights.config.to_hf() | copied | {"dtype": dtype_name})
-    return weights.config
-
-
 def save_padded_tokenizer(small: Path, config: ModelConfig, directory: Path) -> None:
     """Write the tokenizer of directory `small` for the padded `config`.
 
@@ -344,14 +284,14 @@ def save_padded_tokenizer(small: Path, config: ModelConfig, directory: Path) -> 
             shutil.copy(small / name, directory / name)
     settings = small / "tokenizer_config.json"
     if settings.is_file():
-        _write_json(directory / settings.name, read_json(settings) | {"model_max_length": config.max_context})
+        write_json(directory / settings.name, read_json(settings) | {"model_max_length": config.max_context})
     raw, size = read_json(small / "tokenizer.json"), Tokenizer.load(small).size
     if raw["model"].get("type") == "BPE" and size == ModelConfig.from_hf(small).vocab_size:
         vocabulary = raw["model"]["vocab"]
         # The library would renumber an added token that is missing here, behind the last id.
         vocabulary |= {token["content"]: token["id"] for token in raw["added_tokens"]}
         vocabulary |= {f"<|unused {token_id}|>": token_id for token_id in range(size, config.vocab_size)}
-    _write_json(directory / "tokenizer.json", raw)
+    write_json(directory / "tokenizer.json", raw)
 
 
 def padded_tokenizer(small: Path, config: ModelConfig) -> Tokenizer:
@@ -359,67 +299,3 @@ def padded_tokenizer(small: Path, config: ModelConfig) -> Tokenizer:
     with TemporaryDirectory() as directory:
         save_padded_tokenizer(small, config, Path(directory))
         return Tokenizer.load(directory)
-
-
-def _save_weights(
-    weights: PaddedWeights, directory: Path, dtype: torch.dtype, on_bytes: Callable[[int, int], None]
-) -> None:
-    slices = weight_slices(weights.config)
-    sizes = {name: math.prod(where.shape) * dtype.itemsize for name, where in slices.items()}
-    groups, total, done = list(_split_into_files(sizes)), sum(sizes.values()), 0
-    files = (
-        [SINGLE_FILE]
-        if len(groups) == 1
-        else [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
-    )
-    for file, names in zip(files, groups):
-        with (directory / file).open("wb") as opened:
-            opened.write(_header({name: slices[name] for name in names}, sizes, dtype))
-            for name in names:
-                weight = torch.zeros(slices[name].shape, dtype=dtype)
-                weights.fill(name, weight, slices[name].axes)
-                _write_sparse(opened, weight)
-                done += sizes[name]
-                on_bytes(done, total)
-            opened.truncate()  # a hole at the end does not extend the file by itself
-    if len(groups) > 1:
-        file_of = {name: file for file, names in zip(files, groups) for name in names}
-        _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": file_of})
-
-
-def _split_into_files(sizes: dict[str, int]) -> Iterator[list[str]]:
-    """Yield the names of the tensors of each file."""
-    group: list[str] = []
-    filled = 0
-    for name, size in sizes.items():
-        if group and filled + size > FILE_BYTES:
-            yield group
-            group, filled = [], 0
-        group.append(name)
-        filled += size
-    yield group
-
-
-def _header(slices: dict[str, WeightSlice], sizes: dict[str, int], dtype: torch.dtype) -> bytes:
-    """Return the header of a safetensors file: its length in 8 bytes, then JSON with the type, shape and offsets of
-    each tensor."""
-    tensors, begin = {}, 0
-    for name, where in slices.items():
-        end = begin + sizes[name]
-        tensors[name] = {"dtype": SAVED_DTYPES[dtype], "shape": where.shape, "data_offsets": (begin, end)}
-        begin = end
-    text = json.dumps({"__metadata__": {"format": "pt"}} | tensors).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_sparse(file: BinaryIO, weight: Tensor) -> None:
-    for piece in weight.flatten().view(torch.uint8).split(PIECE_BYTES):
-        if piece.any():
-            file.write(piece.numpy())
-        else:
-            file.seek(len(piece), 1)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from smc.model.config import Llama3RopeScaling, ModelConfig
@@ -90,6 +89,7 @@ class NoText(Tokenizer):
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self._chat_template = None
         self.eos_ids = ()
 
     @property
@@ -100,25 +100,13 @@ class NoText(Tokenizer):
     def special_ids(self) -> tuple[int, ...]:
         return ()
 
-    @property
-    def has_chat_template(self) -> bool:
-        return False
-
     def bytes_of(self, token_id: int) -> bytes:
         return b""
 
     def encode(self, text: str, add_special: bool = True, limit: int | None = None) -> list[int]:
         raise ValueError("prompt: a model of random weights has no text; allowed: token_ids")
 
-    def chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        limit: int | None = None,
-        tools: Sequence[dict[str, Any]] = (),
-        settings: Mapping[str, Any] = MappingProxyType({}),
-        begins_message: bool = True,
-        continues_last: bool = False,
-    ) -> list[int]:
+    def chat(self, *conversation: Any, **options: Any) -> list[int]:
         raise ValueError("prompt: a model of random weights has no chat template; allowed: token_ids")
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -24,21 +24,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from smc.model.files import STORED_BYTES, STORED_DTYPES, STORED_FP8, StoredTensor
+from smc.model.files import STORED_BYTES, STORED_DTYPES, STORED_FP8, StoredTensor, TensorReader
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 BLOCK = 128
 """Number of rows and of columns of an FP8 block with one scale."""
 SUPPORTED_METHODS = (
     "compressed-tensors with FP8 weights (symmetric, a scale per channel, per tensor or per block of 128 x 128) or "
-    "with "
-    "int4 weights (pack-quantized); fp8 with a scale per tensor or per block of 128 x 128; awq (version gemm) and gptq "
-    "with 4 bits"
+    "with int4 weights (pack-quantized); fp8 with a scale per tensor or per block of 128 x 128; awq (version gemm) and "
+    "gptq with 4 bits"
 )
 WHAT_TO_DO = "take another checkpoint of the model, or its unquantised one"
 PER_WORD = 8
@@ -50,18 +48,6 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP, LEAST_GROUP = 128, 32
 """Number of inputs of a group. `GROUP` is used for weights that are rounded at loading. It is also the maximum in
 memory: larger groups are held as several groups with the same scale. `LEAST_GROUP` is the minimum."""
-PLAIN_ORDER = tuple(range(PER_WORD))
-
-
-class TensorFiles(Protocol):
-    """Reads the tensors of a checkpoint."""
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]: ...
-
-    def part(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
-        """A tensor in its stored type, or a part of it."""
-        ...
 
 
 class Expected(NamedTuple):
@@ -130,13 +116,13 @@ class Fp8Quantisation:
             self._scale_name(name): Expected(self._scale_shapes(*shape)),
         }
 
-    def rows_scale(self, files: TensorFiles, name: str, rows: slice) -> Tensor:
+    def rows_scale(self, files: TensorReader, name: str, rows: slice) -> Tensor:
         """Return the scales [N] of the rows, float32. Not for formats with blocks."""
         assert not self.blocks
         scale = files.part(self._scale_name(name)).float().flatten()
         return scale[rows] if len(scale) > 1 else scale.expand(rows.stop - rows.start)
 
-    def values(self, files: TensorFiles, name: str, rows: slice, columns: slice) -> Tensor:
+    def values(self, files: TensorReader, name: str, rows: slice, columns: slice) -> Tensor:
         """Dequantised float32 weights [N, K] of a part of a quantised matrix."""
         import torch
 
@@ -171,7 +157,7 @@ class Packing:
     packs_inputs: bool
     """Whether eight inputs share a word of codes, instead of eight outputs. Words of zero points always hold eight
     outputs."""
-    order: tuple[int, ...] = PLAIN_ORDER
+    order: tuple[int, ...] = tuple(range(PER_WORD))
     shape: str = ""
     """Name of the tensor with the shape of the matrix, which is not read."""
 
@@ -223,7 +209,9 @@ class Int4Quantisation:
     ) -> dict[str, Expected] | None:
         """Return the tensors that hold the matrix `name` [N, K], with their requirements; None if it is not quantised.
         Raises ValueError if groups or words do not divide the number of inputs."""
-        codes, zeros, scales, index = (self._name(name, part) for part in self._parts)
+        packing = self.packing
+        parts = (packing.codes, packing.zeros, packing.scales, packing.index)
+        codes, zeros, scales, index = (self._name(name, part) for part in parts)
         if codes not in stored:
             return None
         outputs, inputs = shape
@@ -249,14 +237,14 @@ class Int4Quantisation:
         """Whether the matrix is stored in this format."""
         return self.codes_name(name) in stored
 
-    def values(self, files: TensorFiles, name: str, rows: slice, columns: slice) -> Tensor:
+    def values(self, files: TensorReader, name: str, rows: slice, columns: slice) -> Tensor:
         """Dequantised float32 weights [N, K] of a part of a quantised matrix."""
         code_NK = self._codes(files, name, rows, columns)
         scale_NG, zero_NG = self._scales(files, name, rows), self._zeros(files, name, rows)
-        group_K = self._group_of_inputs(files, name, scale_NG.shape[1], columns, scale_NG.device)
+        group_K = self._group_of_inputs(files, name, scale_NG.shape[1], columns)
         return (code_NK - zero_NG[:, group_K]).float() * scale_NG[:, group_K]
 
-    def codes(self, files: TensorFiles, name: str, rows: slice, columns: slice, group: int) -> Codes:
+    def codes(self, files: TensorReader, name: str, rows: slice, columns: slice, group: int) -> Codes:
         """Return part of the matrix as it is stored, in groups of `group` inputs. `group` must divide the checkpoint's
         groups and the bounds of `columns`. Raises ValueError if the groups' inputs are not consecutive, or for zero
         points that contradict config.json."""
@@ -269,7 +257,7 @@ class Int4Quantisation:
                 "the directory is broken, download it again"
             )
         inputs = self._inputs(files, name)
-        of_K = self._group_of_inputs(files, name, scale_NG.shape[1], slice(0, inputs), scale_NG.device)
+        of_K = self._group_of_inputs(files, name, scale_NG.shape[1], slice(0, inputs))
         if not torch.equal(of_K, torch.arange(inputs, device=of_K.device) // (inputs // scale_NG.shape[1])):
             raise ValueError(
                 f"{name}: its groups are not of consecutive inputs (GPTQ's act-order), which the kernels of dtype=int4 "
@@ -277,10 +265,6 @@ class Int4Quantisation:
             )
         group_G = of_K[columns.start : columns.stop : group]
         return Codes(self._codes(files, name, rows, columns), scale_NG[:, group_G], zero_NG[:, group_G])
-
-    @property
-    def _parts(self) -> tuple[str, str, str, str]:
-        return self.packing.codes, self.packing.zeros, self.packing.scales, self.packing.index
 
     def scale_dtype(self, name: str, stored: Mapping[str, StoredTensor]) -> str:
         """Storage type of the scales of a quantised matrix."""
@@ -305,16 +289,16 @@ class Int4Quantisation:
             )
         return inputs // group
 
-    def _inputs(self, files: TensorFiles, name: str) -> int:
+    def _inputs(self, files: TensorReader, name: str) -> int:
         shape = files.tensors[self._name(name, self.packing.codes)].shape
         axis = 0 if self.packing.inputs_first else 1
         return shape[axis] * (PER_WORD if self.packing.packs_inputs else 1)
 
-    def _codes(self, files: TensorFiles, name: str, rows: slice, columns: slice) -> Tensor:
+    def _codes(self, files: TensorReader, name: str, rows: slice, columns: slice) -> Tensor:
         packed, other = (columns, rows) if self.packing.packs_inputs else (rows, columns)
         return self._unpacked(files, self.packing.codes, name, packed, other, self.packing.packs_inputs)
 
-    def _zeros(self, files: TensorFiles, name: str, rows: slice) -> Tensor:
+    def _zeros(self, files: TensorReader, name: str, rows: slice) -> Tensor:
         """Zero points [N, G]."""
         if self._name(name, self.packing.zeros) not in files.tensors:
             return self._scales(files, name, rows).int().fill_(SYMMETRIC_ZERO)
@@ -323,7 +307,7 @@ class Int4Quantisation:
         return (found + self.zero_shift) & 15
 
     def _unpacked(
-        self, files: TensorFiles, part: str, name: str, packed: slice, other: slice, by_inputs: bool
+        self, files: TensorReader, part: str, name: str, packed: slice, other: slice, by_inputs: bool
     ) -> Tensor:
         """Read part of a packed tensor as numbers [N, K] or [N, G]. `packed` and `other`: indices along the packed axis
         and along the other one. `by_inputs`: whether the second axis is the packed one."""
@@ -341,21 +325,20 @@ class Int4Quantisation:
         begin = packed.start - first * PER_WORD
         return codes.narrow(axis, begin, packed.stop - packed.start)
 
-    def _scales(self, files: TensorFiles, name: str, rows: slice) -> Tensor:
+    def _scales(self, files: TensorReader, name: str, rows: slice) -> Tensor:
         """Scales [N, G], float32."""
         where = (slice(None), rows) if self.packing.inputs_first else (rows, slice(None))
         scale = files.part(self._name(name, self.packing.scales), where).float()
         return scale.t() if self.packing.inputs_first else scale
 
-    def _group_of_inputs(
-        self, files: TensorFiles, name: str, groups: int, columns: slice, device: torch.device
-    ) -> Tensor:
+    def _group_of_inputs(self, files: TensorReader, name: str, groups: int, columns: slice) -> Tensor:
         """Return the group [K] of every input in `columns`."""
         import torch
 
         index = self._name(name, self.packing.index)
         if not self.packing.index or index not in files.tensors:
-            return torch.arange(columns.start, columns.stop, device=device) // (self._inputs(files, name) // groups)
+            of_group = self._inputs(files, name) // groups
+            return torch.arange(columns.start, columns.stop, device=files.device) // of_group
         group_K = files.part(index, (columns,)).long()
         if len(group_K) and not 0 <= int(group_K.min()) <= int(group_K.max()) < groups:
             raise ValueError(
@@ -382,10 +365,7 @@ def quantisation_of(raw: dict[str, Any] | None) -> Quantisation | None:
         return None
     method = raw.get("quant_method")
     if method not in _METHODS:
-        raise ValueError(
-            f"quantization_config: quant_method={method!r} is not supported; supported: {SUPPORTED_METHODS}; "
-            f"{WHAT_TO_DO}"
-        )
+        raise _unsupported(f"quantization_config: quant_method={method!r} is")
     return _METHODS[method](raw)
 
 
@@ -422,17 +402,11 @@ COMPRESSED_FP8, COMPRESSED_INT4 = ("float-quantized", "naive-quantized"), "pack-
 
 def _compressed_tensors(raw: dict[str, Any]) -> Quantisation:
     if raw.get("format") not in (*COMPRESSED_FP8, COMPRESSED_INT4):
-        raise ValueError(
-            f"compressed-tensors of format {raw.get('format')!r} are not supported; supported: {SUPPORTED_METHODS}; "
-            f"{WHAT_TO_DO}"
-        )
-    _require("compressed-tensors", {"kv_cache_scheme": None}, {"kv_cache_scheme": None} | raw)
+        raise _unsupported(f"compressed-tensors of format {raw.get('format')!r} are")
+    _require("compressed-tensors", {"kv_cache_scheme": None}, raw)
     for field in ("sparsity_config", "transform_config"):
         if raw.get(field) and raw[field].get("format") != "dense":
-            raise ValueError(
-                f"compressed-tensors with {field}={raw[field]!r} are not supported; supported: {SUPPORTED_METHODS}; "
-                f"{WHAT_TO_DO}"
-            )
+            raise _unsupported(f"compressed-tensors with {field}={raw[field]!r} are")
     groups = raw.get("config_groups") or {}
     if not groups:
         raise ValueError(f"compressed-tensors without config_groups are not supported; supported: {SUPPORTED_METHODS}")
@@ -444,10 +418,8 @@ def _compressed_tensors(raw: dict[str, Any]) -> Quantisation:
     if len({(each.suffix, each.blocks) for each in fp8}) == 1:
         return replace(fp8[0], static_inputs=any(each.static_inputs for each in fp8))
     titles = ", ".join(sorted(each.title for each in found))
-    raise ValueError(
-        f"compressed-tensors with config_groups that differ ({titles}) are not supported; supported: one format for "
-        f"all matrices; {WHAT_TO_DO}"
-    )
+    what = f"compressed-tensors with config_groups that differ ({titles}) are"
+    raise _unsupported(what, "one format for all matrices")
 
 
 def _compressed_fp8(where: str, group: dict[str, Any]) -> Quantisation:
@@ -460,21 +432,21 @@ def _compressed_fp8(where: str, group: dict[str, Any]) -> Quantisation:
     inputs = group.get("input_activations") or {}
     if inputs:
         _require(f"{where}, input_activations", {"type": "float", "num_bits": 8}, inputs)
-    _require(where, {"output_activations": None}, {"output_activations": None} | group)
+    _require(where, {"output_activations": None}, group)
     per = "blocks of 128 x 128" if strategy == "block" else f"a scale per {strategy}"
     static = bool(inputs) and not inputs.get("dynamic")
     return Fp8Quantisation(f"FP8, {per}", "weight_scale", blocks=strategy == "block", static_inputs=static)
 
 
 def _compressed_int4(where: str, group: dict[str, Any]) -> Quantisation:
-    weights = {"symmetric": True, "actorder": None} | (group.get("weights") or {})
+    weights = {"symmetric": True} | (group.get("weights") or {})
     _require(f"{where}, weights", {"type": "int", "num_bits": 4}, weights)
     _allow(f"{where}, weights", "strategy", ("group", "channel"), weights)
     _allow(f"{where}, weights", "actorder", (None, False, "weight", "static", True, "group", "dynamic"), weights)
     for field in ("input_activations", "output_activations"):
-        _require(where, {field: None}, {field: None} | group)
+        _require(where, {field: None}, group)
     size = _group(f"{where}, weights", weights.get("group_size") if weights["strategy"] == "group" else -1)
-    act_order = weights["actorder"] in (True, "group", "dynamic")
+    act_order = weights.get("actorder") in (True, "group", "dynamic")
     symmetric = bool(weights["symmetric"])
     return Int4Quantisation("compressed-tensors int4", PACK_QUANTIZED, size, symmetric, not symmetric, act_order)
 
@@ -487,9 +459,7 @@ def _group(where: str, size: Any) -> int | None:
     if size == -1:
         return None
     if not isinstance(size, int) or size < LEAST_GROUP or size % LEAST_GROUP:
-        raise ValueError(
-            f"{where}: group_size={size!r} is not supported; supported: multiples of {LEAST_GROUP}, -1; {WHAT_TO_DO}"
-        )
+        raise _unsupported(f"{where}: group_size={size!r} is", f"multiples of {LEAST_GROUP}, -1")
     return size
 
 
@@ -500,7 +470,8 @@ def _require(where: str, wanted: dict[str, Any], found: dict[str, Any]) -> None:
 
 def _allow(where: str, field: str, allowed: tuple[Any, ...], found: dict[str, Any]) -> None:
     if found.get(field) not in allowed:
-        supported = ", ".join(map(repr, allowed))
-        raise ValueError(
-            f"{where}: {field}={found.get(field)!r} is not supported; supported: {supported}; {WHAT_TO_DO}"
-        )
+        raise _unsupported(f"{where}: {field}={found.get(field)!r} is", ", ".join(map(repr, allowed)))
+
+
+def _unsupported(what: str, supported: str = SUPPORTED_METHODS) -> ValueError:
+    return ValueError(f"{what} not supported; supported: {supported}; {WHAT_TO_DO}")

@@ -23,7 +23,7 @@ from smc.model.draft_vocab import COUNTS_FILE, DraftVocab
 from smc.model.files import INDEX_FILE, SINGLE_FILE, fingerprint, read_json
 from smc.model.parallel import WHOLE, Reduce, Shard
 from smc.model.presets import NoText, preset
-from smc.model.tokenizer import Tokenizer
+from smc.model.tokenizer import COPIED_TOKENIZER_FILES, Tokenizer
 from smc.model.weight_map import count_parameters
 from smc.types import ModelRole
 
@@ -35,9 +35,12 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 SMALL_FILES = (
-    *("config.json", "generation_config.json", INDEX_FILE),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", COUNTS_FILE),
+    "config.json",
+    INDEX_FILE,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    *COPIED_TOKENIZER_FILES,
+    COUNTS_FILE,
 )
 """Files that are read of a model besides its weights, if they exist."""
 LOADS = ("files", "random", "grown")

@@ -24,6 +24,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from smc.api.limits import PromptTooLong
 from smc.model.files import read_json
 
+COPIED_TOKENIZER_FILES = (
+    "generation_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""Files beside `tokenizer.json` and `tokenizer_config.json` that belong to a tokenizer, if they exist."""
 _SUPPORTED_DECODERS = (
     "ByteLevel (Llama 3, Qwen), or Replace '▁' by ' ' with ByteFallback, Fuse and Strip (sentencepiece)"
 )

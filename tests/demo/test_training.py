@@ -11,6 +11,7 @@ from smc.demo import corpus, train
 from smc.demo.problems import generate
 from smc.demo.train import TARGET_CONFIG
 from smc.model.decoder import RopeTable
+from smc.model.loader import initial_model
 
 # What they learn from is made once, and torch's compiler is imported once, by the optimisers and by transformers.
 pytestmark = pytest.mark.xdist_group("transformers")
@@ -76,7 +77,7 @@ def test_samples_end_at_eos_whatever_else_is_in_the_batch(learned):
     """The model nearly always samples the token that it prefers; padding a shorter prompt on the right changes
     nothing."""
     eos = learned.token_to_id(corpus.EOS)
-    model = train.initialise(TINY, seed=0)
+    model = initial_model(TINY, seed=0)
     rope_SD = RopeTable(TINY, TINY.max_context).table
     torch.nn.init.zeros_(model.embed.weight)
     model.embed.weight.data[:, 0] = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,23 +36,33 @@ def tiny_pair() -> ModelPair:
     return ModelPair(target, cut(target, (0,)), numbers_tokenizer(SIZE), 256)
 
 
-def written(writer: TalkWriter, count: int) -> list[Conversation]:
-    found: list[Conversation] = []
-    for conversation in writer.write(lambda: len(found) >= count):
-        found.append(conversation)
-    return found
+def written(
+    pair: ModelPair, settings: TalkSettings, store: ConversationStore, count: int, **options: Any
+) -> list[Conversation]:
+    """Write `count` conversations to a store, and return them."""
+    begin = len(store)
+    TalkWriter(pair, settings, store, **options).write(lambda: len(store) >= begin + count)
+    return [
+        Conversation(
+            int(row["number"]),
+            float(row["temperature"]),
+            row["tokens"][: row["length"]].tolist(),
+            row["is_answer"][: row["length"]].tolist(),
+        )
+        for row in store.rows(range(begin, len(store)))
+    ]
 
 
-def test_texts_follow_the_targets_distribution():
+def test_texts_follow_the_targets_distribution(tmp_path):
     """Chi-square test over all beginnings of three tokens, at two temperatures. False alarms: one in a thousand
     each."""
     pair, count = tiny_pair(), 480
     settings = TalkSettings(temperatures=(1.0, 0.5), width=32, answer_tokens=4, turns=1)
-    found = written(TalkWriter(pair, settings, None, slots=128), count)
+    found = written(pair, settings, ConversationStore(tmp_path, 32), count, slots=128)
     assert [each.number for each in found] == sorted(each.number for each in found)
     logits = cache(lambda prefix: dense_logits(pair.target, torch.tensor(prefix))[-1])
     for temperature in settings.temperatures:
-        answers = [each.tokens[1:4] for each in found if each.temperature == temperature]
+        answers = [tuple(each.tokens[1:4]) for each in found if each.temperature == temperature]
         probability = {}
         for index in np.ndindex(SIZE - 1, SIZE - 1, SIZE - 1):
             tokens = (SIZE - 1, *map(int, index))  # the first token begins texts
@@ -80,10 +91,9 @@ def test_texts_follow_the_targets_distribution():
 
 def test_a_run_that_begins_again_writes_the_same(tmp_path):
     pair, settings = tiny_pair(), TalkSettings(width=32, answer_tokens=12, turns=1)
-    whole = written(TalkWriter(pair, settings, None, slots=8), 22)
-    store = ConversationStore(tmp_path, 32)
-    first = written(TalkWriter(pair, settings, store, slots=8), 9)
-    again = written(TalkWriter(pair, settings, ConversationStore(tmp_path, 32), slots=3), 13)
+    whole = written(pair, settings, ConversationStore(tmp_path / "whole", 32), 22, slots=8)
+    first = written(pair, settings, ConversationStore(tmp_path / "parts", 32), 9, slots=8)
+    again = written(pair, settings, ConversationStore(tmp_path / "parts", 32), 13, slots=3)
     assert first + again == whole
 
 
@@ -93,7 +103,7 @@ def demo_pair() -> ModelPair:
     return ModelPair(target, cut(target, (0,)), Tokenizer.load(demo.TARGET), target.config.max_context)
 
 
-def test_conversations_are_what_the_template_renders(demo_pair):
+def test_conversations_are_what_the_template_renders(demo_pair, tmp_path):
     """A given prompt is rendered by the template and answered. The tokens of the answer are marked, end-of-text
     included."""
     tokenizer = demo_pair.tokenizer
@@ -103,13 +113,11 @@ def test_conversations_are_what_the_template_renders(demo_pair):
     probe = tokenizer.encode("x", False)
     rendered = [*chat.opening, *probe, *chat.closing, *probe, *chat.between, *probe, *chat.closing]
     assert tokenizer.chat(texts) == rendered
-    prompt = tuple(tokenizer.chat([{"role": "user", "content": "Mia has 12 apples. She buys 30 more. How many now?"}]))
-    writer = TalkWriter(
-        demo_pair, TalkSettings(temperatures=(0.0,), turns=1), None, slots=2, prompts=[prompt], mixed=False
-    )
-    (found,) = written(writer, 1)
+    prompt = tokenizer.chat([{"role": "user", "content": "Mia has 12 apples. She buys 30 more. How many now?"}])
+    settings, store = TalkSettings(temperatures=(0.0,), turns=1), ConversationStore(tmp_path, 512)
+    (found,) = written(demo_pair, settings, store, 1, slots=2, prompts=[prompt], mixed=False)
     assert found.tokens[: len(prompt)] == prompt
-    assert found.is_answer == (False,) * len(prompt) + (True,) * (len(found.tokens) - len(prompt))
+    assert found.is_answer == [False] * len(prompt) + [True] * (len(found.tokens) - len(prompt))
     assert found.tokens[-1] in tokenizer.eos_ids
     assert "42" in tokenizer.decode(found.tokens[len(prompt) :])
 
@@ -120,8 +128,7 @@ def test_a_target_that_writes_nothing_to_learn_from(tmp_path):
     store = ConversationStore(tmp_path, 32)
     writer = TalkWriter(tiny_pair(), settings, store, slots=128)
     with pytest.raises(ValueError, match=r"nothing to learn from: \d+ an answer nearly empty; give --prompts"):
-        for _ in writer.write(lambda: len(store) >= 1):
-            pass
+        writer.write(lambda: len(store) >= 1)
 
 
 TEMPLATES = {
@@ -133,30 +140,30 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_template_that_shows_no_user_turn(template, demo_pair, caplog):
+def test_a_template_that_shows_no_user_turn(template, demo_pair, tmp_path, caplog):
     """The target then answers the given prompts only; without prompts there is an error that says so."""
     with_template = Tokenizer(
         demo_pair.tokenizer._tokenizer, demo_pair.tokenizer.eos_ids, {"eos_token": "<eos>"}, template
     )
     pair = ModelPair(demo_pair.target, demo_pair.draft, with_template, demo_pair.max_context)
-    settings = TalkSettings(width=256, answer_tokens=8, turns=2)
+    settings, store = TalkSettings(width=256, answer_tokens=8, turns=2), ConversationStore(tmp_path, 256)
     with pytest.raises(ValueError, match="chat template"):
-        TalkWriter(pair, settings, None, slots=4)
-    prompts = [tuple(demo_pair.tokenizer.chat([{"role": "user", "content": text}])) for text in ("1 + 2", "3 + 4")]
-    found = written(TalkWriter(pair, settings, None, slots=4, prompts=prompts), 4)
+        TalkWriter(pair, settings, store, slots=4)
+    prompts = [demo_pair.tokenizer.chat([{"role": "user", "content": text}]) for text in ("1 + 2", "3 + 4")]
+    found = written(pair, settings, store, 4, slots=4, prompts=prompts)
     assert "given prompts" in caplog.text
     assert all(each.tokens[: len(prompts[each.number % 2])] == prompts[each.number % 2] for each in found)
 
 
-def test_neither_a_template_nor_a_first_token():
+def test_neither_a_template_nor_a_first_token(tmp_path):
     """The error recommends --prompts, and with prompts the writer works."""
     pair = tiny_pair()
     pair.tokenizer.eos_ids = ()
-    settings = TalkSettings(width=32, answer_tokens=12, turns=1)
+    settings, store = TalkSettings(width=32, answer_tokens=12, turns=1), ConversationStore(tmp_path, 32)
     with pytest.raises(ValueError, match="give --prompts"):
-        TalkWriter(pair, settings, None, slots=8)
-    found = written(TalkWriter(pair, settings, None, slots=8, prompts=[(1, 2)]), 4)
-    assert all(each.tokens[:2] == (1, 2) for each in found)
+        TalkWriter(pair, settings, store, slots=8)
+    found = written(pair, settings, store, 4, slots=8, prompts=[(1, 2)])
+    assert all(each.tokens[:2] == [1, 2] for each in found)
 
 
 def test_what_repeats_itself_is_left_out():
@@ -171,8 +178,7 @@ def test_rows_come_back_from_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("smc.distill.conversations.OPEN_FILES", 1)
     store = ConversationStore(tmp_path, 6)
     made = [
-        Conversation(2 * n, 0.5 * n, tuple(range(n % 6 + 1)), tuple(i % 2 == 1 for i in range(n % 6 + 1)))
-        for n in range(11)
+        Conversation(2 * n, 0.5 * n, [*range(n % 6 + 1)], [i % 2 == 1 for i in range(n % 6 + 1)]) for n in range(11)
     ]
     for each in made:
         store.append(each)
@@ -181,11 +187,11 @@ def test_rows_come_back_from_disk(tmp_path, monkeypatch):
             store.flush()
             opened = ConversationStore(tmp_path, 6)
         assert len(opened) == 11 and opened.next_number == 21
-        assert opened.tokens == sum(each.answer_tokens for each in made)
+        assert opened.tokens == sum(sum(each.is_answer) for each in made)
         for index, row in zip((10, 0, 7, 3), opened.rows((10, 0, 7, 3))):
             length = int(row["length"])
-            assert tuple(row["tokens"][:length].tolist()) == made[index].tokens
-            assert tuple(row["is_answer"][:length].tolist()) == made[index].is_answer
+            assert row["tokens"][:length].tolist() == made[index].tokens
+            assert row["is_answer"][:length].tolist() == made[index].is_answer
             assert (row["number"], row["temperature"]) == (made[index].number, made[index].temperature)
     with pytest.raises(ValueError, match="rows of 6 tokens; this run needs 8"):
         ConversationStore(tmp_path, 8)

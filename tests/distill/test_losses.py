@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smc.distill import trainer
-from smc.distill.trainer import LossMix, chunk_size, head_loss, mix_at
+from smc.distill.trainer import LossMix, TrainingSettings, chunk_size, head_loss, mix_at
 from tests.model.tiny import random_decoder, tiny_config
 
 VOCAB = 290
@@ -62,8 +62,8 @@ def test_kl_weight_decays():
     assert mix_at("tv", 0.3, 0.3) == mix_at("tv", 1.0, 0.3) == LossMix(tv=0.9, kl=pytest.approx(0.1))
     assert mix_at("chi2", 0.15, 0.3) == LossMix(chi2=pytest.approx(0.45), kl=pytest.approx(0.55))
     assert mix_at("kl", 1.0, 0.3) == LossMix(kl=1.0)
-    with pytest.raises(ValueError, match="allowed: tv, chi2, kl"):
-        mix_at("mse", 0.0, 0.3)
+    with pytest.raises(ValueError, match="loss='mse'; allowed: tv, chi2, kl"):
+        TrainingSettings(loss="mse")
 
 
 def test_chunks_are_no_larger_than_what_runs_at_once():

@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import grow as grow_files
+from benchmarks.grow import save_padded_model
 from services.cli.service_options import worker_group_config
 from smc import demo
 from smc.demo.problems import generate
-from smc.model import padded
 from smc.model.check import require_pair
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder
 from smc.model.files import read_headers
 from smc.model.loader import load_model, save_model
-from smc.model.padded import PaddedWeights, padded_config, padded_model, save_padded_model
+from smc.model.padded import PaddedWeights, padded_config, padded_model
 from smc.model.parallel import Shard
 from smc.model.presets import PRESETS, preset
 from smc.model.source import SourcePair
@@ -147,8 +148,8 @@ def test_shards_are_the_model(family, degree):
 def test_a_directory_is_the_model(family, tmp_path, monkeypatch):
     """The weights are written to several files with holes. Our loader and transformers read them, tokenizer
     included."""
-    monkeypatch.setattr(padded, "FILE_BYTES", 150_000)
-    monkeypatch.setattr(padded, "PIECE_BYTES", 256)
+    monkeypatch.setattr(grow_files, "FILE_BYTES", 150_000)
+    monkeypatch.setattr(grow_files, "PIECE_BYTES", 256)
     small, out, told = tmp_path / "small", tmp_path / "grown", []
     size = Tokenizer.load(save_byte_level(small)).size
     save_tiny(small, family=family, vocab_size=size)
