@@ -16,7 +16,7 @@ from smc.api.request import Request
 from smc.calibration.latency import ONCE, THOROUGH, LatencyCache, cache_directory, cost_key, measure_latency
 from smc.constraints import Compiler
 from smc.executor.model_runner import LocalRoundExecutor
-from smc.executor.ops import RoundOps, TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_cache import KVPool, pages_that_fit, pool_for
 from smc.model.check import require_pair
@@ -156,7 +156,7 @@ def _room(pair: ModelPair, config: EngineConfig) -> int | None:
 def ops_for(device: torch.device) -> RoundOps:
     """Return the operations of rounds on a device: in Triton, or on a CPU in torch."""
     if device.type == "cpu":
-        return TorchOps()
+        return RoundOps()
     from smc.executor.triton_ops import TritonOps  # needs triton
 
     return TritonOps()

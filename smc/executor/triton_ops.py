@@ -63,7 +63,7 @@ from smc.philox import Purpose
 
 
 class TritonOps(RoundOps):
-    """Triton kernels, in CUDA graphs. Options are those of `TritonForward`."""
+    """Triton kernels, in CUDA graphs. Replaces every operation of `RoundOps`. Options are those of `TritonForward`."""
 
     def __init__(self, **options: bool) -> None:
         self._options = options

@@ -24,7 +24,7 @@ from smc.distributions import DistributionSpec
 from smc.executor.graph_runner import AsyncResult, StageRunner
 from smc.executor.masks import given_constraint
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
-from smc.executor.ops import RoundOps, TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.sampling import DrawKeys, Sampling
 from smc.executor.state import BiasTables, add_biases, repeated, width_of
 from smc.memory.kv_cache import KVPool
@@ -147,7 +147,7 @@ class ModelWorker:
         )
         self.stages = StageRunner(self.device)
         """Runs prompts, in the order in which they are requested."""
-        self.ops: RoundOps = TorchOps()
+        self.ops = RoundOps()
         """Runs prompts through the model, masks first tokens, and draws them without replacement."""
 
     @torch.inference_mode()
