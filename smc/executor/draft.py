@@ -109,22 +109,6 @@ class CandidateLayout:
 
 
 @dataclass(frozen=True)
-class DraftInputs:
-    """The particles with the pending tokens that are to be run."""
-
-    tokens_AP: Tensor
-    rows: Rows
-    last_A: Tensor
-    """int64 index of each particle's last pending token among the A P tokens."""
-    tree: TokenTree
-    """The particles as rows."""
-    first: CandidateLayout
-    """Layout of the particles."""
-    later: CandidateLayout
-    """Layout of the rows that continue them."""
-
-
-@dataclass(frozen=True)
 class ChainAssignment:
     """The particle that every row of chains continues; int64."""
 
@@ -140,6 +124,24 @@ class ChainAssignment:
     def spread(self, values_Y: Tensor, others_X: Tensor) -> Tensor:
         """Return `others` with the values of these rows in their positions."""
         return others_X.index_copy(0, self.row_Y, values_Y.to(others_X.dtype))
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """The particles with the pending tokens that are to be run."""
+
+    tokens_AP: Tensor
+    rows: Rows
+    last_A: Tensor
+    """int64 index of each particle's last pending token among the A P tokens."""
+    tree: TokenTree
+    """The particles as rows."""
+    first: CandidateLayout
+    """Layout of the particles."""
+    later: CandidateLayout
+    """Layout of the rows that continue them."""
+    chains: ChainAssignment | None = None
+    """None: no rows are chains."""
 
 
 @dataclass(frozen=True)
@@ -252,8 +254,8 @@ def begin(
         outcome_X=zero_A,
         run_4X=None,
     )
-    layouts = (_candidate_layout(plan, distribution, shape, width) for width in (1, plan.branches))
-    return DraftInputs(tokens_AP, rows, index_A * queries + pending_A - 1, tree, *layouts)
+    first, later = (_candidate_layout(plan, distribution, shape, width) for width in (1, plan.branches))
+    return DraftInputs(tokens_AP, rows, index_A * queries + pending_A - 1, tree, first, later)
 
 
 def _candidate_layout(

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -82,7 +83,6 @@ class TokenMasks:
         """Stop machines that mask tokens, by entry of the stop tables."""
         self._followers: dict[int, Follower] = {}
         """Followers by slot; the slots of one request share one."""
-        self._turn = 0
         self._began, self._nanoseconds = 0, 0
 
     def join(self, group: SequenceHandoff) -> None:
@@ -105,21 +105,14 @@ class TokenMasks:
         before any of these tokens runs."""
         return self._answers(plan, here, pending=True)
 
-    def of_particles(
-        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], particles: Callable[[], HeldAnswers]
-    ) -> Tensor:
+    def of_particles(self, plan: RoundPlan[np.ndarray], particles: Callable[[], HeldAnswers]) -> Tensor:
         """Return masks [A, W] of the tokens that may follow each particle."""
         held = particles()
         paths = ((index, MaskPath(held[index], len(held[index]), index, 1)) for index in held if held.is_open(index))
-        return self._masks(plan, "particles", len(here.slot_A), paths)
+        return self._masks(plan, "particles", len(plan.slot_A), paths)
 
     def of_rows(
-        self,
-        plan: RoundPlan[np.ndarray],
-        here: RoundPlan[Tensor],
-        tree: TokenTree,
-        step: int,
-        particles: Callable[[], HeldAnswers],
+        self, plan: RoundPlan[np.ndarray], tree: TokenTree, step: int, particles: Callable[[], HeldAnswers]
     ) -> Callable[[], Tensor]:
         """Return a function that computes masks [X, W] of the tokens that may follow rows of `step` tokens, which
         continue `particles`."""
@@ -187,7 +180,7 @@ class TokenMasks:
         words, device = self._compiler.words, self._state.device
         pinned = device.type == "cuda"
 
-        def make() -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        def make() -> tuple[Tensor, Iterator[tuple[Tensor, Tensor]]]:
             hosts = [
                 (
                     torch.empty(total, words, dtype=torch.int32, pin_memory=pinned),
@@ -195,12 +188,11 @@ class TokenMasks:
                 )
                 for _ in range(IN_FLIGHT if pinned else 1)
             ]
-            return torch.empty(total, words, dtype=torch.int32, device=device), hosts
+            return torch.empty(total, words, dtype=torch.int32, device=device), cycle(hosts)
 
         there, hosts = self._stages.keep(plan.key, f"mask of {name}", make)
-        self._turn += 1
         began = time.monotonic_ns()
-        host, row_M = hosts[self._turn % len(hosts)]
+        host, row_M = next(hosts)
         # Only needed masks are written, one after another: most rows need none if many batch indices have no particle.
         needed: dict[int, list[MaskPath]] = {}
         count, numbers_M = 0, row_M.numpy()

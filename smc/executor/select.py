@@ -133,7 +133,7 @@ def target_outputs(
     next_AV, mass_A = scored.next_AV, scored.next_mass_A
     assert next_AV is not None, "kept unless all are decoded exactly"
     if lookahead:
-        logp_X = sampling.score(next_AV, plan.target_distribution, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0]
+        logp_X = sampling.score(next_AV, plan.target_distribution, drafted.tokens_XK[:, 0], drafted.root_X)
         return TargetOutputs(logp_X if mass_A is None else logp_X + mass_A[drafted.root_X])
     target, blocks = TargetOutputs(), scored.blocks
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
 from smc.algorithm.selection import Selection
-from smc.attention.backend import ForwardBatch
 from smc.distributions import DistributionSpec
 from smc.executor.draft import (
     CandidateLayout,
@@ -74,8 +73,7 @@ class TritonOps(RoundOps):
     def forward(self, reader: Reader) -> StaticForward:
         return TritonForward(reader, **self._options)
 
-    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: Tensor) -> Tensor:
-        return run_prompt(reader, tokens_T, batch, output_X)
+    run_prompt = staticmethod(run_prompt)
 
     def sampling(self, vocab: int) -> Sampling:
         return TritonSampling(vocab)
@@ -569,14 +567,10 @@ class TritonSampling(Sampling):
         return candidate_tokens, logp_RC, log_z_R + candidate_tokens.logq_RC[:, 0] * 0.0
 
     def score(
-        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_RD: Tensor, row_X: Tensor | None = None
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_X: Tensor, row_X: Tensor | None = None
     ) -> Tensor:
         cut = self._cut(logits_RV, distribution)
-        if token_RD.shape[1] == 1:
-            return score(logits_RV, self.vocab, distribution.temperature_R, token_RD[:, 0].int(), cut=cut, row_X=row_X)[
-                0
-            ][:, None]
-        return self._score(logits_RV, distribution, token_RD, cut, row_X)
+        return score(logits_RV, self.vocab, distribution.temperature_R, token_X.int(), cut=cut, row_X=row_X)[0]
 
     def bonus(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys
@@ -593,8 +587,7 @@ class TritonSampling(Sampling):
         log_z_R = torch.where(distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
         return token_RD, logp_RD, log_z_R + lse_R * 0.0
 
-    def guide(self, own_TV: Tensor, unconditional_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
-        return guide(own_TV, unconditional_XV, of_T, scale_T)
+    guide = staticmethod(guide)
 
     def _cut(self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], share: float = 0.0) -> Cut | None:
         processors = {"top_k": distribution.top_k_R, "top_p": distribution.top_p_R, "min_p": distribution.min_p_R}
@@ -606,17 +599,12 @@ class TritonSampling(Sampling):
         return truncate(logits_RV, self.vocab, distribution.temperature_R, top_k_R, top_p_R, min_p_R, share)
 
     def _score(
-        self,
-        logits_RV: Tensor,
-        distribution: DistributionSpec[Tensor],
-        token_XD: Tensor,
-        cut: Cut | None,
-        row_X: Tensor | None = None,
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_RD: Tensor, cut: Cut | None
     ) -> Tensor:
-        none_X = torch.full_like(token_XD[:, 0], -1)
-        _, logp_XD = score(logits_RV, self.vocab, distribution.temperature_R, none_X, token_XD, cut, row_X=row_X)
-        assert logp_XD is not None, "asked for"
-        return logp_XD
+        none_R = torch.full_like(token_RD[:, 0], -1)
+        _, logp_RD = score(logits_RV, self.vocab, distribution.temperature_R, none_R, token_RD, cut)
+        assert logp_RD is not None, "asked for"
+        return logp_RD
 
     def _propose_candidates(
         self,

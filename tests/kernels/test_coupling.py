@@ -70,7 +70,7 @@ def test_candidate_tokens_are_the_torch_ones(shape, cut, has_head):
     for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
         sampling = ops.head_sampling(head, device) if has_head else ops.sampling(vocab)
         of = moved(coupling) if isinstance(ops, TritonOps) else coupling
-        of = sampling.coupling(of.exponent_A, of.temperature_A, of.seed_A)
+        of = replace(of, ids_M=sampling.ids_M)
         kept_BV = torch.zeros(2 * width, vocab, device=device)
         spec, key = (moved(distribution), moved(keys)) if isinstance(ops, TritonOps) else (distribution, keys)
         candidates = sampling.propose_candidates(
@@ -97,7 +97,7 @@ def test_noise_belongs_to_tokens_and_not_to_columns():
     ids_M = np.arange(0, vocab, 2)
     head = HeadSampling(RoundOps().sampling(len(ids_M)), DraftVocab(ids_M, vocab, 0.05), CPU)
     whole = RoundOps().sampling(vocab)
-    of_head = head.coupling(coupling.exponent_A, coupling.temperature_A, coupling.seed_A)
+    of_head = replace(coupling, ids_M=head.ids_M)
     one = whole.propose_candidates(logits_RV, distribution, 0.0, keys, has_rest=False, coupling=coupling)
     other = head.propose_candidates(logits_RV[:, ids_M], distribution, 0.0, keys, has_rest=False, coupling=of_head)
     for row in (0, 2):
