@@ -394,24 +394,22 @@ class Selector:
 
     def _selected(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
         """Select among independent particles (`smc.algorithm.selection`)."""
-        sizes = candidates.sizes
-        bounds = Bounds(plan.first_G, sizes.own_size_G, plan.count_G, plan.draws_G)
-        random = (plan.threshold_G, plan.scheme_G, sizes.seed_G, sizes.round_G)
+        bounds = Bounds(plan.first_G, candidates.own_size_G, plan.count_G, plan.draws_G)
+        random = (plan.threshold_G, plan.scheme_G, candidates.seed_G, candidates.round_G)
         return self.ops.select(candidates.weight_X.view(len(plan.slot_A), -1), candidates.alive_A, bounds, *random)
 
     def _regrown(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
         """Select for distinct populations and for exact decoding (`smc.algorithm.expansion`)."""
-        sizes, rows, batch_size = candidates.sizes, (plan.first_G, plan.size_G), len(plan.slot_A)
-        weights, sources = (candidates.weight_X, candidates.there_X), (sizes.source_first_G, sizes.source_size_G)
-        random = (sizes.seed_G, sizes.round_G, step)
+        rows, batch_size = (plan.first_G, plan.size_G), len(plan.slot_A)
         chosen = self.ops.expand(
             candidates.candidate_tokens,
-            *weights,
-            sources,
+            candidates.weight_X,
+            candidates.there_X,
+            (candidates.source_first_G, candidates.source_size_G),
             rows,
             plan.draws_G,
             plan.kind_G,
-            random,
+            (candidates.seed_G, candidates.round_G, step),
             batch_size,
             LEAST_SHARE,
         )

@@ -31,7 +31,7 @@ from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan
 from smc.executor.remap import Followed
 from smc.executor.sampling import Coupling, DrawKeys, HeadSampling, Sampling
-from smc.executor.select import Candidates, GroupSizes, ScoreInputs, SelectedTrees
+from smc.executor.select import Candidates, ScoreInputs, SelectedTrees
 from smc.executor.state import BiasTables, SlotEntries, SlotState
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.verify import Blocks, TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
@@ -384,11 +384,8 @@ class TritonOps(RoundOps):
             candidate_tokens = CandidateTokens(out.token_X1, out.share_XC, out.share_XC)
         else:
             candidate_tokens = CandidateTokens(candidate_tokens.token_RC, candidate_tokens.logq_RC, out.share_XC)
-        target_nan_G, draft_nan_G = out.nan_2G
-        sizes = GroupSizes(*out.size_3G, *out.random_2G)
-        return Candidates(
-            out.root_X, out.weight_X, out.there_X, candidate_tokens, out.alive_A, target_nan_G, draft_nan_G, sizes
-        )
+        rows = (out.root_X, out.weight_X, out.there_X, candidate_tokens, out.alive_A)
+        return Candidates(*rows, *out.nan_2G, *out.size_3G, *out.random_2G)
 
     select = staticmethod(select_particles)
     keep_roots = staticmethod(keep_roots)

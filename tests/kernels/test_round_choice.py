@@ -45,8 +45,8 @@ def assert_same(seed: int, kinds: frozenset[PopulationKind], lookahead: bool, **
     inputs, there = (inputs_of(seed, kinds, lookahead, device, **options) for device in (CPU, DEVICE))
     wanted = RoundOps().score_candidates(inputs)
     found = TritonOps().score_candidates(there)
-    assert_equal(found.sizes, wanted.sizes)
-    for name in ("root_X", "weight_X", "there_X", "alive_A"):
+    sizes = ("own_size_G", "source_first_G", "source_size_G", "seed_G", "round_G")
+    for name in ("root_X", "weight_X", "there_X", "alive_A", *sizes):
         assert_equal(getattr(found, name), getattr(wanted, name), name)
     assert_equal(
         (found.candidate_tokens.token_RC, found.candidate_tokens.share_RC),
