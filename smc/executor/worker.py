@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
-from smc.arrays import to_device
+from smc.arrays import offsets, to_device
 from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import PromptAttention
 from smc.constraints import Compiler
@@ -44,11 +44,6 @@ def last_tokens(counts_R: np.ndarray, scored_R: np.ndarray) -> np.ndarray:
     """Return the index [X] of the last `scored` of every row's `counts` tokens; tokens are stored row after row."""
     end_X = np.repeat(np.cumsum(counts_R), scored_R)
     return end_X - np.repeat(scored_R, scored_R) + offsets(scored_R)
-
-
-def offsets(count_R: np.ndarray) -> np.ndarray:
-    """Return 0, 1, .. within each row, row after row."""
-    return np.arange(count_R.sum()) - np.repeat(np.cumsum(count_R) - count_R, count_R)
 
 
 def likeliest(
