@@ -334,7 +334,6 @@ class PlanBuffer:
         for name, array in arrays.items():
             self._spans[name] = (offset, array.nbytes)
             offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        self.nbytes = offset
         # Used in turn: the next plan is written while those before it are still being copied.
         pinned = device.type == "cuda"
         self._hosts = cycle(

@@ -40,7 +40,6 @@ from smc.executor.select import LEAST_SHARE, Candidates, ScoreInputs, SelectedTr
 from smc.executor.state import BiasTables, SlotState
 from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
 from smc.philox import Purpose
-from smc.types import TensorOptions
 
 
 @dataclass(frozen=True)
@@ -267,12 +266,11 @@ class Scorer:
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
         """log q of the pending tokens of each slot."""
         # Entries are read only after they have been written.
-        distributions: TensorOptions = {"dtype": torch.float32, "device": state.device}
         vocab = sampling.vocab
-        self.drawn_CLV = torch.empty(chains, self.queries - 1, vocab, **distributions)
-        """Log-distributions that the tokens of chains, except the first ones, were drawn from; rewritten in every
-        round."""
-        self._dist_TV = torch.empty(chains * self.queries, vocab, **distributions)
+        self.drawn_CLV = torch.empty(chains, self.queries - 1, vocab, device=state.device)
+        """float32 log-distributions that the tokens of chains, except the first ones, were drawn from; rewritten in
+        every round."""
+        self._dist_TV = torch.empty(chains * self.queries, vocab, device=state.device)
 
     def join(self, group: SequenceHandoff, slots_N: Tensor) -> None:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)

@@ -62,16 +62,13 @@ from smc.philox import Purpose
 
 
 class TritonOps(RoundOps):
-    """Triton kernels, in CUDA graphs. Replaces every operation of `RoundOps`. Options are those of `TritonForward`."""
-
-    def __init__(self, **options: bool) -> None:
-        self._options = options
+    """Triton kernels, in CUDA graphs. Replaces every operation of `RoundOps`."""
 
     def stage_runner(self, device: torch.device) -> StageRunner:
         return GraphRunner(device)
 
     def forward(self, reader: Reader) -> StaticForward:
-        return TritonForward(reader, **self._options)
+        return TritonForward(reader)
 
     run_prompt = staticmethod(run_prompt)
 
