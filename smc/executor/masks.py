@@ -100,10 +100,25 @@ class TokenMasks:
         began, took, self._nanoseconds = self._began, self._nanoseconds, 0
         return {mask_span(role): (began, began + took)} if took else {}
 
-    def particles(self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor]) -> Callable[[], HeldAnswers]:
-        """Return a function that gives the answers of particles, with their pending tokens, by batch index. Call it
-        before any of these tokens runs."""
-        return self._answers(plan, here, pending=True)
+    def answers(
+        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], *, pending: bool
+    ) -> Callable[[], HeldAnswers]:
+        """Return a function that gives the answers of particles so far, by batch index: the tokens that the model
+        holds, with or without the pending ones. Call it before any of the pending tokens runs."""
+        constraints, state = plan.constraints, self._state
+        assert constraints is not None, "a round with constrained requests"
+        index_C = np.flatnonzero(constraints.entry_A)
+        prompt_C = constraints.prompt_A[index_C]
+        width = max(int(plan.columns - prompt_C.min()), 1)
+        position_CL = np.minimum(prompt_C[:, None] + np.arange(width), state.table_SL.shape[1] - 1)
+        slot_C = here.slot_A[to_device(index_C, state.device)]
+        page_CL = state.table_SL[slot_C[:, None], to_device(position_CL, state.device)].long()
+        held_C = state.held(slot_C)
+        is_open_C = state.alive_S[slot_C] & ~state.ended_S[slot_C]
+        fetched = self._fetch(
+            [self._tokens.token_P[page_CL], held_C, state.pending_SQ[slot_C], state.pending_S[slot_C], is_open_C]
+        )
+        return cache(lambda: HeldAnswers(index_C, prompt_C, fetched(), pending=pending))
 
     def of_particles(self, plan: RoundPlan[np.ndarray], particles: Callable[[], HeldAnswers]) -> Tensor:
         """Return masks [A, W] of the tokens that may follow each particle."""
@@ -136,7 +151,7 @@ class TokenMasks:
     def of_blocks(self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], blocks: Blocks) -> Callable[[], Tensor]:
         """Return a function that computes masks [T, W] of the tokens that may follow each token of blocks. Call it
         before the blocks run."""
-        answers = self._answers(plan, here, pending=False)
+        answers = self.answers(plan, here, pending=False)
         fetched = self._fetch([blocks.origin_A, blocks.tokens_AQ, blocks.run_A])
 
         def masks() -> Tensor:
@@ -153,26 +168,6 @@ class TokenMasks:
             return self._masks(plan, "blocks", tokens_AQ.size, paths())
 
         return masks
-
-    def _answers(
-        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], *, pending: bool
-    ) -> Callable[[], HeldAnswers]:
-        """Return a function that gives the answers so far, by batch index: the tokens that the model holds, with or
-        without the pending ones."""
-        constraints, state = plan.constraints, self._state
-        assert constraints is not None, "a round with constrained requests"
-        index_C = np.flatnonzero(constraints.entry_A)
-        prompt_C = constraints.prompt_A[index_C]
-        width = max(int(plan.columns - prompt_C.min()), 1)
-        position_CL = np.minimum(prompt_C[:, None] + np.arange(width), state.table_SL.shape[1] - 1)
-        slot_C = here.slot_A[to_device(index_C, state.device)]
-        page_CL = state.table_SL[slot_C[:, None], to_device(position_CL, state.device)].long()
-        held_C = state.held(slot_C)
-        is_open_C = state.alive_S[slot_C] & ~state.ended_S[slot_C]
-        fetched = self._fetch(
-            [self._tokens.token_P[page_CL], held_C, state.pending_SQ[slot_C], state.pending_S[slot_C], is_open_C]
-        )
-        return cache(lambda: HeldAnswers(index_C, prompt_C, fetched(), pending=pending))
 
     def _masks(self, plan: RoundPlan[np.ndarray], name: str, total: int, paths: Paths) -> Tensor:
         """Return masks [total, W] on the device, in a tensor that is always the same for rounds of one key. Rows that

@@ -203,7 +203,7 @@ class ModelRunner:
         run, masks = partial(self.stages.run, plan.key), self._masks
         assert plan.constraints is not None and here.constraints is not None, "a round with constrained requests"
         # This copy is queued before everything else of the round, so the host waits for nothing of this round.
-        particles = masks.particles(plan, here)
+        particles = masks.answers(plan, here, pending=True)
         inputs = run("begin", lambda: drafter.begin(here, distribution))
         logits_AV = run("pass 0", lambda: drafter.run_pending(here, inputs))
         mask_AW = masks.of_particles(plan, particles)

@@ -149,7 +149,7 @@ class Drafter:
             width = len(nodes.root_X) // len(tree.root_X)
             chains = self._drawn(plan, layout, logits_SV, tree, step, inputs.chains, width)
         more = Continuation(chosen, own, chains)
-        grown = self.ops.reparent(nodes, more, plan, self.state, step=step, branches=plan.branches)
+        grown = self.ops.reparent(nodes, more, plan, self.state, step=step)
         return GrownStep(grown, chosen)
 
     def finish(

@@ -161,14 +161,7 @@ class TritonOps(RoundOps):
     expand = staticmethod(expand)
 
     def reparent(
-        self,
-        tree: TokenTree,
-        more: Continuation,
-        plan: RoundPlan[Tensor],
-        state: SlotState,
-        *,
-        step: int,
-        branches: int,
+        self, tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int
     ) -> TokenTree:
         chosen = None
         if more.chosen is not None:
@@ -190,7 +183,7 @@ class TritonOps(RoundOps):
             fields_of(SlotTensors, state),
             StopTensors.of(state.stops),
             step,
-            branches,
+            plan.branches,
         )
         return TokenTree(**made._asdict())
 
