@@ -83,11 +83,10 @@ class GpuBackend:
         models: Callable[[ModelRole, str], Decoder],
         tokenizer: Tokenizer,
         draft_head: Callable[[str], DraftHead | None] = lambda device: None,
-        **options: bool,
     ) -> None:
         """`models` returns the model of a role on a device. `draft_head` returns the part of the draft's head on a
-        device that it proposes with; None: the whole head. `options`: those of `TritonForward`."""
-        self._models, self.tokenizer, self._draft_head, self._options = models, tokenizer, draft_head, options
+        device that it proposes with; None: the whole head."""
+        self._models, self.tokenizer, self._draft_head = models, tokenizer, draft_head
 
     @contextmanager
     def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
@@ -111,7 +110,7 @@ class GpuBackend:
         }
         for device in devices.values():
             torch.cuda.reset_peak_memory_stats(device)
-        pair = LocalRoundExecutor(config, workers, TritonOps(**self._options))
+        pair = LocalRoundExecutor(config, workers, TritonOps())
         yield Engine(
             config, workers, self.tokenizer, executor=pair, pages=dict.fromkeys(ModelRole, pages), context=context
         )

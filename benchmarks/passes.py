@@ -41,7 +41,7 @@ from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import FlashInferAttention, FusedAttention, kernels_of, obstacle
 from smc.executor.forward import Rows
 from smc.executor.messages import PromptBatch
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.plan import Contexts
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
@@ -291,7 +291,7 @@ def time_passes(name: str, queries: list[int], pasts: list[int]) -> list[dict]:
             held, tokens = np.array([past], np.int32), np.arange(count) % vocab
             batch = PromptBatch(pages_X[: past + count], held, np.array([count], np.int32), tokens)
             line = {"shape": name, "queries": count, "past": past, "products": round(alone, 3)}
-            for which, ops in {"fused": TritonOps(), "decoder": TorchOps()}.items():
+            for which, ops in {"fused": TritonOps(), "decoder": RoundOps()}.items():
                 worker.ops = ops
                 call = torch.inference_mode()(lambda: worker._forward(batch, np.array([count - 1])))  # noqa: B023
                 spent = call_milliseconds(call, 5)

@@ -1,4 +1,5 @@
-"""Copies arrays between host and device: the scheduler builds batches in NumPy, the models use torch."""
+"""Copies arrays between host and device: the scheduler builds batches in NumPy, the models use torch. Also numbers
+the entries of ragged rows."""
 
 from __future__ import annotations
 
@@ -19,3 +20,8 @@ def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
 def to_host(tensor: Tensor) -> np.ndarray:
     """A NumPy array with the tensor's values. Waits for the device."""
     return tensor.cpu().numpy()
+
+
+def offsets(count_R: np.ndarray) -> np.ndarray:
+    """Return 0, 1, .. within each of R rows of `count` entries, row after row."""
+    return np.arange(count_R.sum()) - np.repeat(np.cumsum(count_R) - count_R, count_R)

@@ -41,33 +41,14 @@ MOST_COMPILED = 2.0
 """Maximum seconds for compiling. The library counts steps, not seconds, so the limit is checked afterwards."""
 
 
-class CompilerCounts:
-    """Counts the work of a compiler since the last `take`."""
-
-    def __init__(self) -> None:
-        self._seconds: list[float] = []
-        self._hits = 0
-
-    def count(self, seconds: float | None) -> None:
-        """Count a request for a constraint, which took this many seconds to compile, or was cached (None)."""
-        if seconds is None:
-            self._hits += 1
-        else:
-            self._seconds.append(seconds)
-
-    def take(self) -> tuple[list[float], int]:
-        """Return the seconds of every compiled constraint, and how many requests were served from the cache."""
-        found, self._seconds, self._hits = (self._seconds, self._hits), [], 0
-        return found
-
-
 class Compiler:
     """Compiles constraints for one vocabulary, and caches them. Thread-safe."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._bytes = token_bytes
         self.vocab = len(token_bytes.offset_V) - 1
-        self.counts = CompilerCounts()
+        self._seconds: list[float] = []
+        self._hits = 0
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._kept: OrderedDict[tuple[str, str], llguidance.LLMatcher | str] = OrderedDict()
@@ -95,6 +76,11 @@ class Compiler:
         """Read the vocabulary, which takes half a second for 50,000 tokens."""
         with self._lock:
             self._vocabulary()
+
+    def take_counts(self) -> tuple[list[float], int]:
+        """Return the seconds of every constraint that was compiled since the last call, and how many were cached."""
+        found, self._seconds, self._hits = (self._seconds, self._hits), [], 0
+        return found
 
     def follower(self, machine: StopMachine) -> Follower:
         """Return a follower that reads answers from their beginning. Raises ValueError if the constraint is refused."""
@@ -140,7 +126,7 @@ class Compiler:
         key = (constraint.kind, constraint.text)
         if key in self._kept:
             self._kept.move_to_end(key)
-            self.counts.count(None)
+            self._hits += 1
             return self._kept[key]
         vocabulary, begin = self._vocabulary(), time.perf_counter()
         found: llguidance.LLMatcher | str
@@ -154,7 +140,7 @@ class Compiler:
         seconds = time.perf_counter() - begin
         if seconds > MOST_COMPILED:
             found = f"it took {seconds:.1f} s to compile, more than {MOST_COMPILED:g} s"
-        self.counts.count(seconds)
+        self._seconds.append(seconds)
         while len(self._kept) >= MOST_KEPT:
             self._kept.popitem(last=False)
         self._kept[key] = found
@@ -227,10 +213,6 @@ class _MaskEnds:
             masks_RW[failed.start : failed.stop] = 0
 
 
-def _order(path: MaskPath) -> bytes:
-    return path.answer_L.tobytes()
-
-
 def _flat(ranges: list[range]) -> np.ndarray:
     """All rows of the ranges, int64."""
     return np.fromiter(itertools.chain.from_iterable(ranges), np.int64)
@@ -267,7 +249,7 @@ class Follower:
         """Yield the chains that the library has to compute, and record in `ends` what else is to be written. Answers
         are sorted so that those with equal beginnings are neighbours: masks after common tokens are computed once."""
         before: MaskPath | None = None
-        for path in sorted(paths, key=_order) if len(paths) > 1 else paths:
+        for path in sorted(paths, key=lambda path: path.answer_L.tobytes()) if len(paths) > 1 else paths:
             same = self._take(path.answer_L)
             copied = 0 if before is None else self._copied(before, path, same)
             if before is not None and copied:

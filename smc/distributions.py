@@ -16,6 +16,7 @@ Axes: R rows, V vocabulary, D draws a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
@@ -79,25 +80,16 @@ class DistributionSpec(Generic[Array]):
 
     def to(self: DistributionSpec[np.ndarray], device: torch.device) -> DistributionSpec[Tensor]:
         """Return the same specification on a device."""
-        return DistributionSpec(
-            to_device(self.temperature_R, device),
-            to_device(self.top_k_R, device),
-            to_device(self.top_p_R, device),
-            to_device(self.min_p_R, device),
-            to_device(self.alpha_R, device),
-            self.active,
-        )
+        return self._each(lambda values_R: to_device(values_R, device))
 
     def take(self, rows: Array) -> DistributionSpec[Array]:
         """The specs of the given rows, in that order (repeats allowed)."""
-        distributions = (
-            self.temperature_R[rows],
-            self.top_k_R[rows],
-            self.top_p_R[rows],
-            self.min_p_R[rows],
-            self.alpha_R[rows],
-        )
-        return DistributionSpec(*distributions, self.active)
+        return self._each(lambda values_R: values_R[rows])
+
+    def _each(self, change: Callable[[Any], Any]) -> DistributionSpec[Any]:
+        """Return the same specification with every array changed."""
+        arrays = {name: change(values_R) for name, values_R in vars(self).items() if name != "active"}
+        return DistributionSpec(**arrays, active=self.active)
 
 
 class Distributions:

@@ -17,7 +17,7 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import AUTO_DTYPE
-from smc.calibration.latency import Effort, LatencyCache, cache_directory, device_name, measure_latency
+from smc.calibration.latency import Effort, cached_latency, device_name, measure_latency
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
 from smc.model.config import ModelConfig, default_dtype
@@ -109,7 +109,7 @@ def _latency(config: ModelConfig, device: torch.device, dtype: str) -> LatencyMo
         "dtype": dtype,
         "step": [ROWS, BLOCK],
     }
-    return LatencyCache(cache_directory()).get(key, lambda: _measured(config, device, dtype))
+    return cached_latency(key, lambda: _measured(config, device, dtype))
 
 
 def _measured(config: ModelConfig, device: torch.device, dtype: str) -> LatencyModel | None:

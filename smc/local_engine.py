@@ -13,10 +13,10 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
-from smc.calibration.latency import ONCE, THOROUGH, LatencyCache, cache_directory, cost_key, measure_latency
+from smc.calibration.latency import ONCE, THOROUGH, cached_latency, cost_key, measure_latency
 from smc.constraints import Compiler
 from smc.executor.model_runner import LocalRoundExecutor
-from smc.executor.ops import RoundOps, TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_cache import KVPool, pages_that_fit, pool_for
 from smc.model.check import require_pair
@@ -132,7 +132,7 @@ def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineC
     effort = ONCE if pair.target.embed.weight.device.type == "cpu" else THOROUGH
     key = cost_key(models, directories, columns, config)
     try:
-        return LatencyCache(cache_directory()).get(key, lambda: measure_latency(local_engine(pair, config), effort))
+        return cached_latency(key, lambda: measure_latency(local_engine(pair, config), effort))
     except torch.OutOfMemoryError as error:
         logger.warning("costs are not measured, so drafting is not adapted to them: %s", error)
         return None
@@ -156,7 +156,7 @@ def _room(pair: ModelPair, config: EngineConfig) -> int | None:
 def ops_for(device: torch.device) -> RoundOps:
     """Return the operations of rounds on a device: in Triton, or on a CPU in torch."""
     if device.type == "cpu":
-        return TorchOps()
+        return RoundOps()
     from smc.executor.triton_ops import TritonOps  # needs triton
 
     return TritonOps()

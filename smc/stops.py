@@ -110,22 +110,17 @@ class StopMachine:
         """Return the states after one token each, int64. A stop token leads to `DONE`; an unknown id leaves the state
         as it is. `early`: the token cannot end the answer; a string that is complete with it is ignored, and matching
         starts again."""
-        state_P = self._after(state_P, tokens_P, token_bytes)
-        return np.where(state_P == DONE, START, state_P) if early else state_P
-
-    def _after(self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes) -> np.ndarray:
         state_P = np.where(np.isin(tokens_P, self.stop_ids), DONE, state_P).astype(np.int64)
-        if self.next_XB is None:
-            return state_P
-        known_P = (tokens_P >= 0) & (tokens_P < len(token_bytes.offset_V) - 1)
-        index_P = np.where(known_P, tokens_P, 0)
-        begin_P = token_bytes.offset_V[index_P]
-        size_P = np.where(known_P, token_bytes.offset_V[index_P + 1] - begin_P, 0)
-        for offset in range(size_P.max(initial=0)):
-            reading_P = np.flatnonzero(offset < size_P)
-            byte_P = token_bytes.data_B[begin_P[reading_P] + offset]
-            state_P[reading_P] = self.next_XB[state_P[reading_P], byte_P]
-        return state_P
+        if self.next_XB is not None:
+            known_P = (tokens_P >= 0) & (tokens_P < len(token_bytes.offset_V) - 1)
+            index_P = np.where(known_P, tokens_P, 0)
+            begin_P = token_bytes.offset_V[index_P]
+            size_P = np.where(known_P, token_bytes.offset_V[index_P + 1] - begin_P, 0)
+            for offset in range(size_P.max(initial=0)):
+                reading_P = np.flatnonzero(offset < size_P)
+                byte_P = token_bytes.data_B[begin_P[reading_P] + offset]
+                state_P[reading_P] = self.next_XB[state_P[reading_P], byte_P]
+        return np.where(state_P == DONE, START, state_P) if early else state_P
 
 
 def _byte_machine(strings: Sequence[bytes]) -> np.ndarray:

@@ -5,7 +5,7 @@ Knows nothing about data, losses or files."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,8 @@ class Optimizer:
         matrices, vectors = (
             [master for master in self.masters if (master.dim() == 2) == is_matrix] for is_matrix in (True, False)
         )
+        self._rounded = [pair for pair in zip(self.weights, self.masters) if pair[0] is not pair[1]]
+        """Weights that are rounded copies of their masters."""
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adam = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -75,12 +77,11 @@ class Optimizer:
         """Update the weights by their gradients; `progress`: the completed fraction of the run."""
         for group in self._adam.param_groups:
             group["lr"] = self._rate.at(step, progress)
-        rounded = [pair for pair in zip(self.weights, self.masters) if pair[0] is not pair[1]]
-        for weight, master in rounded:
+        for weight, master in self._rounded:
             master.grad = None if weight.grad is None else weight.grad.float()
         torch.nn.utils.clip_grad_norm_(self.masters, self._clip)
         self._adam.step()
-        _round_into(rounded)
+        self._round()
 
     def state(self) -> dict:
         """Return everything that a run must restore to continue with identical bits."""
@@ -91,9 +92,9 @@ class Optimizer:
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(saved)
         self._adam.load_state_dict(state["adam"])
-        _round_into([pair for pair in zip(self.weights, self.masters) if pair[0] is not pair[1]])
+        self._round()
 
-
-def _round_into(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    if pairs:
-        torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])
+    def _round(self) -> None:
+        if self._rounded:
+            weights, masters = zip(*self._rounded)
+            torch._foreach_copy_(weights, masters)

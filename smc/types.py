@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from torch import Tensor
 
 Array = TypeVar("Array", "np.ndarray", "Tensor")
@@ -28,10 +27,3 @@ def mask_span(role: ModelRole) -> str:
 
 def is_mask_span(span: str) -> bool:
     return span.startswith("masks of ")
-
-
-class TensorOptions(TypedDict):
-    """Options of a new tensor besides its shape."""
-
-    dtype: torch.dtype
-    device: torch.device

@@ -39,7 +39,7 @@ from smc.api.request import Answer, Output, Particle, Request
 from smc.api.sampling_params import SamplingParams
 from smc.demo.problems import generate
 from smc.executor.graph_runner import StageRunner
-from smc.executor.ops import RoundOps, TorchOps
+from smc.executor.ops import RoundOps
 from smc.local_engine import ModelPair, local_engine
 from smc.model.draft_vocab import DraftVocab
 from smc.scheduler.admission import NoDraft
@@ -323,7 +323,7 @@ def with_costs(draft: float, row: float, target: float, alone: float) -> Callabl
     return prepare
 
 
-class PaddedOps(TorchOps):
+class PaddedOps(RoundOps):
     def stage_runner(self, device: torch.device) -> StageRunner:
         return Padded(device)
 

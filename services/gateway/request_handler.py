@@ -430,7 +430,7 @@ class RequestHandler:
             try:
                 compiler.check(constraint)
             finally:
-                self._metrics.constraint_compiled(*compiler.counts.take())
+                self._metrics.constraint_compiled(*compiler.take_counts())
 
     async def updates(
         self, requests: Sequence[Request], records: Sequence[CallRecord]

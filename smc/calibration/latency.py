@@ -6,7 +6,7 @@ pool, whatever they contain, because reading one page for all requests would tak
 dummy page, so that no cached keys and values change. Every size is timed after a short context, and one size after a
 long context, too: the difference is the cost of reading. A real request shows the remaining time of a round.
 
-Commands that run once keep latency models in files (`LatencyCache`): the first use on a machine measures a pair of
+Commands that run once keep latency models in files (`cached_latency`): the first use on a machine measures a pair of
 models, later uses read the result. A file is valid for one pair, with its present files, one setting of the engine and
 one machine. It is in `$XDG_CACHE_HOME/smcserve/latency`, by default `~/.cache/smcserve/latency`, and may be deleted at
 any time."""
@@ -312,43 +312,39 @@ def cache_directory() -> Path:
     return Path(home) / "smcserve" / "latency"
 
 
-@dataclass(frozen=True)
-class LatencyCache:
-    """The latency models stored in a directory."""
+def cached_latency(key: Mapping[str, object], measure: Callable[[], LatencyModel | None]) -> LatencyModel | None:
+    """Return the latency model of a `cost_key`: the stored one, or one that is measured now and stored. An unreadable
+    file is replaced; a failure to write is logged."""
+    path = cache_directory() / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
+    if (stored := _stored(path)) is not None:
+        return stored
+    begin = time.monotonic()
+    latency = measure()
+    logger.info("measured costs in %.1f s: %s", time.monotonic() - begin, latency)
+    if latency is not None:
+        _store(path, {"key": key, "latency": json.loads(latency.to_json())})
+    return latency
 
-    directory: Path
 
-    def get(self, key: Mapping[str, object], measure: Callable[[], LatencyModel | None]) -> LatencyModel | None:
-        """Return the latency model of a `cost_key`: the stored one, or one that is measured now and stored. An
-        unreadable file is replaced; a failure to write is logged."""
-        path = self.directory / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
-        if (stored := self._stored(path)) is not None:
-            return stored
-        begin = time.monotonic()
-        latency = measure()
-        logger.info("measured costs in %.1f s: %s", time.monotonic() - begin, latency)
-        if latency is not None:
-            self._store(path, {"key": key, "latency": json.loads(latency.to_json())})
-        return latency
+def _stored(path: Path) -> LatencyModel | None:
+    if not path.exists():
+        return None
+    try:
+        return LatencyModel.from_json(json.dumps(json.loads(path.read_text())["latency"]))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        logger.warning("cannot read %s, so costs are measured again: %s", path, error)
+        return None
 
-    def _stored(self, path: Path) -> LatencyModel | None:
-        if not path.exists():
-            return None
-        try:
-            return LatencyModel.from_json(json.dumps(json.loads(path.read_text())["latency"]))
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            logger.warning("cannot read %s, so costs are measured again: %s", path, error)
-            return None
 
-    def _store(self, path: Path, content: dict) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            # Another process reads either the whole file or no file.
-            with tempfile.NamedTemporaryFile("w", dir=self.directory, suffix=".new", delete=False) as file:
-                json.dump(content, file, indent=1)
-            os.replace(file.name, path)
-        except OSError as error:
-            logger.warning("costs cannot be stored, and will be measured again at the next start: %s", error)
+def _store(path: Path, content: dict) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process reads either the whole file or no file.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
+            json.dump(content, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("costs cannot be stored, and will be measured again at the next start: %s", error)
 
 
 def cost_key(

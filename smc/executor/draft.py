@@ -109,22 +109,6 @@ class CandidateLayout:
 
 
 @dataclass(frozen=True)
-class DraftInputs:
-    """The particles with the pending tokens that are to be run."""
-
-    tokens_AP: Tensor
-    rows: Rows
-    last_A: Tensor
-    """int64 index of each particle's last pending token among the A P tokens."""
-    tree: TokenTree
-    """The particles as rows."""
-    first: CandidateLayout
-    """Layout of the particles."""
-    later: CandidateLayout
-    """Layout of the rows that continue them."""
-
-
-@dataclass(frozen=True)
 class ChainAssignment:
     """The particle that every row of chains continues; int64."""
 
@@ -140,6 +124,24 @@ class ChainAssignment:
     def spread(self, values_Y: Tensor, others_X: Tensor) -> Tensor:
         """Return `others` with the values of these rows in their positions."""
         return others_X.index_copy(0, self.row_Y, values_Y.to(others_X.dtype))
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """The particles with the pending tokens that are to be run."""
+
+    tokens_AP: Tensor
+    rows: Rows
+    last_A: Tensor
+    """int64 index of each particle's last pending token among the A P tokens."""
+    tree: TokenTree
+    """The particles as rows."""
+    first: CandidateLayout
+    """Layout of the particles."""
+    later: CandidateLayout
+    """Layout of the rows that continue them."""
+    chains: ChainAssignment | None = None
+    """None: no rows are chains."""
 
 
 @dataclass(frozen=True)
@@ -252,8 +254,8 @@ def begin(
         outcome_X=zero_A,
         run_4X=None,
     )
-    layouts = (_candidate_layout(plan, distribution, shape, width) for width in (1, plan.branches))
-    return DraftInputs(tokens_AP, rows, index_A * queries + pending_A - 1, tree, *layouts)
+    first, later = (_candidate_layout(plan, distribution, shape, width) for width in (1, plan.branches))
+    return DraftInputs(tokens_AP, rows, index_A * queries + pending_A - 1, tree, first, later)
 
 
 def _candidate_layout(
@@ -301,12 +303,10 @@ def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
     return ChainAssignment(row_Y, source_Y, (rank_Y - begin_Y) % branches, rank_Y)
 
 
-def reparent(
-    tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int, branches: int
-) -> TokenTree:
-    """Extend the rows by their next token. The first step (0) makes `branches` rows for each batch index. This is the
-    reference: `smc.kernels.draft.reparent` does the same in one launch."""
-    parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan, branches)
+def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int) -> TokenTree:
+    """Extend the rows by their next token. The first step (0) makes F rows for each batch index. This is the reference:
+    `smc.kernels.draft.reparent` does the same in one launch."""
+    parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan)
     root_X, ended_X, text_X, count_X, cut_X = (
         values_S[parent_X] for values_S in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X, tree.cut_X)
     )
@@ -339,7 +339,7 @@ def reparent(
     )
 
 
-def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], branches: int) -> tuple[Tensor, ...]:
+def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor]) -> tuple[Tensor, ...]:
     """Return for every row [X]: the row that it continues, its token, its log q and its log mass."""
     parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     if more.own is not None:
@@ -350,19 +350,19 @@ def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], bra
         own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
         parts.append((plan.kind_G >= 0, own))
     if more.chosen is not None:
-        parts.append((plan.kind_G != PopulationKind.INDEPENDENT, _chosen(tree, *more.chosen, plan, branches)))
+        parts.append((plan.kind_G != PopulationKind.INDEPENDENT, _chosen(tree, *more.chosen, plan)))
     if more.chains is not None:
         drawn, none_X = more.chains, torch.zeros_like(more.chains.logq_X, dtype=torch.float64)
         parts.append((plan.kind_G == PopulationKind.CHAINS, (drawn.parent_X, drawn.token_X, drawn.logq_X, none_X)))
     _, found = parts[0]
     for is_theirs_G, theirs in parts[1:]:
-        is_theirs_X = is_theirs_G[plan.group_A].repeat_interleave(branches)
+        is_theirs_X = is_theirs_G[plan.group_A].repeat_interleave(plan.branches)
         found = tuple(torch.where(is_theirs_X, theirs_X, found_X) for theirs_X, found_X in zip(theirs, found))
     return found
 
 
 def _chosen(
-    tree: TokenTree, chosen: Expansion, candidate_tokens: CandidateTokens, plan: RoundPlan[Tensor], branches: int
+    tree: TokenTree, chosen: Expansion, candidate_tokens: CandidateTokens, plan: RoundPlan[Tensor]
 ) -> tuple[Tensor, ...]:
     token_X, logq_X = (
         values_SC[chosen.parent_X, chosen.candidate_X]
@@ -370,7 +370,7 @@ def _chosen(
     )
     logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
     # NaN of the draft must be reported in groups where the draft's outputs count.
-    is_nan_X = chosen.nan_G[plan.group_A].repeat_interleave(branches)
+    is_nan_X = chosen.nan_G[plan.group_A].repeat_interleave(plan.branches)
     return chosen.parent_X, token_X, torch.where(is_nan_X, torch.nan, logq_X), chosen.mass_X
 
 

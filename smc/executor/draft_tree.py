@@ -54,9 +54,9 @@ def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> G
     outcome_M = torch.cat([step.tree.outcome_X for step in steps]) if lookahead else torch.zeros_like(group_M)
     kept_M = is_useful_KX.flatten()
     if lookahead:
-        kept_M = kept_M & (_rank(worth_M, kept_M, outcome_M) < plan.draws_G.long()[group_M])
+        kept_M = kept_M & (_rank(worth_M.masked_fill(~kept_M, -1.0), outcome_M) < plan.draws_G.long()[group_M])
     most_G = plan.size_G.long() * plan.branches
-    kept_M = kept_M & (_rank(worth_M, kept_M, group_M) < most_G[group_M])
+    kept_M = kept_M & (_rank(worth_M.masked_fill(~kept_M, -1.0), group_M) < most_G[group_M])
     # Rows with the same outcome are adjacent, the heaviest first.
     order_M = worth_M.sort(descending=True, stable=True).indices
     for key_M in (outcome_M, group_M, (~kept_M).long()):
@@ -122,9 +122,10 @@ def _paths(grown: GrownRows, gain_KX: Tensor, alive_KX: Tensor) -> tuple[Tensor,
     return torch.stack(worth), torch.stack(leaf), torch.stack([alive_KX[0], *is_top])
 
 
-def _rank(worth_M: Tensor, exists_M: Tensor, of_M: Tensor) -> Tensor:
-    """Return the rank [M] of every node by worth, among the existing nodes with the same `of`: 0 for the heaviest."""
-    order_M = torch.where(exists_M, worth_M, -1.0).sort(descending=True, stable=True).indices
+def _rank(worth_M: Tensor, of_M: Tensor) -> Tensor:
+    """Return the rank [M] of every entry by worth, among those with the same `of`: 0 for the heaviest. Among equals,
+    the first one is the heaviest."""
+    order_M = worth_M.sort(descending=True, stable=True).indices
     order_M = order_M[of_M[order_M].sort(stable=True).indices]
     sorted_M = of_M[order_M]
     rank_M = torch.arange(len(of_M), device=of_M.device) - torch.searchsorted(sorted_M, sorted_M)
@@ -211,13 +212,7 @@ def limit_outcomes(
     mass_XC = (tree.mass_X[:, None] + share_XC.double()).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     mass_XC = mass_XC.masked_fill((tree.ended_X | ~tree.alive_X)[:, None], -torch.inf)
     mass_XC = mass_XC.masked_fill(torch.arange(width, device=device) >= width - has_rest, -torch.inf)
-    # Sorted by outcome, then by mass; among equals, the first.
-    order_M = mass_XC.flatten().sort(descending=True, stable=True).indices
-    outcome_M = tree.outcome_X.repeat_interleave(width)[order_M]
-    order_M = order_M[outcome_M.sort(stable=True).indices]
-    outcome_M = tree.outcome_X.repeat_interleave(width)[order_M]
-    rank_M = torch.arange(rows * width, device=device) - torch.searchsorted(outcome_M, outcome_M)
-    rank_XC = torch.empty_like(rank_M).scatter_(0, order_M, rank_M).view(rows, width)
+    rank_XC = _rank(mass_XC.flatten(), tree.outcome_X.repeat_interleave(width)).view(rows, width)
     is_first_X = torch.arange(rows, device=device) == plan.first_G.long()[group_X] * plan.branches
     is_lead_XC = is_first_X[:, None] & (torch.arange(width, device=device) == 0)
     too_many_XC = (rank_XC >= most_X[:, None]) & (mass_XC > -torch.inf) & is_best_X[:, None] & ~is_lead_XC

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.arrays import to_device, to_host
+from smc.arrays import offsets, to_device, to_host
 from smc.attention.backend import AttentionBackend, ForwardBatch, TorchAttention
 from smc.executor.plan import Contexts
 from smc.memory.kv_cache import KVPool
@@ -109,7 +109,7 @@ def _without_padding(rows: Rows, live_X: np.ndarray) -> tuple[ForwardBatch, np.n
     counts_X, starts_X = to_host(rows.count_R)[live_X], to_host(rows.start_R)[live_X]
     table_XL = _tables(rows, live_X, int((starts_X + counts_X).max()))
     row_T = np.repeat(np.arange(len(live_X)), counts_X)
-    offset_T = np.arange(len(row_T)) - np.repeat(np.cumsum(counts_X) - counts_X, counts_X)
+    offset_T = offsets(counts_X)
     position_T = starts_X[row_T] + offset_T
     pages_T = table_XL[row_T, position_T]
     group_X = to_host(rows.group_R)[live_X]

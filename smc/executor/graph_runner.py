@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import cycle
 from typing import Any, TypeVar
 
 import torch
@@ -61,20 +62,19 @@ class _Kept:
     made: dict[str, Any] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, Any]] = field(default_factory=dict)
-    turn: int = 0
     nbytes: int = 0
 
 
 class StageRunner:
-    """Runs every stage directly. Keeps what the rounds of one key share, for the most recently used keys."""
+    """Runs every stage directly. Keeps what the rounds of one key share, for the most recently used keys. If more than
+    `MOST_KEYS` keys or `MOST_BYTES` are kept, the least recently used are released first."""
 
     records = False
     """Whether stages are recorded, once for each key."""
 
-    def __init__(self, device: torch.device, most_keys: int = MOST_KEYS, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self._keys: OrderedDict[tuple, _Kept] = OrderedDict()
-        self._most = (most_keys, most_bytes)
         self.evicted = 0
         """Number of keys that have been evicted."""
 
@@ -123,8 +123,7 @@ class StageRunner:
         if key in self._keys:
             self._keys.move_to_end(key)
             return self._keys[key]
-        most_keys, most_bytes = self._most
-        while len(self._keys) >= most_keys or (self._keys and self.recorded_bytes > most_bytes):
+        while len(self._keys) >= MOST_KEYS or (self._keys and self.recorded_bytes > MOST_BYTES):
             self._finish_work()
             self._keys.popitem(last=False)
             self.evicted += 1
@@ -161,14 +160,12 @@ _NO_GARBAGE = _NoGarbage()
 
 class GraphRunner(StageRunner):
     """Runs stages on one stream of a GPU. A stage runs directly the first time, which compiles its kernels, and is
-    recorded the second time.
-
-    If more than `most_keys` kinds or `most_bytes` are kept, the least recently used are released first."""
+    recorded the second time."""
 
     records = True
 
-    def __init__(self, device: torch.device, most_keys: int = MOST_KEYS, most_bytes: int = MOST_BYTES) -> None:
-        super().__init__(device, most_keys, most_bytes)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self.stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -211,11 +208,10 @@ class GraphRunner(StageRunner):
         return here.copy_(tensor, non_blocking=True)
 
     def read(self, key: tuple, result: Any, spans: Spans) -> AsyncResult:
-        recorded = self._of(key)
-        pinned = lambda: _map(result, lambda t: torch.empty(t.shape, dtype=t.dtype, pin_memory=True))  # noqa: E731
-        hosts = self.keep(key, "hosts", lambda: [pinned() for _ in range(IN_FLIGHT)])
-        host = hosts[recorded.turn % IN_FLIGHT]
-        recorded.turn += 1
+        def pinned() -> Any:
+            return _map(result, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+
+        host = next(self.keep(key, "hosts", lambda: cycle([pinned() for _ in range(IN_FLIGHT)])))
         _map(host, lambda there, here: there.copy_(here, non_blocking=True), result)
         return AsyncResult(host, self.event(), spans)
 

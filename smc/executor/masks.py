@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -82,7 +83,6 @@ class TokenMasks:
         """Stop machines that mask tokens, by entry of the stop tables."""
         self._followers: dict[int, Follower] = {}
         """Followers by slot; the slots of one request share one."""
-        self._turn = 0
         self._began, self._nanoseconds = 0, 0
 
     def join(self, group: SequenceHandoff) -> None:
@@ -100,26 +100,34 @@ class TokenMasks:
         began, took, self._nanoseconds = self._began, self._nanoseconds, 0
         return {mask_span(role): (began, began + took)} if took else {}
 
-    def particles(self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor]) -> Callable[[], HeldAnswers]:
-        """Return a function that gives the answers of particles, with their pending tokens, by batch index. Call it
-        before any of these tokens runs."""
-        return self._answers(plan, here, pending=True)
+    def answers(
+        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], *, pending: bool
+    ) -> Callable[[], HeldAnswers]:
+        """Return a function that gives the answers of particles so far, by batch index: the tokens that the model
+        holds, with or without the pending ones. Call it before any of the pending tokens runs."""
+        constraints, state = plan.constraints, self._state
+        assert constraints is not None, "a round with constrained requests"
+        index_C = np.flatnonzero(constraints.entry_A)
+        prompt_C = constraints.prompt_A[index_C]
+        width = max(int(plan.columns - prompt_C.min()), 1)
+        position_CL = np.minimum(prompt_C[:, None] + np.arange(width), state.table_SL.shape[1] - 1)
+        slot_C = here.slot_A[to_device(index_C, state.device)]
+        page_CL = state.table_SL[slot_C[:, None], to_device(position_CL, state.device)].long()
+        held_C = state.held(slot_C)
+        is_open_C = state.alive_S[slot_C] & ~state.ended_S[slot_C]
+        fetched = self._fetch(
+            [self._tokens.token_P[page_CL], held_C, state.pending_SQ[slot_C], state.pending_S[slot_C], is_open_C]
+        )
+        return cache(lambda: HeldAnswers(index_C, prompt_C, fetched(), pending=pending))
 
-    def of_particles(
-        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], particles: Callable[[], HeldAnswers]
-    ) -> Tensor:
+    def of_particles(self, plan: RoundPlan[np.ndarray], particles: Callable[[], HeldAnswers]) -> Tensor:
         """Return masks [A, W] of the tokens that may follow each particle."""
         held = particles()
         paths = ((index, MaskPath(held[index], len(held[index]), index, 1)) for index in held if held.is_open(index))
-        return self._masks(plan, "particles", len(here.slot_A), paths)
+        return self._masks(plan, "particles", len(plan.slot_A), paths)
 
     def of_rows(
-        self,
-        plan: RoundPlan[np.ndarray],
-        here: RoundPlan[Tensor],
-        tree: TokenTree,
-        step: int,
-        particles: Callable[[], HeldAnswers],
+        self, plan: RoundPlan[np.ndarray], tree: TokenTree, step: int, particles: Callable[[], HeldAnswers]
     ) -> Callable[[], Tensor]:
         """Return a function that computes masks [X, W] of the tokens that may follow rows of `step` tokens, which
         continue `particles`."""
@@ -143,7 +151,7 @@ class TokenMasks:
     def of_blocks(self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], blocks: Blocks) -> Callable[[], Tensor]:
         """Return a function that computes masks [T, W] of the tokens that may follow each token of blocks. Call it
         before the blocks run."""
-        answers = self._answers(plan, here, pending=False)
+        answers = self.answers(plan, here, pending=False)
         fetched = self._fetch([blocks.origin_A, blocks.tokens_AQ, blocks.run_A])
 
         def masks() -> Tensor:
@@ -161,33 +169,13 @@ class TokenMasks:
 
         return masks
 
-    def _answers(
-        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], *, pending: bool
-    ) -> Callable[[], HeldAnswers]:
-        """Return a function that gives the answers so far, by batch index: the tokens that the model holds, with or
-        without the pending ones."""
-        constraints, state = plan.constraints, self._state
-        assert constraints is not None, "a round with constrained requests"
-        index_C = np.flatnonzero(constraints.entry_A)
-        prompt_C = constraints.prompt_A[index_C]
-        width = max(int(plan.columns - prompt_C.min()), 1)
-        position_CL = np.minimum(prompt_C[:, None] + np.arange(width), state.table_SL.shape[1] - 1)
-        slot_C = here.slot_A[to_device(index_C, state.device)]
-        page_CL = state.table_SL[slot_C[:, None], to_device(position_CL, state.device)].long()
-        held_C = state.held(slot_C)
-        is_open_C = state.alive_S[slot_C] & ~state.ended_S[slot_C]
-        fetched = self._fetch(
-            [self._tokens.token_P[page_CL], held_C, state.pending_SQ[slot_C], state.pending_S[slot_C], is_open_C]
-        )
-        return cache(lambda: HeldAnswers(index_C, prompt_C, fetched(), pending=pending))
-
     def _masks(self, plan: RoundPlan[np.ndarray], name: str, total: int, paths: Paths) -> Tensor:
         """Return masks [total, W] on the device, in a tensor that is always the same for rounds of one key. Rows that
         are in no path allow all tokens."""
         words, device = self._compiler.words, self._state.device
         pinned = device.type == "cuda"
 
-        def make() -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        def make() -> tuple[Tensor, Iterator[tuple[Tensor, Tensor]]]:
             hosts = [
                 (
                     torch.empty(total, words, dtype=torch.int32, pin_memory=pinned),
@@ -195,12 +183,11 @@ class TokenMasks:
                 )
                 for _ in range(IN_FLIGHT if pinned else 1)
             ]
-            return torch.empty(total, words, dtype=torch.int32, device=device), hosts
+            return torch.empty(total, words, dtype=torch.int32, device=device), cycle(hosts)
 
         there, hosts = self._stages.keep(plan.key, f"mask of {name}", make)
-        self._turn += 1
         began = time.monotonic_ns()
-        host, row_M = hosts[self._turn % len(hosts)]
+        host, row_M = next(hosts)
         # Only needed masks are written, one after another: most rows need none if many batch indices have no particle.
         needed: dict[int, list[MaskPath]] = {}
         count, numbers_M = 0, row_M.numpy()

@@ -203,22 +203,22 @@ class ModelRunner:
         run, masks = partial(self.stages.run, plan.key), self._masks
         assert plan.constraints is not None and here.constraints is not None, "a round with constrained requests"
         # This copy is queued before everything else of the round, so the host waits for nothing of this round.
-        particles = masks.particles(plan, here)
-        begun = run("begin", lambda: drafter.begin(here, distribution))
-        logits_AV = run("pass 0", lambda: drafter.run_pending(here, begun))
-        mask_AW = masks.of_particles(plan, here, particles)
-        grown = [run("extend 0", lambda: drafter.extend(here, begun, logits_AV, 0, mask_SW=mask_AW))]
+        particles = masks.answers(plan, here, pending=True)
+        inputs = run("begin", lambda: drafter.begin(here, distribution))
+        logits_AV = run("pass 0", lambda: drafter.run_pending(here, inputs))
+        mask_AW = masks.of_particles(plan, particles)
+        grown = [run("extend 0", lambda: drafter.extend(here, inputs, logits_AV, 0, mask_SW=mask_AW))]
         steps = plan.steps or drafter.shape.block
         if self.stages.records and not plan.constraints.every_step:
             steps = 1
         for step in range(1, steps):
             before = grown[-1]
-            masks_of_rows = masks.of_rows(plan, here, before.tree, step, particles)
-            logits_XV = run(f"pass {step}", partial(drafter.run_rows, here, begun, before.tree))
+            masks_of_rows = masks.of_rows(plan, before.tree, step, particles)
+            logits_XV = run(f"pass {step}", partial(drafter.run_rows, here, inputs, before.tree))
             mask_XW = masks_of_rows()
-            extend = partial(drafter.extend, here, begun, logits_XV, step, before, mask_XW)
+            extend = partial(drafter.extend, here, inputs, logits_XV, step, before, mask_XW)
             grown.append(run(f"extend {step}", extend))
-        return run("rest", lambda: drafter.finish(here, begun, tuple(grown)))
+        return run("rest", lambda: drafter.finish(here, inputs, tuple(grown)))
 
     def _end_alone(self, plan: RoundPlan[Tensor], grown: GrownRows) -> RoundResult[Tensor]:
         drafter, state, slot_A = self._alone, self.state, plan.slot_A
@@ -275,13 +275,12 @@ class DraftRunner(ModelRunner):
         run, biases, head = self._run, self._biases, worker.draft_head
         sampling: Sampling | HeadSampling = self._sampling
         if head is not None:
-            ids_M = to_device(head.vocab.ids_M, worker.device).long()
+            sampling = ops.head_sampling(head.vocab, worker.device)
             run = replace(
                 run,
                 logits=partial(self._forward.logits, head=head.matrix),
-                page_tokens=replace(self._page_tokens, ids_M=ids_M),
+                page_tokens=replace(self._page_tokens, ids_M=sampling.ids_M),
             )
-            sampling = ops.head_sampling(head.vocab, worker.device)
             biases = BiasTables(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
             self.state.biases.append(biases)
         # Allocated once, for the maximum number of chains. Entries are read only after they have been written.
@@ -425,17 +424,13 @@ class TargetRunner(ModelRunner):
         stages, scorer, key = self.stages, self._scorer, plan.key
         queued, self._queued = self._queued, None
         with stages.working():
-            drafted = None
-            if queued is not None:
-                here = queued.plan
-                self._receive_distributions(key, here)
-            else:
+            if queued is None:
                 self._channel.settle()
-                here = self._load(plan)
-                self._receive_distributions(key, here)
-                drafted = None if self.config.lookahead else self._receive(key, here)
-                if plan.constraints is not None:
-                    queued = self._queue_pass(plan, here, drafted)
+            here = self._load(plan) if queued is None else queued.plan
+            self._receive_distributions(key, here)
+            drafted = None if self.config.lookahead else self._receive(key, here)
+            if queued is None and plan.constraints is not None:
+                queued = self._queue_pass(plan, here, drafted)
             if queued is None:
                 began = stages.event()
                 scored = stages.run(key, "score", lambda: scorer.score(here, drafted))

@@ -5,8 +5,10 @@ See the package's legend for axes."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import cycle
 from typing import Any, Generic, cast
 
 import numpy as np
@@ -278,29 +280,13 @@ class RoundPlan(Generic[Array]):
 
     def with_arrays(self, tensors: dict[str, Tensor]) -> RoundPlan[Tensor]:
         """Return the same plan over tensors of the same names."""
-        parts: dict[str, dict[str, Tensor]] = {name: {} for name in PARTS}
+        found: dict[str, Any] = {}
+        within: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in tensors.items():
-            if "." in name:
-                part, field = name.split(".")
-                parts[part][field] = tensor
-        unconditional, penalties = parts["target_unconditional"], parts["penalties"]
-        constraints = self.constraints
-        return RoundPlan(
-            program=self.program,
-            contexts=self.contexts,
-            columns=self.columns,
-            kinds=self.kinds,
-            target_distribution=DistributionSpec(
-                **parts["target_distribution"], active=self.target_distribution.active
-            ),
-            draft_distribution=DistributionSpec(**parts["draft_distribution"], active=self.draft_distribution.active),
-            biased=self.biased,
-            steps=self.steps,
-            target_unconditional=UnconditionalRows(**unconditional) if unconditional else None,
-            penalties=Penalties(**penalties) if penalties else None,
-            constraints=constraints and replace(cast(Any, constraints), **parts["constraints"]),
-            **{name: tensor for name, tensor in tensors.items() if "." not in name},
-        )
+            part, _, field = name.rpartition(".")
+            (within[part] if part else found)[field] = tensor
+        found |= {part: replace(getattr(self, part), **values) for part, values in within.items()}
+        return replace(cast(Any, self), **found)
 
     def has_kind(self: RoundPlan[Tensor], kind: PopulationKind) -> Tensor:
         """Return bool [A]: the batch index's group is of this kind."""
@@ -348,20 +334,17 @@ class PlanBuffer:
         for name, array in arrays.items():
             self._spans[name] = (offset, array.nbytes)
             offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        self.nbytes = offset
         # Used in turn: the next plan is written while those before it are still being copied.
         pinned = device.type == "cuda"
-        self._hosts = [
-            torch.zeros(offset, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)
-        ]
-        self._turn = 0
+        self._hosts = cycle(
+            [torch.zeros(offset, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)]
+        )
         self._there = torch.zeros(offset, dtype=torch.uint8, device=device)
         self._tensors = {name: self._view(self._there, name, array) for name, array in arrays.items()}
 
     def load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
         """Copy a plan to the device. Returns it over tensors that are the same in every call."""
-        host = self._hosts[self._turn]
-        self._turn = (self._turn + 1) % len(self._hosts)
+        host = next(self._hosts)
         for name, array in plan.arrays().items():
             self._view(host, name, array).numpy()[...] = array
         self._there.copy_(host, non_blocking=True)

@@ -19,7 +19,7 @@ def remap_block_table(
     source_A: Tensor,
     base_A: Tensor,
     end_A: Tensor,
-    tail_AB: Tensor | None,
+    tail_AB: Tensor,
     columns: int,
 ) -> None:
     """Replace the pages of the slots' positions from `base` up to `end` by those of `source`, and enter `tail` as the
@@ -28,9 +28,8 @@ def remap_block_table(
     A slot that others copy from copies from itself, so no page that is read is overwritten. `columns`: maximum number
     of positions that any row holds, including `tail`."""
     table_SL[slot_A, :columns] = table_SL[source_A, :columns]
-    if tail_AB is not None:
-        column_AB = end_A[:, None] + torch.arange(tail_AB.shape[1], device=table_SL.device)
-        table_SL[slot_A[:, None], column_AB] = tail_AB
+    column_AB = end_A[:, None] + torch.arange(tail_AB.shape[1], device=table_SL.device)
+    table_SL[slot_A[:, None], column_AB] = tail_AB
 
 
 @dataclass(frozen=True)

@@ -40,15 +40,6 @@ from smc.executor.select import LEAST_SHARE, Candidates, ScoreInputs, SelectedTr
 from smc.executor.state import BiasTables, SlotState
 from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
 from smc.philox import Purpose
-from smc.types import TensorOptions
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A drafter's round before its first step."""
-
-    inputs: DraftInputs
-    chains: ChainAssignment | None
 
 
 @dataclass(frozen=True)
@@ -88,48 +79,86 @@ class Drafter:
     def draft(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> tuple[DraftedRows, GrownRows]:
         """Run the pending tokens of every particle, then extend rows by K tokens or by `plan.steps`. The distributions
         of chains are written to `dists_YLV`."""
-        begun = self.begin(plan, distribution)
-        first = self.extend(plan, begun, self.run_pending(plan, begun), 0)
-        return self.finish(plan, begun, (first,))
+        inputs = self.begin(plan, distribution)
+        first = self.extend(plan, inputs, self.run_pending(plan, inputs), 0)
+        return self.finish(plan, inputs, (first,))
 
-    def begin(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> Begun:
+    def begin(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> DraftInputs:
+        """Lay out the particles and their chains, before the first step."""
         inputs = self.ops.begin_draft(self.state, plan, distribution, self.shape)
         self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
-        chains = assign_chains(plan, inputs.tree.alive_X) if PopulationKind.CHAINS in plan.kinds else None
-        return Begun(inputs, chains)
+        if PopulationKind.CHAINS not in plan.kinds:
+            return inputs
+        return replace(inputs, chains=assign_chains(plan, inputs.tree.alive_X))
 
-    def run_pending(self, plan: RoundPlan[Tensor], begun: Begun) -> Tensor:
+    def run_pending(self, plan: RoundPlan[Tensor], inputs: DraftInputs) -> Tensor:
         """Return logits [A, V] after the pending tokens of every particle."""
-        inputs = begun.inputs
         last_A = inputs.last_A if inputs.rows.queries > 1 else None
         return self.run(plan, inputs.tokens_AP.flatten(), inputs.rows, last_A)
 
-    def run_rows(self, plan: RoundPlan[Tensor], begun: Begun, tree: TokenTree) -> Tensor:
+    def run_rows(self, plan: RoundPlan[Tensor], inputs: DraftInputs, tree: TokenTree) -> Tensor:
         """Return logits [X, V] after the last tokens of rows."""
-        return self._run(plan, begun.inputs.later, tree)
+        assert tree.run_4X is not None, "rows, of which the last token alone is run"
+        slot_X, begin_X, last_X, runs_X = tree.run_4X
+        rows = Rows(
+            table_SL=self.state.table_SL,
+            slot_R=slot_X,
+            tail_RB=tree.tail_XB,
+            tail_R=begin_X,
+            start_R=last_X,
+            count_R=runs_X,
+            group_R=inputs.later.group_S,
+            first_G=inputs.later.rows[0],
+            size_G=inputs.later.rows[1],
+            shared_G=plan.shared_G,
+            queries=1,
+            contexts=plan.contexts,
+        )
+        return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
 
     def extend(
         self,
         plan: RoundPlan[Tensor],
-        begun: Begun,
+        inputs: DraftInputs,
         logits_SV: Tensor,
         step: int,
         before: GrownStep | None = None,
         mask_SW: Tensor | None = None,
     ) -> GrownStep:
-        """Extend rows by one token. `before`: the rows after the last step, None at the first; `mask`: tokens that may
-        follow."""
-        inputs = begun.inputs
+        """Extend rows by one token. Every new row continues a particle or an inner node at the first step, and a row of
+        the step before at later steps. `before`: the rows after the last step, None at the first; `mask`: tokens that
+        may follow."""
         layout, tree = (inputs.first, inputs.tree) if before is None else (inputs.later, before.tree)
-        return GrownStep(*self._extend(plan, layout, logits_SV, tree, step, begun.chains, mask_SW))
+        if plan.biased:
+            slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
+            logits_SV = self.ops.add_biases(
+                self.biases, self.state.entries, logits_SV.float(), slot_S, tree.next_X, plan.biased
+            )
+        if mask_SW is not None:
+            is_own = self.purpose is Purpose.TARGET
+            columns, ids_M = self.sampling.columns, self.sampling.ids_M
+            logits_SV = self.ops.apply_mask(logits_SV, mask_SW, columns, ids_M, fails=is_own)
+        own = chosen = chains = None
+        nodes = tree
+        if PopulationKind.INDEPENDENT in plan.kinds:
+            keys = DrawKeys(layout.seed_S, layout.round_S, layout.stream_SD, tree.next_X, self.purpose)
+            own = self.sampling.propose(logits_SV, layout.distribution, self.mixture, keys)
+        if plan.kinds - {PopulationKind.INDEPENDENT, PopulationKind.CHAINS}:
+            chosen, nodes = self._expanded(plan, layout, logits_SV, tree, step)
+        if inputs.chains is not None:
+            width = len(nodes.root_X) // len(tree.root_X)
+            chains = self._drawn(plan, layout, logits_SV, tree, step, inputs.chains, width)
+        more = Continuation(chosen, own, chains)
+        grown = self.ops.reparent(nodes, more, plan, self.state, step=step)
+        return GrownStep(grown, chosen)
 
     def finish(
-        self, plan: RoundPlan[Tensor], begun: Begun, grown: tuple[GrownStep, ...]
+        self, plan: RoundPlan[Tensor], inputs: DraftInputs, grown: tuple[GrownStep, ...]
     ) -> tuple[DraftedRows, GrownRows]:
         """Run the remaining steps. Returns the message to the target and the rows."""
         steps = list(grown)
         for step in range(len(grown), plan.steps or self.shape.block):
-            steps.append(self.extend(plan, begun, self.run_rows(plan, begun, steps[-1].tree), step, steps[-1]))
+            steps.append(self.extend(plan, inputs, self.run_rows(plan, inputs, steps[-1].tree), step, steps[-1]))
         tree, kept = steps[-1].tree, []
         if PopulationKind.BEST in plan.kinds:
             kept = [DraftStep(step.tree, step.chosen[0].parent_X, step.chosen[1]) for step in steps if step.chosen]
@@ -150,61 +179,6 @@ class Drafter:
         next_ = self.ops.resume_draft(self.state, plan, tree, choice, plan.steps or self.shape.block)
         self.ops.advance(self.state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
         return DraftReport(next_.lineage, observed_3A)
-
-    def _run(self, plan: RoundPlan[Tensor], layout: CandidateLayout, tree: TokenTree) -> Tensor:
-        """Return logits [X, V] after the rows' last tokens."""
-        assert tree.run_4X is not None, "rows, of which the last token alone is run"
-        slot_X, begin_X, last_X, runs_X = tree.run_4X
-        rows = Rows(
-            table_SL=self.state.table_SL,
-            slot_R=slot_X,
-            tail_RB=tree.tail_XB,
-            tail_R=begin_X,
-            start_R=last_X,
-            count_R=runs_X,
-            group_R=layout.group_S,
-            first_G=layout.rows[0],
-            size_G=layout.rows[1],
-            shared_G=plan.shared_G,
-            queries=1,
-            contexts=plan.contexts,
-        )
-        return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
-
-    def _extend(
-        self,
-        plan: RoundPlan[Tensor],
-        layout: CandidateLayout,
-        logits_SV: Tensor,
-        tree: TokenTree,
-        step: int,
-        assigned: ChainAssignment | None,
-        mask_SW: Tensor | None,
-    ) -> tuple[TokenTree, tuple[Expansion, CandidateTokens] | None]:
-        """Extend rows by one token. Every new row continues a particle or an inner node at the first step, and a row of
-        the step before at later steps. Returns the rows, and the choice among the group's candidates if there was
-        one."""
-        if plan.biased:
-            slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
-            logits_SV = self.ops.add_biases(
-                self.biases, self.state.entries, logits_SV.float(), slot_S, tree.next_X, plan.biased
-            )
-        if mask_SW is not None:
-            is_own = self.purpose is Purpose.TARGET
-            ids_M = self.run.page_tokens.ids_M
-            logits_SV = self.ops.apply_mask(logits_SV, mask_SW, self.sampling.columns, ids_M, fails=is_own)
-        own = chosen = chains = None
-        before = tree
-        if PopulationKind.INDEPENDENT in plan.kinds:
-            keys = DrawKeys(layout.seed_S, layout.round_S, layout.stream_SD, tree.next_X, self.purpose)
-            own = self.sampling.propose(logits_SV, layout.distribution, self.mixture, keys)
-        if plan.kinds - {PopulationKind.INDEPENDENT, PopulationKind.CHAINS}:
-            chosen, before = self._expanded(plan, layout, logits_SV, tree, step)
-        if assigned is not None:
-            width = len(before.root_X) // len(tree.root_X)
-            chains = self._drawn(plan, layout, logits_SV, tree, step, assigned, width)
-        more = Continuation(chosen, own, chains)
-        return self.ops.reparent(before, more, plan, self.state, step=step, branches=plan.branches), chosen
 
     def _drawn(
         self,
@@ -240,7 +214,8 @@ class Drafter:
         )
 
     def _coupling(self, plan: RoundPlan[Tensor]) -> Coupling:
-        return self.sampling.coupling(plan.exponent_A, plan.target_distribution.temperature_R, plan.seed_A)
+        temperature_A = plan.target_distribution.temperature_R
+        return Coupling(plan.exponent_A, temperature_A, plan.seed_A, self.sampling.ids_M)
 
     def _expanded(
         self, plan: RoundPlan[Tensor], layout: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
@@ -291,12 +266,11 @@ class Scorer:
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
         """log q of the pending tokens of each slot."""
         # Entries are read only after they have been written.
-        distributions: TensorOptions = {"dtype": torch.float32, "device": state.device}
         vocab = sampling.vocab
-        self.drawn_CLV = torch.empty(chains, self.queries - 1, vocab, **distributions)
-        """Log-distributions that the tokens of chains, except the first ones, were drawn from; rewritten in every
-        round."""
-        self._dist_TV = torch.empty(chains * self.queries, vocab, **distributions)
+        self.drawn_CLV = torch.empty(chains, self.queries - 1, vocab, device=state.device)
+        """float32 log-distributions that the tokens of chains, except the first ones, were drawn from; rewritten in
+        every round."""
+        self._dist_TV = torch.empty(chains * self.queries, vocab, device=state.device)
 
     def join(self, group: SequenceHandoff, slots_N: Tensor) -> None:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
@@ -340,7 +314,7 @@ class Scorer:
             inputs = replace(inputs, distribution_T=distribution_T)
         labelled_T = drawn = next_AV = None
         if not plan.all_exact:
-            labelled_T = self.sampling.score(logits_TV, distribution_T, inputs.label_T[:, None])[:, 0]
+            labelled_T = self.sampling.score(logits_TV, distribution_T, inputs.label_T)
             next_AV = logits_TV[inputs.last_A]
         if plan.kinds != {PopulationKind.CHAINS}:
             # Exact decoding follows these draws; a population in which no particle has weight continues with them.
@@ -418,24 +392,22 @@ class Selector:
 
     def _selected(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
         """Select among independent particles (`smc.algorithm.selection`)."""
-        sizes = candidates.sizes
-        bounds = Bounds(plan.first_G, sizes.own_size_G, plan.count_G, plan.draws_G)
-        random = (plan.threshold_G, plan.scheme_G, sizes.seed_G, sizes.round_G)
+        bounds = Bounds(plan.first_G, candidates.own_size_G, plan.count_G, plan.draws_G)
+        random = (plan.threshold_G, plan.scheme_G, candidates.seed_G, candidates.round_G)
         return self.ops.select(candidates.weight_X.view(len(plan.slot_A), -1), candidates.alive_A, bounds, *random)
 
     def _regrown(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
         """Select for distinct populations and for exact decoding (`smc.algorithm.expansion`)."""
-        sizes, rows, batch_size = candidates.sizes, (plan.first_G, plan.size_G), len(plan.slot_A)
-        weights, sources = (candidates.weight_X, candidates.there_X), (sizes.source_first_G, sizes.source_size_G)
-        random = (sizes.seed_G, sizes.round_G, step)
+        rows, batch_size = (plan.first_G, plan.size_G), len(plan.slot_A)
         chosen = self.ops.expand(
             candidates.candidate_tokens,
-            *weights,
-            sources,
+            candidates.weight_X,
+            candidates.there_X,
+            (candidates.source_first_G, candidates.source_size_G),
             rows,
             plan.draws_G,
             plan.kind_G,
-            random,
+            (candidates.seed_G, candidates.round_G, step),
             batch_size,
             LEAST_SHARE,
         )

@@ -90,6 +90,9 @@ class Coupling:
 class Sampling:
     """Sampling over a vocabulary of `vocab` tokens."""
 
+    ids_M: Tensor | None = None
+    """int64 token of each column; None: column v is token v."""
+
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
 
@@ -147,53 +150,48 @@ class Sampling:
             logq_RV = coupling.apply(logq_RV, keys.position_R)
         return self._candidate_tokens(logq_RV, keys, has_rest)
 
-    def coupling(self, exponent_A: Tensor, temperature_A: Tensor, seed_A: Tensor) -> Coupling:
-        """Return the coupling of rows whose logits have these columns."""
-        return Coupling(exponent_A, temperature_A, seed_A)
-
     def propose_bonus(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
     ) -> tuple[CandidateTokens, Tensor, Tensor]:
         """Return candidate tokens of rows from the powered target distribution, their log p [R, C], and log Z [R] of
         the power as in `bonus`."""
-        distributions = Distributions(distribution, logits_RV.device)
-        logp_RV = distributions.target(self._logits(logits_RV))
-        powered_RV, log_z_R = distributions.powered(logp_RV)
+        logp_RV, powered_RV, log_z_R = self._powered(logits_RV, distribution)
         candidate_tokens = self._candidate_tokens(powered_RV, keys)
-        nan_R = powered_RV.amax(-1) * 0.0
-        return (
-            candidate_tokens,
-            logp_RV.gather(-1, candidate_tokens.token_RC),
-            nan_R if log_z_R is None else log_z_R + nan_R,
-        )
+        return candidate_tokens, logp_RV.gather(-1, candidate_tokens.token_RC), log_z_R
 
     def score(
-        self, logits_RV: Tensor, distribution: DistributionSpec[Any], token_RD: Tensor, row_X: Tensor | None = None
+        self, logits_RV: Tensor, distribution: DistributionSpec[Any], token_X: Tensor, row_X: Tensor | None = None
     ) -> Tensor:
-        """Return log p of tokens (of any integer type) under the target distribution, [R, D]. With `row_X`, which may
-        repeat rows: [X, D]. A token of -1 (none) scores 0."""
+        """Return log p [X] of a token (of any integer type) after each row under the target distribution. `row_X`: the
+        rows, which may repeat; None: all rows in order. A token of -1 (none) scores 0."""
         logp_RV = Distributions(distribution, logits_RV.device).target(self._logits(logits_RV))
-        logp_RD = (logp_RV if row_X is None else logp_RV[row_X]).gather(-1, token_RD.long().clamp(min=0))
-        return torch.where(token_RD >= 0, logp_RD, 0.0)
+        logp_XV = logp_RV if row_X is None else logp_RV[row_X]
+        logp_X = logp_XV.gather(-1, token_X.long().clamp(min=0)[:, None])[:, 0]
+        return torch.where(token_X >= 0, logp_X, 0.0)
 
     def bonus(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw tokens [R, D] (of any integer type) from the powered target distribution. Returns them, their log p
         [R, D], and log Z [R] of the power, which is NaN if the logits have NaN."""
-        distributions = Distributions(distribution, logits_RV.device)
-        logp_RV = distributions.target(self._logits(logits_RV))
-        powered_RV, log_z_R = distributions.powered(logp_RV)
+        logp_RV, powered_RV, log_z_R = self._powered(logits_RV, distribution)
         token_RD = self._race(powered_RV, keys)
-        # The likeliest token's log-probability is finite in any distribution, so it is NaN only if the logits have NaN.
-        nan_R = powered_RV.amax(-1) * 0.0
-        return token_RD, logp_RV.gather(-1, token_RD), nan_R if log_z_R is None else log_z_R + nan_R
+        return token_RD, logp_RV.gather(-1, token_RD), log_z_R
 
     def guide(self, own_TV: Tensor, unconditional_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
         """Return guided logits [T, V], float32: l_u + s (l_c - l_u), where l_c are a row's own logits and l_u those of
         its unconditional row, the `of`-th. At scale 1 they are the row's own, whatever the unconditional row's are."""
         own_TV, unconditional_TV, scale_T1 = own_TV.float(), unconditional_XV[of_T].float(), scale_T[:, None]
         return torch.where(scale_T1 == 1, own_TV, unconditional_TV + scale_T1 * (own_TV - unconditional_TV))
+
+    def _powered(self, logits_RV: Tensor, distribution: DistributionSpec[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the target distribution and its power, [R, V] each, and log Z [R] as in `bonus`."""
+        distributions = Distributions(distribution, logits_RV.device)
+        logp_RV = distributions.target(self._logits(logits_RV))
+        powered_RV, log_z_R = distributions.powered(logp_RV)
+        # The likeliest token's log-probability is finite in any distribution, so it is NaN only if the logits have NaN.
+        nan_R = powered_RV.amax(-1) * 0.0
+        return logp_RV, powered_RV, nan_R if log_z_R is None else log_z_R + nan_R
 
     def _candidate_tokens(self, log_dist_RV: Tensor, keys: DrawKeys, has_rest: bool = True) -> CandidateTokens:
         logq_RC, token_RC = log_dist_RV.topk(min(CANDIDATES_PER_ROW, self.vocab), dim=-1)
@@ -275,10 +273,6 @@ class HeadSampling:
             logits_RM, distribution, mixture, keys, has_rest, coupling, kept_BV
         )
         return self._spread_rest(candidate_tokens, keys, has_rest)
-
-    def coupling(self, exponent_A: Tensor, temperature_A: Tensor, seed_A: Tensor) -> Coupling:
-        """As `Sampling.coupling`."""
-        return Coupling(exponent_A, temperature_A, seed_A, self.ids_M)
 
     def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         coin_RD, other_RD = self._others(keys, column_RD.device)

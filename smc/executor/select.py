@@ -79,20 +79,6 @@ class ScoreInputs:
 
 
 @dataclass(frozen=True)
-class GroupSizes:
-    """Sizes and random keys of groups, for the choice; integers."""
-
-    own_size_G: Tensor
-    """Number of batch indices of groups of independent particles; 0 for other groups."""
-    source_first_G: Tensor
-    """First candidate of each group."""
-    source_size_G: Tensor
-    """Number of candidates of each group."""
-    seed_G: Tensor
-    round_G: Tensor
-
-
-@dataclass(frozen=True)
 class Candidates:
     """X rows: one for each batch index (lockstep), or F for each of them (look-ahead)."""
 
@@ -109,7 +95,14 @@ class Candidates:
     """bool: the batch index held a particle before the round."""
     target_nan_G: Tensor
     draft_nan_G: Tensor
-    sizes: GroupSizes
+    own_size_G: Tensor
+    """Number of batch indices of groups of independent particles; 0 for other groups."""
+    source_first_G: Tensor
+    """First candidate of each group."""
+    source_size_G: Tensor
+    """Number of candidates of each group."""
+    seed_G: Tensor
+    round_G: Tensor
 
 
 @dataclass(frozen=True)
@@ -133,7 +126,7 @@ def target_outputs(
     next_AV, mass_A = scored.next_AV, scored.next_mass_A
     assert next_AV is not None, "kept unless all are decoded exactly"
     if lookahead:
-        logp_X = sampling.score(next_AV, plan.target_distribution, drafted.tokens_XK[:, :1], drafted.root_X)[:, 0]
+        logp_X = sampling.score(next_AV, plan.target_distribution, drafted.tokens_XK[:, 0], drafted.root_X)
         return TargetOutputs(logp_X if mass_A is None else logp_X + mass_A[drafted.root_X])
     target, blocks = TargetOutputs(), scored.blocks
 
@@ -196,12 +189,20 @@ class CandidateScorer:
         else:
             candidate_tokens = candidate_tokens.mask_ended(~self.scored.blocks.open_A | plan.is_exact_A)
         width = self.inputs.width
-        own_size_G = torch.where(plan.kind_G == PopulationKind.INDEPENDENT, plan.size_G, 0)
-        sizes = GroupSizes(own_size_G, plan.first_G * width, plan.size_G * width, plan.seed_G, plan.round_G)
-        root_X = self.drafted.root_X.long() if lookahead else self.scored.blocks.origin_A
-        alive_A = self.inputs.state.alive_S[plan.slot_A]
-        target_nan_G, draft_nan_G = nan_2G
-        return Candidates(root_X, weight_X, there_X, candidate_tokens, alive_A, target_nan_G, draft_nan_G, sizes)
+        return Candidates(
+            root_X=self.drafted.root_X.long() if lookahead else self.scored.blocks.origin_A,
+            weight_X=weight_X,
+            there_X=there_X,
+            candidate_tokens=candidate_tokens,
+            alive_A=self.inputs.state.alive_S[plan.slot_A],
+            target_nan_G=nan_2G[0],
+            draft_nan_G=nan_2G[1],
+            own_size_G=torch.where(plan.kind_G == PopulationKind.INDEPENDENT, plan.size_G, 0),
+            source_first_G=plan.first_G * width,
+            source_size_G=plan.size_G * width,
+            seed_G=plan.seed_G,
+            round_G=plan.round_G,
+        )
 
     def _rows_ahead(self) -> tuple[Tensor, Tensor, Tensor]:
         """Score the rows that were drafted while the blocks were scored (look-ahead). A row's weight is the product of

@@ -32,7 +32,6 @@ from smc.executor.forward import Rows
 from smc.executor.plan import Penalties, RoundPlan, SequenceHandoff
 from smc.memory.pages import DUMMY_PAGE
 from smc.stops import START, StopMachine, StopTables
-from smc.types import TensorOptions
 
 MAX_EOS = 64
 WIDTHS = (16, 256, MAX_STOP_IDS + MAX_BIASES + MAX_EOS)
@@ -114,30 +113,33 @@ class SlotState:
     ) -> None:
         """`width`: positions of a block table; `pending`: maximum number of tokens without keys and values between
         rounds."""
-        integers: TensorOptions = {"dtype": torch.int64, "device": device}
+
+        def integers(value: int) -> Tensor:
+            return torch.full((slots + 1,), value, dtype=torch.int64, device=device)
+
         self.device, self.dummy, self.stops = device, slots, stops
         self.table_SL = torch.full((slots + 1, width), DUMMY_PAGE, dtype=torch.int32, device=device)
-        self.base_S = torch.zeros(slots + 1, **integers)
+        self.base_S = integers(0)
         """Number of leading positions whose pages no round changes."""
-        self.end_S = torch.ones(slots + 1, **integers)
+        self.end_S = integers(1)
         """Number of tokens of the sequence, prompt included."""
-        self.limit_S = torch.ones(slots + 1, **integers)
+        self.limit_S = integers(1)
         """Maximum number of tokens of the sequence."""
-        self.least_S = torch.zeros(slots + 1, **integers)
+        self.least_S = integers(0)
         """Number of leading tokens of the sequence that must not end the answer."""
-        self.pending_SQ = torch.zeros(slots + 1, pending, **integers)
+        self.pending_SQ = torch.zeros(slots + 1, pending, dtype=torch.int64, device=device)
         """Pending tokens: the sequence's last tokens, in order."""
-        self.pending_S = torch.ones(slots + 1, **integers)
+        self.pending_S = integers(1)
         """Number of pending tokens, which have no keys and values yet."""
         self.ended_S = torch.ones(slots + 1, dtype=torch.bool, device=device)
         """The last token is terminal, or the slot holds no particle."""
         self.alive_S = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         """The slot holds a particle, with or without weight."""
-        self.text_S = torch.full((slots + 1,), START, **integers)
+        self.text_S = integers(START)
         """State of the group's stop machine before the pending tokens."""
         self.logw_S = torch.zeros(slots + 1, dtype=torch.float64, device=device)
         """Log-weight of the particle; at the draft, the log mass by which groups distribute their rows."""
-        self.entry_S = torch.zeros(slots + 1, **integers)
+        self.entry_S = integers(0)
         """The group's entry of the stop tables and the bias tables."""
         self.biases: list[BiasTables] = []
         self.nan = torch.full((1, 1), torch.nan, device=device)
@@ -167,8 +169,7 @@ class SlotState:
     def reweigh(self, plan: RoundPlan[Tensor]) -> tuple[()]:
         """Replace the particles' log-weights by those of the plan, where it has any. A distinct particle that has lost
         its weight is removed."""
-        if plan.weights_A is None:
-            return ()
+        assert plan.weights_A is not None, "a round with potentials"
         slot_A, given_A = plan.slot_A, ~torch.isnan(plan.weights_A)
         lost_A = given_A & plan.has_kind(PopulationKind.DISTINCT) & (plan.weights_A == -torch.inf)
         self.logw_S[slot_A] = torch.where(given_A, plan.weights_A, self.logw_S[slot_A])

@@ -44,19 +44,17 @@ Attend = Callable[[Layer, Tensor, Tensor], None]
 
 
 class TritonForward(StaticForward):
-    """A decoder of one reader. With `own_products`, matrix products of few rows are ours too, except for float32
-    weights, which tensor cores would round. With `pdl`, kernels may begin before the one before has ended, if the
-    device supports it (`smc.kernels.launch`). Raises ValueError for heads that the kernels do not support."""
+    """A decoder of one reader. Matrix products of few rows are ours too, except for float32 weights, which tensor cores
+    would round. With `pdl`, kernels may begin before the one before has ended, if the device supports it
+    (`smc.kernels.launch`). Raises ValueError for heads that the kernels do not support."""
 
-    def __init__(self, reader: Reader, *, own_products: bool = True, pdl: bool = True) -> None:
+    def __init__(self, reader: Reader, *, pdl: bool = True) -> None:
         super().__init__(reader.model, reader.pool, reader.rope)
-        check_heads((reader.model.config.num_heads, reader.model.config.num_kv_heads), reader.model.config.head_dim)
-        self._longest, self._own_products = reader.width, own_products
-        self._dtype, self._own_fp8 = (
-            reader.model.embed.weight.dtype,
-            own_products and multiplies_fp8(reader.model.embed.weight.device),
-        )
-        self._pdl = pdl and supports_pdl(reader.model.embed.weight.device)
+        config, weight = reader.model.config, reader.model.embed.weight
+        check_heads((config.num_heads, config.num_kv_heads), config.head_dim)
+        self._longest, self._dtype = reader.width, weight.dtype
+        self._own_fp8 = multiplies_fp8(weight.device)
+        self._pdl = pdl and supports_pdl(weight.device)
         self._head_norms = [head_norms(layer) for layer in reader.model.layers]
         self._attentions: dict[tuple[int, int, int, int], SharedPrefixAttention] = {}
 
@@ -192,9 +190,9 @@ class TritonForward(StaticForward):
         if isinstance(x, QuantisedRows):
             return self._own_fp8 and len(x.value_TK) <= FEW_FP8_ROWS and matrix.in_features % FP8_INPUTS == 0
         if matrix.group:
-            return self._own_products and len(x) <= FEW_INT4_ROWS
+            return len(x) <= FEW_INT4_ROWS
         few = FEW_WIDE_ROWS if self.model.config.hidden_size >= WIDE else FEW_ROWS
-        return self._own_products and len(x) <= few and x.dtype != torch.float32
+        return len(x) <= few and x.dtype != torch.float32
 
     def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
         config, groups, count = self.model.config, len(rows.first_G), len(rows.start_R)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
 from smc.algorithm.selection import Selection
-from smc.attention.backend import ForwardBatch
 from smc.distributions import DistributionSpec
 from smc.executor.draft import (
     CandidateLayout,
@@ -32,7 +31,7 @@ from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan
 from smc.executor.remap import Followed
 from smc.executor.sampling import Coupling, DrawKeys, HeadSampling, Sampling
-from smc.executor.select import Candidates, GroupSizes, ScoreInputs, SelectedTrees
+from smc.executor.select import Candidates, ScoreInputs, SelectedTrees
 from smc.executor.state import BiasTables, SlotEntries, SlotState
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.verify import Blocks, TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
@@ -63,19 +62,15 @@ from smc.philox import Purpose
 
 
 class TritonOps(RoundOps):
-    """Triton kernels, in CUDA graphs. Options are those of `TritonForward`."""
-
-    def __init__(self, **options: bool) -> None:
-        self._options = options
+    """Triton kernels, in CUDA graphs. Replaces every operation of `RoundOps`."""
 
     def stage_runner(self, device: torch.device) -> StageRunner:
         return GraphRunner(device)
 
     def forward(self, reader: Reader) -> StaticForward:
-        return TritonForward(reader, **self._options)
+        return TritonForward(reader)
 
-    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: Tensor) -> Tensor:
-        return run_prompt(reader, tokens_T, batch, output_X)
+    run_prompt = staticmethod(run_prompt)
 
     def sampling(self, vocab: int) -> Sampling:
         return TritonSampling(vocab)
@@ -166,14 +161,7 @@ class TritonOps(RoundOps):
     expand = staticmethod(expand)
 
     def reparent(
-        self,
-        tree: TokenTree,
-        more: Continuation,
-        plan: RoundPlan[Tensor],
-        state: SlotState,
-        *,
-        step: int,
-        branches: int,
+        self, tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int
     ) -> TokenTree:
         chosen = None
         if more.chosen is not None:
@@ -195,7 +183,7 @@ class TritonOps(RoundOps):
             fields_of(SlotTensors, state),
             StopTensors.of(state.stops),
             step,
-            branches,
+            plan.branches,
         )
         return TokenTree(**made._asdict())
 
@@ -386,11 +374,8 @@ class TritonOps(RoundOps):
             candidate_tokens = CandidateTokens(out.token_X1, out.share_XC, out.share_XC)
         else:
             candidate_tokens = CandidateTokens(candidate_tokens.token_RC, candidate_tokens.logq_RC, out.share_XC)
-        target_nan_G, draft_nan_G = out.nan_2G
-        sizes = GroupSizes(*out.size_3G, *out.random_2G)
-        return Candidates(
-            out.root_X, out.weight_X, out.there_X, candidate_tokens, out.alive_A, target_nan_G, draft_nan_G, sizes
-        )
+        rows = (out.root_X, out.weight_X, out.there_X, candidate_tokens, out.alive_A)
+        return Candidates(*rows, *out.nan_2G, *out.size_3G, *out.random_2G)
 
     select = staticmethod(select_particles)
     keep_roots = staticmethod(keep_roots)
@@ -569,14 +554,10 @@ class TritonSampling(Sampling):
         return candidate_tokens, logp_RC, log_z_R + candidate_tokens.logq_RC[:, 0] * 0.0
 
     def score(
-        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_RD: Tensor, row_X: Tensor | None = None
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_X: Tensor, row_X: Tensor | None = None
     ) -> Tensor:
         cut = self._cut(logits_RV, distribution)
-        if token_RD.shape[1] == 1:
-            return score(logits_RV, self.vocab, distribution.temperature_R, token_RD[:, 0].int(), cut=cut, row_X=row_X)[
-                0
-            ][:, None]
-        return self._score(logits_RV, distribution, token_RD, cut, row_X)
+        return score(logits_RV, self.vocab, distribution.temperature_R, token_X.int(), cut=cut, row_X=row_X)[0]
 
     def bonus(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys
@@ -593,8 +574,7 @@ class TritonSampling(Sampling):
         log_z_R = torch.where(distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
         return token_RD, logp_RD, log_z_R + lse_R * 0.0
 
-    def guide(self, own_TV: Tensor, unconditional_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
-        return guide(own_TV, unconditional_XV, of_T, scale_T)
+    guide = staticmethod(guide)
 
     def _cut(self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], share: float = 0.0) -> Cut | None:
         processors = {"top_k": distribution.top_k_R, "top_p": distribution.top_p_R, "min_p": distribution.min_p_R}
@@ -606,17 +586,12 @@ class TritonSampling(Sampling):
         return truncate(logits_RV, self.vocab, distribution.temperature_R, top_k_R, top_p_R, min_p_R, share)
 
     def _score(
-        self,
-        logits_RV: Tensor,
-        distribution: DistributionSpec[Tensor],
-        token_XD: Tensor,
-        cut: Cut | None,
-        row_X: Tensor | None = None,
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_RD: Tensor, cut: Cut | None
     ) -> Tensor:
-        none_X = torch.full_like(token_XD[:, 0], -1)
-        _, logp_XD = score(logits_RV, self.vocab, distribution.temperature_R, none_X, token_XD, cut, row_X=row_X)
-        assert logp_XD is not None, "asked for"
-        return logp_XD
+        none_R = torch.full_like(token_RD[:, 0], -1)
+        _, logp_RD = score(logits_RV, self.vocab, distribution.temperature_R, none_R, token_RD, cut)
+        assert logp_RD is not None, "asked for"
+        return logp_RD
 
     def _propose_candidates(
         self,

@@ -9,6 +9,7 @@ followed by the tokens of unconditional rows, S a slice of Y, K top_logprobs."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
-from smc.arrays import to_device
+from smc.arrays import offsets, to_device
 from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import PromptAttention
 from smc.constraints import Compiler
@@ -24,7 +25,7 @@ from smc.distributions import DistributionSpec
 from smc.executor.graph_runner import AsyncResult, StageRunner
 from smc.executor.masks import given_constraint
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
-from smc.executor.ops import RoundOps, TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.sampling import DrawKeys, Sampling
 from smc.executor.state import BiasTables, add_biases, repeated, width_of
 from smc.memory.kv_cache import KVPool
@@ -43,11 +44,6 @@ def last_tokens(counts_R: np.ndarray, scored_R: np.ndarray) -> np.ndarray:
     """Return the index [X] of the last `scored` of every row's `counts` tokens; tokens are stored row after row."""
     end_X = np.repeat(np.cumsum(counts_R), scored_R)
     return end_X - np.repeat(scored_R, scored_R) + offsets(scored_R)
-
-
-def offsets(count_R: np.ndarray) -> np.ndarray:
-    """Return 0, 1, .. within each row, row after row."""
-    return np.arange(count_R.sum()) - np.repeat(np.cumsum(count_R) - count_R, count_R)
 
 
 def likeliest(
@@ -147,7 +143,7 @@ class ModelWorker:
         )
         self.stages = StageRunner(self.device)
         """Runs prompts, in the order in which they are requested."""
-        self.ops: RoundOps = TorchOps()
+        self.ops = RoundOps()
         """Runs prompts through the model, masks first tokens, and draws them without replacement."""
 
     @torch.inference_mode()
@@ -194,10 +190,9 @@ class ModelWorker:
                 f"{self.name}: token ids {batch.tokens_T.min()}..{batch.tokens_T.max()}; allowed "
                 f"0..{self.vocab_size - 1}"
             )
-        rows, total = len(ends_R), len(batch.tokens_T)
+        rows = len(ends_R)
         row_T = np.repeat(np.arange(rows), batch.counts_R)
-        offset_T = np.arange(total) - np.repeat(np.cumsum(batch.counts_R) - batch.counts_R, batch.counts_R)
-        position_T = batch.starts_R[row_T] + offset_T
+        position_T = batch.starts_R[row_T] + offsets(batch.counts_R)
         table_RL = np.zeros((rows, int(ends_R.max())), dtype=np.int32)
         table_RL[np.arange(table_RL.shape[1]) < ends_R[:, None]] = batch.pages_X
         nothing_shared = (np.arange(rows + 1), np.zeros(rows, dtype=np.int64))
@@ -252,7 +247,7 @@ class ModelWorker:
         none_RD = (kind_R >= PopulationKind.BEST)[:, None] & ~first_D
         logw_RD = weight_R[:, None].expand(token_RD.shape).masked_fill(none_RD, -torch.inf)
         if (draws.kind_R == PopulationKind.DISTINCT).any():
-            theirs = self._draw_distinct(draws, distribution, logits_RV, position_R, token_RD.shape[1], weight_R)
+            theirs = self._draw_distinct(draws, distribution, logits_RV, keys, weight_R)
             if mass_R is not None:
                 theirs = (theirs[0], theirs[1] + mass_R[:, None], theirs[2])
             is_distinct_R1 = (kind_R == PopulationKind.DISTINCT)[:, None]
@@ -289,20 +284,13 @@ class ModelWorker:
         draws: Draws,
         distribution: DistributionSpec[Any],
         logits_RV: Tensor,
-        position_R: np.ndarray,
-        most: int,
+        keys: DrawKeys,
         weight_R: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw without replacement. Returns tokens [R, D], their log p [R, D] and log-weights [R, D]. `weight`: log of
         each row's total mass."""
-        seed_R, round_R = torch.from_numpy(draws.seed_R), torch.from_numpy(draws.round_R)
-        keys = DrawKeys(
-            seed_R,
-            round_R,
-            torch.from_numpy(draws.stream_RD[:, :1]),
-            torch.from_numpy(position_R.astype(np.int64)),
-            draws.purpose,
-        )
+        most = keys.stream_RD.shape[1]
+        keys = replace(keys, stream_RD=keys.stream_RD[:, :1])
         candidate_tokens, candidate_logp_RC, _ = Sampling(self.vocab_size).propose_bonus(logits_RV, distribution, keys)
         rows = torch.arange(len(logits_RV), device=self.device)
         one_R, there_R = torch.ones_like(rows), rows >= 0

@@ -14,7 +14,7 @@ from tests.pairwise import few_of_pairs
 pytest.importorskip("triton")
 
 from smc.executor import triton_forward
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.stops import TokenBytes
@@ -53,7 +53,7 @@ def test_prompts(tmp_path):
     save_tiny(tmp_path, vocab_size=VOCAB, hidden_size=64, intermediate_size=64, **heads)
     to_int4(tmp_path, "gptq", 32, symmetric=False)
     results = []
-    for ops in (TorchOps(), TritonOps()):
+    for ops in (RoundOps(), TritonOps()):
         model = exact_int4(tmp_path).to(DEVICE)
         bytes_of = TokenBytes.of(letter_tokenizer(VOCAB))
         worker = ModelWorker("target", model, width=64, pages=200, vocab_size=VOCAB, token_bytes=bytes_of)

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer
 from smc.executor.graph_runner import StageRunner
+from smc.executor.ops import RoundOps
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
@@ -255,3 +256,8 @@ def test_heads_that_the_kernels_cannot_do_are_refused_at_once():
         TritonForward(
             ModelWorker("target", model, width=8, pages=8, vocab_size=8, token_bytes=TokenBytes.of(letter_tokenizer(8)))
         )
+
+
+def test_every_operation_has_a_triton_form():
+    operations = {name for name in vars(RoundOps) if not name.startswith("_")}
+    assert operations and operations <= set(vars(TritonOps))

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.memory.pages import DUMMY_PAGE
@@ -24,7 +24,7 @@ from tests.scheduler.pairs import letter_tokenizer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares them on the GPU itself")
 
-OPS = {"reference": TorchOps(), "kernels": TritonOps()}
+OPS = {"reference": RoundOps(), "kernels": TritonOps()}
 WIDTH, PAGES, VOCAB = 64, 200, 8
 
 NO_BIASES = (np.zeros((2, 0), np.int32), np.zeros(0, np.float32))

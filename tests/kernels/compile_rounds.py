@@ -33,7 +33,7 @@ from smc.algorithm.verification import match_samples
 from smc.distributions import DistributionSpec
 from smc.executor.draft_tree import InnerNodes
 from smc.executor.forward import Rows
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.plan import Contexts
 from smc.executor.round_stages import Selector
 from smc.executor.sampling import Coupling, DrawKeys
@@ -144,8 +144,8 @@ def target_stages(kinds: frozenset[PopulationKind], lookahead: bool) -> None:
     laid_out = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
     inputs = made.inputs(laid_out, drafted, match_samples)
     scored, selector = (
-        TorchOps().score_candidates(inputs),
-        Selector(None, inputs.state, TorchOps(), lookahead=lookahead),
+        RoundOps().score_candidates(inputs),
+        Selector(None, inputs.state, RoundOps(), lookahead=lookahead),
     )
     own = selector._selected(inputs.plan, scored) if PopulationKind.INDEPENDENT in kinds else None
     trees = selector._regrown(inputs.plan, scored, drafted.block) if kinds - {PopulationKind.INDEPENDENT} else None
@@ -179,7 +179,7 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     for ahead in (True, False):
         TritonOps().choose_rows(plan, grown, ahead)
     candidates = grown.steps[0].candidates
-    particles = TorchOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True)).tree
+    particles = RoundOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True)).tree
     TritonOps().with_inner_nodes(nodes, plan, particles, candidates)
     TritonOps().limit_outcomes(plan, grown.tree, candidates, True)
     token_RC, share_RC = torch.zeros(places, 33, dtype=torch.int64), torch.zeros(places, 33)

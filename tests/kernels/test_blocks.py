@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import PopulationKind
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import VerifyInputs
 from tests.kernels.conftest import DEVICE
@@ -28,7 +28,7 @@ def of(asked: VerifyInputs) -> tuple:
 def test_block_layout_and_verification_equal_torch(kinds, lookahead):
     for seed in range(12):
         laid, verified = [], []
-        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+        for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = Round(seed, kinds, lookahead, device, largest=64 if seed == 0 else 6)
             logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
             if seed % 3 == 0:

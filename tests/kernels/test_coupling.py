@@ -17,13 +17,13 @@ from smc.algorithm.coupling import is_ranked
 from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.draft import observe_draws
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.sampling import Coupling, DrawKeys, HeadSampling
 from smc.executor.triton_ops import TritonOps
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose
 from tests.kernels.conftest import DEVICE
-from tests.kernels.rounds import VOCAB, assert_equal
+from tests.kernels.rounds import VOCAB
 from tests.kernels.test_draft import CPU, DraftRound
 from tests.kernels.test_slot_update import choice_of
 from tests.pairwise import few_of_pairs
@@ -67,12 +67,12 @@ def test_candidate_tokens_are_the_torch_ones(shape, cut, has_head):
         distribution = replace(distribution, top_k_R=distribution.top_k_R + 35, active=distribution.active | {"top_k"})
     head = DraftVocab(np.arange(vocab) * 2 + 1, 2 * vocab + 3, 0.05)
     found = []
-    for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+    for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
         sampling = ops.head_sampling(head, device) if has_head else ops.sampling(vocab)
-        of = coupling if isinstance(ops, TorchOps) else moved(coupling)
-        of = sampling.coupling(of.exponent_A, of.temperature_A, of.seed_A)
+        of = moved(coupling) if isinstance(ops, TritonOps) else coupling
+        of = replace(of, ids_M=sampling.ids_M)
         kept_BV = torch.zeros(2 * width, vocab, device=device)
-        spec, key = (distribution, keys) if isinstance(ops, TorchOps) else (moved(distribution), moved(keys))
+        spec, key = (moved(distribution), moved(keys)) if isinstance(ops, TritonOps) else (distribution, keys)
         candidates = sampling.propose_candidates(
             logits_RV.to(device), spec, 0.2, key, has_rest=True, coupling=of, kept_BV=kept_BV
         )
@@ -95,9 +95,9 @@ def test_noise_belongs_to_tokens_and_not_to_columns():
     vocab = 60
     logits_RV, distribution, keys, coupling = drawn(vocab, 1, 5, torch.float32)
     ids_M = np.arange(0, vocab, 2)
-    head = HeadSampling(TorchOps().sampling(len(ids_M)), DraftVocab(ids_M, vocab, 0.05), CPU)
-    whole = TorchOps().sampling(vocab)
-    of_head = head.coupling(coupling.exponent_A, coupling.temperature_A, coupling.seed_A)
+    head = HeadSampling(RoundOps().sampling(len(ids_M)), DraftVocab(ids_M, vocab, 0.05), CPU)
+    whole = RoundOps().sampling(vocab)
+    of_head = replace(coupling, ids_M=head.ids_M)
     one = whole.propose_candidates(logits_RV, distribution, 0.0, keys, has_rest=False, coupling=coupling)
     other = head.propose_candidates(logits_RV[:, ids_M], distribution, 0.0, keys, has_rest=False, coupling=of_head)
     for row in (0, 2):
@@ -111,7 +111,7 @@ def test_draw_statistics_equal_torch(lookahead, has_head):
     seen = ranked = 0
     for seed in range(12):
         found = []
-        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+        for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, frozenset({PopulationKind.BEST}), lookahead, device, largest=6)
             tree, choice = made.tree(), choice_of(made)
             ids_M = torch.arange(0, VOCAB, 2, device=device) if has_head else None
@@ -124,8 +124,6 @@ def test_draw_statistics_equal_torch(lookahead, has_head):
             choice.all_9A[3] = torch.where(choice.all_9A[3] > 1, choice.all_9A[3], 0)
             given = (made.state, made.plan, tree, choice, kept_BV, coupling)
             found.append(ops.observe_draws(*given).cpu())
-            if isinstance(ops, TorchOps):
-                assert_equal(observe_draws(*given), found[0])
         torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4, equal_nan=True)
         seen += int(torch.isfinite(found[0][:2]).all(0).sum())
         ranked += int(torch.isfinite(found[0][2]).sum())

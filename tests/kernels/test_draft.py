@@ -11,7 +11,7 @@ import torch
 from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec
 from smc.executor.draft import DraftInputs, DraftShape, TokenTree
-from smc.executor.ops import RoundOps, TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
@@ -99,7 +99,7 @@ def begun(made: DraftRound, ops: RoundOps, by_round: bool) -> tuple:
 def test_draft_begin_and_messages_equal_torch(kinds, lookahead):
     for seed in SEEDS:
         kept = []
-        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+        for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, kinds, lookahead, device, largest=64 if seed == 0 else 6)
             first = begun(made, ops, by_round=seed % 3 > 0)
             sent = ops.pack_rows(made.state, made.plan, made.tree())
@@ -112,7 +112,7 @@ def test_draft_begin_and_messages_equal_torch(kinds, lookahead):
 def test_particles_go_on_as_by_the_torch_one(lookahead):
     for seed in range(4):
         kept = []
-        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+        for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, frozenset(PopulationKind), lookahead, device, largest=64 if seed == 0 else 6)
             plan, state, tree, choice = made.plan, made.state, made.tree(), choice_of(made)
             reach_A = state.end_S[plan.slot_A[choice.ancestor_A]] - choice.cut_A + made.k - 1

@@ -12,7 +12,7 @@ from smc.algorithm.expansion import CandidateTokens, PopulationKind
 from smc.executor.draft import DraftStep, GrownRows
 from smc.executor.draft_tree import InnerNodes
 from smc.executor.messages import RoundChoice
-from smc.executor.ops import RoundOps, TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, assert_equal
@@ -69,7 +69,7 @@ def test_nodes_are_the_torch_ones(kinds):
     seen = 0
     for seed in range(6):
         kept = []
-        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+        for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, kinds, True, device, largest=64 if seed == 0 else 6)
             if made.k == 1:
                 break
@@ -124,7 +124,7 @@ def test_outcomes_are_limited_as_by_the_torch_form(kinds):
     left_out = 0
     for seed in range(8):
         kept, has_rest = [], seed % 2 == 0
-        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+        for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, kinds, True, device, largest=64 if seed == 0 else 6)
             tree = replace(made.tree(), outcome_X=made.here(outcomes_of(made)))
             shares_XC = made.here(made.floats(len(tree.mass_X), WIDTH))
@@ -148,7 +148,7 @@ def test_an_outcome_gets_no_more_rows_than_the_group_may_have():
         tree = replace(made.tree(), outcome_X=made.here(outcomes_of(made)))
         shares_XC = made.here(made.floats(len(tree.mass_X), WIDTH, nan=False))
         candidates = CandidateTokens(shares_XC.long(), shares_XC, shares_XC)
-        left_XC = TorchOps().limit_outcomes(made.plan, tree, candidates, False).share_RC
+        left_XC = RoundOps().limit_outcomes(made.plan, tree, candidates, False).share_RC
         mass_XC = (tree.mass_X[:, None] + shares_XC).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         for size, first, most in zip(made.sizes, made.plan.first_G.tolist(), made.plan.draws_G.tolist()):
             rows = range(first * made.f, (first + size) * made.f)
@@ -183,7 +183,7 @@ def test_no_outcome_is_that_of_a_row_and_none_is_there_twice():
             continue
         nodes, grown = InnerNodes(made.slots, made.k, VOCAB, CPU), grown_rows(made)
         choice = choice_for(made, grown)
-        TorchOps().keep_nodes(nodes, made.state, made.plan, grown, choice)
+        RoundOps().keep_nodes(nodes, made.state, made.plan, grown, choice)
         tokens_AK, slot_A = grown.tree.tokens_XK[choice.row_A], made.plan.slot_A
         for size, first in zip(made.sizes, made.plan.first_G.tolist()):
             alive = [a for a in range(first, first + size) if choice.alive_A[a]]

@@ -8,7 +8,7 @@ import torch
 
 from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.verification import match_samples
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.round_stages import Selector
 from smc.executor.select import ScoreInputs
 from smc.executor.triton_ops import TritonOps
@@ -43,10 +43,10 @@ def inputs_of(
 
 def assert_same(seed: int, kinds: frozenset[PopulationKind], lookahead: bool, **options: int) -> None:
     inputs, there = (inputs_of(seed, kinds, lookahead, device, **options) for device in (CPU, DEVICE))
-    wanted = TorchOps().score_candidates(inputs)
+    wanted = RoundOps().score_candidates(inputs)
     found = TritonOps().score_candidates(there)
-    assert_equal(found.sizes, wanted.sizes)
-    for name in ("root_X", "weight_X", "there_X", "alive_A"):
+    sizes = ("own_size_G", "source_first_G", "source_size_G", "seed_G", "round_G")
+    for name in ("root_X", "weight_X", "there_X", "alive_A", *sizes):
         assert_equal(getattr(found, name), getattr(wanted, name), name)
     assert_equal(
         (found.candidate_tokens.token_RC, found.candidate_tokens.share_RC),
@@ -55,10 +55,10 @@ def assert_same(seed: int, kinds: frozenset[PopulationKind], lookahead: bool, **
     used_G = inputs.plan.size_G > 0
     for name in ("target_nan_G", "draft_nan_G"):
         assert torch.equal(getattr(found, name).cpu()[used_G], getattr(wanted, name)[used_G]), name
-    selector, plan = Selector(None, inputs.state, TorchOps(), lookahead=lookahead), inputs.plan
+    selector, plan = Selector(None, inputs.state, RoundOps(), lookahead=lookahead), inputs.plan
     own = selector._selected(plan, wanted) if PopulationKind.INDEPENDENT in kinds else None
     trees = selector._regrown(plan, wanted, inputs.drafted.block) if kinds - {PopulationKind.INDEPENDENT} else None
-    expected = TorchOps().finalize(inputs, wanted, own, trees)
+    expected = RoundOps().finalize(inputs, wanted, own, trees)
     here = [moved(value) for value in (wanted, own, trees)]
     assert_equal(TritonOps().finalize(there, *here), expected)
 

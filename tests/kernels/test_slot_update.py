@@ -9,7 +9,7 @@ import torch
 
 from smc.algorithm.expansion import PopulationKind
 from smc.executor.messages import RoundChoice
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.state import SlotState
 from smc.executor.triton_ops import TritonOps
 from tests.kernels.conftest import DEVICE
@@ -59,7 +59,7 @@ def contents(state: SlotState) -> tuple[torch.Tensor, ...]:
 def test_slots_follow_as_by_the_torch_one(lookahead):
     for seed in range(20):
         kept = []
-        for device, ops in ((torch.device("cpu"), TorchOps()), (DEVICE, TritonOps())):
+        for device, ops in ((torch.device("cpu"), RoundOps()), (DEVICE, TritonOps())):
             made = Round(seed, frozenset(PopulationKind), lookahead, device)
             state, plan, drafted, choice = made.state, made.plan, made.drafted(), choice_of(made)
             logq_SQ = made.here(made.floats(made.slots + 1, made.q))
@@ -78,7 +78,7 @@ def test_tokens_of_a_slice_are_kept():
     """`advance` accepts a slice of a wider tensor, as the draft passes it: it has one or two pending tokens."""
     for seed in range(4):
         kept = []
-        for device, ops in ((torch.device("cpu"), TorchOps()), (DEVICE, TritonOps())):
+        for device, ops in ((torch.device("cpu"), RoundOps()), (DEVICE, TritonOps())):
             made = Round(seed, frozenset(PopulationKind), False, device)
             made.drafted()
             choice, a = choice_of(made), made.places

@@ -11,7 +11,7 @@ import pytest
 
 from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
 from smc.executor.draft import DraftStep, GrownRows
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import assert_equal
@@ -76,7 +76,7 @@ def grown_tree(made: DraftRound, *, ties: bool = False) -> GrownRows:
 def test_rows_are_the_torch_ones(kinds, lookahead):
     for seed in range(4):
         found = []
-        for device, ops in ((CPU, TorchOps()), (DEVICE, TritonOps())):
+        for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, kinds, lookahead, device, largest=40 if seed == 0 else 6)
             grown = ops.choose_rows(made.plan, grown_tree(made, ties=seed % 2 == 1), lookahead)
             tree = grown.tree
@@ -92,7 +92,7 @@ def test_rows_hold_what_choosing_greedily_holds(lookahead):
     for seed in range(12):
         made = DraftRound(seed, BEST, lookahead, CPU)
         grown = grown_tree(made)
-        chosen = TorchOps().choose_rows(made.plan, grown, lookahead)
+        chosen = RoundOps().choose_rows(made.plan, grown, lookahead)
         rows = made.places * made.f
         for group, (size, first) in enumerate(zip(made.sizes, made.plan.first_G.tolist())):
             begin, end = first * made.f, (first + size) * made.f

@@ -15,7 +15,7 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.forward import Rows, StaticForward
 from smc.executor.graph_runner import StageRunner
 from smc.executor.model_runner import ModelRunner
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.plan import Contexts, Program
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
@@ -213,7 +213,7 @@ class Padding(StageRunner):
     records = True
 
 
-class PaddingOps(TorchOps):
+class PaddingOps(RoundOps):
     """Torch operations with padded rounds."""
 
     def stage_runner(self, device: torch.device) -> StageRunner:

@@ -14,7 +14,7 @@ from smc.calibration.latency import BRIEF, TREE, Effort, live_plan, measure_late
 from smc.calibration.warm_up import warm_up_plans
 from smc.executor.forward import StaticForward
 from smc.executor.model_runner import LocalRoundExecutor
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.executor.plan import Program
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
@@ -100,7 +100,7 @@ def watched(config: EngineConfig, clock: Clock | None = None) -> tuple[Engine, d
                 clock.now += PASS + PAGE * len(pages)
             return super().__call__(tokens_T, rows)
 
-    class WatchedOps(TorchOps):
+    class WatchedOps(RoundOps):
         def forward(self, reader):
             return Watched(reader)
 

@@ -17,7 +17,7 @@ from smc.api.engine_config import DISTRIBUTION_BYTES, EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import POPULATIONS, SamplingParams
 from smc.executor.model_runner import OBSERVED_ROOTS
-from smc.executor.ops import TorchOps
+from smc.executor.ops import RoundOps
 from smc.local_engine import local_engine
 from smc.memory.kv_cache import pages_that_fit
 from smc.model.draft_vocab import DraftVocab
@@ -249,7 +249,7 @@ class Keeping(Padding):
         return self.keep(key, name, lambda: torch.empty_like(tensor)).copy_(tensor)
 
 
-class KeepingOps(TorchOps):
+class KeepingOps(RoundOps):
     def stage_runner(self, device):
         return Keeping(device)
 
