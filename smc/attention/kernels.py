@@ -349,8 +349,7 @@ class SharedPrefixAttention:
         self.part_JED = torch.empty(j, entries, head_dim, dtype=tune.partial, device=device)
         self.lse_JE = torch.empty(j, entries, dtype=torch.float32, device=device)
         assert self.part_JED.numel() < 2**31, "the kernels address the workspace in 32 bits"
-        self._constants = {"N": h // j, "J": j, "D": head_dim, "PDL": pdl}
-        self._constants |= launch_options(pdl)
+        self._constants = {"N": h // j, "J": j, "D": head_dim, **launch_options(pdl)}
         self.prefix_kernel, self._prefix_keywords = _prefix_launch(tune, device)
         self._tile_keywords = _tile_keywords(tune)
 

@@ -106,9 +106,8 @@ def step_attention(
         qkv, CacheTensors(keys, values), rope, *tables.arguments(), RowSpans(start_R, count_R), out_THD, norm,
         qkv.shape[-1] * tokens,
         Q=queries, H=h, J=j, D=d, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tiling.block_y,
-        BLOCK_Q=max(16, triton.next_power_of_2(queries)), BLOCK_P=tiling.block_p, STAGES=tiling.stages, PDL=pdl,
-        WINDOW=window or 0,
-        num_warps=tiling.warps, **launch_options(pdl),
+        BLOCK_Q=max(16, triton.next_power_of_2(queries)), BLOCK_P=tiling.block_p, STAGES=tiling.stages,
+        WINDOW=window or 0, num_warps=tiling.warps, **launch_options(pdl),
     )  # fmt: skip
 
 

@@ -327,17 +327,14 @@ def store_kv(
     block, tokens = min(16, triton.next_power_of_2(h + 2 * j)), qkv.shape[-2]
     _store_kernel[(tokens, triton.cdiv(h + 2 * j, block))](
         qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, tokens * qkv.shape[-1],
-        H=h, J=j, D=d, NORM=q_norm is not None, HEADS=block, SPLITS=len(qkv) if qkv.dim() == 3 else 1, PDL=pdl,
-        num_warps=2,
-        **launch_options(pdl),
+        H=h, J=j, D=d, HEADS=block, SPLITS=len(qkv) if qkv.dim() == 3 else 1, num_warps=2, **launch_options(pdl),
     )  # fmt: skip
 
 
 @one_variant("qkv", "q_out", "keys", "values", "rope", "q_norm", "k_norm", "split_stride")
 def _store_kernel(
     qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, split_stride,
-    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Process one token and HEADS of its H + 2J heads, as two halves of D // 2 dimensions."""
     t = tl.program_id(0)
@@ -353,7 +350,7 @@ def _store_kernel(
     a = sum_parts(at, split_stride, n < H + 2 * J, SPLITS).to(q_out.dtype.element_ty).to(tl.float32)
     b = sum_parts(at + D // 2, split_stride, n < H + 2 * J, SPLITS).to(q_out.dtype.element_ty).to(tl.float32)
     x, y = a, b
-    if NORM:
+    if q_norm is not None:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
         x *= scale * tl.where(is_q, tl.load(q_norm + d), tl.load(k_norm + d)).to(tl.float32)
         y *= scale * tl.where(is_q, tl.load(q_norm + D // 2 + d), tl.load(k_norm + D // 2 + d)).to(tl.float32)
