@@ -275,8 +275,10 @@ def bench_norm(features: int, rows: int) -> None:
     same(silu_mul(gate_up), F.silu(gate) * up)
     note(f"silu_mul {rows}x{4 * features}", microseconds(silu_mul, [gate_up]), gate_up.numel() * 3)
     parts_STN = random(4, rows, features * 3 // 2, dtype=torch.float32)
-    same(reduce(parts_STN), parts_STN.sum(0))
-    note(f"reduce 4x{rows}x{features * 3 // 2}", microseconds(reduce, [parts_STN]), parts_STN.numel() * 4.5)
+    out_TN = torch.empty_like(parts_STN[0], dtype=torch.bfloat16)
+    same(reduce(parts_STN, out_TN), parts_STN.sum(0))
+    us = microseconds(lambda parts: reduce(parts, out_TN), [parts_STN])
+    note(f"reduce 4x{rows}x{features * 3 // 2}", us, parts_STN.numel() * 4.5)
 
 
 def bench_selection(groups: int, n: int, branches: int) -> None:

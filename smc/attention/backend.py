@@ -10,8 +10,8 @@ key/value head."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,8 +22,6 @@ from torch import Tensor
 from smc.arrays import to_device
 from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
-
-ToDevice = Callable[[np.ndarray], Tensor]
 
 
 @dataclass(frozen=True)
@@ -95,44 +93,19 @@ class AttentionBackend(ABC):
 
 class TorchAttention(AttentionBackend):
     def plan(self, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
-        to_device = _mover(pool)
-        shared_R = np.repeat(batch.shared_S, np.diff(batch.bounds_S))
-        own = int((batch.starts_R + batch.counts_R - shared_R).max())
-        own_RO = to_device(_own_pages(batch, shared_R, own))
-        q = int(batch.counts_R.max())
-        last_RQ = (batch.starts_R - shared_R)[:, None] + np.minimum(np.arange(q), batch.counts_R[:, None] - 1)
-        hidden_RQO = to_device(np.arange(own) > last_RQ[..., None]) if (last_RQ < own - 1).any() else None
-        slot_T = to_device(_padded_slots(batch.counts_R, q)) if (batch.counts_R != q).any() else None
-        prefix = _Prefix.of(batch, to_device)
-        attention = _TorchPass(pool, batch, own_RO, hidden_RQO, (len(batch.starts_R), q), slot_T, prefix)
-        if (window := max(filter(None, pool.windows), default=None)) is not None:
-            position_RQ1 = (shared_R[:, None] + last_RQ)[..., None]
-            attention.outside_RQO = to_device(shared_R[:, None, None] + np.arange(own) <= position_RQ1 - window)
-            attention.outside_RQP = to_device(np.arange(int(batch.shared_S.max(initial=0))) <= position_RQ1 - window)
-        return attention
+        return _TorchPass(pool, batch)
 
 
 class _Prefix:
-    """The prefixes that the rows of each segment share, read once per segment."""
+    """The prefixes of up to `longest` positions that the rows of each segment share, read once per segment."""
 
-    def __init__(
-        self, pages_SP: Tensor, outside_SP: Tensor | None, shape_SM: tuple[int, int], member_R: Tensor | None
-    ) -> None:
-        self.pages_SP, self.outside_SP, self.shape_SM, self.member_R = pages_SP, outside_SP, shape_SM, member_R
-
-    @staticmethod
-    def of(batch: ForwardBatch, to_device: ToDevice) -> _Prefix | None:
-        longest = int(batch.shared_S.max(initial=0))
-        if not longest:
-            return None
-        outside_SP = np.arange(longest) >= batch.shared_S[:, None]
+    def __init__(self, batch: ForwardBatch, longest: int, device: torch.device) -> None:
+        outside_SP, sizes_S = np.arange(longest) >= batch.shared_S[:, None], np.diff(batch.bounds_S)
         pages_SP = np.where(outside_SP, 0, batch.table_RL[batch.bounds_S[:-1], :longest])
-        sizes_S = np.diff(batch.bounds_S)
-        m = int(sizes_S.max())
-        member_R = to_device(_padded_slots(sizes_S, m)) if (sizes_S != m).any() else None
-        return _Prefix(
-            to_device(pages_SP), to_device(outside_SP) if outside_SP.any() else None, (len(sizes_S), m), member_R
-        )
+        self.pages_SP = to_device(pages_SP, device)
+        self.outside_SP = to_device(outside_SP, device) if outside_SP.any() else None
+        self.shape_SM = (len(sizes_S), int(sizes_S.max()))
+        self.member_R = _padded_slots(sizes_S, device)
 
     def scores(self, q_RJXD: Tensor, keys: Tensor) -> Tensor:
         scores_SJZP = self._by_segment(q_RJXD) @ keys[self.pages_SP].permute(0, 2, 3, 1)
@@ -148,7 +121,7 @@ class _Prefix:
         them."""
         _, j, x, y = x_RJXY.shape
         if self.member_R is not None:
-            padded = x_RJXY.new_zeros(self.shape_SM[0] * self.shape_SM[1], j, x, y)
+            padded = x_RJXY.new_zeros(math.prod(self.shape_SM), j, x, y)
             padded[self.member_R] = x_RJXY
             x_RJXY = padded
         return x_RJXY.reshape(*self.shape_SM, j, x, y).transpose(1, 2).flatten(2, 3)
@@ -161,30 +134,30 @@ class _Prefix:
 class _TorchPass(AttentionPass):
     """A pass of `TorchAttention`: pages and masks of every query."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        batch: ForwardBatch,
-        own_RO: Tensor,
-        hidden_RQO: Tensor | None,
-        shape_RQ: tuple[int, int],
-        slot_T: Tensor | None,
-        prefix: _Prefix | None,
-    ) -> None:
+    def __init__(self, pool: KVPool, batch: ForwardBatch) -> None:
         super().__init__(pool, batch)
-        self.own_RO, self.hidden_RQO = own_RO, hidden_RQO
-        self.shape_RQ, self.slot_T, self.prefix = shape_RQ, slot_T, prefix
-        self.outside_RQO: Tensor | None = None
-        """Own positions outside a query's window, if some layers have one."""
-        self.outside_RQP: Tensor | None = None
-        """Prefix positions outside a query's window, if some layers have one."""
+        device, q, longest = pool.keys.device, int(batch.counts_R.max()), int(batch.shared_S.max(initial=0))
+        shared_R = np.repeat(batch.shared_S, np.diff(batch.bounds_S))
+        own = int((batch.starts_R + batch.counts_R - shared_R).max())
+        last_RQ = (batch.starts_R - shared_R)[:, None] + np.minimum(np.arange(q), batch.counts_R[:, None] - 1)
+        self.shape_RQ, self.slot_T = (len(batch.starts_R), q), _padded_slots(batch.counts_R, device)
+        self.prefix = _Prefix(batch, longest, device) if longest else None
+        self.own_RO = to_device(_own_pages(batch, shared_R, own), device)
+        self.hidden_RQO = None
+        if (last_RQ < own - 1).any():
+            self.hidden_RQO = to_device(np.arange(own) > last_RQ[..., None], device)
+        if (window := max(filter(None, pool.windows), default=None)) is not None:
+            # Own and prefix positions before a query's window; only layers that have one read this.
+            before_RQ1 = (shared_R[:, None] + last_RQ)[..., None] - window
+            self.outside_RQO = to_device(shared_R[:, None, None] + np.arange(own) <= before_RQ1, device)
+            self.outside_RQP = to_device(np.arange(longest) <= before_RQ1, device)
 
     def read(self, layer: int, q_THD: Tensor) -> Tensor:
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        keys, values, has_window = self.pool.keys[layer], self.pool.values[layer], self.pool.windows[layer] is not None
         q_RJXD = self._queries(q_THD, keys.shape[1])
         scores_RJXO = q_RJXD @ keys[self.own_RO].permute(0, 2, 3, 1)
-        has_window = self.pool.windows[layer] is not None
-        scores_RJXO = self._hide(scores_RJXO, self.hidden_RQO)
+        if self.hidden_RQO is not None:
+            scores_RJXO = self._hide(scores_RJXO, self.hidden_RQO)
         if has_window:
             scores_RJXO = self._hide(scores_RJXO, self.outside_RQO)
         own = scores_RJXO.shape[-1]
@@ -199,9 +172,7 @@ class _TorchPass(AttentionPass):
             out_RJXD = out_RJXD + self.prefix.values(weights[..., own:], values)
         return self._flat(out_RJXD)
 
-    def _hide(self, scores_RJXP: Tensor, hidden_RQP: Tensor | None) -> Tensor:
-        if hidden_RQP is None:
-            return scores_RJXP
+    def _hide(self, scores_RJXP: Tensor, hidden_RQP: Tensor) -> Tensor:
         scores = scores_RJXP.unflatten(2, (-1, self.shape_RQ[1]))
         return scores.masked_fill(hidden_RQP[:, None, None], -torch.inf).flatten(2, 3)
 
@@ -210,7 +181,7 @@ class _TorchPass(AttentionPass):
         heads, dim = q_THD.shape[1:]
         q_THD = q_THD * dim**-0.5
         if self.slot_T is not None:
-            padded = q_THD.new_zeros(self.shape_RQ[0] * self.shape_RQ[1], heads, dim)
+            padded = q_THD.new_zeros(math.prod(self.shape_RQ), heads, dim)
             padded[self.slot_T] = q_THD
             q_THD = padded
         q_RQJGD = q_THD.view(*self.shape_RQ, kv_heads, heads // kv_heads, dim)
@@ -231,12 +202,11 @@ def _own_pages(batch: ForwardBatch, shared_R: np.ndarray, own: int) -> np.ndarra
     return np.where(beyond_RO, DUMMY_PAGE, pages_RO)
 
 
-def _mover(pool: KVPool) -> ToDevice:
-    device = pool.keys.device
-    return lambda array: to_device(array, device)
-
-
-def _padded_slots(sizes: np.ndarray, width: int) -> np.ndarray:
-    """Return the index of item i of ragged groups in a flattened [len(sizes), width] grid."""
+def _padded_slots(sizes: np.ndarray, device: torch.device) -> Tensor | None:
+    """Return the index of item i of ragged groups in a flattened grid whose rows are as wide as the largest group; None
+    if it is i, because all groups are equally large."""
+    width = int(sizes.max())
+    if (sizes == width).all():
+        return None
     offset = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return np.repeat(np.arange(len(sizes)) * width, sizes) + offset
+    return to_device(np.repeat(np.arange(len(sizes)) * width, sizes) + offset, device)

@@ -98,8 +98,6 @@ class Tuning:
     own_warps: int
     """Warps of a program of the own kernel. Where registers suffice it is one, which fits on a multiprocessor that is
     full of prefix programs."""
-    own_stages: int
-    """Depth of the own kernel's load pipeline; 1: no pipeline."""
     partial: torch.dtype
     """Dtype of the splits' outputs in the workspace."""
 
@@ -136,7 +134,6 @@ class Tuning:
             block_o=32,
             block_s=max(1, 4096 // (own_y * head_dim)),
             own_warps=4 if wide or wide_heads else 1,
-            own_stages=1,
             partial=torch.float32,
         )
 
@@ -213,8 +210,7 @@ def _prefix_kernel(
 def _own_kernel(
     q, cache, tables, pages, spans, splits_of, part, lse, out, q_stride,
     Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of BLOCK_M queries of a row and key/value head to the row's own positions, then wait for
     the splits of its prefix and merge them."""
@@ -241,7 +237,8 @@ def _own_kernel(
     if WINDOW:
         # Positions that the program's first query does not see are seen by none of its queries.
         begin = tl.maximum(0, start - shared + first // N - (WINDOW - 1)) // BLOCK_O * BLOCK_O
-    for o0 in tl.range(begin, own, BLOCK_O, num_stages=STAGES):
+    # Without a pipeline of loads: mostly there is one tile.
+    for o0 in tl.range(begin, own, BLOCK_O, num_stages=1):
         o = o0 + tl.arange(0, BLOCK_O)
         page = page_at(shared + o, o < own, table, tail, tail_start, tables, pages)
         at_OD = (page.to(tl.int64) * J + j)[:, None] * D + d
@@ -302,22 +299,6 @@ def supports_specialized(device: torch.device | str) -> bool:
     return compiles_specialized() and not triton.knobs.runtime.interpret
 
 
-def _prefix_launch(tune: Tuning, device: torch.device | str) -> tuple[Any, dict[str, Any]]:
-    """Return the kernel that reads prefixes on a device, and its specific keywords."""
-    sizes = {"BLOCK_P": tune.block_p, "STAGES": tune.stages}
-    if not (tune.specialized and supports_specialized(device)):
-        return _prefix_kernel, _tile_keywords(tune)
-    from smc.attention.specialized import QUERIES, REGISTERS, WARPS, prefix_kernel
-
-    assert tune.block_x <= QUERIES, f"tiles of {tune.block_x} queries; allowed: at most {QUERIES}, or specialized=False"
-    return prefix_kernel, sizes | {"num_warps": WARPS, "maxnreg": REGISTERS}
-
-
-def _tile_keywords(tune: Tuning) -> dict[str, Any]:
-    """Return the keywords of `_prefix_kernel`."""
-    return {"BLOCK_P": tune.block_p, "STAGES": tune.stages, "BLOCK_X": tune.block_x, "num_warps": tune.warps}
-
-
 class SharedPrefixAttention:
     """Causal attention of R rows of Q queries each, in at most G groups, for one static shape. Holds the workspace of
     the splits, which layers use one after another; two passes that may run at once need one each."""
@@ -349,10 +330,16 @@ class SharedPrefixAttention:
         self.part_JED = torch.empty(j, entries, head_dim, dtype=tune.partial, device=device)
         self.lse_JE = torch.empty(j, entries, dtype=torch.float32, device=device)
         assert self.part_JED.numel() < 2**31, "the kernels address the workspace in 32 bits"
-        self._constants = {"N": h // j, "J": j, "D": head_dim, "PDL": pdl}
-        self._constants |= launch_options(pdl)
-        self.prefix_kernel, self._prefix_keywords = _prefix_launch(tune, device)
-        self._tile_keywords = _tile_keywords(tune)
+        self._constants = {"N": h // j, "J": j, "D": head_dim, **launch_options(pdl)}
+        self.prefix_kernel: Any = _prefix_kernel
+        self._specialized_options: dict[str, int] = {}
+        if tune.specialized and supports_specialized(device):
+            from smc.attention.specialized import QUERIES, REGISTERS, WARPS, prefix_kernel
+
+            assert tune.block_x <= QUERIES, (
+                f"tiles of {tune.block_x} queries; allowed: at most {QUERIES}, or specialized=False"
+            )
+            self.prefix_kernel, self._specialized_options = prefix_kernel, {"num_warps": WARPS, "maxnreg": REGISTERS}
 
     @property
     def workspace_bytes(self) -> int:
@@ -378,33 +365,26 @@ class SharedPrefixAttention:
         q_THD is rotated, its tokens at any stride; keys, values [P + 1, J, D] already hold the new tokens. Query i <
         count_R of a row is at position start_R + i and sees positions 0 .. start_R + i, or the last `window` of
         them."""
-        assert q_THD.shape == (self.rows * self.queries, self.heads[0], self.head_dim) and q_THD.stride()[1:] == (
-            self.head_dim,
-            1,
-        )
-        assert (
-            keys.is_contiguous()
-            and values.is_contiguous()
-            and out_THD.is_contiguous()
-            and keys.shape[1] == self.heads[1]
-        )
-        tune, table, piece_6W = self.tuning, prepared.tables.table_SL, prepared.piece_6W
+        (h, j), tune, table, piece_6W = self.heads, self.tuning, prepared.tables.table_SL, prepared.piece_6W
+        assert q_THD.shape == (self.rows * self.queries, h, self.head_dim) and q_THD.stride()[1:] == (self.head_dim, 1)
+        assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == j
         entries, spans = self.lse_JE.shape[1], RowSpans(prepared.start_R, prepared.count_R)
-        kernel, keywords = self.prefix_kernel, self._prefix_keywords
-        more: tuple[Tensor, ...] = ()
-        if window is not None and kernel is not _prefix_kernel:  # the kernel for Hopper does not support windows
-            kernel, keywords = _prefix_kernel, self._tile_keywords
-        if kernel is _prefix_kernel:
-            more, keywords = (prepared.position_T,), keywords | {"WINDOW": window or 0}
-        kernel[(self.heads[1], piece_6W.shape[1])](
+        read = (
             q_THD, keys, values, table, piece_6W, prepared.pieces_1, self.part_JED, self.lse_JE,
-            q_THD.stride(0), table.stride(0), entries, *more, **keywords, **self._constants,
+            q_THD.stride(0), table.stride(0), entries,
         )  # fmt: skip
-        h, j = self.heads
+        grid, keywords = (j, piece_6W.shape[1]), {"BLOCK_P": tune.block_p, "STAGES": tune.stages, **self._constants}
+        if self.prefix_kernel is _prefix_kernel or window is not None:
+            # The kernel for Hopper does not support windows.
+            _prefix_kernel[grid](
+                *read, prepared.position_T, BLOCK_X=tune.block_x, WINDOW=window or 0, num_warps=tune.warps, **keywords
+            )
+        else:
+            self.prefix_kernel[grid](*read, **self._specialized_options, **keywords)
         _own_kernel[(triton.cdiv(self.queries * h // j, tune.own_y), j, self.rows)](
             q_THD, CacheTensors(keys, values), *prepared.tables.arguments(), spans,
             RowSplits(prepared.row_4R, self.rows, entries), self.part_JED, self.lse_JE, out_THD, q_THD.stride(0),
-            Q=self.queries, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s, STAGES=tune.own_stages,
-            WINDOW=window or 0, num_warps=tune.own_warps, **self._constants,
+            Q=self.queries, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s, WINDOW=window or 0,
+            num_warps=tune.own_warps, **self._constants,
         )  # fmt: skip
         return out_THD

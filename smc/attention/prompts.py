@@ -123,11 +123,8 @@ class FlashInferAttention(AttentionBackend):
 
     def plan_with(self, kernel: str, pool: KVPool, batch: ForwardBatch) -> AttentionPass:
         """Plan a pass with this kernel."""
-        assert (
-            self.takes(batch)
-            and pool.keys.dtype == self.dtype
-            and pool.keys.shape[2:] == (self.heads[1], self.head_dim)
-        )
+        assert self.takes(batch) and pool.keys.dtype == self.dtype
+        assert pool.keys.shape[2:] == (self.heads[1], self.head_dim)
         planned = {window: self._plan(kernel, pool, batch, window) for window in set(pool.windows)}
         return _FlashInferPass(pool, batch, planned)
 
@@ -249,12 +246,7 @@ class PromptAttention(AttentionBackend):
     cannot be used."""
 
     def __init__(
-        self,
-        heads: tuple[int, int],
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        windows: bool = False,
+        self, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device, windows: bool = False
     ) -> None:
         """`heads` (H, J); `windows`: whether some layers have one."""
         self._torch, self.flashinfer = FusedAttention(), None

@@ -93,12 +93,8 @@ def step_attention(
     queries, norm = tokens // rows, None
     if q_norm is not None and k_norm is not None:
         norm = HeadNorms(q_norm, k_norm, eps)
-    assert (
-        qkv.shape[-2:] == (tokens, (h + 2 * j) * d)
-        and qkv.is_contiguous()
-        and rope.shape[1] == d
-        and rope.is_contiguous()
-    )
+    assert qkv.shape[-2:] == (tokens, (h + 2 * j) * d) and qkv.is_contiguous()
+    assert rope.shape[1] == d and rope.is_contiguous()
     assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and tokens == rows * queries
     y = queries * h // j
     tiling = tiling or StepTiling.choose(queries, y, j * floor_rows(rows), d, keys.element_size())
@@ -106,9 +102,8 @@ def step_attention(
         qkv, CacheTensors(keys, values), rope, *tables.arguments(), RowSpans(start_R, count_R), out_THD, norm,
         qkv.shape[-1] * tokens,
         Q=queries, H=h, J=j, D=d, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tiling.block_y,
-        BLOCK_Q=max(16, triton.next_power_of_2(queries)), BLOCK_P=tiling.block_p, STAGES=tiling.stages, PDL=pdl,
-        WINDOW=window or 0,
-        num_warps=tiling.warps, **launch_options(pdl),
+        BLOCK_Q=max(16, triton.next_power_of_2(queries)), BLOCK_P=tiling.block_p, STAGES=tiling.stages,
+        WINDOW=window or 0, num_warps=tiling.warps, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -148,12 +143,8 @@ def _step_kernel(
     # One new key is compared by elementwise products, several by tensor cores.
     KEYS: tl.constexpr = 1 if Q == 1 else BLOCK_Q
     j, r, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    y, i, p, d = (
-        tile * BLOCK_Y + tl.arange(0, BLOCK_Y),
-        tl.arange(0, KEYS),
-        tl.arange(0, BLOCK_P),
-        tl.arange(0, D)[None, :],
-    )
+    y, i = tile * BLOCK_Y + tl.arange(0, BLOCK_Y), tl.arange(0, KEYS)
+    p, d = tl.arange(0, BLOCK_P), tl.arange(0, D)[None, :]
     start, count = tl.load(spans.start_R + r), tl.load(spans.count_R + r)
     table, tail, tail_start = row_tables(r, tables, pages)
     held, query_Y = tl.where(count > 0, start, 0), y // N

@@ -139,7 +139,7 @@ class TritonForward(StaticForward):
         if layer.reduce is None:
             return parts_CTE
         room_TE = layer.reduce.room(len(x), x.shape[1], x.dtype)
-        return layer.reduce(reduce(parts_CTE, pdl=self._pdl, out_TN=room_TE))
+        return layer.reduce(reduce(parts_CTE, room_TE, self._pdl))
 
     def _gated(self, layer: Layer, hidden: Activations) -> Tensor:
         matrix = layer.gate_up
@@ -181,7 +181,7 @@ class TritonForward(StaticForward):
             return layer.reduce(room_TN)
         x = round_rows(x_TK, pdl=self._pdl) if matrix.is_fp8 else x_TK
         if self._few(x, matrix):
-            reduce(self._product(x, matrix).view(-1, *room_TN.shape), pdl=self._pdl, out_TN=room_TN)
+            reduce(self._product(x, matrix).view(-1, *room_TN.shape), room_TN, self._pdl)
         else:
             self._by_library(x, matrix, room_TN)
         return layer.reduce(room_TN)

@@ -36,9 +36,9 @@ from smc.executor.state import BiasTables, SlotEntries, SlotState
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.verify import Blocks, TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
 from smc.kernels import draft, draft_tree, finalize, remap, sampling, select, verify
-from smc.kernels.candidate_tokens import CouplingTensors, propose_candidates
-from smc.kernels.draft import ChainTokens, ChosenTokens, GrownTensors, TreeBefore, observe_draws
-from smc.kernels.draft_tree import NodeTensors, OutcomeRows, ParticleTensors, StepRows, StepTensors
+from smc.kernels.candidate_tokens import CouplingTensors, FoundTokens, propose_candidates
+from smc.kernels.draft import ChainTokens, ChosenTokens, observe_draws
+from smc.kernels.draft_tree import NodeTensors, StepRows, StepTensors
 from smc.kernels.expansion import expand, keep_roots
 from smc.kernels.finalize import CandidateOutputs, TreeSelection
 from smc.kernels.remap import NextSequences, remap_block_table
@@ -49,6 +49,7 @@ from smc.kernels.round_tensors import (
     PlanTensors,
     SlotTensors,
     StopTensors,
+    TreeTensors,
     contiguous,
     fields_of,
 )
@@ -174,8 +175,8 @@ class TritonOps(RoundOps):
                 candidate_tokens.token_RC,
                 candidate_tokens.logq_RC,
             )
-        made = draft.reparent(
-            fields_of(TreeBefore, tree),
+        made, run_4X = draft.reparent(
+            fields_of(TreeTensors, tree),
             chosen,
             more.own,
             None if more.chains is None else fields_of(ChainTokens, more.chains),
@@ -185,12 +186,11 @@ class TritonOps(RoundOps):
             step,
             plan.branches,
         )
-        return TokenTree(**made._asdict())
+        return TokenTree(**made._asdict(), run_4X=run_4X)
 
     def choose_rows(self, plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
         steps = tuple(
-            contiguous(StepRows(step.parent_X, *(getattr(step.tree, name) for name in StepRows._fields[1:])))
-            for step in grown.steps
+            StepRows(step.parent_X.contiguous(), contiguous(fields_of(TreeTensors, step.tree))) for step in grown.steps
         )
         taken, leaf_X = draft_tree.choose_rows(fields_of(PlanTensors, plan), steps, plan.branches, lookahead)
         return replace(grown, tree=TokenTree(**taken._asdict(), run_4X=None), leaf_X=leaf_X)
@@ -217,19 +217,20 @@ class TritonOps(RoundOps):
     def limit_outcomes(
         self, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens, has_rest: bool
     ) -> CandidateTokens:
-        rows = OutcomeRows(tree.outcome_X, tree.mass_X, tree.alive_X, tree.ended_X, candidates.share_RC.contiguous())
-        share_XC = draft_tree.limit_outcomes(fields_of(PlanTensors, plan), rows, plan.branches, has_rest)
+        of_plan, of_tree = fields_of(PlanTensors, plan), fields_of(TreeTensors, tree)
+        share_XC = draft_tree.limit_outcomes(
+            of_plan, of_tree, candidates.share_RC.contiguous(), plan.branches, has_rest
+        )
         return CandidateTokens(candidates.token_RC, candidates.logq_RC, share_XC)
 
     def with_inner_nodes(
         self, nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
     ) -> tuple[CandidateTokens, TokenTree, tuple[Tensor, Tensor]]:
-        particles = ParticleTensors(
-            *(tree.root_X, tree.alive_X, tree.ended_X, tree.text_X, tree.mass_X),
-            *(candidates.token_RC, candidates.logq_RC, candidates.share_RC),
-        )
         out = draft_tree.with_inner_nodes(
-            fields_of(NodeTensors, nodes), fields_of(PlanTensors, plan), contiguous(particles)
+            fields_of(NodeTensors, nodes),
+            fields_of(PlanTensors, plan),
+            fields_of(TreeTensors, tree),
+            contiguous(fields_of(FoundTokens, candidates)),
         )
         (root_H, none_H, text_H, cut_H), (alive_H, ended_H) = out.numbers_4H, out.flags_2H
         rows = TokenTree(
@@ -257,7 +258,7 @@ class TritonOps(RoundOps):
         draft.pack(
             fields_of(PlanTensors, plan),
             fields_of(SlotTensors, state),
-            fields_of(GrownTensors, tree),
+            fields_of(TreeTensors, tree),
             all_WX,
             plan.branches,
             PopulationKind.INDEPENDENT in plan.kinds,
@@ -288,7 +289,7 @@ class TritonOps(RoundOps):
         out = draft.resume(
             fields_of(PlanTensors, plan),
             fields_of(SlotTensors, state),
-            fields_of(GrownTensors, tree),
+            fields_of(TreeTensors, tree),
             choice.all_9A,
             steps,
         )

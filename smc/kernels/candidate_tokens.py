@@ -13,16 +13,15 @@ parts of a split."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
 from smc.kernels.launch import one_variant
+from smc.kernels.round_tensors import Room
 from smc.kernels.sampling import exponentials
 from smc.kernels.truncation import (
     Cut,
@@ -77,34 +76,26 @@ def propose_candidates(
     Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy. A row with NaN gives NaN.
     `coupling`, `kept_BV`: see `smc.executor.sampling.Sampling.propose_candidates`."""
     require_rows(logits_RV, vocab)
-    rows, block, most, steps = (
-        len(temperature_R),
-        block or min(4096, triton.next_power_of_2(vocab)),
-        min(CANDIDATES_PER_ROW, vocab),
-        _steps(vocab),
-    )
-    splits, length = triton.cdiv(vocab, block), FAN**steps
+    rows, most, steps = len(temperature_R), min(CANDIDATES_PER_ROW, vocab), _steps(vocab)
+    block = block or min(4096, triton.next_power_of_2(vocab))
+    splits, length, width, room = triton.cdiv(vocab, block), FAN**steps, most + has_rest, Room(logits_RV.device)
     assert block >= PART or length < PART
-    floats, ints = (partial(logits_RV.new_empty, dtype=dtype) for dtype in (torch.float32, torch.int32))
-    sums_2RS, largest_RP = floats(2, rows, splits), ints(rows, splits * (block // PART))
-    bound_2R, norm_2R = ints(2, rows), floats(2, rows)
-    longs, width = partial(logits_RV.new_empty, dtype=torch.int64), most + has_rest
-    found = (longs((rows, width)), *floats(2, rows, width))
+    sums_2RS, largest_RP = room.floats(2, rows, splits), room.ints(rows, splits * (block // PART))
+    bound_2R, norm_2R = room.ints(2, rows), room.floats(2, rows)
+    found = FoundTokens(room.longs(rows, width), *room.floats(2, rows, width))
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
     keys = tuple(key.contiguous() for key in (seed_R, round_R, stream_R, position_R))
     blocks, by_row = {"BLOCK": block, "num_warps": warps}, {"SPLITS": triton.next_power_of_2(splits)}
     parts = (largest_RP, largest_RP.shape[1])
-    survey = {"PART": PART if length >= PART else 0, **blocks}
-    if coupling is None:
-        _survey[(splits, rows)](*distribution, vocab, *sums_2RS, *parts, **survey)
-    else:
-        scores_RV = floats(rows, vocab)
-        kept = (scores_RV, 0, 0) if kept_BV is None else (kept_BV, kept_BV.stride(0), len(kept_BV))
-        rows_each = rows // len(coupling.exponent_A)
-        _survey_coupled[(splits, rows)](
-            *distribution, vocab, tuple(sums_2RS), parts, coupling, (keys[3], rows_each), scores_RV, kept,
-            KEEPS=kept_BV is not None, HEAD=coupling.ids_M is not None, **survey,
-        )  # fmt: skip
+    scores_RV, of_rows, kept = None, None, None
+    if coupling is not None:
+        scores_RV, of_rows = room.floats(rows, vocab), (keys[3], rows // len(coupling.exponent_A))
+        kept = None if kept_BV is None else (kept_BV, kept_BV.stride(0), len(kept_BV))
+    _survey[(splits, rows)](
+        *distribution, vocab, tuple(sums_2RS), parts, coupling, of_rows, scores_RV, kept,
+        PART=PART if length >= PART else 0, **blocks,
+    )  # fmt: skip
+    if scores_RV is not None:
         # From here on scores are read instead of logits.
         distribution = (scores_RV, scores_RV.stride(0), temperature_R, None)
     blocks["SCORES"] = by_row["SCORES"] = coupling is not None
@@ -114,16 +105,15 @@ def propose_candidates(
         "MOST": CANDIDATES_PER_ROW,
         "FAN": FAN,
     }
-    lists = (longs((rows, max(search["COUNT"], CANDIDATES_PER_ROW * FAN))), longs((rows, CANDIDATES_PER_ROW)))
+    longest = max(search["COUNT"], CANDIDATES_PER_ROW * FAN)
+    lists = (room.longs(rows, longest), room.longs(rows, CANDIDATES_PER_ROW), longest)
     _find[(rows,)](
-        *distribution, vocab, tuple(sums_2RS), parts, (*lists, lists[0].shape[1]), RowSearch(*bound_2R, *norm_2R),
-        FoundTokens(*found),
-        SearchSizes(splits, most, width),
-        PART=PART, **search, **by_row, num_warps=8,
+        *distribution, vocab, tuple(sums_2RS), parts, lists, RowSearch(*bound_2R, *norm_2R), found,
+        SearchSizes(splits, most, width), PART=PART, **search, **by_row, num_warps=8,
     )  # fmt: skip
     if not has_rest:
         return CandidateTokens(*found)
-    rest_2RS, won_RS, token_RS = floats(2, rows, splits), floats(rows, splits), ints(rows, splits)
+    rest_2RS, won_RS, token_RS = room.floats(2, rows, splits), room.floats(rows, splits), room.ints(rows, splits)
     # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
     race = (*keys, int(purpose), *bound_2R, *rest_2RS, won_RS, token_RS)
@@ -139,57 +129,40 @@ def _steps(vocab: int) -> int:
     return next((i for i in range(MOST_STEPS) if vocab <= FEW * FAN**i), MOST_STEPS)
 
 
-@one_variant("logits", "stride", "vocab", "largest_RP", "parts")
+@one_variant("logits", "stride", "vocab", "parts_of", "scores_RV", "kept")
 def _survey(
-    logits, stride, temperature_R, cut, vocab, max_RS, sum_RS, largest_RP, parts,
+    logits, stride, temperature_R, cut, vocab, sums, parts_of, coupling, of_rows, scores_RV, kept,
     PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce one block of one row to its maximum, its sum of exponentials relative to that, and the `order_key` of each
-    part's largest entry."""
+    part's largest entry. With `coupling`, do so for the scores that `smc.algorithm.coupling` computes from the logits;
+    write these scores to `scores_RV`, and the logits after the cut to `kept`."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, _ = inverse_temperature(temperature_R, row)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     logit = cut_logit(raw, column, row, inverse, cut)
+    if coupling is not None:
+        inside = column < vocab
+        if kept is not None:
+            tl.store(kept[0] + row.to(tl.int64) * kept[1] + column, logit, mask=inside & (row < kept[2]))
+        raw = coupled_score(logit, column, inside, row // of_rows[1], tl.load(of_rows[0] + row), coupling)
+        tl.store(scores_RV + row.to(tl.int64) * vocab + column, raw, mask=inside)
+        logit = raw
     top = tl.max(logit, 0)
-    tl.store(max_RS + row * splits + split, top)
-    tl.store(sum_RS + row * splits + split, tl.sum(tl.exp(logit - finite(top)), 0))
+    tl.store(sums[0] + row * splits + split, top)
+    tl.store(sums[1] + row * splits + split, tl.sum(tl.exp(logit - finite(top)), 0))
     if PART > 0:
         largest_P = tl.max(tl.reshape(order_key(raw), (BLOCK // PART, PART)), 1)
-        tl.store(largest_RP + row * parts + split * (BLOCK // PART) + tl.arange(0, BLOCK // PART), largest_P)
-
-
-@one_variant("logits", "stride", "vocab", "parts_of", "scores_RV", "kept")
-def _survey_coupled(
-    logits, stride, temperature_R, cut, vocab, sums, parts_of, coupling, of_rows, scores_RV, kept,
-    PART: tl.constexpr, BLOCK: tl.constexpr, KEEPS: tl.constexpr, HEAD: tl.constexpr,
-):  # fmt: skip
-    """As `_survey`, for the scores that `smc.algorithm.coupling` computes from the logits. Writes these scores to
-    `scores_RV`, and the logits after the cut to `kept`."""
-    split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    inverse, _ = inverse_temperature(temperature_R, row)
-    raw, column = load_block(logits, stride, row, vocab, BLOCK)
-    logit = cut_logit(raw, column, row, inverse, cut)
-    inside = column < vocab
-    if KEEPS:
-        tl.store(kept[0] + row.to(tl.int64) * kept[1] + column, logit, mask=inside & (row < kept[2]))
-    score = coupled_score(logit, column, inside, row // of_rows[1], tl.load(of_rows[0] + row), coupling, HEAD)
-    tl.store(scores_RV + row.to(tl.int64) * vocab + column, score, mask=inside)
-    top = tl.max(score, 0)
-    tl.store(sums[0] + row * splits + split, top)
-    tl.store(sums[1] + row * splits + split, tl.sum(tl.exp(score - finite(top)), 0))
-    if PART > 0:
-        parts = parts_of[1]
-        largest_P = tl.max(tl.reshape(order_key(score), (BLOCK // PART, PART)), 1)
-        tl.store(parts_of[0] + row * parts + split * (BLOCK // PART) + tl.arange(0, BLOCK // PART), largest_P)
+        tl.store(parts_of[0] + row * parts_of[1] + split * (BLOCK // PART) + tl.arange(0, BLOCK // PART), largest_P)
 
 
 @triton.jit
-def coupled_score(logit_V, column_V, inside_V, index, position, coupling, HEAD: tl.constexpr):
+def coupled_score(logit_V, column_V, inside_V, index, position, coupling):
     """Return gamma log q + g for the given columns of a row of batch index `index`, or the logits of a row that is not
     coupled."""
     exponent, is_noisy = tl.load(coupling.exponent_A + index), tl.load(coupling.temperature_A + index) > 0
     token_V = column_V
-    if HEAD:
+    if coupling.ids_M is not None:
         token_V = tl.load(coupling.ids_M + column_V, mask=inside_V, other=0)
     zero_1 = tl.zeros((1,), tl.uint32)
     w0_1, w1_1, _, _ = tl.philox(

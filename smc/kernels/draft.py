@@ -32,6 +32,7 @@ from smc.kernels.round_tensors import (
     Sizes,
     SlotTensors,
     StopTensors,
+    TreeTensors,
     after,
     after_all,
 )
@@ -48,57 +49,6 @@ TREE_ROWS = 4
 _SLACK = tl.constexpr(SLACK)
 _FACTOR, _BELOW = tl.constexpr(RANK_FACTOR), tl.constexpr(RANKED_BELOW)
 _HALF, _MOST = tl.constexpr(RANK_BITS // 2), tl.constexpr((1 << RANK_BITS) - 1)
-
-
-class TreeTensors(NamedTuple):
-    """Tensors of a `smc.executor.draft.TokenTree`."""
-
-    root_X: Tensor
-    tokens_XK: Tensor
-    logq_XK: Tensor
-    tail_XB: Tensor
-    count_X: Tensor
-    alive_X: Tensor
-    ended_X: Tensor
-    before_X: Tensor
-    text_X: Tensor
-    mass_X: Tensor
-    last_X: Tensor
-    next_X: Tensor
-    cut_X: Tensor
-    outcome_X: Tensor
-    run_4X: Tensor
-
-
-class TreeBefore(NamedTuple):
-    """The fields of a `TokenTree` that the rows of the next step read."""
-
-    root_X: Tensor
-    tokens_XK: Tensor
-    logq_XK: Tensor
-    tail_XB: Tensor
-    count_X: Tensor
-    alive_X: Tensor
-    ended_X: Tensor
-    before_X: Tensor
-    text_X: Tensor
-    cut_X: Tensor
-    outcome_X: Tensor
-
-
-class GrownTensors(NamedTuple):
-    """The fields of a `TokenTree` that are read after rows have grown."""
-
-    root_X: Tensor
-    tokens_XK: Tensor
-    logq_XK: Tensor
-    tail_XB: Tensor
-    count_X: Tensor
-    alive_X: Tensor
-    ended_X: Tensor
-    before_X: Tensor
-    mass_X: Tensor
-    cut_X: Tensor
 
 
 class ChosenTokens(NamedTuple):
@@ -187,7 +137,7 @@ def begin(
 
 
 def pack(
-    plan: PlanTensors, slots: SlotTensors, tree: GrownTensors, rows_WX: Tensor, branches: int, has_independent: bool
+    plan: PlanTensors, slots: SlotTensors, tree: TreeTensors, rows_WX: Tensor, branches: int, has_independent: bool
 ) -> None:
     """See `smc.executor.draft.pack`; writes `DraftedRows.all_WX`."""
     rows, block = tree.tokens_XK.shape
@@ -197,7 +147,7 @@ def pack(
     )  # fmt: skip
 
 
-def resume(plan: PlanTensors, slots: SlotTensors, tree: GrownTensors, choice_9A: Tensor, steps: int) -> ResumeOutputs:
+def resume(plan: PlanTensors, slots: SlotTensors, tree: TreeTensors, choice_9A: Tensor, steps: int) -> ResumeOutputs:
     """See `smc.executor.draft.resume`. The same launch makes block tables follow the choice."""
     (batch_size, queries), pages = plan.begin_pages_AP.shape, tree.tail_XB.shape[1]
     width, room = min(2, slots.pending_SQ.shape[1]), Room(plan.slot_A.device)
@@ -217,7 +167,7 @@ def resume(plan: PlanTensors, slots: SlotTensors, tree: GrownTensors, choice_9A:
 
 
 def reparent(
-    before: TreeBefore,
+    before: TreeTensors,
     chosen: ChosenTokens | None,
     own: tuple[Tensor, Tensor] | None,
     chains: ChainTokens | None,
@@ -226,40 +176,25 @@ def reparent(
     tables: StopTensors,
     step: int,
     branches: int,
-) -> TreeTensors:
-    """See `smc.executor.draft.reparent`. `own`: tokens [S, D] that rows drew for themselves, and their log q [S, D]."""
+) -> tuple[TreeTensors, Tensor]:
+    """See `smc.executor.draft.reparent`. `own`: tokens [S, D] that rows drew for themselves, and their log q [S, D].
+    Returns the rows, and `run_4X` of their `TokenTree`."""
     rows, room = len(plan.slot_A) * branches, Room(plan.slot_A.device)
     tokens, pages = before.tokens_XK.shape[1], plan.branch_pages_XB.shape[1]
-    out = TreeTensors(
-        root_X=room.longs(rows),
-        tokens_XK=room.longs(rows, tokens),
-        logq_XK=room.floats(rows, tokens),
-        tail_XB=room.ints(rows, pages),
-        count_X=room.longs(rows),
-        alive_X=room.bools(rows),
-        ended_X=room.bools(rows),
-        before_X=room.longs(rows),
-        text_X=room.longs(rows),
-        mass_X=room.doubles(rows),
-        last_X=room.longs(rows),
-        next_X=room.longs(rows),
-        cut_X=room.longs(rows),
-        outcome_X=room.longs(rows),
-        run_4X=room.ints(4, rows),
-    )
+    out, run_4X = TreeTensors.allocate(room, rows, tokens, pages), room.ints(4, rows)
     strides = TreeStrides(before.tokens_XK.stride(0), before.logq_XK.stride(0), before.tail_XB.stride(0))
     _reparent[(triton.cdiv(rows, TREE_ROWS),)](
-        before, strides, chosen, own, chains, plan, slots, tables, out, TreeSizes(rows, step, tokens, pages),
+        before, strides, chosen, own, chains, plan, slots, tables, out, run_4X, TreeSizes(rows, step, tokens, pages),
         BLOCK=TREE_ROWS, BLOCK_K=triton.next_power_of_2(tokens), BLOCK_B=triton.next_power_of_2(max(1, pages)),
-        BRANCHES=branches,
-        WIDTH=0 if chosen is None else chosen.token_RC.shape[1], DRAWS=0 if own is None else own[0].shape[1],
-        SOURCES=1 if own is None else len(before.root_X) // len(own[0]), num_warps=1,
+        BRANCHES=branches, WIDTH=0 if chosen is None else chosen.token_RC.shape[1],
+        DRAWS=0 if own is None else own[0].shape[1], SOURCES=1 if own is None else len(before.root_X) // len(own[0]),
+        num_warps=1,
     )  # fmt: skip
-    return out
+    return out, run_4X
 
 
 class TreeStrides(NamedTuple):
-    """Row strides of a `TreeBefore`."""
+    """Row strides of a `TreeTensors`."""
 
     tokens: int
     logq: int
@@ -301,8 +236,7 @@ def _begin(
     # The pending tokens are known not to end the answer.
     text, _ = after_all(
         text, slots.pending_SQ + slot * pending_stride, 1, tl.load(slots.entry_S + slot, mask=own, other=0), own,
-        pending,
-        tl.load(slots.least_S + slot, mask=own, other=0) - held, tables, P,
+        pending, tl.load(slots.least_S + slot, mask=own, other=0) - held, tables, P,
     )  # fmt: skip
     zero, wide = index * 0, index.to(tl.int64)
     tl.store(out.numbers_6A + index, wide, mask=own)
@@ -420,10 +354,9 @@ def _resume(
 
 @one_variant()
 def _reparent(
-    before, strides, chosen, own, chains, plan, slots, tables, out, sizes,
+    before, strides, chosen, own, chains, plan, slots, tables, out, run_4X, sizes,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, BRANCHES: tl.constexpr, WIDTH: tl.constexpr,
-    DRAWS: tl.constexpr,
-    SOURCES: tl.constexpr,
+    DRAWS: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Write every row with its next token. SOURCES: number of source rows for each row that draws its own tokens; the
     first of them is the one that draws."""
@@ -482,10 +415,10 @@ def _reparent(
     tl.store(out.cut_X + x, cut, mask=inside)
     outcome = tl.load(before.outcome_X + parent, mask=inside, other=0)
     tl.store(out.outcome_X + x, tl.where(step == 0, x.to(tl.int64), outcome), mask=inside)
-    tl.store(out.run_4X + x, slot.to(tl.int32), mask=inside)
-    tl.store(out.run_4X + rows + x, end.to(tl.int32), mask=inside)
-    tl.store(out.run_4X + 2 * rows + x, (end + step).to(tl.int32), mask=inside)
-    tl.store(out.run_4X + 3 * rows + x, (alive & ~has_ended).to(tl.int32), mask=inside)
+    tl.store(run_4X + x, slot.to(tl.int32), mask=inside)
+    tl.store(run_4X + rows + x, end.to(tl.int32), mask=inside)
+    tl.store(run_4X + 2 * rows + x, (end + step).to(tl.int32), mask=inside)
+    tl.store(run_4X + 3 * rows + x, (alive & ~has_ended).to(tl.int32), mask=inside)
     _reparent_tokens(x, inside, parent, token, logq, before, strides, plan, out, sizes, BLOCK_K, BLOCK_B)
 
 
@@ -515,15 +448,13 @@ def observe_draws(
     choice_9A: Tensor,
     kept_BV: Tensor,
     coupling: CouplingTensors,
-    block: int = 4096,
 ) -> Tensor:
     """See `smc.executor.draft.observe_draws`."""
     batch_size, columns = len(plan.slot_A), kept_BV.shape[1]
     observed_3A = torch.empty(3, batch_size, device=kept_BV.device)
     _observe[(batch_size,)](
-        plan.slot_A, (slots.end_S, slots.ended_S), (tokens_XK, tokens_XK.stride(0)), choice_9A, kept_BV,
-        (len(kept_BV), columns, batch_size), coupling, observed_3A,
-        HEAD=coupling.ids_M is not None, BLOCK=min(block, triton.next_power_of_2(columns)), num_warps=8,
+        plan, slots, tokens_XK, tokens_XK.stride(0), choice_9A, kept_BV, len(kept_BV), columns, batch_size, coupling,
+        observed_3A, BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
     )  # fmt: skip
     return observed_3A
 
@@ -536,41 +467,40 @@ def _hash(position):
 
 
 @triton.jit
-def _part(begin, columns, kept_BV, root, position, token, coupling, HEAD: tl.constexpr, BLOCK: tl.constexpr):
+def _part(begin, columns, kept_BV, root, position, token, coupling, BLOCK: tl.constexpr):
     """Return, for a block of columns after a root: whether each exists, its log q, its score, and whether it is the
     drawn token."""
     column_V = begin + tl.arange(0, BLOCK)
     inside_V = column_V < columns
     logq_V = tl.load(kept_BV + root * columns + column_V, mask=inside_V, other=-float("inf"))
-    score_V = coupled_score(logq_V, column_V, inside_V, root, position, coupling, HEAD)
+    score_V = coupled_score(logq_V, column_V, inside_V, root, position, coupling)
     token_V = column_V.to(tl.int64)
-    if HEAD:
+    if coupling.ids_M is not None:
         token_V = tl.load(coupling.ids_M + column_V, mask=inside_V, other=-1)
     return inside_V, logq_V, score_V, inside_V & (token_V == token)
 
 
 @one_variant("kept_BV")
 def _observe(
-    slot_A, slots, tokens, choice_9A, kept_BV, sizes, coupling, observed_3A, HEAD: tl.constexpr, BLOCK: tl.constexpr
+    plan, slots, tokens_XK, stride, choice_9A, kept_BV, kept, columns, batch_size, coupling, observed_3A,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index, kept, columns, batch_size = tl.program_id(0), sizes[0], sizes[1], sizes[2]
+    index = tl.program_id(0)
     of = choice_9A + index
     root, row, taken = tl.load(of), tl.load(of + batch_size), tl.load(of + 2 * batch_size)
     cut, bonus, is_alive = tl.load(of + 3 * batch_size), tl.load(of + 4 * batch_size), tl.load(of + 5 * batch_size) > 0
-    slot = tl.load(slot_A + root)
-    token = tl.where(taken > 0, tl.load(tokens[0] + row * tokens[1]).to(tl.int64), bonus)
-    is_seen = is_alive & (tl.load(slots[1] + slot) == 0) & (cut == 0) & (token >= 0) & (root < kept)
+    slot = tl.load(plan.slot_A + root)
+    token = tl.where(taken > 0, tl.load(tokens_XK + row * stride).to(tl.int64), bonus)
+    is_seen = is_alive & (tl.load(slots.ended_S + slot) == 0) & (cut == 0) & (token >= 0) & (root < kept)
     is_seen = is_seen & (tl.load(coupling.exponent_A + root) > 0)
     score, information, rank = float("nan"), float("nan"), float("nan")
     if is_seen:
-        position = tl.load(slots[0] + slot)
+        position = tl.load(slots.end_S + slot)
         # Sums of exp(score), and of log q and its square with these weights, relative to the largest score so far.
         top, total, first, second = -float("inf"), 0.0, 0.0, 0.0
         drawn_logq, drawn_score = -float("inf"), -float("inf")
         for begin in range(0, columns, BLOCK):
-            _, logq_V, score_V, is_drawn_V = _part(
-                begin, columns, kept_BV, root, position, token, coupling, HEAD, BLOCK
-            )
+            _, logq_V, score_V, is_drawn_V = _part(begin, columns, kept_BV, root, position, token, coupling, BLOCK)
             drawn_logq = tl.maximum(drawn_logq, tl.max(tl.where(is_drawn_V, logq_V, -float("inf")), 0))
             drawn_score = tl.maximum(drawn_score, tl.max(tl.where(is_drawn_V, score_V, -float("inf")), 0))
             higher = tl.maximum(top, tl.max(score_V, 0))
@@ -593,7 +523,7 @@ def _observe(
                 rank = 0.0
                 for begin in range(0, columns, BLOCK):
                     inside_V, _, score_V, is_drawn_V = _part(
-                        begin, columns, kept_BV, root, position, token, coupling, HEAD, BLOCK
+                        begin, columns, kept_BV, root, position, token, coupling, BLOCK
                     )
                     is_above_V = inside_V & (score_V > drawn_score) & (is_drawn_V == 0)
                     rank += tl.sum(is_above_V.to(tl.float32), 0)

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from smc.algorithm.expansion import LEAD_GAIN, PopulationKind
 from smc.api.limits import MAX_PARTICLES
+from smc.kernels.candidate_tokens import FoundTokens
 from smc.kernels.expansion import find_bound
 from smc.kernels.launch import one_variant
-from smc.kernels.round_tensors import PlanTensors, Room
+from smc.kernels.round_tensors import PlanTensors, Room, TreeTensors
 
 BEST = tl.constexpr(int(PopulationKind.BEST))
 LEAD = tl.constexpr(LEAD_GAIN)
@@ -37,39 +38,7 @@ class StepRows(NamedTuple):
     """Tensors of the rows of a `smc.executor.draft.DraftStep`."""
 
     parent_X: Tensor
-    root_X: Tensor
-    tokens_XK: Tensor
-    logq_XK: Tensor
-    tail_XB: Tensor
-    count_X: Tensor
-    alive_X: Tensor
-    ended_X: Tensor
-    before_X: Tensor
-    text_X: Tensor
-    mass_X: Tensor
-    last_X: Tensor
-    next_X: Tensor
-    cut_X: Tensor
-    outcome_X: Tensor
-
-
-class TakenRows(NamedTuple):
-    """Tensors of a `smc.executor.draft.TokenTree`."""
-
-    root_X: Tensor
-    tokens_XK: Tensor
-    logq_XK: Tensor
-    tail_XB: Tensor
-    count_X: Tensor
-    alive_X: Tensor
-    ended_X: Tensor
-    before_X: Tensor
-    text_X: Tensor
-    mass_X: Tensor
-    last_X: Tensor
-    next_X: Tensor
-    cut_X: Tensor
-    outcome_X: Tensor
+    tree: TreeTensors
 
 
 class Scratch(NamedTuple):
@@ -90,11 +59,11 @@ class Scratch(NamedTuple):
 
 
 def choose_rows(
-    plan: PlanTensors, steps: tuple[StepRows, ...], branches: int, lookahead: bool, block: int = 64
-) -> tuple[TakenRows, Tensor]:
+    plan: PlanTensors, steps: tuple[StepRows, ...], branches: int, lookahead: bool
+) -> tuple[TreeTensors, Tensor]:
     """See `smc.executor.draft_tree.choose_rows`. Returns the rows, and the node at which each ends."""
-    rows, tokens = steps[0].tokens_XK.shape
-    pages, nodes, room = steps[0].tail_XB.shape[1], len(steps) * rows, Room(plan.slot_A.device)
+    (rows, tokens), pages = steps[0].tree.tokens_XK.shape, steps[0].tree.tail_XB.shape[1]
+    nodes, block, room = len(steps) * rows, 64, Room(plan.slot_A.device)
     scratch = Scratch(*(room.doubles(nodes) for _ in range(2)), *(room.ints(nodes) for _ in range(4)))
     leaf_X, is_there_X = room.longs(rows), room.bools(rows)
     programs = min(triton.cdiv(nodes, block), MOST_PROGRAMS)
@@ -106,22 +75,7 @@ def choose_rows(
             plan, steps, scratch, leaf_X, is_there_X, rows, FROM=of_launch.start, UPTO=of_launch.stop,
             K=len(steps), F=branches, AHEAD=lookahead, BLOCK=block, num_warps=8,
         )  # fmt: skip
-    out = TakenRows(
-        root_X=room.longs(rows),
-        tokens_XK=room.longs(rows, tokens),
-        logq_XK=room.floats(rows, tokens),
-        tail_XB=room.ints(rows, pages),
-        count_X=room.longs(rows),
-        alive_X=room.bools(rows),
-        ended_X=room.bools(rows),
-        before_X=room.longs(rows),
-        text_X=room.longs(rows),
-        mass_X=room.doubles(rows),
-        last_X=room.longs(rows),
-        next_X=room.longs(rows),
-        cut_X=room.longs(rows),
-        outcome_X=room.longs(rows),
-    )
+    out = TreeTensors.allocate(room, rows, tokens, pages)
     _take_rows[(triton.cdiv(rows, ROWS),)](
         plan, steps, leaf_X, is_there_X, out, rows, tokens, pages,
         K=len(steps), F=branches, BLOCK=ROWS, BLOCK_T=triton.next_power_of_2(tokens),
@@ -179,15 +133,15 @@ def _find_paths(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.co
     top = tl.full((), NONE, tl.float64)
     for tile in range(tiles):
         _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
-        alive_I = tl.load(steps[0].alive_X + x_I, mask=in_I, other=0) != 0
-        top = tl.maximum(top, tl.max(tl.load(steps[0].mass_X + x_I, mask=alive_I, other=NONE), 0))
+        alive_I = tl.load(steps[0].tree.alive_X + x_I, mask=in_I, other=0) != 0
+        top = tl.maximum(top, tl.max(tl.load(steps[0].tree.mass_X + x_I, mask=alive_I, other=NONE), 0))
     # From the last step back: the worth of every node, and the node of the next step that continues its best path.
     for k in tl.static_range(K - 1, -1, -1):
         for tile in range(tiles):
             _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
-            alive_I = tl.load(steps[k].alive_X + x_I, mask=in_I, other=0) != 0
-            mass_I = tl.load(steps[k].mass_X + x_I, mask=alive_I, other=NONE)
-            counts_I = alive_I & (tl.load(steps[k].count_X + x_I, mask=alive_I, other=0) > k)
+            alive_I = tl.load(steps[k].tree.alive_X + x_I, mask=in_I, other=0) != 0
+            mass_I = tl.load(steps[k].tree.mass_X + x_I, mask=alive_I, other=NONE)
+            counts_I = alive_I & (tl.load(steps[k].tree.count_X + x_I, mask=alive_I, other=0) > k)
             if AHEAD:
                 counts_I = counts_I & (k > 0)
             worth_I = tl.where(counts_I, tl.exp(mass_I - top), 0.0)
@@ -197,7 +151,7 @@ def _find_paths(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.co
                 best_I = tl.full((BLOCK,), NONE, tl.float64)
                 for other in range(tiles):
                     _, y_J, _, in_J = _node(other, i, first, size, rows, tiles)
-                    child_J = tl.load(steps[k + 1].alive_X + y_J, mask=in_J, other=0) != 0
+                    child_J = tl.load(steps[k + 1].tree.alive_X + y_J, mask=in_J, other=0) != 0
                     parent_J = tl.load(steps[k + 1].parent_X + y_J, mask=child_J, other=-1)
                     worth_J = tl.load(scratch.worth_M + (k + 1) * rows + y_J, mask=child_J, other=NONE)
                     is_child_IJ = (parent_J[None, :] == x_I[:, None]) & child_J[None, :]
@@ -225,7 +179,7 @@ def _keep_first_nodes(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD:
         for tile in range(tiles):
             _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
             m_I = k * rows + x_I
-            is_top_I = in_I & (tl.load(steps[k].alive_X + x_I, mask=in_I, other=0) != 0)
+            is_top_I = in_I & (tl.load(steps[k].tree.alive_X + x_I, mask=in_I, other=0) != 0)
             if k > 0:
                 parent_I = tl.load(steps[k].parent_X + x_I, mask=is_top_I, other=0)
                 before_I = tl.load(scratch.heaviest_M + (k - 1) * rows + parent_I, mask=is_top_I, other=-1)
@@ -234,13 +188,13 @@ def _keep_first_nodes(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD:
             if AHEAD and k == 0:
                 # A row that consists of an outcome alone is useless, unless it ends the answer.
                 is_short_I = tl.load(scratch.leaf_M + m_I, mask=in_I, other=0) < rows
-                is_short_I = is_short_I & (tl.load(steps[0].ended_X + x_I, mask=in_I, other=0) == 0)
+                is_short_I = is_short_I & (tl.load(steps[0].tree.ended_X + x_I, mask=in_I, other=0) == 0)
                 is_top_I = is_top_I & ((is_short_I == 0) | (worth_I >= LEAD))
             tl.store(scratch.worth_M + m_I, tl.where(is_top_I, worth_I, -1.0), mask=in_I)
             tl.store(scratch.useful_M + m_I, tl.where(is_top_I, worth_I, -1.0), mask=in_I)
             outcome_I = tl.zeros((BLOCK,), tl.int32)
             if AHEAD:
-                outcome_I = tl.load(steps[k].outcome_X + x_I, mask=in_I, other=0).to(tl.int32)
+                outcome_I = tl.load(steps[k].tree.outcome_X + x_I, mask=in_I, other=0).to(tl.int32)
             tl.store(scratch.outcome_M + m_I, outcome_I, mask=in_I)
 
 
@@ -347,7 +301,7 @@ def _take_rows(
     to_T, to_B = x[:, None] * tokens + t, x[:, None] * pages + b
     for k in tl.static_range(K):
         here, at = inside & (leaf // rows == k), leaf % rows
-        step = steps[k]
+        step = steps[k].tree
         tl.store(out.root_X + x, tl.load(step.root_X + at, mask=here, other=0), mask=here)
         tl.store(out.count_X + x, tl.load(step.count_X + at, mask=here, other=0), mask=here)
         alive = tl.load(step.alive_X + at, mask=here, other=0) != 0
@@ -390,29 +344,6 @@ class StepTensors(NamedTuple):
     text_X: Tensor
 
 
-class ParticleTensors(NamedTuple):
-    """Tensors of a `smc.executor.draft.TokenTree` of particles, and of the candidates that follow them."""
-
-    root_X: Tensor
-    alive_X: Tensor
-    ended_X: Tensor
-    text_X: Tensor
-    mass_X: Tensor
-    token_AC: Tensor
-    logq_AC: Tensor
-    share_AC: Tensor
-
-
-class OutcomeRows(NamedTuple):
-    """Tensors of a `smc.executor.draft.TokenTree`, and of the candidates of its rows."""
-
-    outcome_X: Tensor
-    mass_X: Tensor
-    alive_X: Tensor
-    ended_X: Tensor
-    share_XC: Tensor
-
-
 class NodeRows(NamedTuple):
     """Outputs of `with_inner_nodes`. Below a packed tensor is what each entry of its first axis holds."""
 
@@ -446,65 +377,66 @@ def keep_nodes(
     )  # fmt: skip
 
 
-def with_inner_nodes(nodes: NodeTensors, plan: PlanTensors, particles: ParticleTensors) -> NodeRows:
+def with_inner_nodes(
+    nodes: NodeTensors, plan: PlanTensors, particles: TreeTensors, candidates: FoundTokens
+) -> NodeRows:
     """See `smc.executor.draft_tree.with_inner_nodes`."""
-    (batch_size, width), (_, inner, most) = particles.share_AC.shape, nodes.share_SDC.shape
+    (batch_size, width), (_, inner, most) = candidates.share_RC.shape, nodes.share_SDC.shape
     room, groups, count = Room(plan.slot_A.device), len(plan.first_G), batch_size * (inner + 1)
     out = NodeRows(
         numbers_4H=room.longs(4, count),
         flags_2H=room.bools(2, count),
         mass_H=room.doubles(count),
-        token_HC=particles.token_AC.new_empty(count, width),
+        token_HC=candidates.token_RC.new_empty(count, width),
         values_2HC=room.floats(2, count, width),
         bounds_2G=room.ints(2, groups),
     )
     _with_inner_nodes[(max(count, groups),)](
-        nodes, plan, particles, out, count, groups, width,
+        nodes, plan, particles, candidates, out, count, groups, width,
         K=inner + 1, C=most, BLOCK_C=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return out
 
 
-def limit_outcomes(plan: PlanTensors, rows: OutcomeRows, branches: int, has_rest: bool, chunk: int = 512) -> Tensor:
-    """See `smc.executor.draft_tree.limit_outcomes`. Returns the candidates' log shares."""
-    (count, width), room = rows.share_XC.shape, Room(plan.slot_A.device)
-    share_XC, log_mass_M = room.floats(count, width), room.doubles(count * width)
+def limit_outcomes(plan: PlanTensors, tree: TreeTensors, share_XC: Tensor, branches: int, has_rest: bool) -> Tensor:
+    """See `smc.executor.draft_tree.limit_outcomes`. Takes and returns the candidates' log shares."""
+    (count, width), room = share_XC.shape, Room(plan.slot_A.device)
+    limited_XC, log_mass_M = room.floats(count, width), room.doubles(count * width)
     _limit_outcomes[(count,)](
-        plan, rows, share_XC, log_mass_M, count, width, width - 1 if has_rest else -1,
+        plan, tree, share_XC, limited_XC, log_mass_M, count, width, width - 1 if has_rest else -1,
         # An outcome has one row more than its group if the first row's candidate is kept in addition.
-        F=branches, BLOCK_N=2 * MAX_PARTICLES, CHUNK=chunk, num_warps=4,
+        F=branches, BLOCK_N=2 * MAX_PARTICLES, CHUNK=512, num_warps=4,
     )  # fmt: skip
-    return share_XC
+    return limited_XC
 
 
 @one_variant()
 def _limit_outcomes(
-    plan, rows, share_XC, log_mass_M, total, width, rest, F: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr
+    plan, tree, share_XC, limited_XC, log_mass_M, total, width, rest,
+    F: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the candidates' log shares, -inf for those that are dropped. In a group with a draft tree, the first row of
     an outcome does so for all rows of the outcome."""
     first = tl.program_id(0)
     group = tl.load(plan.group_A + first // F)
     is_best = tl.load(plan.kind_G + group) == BEST
-    outcome = tl.load(rows.outcome_X + first)
-    if is_best & (tl.load(rows.outcome_X + first - 1, mask=first > 0, other=-1) == outcome):
+    outcome = tl.load(tree.outcome_X + first)
+    if is_best & (tl.load(tree.outcome_X + first - 1, mask=first > 0, other=-1) == outcome):
         return
     n = first + tl.arange(0, BLOCK_N)
-    of_N = (tl.load(rows.outcome_X + n, mask=n < total, other=-1) == outcome) & (is_best | (n == first))
-    alive_N, ended_N = (
-        tl.load(rows.alive_X + n, mask=of_N, other=0) != 0,
-        tl.load(rows.ended_X + n, mask=of_N, other=0) != 0,
-    )
+    of_N = (tl.load(tree.outcome_X + n, mask=n < total, other=-1) == outcome) & (is_best | (n == first))
+    alive_N = tl.load(tree.alive_X + n, mask=of_N, other=0) != 0
+    ended_N = tl.load(tree.ended_X + n, mask=of_N, other=0) != 0
     count = tl.sum(of_N.to(tl.int32), 0) * width
     most = tl.load(plan.draws_G + group).to(tl.int32) - tl.sum((alive_N & ended_N).to(tl.int32), 0)
-    share_M, log_mass_M = rows.share_XC + first * width, log_mass_M + first * width
+    share_M, log_mass_M = share_XC + first * width, log_mass_M + first * width
     valid, lowest, top = 0, tl.full((), float("inf"), tl.float64), tl.full((), NONE, tl.float64)
     for begin in range(0, count, CHUNK):
         m_I = begin + tl.arange(0, CHUNK)
         row_I, inside_I = first + m_I // width, (m_I < count) & (m_I % width != rest)
-        goes_I = inside_I & (tl.load(rows.alive_X + row_I, mask=inside_I, other=0) != 0)
-        goes_I = goes_I & (tl.load(rows.ended_X + row_I, mask=inside_I, other=1) == 0)
-        mass_I = tl.load(rows.mass_X + row_I, mask=goes_I, other=NONE)
+        goes_I = inside_I & (tl.load(tree.alive_X + row_I, mask=inside_I, other=0) != 0)
+        goes_I = goes_I & (tl.load(tree.ended_X + row_I, mask=inside_I, other=1) == 0)
+        mass_I = tl.load(tree.mass_X + row_I, mask=goes_I, other=NONE)
         mass_I += tl.load(share_M + m_I, mask=goes_I, other=NONE).to(tl.float64)
         mass_I = tl.where(goes_I & (mass_I == mass_I), mass_I, NONE)
         tl.store(log_mass_M + m_I, mass_I, mask=m_I < count)
@@ -531,7 +463,7 @@ def _limit_outcomes(
         is_kept_I = (mass_I > bound) | (mass_I == NONE) | (is_equal_I & (rank_I <= ties))
         is_kept_I = is_kept_I | (first + m_I == lead)
         share_I = tl.load(share_M + m_I, mask=m_I < count, other=NONE)
-        tl.store(share_XC + first * width + m_I, tl.where(is_kept_I, share_I, NONE), mask=m_I < count)
+        tl.store(limited_XC + first * width + m_I, tl.where(is_kept_I, share_I, NONE), mask=m_I < count)
         equal += tl.sum(is_equal_I.to(tl.int32), 0)
 
 
@@ -562,9 +494,8 @@ def _keep_nodes(
         # Nodes of d + 1 tokens, the longest first; `at` is the row of the step that drafted the node's last token.
         at = tl.where(leaf // rows > d, tl.load(steps[d + 1].parent_X + at), at)
         through_N = exists_N & (common_N > d) & (count_N > d + 1)
-        is_node = (tl.max((through_N & (at_N == index)).to(tl.int32), 0) > 0) & (
-            tl.max((through_N & (at_N < index)).to(tl.int32), 0) == 0
-        )
+        is_node = tl.max((through_N & (at_N == index)).to(tl.int32), 0) > 0
+        is_node = is_node & (tl.max((through_N & (at_N < index)).to(tl.int32), 0) == 0)
         child_N = tl.load(tokens_XK + row_N * K + d + 1, mask=through_N, other=-1).to(tl.int32)
         token_C = tl.load(steps[d + 1].token_XC + at * width + c, mask=c < C, other=0).to(tl.int32)
         share_C = tl.load(steps[d + 1].share_XC + at * width + c, mask=c < C, other=NONE)
@@ -579,8 +510,9 @@ def _keep_nodes(
 
 @one_variant()
 def _with_inner_nodes(
-    nodes, plan, particles, out, count, groups, width, K: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr
-):
+    nodes, plan, particles, candidates, out, count, groups, width,
+    K: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     node, c = tl.program_id(0), tl.arange(0, BLOCK_C)
     if node < groups:
         tl.store(out.bounds_2G + node, tl.load(plan.first_G + node) * K)
@@ -591,13 +523,12 @@ def _with_inner_nodes(
     kind = tl.load(plan.kind_G + tl.load(plan.group_A + index))
     at, is_inner = tl.load(plan.slot_A + index) * (K - 1) + depth - 1, depth > 0
     first_C, inner_C = (c < width) & (is_inner == 0), (c < C) & is_inner & (kind == BEST)
-    token_C = tl.load(particles.token_AC + index * width + c, mask=first_C, other=0)
-    token_C = tl.where(
-        is_inner, tl.load(nodes.token_SDC + at * C + c, mask=inner_C, other=0).to(token_C.dtype), token_C
-    )
+    token_C = tl.load(candidates.token_RC + index * width + c, mask=first_C, other=0)
+    inner_token_C = tl.load(nodes.token_SDC + at * C + c, mask=inner_C, other=0)
+    token_C = tl.where(is_inner, inner_token_C.to(token_C.dtype), token_C)
     share_C = tl.load(nodes.share_SDC + at * C + c, mask=inner_C, other=NONE)
-    logq_C = tl.where(is_inner, share_C, tl.load(particles.logq_AC + index * width + c, mask=first_C, other=NONE))
-    share_C = tl.where(is_inner, share_C, tl.load(particles.share_AC + index * width + c, mask=first_C, other=NONE))
+    logq_C = tl.where(is_inner, share_C, tl.load(candidates.logq_RC + index * width + c, mask=first_C, other=NONE))
+    share_C = tl.where(is_inner, share_C, tl.load(candidates.share_RC + index * width + c, mask=first_C, other=NONE))
     tl.store(out.token_HC + node * width + c, token_C, mask=c < width)
     tl.store(out.values_2HC + node * width + c, logq_C, mask=c < width)
     tl.store(out.values_2HC + (count + node) * width + c, share_C, mask=c < width)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +22,7 @@ from smc.algorithm.expansion import EXPANSION_POSITION, CandidateTokens, Expansi
 from smc.algorithm.expansion import LEAD as MOST_MASS
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_indices, programs
-from smc.kernels.round_tensors import contiguous
+from smc.kernels.round_tensors import Room, contiguous
 from smc.kernels.select import draw_uniforms
 
 CHUNKS = (256, 512, 1024, 2048)
@@ -50,16 +49,17 @@ def expand(
 ) -> Expansion:
     """As `smc.algorithm.expansion.expand`. If a group keeps nothing, its rows repeat the first candidate of its first
     source row."""
-    count, width = candidates.share_RC.shape
-    parent_X, candidate_X = mass_R.new_empty((2, total), dtype=torch.int64)
-    mass_X, ess_G = (mass_R.new_empty(size, dtype=torch.float64) for size in (total, len(kind_G)))
-    alive_X, collapsed_G, nan_G = (there_R.new_empty(size) for size in (total, len(kind_G), len(kind_G)))
-    scratch_2M = mass_X.new_empty((2, count * width))
+    (count, width), groups_count, room = candidates.share_RC.shape, len(kind_G), Room(mass_R.device)
+    (parent_X, candidate_X), (collapsed_G, nan_G) = room.longs(2, total), room.bools(2, groups_count)
+    scratch_2M = room.doubles(2, count * width)
     source = contiguous(SourceTensors(candidates.share_RC, mass_R, there_R, ended_R))
     groups = contiguous(ExpandGroups(*sources, *rows, most_G, kind_G, *keys[:2]))
-    out = ExpandTensors(parent_X, candidate_X, mass_X, alive_X, ess_G, collapsed_G, nan_G)
+    out = ExpandTensors(
+        *(parent_X, candidate_X, room.doubles(total), room.bools(total)),
+        *(room.doubles(groups_count), collapsed_G, nan_G),
+    )
     # One more program, for the rows that belong to no group.
-    _expand[(len(kind_G) + 1,)](
+    _expand[(groups_count + 1,)](
         source, groups, out, *scratch_2M, EXPANSION_POSITION + keys[2], width, width - 1 if has_rest else -1, total,
         LEAST=least, CHUNK=chunk or next(size for size in CHUNKS if size >= count * width or size == CHUNKS[-1]),
         # The reference rounds a product before it adds it.
@@ -111,8 +111,8 @@ def keep_roots(
     total: int,
 ) -> tuple[Tensor, Tensor]:
     """As `smc.algorithm.expansion.keep_roots`, for groups of up to MAX_PARTICLES batch indices."""
-    row_A, count = torch.empty(total, dtype=torch.int64, device=root_R.device), len(rows[0])
-    alive_A = torch.empty_like(row_A, dtype=torch.bool)
+    room, count = Room(root_R.device), len(rows[0])
+    row_A, alive_A = room.longs(total), room.bools(total)
     given = (tensor.contiguous() for tensor in (root_R, parent_X, alive_X, *rows, *indices))
     _keep_roots[(programs(total, count),)](*given, row_A, alive_A, count, total, BLOCK_N=MAX_PARTICLES, num_warps=8)
     return row_A, alive_A
@@ -264,8 +264,9 @@ def _draw(
 
 
 @triton.jit
-def _finish(parent_N, candidate_N, mass_N, went, size, first_parent, first_candidate, CHUNK: tl.constexpr):
+def _finish(rows_N, went, size, first_parent, first_candidate, CHUNK: tl.constexpr):
     """Let the rows beyond the chosen ones repeat the first. Returns the effective sample size."""
+    parent_N, candidate_N, mass_N, _ = rows_N
     top = tl.full((), -float("inf"), tl.float64)
     for begin in range(0, size, CHUNK):
         n_I = begin + tl.arange(0, CHUNK)
@@ -282,8 +283,9 @@ def _finish(parent_N, candidate_N, mass_N, went, size, first_parent, first_candi
 
 
 @triton.jit
-def _clear(parent_X, candidate_X, mass_X, alive_X, first, end, CHUNK: tl.constexpr):
+def _clear(rows_X, first, end, CHUNK: tl.constexpr):
     """Mark rows as not kept."""
+    parent_X, candidate_X, mass_X, alive_X = rows_X
     for begin in range(first, end, CHUNK):
         x_I = begin + tl.arange(0, CHUNK)
         nothing_I = tl.zeros((CHUNK,), tl.int64)
@@ -306,40 +308,23 @@ def _expand(
             size_I = tl.load(groups.row_size_G + g_I, mask=g_I < count_G, other=0).to(tl.int32)
             end_I = tl.load(groups.row_first_G + g_I, mask=size_I > 0, other=0).to(tl.int32) + size_I
             end = tl.maximum(end, tl.max(end_I, 0))
-        _clear(out.parent_X, out.candidate_X, out.mass_X, out.alive_X, end, total, CHUNK)
+        _clear((out.parent_X, out.candidate_X, out.mass_X, out.alive_X), end, total, CHUNK)
         return
     sources, kind = tl.load(groups.source_size_G + group).to(tl.int32), tl.load(groups.kind_G + group)
-    source_first, row_first = (
-        tl.load(groups.source_first_G + group).to(tl.int64),
-        tl.load(groups.row_first_G + group).to(tl.int64),
-    )
-    size, most, is_best = (
-        tl.load(groups.row_size_G + group).to(tl.int32),
-        tl.load(groups.most_G + group).to(tl.int32),
-        kind >= BEST,
-    )
-    _clear(
-        out.parent_X + row_first,
-        out.candidate_X + row_first,
-        out.mass_X + row_first,
-        out.alive_X + row_first,
-        0,
-        size,
-        CHUNK,
-    )
+    source_first = tl.load(groups.source_first_G + group).to(tl.int64)
+    row_first = tl.load(groups.row_first_G + group).to(tl.int64)
+    size, most = tl.load(groups.row_size_G + group).to(tl.int32), tl.load(groups.most_G + group).to(tl.int32)
+    is_best = kind >= BEST
+    rows_N = (out.parent_X + row_first, out.candidate_X + row_first, out.mass_X + row_first, out.alive_X + row_first)
+    _clear(rows_N, 0, size, CHUNK)
     if (sources == 0) | (kind == INDEPENDENT):
         tl.store(out.ess_G + group, 0.0)
         tl.store(out.collapsed_G + group, False)
         tl.store(out.nan_G + group, False)
         return
     count, at = sources * width, source_first * width
-    share_M, mass_R, there_R = (
-        source.share_RC + at,
-        source.mass_R + source_first,
-        source.there_R + source_first,
-    )
-    log_mass_M, relative_M = log_mass_M + at, relative_M + at
-    ended_R = source.ended_R
+    share_M, mass_R, there_R = source.share_RC + at, source.mass_R + source_first, source.there_R + source_first
+    log_mass_M, relative_M, ended_R = log_mass_M + at, relative_M + at, None
     if source.ended_R is not None:
         ended_R = source.ended_R + source_first
     valid, lowest, top, lead, nan = _spread(
@@ -363,20 +348,12 @@ def _expand(
     uniform = tl.sum(
         draw_uniforms(tl.load(groups.seed_G + group), position + tl.arange(0, 1), tl.load(groups.round_G + group)), 0
     )
-    parent_N, candidate_N, mass_N, alive_N = (
-        out.parent_X + row_first,
-        out.candidate_X + row_first,
-        out.mass_X + row_first,
-        out.alive_X + row_first,
-    )
     went, first = _draw(
         log_mass_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
-        lead, lead_mass, (parent_N, candidate_N, mass_N, alive_N), CHUNK, LEAST,
+        lead, lead_mass, rows_N, CHUNK, LEAST,
     )  # fmt: skip
     first = tl.where(went > 0, first, 0)
-    ess = _finish(
-        parent_N, candidate_N, mass_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK
-    )
+    ess = _finish(rows_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK)
     tl.store(out.ess_G + group, ess)
     tl.store(out.collapsed_G + group, collapsed)
     tl.store(out.nan_G + group, (kind < BEST) & (nan > 0))

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from smc.kernels.int4 import choose_int4, sums_of_groups, token_block, widened
 from smc.kernels.launch import launch_options, one_variant
 from smc.kernels.linear import rows_of_tile
+from smc.kernels.norm import gated
 from smc.model.decoder import Choice, Experts
 from smc.model.linear import Linear
 
@@ -46,8 +47,8 @@ def choose(logits_TX: Tensor, chosen: int, normalised: bool, pdl: bool = False) 
         logits_TX.new_empty((tokens, chosen), dtype=torch.float32),
     )
     _choose[(tokens,)](
-        logits_TX, *choice, count, C=chosen, NORMALISED=normalised, BLOCK=triton.next_power_of_2(count), PDL=pdl,
-        num_warps=1, **launch_options(pdl),
+        logits_TX, *choice, count, C=chosen, NORMALISED=normalised, BLOCK=triton.next_power_of_2(count), num_warps=1,
+        **launch_options(pdl),
     )  # fmt: skip
     return choice
 
@@ -69,25 +70,23 @@ def _product(x: Tensor, module: Experts, matrix: Linear, choice: Choice, out: Te
     outputs, inputs = (module.inner if UP else matrix.out_features // module.count), matrix.in_features
     wide = x.element_size() == 4
     if matrix.group:
-        zero, few = matrix.zero, min(tokens, MOST_TOKENS)
-        tiling = choose_int4(few, outputs, inputs, matrix.group, zeros=zero is not None, gated=True)
+        few = min(tokens, MOST_TOKENS)
+        tiling = choose_int4(few, outputs, inputs, matrix.group, zeros=matrix.zero is not None, gated=True)
         block_t = token_block(few, matrix.group)
         rows = tiling.block_n // 2 if UP else tiling.block_n
         _experts_int4[(module.count, triton.cdiv(outputs, rows), triton.cdiv(tokens, block_t))](
-            x, matrix.weight, matrix.scale, matrix.scale if zero is None else zero, expert_TC, weight_TC, out,
+            x, matrix.weight, matrix.scale, matrix.zero, expert_TC, weight_TC, out,
             tokens, outputs, inputs, matrix.out_features, STEPS=inputs // matrix.group,
-            C=chosen, UP=UP, HAS_ZEROS=zero is not None, BLOCK_T=block_t, BLOCK_N=tiling.block_n, GROUP=matrix.group,
-            STAGES=2 if wide else tiling.stages, PDL=pdl, num_warps=tiling.warps, **launch_options(pdl),
+            C=chosen, UP=UP, BLOCK_T=block_t, BLOCK_N=tiling.block_n, GROUP=matrix.group,
+            STAGES=2 if wide else tiling.stages, num_warps=tiling.warps, **launch_options(pdl),
         )  # fmt: skip
         return
     block_t = max(16, min(MOST_TOKENS, triton.next_power_of_2(tokens)))
     block_n, block_k = (32 if wide else 64), min(32 if wide else 128, max(16, triton.next_power_of_2(inputs)))
-    scale = matrix.weight if matrix.scale is None else matrix.scale
-    grid = (module.count, triton.cdiv(outputs, block_n), triton.cdiv(tokens, block_t))
-    _experts[grid](
-        x, matrix.weight, scale, expert_TC, weight_TC, out, tokens, outputs, inputs,
-        C=chosen, UP=UP, SCALED=matrix.scale is not None, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
-        STAGES=2 if wide else 3, PDL=pdl, num_warps=4, **launch_options(pdl),
+    _experts[(module.count, triton.cdiv(outputs, block_n), triton.cdiv(tokens, block_t))](
+        x, matrix.weight, matrix.scale, expert_TC, weight_TC, out, tokens, outputs, inputs,
+        C=chosen, UP=UP, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=2 if wide else 3,
+        num_warps=4, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -119,8 +118,7 @@ def _choose(
 @one_variant("x", "weights", "scales", "out", "outputs", "inputs")
 def _experts(
     x, weights, scales, expert, weight, out, tokens, outputs, inputs,
-    C: tl.constexpr, UP: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    C: tl.constexpr, UP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs of one expert. UP: silu(gate) * up of tokens [T, inputs], to row t * C + c of `out`. Otherwise
@@ -149,20 +147,20 @@ def _experts(
             up_NT = tl.dot(up_NK, tl.trans(x_TK), up_NT, input_precision="ieee")
     if PDL:
         gdc_launch_dependents()
-    if SCALED:
+    if scales is not None:
         sum_NT *= tl.load(scales + row)[:, None]
         if UP:
             up_NT *= tl.load(scales + row + outputs)[:, None]
     if UP:
-        sum_NT = sum_NT * tl.sigmoid(sum_NT) * up_NT
+        sum_NT = gated(sum_NT, up_NT, False)
     _store(sum_NT, weight, out, t, n, column_T, hit_T, tokens, outputs, C, UP)
 
 
 @one_variant("x", "weights", "scales", "zeros", "out", "outputs", "inputs", "all_outputs")
 def _experts_int4(
     x, weights, scales, zeros, expert, weight, out, tokens, outputs, inputs, all_outputs, STEPS,
-    C: tl.constexpr, UP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, UP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_experts`, for weights in int4. UP: a tile has rows of gate and as many of up."""
     own, tile, t = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -175,15 +173,14 @@ def _experts_int4(
     row_N = own.to(tl.int64) * (outputs * 2 if UP else outputs) + rows_of_tile(tile, outputs, BLOCK_N, UP)
     at_T = t.to(tl.int64) if UP else t.to(tl.int64) * C + column_T
     sum_NT = sums_of_groups(
-        weights, scales, zeros, row_N, all_outputs, x + at_T * inputs, hit_T > 0,
-        STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP, HAS_ZEROS,
-    )  # fmt: skip
+        weights, scales, zeros, row_N, all_outputs, x + at_T * inputs, hit_T > 0, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP
+    )
     if PDL:
         gdc_launch_dependents()
     if UP:
         gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
         n = tile * HALF + tl.arange(0, HALF)
-        _store(gate_NT * tl.sigmoid(gate_NT) * up_NT, weight, out, t, n, column_T, hit_T, tokens, outputs, C, UP)
+        _store(gated(gate_NT, up_NT, False), weight, out, t, n, column_T, hit_T, tokens, outputs, C, UP)
     else:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         _store(sum_NT, weight, out, t, n, column_T, hit_T, tokens, outputs, C, UP)

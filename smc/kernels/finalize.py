@@ -183,10 +183,8 @@ def _finalize(
     slot = tl.load(plan.slot_A + ancestor, mask=exists, other=0)
     entry = tl.load(slots.entry_S + slot, mask=exists, other=0)
     text = tl.load(slots.text_S + slot, mask=exists, other=0).to(tl.int32)
-    end, pending = (
-        tl.load(slots.end_S + slot, mask=exists, other=0),
-        tl.load(slots.pending_S + slot, mask=exists, other=0),
-    )
+    end = tl.load(slots.end_S + slot, mask=exists, other=0)
+    pending = tl.load(slots.pending_S + slot, mask=exists, other=0)
     early = tl.load(slots.least_S + slot, mask=exists, other=0) - (end - pending)
     text, _ = after_all(text, blocks.tokens_AQ + block * Q, 1, entry, exists, kept, early, tables, Q)
     room = tl.load(slots.limit_S + slot, mask=exists, other=0) - (end - pending) - kept

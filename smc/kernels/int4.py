@@ -99,7 +99,7 @@ def linear_int4(
         raise ValueError(f"splits must divide the {groups} groups of K={matrix.in_features}; got {splits}")
     shape = (tokens, outputs) if splits == 1 else (splits, tokens, outputs)
     out = x_TK.new_empty(shape, dtype=(dtype or x_TK.dtype) if splits == 1 else torch.float32)
-    _launch(x_TK, matrix, out, outputs, splits, tiling, GATED=False, GELU=False, PDL=pdl)
+    _launch(x_TK, matrix, out, outputs, splits, tiling, pdl, GATED=False, GELU=False)
     return out
 
 
@@ -119,7 +119,7 @@ def gate_up_int4(
     out_TI = x_TK.new_empty((len(x_TK), inner), dtype=dtype or x_TK.dtype)
     chosen = choose_int4(len(x_TK), inner, matrix.in_features, matrix.group, zeros=matrix.zero is not None, gated=True)
     tiling = replace(chosen, **tunables)
-    _launch(x_TK, matrix, out_TI, inner, 1, tiling, GATED=True, GELU=gelu, PDL=pdl)
+    _launch(x_TK, matrix, out_TI, inner, 1, tiling, pdl, GATED=True, GELU=gelu)
     return out_TI
 
 
@@ -139,16 +139,22 @@ def widened(matrix: Linear, rows: slice, dtype: torch.dtype) -> Tensor:
     """Return some of the weight's rows [N, K] in a dtype, as `Linear.values` does, in one launch."""
     outputs, group, groups = rows.stop - rows.start, matrix.group, matrix.in_features // matrix.group
     out_NK = matrix.weight.new_empty((outputs, matrix.in_features), dtype=dtype)
-    zero = matrix.scale if matrix.zero is None else matrix.zero
     _widened[(triton.cdiv(outputs, 64), groups)](
-        matrix.weight, matrix.scale, zero, out_NK, rows.start, outputs, matrix.in_features, matrix.out_features,
-        BLOCK_N=64, GROUP=group, HAS_ZEROS=matrix.zero is not None, num_warps=4,
+        matrix.weight, matrix.scale, matrix.zero, out_NK, rows.start, outputs, matrix.in_features, matrix.out_features,
+        BLOCK_N=64, GROUP=group, num_warps=4,
     )  # fmt: skip
     return out_NK
 
 
 def _launch(
-    x_TK: Tensor, matrix: Linear, out: Tensor, outputs: int, splits: int, tiling: ProductTiling, **flags: bool
+    x_TK: Tensor,
+    matrix: Linear,
+    out: Tensor,
+    outputs: int,
+    splits: int,
+    tiling: ProductTiling,
+    pdl: bool,
+    **flags: bool,
 ) -> None:
     tokens, inputs = x_TK.shape
     if tokens > MOST_TOKENS or inputs != matrix.in_features or x_TK.stride(1) != 1:
@@ -157,14 +163,12 @@ def _launch(
             f"{x_TK.shape=}, {x_TK.stride()=}"
         )
     rows = tiling.block_n // 2 if flags["GATED"] else tiling.block_n
-    scale, zero, bias, block_t = matrix.scale, matrix.zero, matrix.bias, token_block(tokens, matrix.group)
+    block_t = token_block(tokens, matrix.group)
     # Programs of the same weights are neighbours, so that the second may find the weights in the L2 cache.
     _int4[(triton.cdiv(tokens, block_t), triton.cdiv(outputs, rows), splits)](
-        x_TK, matrix.weight, scale, scale if zero is None else zero, scale if bias is None else bias, out,
-        tokens, outputs, inputs, x_TK.stride(0),
-        STEPS=inputs // matrix.group // splits, STAGES=tiling.stages, BLOCK_T=block_t,
-        BLOCK_N=tiling.block_n, GROUP=matrix.group, HAS_ZEROS=zero is not None, HAS_BIAS=bias is not None, **flags,
-        num_warps=tiling.warps, **launch_options(flags["PDL"]),
+        x_TK, matrix.weight, matrix.scale, matrix.zero, matrix.bias, out, tokens, outputs, x_TK.stride(0),
+        STEPS=inputs // matrix.group // splits, STAGES=tiling.stages, BLOCK_T=block_t, BLOCK_N=tiling.block_n,
+        GROUP=matrix.group, num_warps=tiling.warps, **flags, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -180,10 +184,7 @@ def widen(word_NW, zero_N, kind: tl.constexpr):
         negative_NW = tl.broadcast_to(((zero_N | 0xC300) * 0x10001)[:, None], word_NW.shape)
         code = tl.inline_asm_elementwise(
             PACKED_CODES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [word_NW, negative_NW],
-            dtype=(
-                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-            ), is_pure=True, pack=2,
+            dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         first_NP, second_NP = tl.split(tl.reshape(word_NW, (N, W // 2, 2)))
@@ -209,7 +210,6 @@ def _code(word_NP, zero_N, shift: tl.constexpr, kind: tl.constexpr):
 def sums_of_groups(
     words, scales, zeros, at_N, outputs, x_T, has_x_T,
     STEPS, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Return products [N, T] over STEPS groups. `at_N`: index of each output's words, scale and zero point in the first
     of them; those of the next group are `outputs` further on. `x_T`: addresses of rows of x, at that group's first
@@ -217,7 +217,9 @@ def sums_of_groups(
     kind: tl.constexpr = x_T.dtype.element_ty
     word_at = words_at(words, at_N, GROUP)
     x_at = x_T[:, None] + tl.arange(0, GROUP)[None, :]
-    scale_at, zero_at = scales + at_N, zeros + at_N
+    scale_at = scales + at_N
+    if zeros is not None:
+        zero_at = zeros + at_N
     # The compiler prefetches words, zero points and x some steps ahead, but not numbers of two bytes, so scales are
     # fetched one step ahead here. If they were fetched two steps ahead, it would prefetch nothing. Zero points have
     # four bytes so that they are prefetched.
@@ -226,7 +228,7 @@ def sums_of_groups(
     for step in tl.range(0, STEPS, num_stages=STAGES):
         word_NW = tl.load(word_at, eviction_policy="evict_first")
         x_TK = tl.load(x_at, mask=has_x_T[:, None], other=0.0, eviction_policy="evict_last")
-        if HAS_ZEROS:
+        if zeros is not None:
             zero_N = tl.load(zero_at)
             zero_at += outputs
         else:
@@ -246,11 +248,11 @@ def words_at(words, at_N, GROUP: tl.constexpr):
     return words + at_N.to(tl.int64)[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
 
 
-@one_variant("x", "weight", "scale", "zero", "bias", "out", "outputs", "inputs", "stride_x")
+@one_variant("x", "weight", "scale", "zero", "bias", "out", "outputs", "stride_x")
 def _int4(
-    x, weight, scale, zero, bias, out, tokens, outputs, inputs, stride_x,
+    x, weight, scale, zero, bias, out, tokens, outputs, stride_x,
     STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of outputs of some tokens, over one part of K."""
     t0, tile, split = tl.program_id(0) * BLOCK_T, tl.program_id(1), tl.program_id(2)
@@ -260,23 +262,20 @@ def _int4(
     if PDL:
         gdc_wait()
     sum_NT = sums_of_groups(
-        weight, scale, zero, first * rows + n, rows, x_T, t < tokens, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP, HAS_ZEROS
+        weight, scale, zero, first * rows + n, rows, x_T, t < tokens, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP
     )
     if PDL:
         gdc_launch_dependents()
-    store_sums(sum_NT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS, GATED, GELU)
+    store_sums(sum_NT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T, GATED, GELU)
 
 
 @one_variant("weight", "scale", "zero", "out", "inputs", "all_outputs")
-def _widened(
-    weight, scale, zero, out, start, outputs, inputs, all_outputs,
-    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-):  # fmt: skip
+def _widened(weight, scale, zero, out, start, outputs, inputs, all_outputs, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Widen one group of some rows, from row `start` on."""
     n, group = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
     at_N = group * all_outputs + start + tl.minimum(n, outputs - 1)
     word_NW = tl.load(words_at(weight, at_N, GROUP))
-    if HAS_ZEROS:
+    if zero is not None:
         zero_N = tl.load(zero + at_N)
     else:
         zero_N = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)

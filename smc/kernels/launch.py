@@ -48,8 +48,9 @@ def supports_pdl(device: torch.device | str) -> bool:
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
-    """Return launch keywords: none without `pdl`, so that the interpreter and older drivers see nothing new."""
-    return {"launch_pdl": True} if pdl else {}
+    """Return launch keywords: the kernel's constant PDL, and with `pdl` the option, which the interpreter and older
+    drivers do not know."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 def one_variant(*wide: str) -> Callable[[Callable[..., None]], Any]:

@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
 from smc.kernels.norm import gated as gated_product
+from smc.kernels.norm import sum_parts
 from smc.model.linear import QuantisedRows
 
 MOST_TOKENS = 128
@@ -105,11 +106,9 @@ def token_blocks_of(tokens: int, fp8: bool) -> tuple[int, int]:
     block = max(16, triton.next_power_of_2(tokens))
     if not fp8:
         return block, 0
-    return (
-        (block // 2, block // 4)
-        if 64 <= block <= MOST_TOKENS and 4 * tokens <= 3 * block
-        else (min(MOST_TOKENS, block), 0)
-    )
+    if 64 <= block <= MOST_TOKENS and 4 * tokens <= 3 * block:
+        return block // 2, block // 4
+    return min(MOST_TOKENS, block), 0
 
 
 def token_block_of(tokens: int, fp8: bool) -> int:
@@ -148,7 +147,7 @@ def linear(
     whole = tiling.splits == 1
     shape = (tokens, outputs) if whole else (tiling.splits, tokens, outputs)
     out = x_TK.new_empty(shape, dtype=(dtype or _type_of(x)) if whole else torch.float32)
-    _launch(x, (weight_NK, scale_N, bias_N), out, outputs, tiling, GATED=False, GELU=False, PDL=pdl)
+    _launch(x, (weight_NK, scale_N, bias_N), out, outputs, tiling, pdl, GATED=False, GELU=False)
     return out
 
 
@@ -169,7 +168,7 @@ def gate_up_silu(
     tiling = _tiling(x_TK, weight, 1, tunables, gated=True)
     inner = weight.shape[0] // 2
     out_TI = x_TK.new_empty((len(x_TK), inner), dtype=dtype or _type_of(x))
-    _launch(x, (weight, scale, None), out_TI, inner, tiling, GATED=True, GELU=gelu, PDL=pdl)
+    _launch(x, (weight, scale, None), out_TI, inner, tiling, pdl, GATED=True, GELU=gelu)
     return out_TI
 
 
@@ -181,20 +180,11 @@ def _type_of(x: Tensor | QuantisedRows) -> torch.dtype:
     return torch.bfloat16 if isinstance(x, QuantisedRows) else x.dtype
 
 
-def reduce(
-    parts_STN: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-    block: int = 512,
-    warps: int = 2,
-    pdl: bool = False,
-    out_TN: Tensor | None = None,
-) -> Tensor:
-    """Return the sum of partials in their order, [T, N]."""
-    splits, tokens, outputs = parts_STN.shape
-    out_TN = parts_STN.new_empty((tokens, outputs), dtype=dtype) if out_TN is None else out_TN
-    size = tokens * outputs
+def reduce(parts_STN: Tensor, out_TN: Tensor, pdl: bool = False) -> Tensor:
+    """Write the sum of partials in their order to `out_TN`, and return it."""
+    size, block = out_TN.numel(), 512
     _reduce[(triton.cdiv(size, block),)](
-        parts_STN, out_TN, size, SPLITS=splits, BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl)
+        parts_STN, out_TN, size, SPLITS=len(parts_STN), BLOCK=block, num_warps=2, **launch_options(pdl)
     )
     return out_TN
 
@@ -203,20 +193,16 @@ def _tiling(
     x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[str, int], gated: bool
 ) -> ProductTiling:
     (tokens, inputs), outputs = x_TK.shape, weight_NK.shape[0]
-    if (
-        weight_NK.shape[1] != inputs
-        or not weight_NK.is_contiguous()
-        or x_TK.stride(1) != 1
-        or weight_NK.dtype != x_TK.dtype
-    ):
+    fits = weight_NK.shape[1] == inputs and weight_NK.dtype == x_TK.dtype
+    if not (fits and weight_NK.is_contiguous() and x_TK.stride(1) == 1):
         raise ValueError(
             f"needs x [T, K] and a contiguous weight [N, K] of one type; got {x_TK.shape=}, {x_TK.dtype=}, "
             f"{weight_NK.shape=}, {weight_NK.stride()=}, {weight_NK.dtype=}"
         )
     fp8 = weight_NK.element_size() == 1
-    tiling = replace(
-        choose(tokens, outputs, inputs, gated, fp8), **tunables, **({} if splits is None else {"splits": splits})
-    )
+    tiling = replace(choose(tokens, outputs, inputs, gated, fp8), **tunables)
+    if splits is not None:
+        tiling = replace(tiling, splits=splits)
     if inputs % (tiling.block_k * tiling.splits) or (gated and tiling.splits != 1):
         raise ValueError(f"block_k * splits must divide K={inputs}, and a gated product has one split; got {tiling}")
     return tiling
@@ -228,16 +214,17 @@ def _launch(
     out: Tensor,
     outputs: int,
     tiling: ProductTiling,
+    pdl: bool,
     **flags: bool,
 ) -> None:
     """`matrix`: weight, scale, bias."""
     x_TK, (weight, scale, bias) = _numbers(x), matrix
     (tokens, inputs), rows = x_TK.shape, tiling.block_n // 2 if flags["GATED"] else tiling.block_n
-    flags |= {"HAS_BIAS": bias is not None}
     block_t, more_t = token_blocks_of(tokens, isinstance(x, QuantisedRows))
-    sizes = {"BLOCK_T": block_t, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
-    options = {"num_warps": tiling.warps, "num_stages": tiling.stages, **launch_options(flags["PDL"])}
-    steps = {"STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages}
+    options = {
+        "STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages, "BLOCK_T": block_t,
+        "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k, "num_warps": tiling.warps, "num_stages": tiling.stages,
+    } | flags | launch_options(pdl)  # fmt: skip
     # Programs of the same weights start one after another, so that one of them reads the weights from memory.
     grid = (triton.cdiv(tokens, block_t + more_t), triton.cdiv(outputs, rows), tiling.splits)
     if isinstance(x, QuantisedRows):
@@ -245,27 +232,10 @@ def _launch(
         x_tiles, more_tiles = (
             TensorDescriptor.from_tensor(x_TK, [block or block_t, tiling.block_k]) for block in (block_t, more_t)
         )
-        bias, sizes = scale if bias is None else bias, sizes | {"MORE_T": more_t}
-        _rounded[grid](
-            x_tiles,
-            more_tiles,
-            tiles,
-            x.scale_T1,
-            scale,
-            bias,
-            out,
-            tokens,
-            outputs,
-            **steps,
-            **sizes,
-            **flags,
-            **options,
-        )
+        scales = (x.scale_T1, scale)
+        _rounded[grid](x_tiles, more_tiles, tiles, *scales, bias, out, tokens, outputs, MORE_T=more_t, **options)
     else:
-        bias = weight if bias is None else bias
-        _linear[grid](
-            x_TK, weight, bias, out, tokens, outputs, inputs, x_TK.stride(0), **steps, **sizes, **flags, **options
-        )
+        _linear[grid](x_TK, weight, bias, out, tokens, outputs, inputs, x_TK.stride(0), **options)
 
 
 @triton.jit
@@ -283,7 +253,7 @@ def rows_of_tile(tile, outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 def _linear(
     x, weight, bias, out, tokens, outputs, inputs, stride_x, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of outputs over one part of K, for a weight of x's type."""
     tile, split = tl.program_id(1), tl.program_id(2)
@@ -302,14 +272,14 @@ def _linear(
         x_at += BLOCK_K
     if PDL:
         gdc_launch_dependents()
-    store_sums(sum_NT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS, GATED, GELU)
+    store_sums(sum_NT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, GATED, GELU)
 
 
 @one_variant("x_tiles", "more_tiles", "tiles", "x_scale", "scale", "bias", "out", "outputs")
 def _rounded(
     x_tiles, more_tiles, tiles, x_scale, scale, bias, out, tokens, outputs, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, MORE_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_linear` for FP8, for BLOCK_T tokens and MORE_T after them. The copy engine fetches x through `x_tiles` and
     `more_tiles`, and the weight through `tiles`. Past their ends it reads zeros; past the end of the gate it reads the
@@ -339,47 +309,20 @@ def _rounded(
     if PDL:
         gdc_launch_dependents()
     _store_scaled(
-        sum_NT,
-        up_NT,
-        scale_N,
-        up_scale_N,
-        x_scale,
-        bias,
-        out,
-        t0,
-        tokens,
-        outputs,
-        ROWS,
-        BLOCK_T,
-        HAS_BIAS,
-        GATED,
-        GELU,
+        sum_NT, up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, GATED, GELU
     )
     if MORE_T:
         t0 += BLOCK_T
         _store_scaled(
-            more_NT,
-            more_up_NT,
-            scale_N,
-            up_scale_N,
-            x_scale,
-            bias,
-            out,
-            t0,
-            tokens,
-            outputs,
-            ROWS,
-            MORE_T,
-            HAS_BIAS,
-            GATED,
-            GELU,
-        )
+            more_NT, more_up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs,
+            ROWS, MORE_T, GATED, GELU,
+        )  # fmt: skip
 
 
 @triton.jit
 def _store_scaled(
     sum_NT, up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs,
-    ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_T: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of an FP8 product times the scales of both sides; gated, the two sums combined."""
     t = t0 + tl.arange(0, BLOCK_T)
@@ -387,34 +330,33 @@ def _store_scaled(
     sum_NT *= scale_N[:, None] * x_scale_1T
     if GATED:
         up_NT *= up_scale_N[:, None] * x_scale_1T
-        store_tile(gated_product(sum_NT, up_NT, GELU), bias, out, t0, tokens, outputs, ROWS, BLOCK_T, False)
+        store_tile(gated_product(sum_NT, up_NT, GELU), None, out, t0, tokens, outputs, ROWS, BLOCK_T)
     else:
-        store_tile(sum_NT, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, HAS_BIAS)
+        store_tile(sum_NT, bias, out, t0, tokens, outputs, ROWS, BLOCK_T)
 
 
 @triton.jit
 def store_sums(
     sum_NT, bias, out, t0, tokens, outputs,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's sums for tokens from t0 on. Gated: the tile has gate rows and then as many up rows, which combine
     to half as many outputs."""
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
         gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
-        store_tile(gated_product(gate_NT, up_NT, GELU), bias, out, t0, tokens, outputs, HALF, BLOCK_T, False)
+        store_tile(gated_product(gate_NT, up_NT, GELU), None, out, t0, tokens, outputs, HALF, BLOCK_T)
     else:
-        store_tile(sum_NT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T, HAS_BIAS)
+        store_tile(sum_NT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T)
 
 
 @triton.jit
-def store_tile(
-    out_NT, bias, out, t0, tokens, outputs, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_BIAS: tl.constexpr
-):
-    """Store a tile of this program's outputs for tokens from t0 on; the first split adds the bias."""
+def store_tile(out_NT, bias, out, t0, tokens, outputs, ROWS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Store a tile of this program's outputs for tokens from t0 on; the first split adds the bias, unless it is
+    None."""
     t, n = t0 + tl.arange(0, BLOCK_T), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
-    if HAS_BIAS:
+    if bias is not None:
         shift_N = tl.load(bias + n, mask=(n < outputs) & (split == 0), other=0.0).to(tl.float32)
         out_NT += shift_N[:, None]
     out_at = out + (split * tokens + t)[:, None].to(tl.int64) * outputs + n[None, :]
@@ -427,7 +369,5 @@ def _reduce(parts, out, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl
         gdc_wait()
         gdc_launch_dependents()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(parts + at, mask=at < size, other=0.0)
-    for s in tl.static_range(1, SPLITS):
-        total += tl.load(parts + s * size + at, mask=at < size, other=0.0)
+    total = sum_parts(parts + at, size, at < size, SPLITS)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)

@@ -1,7 +1,7 @@
 """The element-wise steps between a layer's matrix products: residual add with RMSNorm, the gated activation, and the
 rounding of activations to FP8 with a scale for each row (`smc.model.linear.quantise_rows` in one launch).
 
-The first two take a product's result as a whole or as fp32 split-K partials, which are summed in their order: the same
+The first takes a product's result as a whole or as fp32 split-K partials, which are summed in their order: the same
 bits every time. The host reads nothing, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
 
 Axes: T tokens, E features, I inner features, K inputs of a product, S splits."""
@@ -32,9 +32,7 @@ def round_rows(x_TK: Tensor, pdl: bool = False) -> QuantisedRows:
         raise ValueError(f"needs rows of contiguous numbers, got strides {x_TK.stride()}")
     out, block = room(x_TK), triton.next_power_of_2(inputs)
     warps = max(1, min(16, block // 256))
-    _round_rows[(tokens,)](
-        x_TK, *out, inputs, x_TK.stride(0), BLOCK=block, PDL=pdl, num_warps=warps, **launch_options(pdl)
-    )
+    _round_rows[(tokens,)](x_TK, *out, inputs, x_TK.stride(0), BLOCK=block, num_warps=warps, **launch_options(pdl))
     return out
 
 
@@ -94,8 +92,7 @@ def add_norm(
     `parts` is None, one tensor [T, E] or partials [S, T, E]. The norm is that of x as stored, rounded to its type. With
     `pdl` and parts, the previous launch must not write x."""
     out_TE = torch.empty_like(x_TE, dtype=x_TE.dtype if weight_E is None else weight_E.dtype)
-    # Without rounding there are no scales; the tensor in their place is not touched.
-    _launch_add_norm(x_TE, parts, weight_E, eps, (out_TE, x_TE), pdl, residual, ROUNDED=False)
+    _launch_add_norm(x_TE, parts, weight_E, eps, (out_TE, None), pdl, residual)
     return out_TE
 
 
@@ -109,7 +106,7 @@ def add_norm_rounded(
 ) -> QuantisedRows:
     """As `add_norm`, in FP8: rounded as by `round_rows`."""
     out = room(x_TE)
-    _launch_add_norm(x_TE, parts, weight_E, eps, out, pdl, residual, ROUNDED=True)
+    _launch_add_norm(x_TE, parts, weight_E, eps, out, pdl, residual)
     return out
 
 
@@ -118,58 +115,35 @@ def _launch_add_norm(
     parts: Tensor | None,
     weight_E: Tensor | None,
     eps: float,
-    out: tuple[Tensor, Tensor],
+    out: tuple[Tensor, Tensor | None],
     pdl: bool,
     residual: Residual,
-    ROUNDED: bool,
 ) -> None:
-    """`out`: numbers and scales."""
-    (tokens, features), splits = x_TE.shape, _splits(parts)
-    given = [one for one in (weight_E, residual.out_weight_E, parts) if one is not None]
-    _require(x_TE, *given)
+    """`out`: numbers, and scales unless numbers are not rounded."""
+    tokens, features = x_TE.shape
+    _require(x_TE, *(one for one in (weight_E, residual.out_weight_E, parts) if one is not None))
     block = triton.next_power_of_2(features)
     _add_norm[(tokens,)](
-        x_TE, x_TE if parts is None else parts, weight_E, residual.out_weight_E, *out, features, eps,
-        float(residual.norm_offset), float(residual.factor), SPLITS=splits, NORM=weight_E is not None,
-        OUT_NORM=residual.out_weight_E is not None, ROUNDED=ROUNDED, BLOCK=block, PDL=pdl,
-        num_warps=max(1, min(16, block // 128)), **launch_options(pdl)
+        x_TE, parts, weight_E, residual.out_weight_E, *out, features, eps, float(residual.norm_offset),
+        float(residual.factor), SPLITS=0 if parts is None else _splits(parts), BLOCK=block,
+        num_warps=max(1, min(16, block // 128)), **launch_options(pdl),
     )  # fmt: skip
 
 
-def silu_mul(
-    gate_up: Tensor,
-    dtype: torch.dtype | None = None,
-    out_TI: Tensor | None = None,
-    block: int = 1024,
-    warps: int = 4,
-    pdl: bool = False,
-    gelu: bool = False,
-) -> Tensor:
-    """Return silu(gate) * up [T, I], with `gelu` GELU instead of silu; `gate_up` is [T, 2I] or partials [S, T, 2I],
-    gate first. The dtype is `dtype`, or that of `gate_up`."""
-    tokens, inner = gate_up.shape[-2], gate_up.shape[-1] // 2
-    out_TI = gate_up.new_empty((tokens, inner), dtype=dtype) if out_TI is None else out_TI
-    _require(gate_up, out_TI)
-    block = min(block, triton.next_power_of_2(inner))
+def silu_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
+    """Return silu(gate) * up [T, I], with `gelu` GELU instead of silu; `gate_up` is [T, 2I], gate first."""
+    tokens, inner = len(gate_up), gate_up.shape[1] // 2
+    out_TI = gate_up.new_empty(tokens, inner)
+    _require(gate_up)
+    block = min(1024, triton.next_power_of_2(inner))
     # Tokens come first, because a grid's second axis ends at 65,535.
-    grid = (tokens, triton.cdiv(inner, block))
-    _silu_mul[grid](
-        gate_up,
-        out_TI,
-        inner,
-        SPLITS=_splits(gate_up),
-        GELU=gelu,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=warps,
-        **launch_options(pdl),
-    )
+    _silu_mul[(tokens, triton.cdiv(inner, block))](gate_up, out_TI, inner, GELU=gelu, BLOCK=block, num_warps=4)
     return out_TI
 
 
-def _splits(parts: Tensor | None) -> int:
+def _splits(parts: Tensor) -> int:
     """Return the number of tensors [T, E] in `parts`."""
-    return 0 if parts is None else 1 if parts.dim() == 2 else parts.shape[0]
+    return 1 if parts.dim() == 2 else len(parts)
 
 
 def _require(*tensors: Tensor) -> None:
@@ -251,27 +225,26 @@ def sum_parts(parts, stride, mask, SPLITS: tl.constexpr):
 
 @triton.jit
 def _add_norm(
-    x, parts, weight, out_weight, out, scales, features, eps, norm_offset, factor, SPLITS: tl.constexpr,
-    NORM: tl.constexpr,
-    OUT_NORM: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, parts, weight, out_weight, out, scales, features, eps, norm_offset, factor,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     feature = tl.arange(0, BLOCK)
     inside = feature < features
-    if NORM:
+    if weight is not None:
         scale = tl.load(weight + feature, mask=inside, other=0.0).to(tl.float32) + norm_offset
-    if OUT_NORM:
+    if out_weight is not None:
         out_scale = tl.load(out_weight + feature, mask=inside, other=0.0).to(tl.float32) + norm_offset
     at = tl.program_id(0).to(tl.int64) * features + feature
     # With parts to add, x was written before the kernel that computed them began.
-    if PDL and SPLITS == 0:
+    if PDL and parts is None:
         gdc_wait()
     hidden = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if SPLITS > 0:
+    if parts is not None:
         added = sum_parts(parts + at, tl.num_programs(0).to(tl.int64) * features, inside, SPLITS)
-        if OUT_NORM:
+        if out_weight is not None:
             # Rounded as a product's result is, then as a norm's result.
             added = added.to(x.dtype.element_ty).to(tl.float32)
             added *= 1.0 / tl.sqrt(tl.sum(added * added, 0) / features + eps) * out_scale
@@ -279,12 +252,12 @@ def _add_norm(
         summed = (hidden + added * factor).to(x.dtype.element_ty)
         tl.store(x + at, summed, mask=inside)
         hidden = summed.to(tl.float32)
-    if NORM:
+    if weight is not None:
         inverse = 1.0 / tl.sqrt(tl.sum(hidden * hidden, 0) / features + eps)
         normed = (hidden * inverse * scale).to(weight.dtype.element_ty)
     else:
         normed = hidden.to(x.dtype.element_ty)
-    if ROUNDED:
+    if scales is not None:
         store_rounded(normed.to(tl.float32), out + at, scales + tl.program_id(0), inside)
     else:
         tl.store(out + at, normed, mask=inside)
@@ -299,12 +272,9 @@ def gated(gate, up, GELU: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul(gate_up, out, inner, SPLITS: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+def _silu_mul(gate_up, out, inner, GELU: tl.constexpr, BLOCK: tl.constexpr):
     token, feature = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, stride = feature < inner, tl.num_programs(0).to(tl.int64) * 2 * inner
-    at = gate_up + token * 2 * inner + feature
-    gate, up = sum_parts(at, stride, inside, SPLITS), sum_parts(at + inner, stride, inside, SPLITS)
+    inside, at = feature < inner, gate_up + token * 2 * inner + feature
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * inner + feature, gated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)

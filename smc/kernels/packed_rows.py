@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.launch import launch_options, one_variant
 from smc.kernels.norm import sum_parts
+from smc.kernels.round_tensors import Room
 
 FAR = tl.constexpr(2**30)  # Beyond every position and row.
 ROW_FIELDS, PIECE_FIELDS = 4, 6
@@ -90,8 +90,7 @@ class Groups(NamedTuple):
     shared_G: Tensor
 
 
-@dataclass(frozen=True)
-class PieceShape:
+class PieceShape(NamedTuple):
     """Sizes of pieces, and the room that they need."""
 
     heads: int
@@ -141,29 +140,21 @@ class Prepared:
 
 
 def prepare(
-    tables: Tables,
-    start_R: Tensor,
-    count_R: Tensor,
-    queries: int,
-    groups: Groups,
-    shape: PieceShape,
+    tables: Tables, start_R: Tensor, count_R: Tensor, queries: int, groups: Groups, shape: PieceShape
 ) -> Prepared:
     """Compute everything of a pass that does not depend on the layer. Indices are int32.
 
     `queries` is Q. Tokens of a row are at positions from `start` on; those past its `count` go to the dummy page. A
     group attends to its first min(shared, start and tail of its live rows) positions together, by the table of its
     first live row."""
-    rows, device = len(start_R), start_R.device
+    rows, room = len(start_R), Room(start_R.device)
     assert all(x.is_contiguous() for x in (start_R, count_R, *groups))
-    room, longest = shape.bound(len(groups.first_G), rows, queries), min(shape.longest, tables.table_SL.shape[1])
+    pieces = shape.bound(len(groups.first_G), rows, queries)
     out = PrepareOutputs(
-        new_2T=torch.empty(2, rows * queries, dtype=torch.int32, device=device),
-        row_4R=torch.empty(ROW_FIELDS, rows, dtype=torch.int32, device=device),
-        piece_6W=torch.empty(PIECE_FIELDS, room, dtype=torch.int32, device=device),
-        pieces_1=torch.empty(1, dtype=torch.int32, device=device),
+        room.ints(2, rows * queries), room.ints(ROW_FIELDS, rows), room.ints(PIECE_FIELDS, pieces), room.ints(1)
     )
-    sizes = PrepareSizes(rows, rows * queries, room, longest, queries)
-    cut = PieceSizes(shape.heads, shape.block_x, shape.block_p, shape.pieces, shape.min_tiles)
+    sizes = PrepareSizes(rows, rows * queries, pieces, queries)
+    cut = shape._replace(longest=min(shape.longest, tables.table_SL.shape[1]))
     # One program handles all rows to cut prefixes.
     block_r = next((lanes for lanes in LANES if lanes >= rows), triton.next_power_of_2(rows))
     _prepare[(triton.cdiv(rows * queries, BLOCK_T) + 1,)](
@@ -191,18 +182,7 @@ class PrepareSizes(NamedTuple):
     tokens: int
     room: int
     """Number of pieces for which there is memory."""
-    longest: int
     queries: int
-
-
-class PieceSizes(NamedTuple):
-    """Fields of a `PieceShape`."""
-
-    heads: int
-    block_x: int
-    block_p: int
-    pieces: int
-    min_tiles: int
 
 
 @triton.jit
@@ -245,7 +225,7 @@ def _prepare(tables, pages, spans, groups, out, sizes, cut, BLOCK_T: tl.constexp
 def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
     """Cut prefixes into pieces, with one lane for each row of `each` queries; a group's first live row decides for the
     group."""
-    rows, W, longest, each = sizes.rows, sizes.room, sizes.longest, sizes.queries * cut.heads
+    rows, W, longest, each = sizes.rows, sizes.room, cut.longest, sizes.queries * cut.heads
     block_x, block_p, most_pieces = cut.block_x, cut.block_p, cut.pieces
     r = tl.arange(0, BLOCK_R)
     inside = r < rows
@@ -253,11 +233,8 @@ def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
     count, slot = tl.load(spans.count_R + r, mask=inside, other=0), tl.load(pages.slot_R + r, mask=inside, other=0)
     if pages.tail_RB is not None:
         reach = tl.minimum(reach, tl.load(pages.tail_R + r, mask=inside, other=0))
-    first, size, shared = (
-        tl.load(groups.first_G + group),
-        tl.load(groups.size_G + group),
-        tl.load(groups.shared_G + group),
-    )
+    first, size = tl.load(groups.first_G + group), tl.load(groups.size_G + group)
+    shared = tl.load(groups.shared_G + group)
     live = count > 0
     reach, lead = tl.where(live, reach, FAR), tl.where(live, r, FAR)
     _, reach, lead = tl.associative_scan(((r == first).to(tl.int32), reach, lead), 0, _lowest)
@@ -327,17 +304,14 @@ def store_kv(
     block, tokens = min(16, triton.next_power_of_2(h + 2 * j)), qkv.shape[-2]
     _store_kernel[(tokens, triton.cdiv(h + 2 * j, block))](
         qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, tokens * qkv.shape[-1],
-        H=h, J=j, D=d, NORM=q_norm is not None, HEADS=block, SPLITS=len(qkv) if qkv.dim() == 3 else 1, PDL=pdl,
-        num_warps=2,
-        **launch_options(pdl),
+        H=h, J=j, D=d, HEADS=block, SPLITS=len(qkv) if qkv.dim() == 3 else 1, num_warps=2, **launch_options(pdl),
     )  # fmt: skip
 
 
 @one_variant("qkv", "q_out", "keys", "values", "rope", "q_norm", "k_norm", "split_stride")
 def _store_kernel(
     qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, split_stride,
-    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Process one token and HEADS of its H + 2J heads, as two halves of D // 2 dimensions."""
     t = tl.program_id(0)
@@ -353,7 +327,7 @@ def _store_kernel(
     a = sum_parts(at, split_stride, n < H + 2 * J, SPLITS).to(q_out.dtype.element_ty).to(tl.float32)
     b = sum_parts(at + D // 2, split_stride, n < H + 2 * J, SPLITS).to(q_out.dtype.element_ty).to(tl.float32)
     x, y = a, b
-    if NORM:
+    if q_norm is not None:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
         x *= scale * tl.where(is_q, tl.load(q_norm + d), tl.load(k_norm + d)).to(tl.float32)
         y *= scale * tl.where(is_q, tl.load(q_norm + D // 2 + d), tl.load(k_norm + D // 2 + d)).to(tl.float32)

@@ -131,6 +131,44 @@ class Room:
         return torch.empty(shape, dtype=torch.bool, device=self._device)
 
 
+class TreeTensors(NamedTuple):
+    """Tensors of a `smc.executor.draft.TokenTree`, except for `run_4X`."""
+
+    root_X: Tensor
+    tokens_XK: Tensor
+    logq_XK: Tensor
+    tail_XB: Tensor
+    count_X: Tensor
+    alive_X: Tensor
+    ended_X: Tensor
+    before_X: Tensor
+    text_X: Tensor
+    mass_X: Tensor
+    last_X: Tensor
+    next_X: Tensor
+    cut_X: Tensor
+    outcome_X: Tensor
+
+    @staticmethod
+    def allocate(room: Room, rows: int, tokens: int, pages: int) -> TreeTensors:
+        return TreeTensors(
+            root_X=room.longs(rows),
+            tokens_XK=room.longs(rows, tokens),
+            logq_XK=room.floats(rows, tokens),
+            tail_XB=room.ints(rows, pages),
+            count_X=room.longs(rows),
+            alive_X=room.bools(rows),
+            ended_X=room.bools(rows),
+            before_X=room.longs(rows),
+            text_X=room.longs(rows),
+            mass_X=room.doubles(rows),
+            last_X=room.longs(rows),
+            next_X=room.longs(rows),
+            cut_X=room.longs(rows),
+            outcome_X=room.longs(rows),
+        )
+
+
 class StopTensors(NamedTuple):
     """The tensors of `smc.stops.StopTables`."""
 

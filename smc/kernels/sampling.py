@@ -25,6 +25,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens
 from smc.kernels.launch import one_variant
+from smc.kernels.round_tensors import Room
 from smc.kernels.truncation import (
     Cut,
     best_column,
@@ -62,17 +63,12 @@ def draw(
     temperature 1). All results are of the distribution after `cut`; so is the logsumexp: without its dropped entries,
     or with them lowered. A row with NaN gives NaN, and token 0."""
     (rows, draws), block = stream_RD.shape, block or min(4096, triton.next_power_of_2(vocab))
-    splits = triton.cdiv(vocab, block)
+    splits, room = triton.cdiv(vocab, block), Room(logits_RV.device)
     require_rows(logits_RV, vocab)
     keys = (seed_R.contiguous(), round_R.contiguous(), stream_RD.contiguous(), position_R.contiguous())
-    sums_2RS = logits_RV.new_empty((2, rows, splits), dtype=torch.float32)
-    key_RSD = logits_RV.new_empty((rows, splits, draws), dtype=torch.float32)
-    token_RSD = logits_RV.new_empty((rows, splits, draws), dtype=torch.int32)
-    token_RD, logq_RD, lse_R = (
-        torch.empty_like(token_RSD[:, 0]),
-        torch.empty_like(key_RSD[:, 0]),
-        torch.empty_like(sums_2RS[0, :, 0]),
-    )
+    sums_2RS = room.floats(2, rows, splits)
+    key_RSD, token_RSD = room.floats(rows, splits, draws), room.ints(rows, splits, draws)
+    token_RD, logq_RD, lse_R = room.ints(rows, draws), room.floats(rows, draws), room.floats(rows)
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
     # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
@@ -104,32 +100,19 @@ def score(
     A token of -1 (none) scores 0. Temperature 0 is greedy: 0 for the largest logit, -inf for any other. A row with NaN
     gives NaN."""
     rows, requested, block = len(temperature_T), len(label_X), block or min(8192, triton.next_power_of_2(vocab))
-    splits = triton.cdiv(vocab, block)
+    splits, room = triton.cdiv(vocab, block), Room(logits_TV.device)
     require_rows(logits_TV, vocab)
-    sums_2TS = logits_TV.new_empty((2, rows, splits), dtype=torch.float32)
-    top_TS = logits_TV.new_empty((rows, splits), dtype=torch.int32)
-    logp_X = logits_TV.new_empty(requested, dtype=torch.float32)
+    sums_2TS, top_TS, logp_X = room.floats(2, rows, splits), room.ints(rows, splits), room.floats(requested)
     extra = 0 if extra_XF is None else extra_XF.shape[1]
-    extra_logp_XF = logits_TV.new_empty((requested, extra), dtype=torch.float32) if extra else logp_X
+    extra_logp_XF = room.floats(requested, extra) if extra else logp_X
     more = extra_XF.contiguous() if extra_XF is not None and extra else label_X
-    tokens = (label_X, more, label_X if row_X is None else row_X.contiguous())
+    tokens = (label_X, more, None if row_X is None else row_X.contiguous())
     distribution = (logits_TV, logits_TV.stride(0), temperature_T, cut)
     sum_block[(splits, rows)](*distribution, vocab, *sums_2TS, top_TS, BLOCK=block, num_warps=warps)
-    most = max(EXTRA, triton.next_power_of_2(extra))
-    blocks = {"BLOCK": triton.next_power_of_2(splits), "EXTRA_BLOCK": most}
     _finish_sum[(requested,)](
-        *distribution,
-        *sums_2TS,
-        top_TS,
-        *tokens,
-        logp_X,
-        extra_logp_XF,
-        splits,
-        extra,
-        ROWS=row_X is not None,
-        **blocks,
-        num_warps=1,
-    )
+        *distribution, *sums_2TS, top_TS, *tokens, logp_X, extra_logp_XF, splits, extra,
+        BLOCK=triton.next_power_of_2(splits), EXTRA_BLOCK=max(EXTRA, triton.next_power_of_2(extra)), num_warps=1,
+    )  # fmt: skip
     return logp_X, extra_logp_XF if extra else None
 
 
@@ -198,8 +181,7 @@ def _race(
 
 @one_variant()
 def _finish_race(
-    logits, stride, temperature_R, cut, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD,
-    lse_R, splits,
+    logits, stride, temperature_R, cut, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Finish one draw of one row: the blocks' winners race on one scale."""
@@ -235,14 +217,13 @@ def _gather(logits, stride, temperature_R, cut, row, token, given, best, top, lo
 
 @one_variant()
 def _finish_sum(
-    logits, stride, temperature_R, cut, max_RS, sum_RS, top_RS, label_X, extra_XF, row_X, logp_X,
-    extra_logp_XF, splits,
-    extra, BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    logits, stride, temperature_R, cut, max_RS, sum_RS, top_RS, label_X, extra_XF, row_X, logp_X, extra_logp_XF,
+    splits, extra, BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Finish one requested row: compute the log-normaliser from its blocks, and the log-probabilities of the label and
     of extra tokens."""
     x = tl.program_id(0)
-    row = tl.load(row_X + x).to(tl.int32) if ROWS else x
+    row = x if row_X is None else tl.load(row_X + x).to(tl.int32)
     max_S, top, total = combine(max_RS, sum_RS, row, splits, BLOCK)
     best, log_sum = best_column(max_S, top_RS, row, splits), tl.log(total)
     token = tl.load(label_X + x)
@@ -270,12 +251,10 @@ def add_biases(
 ) -> Tensor:
     """Add biases to logits in place. `tables`: columns, early and late values, and counts; `entries`: for all slots,
     the entry, and the number of tokens that are early."""
-    column_EB, early_EB, late_EB, count_E = tables
     rows = len(logits_RV)
     _add_biases[(triton.cdiv(width, BIAS_BLOCK), rows)](
-        logits_RV, logits_RV.stride(0), slot_X, position_R, *entries, column_EB, early_EB, late_EB, count_E,
-        rows // len(slot_X),
-        column_EB.shape[1], BLOCK=BIAS_BLOCK, num_warps=1,
+        logits_RV, logits_RV.stride(0), slot_X, position_R, *entries, *tables, rows // len(slot_X),
+        tables[0].shape[1], BLOCK=BIAS_BLOCK, num_warps=1,
     )  # fmt: skip
     return logits_RV
 
@@ -283,7 +262,7 @@ def add_biases(
 @one_variant("column_EB", "early_EB", "late_EB", "most")
 def _add_biases(
     logits, stride, slot_X, position_R, entry_S, least_S, column_EB, early_EB, late_EB, count_E, each, most,
-    BLOCK: tl.constexpr
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, b = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_X + row // each).to(tl.int64)
@@ -318,16 +297,12 @@ def spread(
 ) -> tuple[Tensor, Tensor]:
     """Return tokens, int64, and log q of draws [R, D] from a head. With probability `chance` / 2^32, a token without a
     row replaces the drawn one."""
-    token_RD, new_logq_RD, draws = (
-        torch.empty_like(column_RD, dtype=torch.int64),
-        torch.empty_like(logq_RD),
-        column_RD.shape[1],
-    )
-    *numbers, purpose = keys
-    _spread[(triton.cdiv(token_RD.numel(), HEAD_BLOCK),)](
+    token_RD, new_logq_RD = torch.empty_like(column_RD, dtype=torch.int64), torch.empty_like(logq_RD)
+    (*numbers, purpose), count = keys, column_RD.numel()
+    _spread[(triton.cdiv(count, HEAD_BLOCK),)](
         column_RD, logq_RD, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U), token_RD,
-        new_logq_RD,
-        token_RD.numel(), chance, log_inside, log_each, D=draws, PURPOSE=int(purpose), BLOCK=HEAD_BLOCK, num_warps=1,
+        new_logq_RD, count, chance, log_inside, log_each,
+        D=column_RD.shape[1], PURPOSE=int(purpose), BLOCK=HEAD_BLOCK, num_warps=1,
     )  # fmt: skip
     return token_RD, new_logq_RD
 
@@ -345,11 +320,11 @@ def spread_rest(
     """Return candidate tokens over the whole vocabulary. With `has_rest`, the last one also represents the tokens
     without a row."""
     (rows, width), (*numbers, purpose) = tokens.token_RC.shape, keys
-    made = tuple(torch.empty_like(values_RC) for values_RC in (tokens.token_RC, tokens.logq_RC, tokens.share_RC))
+    given = (tokens.token_RC, tokens.logq_RC, tokens.share_RC)
+    made = tuple(torch.empty_like(values_RC) for values_RC in given)
     _spread_rest[(rows,)](
-        tokens.token_RC, tokens.logq_RC, tokens.share_RC, *(number.contiguous() for number in numbers), ids_M,
-        others_U, len(others_U),
-        *made, width, log_inside, log_share, log_each,
+        *given, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U), *made, width,
+        log_inside, log_share, log_each,
         PURPOSE=int(purpose), BLOCK=triton.next_power_of_2(width), HAS_REST=has_rest, num_warps=1,
     )  # fmt: skip
     return CandidateTokens(*made)
@@ -383,8 +358,8 @@ def _spread(
 @one_variant()
 def _spread_rest(
     token_RC, logq_RC, share_RC, seed_R, round_R, stream_R, position_R, ids_M, others_U, others, to_token, to_logq,
-    to_share, width,
-    log_inside, log_share, log_each, PURPOSE: tl.constexpr, BLOCK: tl.constexpr, HAS_REST: tl.constexpr,
+    to_share, width, log_inside, log_share, log_each,
+    PURPOSE: tl.constexpr, BLOCK: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     row, c = tl.program_id(0), tl.arange(0, BLOCK)
     inside, at = c < width, row.to(tl.int64) * width + c
@@ -410,35 +385,19 @@ def _spread_rest(
     tl.store(to_share + at, share, mask=inside)
 
 
-def write_distribution(
-    logits_RV: Tensor,
-    dist_RV: Tensor,
-    temperature_R: Tensor,
-    cut: Cut | None = None,
-    block: int | None = None,
-    warps: int = 8,
-) -> None:
+def write_distribution(logits_RV: Tensor, dist_RV: Tensor, temperature_R: Tensor, cut: Cut | None = None) -> None:
     """Write log softmax(logits / temperature) after `cut` to `dist_RV`, float32 [R, vocab] at any stride of rows.
     Temperature 0 is greedy. A row with NaN becomes NaN throughout."""
     rows, vocab = dist_RV.shape
-    block = block or min(8192, triton.next_power_of_2(vocab))
-    splits = triton.cdiv(vocab, block)
+    block = min(8192, triton.next_power_of_2(vocab))
+    splits, room = triton.cdiv(vocab, block), Room(logits_RV.device)
     assert dist_RV.dtype == torch.float32 and dist_RV.stride(1) == 1
     require_rows(logits_RV, vocab)
-    sums_2RS = logits_RV.new_empty((2, rows, splits), dtype=torch.float32)
-    top_RS = logits_RV.new_empty((rows, splits), dtype=torch.int32)
-    distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
-    options = {"BLOCK": block, "num_warps": warps}
-    sum_block[(splits, rows)](*distribution, vocab, *sums_2RS, top_RS, **options)
+    sums = (*room.floats(2, rows, splits), room.ints(rows, splits))
+    given = (logits_RV, logits_RV.stride(0), temperature_R, cut, vocab, *sums)
+    sum_block[(splits, rows)](*given, BLOCK=block, num_warps=8)
     _write_distribution[(splits, rows)](
-        *distribution,
-        vocab,
-        *sums_2RS,
-        top_RS,
-        dist_RV,
-        dist_RV.stride(0),
-        SPLITS=triton.next_power_of_2(splits),
-        **options,
+        *given, dist_RV, dist_RV.stride(0), SPLITS=triton.next_power_of_2(splits), BLOCK=block, num_warps=8
     )
 
 

@@ -26,6 +26,7 @@ from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, fields_of, row_tokens
+from smc.kernels.truncation import finite
 from smc.kernels.verify import VerifyTensors
 from smc.philox import Purpose
 
@@ -157,16 +158,15 @@ def select(
 ) -> Selection:
     """As `smc.algorithm.selection.select`, for groups of up to MAX_PARTICLES batch indices."""
     (batch_size, branches), count, room = candidates_AF.shape, len(seed_G), Room(candidates_AF.device)
-    (ancestor_A, branch_A), (log_z_G, ess_G) = room.longs(2, batch_size), room.doubles(2, count)
-    resampled_G, collapsed_G = room.bools(2, count)
     out = SelectTensors(
-        ancestor_A, branch_A, room.doubles(batch_size), room.bools(batch_size), log_z_G, ess_G, resampled_G, collapsed_G
+        *(*room.longs(2, batch_size), room.doubles(batch_size), room.bools(batch_size)),
+        *(*room.doubles(2, count), *room.bools(2, count)),
     )
     _select[(programs(batch_size, count),)](
         candidates_AF.contiguous(), alive_A.contiguous(), fields_of(GroupBounds, groups),
         SelectSettings(threshold_G, scheme_G, seed_G, round_G), out,
-        SelectScratch(*room.doubles(3, batch_size * branches)),
-        branches, count, batch_size, BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches),
+        SelectScratch(*room.doubles(3, batch_size * branches)), branches, count, batch_size,
+        BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches),
         # The reference rounds a product before it subtracts.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
@@ -376,7 +376,7 @@ def draw_uniforms(seed, position_X, rounds):
 def _shares(log_NF, highest):
     """Return weights over their sum, from logarithms whose largest is `highest`; zeros if all weights are zero or one
     is NaN."""
-    power_NF = tl.exp(log_NF - tl.where(highest == -float("inf"), 0.0, highest))
+    power_NF = tl.exp(log_NF - finite(highest))
     share_NF = power_NF / tl.sum(power_NF)
     return tl.where(share_NF == share_NF, share_NF, 0.0)
 
@@ -387,10 +387,10 @@ def _family_weights(candidates_NF):
     the sum of the families' squared shares: 0 if there is no weight, or NaN."""
     # The value subtracted must be the largest that occurs: subtracting 0 would round all weights far below it to zero.
     highest_N = tl.max(candidates_NF, 1)
-    base_N = tl.where(highest_N == -float("inf"), 0.0, highest_N)
+    base_N = finite(highest_N)
     family_N = base_N + tl.log(tl.sum(tl.exp(candidates_NF - base_N[:, None]), 1))
     highest = tl.max(family_N, 0)
-    base = tl.where(highest == -float("inf"), 0.0, highest)
+    base = finite(highest)
     log_sum = base + tl.log(tl.sum(tl.exp(family_N - base), 0))
     share_N = _shares(family_N, highest)
     return highest_N, family_N, log_sum, tl.sum(share_N * share_N, 0)
@@ -474,7 +474,7 @@ def _assign_slots(chosen_P, size, draws, BLOCK_N: tl.constexpr, BLOCK_F: tl.cons
 def _own_branch(candidates_NF, highest_N, uniform_N, branches):
     """As `smc.algorithm.selection.draw_branch`: return one branch of each particle, drawn by its share of the family's
     weight."""
-    power_NF = tl.exp(candidates_NF - tl.where(highest_N == -float("inf"), 0.0, highest_N)[:, None])
+    power_NF = tl.exp(candidates_NF - finite(highest_N)[:, None])
     total_N = tl.sum(power_NF, 1)
     cumulative_NF = _cumulative(power_NF / total_N[:, None], 1)
     point_N = uniform_N * tl.max(cumulative_NF, 1)
@@ -504,8 +504,8 @@ def _resample(
 
 @one_variant()
 def _select(
-    candidates_AF, alive_A, groups, settings, out, scratch, branches, count, batch_size, BLOCK_N: tl.constexpr,
-    BLOCK_F: tl.constexpr
+    candidates_AF, alive_A, groups, settings, out, scratch, branches, count, batch_size,
+    BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     if group >= count:
@@ -539,8 +539,7 @@ def _select(
     if resampled:
         taken_N, held_N = _resample(
             candidates_NF, tl.max(highest_N, 0), at_NF, inside_NF, size, draws, tl.load(settings.scheme_G + group),
-            seed, rounds,
-            first * branches, branches, scratch, BLOCK_N, BLOCK_F,
+            seed, rounds, first * branches, branches, scratch, BLOCK_N, BLOCK_F,
         )  # fmt: skip
     else:
         uniform_N = draw_uniforms(seed, n + FIRST_BRANCH, rounds)

@@ -21,7 +21,6 @@ words of 32 tokens, M columns of a draft's head, B columns of a program."""
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.kernels.launch import one_variant
+from smc.kernels.round_tensors import Room
 
 DIGIT = 4
 """Number of bits of the key that a pass finds."""
@@ -102,8 +102,7 @@ def finite(top):
 
 @one_variant("logits", "stride", "vocab")
 def sum_block(
-    logits, stride, temperature_R, cut, vocab, max_RS, sum_RS, top_RS,
-    BLOCK: tl.constexpr
+    logits, stride, temperature_R, cut, vocab, max_RS, sum_RS, top_RS, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Reduce one block of one row: its maximum, the column of that, and its sum of exponentials relative to that."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -190,50 +189,33 @@ class _Search:
     """The buffers of one search, for all rows at once, and its steps in the order in which they are taken."""
 
     def __init__(self, logits_RV: Tensor, vocab: int, temperature_R: Tensor, block: int, warps: int) -> None:
-        rows, splits, bits = (
-            len(temperature_R),
-            triton.cdiv(vocab, block),
-            16 if logits_RV.dtype == torch.bfloat16 else 32,
-        )
-        self._distribution, self._vocab, self._grid = (
-            (logits_RV, logits_RV.stride(0), temperature_R),
-            vocab,
-            (splits, rows),
-        )
-        self._block, self._warps, self._passes = block, warps, bits // DIGIT
-        self._sizes = {"BITS": bits, "SPLITS": triton.next_power_of_2(splits)}
-        floats, ints = (partial(logits_RV.new_empty, dtype=dtype) for dtype in (torch.float32, torch.int32))
-        self._top_R, self._total_R, self._need_R, self._ties_R, self._drop_R = (floats(rows) for _ in range(5))
-        self._floor_R, self._bound_R, self._key_R, self._last_R = (ints(rows) for _ in range(4))
+        rows, splits = len(temperature_R), triton.cdiv(vocab, block)
+        bits = 16 if logits_RV.dtype == torch.bfloat16 else 32
+        self._distribution, self._vocab = (logits_RV, logits_RV.stride(0), temperature_R), vocab
+        self._grid, self._block, self._warps, self._passes = (splits, rows), block, warps, bits // DIGIT
+        self._sizes, room = {"BITS": bits, "SPLITS": triton.next_power_of_2(splits)}, Room(logits_RV.device)
+        self._top_R, self._total_R, self._need_R, self._ties_R, self._drop_R = (room.floats(rows) for _ in range(5))
+        self._floor_R, self._bound_R, self._key_R, self._last_R = (room.ints(rows) for _ in range(4))
         # The beginning of every pass's interval, and the sums that the pass finds there.
-        self._low_IR, self._found_IRSP = ints(self._passes + 1, rows), floats(self._passes, rows, splits, 1 << DIGIT)
-        self._measured_3RS = floats(3, rows, splits)
+        self._low_IR = room.ints(self._passes + 1, rows)
+        self._found_IRSP = room.floats(self._passes, rows, splits, 1 << DIGIT)
+        self._measured_3RS = room.floats(3, rows, splits)
 
     def begin(self, top_k_R: Tensor | None, top_p_R: Tensor | None, min_p_R: Tensor | None) -> None:
         """Compute every row's maximum and mass, and the aim of the first search."""
         # The memory of later measurements holds the blocks' sums for now.
-        unused, sums = (
-            self._distribution[2],
-            (*self._measured_3RS[:2], torch.empty_like(self._measured_3RS[0], dtype=torch.int32)),
-        )
+        sums = (*self._measured_3RS[:2], torch.empty_like(self._measured_3RS[0], dtype=torch.int32))
         options = {"BLOCK": self._block, "num_warps": self._warps}
         sum_block[self._grid](*self._distribution, None, self._vocab, *sums, **options)
         # Placeholders of the types that the processors would have.
+        unused = self._distribution[2]
         none = (unused.new_empty(1, dtype=torch.int64), unused, unused)
         processors = (top_k_R, top_p_R, min_p_R)
-        values = (other if values_R is None else values_R for values_R, other in zip(processors, none))
-        used = (int(values_R is not None) for values_R in processors)
-        aims = (self._top_R, self._total_R, self._need_R, self._floor_R, self._low_IR)
+        given = tuple(other if values_R is None else values_R for values_R, other in zip(processors, none))
+        used = tuple(int(values_R is not None) for values_R in processors)
+        aims = SearchAims(self._top_R, self._total_R, self._need_R, self._floor_R, self._low_IR)
         _begin[self._grid[1:]](
-            *self._distribution,
-            self._vocab,
-            tuple(values),
-            tuple(used),
-            sums,
-            SearchAims(*aims),
-            self._grid[0],
-            **self._sizes,
-            num_warps=1,
+            *self._distribution, self._vocab, given, used, sums, aims, self._grid[0], **self._sizes, num_warps=1
         )
 
     def find(self, *, counts: bool) -> None:
@@ -249,22 +231,13 @@ class _Search:
 
     def turn(self, top_p_R: Tensor) -> None:
         """Turn from counts to mass: top-p keeps a share of the mass that top-k has kept."""
-        aims = (self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_IR)
-        self._over_rows(_turn, top_p_R, *aims)
+        self._over_rows(_turn, top_p_R, self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_IR)
 
     def end(self, share: float, *, counts: bool, weighs: bool) -> Cut:
-        logits = (*self._distribution[:2], self._vocab)
-        found = (
-            self._total_R,
-            self._need_R,
-            self._bound_R,
-            self._ties_R,
-            share,
-            math.log(share) if share else -math.inf,
-        )
-        self._over_rows(
-            _end, *logits, CutSearch(*found), self._last_R, self._drop_R, int(counts), int(weighs), BLOCK=self._block
-        )
+        log_share = math.log(share) if share else -math.inf
+        found = CutSearch(self._total_R, self._need_R, self._bound_R, self._ties_R, share, log_share)
+        given = (*self._distribution[:2], self._vocab, found, self._last_R, self._drop_R, int(counts), int(weighs))
+        self._over_rows(_end, *given, BLOCK=self._block)
         return Cut(self._key_R, self._last_R, self._drop_R)
 
     def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: object) -> None:
@@ -287,8 +260,8 @@ def _raw(key, BITS: tl.constexpr):
 
 @one_variant()
 def _begin(
-    logits, stride, temperature_R, vocab, processors, used, sums, aims, splits, BITS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    logits, stride, temperature_R, vocab, processors, used, sums, aims, splits,
+    BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Set the aim and the beginning of one row's first search. The last search stops at the floor that min-p sets."""
     row = tl.program_id(0)
@@ -395,10 +368,8 @@ def _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS
     mass of one of those."""
     split, key = tl.arange(0, SPLITS), tl.load(key_R + row)
     at, inside = measured_3RS + row * splits + split, split < splits
-    above, mass = (
-        tl.sum(tl.load(at, mask=inside, other=0.0), 0),
-        tl.sum(tl.load(at + rows * splits, mask=inside, other=0.0), 0),
-    )
+    above = tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+    mass = tl.sum(tl.load(at + rows * splits, mask=inside, other=0.0), 0)
     equal_S = tl.load(at + 2 * rows * splits, mask=inside, other=0.0)
     inverse, _ = inverse_temperature(temperature_R, row)
     each = tl.where(tl.sum(equal_S, 0) > 0, tl.exp(_raw(key, BITS) * inverse - tl.load(top_R + row)), 0.0)
@@ -422,8 +393,7 @@ def _turn(
 
 @one_variant("logits", "stride", "vocab", "measured_3RS")
 def _end(
-    temperature_R, top_R, key_R, measured_3RS, splits,
-    logits, stride, vocab, found, last_R, drop_R, counts, weighs,
+    temperature_R, top_R, key_R, measured_3RS, splits, logits, stride, vocab, found, last_R, drop_R, counts, weighs,
     BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Finish one row: how many of the entries that equal the key are kept, the column of the last of them, and what is
@@ -476,33 +446,30 @@ def apply_mask(
     splits = triton.cdiv(width, block)
     out_RV = logits_RV.new_empty((rows, width), dtype=torch.float32)
     found_RS = logits_RV.new_empty((rows, splits), dtype=torch.int32)
-    ids = mask_RW if ids_M is None else ids_M
-    given = (logits_RV, logits_RV.stride(0), mask_RW, mask_RW.stride(0), ids, out_RV, width, columns, found_RS)
-    options = {"HEAD": ids_M is not None, "BLOCK": block, "num_warps": warps}
+    given = (logits_RV, logits_RV.stride(0), mask_RW, mask_RW.stride(0), ids_M, out_RV, width, columns, found_RS)
+    options = {"BLOCK": block, "num_warps": warps}
     _mask[(splits, rows)](*given, **options)
     _mask_impossible[(splits, rows)](*given, splits, SPLITS=triton.next_power_of_2(splits), FAILS=fails, **options)
     return out_RV
 
 
 @triton.jit
-def _allowed(mask_RW, words, ids_M, row, column_B, own_B, HEAD: tl.constexpr):
+def _allowed(mask_RW, words, ids_M, row, column_B, own_B):
     """Return whether columns belong to tokens that may follow."""
     token_B = column_B
-    if HEAD:
+    if ids_M is not None:
         token_B = tl.load(ids_M + column_B, mask=own_B, other=0).to(tl.int32)
     word_B = tl.load(mask_RW + row * words + token_B // 32, mask=own_B, other=0)
     return own_B & (((word_B >> (token_B % 32)) & 1) != 0)
 
 
 @one_variant("logits", "stride", "mask_RW", "ids_M", "out_RV", "width")
-def _mask(
-    logits, stride, mask_RW, words, ids_M, out_RV, width, columns, found_RS, HEAD: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _mask(logits, stride, mask_RW, words, ids_M, out_RV, width, columns, found_RS, BLOCK: tl.constexpr):
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column_B = split * BLOCK + tl.arange(0, BLOCK)
     exists_B, own_B = column_B < width, column_B < columns
     logit_B = tl.load(logits + row * stride + column_B, mask=exists_B, other=0.0).to(tl.float32)
-    allowed_B = _allowed(mask_RW, words, ids_M, row, column_B, own_B, HEAD)
+    allowed_B = _allowed(mask_RW, words, ids_M, row, column_B, own_B)
     kept_B = tl.where(own_B & (allowed_B == 0), float("-inf"), logit_B)
     tl.store(out_RV + row * width + column_B, kept_B, mask=exists_B)
     # NaN counts as possible.
@@ -514,7 +481,7 @@ def _mask(
 @one_variant("logits", "stride", "mask_RW", "ids_M", "out_RV", "width")
 def _mask_impossible(
     logits, stride, mask_RW, words, ids_M, out_RV, width, columns, found_RS, splits,
-    SPLITS: tl.constexpr, FAILS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, FAILS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     s = tl.arange(0, SPLITS)
@@ -522,7 +489,7 @@ def _mask_impossible(
     if found < POSSIBLE:
         column_B = split * BLOCK + tl.arange(0, BLOCK)
         own_B = column_B < columns
-        allowed_B = _allowed(mask_RW, words, ids_M, row, column_B, own_B, HEAD)
+        allowed_B = _allowed(mask_RW, words, ids_M, row, column_B, own_B)
         if FAILS:
             none_B = tl.full([BLOCK], float("nan"), tl.float32)
         else:

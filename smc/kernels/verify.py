@@ -134,11 +134,8 @@ def verify(
     """See `smc.executor.verify.verify`."""
     (batch_size, q), room = blocks.tokens_AQ.shape, Room(blocks.tokens_AQ.device)
     out = VerifyTensors(
-        room.floats(batch_size, q),
-        room.longs(batch_size, q),
-        room.floats(batch_size, q),
-        room.bools(batch_size),
-        room.bools(batch_size, q),
+        *(room.floats(batch_size, q), room.longs(batch_size, q), room.floats(batch_size, q)),
+        *(room.bools(batch_size), room.bools(batch_size, q)),
     )
     _verify[(triton.cdiv(batch_size, INDICES),)](
         plan, blocks.run_A, labelled_T, drawn, out, batch_size, Q=q, BLOCK_N=INDICES,
@@ -153,23 +150,17 @@ def match_samples(
     """As `smc.algorithm.verification.match_samples`, for groups of up to MAX_PARTICLES batch indices; integers of
     any type."""
     batch_size, tokens = tokens_AQ.shape
-    best_A, right_A = torch.empty(2, batch_size, dtype=torch.int64, device=tokens_AQ.device)
+    (best_A, right_A), count = Room(tokens_AQ.device).longs(2, batch_size), len(groups[0])
     given = (tensor.contiguous() for tensor in (tokens_AQ, count_A, drawn_AQ, alive_A, *groups))
-    count = len(groups[0])
-    blocks = {"BLOCK_N": MAX_PARTICLES, "BLOCK_Q": triton.next_power_of_2(tokens + 1)}
     _match_samples[(programs(batch_size, count),)](
-        *given, best_A, right_A, tokens, count, batch_size, **blocks, num_warps=4
-    )
+        *given, best_A, right_A, tokens, count, batch_size,
+        BLOCK_N=MAX_PARTICLES, BLOCK_Q=triton.next_power_of_2(tokens + 1), num_warps=4,
+    )  # fmt: skip
     return best_A, right_A
 
 
 def verify_chains(
-    trials: ChainTrials,
-    logp_CQV: Tensor,
-    logq_CLV: Tensor,
-    groups: tuple[Tensor, Tensor],
-    block: int | None = None,
-    warps: int = 8,
+    trials: ChainTrials, logp_CQV: Tensor, logq_CLV: Tensor, groups: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """As `smc.algorithm.verification.verify_by_rejection`, with random numbers of `smc.philox` made here: of round 0,
     for trials from the chain's own stream and for draws from stream 0. `groups`: first chain among all C, and number of
@@ -179,10 +170,10 @@ def verify_chains(
     token_logp_CQ = torch.full((chains, q), torch.nan, dtype=torch.float32, device=device)
     # A group uses the memory of its first chain.
     left_CV = torch.empty(chains, vocab, dtype=torch.float64, device=device)
-    block = block or min(4096, triton.next_power_of_2(vocab))
+    block = min(4096, triton.next_power_of_2(vocab))
     _verify_chains[(len(groups[0]),)](
         trials, logp_CQV.contiguous(), logq_CLV.contiguous(), *(bound_G.contiguous() for bound_G in groups),
-        left_CV, token_CQ, token_logp_CQ, vocab, Q=q, BLOCK_N=MAX_PARTICLES, BLOCK=block, num_warps=warps,
+        left_CV, token_CQ, token_logp_CQ, vocab, Q=q, BLOCK_N=MAX_PARTICLES, BLOCK=block, num_warps=8,
         # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
         # logarithm.
         enable_fp_fusion=False,
@@ -221,11 +212,8 @@ def _lay_out(
             origin, slot, count = tl.where(lone, index, origin), tl.where(lone, own, slot), tl.where(lone, 1, count)
             ended = tl.where(lone, tl.load(slots.ended_S + own, mask=exists, other=1) != 0, ended)
             alive = alive | lone
-    end, pending = (
-        tl.load(slots.end_S + slot, mask=exists, other=0),
-        tl.load(slots.pending_S + slot, mask=exists, other=0),
-    )
-    held, run = end - pending, tl.where(alive, count - ended.to(tl.int64), 0)
+    held = tl.load(slots.end_S + slot, mask=exists, other=0) - tl.load(slots.pending_S + slot, mask=exists, other=0)
+    run = tl.where(alive, count - ended.to(tl.int64), 0)
     logw = tl.load(slots.logw_S + slot, mask=exists, other=0.0) + share
     stream = tl.load(plan.particle_A + index, mask=exists, other=0) * STREAMS
     tl.store(out.logw_A + index, logw, mask=exists)

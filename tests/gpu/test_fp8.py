@@ -61,8 +61,10 @@ def test_our_products(tokens, inputs, outputs):
     expected_TN = (x.value_TK.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
     for splits in (None, 1):
         out = linear(x, made.weight, splits, scale_N=made.scale)
+        if out.dim() == 3:
+            out = reduce(out, torch.empty_like(out[0], dtype=torch.bfloat16))
         # Tensor cores keep about 14 bits of a sum of FP8 products.
-        assert off(reduce(out) if out.dim() == 3 else out, expected_TN, made) < 2e-2
+        assert off(out, expected_TN, made) < 2e-2
     act_TI = gate_up_silu(x, made.weight, scale=made.scale)
     gate, up = expected_TN.chunk(2, 1)
     gate_off, up_off = (2e-2 * torch.maximum(expected_TN.abs(), usual(x, made.weight, made.scale).double())).chunk(2, 1)

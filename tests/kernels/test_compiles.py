@@ -24,7 +24,7 @@ def test_kernels_of_a_round_compile(tmp_path):
     assert {
         "_finalize",
         "_verify",
-        "_survey_coupled",
+        "_survey",
         "_observe",
         "_expand",
         "_keep_nodes",
