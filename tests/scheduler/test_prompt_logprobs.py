@@ -49,7 +49,7 @@ def assert_right(one: Request, answer) -> None:
         assert [logp for _, logp in found.likeliest] == pytest.approx(value_K.tolist(), abs=2e-5)
 
 
-@pytest.mark.parametrize("config", LOOKAHEAD_FIRST[:2], ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_every_method_reports_the_targets_own_law(config, monkeypatch):
     """In one engine at once, with prompts partly in the prefix cache, in chunks and slices that cut prompts and
     answers. The answers are the same without `prompt_logprobs`."""
